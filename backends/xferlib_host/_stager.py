@@ -1,0 +1,146 @@
+"""The backend itself: what the protocol asks for, told in NumPy arrays, streams, copy engines and tables of memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, Final, cast, final
+
+import numpy as np
+import numpy.typing as npt
+
+from xferlib import protocol
+from xferlib_host._engine import Engine
+from xferlib_host._memory import Block, Memory, MemoryCallError, array_over
+from xferlib_host._stream import AllEvents, CopyError, Event, Stream, resolve
+
+__all__ = ["NumpyStager"]
+
+
+@final
+class NumpyStager:
+    """Copies between NumPy arrays, with one engine per direction. Methods do what `xferlib.protocol.HostStager` says.
+
+    `h2d`, `d2h` and `memory` are for tests of programs: hold or break a direction with `Engine.submit`, count with `Memory.calls`.
+    """
+
+    name: Final = "host"
+    on_gpu: Final = False
+    fallback: Final = True
+    capabilities: Final = protocol.Capabilities(register=True, streams=True, put_into=True)
+    failures: Final[tuple[type[Exception], ...]] = (CopyError, MemoryCallError)
+
+    def __init__(self) -> None:
+        cores = len(os.sched_getaffinity(0))
+        self.device: Final = f"host memory ({cores} core{'s' if cores > 1 else ''})"
+        self.h2d: Final = Engine("xferlib-host-h2d")
+        self.d2h: Final = Engine("xferlib-host-d2h")
+        self.memory: Final = Memory()
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        return self.memory.alloc_pinned(nbytes)
+
+    def free_pinned(self, address: int) -> None:
+        self.memory.free_pinned(address)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.memory.pin(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        self.memory.unpin(address)
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        """Tell whether both ends are in the table: nothing is locked here, but the engines read any memory directly."""
+        return self.memory.is_pinned(address, nbytes)
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self.h2d.copy(dst, src, nbytes)
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        self.d2h.copy(dst, src, nbytes)
+
+    def record_h2d(self) -> Event:
+        return self.h2d.record()
+
+    def record_d2h(self) -> Event:
+        return self.d2h.record()
+
+    def order_h2d(self, after: protocol.Event) -> None:
+        self.h2d.wait(after)
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        """Accept numbers, bools, dates and time spans, those of extension packages (bfloat16, float8) included."""
+        # isbuiltin is 2 for a dtype that a package registered; its kind may be "V", as that of a structure is.
+        if dtype.hasobject or not (dtype.kind in "biufcmM" or dtype.isbuiltin == 2):
+            raise TypeError(f"backend 'host' moves numbers, bools and dates, not dtype {dtype!r}. Convert the array first")
+
+    def alloc_device(self, nbytes: int) -> Block:
+        return self.memory.alloc_device(nbytes)
+
+    def as_array(
+        self,
+        block: protocol.DeviceBlock,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        *,
+        after: protocol.Event,
+        lease: object,
+    ) -> npt.NDArray[Any]:
+        return array_over(block.address + offset, shape, dtype, block=block, lease=lease)
+
+    def as_source(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
+        self._check_array(array)
+        on = resolve(stream)
+        array = array if array.flags.c_contiguous else _packed(array, on)
+        if on is not None:
+            self.d2h.wait(on.record())
+        return _source(array)
+
+    def as_target(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
+        self._check_array(array)
+        if not array.flags.c_contiguous:
+            raise ValueError(f"the target has strides {array.strides!r}, not C order. Put into a contiguous array, then assign")
+        if not array.flags.writeable:
+            raise ValueError("the target is read-only. Put into an array that may be written")
+        on = resolve(stream)
+        if on is not None:
+            self.h2d.wait(on.record())
+        return _source(array)
+
+    def sweep(self) -> None:
+        """Do nothing: a lease ends by itself when the last array over it goes."""
+
+    def retire(self, streams: Iterable[protocol.Stream]) -> protocol.Event | None:
+        # A resolved stream is one that `stream_wait` made.
+        events = [cast("Stream", stream.keepalive).record() for stream in streams]
+        if len(events) > 1:
+            return AllEvents(events)
+        return events[0] if events else None
+
+    def lost(self, block: protocol.DeviceBlock) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.h2d.close()
+        self.d2h.close()
+
+    def _check_array(self, array: object) -> None:
+        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                f"the device arrays of backend 'host' are NumPy arrays without a mask, not {type(array)!r}. Convert it first"
+            )
+        self.check_dtype(array.dtype)
+
+
+def _packed(array: npt.NDArray[Any], on: Stream | None) -> npt.NDArray[Any]:
+    """Return a copy in C order, which is there when the stream has come to it; at once if the calling thread is the stream."""
+    if on is None:
+        return array.copy("C")
+    packed = np.empty(array.shape, array.dtype)
+    on.submit(np.copyto, packed, array)
+    return packed
+
+
+def _source(array: npt.NDArray[Any]) -> protocol.Source:
+    return protocol.Source(array.__array_interface__["data"][0], array.nbytes, array)

@@ -1,0 +1,96 @@
+"""A thread that runs jobs strictly in the order in which they were put.
+
+Invariant: a job that was put is run, and all that was put before it, by whichever thread, has then ended. Streams and copy engines
+are made of this; what an exception means is theirs to say, and a job never raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeAlias, final
+
+from xferlib.errors import ClosedError
+
+__all__ = ["Job", "Worker"]
+
+Job: TypeAlias = Callable[[], Any]
+
+_EXIT_SECONDS = 2.0
+
+
+@final
+class Worker:
+    """Owns the thread, which ends at `close()` or, when the worker is dropped, after the last job."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        # Reentrant: the garbage collector may run a finaliser that puts a job while this thread is inside `put`.
+        self._lock = threading.RLock()
+        self._open = True
+        self._pid = os.getpid()
+        # The thread is given the queue and not the worker, which it would keep alive.
+        self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
+        _WORKERS.add(self)
+
+    def __del__(self) -> None:
+        self._queue.put(None)
+
+    @property
+    def open(self) -> bool:
+        return self._open
+
+    def put(self, job: Job) -> None:
+        """Queue the job behind all that was put before. Never waits for a job; raises `ClosedError` after `close()`."""
+        # Without the lock a job could land behind the mark that ends the thread, and whoever waits for it would hang.
+        with self._lock:
+            if not self._open:
+                raise ClosedError(f"{self._name!r} is closed and runs nothing any more. Open a new one")
+            self._queue.put(job)
+
+    def close(self) -> None:
+        """Let the jobs that were put end, then the thread. Twice is fine; a job may call it, and then nothing is waited for."""
+        if os.getpid() != self._pid:
+            return  # A forked child has no thread, and its copy of the lock may be held by one that it does not have.
+        with self._lock:
+            self._open = False
+            self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def drain(self, seconds: float) -> None:
+        """Wait until the jobs that were put have ended, but no longer than this."""
+        if not self._thread.is_alive():
+            return
+        ended = threading.Event()
+        self._queue.put(ended.set)
+        ended.wait(seconds)
+
+
+def _run(queue: SimpleQueue[Job | None]) -> None:
+    while (job := queue.get()) is not None:
+        job()
+        del job  # What the job refers to must not live on until the next one comes.
+
+
+_WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _drain_all() -> None:
+    """Let running jobs end before the interpreter frees the memory under them: a copy would crash the process as it exits.
+
+    A job that waits for something, perhaps for ever, is left behind: the process ends in any case.
+    """
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for worker in list(_WORKERS):
+        worker.drain(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_drain_all)

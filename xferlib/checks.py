@@ -1,0 +1,95 @@
+"""Checks of what users pass, before anything starts: clear errors that say what was expected and what to do."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from xferlib.tree import Spec, path
+
+__all__ = [
+    "check_alike",
+    "check_apart",
+    "check_out",
+    "checked_at",
+    "describe",
+    "positive_nbytes",
+    "refuse_bare_zero",
+    "whole_shape",
+]
+
+T = TypeVar("T")
+
+
+def refuse_bare_zero(stream: object | None) -> None:
+    """Raise `ValueError` for the int 0: some frameworks mean "synchronous" by it, others the default stream."""
+    if type(stream) is int and stream == 0:
+        raise ValueError("stream=0 is ambiguous. Pass the framework's own object for its default stream, or leave stream out")
+
+
+def checked_at(spec: Spec, index: int, check: Callable[[Any], T], leaf: Any) -> T:
+    """Check a leaf; an error says where in the tree it stands."""
+    try:
+        return check(leaf)
+    except (TypeError, ValueError) as error:
+        error.add_note(f"at {path(spec, index)}")
+        raise
+
+
+def describe(array: Any, backend: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and dtype of a device array, or raise `TypeError`."""
+    try:
+        return tuple(array.shape), np.dtype(array.dtype)
+    except (AttributeError, TypeError):
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise TypeError(f"expected a device array of backend {backend!r}, got {kind}") from None
+
+
+def check_alike(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], backend: str) -> None:
+    """Raise `ValueError` unless the device array has this shape and dtype."""
+    found_shape, found_dtype = describe(array, backend)
+    if found_shape != shape:
+        raise ValueError(f"wrong shape: expected {shape}, got {found_shape}")
+    if found_dtype != dtype:
+        raise ValueError(f"wrong dtype: expected {dtype}, got {found_dtype}. Nothing is converted on the way")
+
+
+def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise `TypeError` or `ValueError` unless a copy of this shape and dtype may be written to `out` as it lies."""
+    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
+        raise TypeError(f"out: expected a NumPy array, got {type(out).__module__}.{type(out).__qualname__}")
+    if out.shape != shape:
+        raise ValueError(f"out has the wrong shape: expected {shape}, got {out.shape}")
+    if out.dtype != dtype:
+        raise ValueError(f"out has the wrong dtype: expected {dtype}, got {out.dtype}. Nothing is converted on the way")
+    if not out.flags.writeable:
+        raise ValueError("out is read-only. Pass an array that may be written")
+    if not out.flags.c_contiguous:
+        raise ValueError("out is not contiguous in C order. Pass numpy.empty(shape, dtype) and copy from it afterwards")
+
+
+def check_apart(ranges: list[tuple[int, int]], name: str) -> None:
+    """Raise `ValueError` if two of the (address, nbytes) overlap."""
+    ordered = sorted(part for part in ranges if part[1])
+    for (start, nbytes), (following, _) in itertools.pairwise(ordered):
+        if following < start + nbytes:
+            raise ValueError(f"two arrays of {name} share memory: each needs its own")
+
+
+def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the shape as a tuple of ints that are not negative."""
+    sizes = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(operator.index(n) for n in shape)
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"negative dimensions are not allowed: {shape!r}")
+    return sizes
+
+
+def positive_nbytes(nbytes: int, name: str) -> int:
+    """Return a limit in bytes, or raise `ValueError`, naming the argument."""
+    if operator.index(nbytes) <= 0:
+        raise ValueError(f"{name} is a number of bytes greater than 0, got {nbytes!r}")
+    return operator.index(nbytes)

@@ -1,0 +1,104 @@
+"""What a backend author writes to have the laws tested: how to hold work, and how to look at data without the stager.
+
+The laws themselves stand in `suite.py`. Nothing here knows a framework, and nothing here runs.
+
+Holds make "in flight" a state instead of a race: inside a hold, work is prevented from completing until it is released.
+Warm up whatever will run under a hold before it is taken (first launches, compiles and frees may wait for the held work), and give
+every hold a watchdog that releases it after some seconds, so that a failing law ends as a failure and not as a hang.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+
+from xferlib.protocol import HostStager
+
+__all__ = ["Direction", "HeldArray", "Hold", "Hooks"]
+
+Direction = Literal["h2d", "d2h", "both"]
+
+
+class Hold(Protocol):
+    """Work that cannot finish before it is released."""
+
+    @property
+    def held(self) -> bool:
+        """Whether the gate is still shut and the held work has indeed not finished. Not blocking."""
+
+    @property
+    def stream(self) -> object | None:
+        """What to pass as `stream=` to name the held compute; None where arrays order themselves, and for held copies."""
+
+    def release(self) -> None:
+        """Open the gate. Twice is fine; leaving the context manager releases and waits for the held work."""
+
+
+class HeldArray(Hold, Protocol):
+    """A hold, and the device array that the held work produces on `stream`."""
+
+    @property
+    def array(self) -> Any: ...
+
+
+class Hooks(ABC):
+    """Subclass `StagerConformance`, which adds the laws, and write these.
+
+    Methods are called on a fresh instance for each test. What needs the framework is imported inside them, so that a machine
+    without it skips in `open` and does not fail at collection.
+    """
+
+    known_failures: ClassVar[Mapping[str, str]] = {}
+    """Test name -> reason, with a link. Strict: a listed test that passes is a failure."""
+
+    @abstractmethod
+    def open(self) -> HostStager[Any]:
+        """Return the backend under test. The only place that may raise `BackendUnavailableError`, which skips."""
+
+    @abstractmethod
+    def from_numpy(self, values: np.ndarray) -> Any:
+        """Return a finished device array with these values, made without the stager."""
+
+    @abstractmethod
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """Wait for the array and return its values, without the stager."""
+
+    @abstractmethod
+    def hold_compute(self, stager: HostStager[Any]) -> AbstractContextManager[Hold]:
+        """Enqueue device work that cannot finish, on a compute stream (not the calling thread's current one)."""
+
+    @abstractmethod
+    def hold_copies(self, stager: HostStager[Any], direction: Direction = "both") -> AbstractContextManager[Hold]:
+        """Let no transfer of this direction that starts inside complete."""
+
+    @abstractmethod
+    def held_array(self, stager: HostStager[Any], values: np.ndarray) -> AbstractContextManager[HeldArray]:
+        """Yield an array whose producer is held: it gets these values only after the release, and holds others before."""
+
+    @abstractmethod
+    def read_later(self, array: Any, hold: Hold) -> Callable[[], np.ndarray]:
+        """Enqueue behind the held compute, on `hold.stream`, work that reads the array.
+
+        The returned callable waits for that work (after the release) and gives the values that it read. It keeps nothing alive that
+        reaches the array: the test drops the array while the reader is still held.
+        """
+
+    @abstractmethod
+    def break_copies(self, stager: HostStager[Any]) -> AbstractContextManager[None]:
+        """Make copies in both directions fail inside, at once or later. May leave this stager broken, not the process."""
+
+    @abstractmethod
+    def memory_calls(self, stager: HostStager[Any]) -> int:
+        """Count the allocations, frees, page-locks and unlocks of host and device memory so far, as the driver saw them."""
+
+    def page_locked(self, address: int) -> bool:
+        """Ask the driver, not the stager, whether the address is page-locked. Needed where `pinned` is declared."""
+        raise NotImplementedError(f"{type(self).__name__} declares pinned memory: override page_locked")
+
+    def aliases(self, array: Any) -> Iterable[tuple[str, Any]]:
+        """Yield named views and aliases of a one-dimensional array, each keeping the same memory reachable."""
+        yield "slice", array[1:]

@@ -1,0 +1,45 @@
+"""Every error that xferlib raises on its own account.
+
+One root, one class per situation. Wrong arguments are plain `TypeError` and `ValueError`; a timeout is `TimeoutError`.
+What a framework raises is translated in one place (`Stager`), always with the framework's own error as the cause.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AllocationError",
+    "BackendUnavailableError",
+    "CapabilityError",
+    "ClosedError",
+    "TransferError",
+    "UnknownBackendError",
+    "XferError",
+]
+
+
+class XferError(Exception):
+    """The root: catch it to catch all of ours and nothing else."""
+
+
+class UnknownBackendError(XferError, LookupError):
+    """Raised by `stager(name)` when no installed package provides that name."""
+
+
+class BackendUnavailableError(XferError):
+    """Raised when a backend is installed but cannot run here: package, driver or device missing, or a forked child."""
+
+
+class CapabilityError(XferError):
+    """Raised when the backend, or the state of the stream it was given, does not allow what was asked."""
+
+
+class ClosedError(XferError):
+    """Raised when a stager is used after `close()`."""
+
+
+class AllocationError(XferError, MemoryError):
+    """Raised when pinned or device memory could not be had, or the limit forbids it."""
+
+
+class TransferError(XferError):
+    """Raised when a copy failed, at once or from every later `synchronize`, `result` and `done` of its transfer."""

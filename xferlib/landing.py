@@ -1,0 +1,65 @@
+"""The last step of a get into pageable memory: a copy by the CPU, and the event that it is done."""
+
+from __future__ import annotations
+
+import threading
+from typing import final
+
+from xferlib.errors import CapabilityError
+from xferlib.protocol import Stream
+
+__all__ = ["Landing"]
+
+
+@final
+class Landing:
+    """The event of a get that ends with a CPU copy."""
+
+    __slots__ = ("_error", "_reached")
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._error: Exception | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a copy of this transfer has failed already; what is left of it need not be made."""
+        return self._error is not None
+
+    def fail(self, error: Exception) -> None:
+        """Note the first failure. Worker only."""
+        if self._error is None:
+            self._error = error
+
+    def reach(self) -> None:
+        """Mark the point as reached. Worker only; once."""
+        self._reached.set()
+
+    def wait(self) -> None:
+        """Block until the point is reached, failed or not."""
+        self._reached.wait()
+
+    def reached(self) -> bool:
+        """Tell whether the point is reached, failed or not."""
+        return self._reached.is_set()
+
+    def done(self) -> bool:
+        """See `Event.done`."""
+        if not self._reached.is_set():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """See `Event.synchronize`."""
+        self._reached.wait()
+        if self._error is not None:
+            raise self._error
+
+    def stream_wait(self, stream: object | None = None) -> Stream | None:
+        """Refuse: see `Event.stream_wait`."""
+        raise CapabilityError(
+            "no stream can wait for this get: its last step is a copy by the CPU into pageable memory. "
+            "Leave out away, pass out=stager.empty_pinned(...), or wait on the host with synchronize()"
+        )

@@ -1,0 +1,99 @@
+"""Page-locking memory that the caller owns, in place."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from types import TracebackType
+from typing import Any, final
+
+from xferlib.errors import AllocationError
+from xferlib.inflight import Traffic
+from xferlib.memory.arrays import Array, address_of, host_array
+from xferlib.protocol import HostStager
+
+__all__ = ["Pin", "Pins"]
+
+
+@final
+class Pin:
+    """Memory of the caller's that is page-locked until `close()`; it holds the array meanwhile.
+
+    A context manager that gives the array. Closing waits for the transfers in flight, since one of them may use the memory.
+    """
+
+    def __init__(self, pins: Pins, array: Array, address: int) -> None:
+        self.array = array
+        self._pins = pins
+        self._address: int | None = address
+
+    def close(self) -> None:
+        """Unlock the memory. Twice is fine."""
+        address, self._address = self._address, None
+        if address is not None:
+            self._pins.remove(address)
+
+    def __enter__(self) -> Array:
+        return self.array
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_address", None) is not None:
+            warnings.warn(f"pin of {self.array.nbytes} bytes was never closed. Use it as a context manager", ResourceWarning, 2)
+            self.close()
+
+
+@final
+class Pins:
+    """The ranges that one stager has page-locked for callers. Any thread."""
+
+    def __init__(self, backend: HostStager[Any], traffic: Traffic) -> None:
+        self._backend = backend
+        self._traffic = traffic
+        self._lock = threading.Lock()
+        self._ranges: dict[int, int] = {}
+
+    def add(self, array: object) -> Pin:
+        """Page-lock an array's memory. Raises `ValueError` for memory that cannot be locked as one range, or is locked already."""
+        array = host_array(array)
+        if array.nbytes == 0:
+            raise ValueError("an empty array has no memory to pin")
+        if not (array.flags.c_contiguous or array.flags.f_contiguous):
+            raise ValueError("the array is not contiguous: pin the array that it is a view of")
+        address = address_of(array)
+        with self._lock:
+            if any(address < start + nbytes and start < address + array.nbytes for start, nbytes in self._ranges.items()):
+                raise ValueError("this memory is pinned already. Keep the first pin open for as long as any part is needed")
+            self._ranges[address] = array.nbytes
+        try:
+            self._backend.pin(address, array.nbytes)
+        except BaseException as error:
+            with self._lock:
+                del self._ranges[address]
+            if isinstance(error, self._backend.failures):
+                raise AllocationError(
+                    f"{array.nbytes} bytes could not be page-locked: {error}. Memory that another library has locked, and shared "
+                    "mappings of files that are written to, cannot be; copy into stager.empty_pinned(...) instead"
+                ) from error
+            raise
+        return Pin(self, array, address)
+
+    def remove(self, address: int) -> None:
+        """Unlock a range once nothing is in flight."""
+        with self._lock:
+            if self._ranges.pop(address, None) is None:
+                return
+        self._traffic.wait_all()
+        self._backend.unpin(address)
+
+    def close(self) -> None:
+        """Unlock everything; nothing is in flight."""
+        for address in list(self._ranges):
+            self.remove(address)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes locked now."""
+        return sum(self._ranges.values())

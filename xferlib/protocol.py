@@ -1,0 +1,245 @@
+"""The contract between the core and a backend.
+
+A backend is mechanism: it pins memory, starts copies and reports events, all on raw addresses. The core is policy: it checks
+arguments, keeps memory alive, pools, packs, closes and translates errors, once, for every backend. So a method here may rely on
+what the core promises: addresses are valid for `nbytes` bytes until the copy's event is done, `nbytes` is at least 1, nothing is
+called after `close()` except what `close()` names.
+
+The laws that a backend keeps are listed in `LAWS` and tested by `xferlib.conformance`.
+No framework is named here, and nothing here runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+__all__ = [
+    "LAWS",
+    "Capabilities",
+    "DeviceBlock",
+    "Event",
+    "HostStager",
+    "Opener",
+    "Source",
+    "Stream",
+]
+
+LAWS = {
+    1: "Content: once done, the destination holds the source's values, shape and dtype",
+    2: "The source is free once done",
+    3: "Nothing the caller drops can harm a copy",
+    4: "done() never says yes early, never blocks, and gets there by itself",
+    5: "Starting does not wait",
+    6: "Real overlap: a transfer completes while compute enqueued before it is still held",
+    7: "Order: a consumer sees the copied data, a get reads after its producer",
+    8: "Reuse: memory is not written again while work enqueued before the drop may read it",
+    9: "Really pinned",
+    10: "Close: nothing is in flight afterwards, and what is still reachable outlives it",
+    11: "Flags are honest both ways",
+    12: "Failures surface",
+    13: "Steady state is quiet: nothing is allocated, freed, pinned or unpinned",
+}
+
+ArrayT = TypeVar("ArrayT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend offers. A flag that is on is tested; for one that is off the refusal is tested."""
+
+    pinned: bool = False
+    """`alloc_pinned` really page-locks. Off: it returns ordinary memory, and programs still run."""
+    register: bool = False
+    """`pin` and `unpin` work on memory that the caller owns."""
+    streams: bool = False
+    """`stream=` accepts a stream of the user's."""
+    put_into: bool = False
+    """An existing device array of the caller's may be overwritten: `as_target` works."""
+
+
+class Stream(NamedTuple):
+    """A stream of the framework, resolved: `handle` tells streams apart, `keepalive` keeps the stream from being destroyed."""
+
+    handle: int
+    keepalive: object
+
+
+class Event(Protocol):
+    """A point in a copy stream that is reached or not. Any thread may call any method, at the same time.
+
+    The handle comes from a pool of the backend's own and goes back to it when the object dies. An event outlives `close()`.
+    """
+
+    def done(self) -> bool:
+        """Tell whether the point is reached.
+
+        May say no late, never yes early; never blocks; gets to yes without anyone calling `synchronize`.
+        Raises one of the backend's `failures` if a copy before the point failed.
+        Does not disturb a graph capture that the user has under way, on whatever thread.
+        """
+
+    def synchronize(self) -> None:
+        """Block the calling thread, without the GIL, until the point is reached. Raises as `done` does."""
+
+    def stream_wait(self, stream: object | None = None) -> Stream | None:
+        """Make later work on `stream` wait for the point, without blocking the host, and return the stream for `retire`.
+
+        `None` is the calling thread's current stream of the framework. Where the framework has no such thing: returns None, at
+        once if arrays order themselves after the event that `as_array` was given, else when the point is reached.
+        Raises `CapabilityError`, before the framework is asked, if the stream is being captured into a graph.
+        """
+
+
+class DeviceBlock(Protocol):
+    """Device memory that the core reuses. It is freed when the last reference goes, also after `close()`, on any thread."""
+
+    @property
+    def address(self) -> int:
+        """A multiple of 256."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def ready(self) -> Event | None:
+        """The block may not be written before this; None: at once."""
+
+
+class Source(NamedTuple):
+    """Device memory that a copy reads or writes. The core holds `keepalive` until the copy's event is done."""
+
+    address: int
+    nbytes: int
+    keepalive: object
+
+
+class HostStager(Protocol[ArrayT]):
+    """What a backend author writes: one object per device, made by the backend's `open_stager`.
+
+    Every method may be called from any thread, several at the same time, except `close`; a backend sets its device inside each
+    call and leaves the caller's as found. Failures are raised as they come; their classes stand in `failures`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The backend's name, as in `xferlib.stager(name)`."""
+
+    @property
+    def device(self) -> str:
+        """The device in words, with its number where there may be several."""
+
+    @property
+    def on_gpu(self) -> bool: ...
+
+    @property
+    def fallback(self) -> bool:
+        """Whether "auto" may choose this backend where none on a GPU is ready."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def failures(self) -> tuple[type[Exception], ...]:
+        """What the framework raises when a copy, a page-lock or an allocation fails."""
+
+    # Page-locked host memory.
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        """Return the address of new page-locked memory, aligned to a page. Slow, may wait for the GPU: never in steady state."""
+
+    def free_pinned(self, address: int) -> None:
+        """Free what `alloc_pinned` returned. May wait for the GPU. Works after `close()`."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Page-lock memory of the caller's, in place. Needs the capability `register`."""
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`, given the same address. May wait for the GPU. Works after `close()`."""
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        """Ask the driver whether both ends of the range are page-locked, by whomever: a copy engine uses such memory directly."""
+
+    # Stream-ordered copies and events, on a stream of the backend's own per direction.
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        """Start a copy to the device. Copies of a direction run in the order they were started.
+
+        From page-locked memory it returns at once, whatever is held. Nothing else enters the stream.
+        """
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        """Start a copy to the host, as `copy_h2d`."""
+
+    def record_h2d(self) -> Event:
+        """Return an event that covers every `copy_h2d` that returned before this call, whichever thread made it."""
+
+    def record_d2h(self) -> Event:
+        """Return an event that covers every `copy_d2h` that returned before this call, whichever thread made it."""
+
+    def order_h2d(self, after: Event) -> None:
+        """Let later copies to the device start only after the event. The host does not wait."""
+
+    # Device memory and arrays.
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        """Raise `TypeError`, saying what to do, if an array of this dtype cannot be had or would be narrowed. Asked once each."""
+
+    def alloc_device(self, nbytes: int) -> DeviceBlock:
+        """Return new device memory of exactly this size, contents undefined. Never in steady state; may block for a new size."""
+
+    def as_array(
+        self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
+    ) -> ArrayT:
+        """Make the framework's array over part of the block, without a copy. `offset` is a multiple of 256.
+
+        Holds `lease` until no array, view, alias or donated result can reach the memory; several arrays may share one lease.
+        Frameworks whose arrays order themselves order every use after `after`; the others ignore it.
+        A zero-size array takes no memory: `block` is then any block, perhaps a smaller one.
+        """
+
+    def as_source(self, array: ArrayT, stream: object | None = None) -> Source:
+        """Make later copies to the host wait for what produces the array, or for what `stream` has enqueued; only that.
+
+        Returns its memory in C order: a view that is not contiguous is copied by the framework, on that stream.
+        Raises `TypeError` for what is not an array of this framework, `ValueError` for one of another device, and
+        `CapabilityError`, before the framework is asked, for a capturing stream.
+        """
+
+    def as_target(self, array: ArrayT, stream: object | None = None) -> Source:
+        """Make later copies to the device wait likewise, so that earlier readers of the array are safe. Needs `put_into`.
+
+        Raises as `as_source`, and `ValueError` for an array that is not contiguous in C order.
+        """
+
+    def sweep(self) -> None:
+        """Let go of leases whose arrays are gone, where the framework tells so only when asked. Cheap; any thread."""
+
+    def retire(self, streams: Iterable[Stream]) -> Event | None:
+        """Return an event that is reached when the work enqueued on these streams so far is done; None: nothing to wait for.
+
+        Called when a lease has ended; the streams are those that `stream_wait` returned for its transfer.
+        A stream that is being captured now is recorded later, inside `done`, when the capture has ended.
+        """
+
+    def lost(self, block: DeviceBlock) -> bool:
+        """Tell whether the framework took the block's memory back, so that the core forgets it."""
+
+    def close(self) -> None:
+        """Give back streams and workers. Called once, with nothing in flight.
+
+        Afterwards `free_pinned`, `unpin`, events, arrays and blocks still work, for as long as anyone holds them.
+        """
+
+
+class Opener(Protocol):
+    """What an entry point of the group `xferlib.backends` loads: usually `open_stager` in the backend's package.
+
+    Raises `BackendUnavailableError` with the reason and what to type; imports its framework inside, not before.
+    Beside it, as submodules of the same package: `workload` (device work for commands) and `conformance` (hooks for the suite).
+    """
+
+    def __call__(self, *, device: int = 0) -> HostStager[Any]: ...

@@ -1,0 +1,97 @@
+"""Find backends: entry points of the group `xferlib.backends`, ours and a stranger's alike.
+
+The core knows no backend by name. Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any, Literal, cast
+
+from xferlib.errors import BackendUnavailableError, UnknownBackendError
+from xferlib.protocol import HostStager, Opener
+from xferlib.stager import Stager
+
+__all__ = ["backends", "companion", "open_backend", "stager"]
+
+GROUP = "xferlib.backends"
+
+
+def backends() -> tuple[str, ...]:
+    """Return the names of the installed backends, sorted. Loads none of them."""
+    return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
+
+
+def stager(
+    backend: str | HostStager[Any] = "auto",
+    *,
+    device: int = 0,
+    pinned_limit: int | None = None,
+    device_limit: int | None = None,
+) -> Stager:
+    """Open a stager.
+
+    `backend` is a name from `backends()`, "auto", or a `HostStager` of your own. "auto" takes the first by name that is ready on a
+    GPU, else the first that declares itself a fallback. `device` counts as the framework counts. `pinned_limit` and
+    `device_limit` are bytes: of pinned host memory (None: an eighth of the memory this process may use) and of device memory that
+    puts may take (None: what the device has).
+
+    Raises `UnknownBackendError`, or `BackendUnavailableError` with what to do about it.
+    """
+    if not isinstance(backend, str):
+        opened = backend
+    elif backend == "auto":
+        opened = _open_first(device)
+    else:
+        opened = open_backend(backend, device=device)
+    return Stager(opened, pinned_limit=pinned_limit, device_limit=device_limit)
+
+
+def open_backend(name: str, *, device: int = 0) -> HostStager[Any]:
+    """Open a backend by name, without a `Stager` around it."""
+    opener = cast("Opener", _entry(name).load())
+    return opener(device=device)
+
+
+def companion(name: str, part: Literal["workload", "conformance", "diagnosis"]) -> ModuleType:
+    """Import what a backend ships beside its entry point. Raises `ModuleNotFoundError` if it ships no such part."""
+    return import_module(f"{_entry(name).module}.{part}")
+
+
+def _entry(name: str) -> EntryPoint:
+    found = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
+    if len(found) > 1:
+        raise UnknownBackendError(f"several installed packages provide backend {name!r}: {sorted(found)}. Uninstall all but one")
+    if found:
+        return next(iter(found.values()))
+    installed = backends()
+    close = difflib.get_close_matches(name, installed, n=1)
+    suggestion = f" Did you mean {close[0]!r}?" if close else ""
+    raise UnknownBackendError(
+        f"no installed package provides backend {name!r}.{suggestion} Installed: {', '.join(installed) or 'none'}"
+    )
+
+
+def _open_first(device: int) -> HostStager[Any]:
+    reasons: list[str] = []
+    fallback: HostStager[Any] | None = None
+    for name in backends():
+        try:
+            opened = open_backend(name, device=device)
+        except BackendUnavailableError as error:
+            reasons.append(str(error))
+            continue
+        if opened.on_gpu:
+            if fallback is not None:
+                fallback.close()
+            return opened
+        if opened.fallback and fallback is None:
+            fallback = opened
+        else:
+            opened.close()
+    if fallback is None:
+        raise BackendUnavailableError("no installed backend can run here: " + ("; ".join(reasons) or "none is installed"))
+    return fallback

@@ -1,0 +1,118 @@
+"""What `put` and `get` return: the right to wait, and the arrays."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, final
+
+from xferlib.checks import refuse_bare_zero
+from xferlib.device import Streams
+from xferlib.errors import TransferError
+from xferlib.protocol import Event
+
+__all__ = ["Transfer"]
+
+FIRST_NAP = 20e-6
+LONGEST_NAP = 1e-3
+
+
+@final
+class Transfer:
+    """A transfer that has been started. Any thread; drop it at any time, the copy is safe.
+
+    Holds the arrays. If a copy failed, `done`, `synchronize`, `result` and `value` raise `TransferError` each time.
+    """
+
+    __slots__ = ("__weakref__", "_error", "_event", "_failures", "_finished", "_on_host", "_streams", "_value")
+
+    def __init__(self, value: Any, event: Event, failures: tuple[type[Exception], ...], on_host: bool, streams: Streams) -> None:
+        self._value = value
+        self._event = event
+        self._failures = failures
+        self._on_host = on_host
+        self._streams = streams
+        self._finished = False
+        self._error: Exception | None = None
+
+    @property
+    def value(self) -> Any:
+        """The arrays, safe to use.
+
+        After a put: the calling thread's current stream is made to wait for the copy, the host is not; where the framework has no
+        such stream and its arrays do not order themselves, the host waits. After a get: the host waits.
+        """
+        if self._on_host:
+            self.synchronize()
+        else:
+            self.stream_wait()
+        return self._value
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Block until the transfer is done and return the arrays. Raises `TimeoutError` after `timeout` seconds."""
+        if timeout is None:
+            self.synchronize()
+        else:
+            self._poll(timeout)
+        return self.value
+
+    def done(self) -> bool:
+        """Tell whether the transfer is done: the arrays hold the data and the sources are free. Late at times, never early."""
+        if self._finished:
+            return True
+        if self._error is not None:
+            raise self._failed(self._error)
+        try:
+            self._finished = self._event.done()
+        except self._failures as error:
+            raise self._failed(error) from error
+        return self._finished
+
+    def synchronize(self) -> None:
+        """Block the host, without the GIL, until the transfer is done."""
+        if self._finished:
+            return
+        if self._error is not None:
+            raise self._failed(self._error)
+        try:
+            self._event.synchronize()
+        except self._failures as error:
+            raise self._failed(error) from error
+        self._finished = True
+
+    def stream_wait(self, stream: object | None = None) -> None:
+        """Make later work on `stream` (None: the calling thread's current one) wait for the transfer; the host does not.
+
+        It also tells that the stream will read the arrays: their memory is not written again before what is on it then is done.
+        A reader on a stream that was never named, here, by `value`, by `result` or by `stream=`, is the caller's to wait for.
+        Raises `CapabilityError` for a get whose bytes pass through a CPU copy: no stream can wait for that.
+        """
+        refuse_bare_zero(stream)
+        if self._error is not None:
+            raise self._failed(self._error)
+        try:
+            waiting = self._event.stream_wait(stream)
+        except self._failures as error:
+            raise self._failed(error) from error
+        if waiting is not None:
+            self._streams[waiting.handle] = waiting
+
+    def __repr__(self) -> str:
+        direction = "D2H" if self._on_host else "H2D"
+        state = "failed" if self._error is not None else "done" if self._finished else "started"
+        return f"<Transfer {direction} {state}>"
+
+    def _poll(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        nap = FIRST_NAP
+        while not self.done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"the transfer is not done after {timeout} seconds")
+            time.sleep(min(nap, left))
+            nap = min(2 * nap, LONGEST_NAP)
+
+    def _failed(self, cause: Exception) -> TransferError:
+        self._error = cause
+        error = TransferError(f"the copy failed: {cause}")
+        error.__cause__ = cause
+        return error
