@@ -49,13 +49,12 @@ def describe(array: Any, backend: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         raise TypeError(f"expected a device array of backend {backend!r}, got {kind}") from None
 
 
-def check_alike(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], backend: str) -> None:
+def check_alike(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise `ValueError` unless the device array has this shape and dtype."""
-    found_shape, found_dtype = describe(array, backend)
-    if found_shape != shape:
-        raise ValueError(f"wrong shape: expected {shape}, got {found_shape}")
-    if found_dtype != dtype:
-        raise ValueError(f"wrong dtype: expected {dtype}, got {found_dtype}. Nothing is converted on the way")
+    if tuple(array.shape) != shape:
+        raise ValueError(f"wrong shape: expected {shape}, got {tuple(array.shape)}")
+    if np.dtype(array.dtype) != dtype:
+        raise ValueError(f"wrong dtype: expected {dtype}, got {array.dtype}. Nothing is converted on the way")
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -90,6 +89,10 @@ def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 def positive_nbytes(nbytes: int, name: str) -> int:
     """Return a limit in bytes, or raise `ValueError`, naming the argument."""
-    if operator.index(nbytes) <= 0:
+    try:
+        whole = operator.index(nbytes)
+    except TypeError:
+        raise TypeError(f"{name} is a whole number of bytes, got {nbytes!r}") from None
+    if whole <= 0:
         raise ValueError(f"{name} is a number of bytes greater than 0, got {nbytes!r}")
-    return operator.index(nbytes)
+    return whole

@@ -1,39 +1,55 @@
 """Device memory that puts take and give back: blocks, leases, and when a block may be written again.
 
-A lease stands for "some array may reach this block". It ends on any thread, inside the garbage collector, so its end does nothing
-but append to a deque. The next put turns ended leases into idle blocks, each with an event for the work that may still read it.
+A lease stands for "some array may reach this block". It ends on any thread, inside the garbage collector, so its end takes no lock:
+it appends to a deque. The next put turns ended leases into idle blocks, each with an event for the work that may still read it.
 A fresh block and an idle one are the same thing: a block with an optional event.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, Protocol, TypeAlias, final
 
 from xferlib.errors import AllocationError
-from xferlib.protocol import DeviceBlock, Event, HostStager, Stream
+from xferlib.forks import forget_in_child, leave
+from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 
-__all__ = ["BlockCache", "Lease"]
+__all__ = ["BlockCache", "Lease", "Streams"]
 
-Streams = dict[int, Stream]
+Streams: TypeAlias = dict[int, Stream]
+"""By handle: the streams that were told to wait for a transfer, and so may read its arrays."""
+Cell: TypeAlias = deque[tuple[DeviceBlock, Event | None]]
+"""Idle blocks of one size, oldest first, each with the event after which it may be written."""
+
+
+class Flow(Protocol):
+    """What is in flight: it may hold leases that end when it is done."""
+
+    def reap(self) -> bool: ...
+
+    def wait_oldest(self) -> bool: ...
 
 
 @final
 class Lease:
-    """The right to a block while an array may reach it. `streams` are those told to wait for its copy, by handle."""
+    """The right to a block while an array may reach it."""
 
-    __slots__ = ("__weakref__", "_block", "_cache", "_streams")
+    __slots__ = ("__weakref__", "_cache", "_streams", "block")
 
     def __init__(self, cache: BlockCache, block: DeviceBlock, streams: Streams) -> None:
+        self.block = block
         self._cache = cache
-        self._block = block
         self._streams = streams
 
     def __del__(self) -> None:
-        self._cache.ended.append((self._block, self._streams))
+        for stream in self._streams.values():
+            if stream.keepalive is None:
+                self._cache.end_now(self.block, self._streams)
+                return
+        self._cache.ended.append((self.block, self._streams))
 
 
 @final
@@ -44,149 +60,275 @@ class BlockCache:
     oldest. Classes are an eighth apart, so at most an eighth of a block is unused and batches of near sizes share blocks.
     """
 
-    def __init__(self, backend: HostStager[Any], limit: int | None) -> None:
-        self.ended: deque[tuple[DeviceBlock, Mapping[int, Stream]]] = deque()
+    def __init__(self, backend: HostStager[Any], flow: Flow, limit: int | None) -> None:
+        self.ended: deque[tuple[DeviceBlock, Streams]] = deque()
+        self.fenced: Cell = deque()
         self.limit = limit
         self.nbytes = self.peak_nbytes = 0
         self.waits = 0
         self._backend = backend
-        self._lock = threading.Lock()
-        self._idle: dict[int, deque[tuple[DeviceBlock, Event | None]]] = {}
+        self._flow = flow
+        self._lock = threading.RLock()
+        self._inside = self._over = False
+        self._changes = 0
+        self._dropped: deque[int] = deque()
+        self._idle: dict[int, Cell] = {}
+        self._live: dict[int, tuple[int, Streams]] = {}
+        forget_in_child(self)
 
-    def take(self, nbytes: int) -> DeviceBlock:
-        """Return a block of at least `nbytes` that copies started from now on may write. Raises `AllocationError`."""
+    def lease(self, nbytes: int, streams: Streams) -> Lease:
+        """Lease a block of at least `nbytes` that copies started from now on may write. Raises `AllocationError`."""
         size = size_class(nbytes)
-        with self._lock:
-            self._collect()
-            block = self._reuse(size) or self._reserve(size)
-        if block is not None:
-            return block
-        block = self._allocate(size)
-        if block.ready is not None:
-            self._backend.order_h2d(block.ready)
-            # Such a framework may still be reading the memory that it gave us: have the next one ready ahead of need.
-            self._spare(size)
-        return block
+        block = self._find(size) or self._grow(size)
+        self._live[block.address] = (block.address + block.nbytes, streams)
+        return Lease(self, block, streams)
+
+    def streams_of(self, target: Source) -> Streams:
+        """Return the streams of the lease whose block this memory is in; new ones if it is not ours."""
+        found = self._live.get(target.address)
+        if found is not None:
+            return found[1]
+        for start, (end, streams) in self._live.copy().items():
+            if start <= target.address < end:
+                return streams
+        return {}
+
+    def end_now(self, block: DeviceBlock, streams: Streams) -> None:
+        """End a lease with a stream known by its bare handle, which its owner may destroy as soon as the arrays are gone.
+
+        Called by finalizers: takes no lock.
+        """
+        if self._over:
+            # The backend is asked nothing any more.
+            self.ended.append((block, streams))
+            return
+        self._fence(block, streams, self.fenced)
 
     def trim(self) -> None:
         """Free every idle block. May wait for kernels."""
         with self._lock:
             self._collect()
-            idle = list(self._idle.values())
-            self._idle.clear()
-            self.nbytes -= sum(block.nbytes for cell in idle for block, _ in cell)
+            idle, self._idle = list(self._idle.values()), {}
         for cell in idle:
-            self._settle(cell)
+            self._free(cell)
 
     def close(self) -> None:
         """Free what is idle; a block that an array still reaches is freed when its lease ends."""
-        # A deque that keeps nothing: from here on the end of a lease is the end of its block.
+        self._over = True
+        # Deques that keep nothing: from here on the end of a lease is the end of its block.
         ended, self.ended = self.ended, deque(maxlen=0)
+        fenced, self.fenced = self.fenced, deque(maxlen=0)
         with self._lock:
-            self._shelve(ended)
+            self._shelve(ended, fenced)
         self.trim()
 
     def forget(self) -> None:
-        """Free nothing from here on: this process is a forked child, and the memory is its parent's."""
-        _left.append((self._idle, self.ended))
+        """See `Forgetful`."""
+        self._over = True
+        self.ended = deque()
+        leave(self._idle, self.ended, self.fenced)
+        self._lock = threading.RLock()
+        self._inside = False
+
+    def _find(self, size: int) -> DeviceBlock | None:
+        """Return a block to be written, or None after counting one to be allocated."""
+        reaped = collected = False
+        while True:
+            changes = self._changes
+            with self._lock:
+                block, victims, reserved = self._look(size, only_idle=not reaped)
+            if block is not None or reserved:
+                return block
+            if victims:
+                self._free(victims)
+            elif not reaped:
+                # Copies that are done may hold the last reference to an array, and so to its block.
+                self._flow.reap()
+                reaped = True
+            elif self._flow.wait_oldest() or changes != self._changes or self.ended or self.fenced:
+                continue
+            elif collected:
+                raise self._full(size)
+            else:
+                gc.collect()
+                collected = True
+
+    def _look(self, size: int, *, only_idle: bool) -> tuple[DeviceBlock | None, Cell, bool]:
+        """Return a block, or idle blocks to be freed first, or whether one to be allocated has been counted."""
+        if self._inside:
+            raise AllocationError(
+                f"{size} bytes of device memory asked by a finalizer that ran inside another put. Put from ordinary code"
+            )
+        self._inside = True
+        try:
+            self._collect()
+            block = self._reuse(size)
+            if block is not None or only_idle:
+                return block, deque(), False
+            if self._reserve(size):
+                return None, deque(), True
+            victims = self._others(size, reached=True)
+            if not victims:
+                block = self._oldest(size)
+            if not victims and block is None:
+                victims = self._others(size, reached=False)
+            return block, victims, False
+        finally:
+            self._inside = False
 
     def _collect(self) -> None:
         self._backend.sweep()
-        self._shelve(self.ended)
+        self._shelve(self.ended, self.fenced)
+        while self._dropped:
+            self.nbytes -= self._dropped.popleft()
+            self._changes += 1
 
-    def _shelve(self, ended: deque[tuple[DeviceBlock, Mapping[int, Stream]]]) -> None:
+    def _shelve(self, ended: deque[tuple[DeviceBlock, Streams]], fenced: Cell) -> None:
         while ended:
             block, streams = ended.popleft()
-            try:
-                fence = self._backend.retire(streams.values())
-            except self._backend.failures:
-                # A stream that was named is gone, so nobody can say when its work is done. The framework's own free waits for it.
-                self.nbytes -= block.nbytes
-                continue
+            self._fence(block, streams, fenced)
+        while fenced:
+            block, fence = fenced.popleft()
+            self._live.pop(block.address, None)
             self._idle.setdefault(block.nbytes, deque()).append((block, fence))
+            self._changes += 1
+
+    def _fence(self, block: DeviceBlock, streams: Streams, fenced: Cell) -> None:
+        try:
+            fenced.append((block, self._backend.retire(streams.values())))
+        except self._backend.failures:
+            # Nobody can say when its readers are done. The framework's own free waits for them.
+            self._live.pop(block.address, None)
+            self._dropped.append(block.nbytes)
 
     def _reuse(self, size: int) -> DeviceBlock | None:
+        """Return an idle block whose readers are done."""
         cell = self._idle.get(size)
-        if not cell:
+        if cell is None:
             return None
+        waiting: Cell = deque()
+        found = None
         # Oldest first: its readers are the likeliest to be done, so one question is the rule.
-        for index, (block, fence) in enumerate(cell):
-            if fence is None or fence.done():
-                del cell[index]
-                if not self._backend.lost(block):
-                    return block
-                self.nbytes -= block.nbytes
-                return self._reuse(size)
-        return None
+        while cell and found is None:
+            block, fence = cell.popleft()
+            reached = self._reached(fence)
+            if reached is None or self._backend.lost(block):
+                self.nbytes -= size
+            elif reached:
+                found = block
+            else:
+                waiting.append((block, fence))
+        cell.extendleft(reversed(waiting))
+        return found
 
-    def _reserve(self, size: int) -> DeviceBlock | None:
-        """Count a block to be allocated (None), or at the limit return one that the H2D stream waits for."""
-        if self.limit is not None and self.nbytes + size > self.limit:
-            self._free_other_classes(size)
-        if self.limit is None or self.nbytes + size <= self.limit:
-            self.nbytes += size
-            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+    def _reached(self, fence: Event | None) -> bool | None:
+        """Tell whether a block's readers are done; None if that failed, and nobody can say."""
+        try:
+            return fence is None or fence.done()
+        except self._backend.failures:
             return None
+
+    def _reserve(self, size: int) -> bool:
+        """Count a block to be allocated, if the limit has room."""
+        if self.limit is not None and self.nbytes + size > self.limit:
+            return False
+        self.nbytes += size
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        return True
+
+    def _oldest(self, size: int) -> DeviceBlock | None:
+        """Return the oldest idle block of this size, which the H2D stream was told to wait for."""
         cell = self._idle.get(size)
         if not cell:
-            raise AllocationError(
-                f"device memory is full: {size} bytes asked, {self.nbytes} of device_limit={self.limit} taken by arrays that can "
-                "still be reached. Raise device_limit, or drop arrays that earlier puts returned"
-            )
-        block, fence = cell.popleft()
+            return None
+        block, fence = cell[0]
         if fence is not None:
-            self.waits += 1
             self._backend.order_h2d(fence)
+            self.waits += 1
+        cell.popleft()
         return block
 
-    def _free_other_classes(self, size: int) -> None:
+    def _others(self, size: int, *, reached: bool) -> Cell:
+        """Take idle blocks of other sizes out of the cache, enough to make room under the limit; none if there are not enough."""
         assert self.limit is not None
+        excess = self.nbytes + size - self.limit
+        chosen: Cell = deque()
         for other, cell in self._idle.items():
-            while other != size and cell and self.nbytes + size > self.limit:
-                self.nbytes -= other
-                self._settle(deque([cell.popleft()]))
+            if other == size:
+                continue
+            for block, fence in cell:
+                if excess > 0 and (not reached or self._reached(fence)):
+                    chosen.append((block, fence))
+                    excess -= other
+        if excess > 0:
+            return deque()
+        for entry in chosen:
+            self._idle[entry[0].nbytes].remove(entry)
+        return chosen
+
+    def _free(self, cell: Cell) -> None:
+        """Wait for the readers of blocks and drop them. Outside the lock."""
+        while cell:
+            block, fence = cell.popleft()
+            nbytes = block.nbytes
+            try:
+                if fence is not None:
+                    with suppress(*self._backend.failures):
+                        fence.synchronize()
+            finally:
+                # Interrupted, too: the framework's own free waits for the readers.
+                del block
+                self._forget_nbytes(nbytes)
+
+    def _grow(self, size: int) -> DeviceBlock:
+        block = self._allocate(size)
+        if block.ready is not None:
+            self._backend.order_h2d(block.ready)
+            # Such a framework may still be reading the memory that it gave us: have the next one ready ahead of need.
+            self._add_spare(size)
+        return block
 
     def _allocate(self, size: int) -> DeviceBlock:
         try:
-            return self._backend.alloc_device(size)
-        except self._backend.failures:
-            # Idle blocks of other sizes may be all that stands in the way.
-            self.trim()
-        try:
-            return self._backend.alloc_device(size)
-        except self._backend.failures as error:
-            with self._lock:
-                self.nbytes -= size
+            try:
+                return self._backend.alloc_device(size)
+            except self._backend.failures:
+                # Idle blocks of other sizes may be all that stands in the way.
+                self.trim()
+                return self._backend.alloc_device(size)
+        except BaseException as error:
+            self._forget_nbytes(size)
+            if not isinstance(error, self._backend.failures):
+                raise
             raise AllocationError(
                 f"the device has no {size} bytes left ({self.nbytes} are taken by puts). Drop arrays, use smaller batches, or free "
                 "memory that other libraries hold"
             ) from error
 
-    def _spare(self, size: int) -> None:
+    def _add_spare(self, size: int) -> None:
         with self._lock:
-            if self._idle.get(size) or (self.limit is not None and self.nbytes + size > self.limit):
+            if self._idle.get(size) or not self._reserve(size):
                 return
-            self.nbytes += size
-            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         try:
             block = self._backend.alloc_device(size)
-        except self._backend.failures:
-            with self._lock:
-                self.nbytes -= size
+        except BaseException as error:
+            self._forget_nbytes(size)
+            if not isinstance(error, self._backend.failures):
+                raise
             return
         with self._lock:
             self._idle.setdefault(size, deque()).append((block, block.ready))
 
-    def _settle(self, cell: deque[tuple[DeviceBlock, Event | None]]) -> None:
-        """Wait for the readers of blocks that are about to be freed."""
-        for _, fence in cell:
-            if fence is not None:
-                with suppress(*self._backend.failures):
-                    fence.synchronize()
+    def _forget_nbytes(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes -= nbytes
+            self._changes += 1
 
-
-_left: list[object] = []
-"""What a forked child must never free: held to the end of the process."""
+    def _full(self, size: int) -> AllocationError:
+        return AllocationError(
+            f"device memory is full: {size} bytes asked, {self.nbytes} of device_limit={self.limit} taken by arrays that can "
+            "still be reached. Raise device_limit, or drop arrays that earlier puts returned"
+        )
 
 
 def size_class(nbytes: int) -> int:

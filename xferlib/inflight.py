@@ -1,19 +1,22 @@
 """What copies under way still need: sources, destinations and blocks, held until the copies' event is done.
 
 Invariant: an entry leaves only when its event is done or has failed, whatever the caller dropped in the meantime.
-Events of one queue are reached in order, so one that is done answers for all before it.
+Events of one direction are reached in the order in which they were recorded, so one that is done answers for all before it.
+
+The garbage collector may run a foreign finalizer anywhere in here, and that may start a transfer: on the same thread, inside the
+lock. What it adds goes to a list of its own, since its place in the order is not known.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
+from xferlib.forks import forget_in_child, leave
 from xferlib.landing import Landing
-from xferlib.protocol import Event, HostStager
+from xferlib.protocol import Event, HostStager, Source
 
 __all__ = ["InFlight", "Landings", "Traffic"]
 
@@ -23,24 +26,43 @@ LARGE = 64 << 10
 """Bytes. Above this the copy outweighs the question, and the memory held is worth asking for."""
 
 
+_Entry: TypeAlias = tuple[Event, object, Sequence[Source]]
+"""Event, keepalive, and the device memory that is read."""
+
+
 @final
 class InFlight:
-    """One direction's queue. Any thread."""
+    """One direction's copies. Any thread."""
 
     def __init__(self, record: Callable[[], Event], failures: tuple[type[Exception], ...]) -> None:
         self.nbytes = 0
         self._record = record
         self._failures = failures
-        self._lock = threading.Lock()
-        self._entries: list[tuple[Event, object]] = []
+        self._lock = threading.RLock()
+        self._inside = False
+        self._entries: list[_Entry] = []
+        self._unordered: list[_Entry] = []
+        self._stuck: list[object] = []
         self._since_look = 0
+        forget_in_child(self)
 
-    def add(self, nbytes: int, keepalive: object) -> Event:
-        """Record an event behind everything started so far, and hold `keepalive` until it is done."""
+    @property
+    def busy(self) -> bool:
+        """Whether anything may be in flight."""
+        return bool(self._entries or self._unordered)
+
+    def add(self, nbytes: int, keepalive: object, sources: Sequence[Source] = ()) -> Event:
+        """Record an event behind everything started so far, and hold `keepalive` and `sources` until it is done."""
         with self._lock:
-            # Under the lock, so that the queue is in the order of the events.
-            event = self._record()
-            self._entries.append((event, keepalive))
+            if self._inside:
+                return self._add_unordered(nbytes, keepalive, sources)
+            self._inside = True
+            try:
+                # Under the lock, so that the entries are in the order of their events.
+                event = self._record()
+                self._entries.append((event, keepalive, sources))
+            finally:
+                self._inside = False
             self.nbytes += nbytes
             self._since_look += 1
             look = nbytes >= LARGE or self._since_look >= LOOK_EVERY
@@ -50,79 +72,154 @@ class InFlight:
 
     def settle(self, keepalive: object) -> None:
         """Block until what a failed start has left under way is done, so that its memory is at rest."""
-        with suppress(*self._failures):
-            self.add(0, keepalive).synchronize()
-
-    def reap(self) -> None:
-        """Let go of what is done. Never blocks."""
-        # Whoever has the lock is adding or reaping: nothing is missed for long. What is let go of may run foreign finalizers,
-        # which may come back here: so outside the lock.
-        if not self._lock.acquire(blocking=False):
+        try:
+            event = self.add(0, keepalive)
+        except self._failures:
+            # Nobody can say any more when the copies end: better to lose the memory than to have it written under its next owner.
+            self._stuck.append(keepalive)
             return
-        try:
-            self._since_look = 0
-            count = self._count_done()
-            gone = self._entries[:count]
-            del self._entries[:count]
-        finally:
-            self._lock.release()
-        del gone
-
-    def wait_oldest(self) -> bool:
-        """Block until the oldest entry is done. Returns False if there was none."""
-        try:
-            event, _ = self._entries[0]
-        except IndexError:
-            return False
         with suppress(*self._failures):
             event.synchronize()
+
+    def readers(self, target: Source) -> list[Event]:
+        """Return the events after which nothing that is in flight now reads this memory."""
+        found = [event for event, _, sources in self._unordered.copy() if _reads(sources, target)]
+        for event, _, sources in reversed(self._entries.copy()):
+            if _reads(sources, target):
+                return [*found, event]
+        return found
+
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
+        # Whoever has the lock is adding or reaping: nothing is missed for long.
+        if not self._lock.acquire(blocking=False):
+            return False
+        gone: list[_Entry] = []
+        try:
+            if not self._inside:
+                self._inside = True
+                try:
+                    gone = self._take_done()
+                finally:
+                    self._inside = False
+        finally:
+            self._lock.release()
+        # What is let go of now may run foreign finalizers, which may come back here: so outside the lock.
+        return bool(gone)
+
+    def wait_oldest(self) -> bool:
+        """Block until the oldest entry is done. Returns False if there was none, or none that this thread can wait for."""
+        entries = self._entries or self._unordered
+        try:
+            event = entries[0][0]
+        except IndexError:
+            return False
+        self._wait(event)
+        if self.entered():
+            # Nothing can be let go of before this finalizer returns.
+            return False
         self.reap()
         return True
 
-    def _count_done(self) -> int:
+    def entered(self) -> bool:
+        """Tell whether the calling thread is in here, and so is a finalizer now."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._inside
+        finally:
+            self._lock.release()
+
+    def wait_all(self) -> None:
+        """Block until everything added before the call is done."""
+        for event, _, _ in self._unordered + self._entries[-1:]:
+            self._wait(event)
+        self.reap()
+
+    def forget(self) -> None:
+        """See `Forgetful`."""
+        leave(self._entries, self._unordered, self._stuck)
+        self._entries, self._unordered, self._stuck = [], [], []
+        self._lock = threading.RLock()
+        self._inside = False
+
+    def _wait(self, event: Event) -> None:
+        with suppress(*self._failures):
+            event.synchronize()
+
+    def _add_unordered(self, nbytes: int, keepalive: object, sources: Sequence[Source]) -> Event:
+        event = self._record()
+        self._unordered.append((event, keepalive, sources))
+        self.nbytes += nbytes
+        return event
+
+    def _take_done(self) -> list[_Entry]:
+        self._since_look = 0
         low, high = 0, len(self._entries)
         while low < high:
             middle = (low + high) // 2
-            if self._ended(self._entries[middle][0]):
+            if self._ended(self._entries[middle]):
                 low = middle + 1
             else:
                 high = middle
-        return low
+        gone = self._entries[:low]
+        del self._entries[:low]
+        for entry in self._unordered.copy():
+            if self._ended(entry):
+                self._unordered.remove(entry)
+                gone.append(entry)
+        return gone
 
-    def _ended(self, event: Event) -> bool:
+    def _ended(self, entry: _Entry) -> bool:
         try:
-            return event.done()
+            return entry[0].done()
         except self._failures:
             # A failed copy writes no more; its transfer says so to whoever asks.
             return True
 
 
+def _reads(sources: Sequence[Source], target: Source) -> bool:
+    end = target.address + target.nbytes
+    return any(source.address < end and target.address < source.address + source.nbytes for source in sources)
+
+
 @final
 class Landings:
-    """Gets whose last step is a CPU copy. Any thread."""
+    """Points that worker threads or other callers will reach without this thread: CPU copies, and memory about to be in flight."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entries: deque[Landing] = deque()
+        # Changed in single steps: a finalizer may add while its thread is in here.
+        self._entries: list[Landing] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a landing is not reached."""
+        return any(not landing.reached() for landing in self._entries.copy())
 
     def add(self, landing: Landing) -> None:
         """Count a landing as in flight until it is reached."""
-        with self._lock:
-            while self._entries and self._entries[0].reached():
-                self._entries.popleft()
-            self._entries.append(landing)
+        self._entries.append(landing)
+        for entry in self._entries.copy():
+            if entry.reached():
+                with suppress(ValueError):
+                    self._entries.remove(entry)
 
     def wait_oldest(self) -> bool:
-        """Block until the oldest landing is reached. Returns False if there was none."""
-        try:
-            landing = self._entries[0]
-        except IndexError:
-            return False
-        landing.wait()
-        with self._lock:
-            if self._entries and self._entries[0] is landing:
-                self._entries.popleft()
-        return True
+        """Block until the oldest landing that this thread can wait for is reached. Returns False if there was none."""
+        for landing in self._waited_for():
+            if not landing.reached():
+                landing.wait()
+                return True
+        return False
+
+    def wait_all(self) -> None:
+        """Block until every landing added before the call, that this thread can wait for, is reached."""
+        for landing in self._waited_for():
+            landing.wait()
+
+    def _waited_for(self) -> list[Landing]:
+        me = threading.get_ident()
+        return [landing for landing in self._entries.copy() if landing.owner != me]
 
 
 @final
@@ -134,16 +231,26 @@ class Traffic:
         self.d2h = InFlight(backend.record_d2h, backend.failures)
         self.landings = Landings()
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything may be in flight."""
+        return self.h2d.busy or self.d2h.busy or self.landings.busy
+
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
+        down, up = self.d2h.reap(), self.h2d.reap()
+        return down or up
+
     def wait_oldest(self) -> bool:
         """Block until something has ended. Returns False if nothing was in flight."""
-        return self.h2d.wait_oldest() or self.d2h.wait_oldest() or self.landings.wait_oldest()
-
-    def reap(self) -> None:
-        """Let go of what is done. Never blocks."""
-        self.h2d.reap()
-        self.d2h.reap()
+        # What is done in one direction must not wait for the other.
+        if self.reap() or self.h2d.wait_oldest() or self.d2h.wait_oldest():
+            return True
+        # Another thread may need our lock to get to its landing.
+        return not (self.h2d.entered() or self.d2h.entered()) and self.landings.wait_oldest()
 
     def wait_all(self) -> None:
-        """Block until everything started so far is done."""
-        while self.wait_oldest():
-            pass
+        """Block until everything started before the call is done."""
+        self.h2d.wait_all()
+        self.d2h.wait_all()
+        self.landings.wait_all()

@@ -13,11 +13,15 @@ __all__ = ["Landing"]
 
 @final
 class Landing:
-    """The event of a get that ends with a CPU copy."""
+    """The event of a get that ends with a CPU copy.
 
-    __slots__ = ("_error", "_reached")
+    `owner`: the thread that will reach it and so must not wait for it; None: a worker of ours.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_error", "_reached", "owner")
+
+    def __init__(self, owner: int | None = None) -> None:
+        self.owner = owner
         self._reached = threading.Event()
         self._error: Exception | None = None
 
@@ -32,7 +36,7 @@ class Landing:
             self._error = error
 
     def reach(self) -> None:
-        """Mark the point as reached. Worker only; once."""
+        """Mark the point as reached. Its owner only."""
         self._reached.set()
 
     def wait(self) -> None:

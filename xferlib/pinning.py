@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import deque
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
 
 from xferlib.errors import AllocationError
+from xferlib.forks import forget_in_child
 from xferlib.inflight import Traffic
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.protocol import HostStager
@@ -40,9 +43,13 @@ class Pin:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_address", None) is not None:
-            warnings.warn(f"pin of {self.array.nbytes} bytes was never closed. Use it as a context manager", ResourceWarning, 2)
-            self.close()
+        address = getattr(self, "_address", None)
+        if address is None:
+            return
+        # Unlocking waits for transfers, and a finalizer may run anywhere: the next call that pins or trims does it.
+        self._address = None
+        self._pins.dropped.append((address, self.array))
+        warnings.warn(f"pin of {self.array.nbytes} bytes was never closed. Use it as a context manager", ResourceWarning, 2)
 
 
 @final
@@ -50,13 +57,17 @@ class Pins:
     """The ranges that one stager has page-locked for callers. Any thread."""
 
     def __init__(self, backend: HostStager[Any], traffic: Traffic) -> None:
+        self.dropped: deque[tuple[int, Array]] = deque()
         self._backend = backend
         self._traffic = traffic
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer may pin while its thread is in here.
+        self._lock = threading.RLock()
         self._ranges: dict[int, int] = {}
+        forget_in_child(self)
 
     def add(self, array: object) -> Pin:
         """Page-lock an array's memory. Raises `ValueError` for memory that cannot be locked as one range, or is locked already."""
+        self.sweep()
         array = host_array(array)
         if array.nbytes == 0:
             raise ValueError("an empty array has no memory to pin")
@@ -64,7 +75,7 @@ class Pins:
             raise ValueError("the array is not contiguous: pin the array that it is a view of")
         address = address_of(array)
         with self._lock:
-            if any(address < start + nbytes and start < address + array.nbytes for start, nbytes in self._ranges.items()):
+            if any(address < start + nbytes and start < address + array.nbytes for start, nbytes in self._ranges.copy().items()):
                 raise ValueError("this memory is pinned already. Keep the first pin open for as long as any part is needed")
             self._ranges[address] = array.nbytes
         try:
@@ -82,18 +93,33 @@ class Pins:
 
     def remove(self, address: int) -> None:
         """Unlock a range once nothing is in flight."""
-        with self._lock:
-            if self._ranges.pop(address, None) is None:
-                return
+        if address not in self._ranges:
+            return
         self._traffic.wait_all()
-        self._backend.unpin(address)
+        with self._lock:
+            if self._ranges.pop(address, None) is not None:
+                self._backend.unpin(address)
+
+    def sweep(self) -> None:
+        """Unlock what was dropped without being closed."""
+        while self.dropped:
+            address, _held = self.dropped.popleft()
+            self.remove(address)
 
     def close(self) -> None:
-        """Unlock everything; nothing is in flight."""
-        for address in list(self._ranges):
-            self.remove(address)
+        """Unlock everything, each range whatever the others raise; nothing is in flight."""
+        with ExitStack() as steps:
+            for address in list(self._ranges):
+                steps.callback(self.remove, address)
+        self.dropped.clear()
+
+    def forget(self) -> None:
+        """See `Forgetful`."""
+        self._ranges.clear()
+        self.dropped.clear()
+        self._lock = threading.RLock()
 
     @property
     def nbytes(self) -> int:
         """The bytes locked now."""
-        return sum(self._ranges.values())
+        return sum(self._ranges.copy().values())

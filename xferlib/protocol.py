@@ -62,7 +62,10 @@ class Capabilities:
 
 
 class Stream(NamedTuple):
-    """A stream of the framework, resolved: `handle` tells streams apart, `keepalive` keeps the stream from being destroyed."""
+    """A stream of the framework, resolved: `handle` tells streams apart, `keepalive` keeps the stream from being destroyed.
+
+    No keepalive: the user gave a bare handle, and may destroy the stream when the arrays that it was named for are gone.
+    """
 
     handle: int
     keepalive: object
@@ -149,7 +152,7 @@ class HostStager(Protocol[ArrayT]):
     # Page-locked host memory.
 
     def alloc_pinned(self, nbytes: int) -> int:
-        """Return the address of new page-locked memory, aligned to a page. Slow, may wait for the GPU: never in steady state."""
+        """Return the address of new page-locked memory, a multiple of 256. Slow, may wait for the GPU: never in steady state."""
 
     def free_pinned(self, address: int) -> None:
         """Free what `alloc_pinned` returned. May wait for the GPU. Works after `close()`."""
@@ -182,6 +185,9 @@ class HostStager(Protocol[ArrayT]):
 
     def order_h2d(self, after: Event) -> None:
         """Let later copies to the device start only after the event. The host does not wait."""
+
+    def check_stream(self, stream: object) -> None:
+        """Raise what `Event.stream_wait` would raise for this stream, and do nothing else. Needs the capability `streams`."""
 
     # Device memory and arrays.
 
@@ -221,7 +227,8 @@ class HostStager(Protocol[ArrayT]):
     def retire(self, streams: Iterable[Stream]) -> Event | None:
         """Return an event that is reached when the work enqueued on these streams so far is done; None: nothing to wait for.
 
-        Called when a lease has ended; the streams are those that `stream_wait` returned for its transfer.
+        Called when a lease has ended; the streams are those that `stream_wait` returned for its transfer. Usually by the next put;
+        where one of them has no keepalive at once, by a finalizer: takes no lock that a caller of this backend may hold.
         A stream that is being captured now is recorded later, inside `done`, when the capture has ended.
         """
 

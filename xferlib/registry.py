@@ -6,13 +6,15 @@ The core knows no backend by name. Nothing is imported before it is asked for.
 from __future__ import annotations
 
 import difflib
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, Literal, cast
 
+from xferlib.checks import positive_nbytes
 from xferlib.errors import BackendUnavailableError, UnknownBackendError
-from xferlib.protocol import HostStager, Opener
+from xferlib.protocol import Capabilities, HostStager, Opener
 from xferlib.stager import Stager
 
 __all__ = ["backends", "companion", "open_backend", "stager"]
@@ -41,8 +43,11 @@ def stager(
 
     Raises `UnknownBackendError`, or `BackendUnavailableError` with what to do about it.
     """
+    for name, nbytes in (("pinned_limit", pinned_limit), ("device_limit", device_limit)):
+        if nbytes is not None:
+            positive_nbytes(nbytes, name)
     if not isinstance(backend, str):
-        opened = backend
+        opened = _checked(backend)
     elif backend == "auto":
         opened = _open_first(device)
     else:
@@ -68,30 +73,38 @@ def _entry(name: str) -> EntryPoint:
     if found:
         return next(iter(found.values()))
     installed = backends()
-    close = difflib.get_close_matches(name, installed, n=1)
+    close = difflib.get_close_matches(name.casefold(), installed, n=1)
     suggestion = f" Did you mean {close[0]!r}?" if close else ""
     raise UnknownBackendError(
         f"no installed package provides backend {name!r}.{suggestion} Installed: {', '.join(installed) or 'none'}"
     )
 
 
+def _checked(backend: object) -> HostStager[Any]:
+    if not isinstance(getattr(backend, "capabilities", None), Capabilities):
+        raise TypeError(f'expected a backend\'s name, "auto" or a HostStager, got {backend!r}. Installed: {", ".join(backends())}')
+    return cast("HostStager[Any]", backend)
+
+
 def _open_first(device: int) -> HostStager[Any]:
     reasons: list[str] = []
-    fallback: HostStager[Any] | None = None
-    for name in backends():
-        try:
-            opened = open_backend(name, device=device)
-        except BackendUnavailableError as error:
-            reasons.append(str(error))
-            continue
-        if opened.on_gpu:
-            if fallback is not None:
-                fallback.close()
-            return opened
-        if opened.fallback and fallback is None:
-            fallback = opened
-        else:
-            opened.close()
-    if fallback is None:
-        raise BackendUnavailableError("no installed backend can run here: " + ("; ".join(reasons) or "none is installed"))
-    return fallback
+    with ExitStack() as unused:
+        fallback: HostStager[Any] | None = None
+        for name in backends():
+            try:
+                opened = open_backend(name, device=device)
+            except BackendUnavailableError as error:
+                reasons.append(str(error))
+                continue
+            if opened.on_gpu:
+                return opened
+            if opened.fallback and fallback is None:
+                fallback = opened
+                keep = unused.enter_context(ExitStack())
+                keep.callback(opened.close)
+            else:
+                opened.close()
+        if fallback is not None:
+            keep.pop_all()
+            return fallback
+    raise BackendUnavailableError("no installed backend can run here: " + ("; ".join(reasons) or "none is installed"))

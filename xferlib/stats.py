@@ -23,13 +23,13 @@ class Stats:
     pool_misses: int
     """Requests that had to page-lock more."""
     device_nbytes: int
-    """Device memory taken from the framework for puts."""
+    """Device memory taken from the framework for puts, in use or idle."""
     device_peak_nbytes: int
     device_waits: int
     """Puts that made the H2D stream wait for a reader, at the device limit."""
     h2d_nbytes: int
-    """Moved to the device so far."""
+    """Of the copies to the device started so far."""
     d2h_nbytes: int
-    """Moved to the host so far."""
+    """Of the copies to the host started so far."""
     synchronous: int
     """Leaves so far that passed through the CPU because their memory is pageable."""

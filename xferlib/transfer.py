@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, final
 
 from xferlib.checks import refuse_bare_zero
 from xferlib.device import Streams
-from xferlib.errors import TransferError
+from xferlib.errors import TransferError, XferError
 from xferlib.protocol import Event
 
 __all__ = ["Transfer"]
@@ -23,16 +24,17 @@ class Transfer:
     Holds the arrays. If a copy failed, `done`, `synchronize`, `result` and `value` raise `TransferError` each time.
     """
 
-    __slots__ = ("__weakref__", "_error", "_event", "_failures", "_finished", "_on_host", "_streams", "_value")
+    _error: Exception | None = None
+    _finished = False
 
-    def __init__(self, value: Any, event: Event, failures: tuple[type[Exception], ...], on_host: bool, streams: Streams) -> None:
+    def __init__(
+        self, value: Any, event: Event, failures: tuple[type[Exception], ...], on_host: bool, streams: Sequence[Streams]
+    ) -> None:
         self._value = value
         self._event = event
         self._failures = failures
         self._on_host = on_host
         self._streams = streams
-        self._finished = False
-        self._error: Exception | None = None
 
     @property
     def value(self) -> Any:
@@ -83,6 +85,7 @@ class Transfer:
         """Make later work on `stream` (None: the calling thread's current one) wait for the transfer; the host does not.
 
         It also tells that the stream will read the arrays: their memory is not written again before what is on it then is done.
+        A stream given as a bare handle must not be destroyed before the arrays are gone.
         A reader on a stream that was never named, here, by `value`, by `result` or by `stream=`, is the caller's to wait for.
         Raises `CapabilityError` for a get whose bytes pass through a CPU copy: no stream can wait for that.
         """
@@ -91,10 +94,14 @@ class Transfer:
             raise self._failed(self._error)
         try:
             waiting = self._event.stream_wait(stream)
+        except XferError:
+            # A refusal. The copy is as sound as before.
+            raise
         except self._failures as error:
             raise self._failed(error) from error
         if waiting is not None:
-            self._streams[waiting.handle] = waiting
+            for streams in self._streams:
+                streams[waiting.handle] = waiting
 
     def __repr__(self) -> str:
         direction = "D2H" if self._on_host else "H2D"
@@ -112,7 +119,8 @@ class Transfer:
             nap = min(2 * nap, LONGEST_NAP)
 
     def _failed(self, cause: Exception) -> TransferError:
-        self._error = cause
+        # Without its traceback, whose frames lead back here.
+        self._error = cause.with_traceback(None)
         error = TransferError(f"the copy failed: {cause}")
         error.__cause__ = cause
         return error

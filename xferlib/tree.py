@@ -30,9 +30,9 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
     if type(tree) in _bare:
         return [tree], None
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    fresh = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
-    if fresh:
-        _register(fresh)
+    records = {type(leaf) for leaf in leaves if _is_record(leaf)}
+    if records:
+        _register(records)
         return flatten(tree)
     if not spec.is_leaf():
         return leaves, spec
@@ -44,7 +44,7 @@ def flatten_like(spec: Spec, tree: Any, *, name: str) -> list[Any]:
     """Return the leaves of a tree that must have this shape. Raises `ValueError`, naming the argument."""
     leaves, other = flatten(tree)
     if other != spec:
-        raise ValueError(f"{name} has another structure: expected {spec or 'one array'}, got {other or 'one array'}")
+        raise ValueError(f"{name} has another structure: expected {_shown(spec)}, got {_shown(other)}")
     return leaves
 
 
@@ -61,6 +61,15 @@ def path(spec: Spec, index: int) -> str:
     if spec is None:
         return "the array itself"
     return "tree" + "".join(f"[{part!r}]" if not isinstance(part, str) else f".{part}" for part in spec.paths()[index])
+
+
+def _shown(spec: Spec) -> str:
+    return "one array" if spec is None else str(spec)
+
+
+def _is_record(leaf: Any) -> bool:
+    # A framework's array may be a dataclass as well; it is no nest of arrays for that.
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and not hasattr(leaf, "dtype")
 
 
 def _register(classes: set[type]) -> None:

@@ -8,8 +8,9 @@ recorded behind the failure raises.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from xferlib import protocol
 from xferlib_host._stream import Event
@@ -28,7 +29,7 @@ class Engine:
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Copy when all that was started before has ended. `memmove` of ctypes runs without the GIL."""
-        self._worker.put(partial(self._run, partial(ctypes.memmove, dst, src, nbytes)))
+        self._worker.put(partial(self._run, ctypes.memmove, dst, src, nbytes))
 
     def submit(self, job: Job) -> None:
         """Run anything in the place of a copy: for tests of programs.
@@ -52,11 +53,11 @@ class Engine:
         """End the thread when all that was started has ended."""
         self._worker.close()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, fn: Callable[..., Any], *args: Any) -> None:
         if self._cause is not None:
             return
         try:
-            job()
+            fn(*args)
         except BaseException as error:  # Whatever it is: a worker that died would leave everybody waiting.
             self._cause = error
 

@@ -1,4 +1,4 @@
-"""Host memory as a driver would hand it out: "pinned" memory, memory pinned in place, device blocks, and the count of all such calls.
+"""Host memory as a driver would hand it out: "pinned" memory, memory pinned in place, device blocks; and the count of such calls.
 
 Invariant: what was handed out is in a table until it is given back, and the tables are never wrong about live memory.
 Giving back takes no lock, because finalisers do it, on any thread, also inside the garbage collector: one step on a dictionary.
@@ -37,13 +37,13 @@ class Calls(NamedTuple):
 
 @final
 class Memory:
-    """The tables of one stager. Its blocks keep it alive, so that the count is right to the last."""
+    """The tables of one stager. It outlives `close()`, and its blocks outlive it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # For what adds to a table; never taken to remove.
-        self._pinned: dict[int, mmap.mmap] = {}
-        self._registered: dict[int, int] = {}
-        self._device: dict[int, int] = {}
+        self._pinned: dict[int, tuple[int, mmap.mmap]] = {}  # Where each range ends, and its pages.
+        self._registered: dict[int, int] = {}  # Where each range ends.
+        self._device: dict[int, int] = {}  # How many bytes each block has.
         self._pinned_made = self._registered_made = self._device_made = 0
 
     def alloc_pinned(self, nbytes: int) -> int:
@@ -54,15 +54,15 @@ class Memory:
         # The export ends with this line: pages with an exported buffer could not be unmapped later.
         address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
         with self._lock:
-            self._pinned[address] = pages
+            self._pinned[address] = (address + nbytes, pages)
             self._pinned_made += 1
         return address
 
     def free_pinned(self, address: int) -> None:
-        pages = self._pinned.pop(address, None)
-        if pages is None:
+        found = self._pinned.pop(address, None)
+        if found is None:
             raise MemoryCallError(f"no pinned memory starts at {address:#x}. Free what alloc_pinned returned, once")
-        pages.close()
+        found[1].close()
 
     def pin(self, address: int, nbytes: int) -> None:
         end = address + nbytes
@@ -77,7 +77,12 @@ class Memory:
             raise MemoryCallError(f"no memory was pinned at {address:#x}. Unpin what was given to pin, once")
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
-        return self._known(address) and self._known(address + max(nbytes, 1) - 1)
+        last = address + max(nbytes, 1) - 1
+        found = self._pinned.get(address)
+        if found is not None and last < found[0]:
+            return True  # A block as it was allocated: what is mostly asked about, without a search.
+        ranges = list(self._ranges())
+        return all(any(start <= end < stop for start, stop in ranges) for end in (address, last))
 
     def alloc_device(self, nbytes: int) -> Block:
         try:
@@ -103,16 +108,10 @@ class Memory:
                 self._device_made - len(self._device),
             )
 
-    def _known(self, address: int) -> bool:
-        # Most addresses asked about are starts; the search is for views.
-        if address in self._pinned or address in self._registered:
-            return True
-        return any(start <= address < stop for start, stop in self._ranges())
-
     def _ranges(self) -> Iterator[tuple[int, int]]:
         # Copies, made in one step: another thread, or a finaliser on this one, may change a table at any time.
-        for start, pages in self._pinned.copy().items():
-            yield start, start + len(pages)
+        for start, (stop, _) in self._pinned.copy().items():
+            yield start, stop
         yield from self._registered.copy().items()
 
 

@@ -68,6 +68,9 @@ class NumpyStager:
     def order_h2d(self, after: protocol.Event) -> None:
         self.h2d.wait(after)
 
+    def check_stream(self, stream: object) -> None:
+        resolve(stream)
+
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Accept numbers, bools, dates and time spans, those of extension packages (bfloat16, float8) included."""
         # isbuiltin is 2 for a dtype that a package registered; its kind may be "V", as that of a structure is.

@@ -107,6 +107,7 @@ class Stream:
     def __init__(self) -> None:
         self._handle = next(_HANDLES)
         self._worker = Worker(f"xferlib-host-stream-{self._handle}")
+        self._end = Event()
         self._failed: list[BaseException] = []  # At most one: the first since the last `synchronize`.
 
     @property
@@ -123,7 +124,7 @@ class Stream:
 
         It may wait for anything but work enqueued behind it.
         """
-        self._worker.put(partial(self._run, fn, args))
+        self._worker.put(partial(self._run, fn, *args))
 
     def record(self) -> Event:
         """Return an event that is reached when all that was enqueued so far has ended, with or without an exception."""
@@ -131,12 +132,14 @@ class Stream:
         try:
             self._worker.put(event.reach)
         except ClosedError:
-            self._worker.close()  # Waits for the work: another thread may be closing.
-            event.reach()
+            return self._end  # Not reached yet, perhaps: another thread may be closing.
         return event
 
     def wait(self, event: protocol.Event) -> None:
-        """Let work that is enqueued later start only after the event. The calling thread does not wait."""
+        """Let work that is enqueued later start only after the event. The calling thread does not wait.
+
+        Raises as `event.done` does if it has failed already; if it fails later, `synchronize` raises.
+        """
         if not event.done():
             self.submit(event.synchronize)
 
@@ -147,7 +150,7 @@ class Stream:
 
     def close(self) -> None:
         """Wait for what was enqueued and end the thread; raise as `synchronize` does. Twice is fine."""
-        self._worker.close()
+        self._worker.close(self._end.reach)
         self._raise_if_failed()
 
     def __enter__(self) -> Stream:
@@ -160,7 +163,7 @@ class Stream:
     def __repr__(self) -> str:
         return f"<xferlib_host.Stream {self._handle}{' closed' if self.closed else ''}>"
 
-    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _run(self, fn: Callable[..., Any], *args: Any) -> None:
         try:
             fn(*args)
         except BaseException as error:  # Whatever it is: a worker that died would leave everybody waiting.

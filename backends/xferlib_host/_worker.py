@@ -55,11 +55,16 @@ class Worker:
                 raise ClosedError(f"{self._name!r} is closed and runs nothing any more. Open a new one")
             self._queue.put(job)
 
-    def close(self) -> None:
-        """Let the jobs that were put end, then the thread. Twice is fine; a job may call it, and then nothing is waited for."""
+    def close(self, last: Job | None = None) -> None:
+        """Let the jobs that were put end, then the thread. Twice is fine; a job may call it, and then nothing is waited for.
+
+        `last` is run behind all other jobs, by the first call only.
+        """
         if os.getpid() != self._pid:
             return  # A forked child has no thread, and its copy of the lock may be held by one that it does not have.
         with self._lock:
+            if self._open and last is not None:
+                self._queue.put(last)
             self._open = False
             self._queue.put(None)
         if threading.current_thread() is not self._thread:

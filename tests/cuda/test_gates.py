@@ -69,7 +69,14 @@ def test_gates_are_refused_when_every_word_is_in_use() -> None:
 
 @pytest.mark.parametrize("ending", ["pass", "os.kill(os.getpid(), 9)"])
 def test_the_watchdog_ends_with_its_process(ending: str) -> None:
-    script = f"import os; from xferlib.conformance.gates import Gate, gate_table; Gate(); print(gate_table().watchdog_pid); {ending}"
+    script = f"""
+import os
+from xferlib.conformance.gates import Gate, gate_table
+
+Gate()
+print(gate_table().watchdog_pid, flush=True)
+{ending}
+"""
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert child.stdout, child.stderr
     watchdog = int(child.stdout)

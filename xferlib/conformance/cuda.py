@@ -40,6 +40,7 @@ class Mark:
     """A point in a stream, known to the driver and to nobody else. `destroy` it when the streams are done with it."""
 
     def __init__(self, stream: int, *, device: int = 0) -> None:
+        self._device = device
         with context(device):
             self._event = int(call("cuEventCreate", EVENT_DISABLE_TIMING))
             call("cuEventRecord", self._event, stream)
@@ -55,7 +56,8 @@ class Mark:
         call("cuEventSynchronize", self._event)
 
     def destroy(self) -> None:
-        call("cuEventDestroy", self._event)
+        with context(self._device):
+            call("cuEventDestroy", self._event)
 
 
 @final
@@ -167,7 +169,7 @@ def _driver() -> ModuleType:
         from cuda.bindings import driver
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the conformance suite of a CUDA backend needs the driver's Python bindings. Install them with: pip install cuda-bindings",
+            "the laws of a CUDA backend are tested with the driver's Python bindings. Install them with: pip install cuda-bindings",
             name=error.name,
         ) from error
     bindings: ModuleType = driver

@@ -36,6 +36,7 @@ RUNTIME_FUNCTIONS = (
 )
 
 
+@final
 class CallbackData(ctypes.Structure):
     """CUpti_CallbackData of cupti_callbacks.h."""
 
@@ -55,6 +56,7 @@ class CallbackData(ctypes.Structure):
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(CallbackData))
 
 
+@final
 class CuptiError(RuntimeError):
     """Raised when CUPTI is missing, taken by another tool, or does not see what it should."""
 

@@ -1,6 +1,6 @@
 """What a backend author writes to have the laws tested: how to hold work, and how to look at data without the stager.
 
-The laws themselves stand in `suite.py`. Nothing here knows a framework, and nothing here runs.
+The laws themselves stand in `laws/`. Nothing here knows a framework, and nothing here runs.
 
 Holds make "in flight" a state instead of a race: inside a hold, work is prevented from completing until it is released.
 Warm up whatever will run under a hold before it is taken (first launches, compiles and frees may wait for the held work), and give

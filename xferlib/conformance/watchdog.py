@@ -24,7 +24,7 @@ TABLE_NBYTES = 4096
 PERIOD_SECONDS = 0.05
 
 
-def open_overdue(words: memoryview, deadlines: memoryview, now: float) -> None:
+def open_overdue(words: memoryview, deadlines: memoryview[float], now: float) -> None:
     """Open every gate that is shut and past its deadline. The views are of one table, as uint32 and as float64."""
     for slot in range(TABLE_NBYTES // SLOT_NBYTES):
         word = slot * SLOT_NBYTES // 4

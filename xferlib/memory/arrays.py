@@ -15,8 +15,8 @@ __all__ = ["Array", "address_of", "check_dtype", "host_array", "pieces"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_BYTE = ctypes.c_char.from_buffer
-_ADDRESS = ctypes.addressof
+BYTE = ctypes.c_char.from_buffer
+ADDRESS = ctypes.addressof
 
 
 def address_of(array: Array) -> int:
@@ -24,7 +24,7 @@ def address_of(array: Array) -> int:
     # A third of the time of `array.ctypes.data`, which is a fifth of a small transfer. It cannot serve memory that is read-only,
     # empty, not contiguous, or of a dtype that the buffer protocol does not know.
     try:
-        return _ADDRESS(_BYTE(array))
+        return ADDRESS(BYTE(array))
     except (TypeError, ValueError, BufferError):
         return array.ctypes.data
 
@@ -39,7 +39,7 @@ def host_array(leaf: object) -> Array:
         raise TypeError(
             f"expected a NumPy array, got {type(leaf).__module__}.{type(leaf).__qualname__}. Convert it with numpy.asarray"
         )
-    return leaf
+    return np.asarray(leaf)
 
 
 def check_dtype(dtype: np.dtype[Any]) -> None:
@@ -53,11 +53,17 @@ def check_dtype(dtype: np.dtype[Any]) -> None:
 
 
 def pieces(array: Array, nbytes: int) -> Iterator[Array]:
-    """Cut an array into views of at most `nbytes` bytes each, in C order; one that is not C contiguous stays whole."""
-    if array.nbytes <= nbytes or not array.flags.c_contiguous:
+    """Cut an array into views of at most `nbytes` bytes each (or one item), in C order."""
+    if array.nbytes <= nbytes or array.ndim == 0:
         yield array
         return
-    flat = array.reshape(-1)
-    step = max(1, nbytes // array.itemsize)
-    for start in range(0, flat.size, step):
-        yield flat[start : start + step]
+    if array.flags.c_contiguous:
+        array = array.reshape(-1)
+    row = array.nbytes // len(array)
+    if row > nbytes and array.ndim > 1:
+        for part in array:
+            yield from pieces(part, nbytes)
+        return
+    step = max(1, nbytes // row)
+    for start in range(0, len(array), step):
+        yield array[start : start + step]

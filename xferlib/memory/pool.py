@@ -17,11 +17,12 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 
 from xferlib.errors import AllocationError
+from xferlib.forks import forget_in_child
 from xferlib.memory.arrays import Array
 from xferlib.memory.ranges import Ranges
 
@@ -33,6 +34,11 @@ PAGE = 4096
 SHARED_SEGMENT = 2 << 20
 """Bytes. Small requests share segments of this size: a page-lock costs milliseconds and whole pages."""
 SMALL = 1 << 20
+
+
+_Segments: TypeAlias = list[tuple[int, int]]
+_Growth: TypeAlias = tuple[Ranges, int]
+_Taken: TypeAlias = Callable[[], None] | None
 
 
 @final
@@ -51,21 +57,27 @@ class HostBlock:
         self._pool._give_back(self.address, self.nbytes)
 
 
+class Flow(Protocol):
+    """What is in flight: it holds blocks that come back when it is done."""
+
+    def reap(self) -> bool: ...
+
+    def wait_oldest(self) -> bool: ...
+
+
 @final
 class PinnedPool:
-    """Hands out pinned memory as NumPy arrays. Any thread.
+    """Hands out pinned memory as NumPy arrays. Any thread. `allocate` and `free` are the backend's."""
 
-    `allocate` and `free` are the backend's; `wait` blocks until something in flight has ended and says whether there was anything.
-    """
-
-    def __init__(
-        self, *, allocate: Callable[[int], int], free: Callable[[int], None], wait: Callable[[], bool], limit: int
-    ) -> None:
+    def __init__(self, *, allocate: Callable[[int], int], free: Callable[[int], None], flow: Flow, limit: int) -> None:
         self.limit = limit
         self._allocate = allocate
         self._free = free
-        self._wait = wait
-        self._lock = threading.Lock()
+        self._flow = flow
+        self._lock = threading.RLock()
+        self._inside = False
+        self._changes = 0
+        """How often there was more room than before. Who found none looks again if that was meanwhile."""
         self._returned: deque[tuple[int, int]] = deque()
         self._large = Ranges()
         self._small = Ranges()
@@ -73,6 +85,7 @@ class PinnedPool:
         self._closed = False
         self.hits = self.misses = 0
         self.nbytes = self.peak_nbytes = self.used_nbytes = 0
+        forget_in_child(self)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array in pinned memory, contents undefined. Raises `AllocationError`, saying what to do."""
@@ -81,25 +94,36 @@ class PinnedPool:
             return np.empty(shape, dtype)
         return np.ndarray(shape, dtype, buffer=np.asarray(self.take(nbytes)))
 
-    def take(self, nbytes: int) -> HostBlock:
-        """Return `nbytes` bytes (at least 1) of pinned memory, waiting for transfers in flight where that makes room."""
+    def take(self, nbytes: int, taken: _Taken = None) -> HostBlock:
+        """Return `nbytes` bytes (at least 1) of pinned memory, waiting for transfers in flight where that makes room.
+
+        `taken` is called before any other thread can find the memory gone.
+        """
         size = _round_up(nbytes, ALIGNMENT)
-        ranges, grow = self._class_of(size)
-        if grow > self.limit:
+        if _round_up(size, PAGE) > self.limit:
             raise AllocationError(
                 f"{_mib(nbytes)} of pinned memory asked, more than pinned_limit={self.limit} ({_mib(self.limit)}). "
                 "Raise pinned_limit, or use smaller arrays"
             )
-        collected = False
+        reaped = collected = False
         while True:
-            address, victims = self._cut_or_reserve(ranges, size, grow)
-            if address is not None:
-                return HostBlock(self, address, size)
-            if victims is not None:
-                return self._grow(ranges, size, grow, victims)
-            if not self._wait():
-                if collected:
-                    raise self._full(nbytes)
+            changes = self._changes
+            block, growth, victims = self._look(size, taken, may_grow=reaped)
+            if block is not None:
+                return block
+            if growth is not None:
+                return self._grow(size, taken, *growth)
+            if victims:
+                self._release(victims)
+            elif not reaped:
+                # Copies that are done may hold the last reference to what is asked for.
+                self._flow.reap()
+                reaped = True
+            elif self._flow.wait_oldest() or changes != self._changes or self._returned:
+                continue
+            elif collected:
+                raise self._full(nbytes)
+            else:
                 # Arrays in reference cycles hold pinned memory until the collector runs, and it knows nothing of the limit.
                 gc.collect()
                 collected = True
@@ -113,94 +137,144 @@ class PinnedPool:
     def usage(self) -> tuple[int, int, int]:
         """Return the bytes pinned now, at the peak, and handed out now."""
         with self._lock:
-            self._drain()
-            return self.nbytes, self.peak_nbytes, self.used_nbytes
+            if not self._inside:
+                self._inside = True
+                try:
+                    self._drain()
+                finally:
+                    self._inside = False
+            figures = self.nbytes, self.peak_nbytes, self.used_nbytes
+        if self._closed:
+            self._drain_closed()
+        return figures
 
     def trim(self) -> None:
         """Unpin every segment that is wholly idle. May wait for kernels."""
         with self._lock:
-            self._drain()
-            victims = self._evict(self._large, None) + self._evict(self._small, None)
+            victims = self._evict_all()
         self._release(victims)
 
     def close(self) -> None:
         """Unpin what is idle now; what arrays still hold is unpinned when the last of them dies."""
         self._closed = True
         self.trim()
+        self._drain_closed()
 
     def forget(self) -> None:
-        """Free nothing from here on: this process is a forked child, and the memory is its parent's."""
+        """See `Forgetful`."""
         self._free = _leave
-        self._closed = False
+        self._lock = threading.RLock()
+        self._inside = False
 
-    def _class_of(self, size: int) -> tuple[Ranges, int]:
-        if size < SMALL and self.limit >= 2 * SHARED_SEGMENT:
-            return self._small, SHARED_SEGMENT
-        return self._large, _round_up(size, PAGE)
-
-    def _cut_or_reserve(self, ranges: Ranges, size: int, grow: int) -> tuple[int | None, list[tuple[int, int]] | None]:
-        """Return (address, None) from idle memory; or (None, segments to unpin first), `grow` bytes reserved; or (None, None)."""
+    def _look(self, size: int, taken: _Taken, *, may_grow: bool) -> tuple[HostBlock | None, _Growth | None, _Segments]:
+        """Return a block from idle memory, or a new segment that has been counted, or idle ones to be unpinned first."""
         with self._lock:
-            self._drain()
-            address = ranges.take(size)
-            if address is not None:
-                self.hits += 1
-                self.used_nbytes += size
-                return address, None
-            excess = self.nbytes + grow - self.limit
-            if excess > sum(nbytes for part in (self._large, self._small) for _, nbytes in part.whole()):
-                return None, None
-            victims = self._evict(self._large, excess)
-            victims += self._evict(self._small, excess - sum(nbytes for _, nbytes in victims))
-            self.nbytes += grow
-            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-            self.misses += 1
-            return None, victims
+            if self._inside:
+                raise AllocationError(
+                    f"{size} bytes of pinned memory asked by a finalizer that ran inside another request. Ask from ordinary code"
+                )
+            self._inside = True
+            try:
+                self._drain()
+                ranges = self._class_of(size)
+                address = ranges.take(size)
+                if address is not None:
+                    self.hits += 1
+                    return self._handed_out(address, size, taken), None, []
+                return (None, *self._room(ranges, size)) if may_grow else (None, None, [])
+            finally:
+                self._inside = False
 
-    def _grow(self, ranges: Ranges, size: int, grow: int, victims: list[tuple[int, int]]) -> HostBlock:
+    def _room(self, ranges: Ranges, size: int) -> tuple[_Growth | None, _Segments]:
+        """Count a new segment if the limit has room; else name idle ones that make room, if there are enough."""
+        exact = _round_up(size, PAGE)
+        for nbytes in (SHARED_SEGMENT, exact) if ranges is self._small else (exact,):
+            excess = self.nbytes + nbytes - self.limit
+            if excess <= 0:
+                self.nbytes += nbytes
+                self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+                self.misses += 1
+                return (ranges, nbytes), []
+            if excess <= sum(idle for part in (self._large, self._small) for _, idle in part.whole()):
+                victims = self._evict(self._large, excess)
+                return None, victims + self._evict(self._small, excess - sum(idle for _, idle in victims))
+        return None, []
+
+    def _grow(self, size: int, taken: _Taken, ranges: Ranges, nbytes: int) -> HostBlock:
         # Outside the lock: page-locking takes milliseconds, and other threads may find idle memory meanwhile.
-        self._release(victims)
         try:
-            start = self._allocate(grow)
+            start = self._allocate(nbytes)
         except BaseException:
-            with self._lock:
-                self.nbytes -= grow
+            self._shrink(nbytes)
             raise
         with self._lock:
-            ranges.add_segment(start, grow)
-            self._reindex()
-            # First fit of the new segment; the lock has not been released since it was added.
-            address = ranges.take(size)
-            assert address is not None
-            self.used_nbytes += size
-            return HostBlock(self, address, size)
+            self._inside = True
+            try:
+                ranges.add_segment(start, nbytes)
+                self._reindex()
+                # Out of the new segment, not the best fit: another thread may have asked meanwhile.
+                ranges.take_at(start, size)
+                self._changes += 1
+                return self._handed_out(start, size, taken)
+            finally:
+                self._inside = False
 
-    def _evict(self, ranges: Ranges, excess: int | None) -> list[tuple[int, int]]:
+    def _handed_out(self, address: int, size: int, taken: _Taken) -> HostBlock:
+        self.used_nbytes += size
+        if taken is not None:
+            taken()
+        return HostBlock(self, address, size)
+
+    def _class_of(self, size: int) -> Ranges:
+        return self._small if size < SMALL and self.limit >= 2 * SHARED_SEGMENT else self._large
+
+    def _evict(self, ranges: Ranges, excess: int | None) -> _Segments:
         """Forget idle segments until `excess` bytes are gone (None: all of them) and return them to be unpinned."""
-        victims: list[tuple[int, int]] = []
+        victims: _Segments = []
         for start, nbytes in ranges.whole():
             if excess is not None:
                 if excess <= 0:
                     break
                 excess -= nbytes
             ranges.remove_segment(start)
-            self.nbytes -= nbytes
             victims.append((start, nbytes))
         if victims:
             self._reindex()
         return victims
 
-    def _release(self, victims: list[tuple[int, int]]) -> None:
-        for start, _ in victims:
+    def _evict_all(self) -> _Segments:
+        if self._inside:
+            return []
+        self._inside = True
+        try:
+            self._drain()
+            return self._evict(self._large, None) + self._evict(self._small, None)
+        finally:
+            self._inside = False
+
+    def _release(self, victims: _Segments) -> None:
+        """Unpin segments, and only then take them off the account: the limit holds at every moment."""
+        for start, nbytes in victims:
             self._free(start)
+            self._shrink(nbytes)
+
+    def _shrink(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes -= nbytes
+            self._changes += 1
 
     def _give_back(self, address: int, nbytes: int) -> None:
         self._returned.append((address, nbytes))
-        # After close nobody drains any more. Whoever cannot have the lock leaves the work to its holder, who looks again.
-        while self._closed and self._returned and self._lock.acquire(blocking=False):
+        if self._closed:
+            self._drain_closed()
+
+    def _drain_closed(self) -> None:
+        # After close nobody asks any more. Whoever cannot have the lock leaves the work to its holder, who looks again.
+        while self._returned and self._lock.acquire(blocking=False):
             try:
-                self._drain()
-                victims = self._evict(self._large, None) + self._evict(self._small, None)
+                if self._inside:
+                    return
+                victims = self._evict_all()
             finally:
                 self._lock.release()
             self._release(victims)
@@ -209,6 +283,7 @@ class PinnedPool:
         while self._returned:
             address, nbytes = self._returned.popleft()
             self.used_nbytes -= nbytes
+            self._changes += 1
             starts, _ = self._index
             segment = starts[bisect_right(starts, address) - 1]
             (self._small if segment in self._small.segments else self._large).give_back(address, nbytes)
@@ -220,7 +295,7 @@ class PinnedPool:
 
     def _full(self, nbytes: int) -> AllocationError:
         return AllocationError(
-            f"pinned memory is full: {_mib(nbytes)} asked, {_mib(self.limit - self.used_nbytes)} of {_mib(self.limit)} free, and "
+            f"pinned memory is full: {_mib(nbytes)} asked, {_mib(self.used_nbytes)} of {_mib(self.limit)} in use, and "
             "nothing is in flight that could free more. Raise pinned_limit, lower the depth, or drop pinned arrays"
         )
 

@@ -40,6 +40,13 @@ class Ranges:
             self._insert(start + nbytes, start + size)
         return start
 
+    def take_at(self, start: int, nbytes: int) -> None:
+        """Cut `nbytes` from the beginning of the free range that begins here."""
+        end = self._start_to_end[start]
+        self._remove(start, end)
+        if end - start > nbytes:
+            self._insert(start + nbytes, end)
+
     def give_back(self, start: int, nbytes: int) -> None:
         """Free what `take` cut."""
         end = start + nbytes

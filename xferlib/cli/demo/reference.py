@@ -9,58 +9,69 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 __all__ = ["edges", "grey", "normalised"]
 
-Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+Pixels = npt.NDArray[np.uint8]
+Whole = npt.NDArray[np.int32]
 
-BINOMIAL = np.array([[1, 2, 1], [2, 4, 2], [1, 2, 1]])
-SOBEL_X = np.array([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]])
-SOBEL_Y = SOBEL_X.T
+BINOMIAL: Whole = np.array([[1, 2, 1], [2, 4, 2], [1, 2, 1]], np.int32)
+SOBEL_X: Whole = np.array([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]], np.int32)
+SOBEL_Y: Whole = SOBEL_X.T
 
 
-def edges(frame: np.ndarray, *, rounds: int) -> Pixels:
+def edges(frame: npt.NDArray[Any], *, rounds: int) -> Pixels:
     """Return the edge magnitude of a frame, (height, width) or (height, width, channels), after `rounds` rounds of blur."""
     image = normalised(grey(frame))
     for _ in range(rounds):
         image = ((_weighted(image, BINOMIAL) + 8) >> 4).astype(np.uint8)
-    strength = np.abs(_weighted(image, SOBEL_X)) + np.abs(_weighted(image, SOBEL_Y))
-    return np.minimum(strength, 255).astype(np.uint8)
+    strength: Whole = np.abs(_weighted(image, SOBEL_X)) + np.abs(_weighted(image, SOBEL_Y))
+    return strength.clip(0, 255).astype(np.uint8)
 
 
-def grey(frame: np.ndarray) -> np.ndarray:
-    """Return one value per pixel, as 64-bit integers, or as doubles for a frame of floats."""
-    wide = frame.astype(np.float64 if frame.dtype.kind == "f" else np.int64)
-    if wide.ndim == 2:
-        return wide
-    if wide.shape[2] < 3:
-        return wide[:, :, 0]
-    red, green, blue = wide[:, :, 0], wide[:, :, 1], wide[:, :, 2]
-    if wide.dtype.kind == "f":
+def grey(frame: npt.NDArray[Any]) -> Whole | npt.NDArray[np.float64]:
+    """Return one value per pixel: integers, or doubles for a frame of floats."""
+    first, *others = [frame] if frame.ndim == 2 else [frame[:, :, channel] for channel in range(frame.shape[2])]
+    if frame.dtype.kind == "f":
+        if len(others) < 2:
+            return first.astype(np.float64)
+        # Channels that are not finite need no warning: they have a place in the definition.
         with np.errstate(all="ignore"):
-            return (0.299 * red + 0.587 * green) + 0.114 * blue
-    return (77 * red + 150 * green + 29 * blue) >> 8
+            weighted = [
+                np.multiply(part, weight, dtype=np.float64)
+                for part, weight in zip((first, *others[:2]), (0.299, 0.587, 0.114), strict=True)
+            ]
+            doubles: npt.NDArray[np.float64] = (weighted[0] + weighted[1]) + weighted[2]
+        return doubles
+    if len(others) < 2:
+        return first.astype(np.int32)
+    red, green, blue = (part.astype(np.int32) for part in (first, *others[:2]))
+    whole: Whole = (77 * red + 150 * green + 29 * blue) >> 8
+    return whole
 
 
-def normalised(values: np.ndarray) -> Pixels:
+def normalised(values: Whole | npt.NDArray[np.float64]) -> Pixels:
     """Stretch what `grey` returned so that its least and greatest value become 0 and 255."""
     if values.dtype.kind != "f":
-        low, span = values.min(), np.ptp(values)
-        return ((values - low) * 255 // max(span, 1)).astype(np.uint8)
+        low, high = int(np.min(values)), int(np.max(values))
+        stretched: Whole = (values - low).astype(np.int32) * 255 // max(high - low, 1)
+        return stretched.astype(np.uint8)
     finite = np.isfinite(values)
     if not finite.any():
         return np.zeros(values.shape, np.uint8)
-    halves = np.where(finite, values, values[finite].min()) * 0.5
-    span = halves.max() - halves.min()
-    if span == 0:
+    halves: npt.NDArray[np.float64] = np.where(finite, values, np.min(values[finite])) * 0.5
+    least, greatest = np.min(halves), np.max(halves)
+    if least == greatest:
         return np.zeros(values.shape, np.uint8)
-    return ((halves - halves.min()) / span * 255.0).astype(np.uint8)
+    shares: npt.NDArray[np.float64] = (halves - least) / (greatest - least) * 255.0
+    return shares.astype(np.uint8)
 
 
-def _weighted(image: Pixels, weights: np.ndarray) -> np.ndarray:
+def _weighted(image: Pixels, weights: Whole) -> Whole:
     height, width = image.shape
-    padded = np.pad(image.astype(np.int64), 1, mode="edge")
-    total = np.zeros(image.shape, np.int64)
+    padded = np.pad(image.astype(np.int32), 1, mode="edge")
+    total: Whole = np.zeros(image.shape, np.int32)
     for (down, right), weight in np.ndenumerate(weights):
         total += weight * padded[down : down + height, right : right + width]
     return total

@@ -1,0 +1,83 @@
+"""CuPy arrays over memory that is ours, and the memory of arrays that are the user's.
+
+Nothing is copied here except what is not contiguous, and nothing is ordered: the caller does that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import cupy
+import numpy as np
+from cupy.cuda import MemoryPointer, UnownedMemory
+
+from xferlib_cupy._device import Device
+from xferlib_cupy._streams import Streams
+
+__all__ = ["CupyArray", "as_array", "check_array", "check_dtype", "contiguous"]
+
+CupyArray: TypeAlias = Any
+"""`cupy.ndarray`: CuPy ships no types."""
+
+BUILT_IN = "?bhilqBHILQefdFD"
+OF_NUMPY, OF_ANOTHER_PACKAGE = 1, 2
+"""`dtype.isbuiltin`."""
+
+
+def check_dtype(dtype: np.dtype[Any], ordinal: int) -> None:
+    """Raise `TypeError` unless CuPy's arrays can have this dtype. Asks CuPy, no device."""
+    # One that was read from a file, or whose byte order was set, is no built-in by itself; only its type tells.
+    if dtype.char in BUILT_IN and np.dtype(dtype.type).isbuiltin == OF_NUMPY:
+        return
+    if dtype.isbuiltin == OF_ANOTHER_PACKAGE and not dtype.hasobject and _can_hold(dtype, ordinal):
+        return
+    raise TypeError(f"CuPy {cupy.__version__} has no arrays of dtype {dtype}. {_advice(dtype)}")
+
+
+def as_array(
+    address: int, nbytes: int, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], lease: object, ordinal: int
+) -> CupyArray:
+    """Return an array over the memory. Every view of it holds the lease, by way of its memory object."""
+    # With the device given, nothing is asked of CUDA.
+    return cupy.ndarray(shape, dtype, MemoryPointer(UnownedMemory(address, nbytes, lease, ordinal), offset))
+
+
+def check_array(array: object, ordinal: int) -> None:
+    """Raise `TypeError` unless this is a CuPy array, `ValueError` unless it is on this device."""
+    if not isinstance(array, cupy.ndarray):
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise TypeError(f"expected a cupy.ndarray, got {kind}. Wrap arrays of other GPU libraries with cupy.from_dlpack(array)")
+    if array.data.device_id != ordinal:
+        found = array.data.device_id
+        raise ValueError(f"the array is on cuda:{found}, this stager on cuda:{ordinal}. Open another with device={found}")
+
+
+def contiguous(array: CupyArray, stream: object | None, streams: Streams, device: Device) -> CupyArray:
+    """Return a copy in C order, made by CuPy on the stream.
+
+    It comes from CuPy's pool, which gives memory out again as soon as it is dropped: safe here, since the core keeps it until the
+    copy that reads it is done.
+    """
+    if np.dtype(array.dtype.type).isbuiltin != OF_NUMPY:
+        # CuPy holds such items without having a kernel that copies them.
+        array = array.view(f"u{array.dtype.itemsize}")
+    with device.current(), streams.current_as(stream):
+        return cupy.ascontiguousarray(array)
+
+
+def _can_hold(dtype: np.dtype[Any], ordinal: int) -> bool:
+    try:
+        array = as_array(0, 0, 0, (0,), dtype, None, ordinal)
+    except (TypeError, ValueError, KeyError):
+        return False
+    return bool(array.dtype == dtype)
+
+
+def _advice(dtype: np.dtype[Any]) -> str:
+    if dtype.kind in "fc":
+        return "Convert to float64 or complex128 first: array.astype(...)"
+    if dtype.kind in "mM":
+        return "Transfer its integers: array.view('int64')"
+    if dtype.isbuiltin == OF_ANOTHER_PACKAGE:
+        return f"Take CuPy 14.1 or newer, or transfer its bytes: array.view('u{dtype.itemsize}')"
+    return "Transfer booleans, integers, floats or complex numbers"

@@ -1,0 +1,134 @@
+"""The driver calls that CuPy has no binding for, by ctypes on the library that CuPy's runtime has loaded.
+
+They change the calling thread's state (current context, capture mode) and nothing else. Statuses other than 0 are raised as
+CuPy's `CUDARuntimeError`, whose numbers are the driver's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar, final
+
+from cupy.cuda import runtime
+
+__all__ = ["CaptureMode", "Contexts"]
+
+T = TypeVar("T")
+
+LIBRARY = "libcuda.so.1"
+RELAXED = 2
+
+
+@final
+class CaptureMode:
+    """Makes calls that CUDA holds to be unsafe while anybody captures a graph, without spoiling the capture.
+
+    In global mode the capture may be another thread's, so there is no asking first: every event query would invalidate it.
+    """
+
+    __slots__ = ("_cells", "_exchange")
+
+    def __init__(self) -> None:
+        # PyDLL: keeping the GIL for a call that only touches the thread's state. A pair costs 0.2 us so, 3 us by cuda-bindings.
+        exchange = ctypes.PyDLL(LIBRARY).cuThreadExchangeStreamCaptureMode
+        # It fails only where CUDA is unusable, and the call inside says that better.
+        exchange.restype = None
+        self._exchange = exchange
+        # The call swaps the cell with the thread's mode. A cell in use belongs to one call: a finalizer may run inside another's.
+        self._cells: deque[Any] = deque()
+
+    def relaxed(self, call: Callable[[int], T], argument: int) -> T:
+        """Return `call(argument)`, made in relaxed mode."""
+        cell = self.relax()
+        try:
+            return call(argument)
+        finally:
+            self.restore(cell)
+
+    def relax(self) -> Any:
+        """Let this thread make such calls; hand the result to `restore` on the same thread."""
+        try:
+            cell = self._cells.pop()
+        except IndexError:
+            cell = ctypes.byref(ctypes.c_int(RELAXED))
+        self._exchange(cell)
+        return cell
+
+    def restore(self, cell: Any) -> None:
+        """Give the thread back the mode that it had."""
+        self._exchange(cell)
+        self._cells.append(cell)
+
+
+@final
+class Contexts:
+    """The primary context of one device, which every library of the process shares, pushed and popped.
+
+    Not `cudaSetDevice`: from CUDA 12 on that creates a context on the device that is set, also when it is set back, and half a
+    gigabyte of a GPU that nobody uses would go.
+    """
+
+    __slots__ = ("_get_device", "_pop", "_popped", "_push", "_stream_context", "context", "ordinal")
+
+    def __init__(self, ordinal: int) -> None:
+        library = ctypes.PyDLL(LIBRARY)
+        self._push = library.cuCtxPushCurrent_v2
+        self._push.argtypes = (ctypes.c_void_p,)
+        self._pop = library.cuCtxPopCurrent_v2
+        # On the path of small transfers where there are several devices; they fail as `cuThreadExchangeStreamCaptureMode` does.
+        self._push.restype = self._pop.restype = None
+        self._get_device = _call(library.cuCtxGetDevice)
+        self._stream_context = _call(library.cuStreamGetCtx, ctypes.c_void_p, ctypes.c_void_p)
+        # Written by every pop, read by none.
+        self._popped = ctypes.byref(ctypes.c_void_p())
+        self.ordinal = ordinal
+        self.context = _retain(ordinal)
+
+    def push(self) -> None:
+        """Make the context the thread's current one; pair it with `pop`."""
+        self._push(self.context)
+
+    def pop(self) -> None:
+        """Give the thread back the context that it had, or none."""
+        self._pop(self._popped)
+
+    def owns(self, stream: int) -> bool:
+        """Tell whether a stream, by a handle that is not one of the default streams', is of this device."""
+        found = ctypes.c_void_p()
+        self._stream_context(stream, ctypes.addressof(found))
+        if found.value == self.context:
+            return True
+        # A context beside the primary one may still be of this device.
+        ordinal = ctypes.c_int(-1)
+        self._push(found)
+        try:
+            self._get_device(ctypes.byref(ordinal))
+        finally:
+            self.pop()
+        return ordinal.value == self.ordinal
+
+
+def _retain(ordinal: int) -> int:
+    # With the GIL given up: the first one in a process takes a fifth of a second. Never released: arrays outlive every stager.
+    library = ctypes.CDLL(LIBRARY)
+    device = ctypes.c_int()
+    context = ctypes.c_void_p()
+    _call(library.cuInit)(0)
+    _call(library.cuDeviceGet)(ctypes.byref(device), ordinal)
+    _call(library.cuDevicePrimaryCtxRetain)(ctypes.byref(context), device)
+    assert context.value is not None
+    return context.value
+
+
+def _call(function: Any, *argtypes: Any) -> Callable[..., None]:
+    if argtypes:
+        function.argtypes = argtypes
+    function.restype = _check
+    return function  # type: ignore[no-any-return]  # ctypes describes what a library's attributes are by Any
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise runtime.CUDARuntimeError(status)

@@ -1,0 +1,208 @@
+"""Events: points in streams that are reached or not, from a pool of handles of our own.
+
+CuPy's `Event.done` answers "not yet" for ever once the device has failed; here the status is asked for and raised.
+Handles are used again, since creating one costs three times what recording does: a wait that was enqueued on an event keeps what
+the event meant then, so recording it anew disturbs nobody. Which streams may be waited for is no matter of this file.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, final
+
+from cupy.cuda import runtime
+
+from xferlib.errors import CapabilityError
+from xferlib.protocol import Stream
+from xferlib_cupy._device import Device
+from xferlib_cupy._streams import Streams
+
+__all__ = ["AllEvents", "CupyEvent", "EventPool", "LaterEvent", "Recorded"]
+
+DISABLE_TIMING = 2
+SUCCESS = 0
+NOT_READY = 600
+CAPTURE_UNSUPPORTED = 900
+
+
+class Recorded(Protocol):
+    """What every event of this backend is: the protocol's `Event`, and the copy streams can be made to wait for it."""
+
+    def done(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def stream_wait(self, stream: object | None = None) -> Stream: ...
+
+    def enqueue_wait(self, wait: Call, handle: int) -> None:
+        """Make a stream wait, by the device's call for such streams. The stream is not being captured."""
+
+
+Call: TypeAlias = Callable[[int, int], None]
+
+
+@final
+class EventPool:
+    """Handles of events that nobody looks at any more. No lock: a deque's ends are safe to use from any thread."""
+
+    __slots__ = ("device", "free", "streams")
+
+    def __init__(self, device: Device, streams: Streams) -> None:
+        self.device = device
+        self.streams = streams
+        self.free: deque[int] = deque()
+
+    def record(self, record: Call, stream: int) -> CupyEvent:
+        """Record an event on a stream, by the device's call for such streams. The stream is not being captured."""
+        try:
+            handle = self.free.pop()
+        except IndexError:
+            handle = self._create()
+        try:
+            record(handle, stream)
+        except BaseException:
+            self.free.append(handle)
+            raise
+        return CupyEvent(handle, self)
+
+    def order(self, stream: int, after: int) -> None:
+        """Make a stream of our own wait for what a user's has enqueued so far."""
+        try:
+            handle = self.free.pop()
+        except IndexError:
+            handle = self._create()
+        device = self.device
+        try:
+            device.record_users(handle, after)
+            device.wait(stream, handle)
+        finally:
+            self.free.append(handle)
+
+    def _create(self) -> int:
+        # The only call here that depends on the current device: an event is of the device on which it was created.
+        with self.device.current():
+            return int(runtime.eventCreateWithFlags(DISABLE_TIMING))
+
+    def __del__(self) -> None:
+        # The last event has gone: each of them holds the pool.
+        for handle in self.free:
+            self.device.give_back(runtime.eventDestroy, handle)
+
+
+@final
+class CupyEvent:
+    """A recorded event. Its handle goes back to the pool when it dies."""
+
+    __slots__ = ("_handle", "_pool")
+
+    def __init__(self, handle: int, pool: EventPool) -> None:
+        self._handle = handle
+        self._pool = pool
+
+    def done(self) -> bool:
+        device = self._pool.device
+        status = device.capture_mode.relaxed(device.query, self._handle)
+        if status == SUCCESS:
+            return True
+        if status == NOT_READY:
+            return False
+        raise runtime.CUDARuntimeError(status)
+
+    def synchronize(self) -> None:
+        device = self._pool.device
+        device.capture_mode.relaxed(device.synchronize, self._handle)
+
+    def stream_wait(self, stream: object | None = None) -> Stream:
+        found = self._pool.streams.find(stream)
+        self._pool.device.wait_users(found.handle, self._handle)
+        return found
+
+    def enqueue_wait(self, wait: Call, handle: int) -> None:
+        wait(handle, self._handle)
+
+    def __del__(self) -> None:
+        self._pool.free.append(self._handle)
+
+
+@final
+class LaterEvent:
+    """The work on a stream that is being captured: recorded when first asked for after the capture has ended.
+
+    Recording during the capture would put a node into the user's graph, and querying that would invalidate it. What is enqueued
+    before the recording counts, too: reached late at times, never early.
+    """
+
+    __slots__ = ("_event", "_pool", "_stream")
+
+    def __init__(self, stream: Stream, pool: EventPool) -> None:
+        self._stream = stream
+        self._pool = pool
+        self._event: CupyEvent | None = None
+
+    def done(self) -> bool:
+        event = self._recorded()
+        return event is not None and event.done()
+
+    def synchronize(self) -> None:
+        """As CUDA does for a capturing stream: refuse. Waiting for a capture's end might be waiting for the caller."""
+        event = self._recorded()
+        if event is None:
+            raise runtime.CUDARuntimeError(CAPTURE_UNSUPPORTED)
+        event.synchronize()
+
+    def stream_wait(self, stream: object | None = None) -> Stream:
+        found = self._pool.streams.find(stream)
+        self.enqueue_wait(self._pool.device.wait_users, found.handle)
+        return found
+
+    def enqueue_wait(self, wait: Call, handle: int) -> None:
+        event = self._recorded()
+        if event is None:
+            raise CapabilityError(
+                f"stream {self._stream.handle:#x} is being captured into a graph, so nothing can wait for what it did before. "
+                "End the capture first, or raise device_limit, so that other memory is taken"
+            )
+        event.enqueue_wait(wait, handle)
+
+    def _recorded(self) -> CupyEvent | None:
+        # Two threads at once may record two events: either is right.
+        if self._event is None and not self._pool.streams.is_capturing(self._stream.handle):
+            self._event = self._pool.record(self._pool.device.record_users, self._stream.handle)
+        return self._event
+
+
+@final
+class AllEvents:
+    """Reached when all of several events are.
+
+    No further stream joins them, since it would be first in, first out: a fence for streams that are done would wait behind one
+    for streams that are not, and the memory would be taken for busy.
+    """
+
+    __slots__ = ("_left", "_pool")
+
+    def __init__(self, events: tuple[Recorded, ...], pool: EventPool) -> None:
+        self._left = events
+        self._pool = pool
+
+    def done(self) -> bool:
+        # A new tuple each time: another thread may be going through the old one.
+        left = self._left
+        while left and left[-1].done():
+            left = left[:-1]
+        self._left = left
+        return not left
+
+    def synchronize(self) -> None:
+        for event in self._left:
+            event.synchronize()
+
+    def stream_wait(self, stream: object | None = None) -> Stream:
+        found = self._pool.streams.find(stream)
+        self.enqueue_wait(self._pool.device.wait_users, found.handle)
+        return found
+
+    def enqueue_wait(self, wait: Call, handle: int) -> None:
+        for event in self._left:
+            event.enqueue_wait(wait, handle)

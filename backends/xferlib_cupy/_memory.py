@@ -1,0 +1,108 @@
+"""Device blocks and page-locked memory: raw addresses, none of CuPy's pools in between.
+
+Both of CuPy's pools hand memory out again as soon as it is dropped, while copies on other streams may still be under way.
+Every call here may wait for the GPU, so none is made in steady state. Who uses the memory, and when, is no matter of this file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+import cupy
+from cupy.cuda import runtime
+
+from xferlib_cupy._device import Device
+
+__all__ = ["Block", "PinnedMemory"]
+
+PORTABLE = 1
+READ_ONLY = 8
+HOST = 1
+OUT_OF_MEMORY = 2
+
+
+@final
+class Block:
+    """Device memory, freed with the last reference."""
+
+    __slots__ = ("_device", "address", "nbytes")
+
+    ready = None
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        # Set before the call that may fail: the destructor looks at it.
+        self.address = 0
+        self.nbytes = nbytes
+        self._device = device
+        with device.current():
+            self.address = _malloc(nbytes)
+
+    def __del__(self) -> None:
+        if self.address:
+            self._device.give_back(runtime.free, self.address)
+
+
+@final
+class PinnedMemory:
+    """Page-locks and unlocks host memory, for every device (portable)."""
+
+    __slots__ = ("_device",)
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def alloc(self, nbytes: int) -> int:
+        with self._device.current():
+            return int(runtime.hostAlloc(nbytes, PORTABLE))
+
+    def free(self, address: int) -> None:
+        with self._device.current():
+            runtime.freeHost(address)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        with self._device.current():
+            try:
+                runtime.hostRegister(address, nbytes, PORTABLE)
+            except runtime.CUDARuntimeError:
+                # Pages that may not be written cannot be locked for writing. Only for those: a copy to memory that was locked as
+                # read-only would be an error that nothing recovers from.
+                if not _is_write_protected(address, nbytes):
+                    raise
+                runtime.hostRegister(address, nbytes, PORTABLE | READ_ONLY)
+
+    def unpin(self, address: int) -> None:
+        with self._device.current():
+            runtime.hostUnregister(address)
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        memory_type, capture_mode = self._device.memory_type, self._device.capture_mode
+        cell = capture_mode.relax()
+        try:
+            return bool(memory_type(address) == HOST and memory_type(address + nbytes - 1) == HOST)
+        finally:
+            capture_mode.restore(cell)
+
+
+def _malloc(nbytes: int) -> int:
+    try:
+        return int(runtime.malloc(nbytes))
+    except runtime.CUDARuntimeError as error:
+        if error.status != OUT_OF_MEMORY:
+            raise
+    # CuPy keeps what its arrays gave back; it does the same for itself before it gives up.
+    cupy.get_default_memory_pool().free_all_blocks()
+    return int(runtime.malloc(nbytes))
+
+
+def _is_write_protected(address: int, nbytes: int) -> bool:
+    """Tell whether no mapping in the range may be written, as the kernel sees it."""
+    protected = False
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, _ = line.split(maxsplit=2)
+        start, end = (int(edge, 16) for edge in span.split("-"))
+        if start < address + nbytes and address < end:
+            if "w" in permissions:
+                return False
+            protected = True
+    return protected

@@ -1,0 +1,164 @@
+"""The backend: copies by CuPy's runtime calls on two streams of its own, arrays over blocks of its own.
+
+Invariant: nothing but copies and waits enters the two copy streams, and both are non-blocking: a plain stream would stop for
+whatever anybody enqueues on the legacy default stream, which is where CuPy works unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, ClassVar, cast, final
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from xferlib.protocol import Capabilities, DeviceBlock, Event, Source, Stream
+from xferlib_cupy import _arrays
+from xferlib_cupy._arrays import CupyArray
+from xferlib_cupy._device import Device
+from xferlib_cupy._events import AllEvents, EventPool, LaterEvent, Recorded
+from xferlib_cupy._memory import Block, PinnedMemory
+from xferlib_cupy._streams import Streams
+
+__all__ = ["CupyStager"]
+
+NON_BLOCKING = 1
+H2D = 1
+D2H = 2
+LEGACY, PER_THREAD = 1, 2
+"""Handles of the default streams: one for all threads of the device, and one that is another in each thread."""
+
+_NDARRAY = cupy.ndarray
+_SOURCE = tuple.__new__
+"""A third of what the constructor of a named tuple takes."""
+
+
+@final
+class CupyStager:
+    """A `HostStager` over CuPy. `h2d` and `d2h` are the handles of the copy streams, for tests that hold them."""
+
+    name = "cupy"
+    on_gpu = True
+    fallback = False
+    capabilities = Capabilities(pinned=True, register=True, streams=True, put_into=True)
+    failures: ClassVar[tuple[type[Exception], ...]] = (
+        runtime.CUDARuntimeError,
+        # Kernel launches, and with them copies of what is not contiguous, go through the driver.
+        cupy.cuda.driver.CUDADriverError,
+        cupy.cuda.memory.OutOfMemoryError,
+    )
+
+    def __init__(self, device: Device) -> None:
+        self.device = device.words
+        self.ordinal = device.ordinal
+        self._device = device
+        self._streams = Streams(device)
+        self._events = EventPool(device, self._streams)
+        self._pinned = PinnedMemory(device)
+        # On the path of every small transfer: an attribute of this object each, no chain of them.
+        self._copy = device.copy
+        self._record = device.record
+        self._record_event = self._events.record
+        self._order = self._events.order
+        self._handle = self._streams.handle
+        with device.current():
+            self.h2d = int(runtime.streamCreateWithFlags(NON_BLOCKING))
+            self.d2h = int(runtime.streamCreateWithFlags(NON_BLOCKING))
+        self._give_back = weakref.finalize(self, _destroy, device, (self.h2d, self.d2h))
+        # At interpreter exit the streams go with the process.
+        self._give_back.atexit = False
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        return self._pinned.alloc(nbytes)
+
+    def free_pinned(self, address: int) -> None:
+        self._pinned.free(address)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self._pinned.pin(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        self._pinned.unpin(address)
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        return self._pinned.is_pinned(address, nbytes)
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self._copy(dst, src, nbytes, H2D, self.h2d)
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        self._copy(dst, src, nbytes, D2H, self.d2h)
+
+    def record_h2d(self) -> Event:
+        return self._record_event(self._record, self.h2d)
+
+    def record_d2h(self) -> Event:
+        return self._record_event(self._record, self.d2h)
+
+    def order_h2d(self, after: Event) -> None:
+        cast("Recorded", after).enqueue_wait(self._device.wait, self.h2d)
+
+    def check_stream(self, stream: object) -> None:
+        self._handle(stream)
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        _arrays.check_dtype(dtype, self.ordinal)
+
+    def alloc_device(self, nbytes: int) -> DeviceBlock:
+        return Block(self._device, nbytes)
+
+    def as_array(
+        self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
+    ) -> CupyArray:
+        return _arrays.as_array(block.address, block.nbytes, offset, shape, dtype, lease, self.ordinal)
+
+    def as_source(self, array: CupyArray, stream: object | None = None) -> Source:
+        handle = self._checked(array, stream)
+        if not array._c_contiguous:
+            array = _arrays.contiguous(array, stream, self._streams, self._device)
+        self._order(self.d2h, handle)
+        return _SOURCE(Source, (array.data.ptr, array.nbytes, array))
+
+    def as_target(self, array: CupyArray, stream: object | None = None) -> Source:
+        handle = self._checked(array, stream)
+        # `array.flags` says the same, and takes ten times as long to build.
+        if not array._c_contiguous:
+            raise ValueError("the array is not contiguous in C order. Put into a new array, and assign it on the device")
+        self._order(self.h2d, handle)
+        return _SOURCE(Source, (array.data.ptr, array.nbytes, array))
+
+    def sweep(self) -> None:
+        """Do nothing: CuPy's arrays drop their lease when they die."""
+
+    def retire(self, streams: Iterable[Stream]) -> Event | None:
+        events = [self._fence(stream) for stream in streams]
+        if len(events) > 1:
+            return AllEvents(tuple(events), self._events)
+        return events[0] if events else None
+
+    def lost(self, block: DeviceBlock) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._give_back()
+
+    def _checked(self, array: CupyArray, stream: object | None) -> int:
+        """Return the handle of the stream that orders the array, if both are this device's."""
+        if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
+            _arrays.check_array(array, self.ordinal)
+        return self._handle(stream)
+
+    def _fence(self, stream: Stream) -> Recorded:
+        if stream.handle == PER_THREAD:
+            # It was another thread's, perhaps, and cannot be named from here. The legacy one waits for all of them.
+            stream = Stream(LEGACY, stream.keepalive)
+        if self._streams.is_capturing(stream.handle):
+            return LaterEvent(stream, self._events)
+        return self._record_event(self._device.record_users, stream.handle)
+
+
+def _destroy(device: Device, streams: tuple[int, ...]) -> None:
+    for stream in streams:
+        device.give_back(runtime.streamDestroy, stream)

@@ -1,0 +1,129 @@
+"""What `stream=` may be, and what may be done with it: handles of users' streams, checked before CUDA is asked to use them.
+
+A stream that is being captured is refused: an event recorded there becomes a node of the user's graph, and a copy stream that
+waits for it is drawn into the capture.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import cupy
+from cupy.cuda import runtime
+
+from xferlib.errors import CapabilityError
+from xferlib.protocol import Stream
+from xferlib_cupy._device import DEFAULT_STREAMS, Device
+
+__all__ = ["Streams"]
+
+CAPTURE_IMPLICIT = 906
+
+
+@final
+class Streams:
+    """Finds users' streams for one device. Any thread."""
+
+    __slots__ = ("_cupys", "_current", "_device")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._current = cupy.cuda.get_current_stream
+        self._cupys = (cupy.cuda.Stream, cupy.cuda.ExternalStream)
+
+    def find(self, stream: object | None) -> Stream:
+        """Return handle and keepalive. Raises `CapabilityError` if the stream is being captured, else as `handle`."""
+        if stream is None:
+            stream = self._current(self._device.ordinal)
+        return Stream(self.handle(stream), None if isinstance(stream, int) else stream)
+
+    def handle(self, stream: object | None) -> int:
+        """Return the handle; None is the calling thread's current stream of this device.
+
+        Raises `TypeError` for what is no stream, `ValueError` for one of another device, and `CapabilityError` for one that is
+        being captured.
+        """
+        device = self._device
+        if stream is None:
+            handle: int = self._current(device.ordinal).ptr
+        elif isinstance(stream, self._cupys):
+            handle = stream.ptr
+        else:
+            handle = _foreign_handle(stream)
+        try:
+            capturing = device.is_capturing(handle)
+        except RuntimeError as error:
+            capturing = _means_capture(error)
+        if capturing:
+            raise CapabilityError(
+                f"stream {handle:#x} is being captured into a graph, and a transfer cannot be part of one. "
+                "Start transfers before the capture or after it, or pass stream= another stream"
+            )
+        if device.several and handle > DEFAULT_STREAMS and not device.contexts.owns(handle):
+            raise ValueError(
+                f"stream {handle:#x} is of another device than cuda:{device.ordinal}. Pass a stream of that device, and let "
+                "yours wait for it"
+            )
+        return handle
+
+    def is_capturing(self, handle: int) -> bool:
+        """Tell whether nothing may be recorded on the stream now because of a capture."""
+        try:
+            return bool(self._device.is_capturing(handle))
+        except RuntimeError as error:
+            return _means_capture(error)
+
+    def current_as(self, stream: object | None) -> Any:
+        """Return CuPy's own object for a stream, to be made the current one."""
+        if stream is None:
+            return self._current(self._device.ordinal)
+        if isinstance(stream, self._cupys):
+            return stream
+        handle = _foreign_handle(stream)
+        if hasattr(cupy.cuda.Stream, "from_external"):
+            return cupy.cuda.Stream.from_external(_Foreign(handle))
+        return cupy.cuda.ExternalStream(handle, self._device.ordinal)
+
+
+@final
+class _Foreign:
+    """A handle, in the form that CuPy 14 takes."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _means_capture(error: RuntimeError) -> bool:
+    """Tell a capture from a failure, which is raised again."""
+    if not isinstance(error, runtime.CUDARuntimeError):
+        # So CuPy says that a capture has been invalidated; it has yet to be ended.
+        return True
+    # The legacy default stream cannot be used while a stream that synchronises with it is being captured.
+    if error.status == CAPTURE_IMPLICIT:
+        return True
+    raise error
+
+
+def _foreign_handle(stream: object) -> int:
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        if stream > 0:
+            return stream
+        raise ValueError(f"stream={stream} is no handle. For the default stream pass cupy.cuda.Stream.null, or leave stream out")
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is None:
+        kind = f"{type(stream).__module__}.{type(stream).__qualname__}"
+        raise TypeError(
+            f"stream={stream!r} ({kind}) is no CUDA stream. Pass a cupy.cuda.Stream, an object with __cuda_stream__, or a handle"
+        )
+    # A property in the first libraries that had it.
+    found = protocol() if callable(protocol) else protocol
+    try:
+        version, handle = found
+    except (TypeError, ValueError):
+        raise TypeError(f"__cuda_stream__ gave {found!r}, expected (0, handle)") from None
+    if version != 0 or not isinstance(handle, int) or handle < 0:
+        raise TypeError(f"__cuda_stream__ gave {found!r}, expected (0, handle)")
+    return handle

@@ -1,0 +1,134 @@
+"""Bandwidth through `Stager.put` and `Stager.get`, against the bare runtime call.
+
+Question: how much of the link between host and device is left to users when they go through xferlib?
+
+Isolated: the transfer path. Data is in place, memory is touched, and what is pinned was pinned outside the clock. Three labels:
+"pinned" and "pageable" write into a target that is there (`put(into=)`, `get(out=)`), from or into that kind of host memory;
+"fresh" is a `put` from pinned memory that makes a new device array, for 64 MiB and up.
+
+Method: transfers back to back, from 4 KiB to 1 GiB; h2d, d2h, and both started together (bytes of both over the wall clock). Each
+transfer of a sample has its own source and target. The limit is the bare asynchronous copy on streams of its own between pinned
+memory (on the host backend: one NumPy copy after another in the calling thread, which its two workers may beat), measured
+in turn with xferlib, for pageable memory too. Peers are what their users call; those that block the caller, as all do from pageable
+memory, cannot move both directions at once and are absent there. See `harness.py` for the clock, `arena.py` for the proof.
+
+Command: python benchmarks/run.py --case link --backend cupy --json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from benchmarks import memory, ours, records
+from benchmarks.arena import SHIFTS, STEP, Arena
+from benchmarks.bench import Bench, Case
+from benchmarks.harness import Contender, able, sample, time_bandwidth
+from benchmarks.records import Record
+from benchmarks.ways import Bytes, Direction, Kind, Peer, Way
+from xferlib import Stager
+
+__all__ = ["CASE"]
+
+NAME = "link"
+PEERS = ("cupy", "torch", "jax", "numpy")
+SIZES = tuple(4**power << 10 for power in range(1, 11))
+QUICK_SIZES = (4 << 10, 64 << 10, 1 << 20)
+QUICK_ARENA = 4 << 20
+FRESH_FROM = 64 << 20
+LIMIT = "limit"
+DIRECTIONS: tuple[tuple[Direction, ...], ...] = (("h2d",), ("d2h",), ("h2d", "d2h"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lap:
+    """One row: what is measured at one size."""
+
+    kind: Kind
+    directions: tuple[Direction, ...]
+    arena: Arena
+    nbytes: int
+
+    @property
+    def direction(self) -> str:
+        return "both" if len(self.directions) == 2 else self.directions[0]
+
+
+def run(bench: Bench) -> Iterator[Record]:
+    """Yield a record per label, size and direction."""
+    sizes = QUICK_SIZES if bench.quick else SIZES
+    nbytes = QUICK_ARENA if bench.quick else max(sizes)
+    peers = bench.open_peers(PEERS)
+    # Two pinned arenas, and as much again for pageable transfers of a whole sample in each direction.
+    with bench.open_stager(pinned_limit=4 * (nbytes + SHIFTS * STEP) + (64 << 20)) as stager:
+        pinned = Arena.allocate(bench.device, nbytes, partial(_empty_pinned, stager))
+        pageable = pinned.with_host(memory.empty_pageable)
+        for size in sizes:
+            for lap in _laps(pinned, pageable, size, fresh=bench.quick or size >= FRESH_FROM):
+                yield _measure(bench, stager, _contenders(bench, stager, peers, lap, pinned), lap)
+
+
+def _empty_pinned(stager: Stager, nbytes: int) -> Bytes:
+    return stager.empty_pinned(nbytes, np.uint8)
+
+
+def _laps(pinned: Arena, pageable: Arena, nbytes: int, *, fresh: bool) -> Iterator[_Lap]:
+    for directions in DIRECTIONS:
+        yield _Lap(kind="pinned", directions=directions, arena=pinned, nbytes=nbytes)
+    if fresh:
+        yield _Lap(kind="fresh", directions=("h2d",), arena=pinned, nbytes=nbytes)
+    for directions in DIRECTIONS:
+        yield _Lap(kind="pageable", directions=directions, arena=pageable, nbytes=nbytes)
+
+
+def _contenders(bench: Bench, stager: Stager, peers: Sequence[Peer], lap: _Lap, pinned: Arena) -> list[Contender]:
+    mine = tuple(_our_way(stager, lap.kind, direction) for direction in lap.directions)
+    bare = tuple(bench.device.raw(direction) for direction in lap.directions)
+    contenders = [
+        Contender(name=ours.NAME, ways=mine, arena=lap.arena, optional=False),
+        Contender(name=LIMIT, ways=bare, arena=pinned, optional=False),
+        *(Contender(name=_together(ways), ways=ways, arena=lap.arena) for ways in _rivals(peers, lap)),
+    ]
+    return able(contenders, bench.absences, partial(sample, nbytes=lap.nbytes, count=1, index=-2))
+
+
+def _together(ways: Sequence[Way]) -> str:
+    return " + ".join(dict.fromkeys(way.name for way in ways))
+
+
+def _our_way(stager: Stager, kind: Kind, direction: Direction) -> Way:
+    if kind == "fresh":
+        return ours.fresh(stager, keep=None)
+    return ours.into(stager, direction, pinned=kind == "pinned")
+
+
+def _rivals(peers: Sequence[Peer], lap: _Lap) -> list[tuple[Way, ...]]:
+    by_direction = [[tuple(peer.ways(lap.kind, direction)) for peer in peers] for direction in lap.directions]
+    if len(by_direction) == 1:
+        return [(way,) for ways in by_direction[0] for way in ways]
+    if lap.kind == "pageable":
+        return []
+    return [pair for puts, gets in zip(*by_direction, strict=True) for pair in zip(puts, gets, strict=False)]
+
+
+def _measure(bench: Bench, stager: Stager, contenders: Sequence[Contender], lap: _Lap) -> Record:
+    bench.say(f"{NAME}: {lap.kind} {lap.direction}, {lap.nbytes} bytes")
+    timings = time_bandwidth(contenders, nbytes=lap.nbytes, effort=bench.effort, level=lap.kind != "pageable")
+    return records.make(
+        case=NAME,
+        backend=stager.name,
+        direction=lap.direction,
+        nbytes=lap.nbytes,
+        label=lap.kind,
+        ours=timings.pop(ours.NAME),
+        limit=timings.pop(LIMIT),
+        peers=timings,
+        machine=bench.machine,
+        versions=bench.versions,
+    )
+
+
+CASE = Case(name=NAME, summary="bandwidth each way and both at once, pinned and pageable, 4 KiB to 1 GiB", run=run)

@@ -1,0 +1,119 @@
+"""Host time of a call that starts a 64-byte transfer, against the bare runtime calls.
+
+Question: what does a call cost the host when the bytes cost nothing? It bounds how small batches may be.
+
+Isolated: the host side. The clock surrounds each call by itself; the synchronization comes after every 50 calls, outside it.
+`put(into=)` and `get(out=)` have their target, `put()` makes a new device array from memory that earlier puts gave back, and
+`put().value` also makes the current stream wait. What a call returned is dropped inside the clock of a later call.
+
+Method: pinned memory, contenders in turn, chunk by chunk; every chunk is poisoned before and verified after. The limit is the bare
+asynchronous copy; an event record beside it is the least a transfer needs whose end can be asked for. Peers are what their
+users call, from pinned memory of their own where that matters to them. Each call has arrays of its own; labels with "same array"
+repeat one call on one array, the cheapest case there is. Labels with "busy" repeat it with a short kernel launched on
+the current stream before each call: the device is running, and the caches are those of a loop.
+
+Command: python benchmarks/run.py --case overhead --backend cupy --json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from benchmarks import ours, records
+from benchmarks.arena import Arena
+from benchmarks.bench import Bench, Case, ways_of
+from benchmarks.harness import Contender, Timing, able, time_calls
+from benchmarks.records import Record
+from benchmarks.ways import Bytes, Direction, Way
+from xferlib import Stager
+
+__all__ = ["CASE"]
+
+NAME = "overhead"
+PEERS = ("cupy", "torch", "numba", "numpy")
+NBYTES = 64
+KEPT = 2
+"""Fresh arrays that a caller holds at a time."""
+BUSY_SHARE = 5
+"""One chunk with a kernel before each call for so many without."""
+
+
+def run(bench: Bench) -> Iterator[Record]:
+    """Yield a record per call of ours, alone and, where the device can be kept busy, inside a loop with a kernel."""
+    peers = bench.open_peers(PEERS)
+    with bench.open_stager() as stager:
+        to_device = [*ways_of(peers, "pinned", "h2d"), *ways_of(peers, "fresh", "h2d")]
+        yield from _direction(bench, stager, "h2d", _puts(bench, stager), to_device)
+        yield from _direction(bench, stager, "d2h", _gets(stager), ways_of(peers, "pinned", "d2h"))
+
+
+def _puts(bench: Bench, stager: Stager) -> dict[str, Way]:
+    return {
+        "put(into=)": ours.into(stager, "h2d", pinned=True),
+        "put()": ours.fresh(stager, keep=KEPT),
+        "put().value": ours.value(stager, bench.device.synchronize, keep=KEPT),
+    }
+
+
+def _gets(stager: Stager) -> dict[str, Way]:
+    return {"get(out=)": ours.into(stager, "d2h", pinned=True)}
+
+
+def _direction(
+    bench: Bench, stager: Stager, direction: Direction, labels: dict[str, Way], rivals: Sequence[Way]
+) -> Iterator[Record]:
+    raw = bench.device.raw(direction)
+    mine = {**labels, raw.name: raw}
+    contenders = [_contender(bench, stager, name, way, optional=False) for name, way in mine.items()]
+    contenders += [_contender(bench, stager, way.name, way) for way in [*bench.device.floors(direction), *rivals]]
+    once = replace(bench.effort, chunks=1)
+    contenders = able(contenders, bench.absences, lambda one: time_calls([one], nbytes=NBYTES, effort=once))
+    bench.say(f"{NAME}: {direction}, {len(contenders)} calls")
+    timings = time_calls(contenders, nbytes=NBYTES, effort=bench.effort)
+    yield from _records(bench, stager, direction, list(labels), raw.name, timings, "")
+    timings = time_calls(contenders, nbytes=NBYTES, effort=replace(bench.effort, same=True))
+    yield from _records(bench, stager, direction, list(labels), raw.name, timings, ", same array")
+    busy = bench.device.busy()
+    if busy is None:
+        return
+    bench.say(f"{NAME}: {direction}, busy")
+    fewer = replace(bench.effort, chunks=-(-bench.effort.chunks // BUSY_SHARE))
+    with busy as launch:
+        timings = time_calls(contenders, nbytes=NBYTES, effort=fewer, before=launch)
+    yield from _records(bench, stager, direction, list(labels), raw.name, timings, ", busy")
+
+
+def _contender(bench: Bench, stager: Stager, name: str, way: Way, *, optional: bool = True) -> Contender:
+    arena = Arena.allocate(bench.device, NBYTES * bench.effort.chunk, way.empty_pinned or partial(_empty_pinned, stager))
+    bounded = way if way.result is None else replace(way, keep=KEPT)
+    return Contender(name=name, ways=(bounded,), arena=arena, optional=optional)
+
+
+def _empty_pinned(stager: Stager, nbytes: int) -> Bytes:
+    return stager.empty_pinned(nbytes, np.uint8)
+
+
+def _records(
+    bench: Bench, stager: Stager, direction: Direction, labels: Sequence[str], limit: str, timings: dict[str, Timing], suffix: str
+) -> Iterator[Record]:
+    peers = {name: timing for name, timing in timings.items() if name not in labels}
+    for label in labels:
+        yield records.make(
+            case=NAME,
+            backend=stager.name,
+            direction=direction,
+            nbytes=NBYTES,
+            label=label + suffix,
+            ours=timings[label],
+            limit=timings[limit],
+            peers=peers,
+            machine=bench.machine,
+            versions=bench.versions,
+        )
+
+
+CASE = Case(name=NAME, summary="host time of a call that starts a 64-byte transfer", run=run)

@@ -1,0 +1,62 @@
+"""The device of the host backend: NumPy arrays. There is no link here, so the limit is one copy in the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Final, final
+
+import numpy as np
+
+from benchmarks import memory
+from benchmarks.peers import numpy_calls
+from benchmarks.ways import Bytes, Call, Device, Direction, Opener, Way
+
+__all__ = ["open_device"]
+
+
+def open_device() -> Device:
+    """Return the device."""
+    return _HostMemory()
+
+
+@final
+class _HostMemory:
+    name: Final = "host"
+    peers: Final[Mapping[str, Opener]] = {"numpy": numpy_calls.open_peer}
+
+    def machine(self) -> dict[str, str]:
+        return {"gpu": "none"}
+
+    def versions(self) -> dict[str, str]:
+        return {}
+
+    def empty(self, nbytes: int) -> Any:
+        return memory.empty_pageable(nbytes)
+
+    def upload(self, values: Bytes) -> Any:
+        return values.copy()
+
+    def invert(self, source: Any, out: Any) -> None:
+        memory.invert(source, out)
+
+    def equal(self, left: Any, right: Any) -> bool:
+        return memory.equal(left, right)
+
+    def synchronize(self) -> None:
+        """Do nothing: what is not a transfer of the stager's is done when it returns."""
+
+    def raw(self, direction: Direction) -> Way:
+        return Way(
+            name="numpy.copyto",
+            direction=direction,
+            bind=lambda source, target: partial(np.copyto, target, source),
+            synchronize=lambda _: None,
+        )
+
+    def floors(self, direction: Direction) -> Sequence[Way]:
+        return ()
+
+    def busy(self) -> AbstractContextManager[Call] | None:
+        return None

@@ -1,0 +1,117 @@
+"""PyTorch's calls: `copy_`, `to`, `cpu`, on tensors over the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any, final
+
+import cupy
+
+from benchmarks.ways import Bytes, Call, Direction, Kind, Peer, Way
+
+__all__ = ["open_peer"]
+
+
+def open_peer() -> Peer:
+    """Import PyTorch. Raises `ModuleNotFoundError` without it, `RuntimeError` if it was built without CUDA or finds no device."""
+    torch = import_module("torch")
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch.cuda.is_available() is False")
+    return _TorchCalls(torch)
+
+
+@final
+class _TorchCalls:
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._gets = torch.cuda.Stream()
+        self._pinned: list[Any] = []
+        # As a training loop does it: transfers to the device on a side stream that is current, not on the legacy default stream.
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+    def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
+        if kind == "fresh":
+            return (self._to(non_blocking=True),)
+        if kind == "pinned":
+            return (self._copy_in() if direction == "h2d" else self._copy_out(),)
+        return (self._to(non_blocking=False),) if direction == "h2d" else (self._cpu(),)
+
+    def _copy_in(self) -> Way:
+        def bind(source: Any, target: Any) -> Call:
+            return partial(self._on_device(target).copy_, self._on_host(source), non_blocking=True)
+
+        return Way(
+            name="torch copy_",
+            direction="h2d",
+            bind=bind,
+            synchronize=self._synchronize,
+            empty_pinned=self._empty_pinned,
+        )
+
+    def _copy_out(self) -> Way:
+        """On a stream of its own, or it would queue behind transfers of the other direction."""
+        torch, stream = self._torch, self._gets
+
+        def bind(source: Any, target: Any) -> Call:
+            copy = partial(self._on_host(target).copy_, self._on_device(source), non_blocking=True)
+
+            def call() -> object:
+                with torch.cuda.stream(stream):
+                    return copy()
+
+            return call
+
+        return Way(
+            name="torch copy_",
+            direction="d2h",
+            bind=bind,
+            synchronize=lambda _: stream.synchronize(),
+            empty_pinned=self._empty_pinned,
+        )
+
+    def _to(self, *, non_blocking: bool) -> Way:
+        def bind(source: Any, _: Any) -> Call:
+            return partial(self._on_host(source).to, "cuda", non_blocking=non_blocking)
+
+        return Way(
+            name="torch to",
+            direction="h2d",
+            bind=bind,
+            synchronize=self._synchronize,
+            result=cupy.from_dlpack,
+            keep=None,
+            empty_pinned=self._empty_pinned,
+        )
+
+    def _cpu(self) -> Way:
+        return Way(
+            name="torch cpu",
+            direction="d2h",
+            bind=lambda source, _: partial(self._on_device(source).cpu),
+            synchronize=lambda _: None,
+            result=lambda tensor: tensor.numpy(),
+            keep=None,
+        )
+
+    def _synchronize(self, _: Sequence[object]) -> None:
+        self._torch.cuda.current_stream().synchronize()
+
+    def _on_device(self, array: Any) -> Any:
+        return self._torch.from_dlpack(array)
+
+    def _on_host(self, array: Bytes) -> Any:
+        """Return a tensor over the same memory; one of PyTorch's own pinned tensors, which it tracks, where it is part of one."""
+        address = array.ctypes.data
+        for tensor in self._pinned:
+            offset = address - tensor.data_ptr()
+            if 0 <= offset <= tensor.numel() - array.size:
+                return tensor[offset : offset + array.size]
+        return self._torch.from_numpy(array)
+
+    def _empty_pinned(self, nbytes: int) -> Bytes:
+        tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+        self._pinned.append(tensor)
+        array: Bytes = tensor.numpy()
+        return array

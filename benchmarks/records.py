@@ -1,0 +1,140 @@
+"""What a benchmark leaves behind: records, one list of them per device in `results/`.
+
+A record is one figure of xferlib beside the peers and the physical limit of the same run. Its key is what was measured, so a later
+run replaces it; rates are in GB/s (1e9 bytes a second), times in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from benchmarks.harness import Timing
+
+__all__ = ["Record", "check", "make", "merge"]
+
+
+class Seconds(TypedDict):
+    """Of one transfer: each of the `n` values is one call, or the mean of a sample of `batch` transfers."""
+
+    median: float
+    min: float
+    max: float
+    n: int
+
+
+class Record(TypedDict):
+    """`limit_gbps` is the bare runtime call; `of_limit` compares the two turn by turn, so it is steadier than their quotient."""
+
+    case: str
+    backend: str
+    direction: str
+    nbytes: int
+    label: str
+    batch: int
+    seconds: Seconds
+    gbps: float
+    limit_gbps: float
+    of_limit: float
+    peers: dict[str, float]
+    peers_seconds: dict[str, float]
+    machine: dict[str, str]
+    versions: dict[str, str]
+
+
+KEY = ("case", "backend", "direction", "nbytes", "label")
+TEXT = ("case", "backend", "direction", "label")
+RATES = ("gbps", "limit_gbps", "of_limit")
+TABLES: dict[str, type] = {"peers": float, "peers_seconds": float, "machine": str, "versions": str}
+DIRECTIONS = ("h2d", "d2h", "both")
+
+
+def make(
+    *,
+    case: str,
+    backend: str,
+    direction: str,
+    nbytes: int,
+    label: str,
+    ours: Timing,
+    limit: Timing,
+    peers: Mapping[str, Timing],
+    machine: dict[str, str],
+    versions: dict[str, str],
+) -> Record:
+    """Return a record. `nbytes` is per direction; the rates of both at once count both."""
+    moved = (2 if direction == "both" else 1) * nbytes
+
+    def gbps(timing: Timing) -> float:
+        return round(moved / timing.median / 1e9, 6)
+
+    return Record(
+        case=case,
+        backend=backend,
+        direction=direction,
+        nbytes=nbytes,
+        label=label,
+        batch=ours.count,
+        seconds=Seconds(median=ours.median, min=min(ours.values), max=max(ours.values), n=len(ours.values)),
+        gbps=gbps(ours),
+        limit_gbps=gbps(limit),
+        of_limit=round(ours.share_of(limit), 4),
+        peers={name: gbps(timing) for name, timing in peers.items()},
+        peers_seconds={name: timing.median for name, timing in peers.items()},
+        machine=machine,
+        versions=versions,
+    )
+
+
+def check(record: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless this is a record."""
+    fields = set(Record.__annotations__)
+    if set(record) != fields:
+        raise ValueError(f"the fields of a record are {sorted(fields)!r}, not {sorted(record)!r}")
+    wrong = [name for name in TEXT if not isinstance(record[name], str) or not record[name]]
+    wrong += [name for name in ("nbytes", "batch") if not isinstance(record[name], int) or record[name] < 1]
+    wrong += [name for name in RATES if not _positive(record[name])]
+    wrong += [name for name, kind in TABLES.items() if not _table_of(record[name], kind)]
+    if record["direction"] not in DIRECTIONS:
+        wrong.append("direction")
+    if not _ordered(record["seconds"]):
+        wrong.append("seconds")
+    if wrong:
+        raise ValueError(f"fields with a wrong value: { ({name: record[name] for name in wrong})!r}")
+
+
+def merge(file: Path, records: Iterable[Record]) -> None:
+    """Write the records into the file, in place of those of the same key, and keep the others."""
+    known = json.loads(file.read_text()) if file.exists() else []
+    table = {_key(record): record for record in known}
+    for record in records:
+        check(record)
+        table[_key(record)] = record
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Replaced as one: a run that is stopped here leaves the old file.
+    draft = file.with_name(f"{file.name}.new")
+    draft.write_text(json.dumps([table[key] for key in sorted(table)], indent=1) + "\n")
+    draft.replace(file)
+
+
+def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(record[name] for name in KEY)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, float) and value > 0
+
+
+def _table_of(value: object, kind: type) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(entry, kind) and bool(entry) for name, entry in value.items()
+    )
+
+
+def _ordered(seconds: object) -> bool:
+    if not isinstance(seconds, dict) or set(seconds) != set(Seconds.__annotations__):
+        return False
+    times = [seconds[name] for name in ("min", "median", "max")]
+    return all(_positive(time) for time in times) and sorted(times) == times and isinstance(seconds["n"], int) and seconds["n"] > 0

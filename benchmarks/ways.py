@@ -1,0 +1,94 @@
+"""The words of the benchmarks: a way to move bytes, a peer, a device. Nothing here runs.
+
+Everything moves bytes: host arrays are one-dimensional NumPy arrays of `uint8`, device arrays likewise in the device's framework.
+Only public names of xferlib are used in this folder; frameworks may be named here, each in a module of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Bytes", "Call", "Corrupted", "Device", "Direction", "Kind", "Opener", "Peer", "Way"]
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Direction: TypeAlias = Literal["h2d", "d2h"]
+Kind: TypeAlias = Literal["pinned", "pageable", "fresh"]
+"""Into a target that is there, from or into pinned or pageable memory; or from pinned memory into a new device array."""
+Call: TypeAlias = Callable[[], object]
+
+
+class Corrupted(Exception):
+    """Raised when a destination does not hold the source's bytes after a transfer was said to be done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to move bytes in one direction, of xferlib, of the bare runtime or of a peer."""
+
+    name: str
+    direction: Direction
+    bind: Callable[[Any, Any], Call]
+    """Take a source and a target (None where `result` is given) and return the call to be timed."""
+    synchronize: Callable[[Sequence[object]], None]
+    """Block until everything that was called is done, given what the kept calls returned."""
+    result: Callable[[Any], Any] | None = None
+    """For calls that make their own target: turn what a call returned, once done, into the array to be verified."""
+    keep: int | None = 1
+    """How many of the latest returned objects are held while others are made; None: all."""
+    empty_pinned: Callable[[int], Bytes] | None = None
+    """Allocate pinned memory of the peer's own, where its calls are slower, or faster, with memory it knows."""
+
+
+class Peer(Protocol):
+    """A library that moves the same bytes between the same memory."""
+
+    def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
+        """Return what its users call for this, none if there is no such call."""
+
+
+Opener: TypeAlias = Callable[[], Peer]
+"""Import and set up a peer. Raises whatever its import raises; the run goes on without it."""
+
+
+class Device(Protocol):
+    """What a benchmark needs beside the stager: device arrays, the bare copy, and how to look at data without the stager."""
+
+    @property
+    def name(self) -> str:
+        """Names the file of results."""
+
+    @property
+    def peers(self) -> Mapping[str, Opener]: ...
+
+    def machine(self) -> dict[str, str]: ...
+
+    def versions(self) -> dict[str, str]: ...
+
+    def empty(self, nbytes: int) -> Any:
+        """Return a device array, contents undefined."""
+
+    def upload(self, values: Bytes) -> Any:
+        """Return a finished device array with these bytes."""
+
+    def invert(self, source: Any, out: Any) -> None:
+        """Flip every bit of one device array into another: no byte of `out` is then right by chance."""
+
+    def equal(self, left: Any, right: Any) -> bool: ...
+
+    def synchronize(self) -> None:
+        """Block until the device has nothing to do."""
+
+    def raw(self, direction: Direction) -> Way:
+        """Return the bare runtime call from or into pinned memory: the physical limit."""
+
+    def floors(self, direction: Direction) -> Sequence[Way]:
+        """Return other bare calls that a small transfer cannot do without."""
+
+    def busy(self) -> AbstractContextManager[Call] | None:
+        """Make a compute stream current and yield a call that launches a short kernel on it; None: there is no such thing."""

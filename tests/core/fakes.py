@@ -1,0 +1,180 @@
+"""Stand-ins for the core's tests: gates, a host backend with methods replaced, and pieces of a backend that are played by hand.
+
+Nothing here waits for luck: what may hang runs on a thread of its own or in a process that ends itself with a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from xferlib_host import open_stager
+
+from xferlib.protocol import Stream
+
+T = TypeVar("T")
+
+WATCHDOG = 20.0
+"""Seconds after which a gate opens by itself, so that a failing test ends."""
+
+
+@contextmanager
+def held(engine: Any) -> Iterator[threading.Event]:
+    """Let nothing that starts on this engine complete until the gate is set, or the block is left."""
+    gate = threading.Event()
+    engine.submit(lambda: gate.wait(WATCHDOG))
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def on_thread(call: Callable[[], T]) -> Future[T]:
+    """Run a call on a daemon thread."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def run_python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run a program; one that hangs is ended, if it does not fork with a traceback."""
+    # A child would inherit the guard without its thread, and wait for it as it exits.
+    guard = "" if "os.fork()" in code else "import faulthandler; faulthandler.dump_traceback_later(6, exit=True)\n"
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-c", guard + textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=8)
+    except subprocess.TimeoutExpired:
+        # Its children hold the pipes, too.
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def succeeds(code: str, *flags: str) -> str:
+    """Run a program, expect status 0 and nothing said on stderr, and return what it printed."""
+    # From 3.12 on every fork of a process with threads is a warning; here it is the point.
+    ended = run_python(code, "-W", "ignore::DeprecationWarning", *flags)
+    assert ended.returncode == 0, ended.stderr or "it hung"
+    assert ended.stderr == ""
+    return ended.stdout
+
+
+class Tampered:
+    """The host backend with some attributes replaced."""
+
+    def __init__(self, replaced: dict[str, Any]) -> None:
+        self.inner = open_stager()
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def tampered(**replaced: Any) -> Any:
+    """Return a `HostStager` with these attributes instead of the host backend's."""
+    return Tampered(replaced)
+
+
+class Point:
+    """An event that the test moves."""
+
+    def __init__(self, *, reached: bool = False, error: Exception | None = None) -> None:
+        self.reached = reached
+        self.error = error
+        self.asked = 0
+        self.synchronized = 0
+
+    def done(self) -> bool:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return self.reached
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+        if self.error is not None:
+            raise self.error
+        self.reached = True
+
+    def stream_wait(self, stream: object | None = None) -> Stream | None:
+        return None
+
+
+class Slab:
+    """A device block that is only an address."""
+
+    def __init__(self, address: int, nbytes: int, ready: Point | None) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.ready = ready
+
+
+class Device:
+    """The part of a backend that hands out device memory."""
+
+    failures = (OSError,)
+
+    def __init__(self) -> None:
+        self.allocated: list[int] = []
+        self.ordered: list[object] = []
+        self.retired: list[list[Stream]] = []
+        self.fences: list[Point | None] = []
+        self.gone: set[int] = set()
+        self.refusals: list[BaseException | None] = []
+        self.order_error: Exception | None = None
+        self.retire_error: Exception | None = None
+        self.fresh_is_ready = True
+
+    def sweep(self) -> None: ...
+
+    def alloc_device(self, nbytes: int) -> Slab:
+        refusal = self.refusals.pop(0) if self.refusals else None
+        if refusal is not None:
+            raise refusal
+        self.allocated.append(nbytes)
+        return Slab(len(self.allocated) << 30, nbytes, None if self.fresh_is_ready else Point())
+
+    def retire(self, streams: Iterable[Stream]) -> Point | None:
+        if self.retire_error is not None:
+            raise self.retire_error
+        self.retired.append(list(streams))
+        return self.fences.pop(0) if self.fences else None
+
+    def order_h2d(self, after: object) -> None:
+        if self.order_error is not None:
+            raise self.order_error
+        self.ordered.append(after)
+
+    def lost(self, block: Slab) -> bool:
+        return block.address in self.gone
+
+
+class Flow:
+    """What is in flight, where that is nothing."""
+
+    def reap(self) -> bool:
+        return False
+
+    def wait_oldest(self) -> bool:
+        return False

@@ -1,0 +1,103 @@
+"""NumPy arrays as memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from xferlib.memory.arrays import address_of, check_dtype, host_array, pieces
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0),
+        np.arange(6.0)[2:],
+        np.arange(12.0).reshape(3, 4).T,
+        np.array(3.0),
+        np.empty((0, 2)),
+        np.zeros(3, "datetime64[s]"),
+        np.zeros(3, ml_dtypes.bfloat16),
+        np.frombuffer(b"12345678", np.uint8),
+    ],
+)
+def test_the_address_is_that_of_the_first_element(array: np.ndarray[Any, Any]) -> None:
+    assert address_of(array) == array.__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "u8", "f2", "f8", "c16", "M8[s]", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+def test_numbers_may_be_transferred(dtype: Any) -> None:
+    check_dtype(np.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["O", "S3", "U3", "V8", [("a", "i4")], np.dtypes.StringDType()])
+def test_what_is_not_a_number_is_refused(dtype: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be transferred: expected numbers"):
+        check_dtype(np.dtype(dtype))
+
+
+def test_foreign_byte_order_is_refused_with_the_cure() -> None:
+    with pytest.raises(TypeError, match=r"not in native byte order.*astype\(dtype\('float32'\)\)"):
+        check_dtype(np.dtype(">f4"))
+
+
+def test_masked_arrays_are_refused_with_the_cure() -> None:
+    with pytest.raises(TypeError, match=r"mask would be lost.*filled"):
+        host_array(np.ma.masked_array([1, 2]))
+
+
+def test_what_is_not_an_array_is_named() -> None:
+    with pytest.raises(TypeError, match=r"got builtins\.list\. Convert it with numpy\.asarray"):
+        host_array([1, 2])
+
+
+def test_scalars_become_arrays() -> None:
+    assert host_array(np.float32(3)).shape == ()
+
+
+def test_subclasses_are_seen_as_plain_arrays() -> None:
+    class Odd(np.ndarray[Any, Any]):
+        pass
+
+    assert type(host_array(np.zeros(3).view(Odd))) is np.ndarray
+
+
+@pytest.mark.parametrize("shape", [(1000,), (10, 100), (3, 7, 50), (1, 1000), (1000, 1)])
+def test_pieces_cover_the_array_in_c_order(shape: tuple[int, ...]) -> None:
+    array = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
+    found = list(pieces(array, 128))
+    assert max(piece.nbytes for piece in found) <= 128
+    assert np.concatenate([piece.ravel() for piece in found]).tolist() == array.ravel().tolist()
+    assert all(np.shares_memory(piece, array) for piece in found)
+
+
+WHOLE = np.arange(24 * 30 * 7, dtype=np.uint16).reshape(24, 30, 7)
+
+
+@pytest.mark.parametrize("nbytes", [2, 100, 512, 5000])
+@pytest.mark.parametrize(
+    "array",
+    [
+        WHOLE.T,
+        WHOLE[:, ::2],
+        WHOLE[::-1],
+        WHOLE[::-3, 5:9, ::-1],
+        WHOLE.transpose(1, 2, 0),
+        np.asfortranarray(WHOLE),
+        WHOLE[:, 0, 0],
+        np.broadcast_to(WHOLE[0, 0], (50, 7)),
+    ],
+)
+def test_pieces_of_a_view_that_is_not_contiguous_are_bounded_too(array: np.ndarray[Any, Any], nbytes: int) -> None:
+    found = list(pieces(array, nbytes))
+    assert max(piece.nbytes for piece in found) <= nbytes
+    assert np.concatenate([piece.ravel() for piece in found]).tolist() == array.ravel().tolist()
+    assert all(np.shares_memory(piece, array) for piece in found)
+
+
+def test_an_item_is_not_cut() -> None:
+    assert [piece.tolist() for piece in pieces(np.arange(3.0), 4)] == [[0], [1], [2]]
+    assert [piece.shape for piece in pieces(np.array(3.0), 4)] == [()]

@@ -1,0 +1,203 @@
+"""Bad input: each a clear error that says what to do, before anything has started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import tampered
+
+GOOD = np.zeros(3)
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(stager: xferlib.Stager) -> Any:
+    """Whatever is refused has moved nothing and holds nothing."""
+    yield
+    stats = stager.stats()
+    assert (stats.h2d_nbytes, stats.d2h_nbytes, stats.synchronous) == (0, 0, 0)
+    stager.trim()
+    assert stager.stats().device_nbytes == 0
+    assert stager._pool.usage()[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        (np.array([object()]), "expected numbers"),
+        (np.zeros(2, [("a", "i4"), ("b", "f8")]), "Transfer fields"),
+        (np.array(["text"]), "expected numbers"),
+        (np.zeros(2, "V16"), "expected numbers"),
+        (np.ma.masked_array([1.0, 2.0], [True, False]), r"mask would be lost.*filled"),
+        (np.zeros(3, ">f8" if np.little_endian else "<f8"), r"native byte order.*astype"),
+        ("text", r"got builtins\.str"),
+        (3, r"got builtins\.int.*numpy\.asarray"),
+        (memoryview(b"abc"), r"numpy\.asarray"),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_cannot_be_put_is_a_type_error(stager: xferlib.Stager, leaf: Any, words: str, inside: bool) -> None:
+    with pytest.raises(TypeError, match=words) as caught:
+        stager.put({"good": GOOD, "bad": (leaf,)} if inside else leaf)
+    if inside:
+        assert caught.value.__notes__ == ["at tree.bad[0]"]
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [np.array([object()]), np.zeros(2, [("a", "i4")]), np.ma.masked_array([1.0]), np.zeros(3, ">f8"), "text", 3, np.float64(3)],
+)
+def test_what_is_no_device_array_is_a_type_error(stager: xferlib.Stager, leaf: Any) -> None:
+    with pytest.raises(TypeError, match=r"device array|dtype") as caught:
+        stager.get({"bad": leaf})
+    assert caught.value.__notes__ == ["at tree.bad"]
+
+
+@pytest.mark.parametrize("tree", [None, [], {}, {"a": None}, ((), [])])
+def test_a_tree_without_arrays_is_refused(stager: xferlib.Stager, tree: Any) -> None:
+    for move in (stager.put, stager.get):
+        with pytest.raises(ValueError, match="there is no array in"):
+            move(tree)
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "words"),
+    [
+        (np.zeros(4), ValueError, r"wrong shape: expected \(3,\), got \(4,\)"),
+        (np.zeros((3, 1)), ValueError, "wrong shape"),
+        (np.zeros(3, np.float32), ValueError, "wrong dtype: expected float64, got float32. Nothing is converted"),
+        (np.zeros(3, ">f8"), ValueError, "wrong dtype"),
+        (np.zeros(6)[::2], ValueError, r"not contiguous in C order.*numpy\.empty"),
+        (np.broadcast_to(np.zeros(1), 3), ValueError, "read-only|not contiguous"),
+        (np.frombuffer(bytes(24)), ValueError, "read-only. Pass an array that may be written"),
+        (np.ma.masked_array(GOOD), TypeError, "expected a NumPy array, got numpy.ma"),
+        ([1, 2, 3], ValueError, "out has another structure"),
+        ("text", TypeError, r"expected a NumPy array, got builtins\.str"),
+        ([GOOD], ValueError, "out has another structure"),
+    ],
+)
+def test_an_out_that_cannot_take_the_copy_is_refused(stager: xferlib.Stager, out: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        stager.get(GOOD, out=out)
+
+
+def test_out_leaves_that_overlap_are_refused(stager: xferlib.Stager) -> None:
+    memory = np.zeros(5)
+    for pair in ([memory[:3], memory[2:]], [memory[2:], memory[:3]], [memory[:3], memory[:3]]):
+        with pytest.raises(ValueError, match="two arrays of out share memory"):
+            stager.get([GOOD, GOOD], out=pair)
+
+
+@pytest.mark.parametrize(
+    ("into", "error", "words"),
+    [
+        (np.zeros(4), ValueError, r"wrong shape: expected \(3,\), got \(4,\)"),
+        (np.zeros(3, np.int64), ValueError, "wrong dtype: expected float64, got int64"),
+        (np.zeros(6)[::2], ValueError, "C order"),
+        (np.frombuffer(bytes(24)), ValueError, "read-only"),
+        ("text", TypeError, "expected a device array of backend 'host'.*'text'"),
+        ([np.zeros(3)], (TypeError, ValueError), "into has another structure|expected a device array"),
+    ],
+)
+def test_an_into_that_cannot_take_the_copy_is_refused(stager: xferlib.Stager, into: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        stager.put(GOOD, into=into)
+
+
+def test_into_leaves_that_overlap_are_refused(stager: xferlib.Stager) -> None:
+    memory = np.zeros(5)
+    with pytest.raises(ValueError, match="two arrays of into share memory"):
+        stager.put([GOOD, GOOD], into=[memory[:3], memory[2:]])
+
+
+def test_an_array_of_something_else_is_named(stager: xferlib.Stager) -> None:
+    class Foreign:
+        shape = (3,)
+        dtype = np.dtype(np.float64)
+
+    with pytest.raises(TypeError, match="Foreign"):
+        stager.get(Foreign())
+    with pytest.raises(TypeError, match="Foreign"):
+        stager.put(GOOD, into=Foreign())
+
+
+def test_the_stream_0_is_refused_and_so_is_what_is_no_stream(stager: xferlib.Stager) -> None:
+    for move in (stager.put, stager.get):
+        with pytest.raises(ValueError, match=r"stream=0 is ambiguous.*Pass the framework's own object"):
+            move(GOOD, stream=0)
+    with pytest.raises(TypeError, match=r"stream=.*xferlib_host\.Stream"):
+        stager.get(GOOD, stream="fast")
+
+
+def test_flags_that_are_off_refuse(stager: xferlib.Stager) -> None:
+    with xferlib.stager(tampered(capabilities=xferlib.Capabilities())) as bare:
+        for move in (bare.put, bare.get):
+            with pytest.raises(xferlib.CapabilityError, match="takes no stream"):
+                move(GOOD, stream=object())
+        with pytest.raises(xferlib.CapabilityError, match=r"cannot overwrite an array of yours. Leave into out"):
+            bare.put(GOOD, into=np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "words"),
+    [
+        ((1 << 40,), np.uint8, xferlib.AllocationError, "more than pinned_limit=67108864"),
+        ((-1,), np.uint8, ValueError, "negative dimensions"),
+        (-1, np.uint8, ValueError, "negative dimensions"),
+        (2.5, np.uint8, TypeError, "integer"),
+        ((2, "3"), np.uint8, TypeError, "integer"),
+        (3, object, TypeError, "expected numbers"),
+        (3, ">f4", TypeError, "native byte order"),
+        (3, [("a", "i4")], TypeError, "expected numbers"),
+    ],
+)
+def test_pinned_arrays_that_cannot_be_are_refused(
+    stager: xferlib.Stager, shape: Any, dtype: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        stager.empty_pinned(shape, dtype)
+
+
+@pytest.mark.parametrize(("shape", "expected"), [(3, (3,)), ((), ()), ([2, 3], (2, 3)), (np.int64(2), (2,)), ((0, 4), (0, 4))])
+def test_shapes_are_what_numpy_takes(stager: xferlib.Stager, shape: Any, expected: tuple[int, ...]) -> None:
+    assert stager.empty_pinned(shape, np.int16).shape == expected
+
+
+@pytest.mark.parametrize("name", ["pinned_limit", "device_limit"])
+@pytest.mark.parametrize("limit", [0, -5])
+def test_a_limit_is_greater_than_0(name: str, limit: int) -> None:
+    options: dict[str, Any] = {name: limit}
+    with pytest.raises(ValueError, match=rf"{name} is a number of bytes greater than 0, got {limit}"):
+        xferlib.stager("host", **options)
+
+
+@pytest.mark.parametrize("limit", ["1GiB", 1e9])
+def test_a_limit_that_is_no_int_is_named(limit: Any) -> None:
+    with pytest.raises(TypeError, match="pinned_limit"):
+        xferlib.stager("host", pinned_limit=limit)
+
+
+def test_a_put_above_the_device_limit_says_so() -> None:
+    with (
+        xferlib.stager("host", device_limit=1000) as small,
+        pytest.raises(xferlib.AllocationError, match=r"device_limit=1000.*Raise device_limit"),
+    ):
+        small.put(np.zeros(2000))
+
+
+def test_a_closed_stager_refuses(stager: xferlib.Stager) -> None:
+    with xferlib.stager("host") as closed:
+        pass
+    for call in (
+        lambda: closed.put(GOOD),
+        lambda: closed.get(GOOD),
+        lambda: closed.empty_pinned(3, np.uint8),
+        lambda: closed.pin(GOOD),
+        closed.trim,
+    ):
+        with pytest.raises(xferlib.ClosedError, match=r"this stager is closed. Open another one with xferlib\.stager"):
+            call()
+    assert "closed" in repr(closed)

@@ -1,0 +1,406 @@
+"""Device blocks: when they are written again, what the limit allows, and that the accounts stay right when calls fail."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.core.fakes import Device, Flow, Point, on_thread
+from xferlib.device import BlockCache, Lease, size_class
+from xferlib.errors import AllocationError
+from xferlib.protocol import DeviceBlock, Source, Stream
+
+MIB = 1 << 20
+
+
+def cache(device: Device, limit: int | None = None, flow: Flow | None = None) -> BlockCache:
+    return BlockCache(device, flow or Flow(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
+
+
+class Blocks:
+    """A cache, and the leases of it that a test has not ended."""
+
+    def __init__(self, device: Device, limit: int | None = None) -> None:
+        self.cache = cache(device, limit)
+        self._leases: dict[int, Lease] = {}
+
+    def take(self, nbytes: int) -> DeviceBlock:
+        lease = self.cache.lease(nbytes, {})
+        self._leases[lease.block.address] = lease
+        return lease.block
+
+    def give_back(self, *blocks: DeviceBlock) -> None:
+        for block in blocks:
+            del self._leases[block.address]
+
+
+@given(st.integers(1, 1 << 40))
+def test_classes_are_at_most_an_eighth_too_large(nbytes: int) -> None:
+    size = size_class(nbytes)
+    assert nbytes <= size
+    assert size % 256 == 0
+    assert size - nbytes < max(256, nbytes / 8 + 1)
+    assert size_class(size) == size
+
+
+def test_a_dropped_block_is_reused_without_a_driver_call() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    first = blocks.take(MIB)
+    blocks.give_back(first)
+    assert blocks.take(MIB - 5) is first
+    assert device.allocated == [MIB]
+
+
+def test_a_block_is_not_reused_before_its_readers_are_done() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    reader = Point()
+    device.fences = [reader]
+    first = blocks.take(MIB)
+    blocks.give_back(first)
+    second = blocks.take(MIB)
+    assert second is not first
+    assert reader.synchronized == 0
+    reader.reached = True
+    assert blocks.take(MIB) is first
+
+
+def test_the_first_idle_block_whose_readers_are_done_is_taken() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    taken = [blocks.take(MIB) for _ in range(3)]
+    device.fences = [Point(), Point(reached=True), Point()]
+    blocks.give_back(*taken)
+    assert blocks.take(MIB) is taken[1]
+
+
+def test_a_lease_gives_the_streams_that_were_named_to_retire() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    streams = {7: Stream(7, "seven")}
+    lease = blocks.cache.lease(MIB, streams)
+    streams[9] = Stream(9, "nine")
+    del lease
+    blocks.take(MIB)
+    assert device.retired == [[Stream(7, "seven"), Stream(9, "nine")]]
+
+
+def test_streams_that_are_named_for_memory_inside_a_block_are_those_of_its_lease() -> None:
+    device = Device()
+    blocks = cache(device)
+    first, second = blocks.lease(MIB, {}), blocks.lease(MIB, {})
+    for offset in (0, 256, MIB - 1):
+        blocks.streams_of(Source(first.block.address + offset, 1, None))[offset] = Stream(offset, "kept")
+    blocks.streams_of(Source(first.block.address + MIB, 1, None))[7] = Stream(7, "of nobody")
+    del first
+    third = blocks.lease(MIB, {})
+    assert [stream.handle for stream in device.retired[0]] == [0, 256, MIB - 1]
+    del second, third
+    blocks.trim()
+    assert device.retired[1:] == [[], []]
+
+
+def test_a_lease_whose_stream_may_be_destroyed_is_fenced_by_its_end() -> None:
+    device = Device()
+    blocks = cache(device)
+    readers = [Point(), Point()]
+    device.fences = [*readers]
+    kept, bare = Stream(7, "kept"), Stream(9, None)
+    held, dropped = blocks.lease(MIB, {7: kept}), blocks.lease(MIB, {7: kept, 9: bare})
+    del held
+    assert device.retired == []
+    first = dropped.block
+    del dropped
+    assert device.retired == [[kept, bare]]
+    readers[0].reached = True
+    assert blocks.lease(MIB, {}).block is first
+    assert device.retired == [[kept, bare], [kept]]
+
+
+def test_a_lease_that_ends_by_itself_takes_no_lock_of_the_cache() -> None:
+    blocks = cache(Device())
+    lease = [blocks.lease(MIB, {9: Stream(9, None)}), blocks.lease(MIB, {})]
+    with blocks._lock:
+        on_thread(lease.clear).result(10)
+
+
+def test_the_backend_is_asked_nothing_for_a_lease_that_ends_after_close() -> None:
+    device = Device()
+    blocks = cache(device)
+    lease = blocks.lease(MIB, {9: Stream(9, None)})
+    block = weakref.ref(lease.block)
+    blocks.close()
+    del lease
+    assert device.retired == []
+    assert block() is None
+
+
+def test_room_that_was_made_while_nothing_was_in_flight_is_found() -> None:
+    """Another thread's array may die, or its transfer end, between two looks: that is no reason to raise."""
+    blocks: list[Lease] = []
+
+    class Late(Flow):
+        def wait_oldest(self) -> bool:
+            blocks.clear()
+            if looks:
+                blocks.append(taken.lease(MIB, {})) if looks.pop() else None
+            return False
+
+    looks = [False, True, True, True]
+    taken = cache(Device(), MIB, Late())
+    blocks.append(taken.lease(MIB, {}))
+    assert taken.lease(MIB, {}).block.nbytes == MIB
+    assert looks == []
+
+
+def test_a_finalizer_inside_the_cache_is_refused_and_harms_nothing() -> None:
+    device = Device()
+    blocks = cache(device)
+    refused: list[str] = []
+
+    def sweep() -> None:
+        try:
+            blocks.lease(MIB, {})
+        except AllocationError as error:
+            refused.append(str(error))
+
+    device.sweep = sweep  # type: ignore[method-assign]  # stands in for the collector
+    lease = blocks.lease(MIB, {})
+    assert lease.block.nbytes == blocks.nbytes == MIB
+    assert "finalizer" in refused[0]
+
+
+def test_an_interrupted_wait_for_readers_leaves_the_accounts_right() -> None:
+    class Interrupted(Point):
+        def synchronize(self) -> None:
+            raise KeyboardInterrupt
+
+    device = Device()
+    blocks = Blocks(device)
+    device.fences = [Interrupted()]
+    blocks.give_back(blocks.take(MIB))
+    with pytest.raises(KeyboardInterrupt):
+        blocks.cache.trim()
+    assert blocks.cache.nbytes == 0
+
+
+def test_at_the_limit_the_stream_waits_and_not_the_host() -> None:
+    device = Device()
+    blocks = Blocks(device, 2 * MIB)
+    readers = [Point(), Point()]
+    device.fences = list(readers)
+    first, second = blocks.take(MIB), blocks.take(MIB)
+    blocks.give_back(first, second)
+    assert blocks.take(MIB) is first
+    assert device.ordered == [readers[0]]
+    assert [reader.synchronized for reader in readers] == [0, 0]
+    assert blocks.cache.waits == 1
+    assert blocks.cache.nbytes == 2 * MIB
+
+
+def test_at_the_limit_with_nothing_idle_the_error_says_what_to_do() -> None:
+    device = Device()
+    blocks = Blocks(device, MIB)
+    kept = blocks.take(MIB)
+    with pytest.raises(AllocationError, match=r"device memory is full.*device_limit=1048576.*Raise device_limit, or drop arrays"):
+        blocks.take(MIB)
+    assert blocks.cache.nbytes == kept.nbytes == MIB
+
+
+def test_blocks_of_other_sizes_make_room_at_the_limit() -> None:
+    device = Device()
+    blocks = Blocks(device, 4 * MIB)
+    taken = [blocks.take(MIB) for _ in range(4)]
+    blocks.give_back(*taken)
+    assert blocks.take(3 * MIB).nbytes == 3 * MIB
+    assert blocks.cache.nbytes == 4 * MIB
+
+
+def test_two_sizes_at_the_limit_settle_down() -> None:
+    device = Device()
+    blocks = Blocks(device, 3 * MIB)
+    taken = [blocks.take(MIB), blocks.take(2 * MIB)]
+    for _ in range(3):
+        readers = [Point(), Point()]
+        device.fences = list(readers)
+        blocks.give_back(*taken)
+        taken = [blocks.take(MIB), blocks.take(2 * MIB)]
+        assert [reader.synchronized for reader in readers] == [0, 0]
+    assert device.allocated == [MIB, 2 * MIB]
+
+
+def test_a_lost_block_is_forgotten() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    first = blocks.take(MIB)
+    blocks.give_back(first)
+    device.gone.add(first.address)
+    assert blocks.take(MIB) is not first
+    assert blocks.cache.nbytes == MIB
+
+
+def test_a_lost_block_is_forgotten_at_the_limit_too() -> None:
+    device = Device()
+    blocks = Blocks(device, MIB)
+    first = blocks.take(MIB)
+    device.fences = [Point()]
+    blocks.give_back(first)
+    device.gone.add(first.address)
+    assert blocks.take(MIB) is not first
+    assert blocks.cache.nbytes == MIB
+
+
+def test_many_lost_blocks_are_forgotten_at_once() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    taken = [blocks.take(256) for _ in range(2000)]
+    blocks.give_back(*taken)
+    device.gone.update(block.address for block in taken)
+    assert blocks.take(256) not in taken
+    assert blocks.cache.nbytes == 256
+
+
+def test_a_block_whose_readers_cannot_be_named_is_let_go() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    first = blocks.take(MIB)
+    device.retire_error = OSError("the stream is gone")
+    blocks.give_back(first)
+    assert blocks.take(MIB) is not first
+    assert blocks.cache.nbytes == MIB
+
+
+def test_a_fence_that_fails_does_not_spoil_its_size_for_good() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    first = blocks.take(MIB)
+    device.fences = [Point(error=OSError("broken"))]
+    blocks.give_back(first)
+    assert blocks.take(MIB) is not first
+    assert blocks.take(MIB) is not first
+    assert blocks.cache.nbytes == 2 * MIB
+
+
+def test_a_wait_that_cannot_be_enqueued_leaves_the_accounts_right() -> None:
+    device = Device()
+    blocks = Blocks(device, MIB)
+    first = blocks.take(MIB)
+    reader = Point()
+    device.fences = [reader]
+    blocks.give_back(first)
+    del first
+    device.order_error = OSError("no")
+    with pytest.raises(OSError, match="no"):
+        blocks.take(MIB)
+    device.order_error = None
+    assert blocks.take(MIB).nbytes == MIB
+    assert blocks.cache.nbytes == MIB
+
+
+def test_idle_blocks_are_freed_when_the_device_is_full() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    blocks.give_back(blocks.take(MIB))
+    device.refusals = [OSError("full")]
+    assert blocks.take(2 * MIB).nbytes == 2 * MIB
+    assert blocks.cache.nbytes == 2 * MIB
+
+
+def test_a_full_device_is_an_allocation_error_with_its_cause() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    device.refusals = [OSError("full"), OSError("still full")]
+    with pytest.raises(AllocationError, match=r"the device has no 1048576 bytes left \(0 are taken by puts\)") as caught:
+        blocks.take(MIB)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert blocks.cache.nbytes == 0
+
+
+@pytest.mark.parametrize("refusals", [[KeyboardInterrupt()], [OSError("full"), KeyboardInterrupt()]])
+def test_an_interrupted_allocation_leaves_the_accounts_right(refusals: list[BaseException]) -> None:
+    device = Device()
+    blocks = Blocks(device, MIB)
+    device.refusals = [*refusals]
+    with pytest.raises(KeyboardInterrupt):
+        blocks.take(MIB)
+    assert blocks.cache.nbytes == 0
+    assert blocks.take(MIB).nbytes == MIB
+
+
+def test_a_fresh_block_that_is_not_ready_is_ordered_and_a_spare_is_kept() -> None:
+    device = Device()
+    device.fresh_is_ready = False
+    blocks = Blocks(device)
+    first = blocks.take(MIB)
+    assert device.ordered == [first.ready]
+    assert device.allocated == [MIB, MIB]
+    (spare,) = blocks.cache._idle[MIB]
+    assert isinstance(spare[1], Point)
+    spare[1].reached = True
+    assert blocks.take(MIB) is spare[0]
+    assert device.ordered == [first.ready]
+
+
+def test_the_spare_respects_the_limit_and_its_failure_is_not_the_caller_s() -> None:
+    device = Device()
+    device.fresh_is_ready = False
+    limited = Blocks(device, MIB)
+    limited.take(MIB)
+    assert limited.cache.nbytes == MIB
+    unlimited = Blocks(device)
+    device.refusals = [None, OSError("full")]
+    assert unlimited.take(MIB).nbytes == MIB
+    assert device.refusals == []
+    assert unlimited.cache.nbytes == MIB
+
+
+def test_trim_frees_what_is_idle_after_its_readers() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    kept, dropped = blocks.take(MIB), blocks.take(2 * MIB)
+    reader = Point()
+    device.fences = [reader]
+    blocks.give_back(dropped)
+    blocks.cache.trim()
+    assert reader.synchronized == 1
+    assert blocks.cache.nbytes == kept.nbytes
+    assert blocks.cache.peak_nbytes == 3 * MIB
+
+
+def test_close_frees_what_is_idle_and_later_leases_end_by_themselves() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    lease = blocks.cache.lease(MIB, {})
+    blocks.give_back(blocks.take(2 * MIB))
+    blocks.cache.close()
+    assert blocks.cache.nbytes == MIB
+    del lease
+    assert not blocks.cache.ended
+    assert not blocks.cache._idle
+
+
+@pytest.mark.parametrize("limit", [4 * MIB, 8 * MIB])
+def test_leases_end_on_any_thread_while_others_take(limit: int) -> None:
+    device = Device()
+    blocks = cache(device, limit)
+    in_use: set[int] = set()
+    lock = threading.Lock()
+
+    def work() -> None:
+        for _ in range(300):
+            lease = blocks.lease(MIB, {})
+            with lock:
+                assert lease.block.address not in in_use
+                in_use.add(lease.block.address)
+            with lock:
+                in_use.discard(lease.block.address)
+            del lease
+
+    for future in [on_thread(work) for _ in range(4)]:
+        future.result(30)
+    assert sum(device.allocated) == blocks.nbytes <= limit

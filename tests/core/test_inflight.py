@@ -1,0 +1,319 @@
+"""What is in flight is held: order, letting go, failing events, and finalizers that come back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from tests.core.fakes import Point, on_thread, succeeds
+from xferlib.inflight import LARGE, LOOK_EVERY, InFlight, Landings, Traffic
+from xferlib.landing import Landing
+from xferlib.protocol import Source
+
+
+class Thing:
+    """Something that a copy needs."""
+
+
+class Comes:
+    """Something whose finalizer is foreign code."""
+
+    def __init__(self, back: Callable[[], object]) -> None:
+        self._back = back
+
+    def __del__(self) -> None:
+        self._back()
+
+
+def queue_of(*points: Point) -> InFlight:
+    left = list(points)
+    return InFlight(lambda: left.pop(0), (OSError,))
+
+
+def test_an_entry_is_held_until_its_event_is_done() -> None:
+    point = Point()
+    queue = queue_of(point)
+    thing = Thing()
+    alive = weakref.ref(thing)
+    assert queue.add(LARGE, thing) is point
+    del thing
+    queue.reap()
+    assert alive() is not None
+    point.reached = True
+    queue.reap()
+    assert alive() is None
+    assert queue.nbytes == LARGE
+
+
+@pytest.mark.parametrize("done", range(6))
+def test_exactly_what_is_done_is_let_go(done: int) -> None:
+    points = [Point() for _ in range(5)]
+    queue = queue_of(*points)
+    things = [Thing() for _ in points]
+    alive = [weakref.ref(thing) for thing in things]
+    while things:
+        queue.add(1, things.pop(0))
+    for point in points[:done]:
+        point.reached = True
+    queue.reap()
+    assert [ref() is None for ref in alive] == [index < done for index in range(5)]
+
+
+def test_small_transfers_are_asked_about_only_now_and_then() -> None:
+    points = [Point(reached=True) for _ in range(LOOK_EVERY)]
+    queue = queue_of(*points)
+    for _ in range(LOOK_EVERY - 1):
+        queue.add(1, None)
+    assert sum(point.asked for point in points) == 0
+    queue.add(1, None)
+    assert not queue.wait_oldest()
+
+
+def test_a_failed_copy_is_let_go_too() -> None:
+    queue = queue_of(Point(error=OSError("broken")), Point())
+    queue.add(1, None)
+    queue.add(1, None)
+    assert queue.wait_oldest()
+    assert queue.wait_oldest()
+    assert not queue.wait_oldest()
+
+
+def test_waiting_for_the_oldest_waits_for_nothing_else() -> None:
+    points = [Point(), Point()]
+    queue = queue_of(*points)
+    queue.add(1, None)
+    queue.add(1, None)
+    assert queue.wait_oldest()
+    assert [point.synchronized for point in points] == [1, 0]
+
+
+def test_what_is_let_go_may_run_finalizers_that_add_and_wait() -> None:
+    points = [Point(reached=True) for _ in range(3)]
+    queue = queue_of(*points)
+    queue.add(1, Comes(lambda: (queue.add(LARGE, None), queue.wait_oldest())))
+    queue.add(LARGE, None)
+    assert not queue.wait_oldest()
+
+
+def test_a_failed_record_holds_what_it_was_given_no_longer_and_nothing_else_is_lost() -> None:
+    points = [Point()]
+    queue = queue_of(*points)
+    thing = Thing()
+    alive = weakref.ref(thing)
+    queue.add(1, thing)
+    del thing
+    with pytest.raises(IndexError):
+        queue.add(1, None)
+    queue.reap()
+    assert alive() is not None
+
+
+def test_settle_waits_and_swallows_the_failure_of_the_copy() -> None:
+    point = Point(error=OSError("broken"))
+    queue_of(point).settle(None)
+    assert point.synchronized == 1
+
+
+def test_settle_keeps_memory_for_ever_if_nobody_can_say_when_the_copy_ends() -> None:
+    def record() -> Point:
+        raise OSError("no event")
+
+    queue = InFlight(record, (OSError,))
+    thing = Thing()
+    alive = weakref.ref(thing)
+    queue.settle(thing)
+    del thing
+    queue.reap()
+    gc.collect()
+    assert alive() is not None
+
+
+class Records:
+    """The part of a backend that Traffic needs."""
+
+    failures = (OSError,)
+
+    def __init__(self) -> None:
+        self.h2d: list[Point] = []
+        self.d2h: list[Point] = []
+
+    def record_h2d(self) -> Point:
+        return self.h2d.pop(0)
+
+    def record_d2h(self) -> Point:
+        return self.d2h.pop(0)
+
+
+def traffic(backend: Records) -> Traffic:
+    return Traffic(backend)  # type: ignore[arg-type]  # only the part that records is played
+
+
+def test_what_is_done_makes_room_before_anything_is_waited_for() -> None:
+    backend = Records()
+    pending, done = Point(), Point(reached=True)
+    backend.h2d, backend.d2h = [pending], [done]
+    both = traffic(backend)
+    thing = Thing()
+    alive = weakref.ref(thing)
+    both.h2d.add(1, None)
+    both.d2h.add(1, thing)
+    del thing
+    assert both.wait_oldest()
+    assert alive() is None
+    assert pending.synchronized == 0
+
+
+def test_the_readers_of_memory_are_the_last_in_order_and_all_that_have_no_order() -> None:
+    points = [Point() for _ in range(5)]
+    queue = queue_of(*points)
+
+    def source(start: int, stop: int) -> list[Source]:
+        return [Source(start, stop - start, None)]
+
+    queue.add(1, None, source(100, 200))
+    queue._inside = True
+    queue.add(1, None, source(150, 160))
+    queue._inside = False
+    queue.add(1, None, [*source(0, 10), *source(190, 300)])
+    queue.add(1, None, source(300, 400))
+    queue.add(1, None)
+    assert queue.readers(source(120, 195)[0]) == [points[1], points[2]]
+    assert queue.readers(source(160, 190)[0]) == [points[0]]
+    assert queue.readers(source(10, 100)[0]) == []
+    assert queue.readers(source(399, 400)[0]) == [points[3]]
+
+
+def test_a_landing_is_not_waited_for_by_its_own_thread() -> None:
+    landings = Landings()
+    mine = Landing(threading.get_ident())
+    landings.add(mine)
+    assert landings.busy
+    assert not landings.wait_oldest()
+    landings.wait_all()
+    other = on_thread(landings.wait_oldest)
+    mine.reach()
+    other.result(10)
+
+
+def test_waiting_for_all_ends_under_traffic_that_never_ends() -> None:
+    class Busy(Point):
+        def synchronize(self) -> None:
+            # Another thread starts the next transfer while this one is waited for.
+            assert len(started) < 100, "waits for transfers that were started after the call"
+            add()
+            super().synchronize()
+
+    started: list[Busy] = []
+
+    def record() -> Busy:
+        started.append(Busy())
+        return started[-1]
+
+    backend = Records()
+    both = traffic(backend)
+    both.h2d = InFlight(record, (OSError,))
+
+    def add() -> None:
+        both.h2d.add(1, None)
+
+    add()
+    add()
+    last = started[-1]
+    both.wait_all()
+    assert last.reached
+
+
+def test_landings_are_waited_for_in_order() -> None:
+    landings = Landings()
+    first, second = Landing(), Landing()
+    landings.add(first)
+    landings.add(second)
+    waiting = on_thread(landings.wait_all)
+    for landing in (first, second):
+        assert landings.busy
+        assert not waiting.done()
+        landing.reach()
+    waiting.result(10)
+    assert not landings.wait_oldest()
+
+
+def test_a_pin_that_dies_in_the_collector_inside_a_start_does_not_hang() -> None:
+    """The collector may run anywhere, so also where this thread holds a lock of the core."""
+    succeeds(
+        """
+        import gc, warnings, numpy as np, xferlib
+        from tests.core.fakes import tampered
+        warnings.simplefilter("ignore")
+        inner = xferlib.registry.open_backend("host")
+        def record():
+            gc.collect()
+            return inner.record_h2d()
+        gc.disable()
+        with xferlib.stager(tampered(inner=inner, record_h2d=record)) as s:
+            x = s.empty_pinned(8, "u1")
+            pin = s.pin(np.zeros(8))
+            s.put(x).synchronize()
+            cycle = [pin]
+            cycle.append(cycle)
+            del cycle, pin
+            s.put(x).synchronize()
+        """
+    )
+
+
+def test_a_finalizer_that_stages_while_the_pool_is_full_does_not_hang() -> None:
+    succeeds(
+        """
+        import gc, numpy as np, xferlib
+        from tests.core.fakes import tampered
+        inner = xferlib.registry.open_backend("host")
+        def copy(dst, src, nbytes):
+            gc.collect()
+            inner.copy_h2d(dst, src, nbytes)
+        class Last:
+            def __init__(self):
+                self.me = self
+            def __del__(self):
+                try:
+                    s.put(np.ones(4096))
+                except xferlib.AllocationError as error:
+                    seen.append(error)
+        seen = []
+        gc.disable()
+        with xferlib.stager(tampered(inner=inner, copy_h2d=copy), pinned_limit=32768) as s:
+            keep = s.empty_pinned(16384, "u1")
+            Last()
+            assert (s.put(np.full(2048, 7.0)).result() == 7).all()
+            del keep
+            assert (s.put(np.full(2048, 8.0)).result() == 8).all()
+        assert len(seen) == 1
+        """
+    )
+
+
+def test_a_finalizer_that_puts_inside_a_start_does_not_hang() -> None:
+    succeeds(
+        """
+        import gc, numpy as np, xferlib
+        from tests.core.fakes import tampered
+        inner = xferlib.registry.open_backend("host")
+        def record():
+            gc.collect()
+            return inner.record_h2d()
+        class Last:
+            def __init__(self):
+                self.me = self
+            def __del__(self):
+                seen.append(s.put(np.ones(3)).value.tolist())
+        seen = []
+        gc.disable()
+        with xferlib.stager(tampered(inner=inner, record_h2d=record)) as s:
+            Last()
+            s.put(np.zeros(8)).synchronize()
+        assert seen == [[1, 1, 1]]
+        """
+    )

@@ -1,0 +1,180 @@
+"""Getting: after the producer, into pinned memory or memory of the caller's, one failure for all leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import xferlib_host
+
+import xferlib
+from tests.core.fakes import held, on_thread, tampered
+
+
+def d2h(stager: xferlib.Stager) -> Any:
+    """Return the host backend's engine of this direction."""
+    return stager.backend.d2h  # type: ignore[attr-defined]  # the host backend's
+
+
+def test_a_get_lands_in_pinned_memory(stager: xferlib.Stager) -> None:
+    result = stager.get({"x": np.arange(5), "e": np.empty((0, 2)), "s": np.array(3.0)}).value
+    assert result["x"].tolist() == list(range(5))
+    assert stager.backend.is_pinned(result["x"].ctypes.data, result["x"].nbytes)
+    assert result["e"].shape == (0, 2)
+    assert result["s"] == 3
+    assert result["s"].shape == ()
+
+
+def test_a_get_reads_after_what_the_stream_has_enqueued(stager: xferlib.Stager) -> None:
+    stream = xferlib_host.Stream()
+    array = np.zeros(4)
+    with held(stream):
+        stream.submit(array.fill, 7)
+        transfer = stager.get(array, stream=stream)
+        assert not transfer.done()
+    assert transfer.result().tolist() == [7] * 4
+    stream.close()
+
+
+def test_a_get_waits_for_the_stream_that_was_named_only(stager: xferlib.Stager) -> None:
+    busy, idle = xferlib_host.Stream(), xferlib_host.Stream()
+    with held(busy), busy:
+        assert stager.get(np.ones(4), stream=idle).result(timeout=10).tolist() == [1] * 4
+    busy.close()
+    idle.close()
+
+
+def test_value_of_a_get_waits_on_the_host(stager: xferlib.Stager) -> None:
+    with held(d2h(stager)) as gate:
+        transfer = stager.get(np.ones(4))
+        waiting = on_thread(lambda: transfer.value)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        gate.set()
+        assert waiting.result(10).tolist() == [1] * 4
+
+
+def test_pinned_memory_is_not_handed_out_again_while_a_get_writes_it(stager: xferlib.Stager) -> None:
+    with held(d2h(stager)):
+        stager.get(np.full(100, 9, np.uint8))
+        mine = [stager.empty_pinned(100, np.uint8) for _ in range(20)]
+        for array in mine:
+            array[:] = 1
+        last = stager.get(np.zeros(1))
+    last.synchronize()
+    assert all((array == 1).all() for array in mine)
+
+
+def test_room_is_found_in_gets_that_are_done_while_puts_are_held() -> None:
+    with xferlib.stager("host", pinned_limit=4 << 20) as stager:
+        source = stager.empty_pinned(100, np.uint8)
+        with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+            putting = stager.put(source)
+            for _ in range(4):
+                back = on_thread(lambda: stager.get(np.ones(1 << 20, np.uint8)).result(timeout=10))
+                assert back.result(10).all()
+                del back
+            assert not putting.done()
+
+
+def test_the_source_is_held_until_it_was_read(stager: xferlib.Stager) -> None:
+    device = stager.put(np.full(1000, 3, np.uint8)).result()
+    with held(d2h(stager)):
+        transfer = stager.get(device)
+        del device
+        later = [stager.put(np.full(1000, 4, np.uint8)).result() for _ in range(4)]
+    assert (transfer.result() == 3).all()
+    assert len(later) == 4
+
+
+def test_a_refused_get_holds_up_no_later_one(stager: xferlib.Stager) -> None:
+    stream = xferlib_host.Stream()
+    with held(stream):
+        with pytest.raises(ValueError, match="wrong shape"):
+            stager.get([np.ones(3), np.ones(4)], out=[np.zeros(3), np.zeros(5)], stream=stream)
+        with pytest.raises(ValueError, match="share memory"):
+            same = np.zeros(3)
+            stager.get([np.ones(3), np.ones(3)], out=[same, same], stream=stream)
+        assert stager.get(np.ones(4)).result(timeout=5).all()
+    stream.close()
+
+
+def test_views_that_are_not_contiguous_come_in_c_order(stager: xferlib.Stager) -> None:
+    device = np.arange(12).reshape(3, 4).T
+    assert np.array_equal(stager.get(device).result(), device)
+
+
+class Broke(Exception):
+    """What the backend raises."""
+
+
+def test_one_leaf_that_cannot_be_started_fails_all_of_them_at_rest() -> None:
+    backend = tampered(failures=(Broke,))
+    copies: list[int] = []
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        copies.append(nbytes)
+        if len(copies) == 2:
+            raise Broke("no more")
+        backend.inner.copy_d2h(dst, src, nbytes)
+
+    backend.copy_d2h = copy
+    with xferlib.stager(backend) as stager:
+        out = [stager.empty_pinned(10, np.uint8) for _ in range(3)]
+        with pytest.raises(xferlib.TransferError, match="copy to the host could not be started: no more") as caught:
+            stager.get([np.ones(10, np.uint8)] * 3, out=out)
+        assert isinstance(caught.value.__cause__, Broke)
+        assert (out[0] == 1).all()
+
+
+def test_a_get_whose_event_cannot_be_made_raises_when_nothing_is_under_way() -> None:
+    backend = tampered(failures=(Broke,))
+    broken: list[Broke] = []
+
+    def record() -> Any:
+        if broken:
+            raise broken.pop()
+        return backend.inner.record_d2h()
+
+    backend.record_d2h = record
+    with xferlib.stager(backend) as stager:
+        device, out = np.ones(100, np.uint8), stager.empty_pinned(100, np.uint8)
+        with held(backend.inner.d2h) as gate:
+            broken.append(Broke("no event"))
+            at_rest: list[bool] = []
+
+            def start() -> None:
+                try:
+                    stager.get(device, out=out)
+                finally:
+                    at_rest.append(gate.is_set())
+
+            failing = on_thread(start)
+            with pytest.raises((TimeoutError, xferlib.TransferError)):
+                failing.result(0.2)
+            gate.set()
+            with pytest.raises(xferlib.TransferError, match="no event"):
+                failing.result(10)
+        assert at_rest == [True]
+        assert out.all()
+
+
+def test_a_copy_that_breaks_later_fails_the_transfer_and_what_comes_behind_it(stager: xferlib.Stager) -> None:
+    before = stager.get(np.ones(3))
+    before.synchronize()
+
+    def breaks() -> None:
+        raise OSError("the link is down")
+
+    d2h(stager).submit(breaks)
+    transfers = [stager.get(np.ones(3)), stager.get(np.ones(3), out=np.zeros(3))]
+    for transfer in transfers:
+        for _ in range(2):
+            with pytest.raises(xferlib.TransferError, match="the link is down"):
+                transfer.synchronize()
+            with pytest.raises(xferlib.TransferError):
+                transfer.done()
+            with pytest.raises(xferlib.TransferError):
+                _ = transfer.value
+    assert before.done()

@@ -1,0 +1,398 @@
+"""Opening, figures, closing, forgetting to close, fork, and the end of the interpreter."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import held, on_thread, run_python, succeeds, tampered
+
+
+def test_figures_are_right(stager: xferlib.Stager) -> None:
+    source = stager.empty_pinned(1000, np.uint8)
+    device = stager.put({"pinned": source, "pageable": np.zeros(10)}).result()
+    stager.get(device["pinned"], out=source).result()
+    stats = stager.stats()
+    assert (stats.h2d_nbytes, stats.d2h_nbytes, stats.synchronous) == (1080, 1000, 1)
+    assert stats.pinned_limit_nbytes == 64 << 20
+    assert (stats.pinned_nbytes, stats.pinned_used_nbytes) == (0, 0)
+    assert stats.device_nbytes == stats.device_peak_nbytes == 1280
+    assert stats.pool_misses == 1
+
+
+def test_figures_of_a_backend_that_pins() -> None:
+    with xferlib.stager(tampered(capabilities=xferlib.Capabilities(pinned=True, register=True))) as stager:
+        array = stager.empty_pinned(3 << 20, np.uint8)
+        mine = np.zeros(100, np.uint8)
+        with stager.pin(mine):
+            stats = stager.stats()
+            assert stats.pinned_nbytes == (3 << 20) + 100
+            assert stats.pinned_used_nbytes == array.nbytes
+        assert stager.stats().pinned_peak_nbytes == 3 << 20
+
+
+def test_trim_gives_everything_idle_back(stager: xferlib.Stager) -> None:
+    device = stager.put(stager.empty_pinned(3 << 20, np.uint8)).result()
+    del device
+    stager.trim()
+    calls = stager.backend.memory.calls()  # type: ignore[attr-defined]  # the host backend's
+    assert calls.pinned_allocations == calls.pinned_frees
+    assert calls.device_allocations == calls.device_frees
+    assert stager.stats().device_nbytes == 0
+
+
+def test_close_waits_for_what_is_in_flight() -> None:
+    stager = xferlib.stager("host")
+    memory = np.zeros(1000)
+    with held(stager.backend.d2h) as gate:  # type: ignore[attr-defined]  # the host backend's
+        transfer = stager.get(np.ones(1000), out=memory)
+        closing = on_thread(stager.close)
+        with pytest.raises(TimeoutError):
+            closing.result(0.1)
+        gate.set()
+        closing.result(10)
+    assert transfer.done()
+    assert memory.all()
+
+
+def test_close_twice_is_fine_and_waits_both_times() -> None:
+    stager = xferlib.stager("host")
+    with held(stager.backend.h2d) as gate:  # type: ignore[attr-defined]  # the host backend's
+        transfer = stager.put(np.ones(1000))
+        ended: list[bool] = []
+
+        def close() -> None:
+            stager.close()
+            ended.append(gate.is_set())
+
+        closing = [on_thread(close), on_thread(close)]
+        with pytest.raises(TimeoutError):
+            closing[0].result(0.1)
+        gate.set()
+        for future in closing:
+            future.result(10)
+    assert ended == [True, True]
+    assert transfer.done()
+    stager.close()
+
+
+def test_arrays_outlive_their_stager() -> None:
+    stager = xferlib.stager("host")
+    memory = stager.backend.memory  # type: ignore[attr-defined]  # the host backend's
+    pinned = stager.empty_pinned(10, np.int64)
+    pinned[:] = 3
+    device = stager.put(pinned).result()
+    idle = stager.put(np.zeros(100_000)).result()
+    del idle
+    view = pinned[2:4]
+    stager.close()
+    assert (memory.calls().pinned_allocations - memory.calls().pinned_frees) == 1
+    assert (memory.calls().device_allocations - memory.calls().device_frees) == 1
+    del pinned
+    assert view.tolist() == [3, 3]
+    assert device.tolist() == [3] * 10
+    del view, device
+    assert memory.calls().pinned_allocations == memory.calls().pinned_frees
+    assert memory.calls().device_allocations == memory.calls().device_frees
+
+
+def test_a_stager_that_is_dropped_says_so_and_closes() -> None:
+    stager = xferlib.stager("host")
+    backend: Any = stager.backend
+    out = np.zeros(100)
+    stager.get(np.ones(100), out=out)
+    with pytest.warns(ResourceWarning, match=r"<Stager 'host'.*> was never closed. Use it as a context manager"):
+        del stager
+    for thread in threading.enumerate():
+        if thread.name == "xferlib-close":
+            thread.join(10)
+    assert out.all()
+    with pytest.raises(xferlib.ClosedError):
+        backend.h2d.record()
+
+
+def test_a_close_that_was_interrupted_may_be_finished() -> None:
+    backend = tampered()
+    interrupts = [KeyboardInterrupt()]
+
+    class Interrupted:
+        def __init__(self, event: Any) -> None:
+            self.done = event.done
+            self.stream_wait = event.stream_wait
+            self._event = event
+
+        def synchronize(self) -> None:
+            if interrupts:
+                raise interrupts.pop()
+            self._event.synchronize()
+
+    backend.record_h2d = lambda: Interrupted(backend.inner.record_h2d())
+    stager = xferlib.stager(backend)
+    with held(backend.inner.h2d) as gate:
+        transfer = stager.put(np.ones(1000))
+        with pytest.raises(KeyboardInterrupt):
+            stager.close()
+        with pytest.raises(xferlib.ClosedError):
+            stager.put(np.ones(3))
+        gate.set()
+        stager.close()
+    assert transfer.done()
+    with pytest.raises(xferlib.ClosedError):
+        backend.inner.h2d.record()
+
+
+@pytest.mark.parametrize("step", ["close", "free_pinned"])
+def test_a_close_that_failed_half_way_has_done_the_rest_and_is_not_done_again(step: str) -> None:
+    backend = tampered()
+    calls: list[str] = []
+
+    def fails(*args: object) -> None:
+        calls.append(step)
+        getattr(backend.inner, step)(*args)
+        raise KeyboardInterrupt
+
+    setattr(backend, step, fails)
+    stager = xferlib.stager(backend)
+    stager.put(stager.empty_pinned(3 << 20, np.uint8)).synchronize()
+    with pytest.raises(KeyboardInterrupt):
+        stager.close()
+    stager.close()
+    assert calls == [step]
+    figures = backend.inner.memory.calls()
+    assert figures.device_allocations == figures.device_frees
+    assert figures.pinned_allocations == figures.pinned_frees
+    with pytest.raises(xferlib.ClosedError):
+        backend.inner.h2d.record()
+
+
+def test_a_refused_constructor_says_nothing_when_it_is_dropped(recwarn: pytest.WarningsRecorder) -> None:
+    backend = tampered()
+    with pytest.raises(ValueError, match="pinned_limit"):
+        xferlib.Stager(backend, pinned_limit=0)
+    gc.collect()
+    backend.close()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("engine", ["h2d", "d2h"])
+def test_a_stager_that_dies_in_the_collector_of_its_own_engine_does_not_hang(engine: str) -> None:
+    succeeds(
+        f"""
+        import gc, threading, warnings, numpy as np, xferlib
+        warnings.simplefilter("ignore")
+        gc.disable()
+        s = xferlib.stager("host")
+        backend, gate = s.backend, threading.Event()
+        backend.{engine}.submit(gate.wait)
+        backend.{engine}.submit(gc.collect)
+        transfers = s.put(s.empty_pinned(10, "u1")), s.get(np.ones(3), out=np.zeros(3))
+        cycle = [s]
+        cycle.append(cycle)
+        del cycle, s
+        gate.set()
+        for transfer in transfers:
+            transfer.synchronize()
+        """
+    )
+
+
+def test_a_stager_that_dies_in_the_collector_of_its_landing_worker_does_not_hang() -> None:
+    succeeds(
+        """
+        import gc, threading, warnings, numpy as np, xferlib
+        from tests.core.fakes import tampered
+        warnings.simplefilter("ignore")
+        gc.disable()
+        backend = tampered()
+        class Collects:
+            def __init__(self, event):
+                self.event, self.done = event, event.done
+            def synchronize(self):
+                if threading.current_thread().name == "xferlib-landing":
+                    gc.collect()
+                self.event.synchronize()
+        backend.record_d2h = lambda: Collects(backend.inner.record_d2h())
+        gate = threading.Event()
+        backend.inner.d2h.submit(gate.wait)
+        s = xferlib.stager(backend)
+        out = np.zeros(3)
+        transfer = s.get(np.ones(3), out=out)
+        cycle = [s]
+        cycle.append(cycle)
+        del cycle, s
+        transfer2 = None
+        gate.set()
+        transfer.synchronize()
+        assert out.all()
+        """
+    )
+
+
+def test_the_interpreter_ends_without_close() -> None:
+    succeeds(
+        """
+        import numpy as np, xferlib
+        s = xferlib.stager("host")
+        keep = s.put(np.ones(1 << 20)), s.get(np.ones(1 << 20), out=np.zeros(1 << 20)), s.empty_pinned(5, "u1"), s.pin(np.zeros(3))
+        """
+    )
+
+
+def test_the_interpreter_closes_all_stagers_where_warnings_are_errors() -> None:
+    ended = run_python(
+        """
+        import atexit, xferlib
+        from tests.core.fakes import tampered
+        stagers = []
+        for n in range(2):
+            backend = tampered()
+            backend.close = lambda n=n, close=backend.inner.close: (close(), print("closed", n))
+            stagers.append(xferlib.stager(backend))
+        """,
+        "-W",
+        "error::ResourceWarning",
+    )
+    assert ended.returncode == 0
+    assert sorted(ended.stdout.split("\n")) == ["", "closed 0", "closed 1"]
+
+
+FORK = """
+import os, sys, numpy as np, xferlib
+from tests.core.fakes import tampered
+
+def say(*words):
+    if os.getpid() != parent:
+        os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+parent = os.getpid()
+backend = tampered()
+for name in ("free_pinned", "unpin", "close"):
+    def call(*args, name=name, inner=getattr(backend.inner, name)):
+        say("child calls", name)
+        return inner(*args)
+    setattr(backend, name, call)
+
+class Block:
+    def __init__(self, inner):
+        self.inner, self.address, self.nbytes, self.ready = inner, inner.address, inner.nbytes, None
+    def __del__(self):
+        say("child frees a block")
+
+backend.alloc_device = lambda nbytes: Block(backend.inner.alloc_device(nbytes))
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "s.put(np.ones(3))",
+        "s.get(np.ones(3))",
+        "s.empty_pinned(3, 'u1')",
+        "s.pin(np.ones(3))",
+        "s.trim()",
+    ],
+)
+def test_a_forked_child_is_refused(body: str) -> None:
+    said = succeeds(
+        f"""
+        import os, sys, numpy as np, xferlib
+        with xferlib.stager("host") as s:
+            x = s.put(np.ones(3)).result()
+            pid = os.fork()
+            if not pid:
+                try:
+                    {body}
+                except xferlib.BackendUnavailableError as error:
+                    print(error)
+                sys.exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            s.put(np.ones(3)).synchronize()
+        """
+    )
+    assert said == (
+        "backend 'host' cannot run here: this process was forked after the stager was opened. "
+        "Open stagers in the child, and start processes with the spawn or forkserver method\n"
+    )
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_forked_child_frees_nothing_of_its_parent_s(closed: bool) -> None:
+    said = succeeds(
+        FORK
+        + f"""
+s = xferlib.stager(backend)
+pinned, device = s.empty_pinned(3 << 20, "u1"), s.put(np.ones(3)).result()
+idle = s.put(np.zeros(100_000)).result()
+del idle
+if {closed}:
+    s.close()
+pid = os.fork()
+if not pid:
+    del pinned, device
+    s.close()
+    sys.exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+s.close()
+"""
+    )
+    assert said == ""
+
+
+def test_a_forked_child_leaves_the_block_of_a_pin_without_touching_it() -> None:
+    said = succeeds(
+        FORK
+        + """
+pid = 0
+with xferlib.stager(backend) as s, s.pin(np.ones(1000)) as x:
+    s.put(x).synchronize()
+    pid = os.fork()
+    if not pid:
+        sys.exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+    )
+    assert said == ""
+
+
+def test_a_forked_child_asks_nothing_for_a_stream_known_by_its_handle() -> None:
+    said = succeeds(
+        FORK
+        + """
+from xferlib.protocol import Stream
+backend.retire = lambda streams: say("child retires")
+with xferlib.stager(backend) as s:
+    transfer = s.put(np.ones(3))
+    transfer._streams[0][7] = Stream(7, None)
+    x = transfer.result()
+    del transfer
+    pid = os.fork()
+    if not pid:
+        del x
+        sys.exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+    )
+    assert said == ""
+
+
+def test_a_child_forked_while_copies_are_in_flight_ends() -> None:
+    succeeds(
+        FORK
+        + """
+import threading
+gate = threading.Event()
+backend.inner.h2d.submit(gate.wait)
+with xferlib.stager(backend) as s, s.pin(np.ones(1000)) as x:
+    transfer = s.put(x)
+    pid = os.fork()
+    if not pid:
+        sys.exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    gate.set()
+"""
+    )

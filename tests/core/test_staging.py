@@ -1,0 +1,259 @@
+"""Pageable memory by way of pinned blocks: any size under any limit, free when it should be, at rest when a start fails."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import held, on_thread, succeeds, tampered
+from xferlib.staging import PIECE
+
+MIB = 1 << 20
+
+
+def numbers(nbytes: int) -> np.ndarray[Any, Any]:
+    return np.arange(nbytes // 4, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("limit", [1 * MIB, 3 * MIB, 5 * MIB, 8 * MIB, 16 * MIB, 20 * MIB])
+def test_a_put_larger_than_the_pinned_limit_arrives(limit: int) -> None:
+    with xferlib.stager("host", pinned_limit=limit) as stager:
+        source = numbers(40 * MIB)
+        assert np.array_equal(stager.put(source).value, source)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5, 8, 16, 20])
+def test_a_get_larger_than_the_pinned_limit_arrives(limit: int) -> None:
+    succeeds(
+        f"""
+        import numpy as np, xferlib
+        with xferlib.stager("host", pinned_limit={limit} << 20) as s:
+            x = np.arange(10 << 20, dtype=np.uint32)
+            for _ in range(3):
+                out = np.zeros_like(x)
+                s.get(x, out=out).synchronize()
+                assert (out == x).all()
+        """
+    )
+
+
+def test_a_view_that_is_not_contiguous_and_larger_than_the_limit_arrives() -> None:
+    with xferlib.stager("host", pinned_limit=8 * MIB) as stager:
+        source = numbers(24 * MIB).reshape(1024, -1).T
+        assert np.array_equal(stager.put(source).value, source)
+
+
+@pytest.mark.parametrize("view", [np.s_[::2], np.s_[::-1], np.s_[:, 1], np.s_[1:3, ::3]])
+def test_views_that_are_not_contiguous_arrive(stager: xferlib.Stager, view: Any) -> None:
+    source = np.arange(600.0).reshape(20, 30)[view]
+    assert np.array_equal(stager.put(source).value, source)
+    pinned = stager.empty_pinned((20, 30), np.float64)
+    pinned[:] = np.arange(600.0).reshape(20, 30)
+    assert np.array_equal(stager.put(pinned[view]).value, source)
+
+
+def test_matrices_larger_than_a_piece_arrive() -> None:
+    with xferlib.stager("host", pinned_limit=2 * PIECE) as stager:
+        with pytest.warns(PendingDeprecationWarning):
+            source = np.matrix(numbers(3 * PIECE))
+        assert np.array_equal(stager.put(source).value, np.asarray(source))
+
+
+def test_a_pageable_source_is_free_when_put_returns(stager: xferlib.Stager) -> None:
+    source = np.full(1000, 7)
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+        transfer = stager.put(source)
+        source[:] = 0
+        assert not transfer.done()
+    assert (transfer.value == 7).all()
+
+
+def test_a_pageable_source_is_not_kept_alive_by_its_copy(stager: xferlib.Stager) -> None:
+    source = np.full(1000, 7)
+    alive = weakref.ref(source)
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+        transfer = stager.put(source)
+        del source
+        assert alive() is None
+    assert (transfer.value == 7).all()
+
+
+def test_a_get_into_pageable_memory_is_done_without_anyone_waiting_for_it(stager: xferlib.Stager) -> None:
+    out = np.zeros(1000)
+    transfer = stager.get(np.arange(1000.0), out=out)
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not transfer.done():
+            ended.wait(1e-4)
+
+    on_thread(ask).result(10)
+    assert np.array_equal(out, np.arange(1000.0))
+
+
+def test_a_get_into_pageable_memory_is_not_done_before_it_landed(stager: xferlib.Stager) -> None:
+    out = np.zeros(1000)
+    with held(stager.backend.d2h):  # type: ignore[attr-defined]  # the host backend's
+        transfer = stager.get(np.arange(1000.0), out=out)
+        assert not transfer.done()
+        assert not out.any()
+    transfer.synchronize()
+    assert np.array_equal(out, np.arange(1000.0))
+
+
+def test_everything_may_be_dropped_while_a_get_is_in_flight(stager: xferlib.Stager) -> None:
+    memory = np.zeros(3 * MIB, np.uint8)
+    source = stager.put(np.full(3 * MIB, 5, np.uint8)).value
+    with held(stager.backend.d2h):  # type: ignore[attr-defined]  # the host backend's
+        stager.get(source, out=memory[:])
+        del source
+        rest = stager.put(np.full(3 * MIB, 6, np.uint8)).value
+    stager.get(np.zeros(1)).synchronize()
+    stager.close()
+    assert (memory == 5).all()
+    assert (rest == 6).all()
+
+
+def test_leaves_that_are_pinned_and_pageable_come_as_one(stager: xferlib.Stager) -> None:
+    pinned = stager.empty_pinned(5, np.int64)
+    outs = {"pinned": pinned, "pageable": np.zeros(5, np.int64), "empty": np.zeros((0, 3))}
+    device = {"pinned": np.arange(5), "pageable": np.arange(5, 10), "empty": np.zeros((0, 3))}
+    transfer = stager.get(device, out=outs)
+    assert transfer.result() is outs
+    assert outs["pinned"].tolist() + outs["pageable"].tolist() == list(range(10))
+    assert stager.stats().synchronous == 1
+
+
+class CopyBroke(Exception):
+    """What the backend raises."""
+
+
+def breaks_after(count: int, copy: Any) -> Any:
+    """Return a copy call that fails from its `count`-th use on."""
+    calls = iter(range(10**9))
+
+    def call(dst: int, src: int, nbytes: int) -> None:
+        if next(calls) >= count:
+            raise CopyBroke("no more")
+        copy(dst, src, nbytes)
+
+    return call
+
+
+def test_a_put_that_fails_in_the_middle_leaves_memory_at_rest() -> None:
+    backend = tampered(failures=(CopyBroke,))
+    backend.copy_h2d = breaks_after(2, backend.inner.copy_h2d)
+    events: list[Any] = []
+
+    def record() -> Any:
+        events.append(backend.inner.record_h2d())
+        return events[-1]
+
+    backend.record_h2d = record
+    with xferlib.stager(backend, pinned_limit=64 * MIB) as stager:
+        with pytest.raises(xferlib.TransferError, match="could not be started: no more"):
+            stager.put(numbers(4 * PIECE))
+        assert all(event.done() for event in events)
+        backend.copy_h2d = backend.inner.copy_h2d
+        assert np.array_equal(stager.put(numbers(PIECE)).value, numbers(PIECE))
+        stager.trim()
+        assert stager._pool.usage()[2] == 0
+
+
+def test_a_get_that_fails_in_the_middle_leaves_memory_at_rest() -> None:
+    backend = tampered(failures=(CopyBroke,))
+    backend.copy_d2h = breaks_after(2, backend.inner.copy_d2h)
+    with xferlib.stager(backend, pinned_limit=64 * MIB) as stager:
+        out = np.zeros_like(numbers(4 * PIECE))
+        with pytest.raises(xferlib.TransferError, match="could not be started: no more"):
+            stager.get(numbers(4 * PIECE), out=out)
+        seen = out.copy()
+        backend.copy_d2h = backend.inner.copy_d2h
+        other = stager.get(numbers(PIECE)).result()
+        assert np.array_equal(out, seen)
+        assert np.array_equal(other, numbers(PIECE))
+
+
+def test_the_worker_ends_at_close(stager: xferlib.Stager) -> None:
+    stager.get(np.zeros(10), out=np.zeros(10)).synchronize()
+    worker = stager._staging._worker
+    assert worker is not None
+    assert worker.is_alive()
+    stager.close()
+    assert not worker.is_alive()
+
+
+def test_a_failure_of_the_last_step_is_a_transfer_error_every_time(stager: xferlib.Stager) -> None:
+    out = np.zeros(1000)
+    with held(stager.backend.d2h):  # type: ignore[attr-defined]  # the host backend's
+        transfer = stager.get(np.arange(1000.0), out=out)
+        out.setflags(write=False)
+    for wait in (transfer.synchronize, transfer.done, transfer.result):
+        with pytest.raises(xferlib.TransferError, match="read-only"):
+            wait()
+
+
+def test_a_worker_that_cannot_be_started_is_an_error_and_not_a_hang() -> None:
+    succeeds(
+        """
+        import threading, numpy as np, xferlib
+        def refuse(self):
+            raise RuntimeError("can't start new thread")
+        with xferlib.stager("host") as s:
+            start, threading.Thread.start = threading.Thread.start, refuse
+            try:
+                s.get(np.ones(4), out=np.zeros(4))
+            except RuntimeError as error:
+                assert "start new thread" in str(error)
+            else:
+                raise AssertionError("no error")
+            finally:
+                threading.Thread.start = start
+            out = np.zeros(4)
+            assert s.get(np.ones(4), out=out).result().tolist() == [1, 1, 1, 1]
+        """
+    )
+
+
+@pytest.mark.parametrize("threads", [4])
+def test_threads_that_stage_at_once_under_a_small_limit_wait_for_each_other(threads: int) -> None:
+    with xferlib.stager("host", pinned_limit=2 * PIECE) as stager:
+        source = numbers(3 * PIECE)
+
+        def work() -> bool:
+            device = stager.put(source).value
+            out = np.zeros_like(source)
+            stager.get(device, out=out).synchronize()
+            return np.array_equal(out, source)
+
+        futures = [on_thread(work) for _ in range(threads)]
+        assert all(future.result(30) for future in futures)
+
+
+def test_room_is_waited_for_while_another_thread_is_between_taking_and_starting() -> None:
+    """Neither in flight nor the caller's: that pinned memory comes back by itself, so nobody may be told that the pool is full."""
+    backend = tampered()
+    entered, go = threading.Event(), threading.Event()
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            go.wait(10)
+        backend.inner.copy_h2d(dst, src, nbytes)
+
+    backend.copy_h2d = copy
+    with xferlib.stager(backend, pinned_limit=PIECE) as stager:
+        source = numbers(PIECE)
+        other = on_thread(lambda: stager.put(source))
+        assert entered.wait(10)
+        mine = on_thread(lambda: stager.put(source + 1))
+        with pytest.raises(TimeoutError):
+            mine.result(0.2)
+        go.set()
+        assert np.array_equal(other.result(10).value, source)
+        assert np.array_equal(mine.result(10).value, source + 1)

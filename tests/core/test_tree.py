@@ -1,0 +1,141 @@
+"""Trees: every kind of node comes back as it was, and errors say where."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import xferlib
+from xferlib.tree import flatten, flatten_like, path, unflatten
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    image: Any
+    label: Any = None
+
+
+@dataclass
+class Strict:
+    values: Any
+    total: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, np.ndarray):
+            raise TypeError("made for NumPy only")
+        self.total = self.values.sum()
+
+
+A, B, C = np.zeros(1), np.ones(2), np.full(3, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("tree", "count"),
+    [
+        (A, 1),
+        ([A, B], 2),
+        ((A, [B, (C,)]), 3),
+        ({"z": A, "a": B}, 2),
+        (OrderedDict(z=A, a=B), 2),
+        (Pair(A, {"k": B}), 2),
+        (Frozen(A, Frozen(B)), 2),
+        ({"a": None, "b": [None, A]}, 1),
+        ({1: A, "one": B}, 2),
+        (None, 0),
+        ([], 0),
+        ({"a": {}}, 0),
+    ],
+)
+def test_trees_come_back_as_they_were(tree: Any, count: int) -> None:
+    leaves, spec = flatten(tree)
+    assert len(leaves) == count
+    again = unflatten(spec, leaves)
+    assert type(again) is type(tree)
+    assert repr(again) == repr(tree)
+
+
+def test_dict_keys_keep_their_order() -> None:
+    leaves, spec = flatten({"z": A, "a": B, "m": C})
+    assert list(unflatten(spec, leaves)) == ["z", "a", "m"]
+
+
+def test_dicts_match_by_key_whatever_the_order() -> None:
+    _, spec = flatten({"z": 1, "a": 2})
+    assert dict(zip(["a", "z"], flatten_like(spec, {"a": 4, "z": 3}, name="into"), strict=True)) == {"a": 4, "z": 3}
+
+
+def test_dataclasses_are_rebuilt_without_their_constructor() -> None:
+    leaves, spec = flatten(Strict(A))
+    again = unflatten(spec, ["x", "y"])
+    assert isinstance(again, Strict)
+    assert (again.values, again.total) == ("x", "y")
+    assert len(leaves) == 2
+
+
+def test_a_dataclass_type_is_a_leaf() -> None:
+    leaves, spec = flatten(Frozen)
+    assert leaves == [Frozen]
+    assert spec is None
+
+
+def test_two_classes_of_the_same_name_are_two() -> None:
+    def make() -> Any:
+        @dataclass
+        class Same:
+            x: Any
+
+        return Same
+
+    first, second = make(), make()
+    for cls in (first, second):
+        leaves, spec = flatten(cls(A))
+        assert type(unflatten(spec, leaves)) is cls
+
+
+def test_a_path_says_where_a_leaf_stands() -> None:
+    _, spec = flatten({"z": [A, (B, Frozen(C))]})
+    assert [path(spec, index) for index in range(3)] == ["tree.z[0]", "tree.z[1][0]", "tree.z[1][1].image"]
+
+
+def test_another_structure_is_named() -> None:
+    _, spec = flatten({"a": A})
+    with pytest.raises(ValueError, match=r"out has another structure: expected .*'a'.*, got .*'b'"):
+        flatten_like(spec, {"b": A}, name="out")
+    with pytest.raises(ValueError, match="got one array"):
+        flatten_like(spec, A, name="out")
+
+
+@pytest.mark.parametrize("empty", [[], {}, None])
+def test_an_empty_tree_is_not_called_one_array(empty: object) -> None:
+    _, spec = flatten({"a": A})
+    with pytest.raises(ValueError, match="another structure") as caught:
+        flatten_like(spec, empty, name="into")
+    assert "got one array" not in str(caught.value)
+
+
+def test_a_put_and_a_get_keep_the_tree(stager: xferlib.Stager) -> None:
+    old_style = namedtuple("old_style", "x y")  # both kinds of named tuple are nodes
+    tree = {"z": Frozen(A, None), "a": old_style(B, [C, np.float32(4)]), 3: ()}
+    back = stager.get(stager.put(tree).value).value
+    assert list(back) == ["z", "a", 3]
+    assert isinstance(back["z"], Frozen)
+    assert back["z"].label is None
+    assert type(back["a"]) is old_style
+    assert back["a"].y[0].tolist() == C.tolist()
+    assert back["a"].y[1] == 4
+    assert back[3] == ()
+
+
+def test_an_error_says_where_in_the_tree(stager: xferlib.Stager) -> None:
+    with pytest.raises(TypeError, match=r"got builtins\.str") as caught:
+        stager.put({"good": A, "bad": [B, "text"]})
+    assert caught.value.__notes__ == ["at tree.bad[1]"]

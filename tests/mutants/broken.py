@@ -1,0 +1,118 @@
+"""What mutants are made of, and the list of them.
+
+A mutant breaks one promise: a backend behind a wall that passes everything else on, or a piece of the core that is replaced while
+the test runs. It names the tests that must fail by it. All else about it is honest: nothing but the law can have found it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+import pytest
+
+from xferlib import protocol
+from xferlib.conformance import StagerConformance
+
+__all__ = ["DEADLINE_SECONDS", "MUTANTS", "BrokenBackend", "BrokenEvent", "BrokenEvents", "Mutant", "broken_backend", "broken_core"]
+
+DEADLINE_SECONDS = 0.5
+"""A mutant that never gets there is waited for no longer. That an honest one gets there is for the honest ones to show."""
+
+C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[[pytest.MonkeyPatch], None])
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """`tests` must fail when `hooks` open a backend behind `wall`, or with the core as `patch` leaves it."""
+
+    tests: tuple[str, ...]
+    hooks: type[StagerConformance]
+    wall: Callable[[Any], Any] = lambda honest: honest
+    patch: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
+
+    @property
+    def laws(self) -> set[int]:
+        return {int(test.removeprefix("test_law")[:2]) for test in self.tests}
+
+    def make_tests(self, name: str) -> type[StagerConformance]:
+        """Return the class that pytest is to collect."""
+        mutant, hooks = self, self.hooks
+
+        def open_broken(self: StagerConformance) -> Any:
+            return mutant.wall(hooks.open(self))
+
+        @pytest.fixture(autouse=True)
+        def break_core(self: StagerConformance, monkeypatch: pytest.MonkeyPatch) -> None:
+            mutant.patch(monkeypatch)
+
+        made = type(name, (hooks,), {"deadline_seconds": DEADLINE_SECONDS, "open": open_broken, "break_core": break_core})
+        assert issubclass(made, StagerConformance)
+        return made
+
+
+MUTANTS: dict[str, Mutant] = {}
+"""By the name of the class that is collected."""
+
+
+def broken_backend(*tests: str, hooks: type[StagerConformance]) -> Callable[[C], C]:
+    """List a `BrokenBackend` as the mutant by which these tests of the honest hooks fail."""
+
+    def listed(wall: C) -> C:
+        assert wall.__doc__, "a mutant says what it does wrong"
+        MUTANTS[f"Test{wall.__name__}"] = Mutant(tests=tests, hooks=hooks, wall=wall)
+        return wall
+
+    return listed
+
+
+def broken_core(*tests: str, hooks: type[StagerConformance]) -> Callable[[F], F]:
+    """List a function that breaks the core as the mutant by which these tests of the honest hooks fail."""
+
+    def listed(patch: F) -> F:
+        assert patch.__doc__, "a mutant says what it does wrong"
+        MUTANTS[f"Test_{patch.__name__}"] = Mutant(tests=tests, hooks=hooks, patch=patch)
+        return patch
+
+    return listed
+
+
+class BrokenBackend:
+    """An honest backend behind a wall. A subclass replaces what it breaks, and may use `inner`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class BrokenEvent:
+    """An honest event behind a wall, likewise."""
+
+    def __init__(self, inner: protocol.Event) -> None:
+        self.inner = inner
+
+    def done(self) -> bool:
+        return self.inner.done()
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def stream_wait(self, stream: object | None = None) -> protocol.Stream | None:
+        return self.inner.stream_wait(stream)
+
+
+class BrokenEvents(BrokenBackend):
+    """Every event of its copy streams is of the class that a subclass names."""
+
+    event: type[BrokenEvent]
+
+    def record_h2d(self) -> BrokenEvent:
+        return self.event(self.inner.record_h2d())
+
+    def record_d2h(self) -> BrokenEvent:
+        return self.event(self.inner.record_d2h())

@@ -1,0 +1,13 @@
+"""The mutants of the host backend as tests, not run with the others: `pytest tests/mutants/host.py` shows how each fails."""
+
+from __future__ import annotations
+
+from tests.mutants import host_copies, host_memory, host_waits
+from tests.mutants.broken import MUTANTS
+
+__all__ = ["MODULES"]
+
+MODULES = (host_copies, host_memory, host_waits)
+
+for _name, _mutant in MUTANTS.items():
+    globals()[_name] = _mutant.make_tests(_name)

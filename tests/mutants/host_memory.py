@@ -1,0 +1,273 @@
+"""Host backends that are wrong about memory, about their flags, or about their end: laws 5, 8, 9, 10 and 11."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from xferlib_host.conformance import TestHost as Host
+
+from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
+from tests.mutants.locking import LockingHost
+from xferlib.inflight import InFlight, Traffic
+from xferlib.protocol import Capabilities, Event, Source, Stream
+from xferlib.stager import Stager
+from xferlib.stats import Stats
+
+__all__: list[str] = []
+
+UNDER_A_READER = "test_law08_memory_of_a_dropped_array_is_not_rewritten_under_a_reader"
+BOTH_ENDS = "test_law09_pinned_arrays_are_page_locked_at_both_ends"
+LARGE = 3145740
+
+
+@broken_backend(f"{UNDER_A_READER}[small]", f"{UNDER_A_READER}[large]", "test_law08_every_reader_is_waited_for", hooks=Host)
+class ForgetsReaders(BrokenBackend):
+    """Calls memory free as soon as no array reaches it, whoever still reads it."""
+
+    def retire(self, streams: Iterable[Stream]) -> Event | None:
+        return None
+
+
+@broken_backend("test_law08_every_reader_is_waited_for", hooks=Host)
+class WaitsForOneReader(BrokenBackend):
+    """Waits for the readers on one stream, where several were named."""
+
+    def retire(self, streams: Iterable[Stream]) -> Event | None:
+        event: Event | None = self.inner.retire(list(streams)[:1])
+        return event
+
+
+@broken_backend("test_law08_views_and_aliases_keep_the_memory", hooks=Host)
+class LeasesToTheArray(BrokenBackend):
+    """Lets the lease end with the array that it made, views or not."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.leases: dict[int, object] = {}
+
+    def as_array(self, block: Any, offset: int, shape: Any, dtype: Any, *, after: Event, lease: object) -> Any:
+        array = self.inner.as_array(block, offset, shape, dtype, after=after, lease=None)
+        self.leases[id(array)] = lease
+        weakref.finalize(array, self.leases.pop, id(array))
+        return array
+
+
+@broken_backend("test_law08_leaves_of_one_tree_keep_their_memory", hooks=Host)
+class LeasesToTheFirstLeaf(BrokenBackend):
+    """Lets the lease of a block end with the first of several arrays in it."""
+
+    def as_array(self, block: Any, offset: int, shape: Any, dtype: Any, *, after: Event, lease: object) -> Any:
+        return self.inner.as_array(block, offset, shape, dtype, after=after, lease=None if offset else lease)
+
+
+@broken_core("test_law08_a_pinned_slot_is_handed_out_again_when_it_is_free", hooks=Host)
+def never_lets_go(patch: pytest.MonkeyPatch) -> None:
+    """The core holds what a copy used for ever."""
+    add = InFlight.add
+    for_ever = []
+
+    def add_and_hold(queue: InFlight, nbytes: int, *held: Any) -> Event:
+        for_ever.append(held)
+        return add(queue, nbytes, *held)
+
+    patch.setattr(InFlight, "add", add_and_hold)
+
+
+# What follows is built on a host backend that page-locks, so to speak, and is honest about it.
+
+
+@broken_backend(
+    "test_law05_starting_returns_while_copies_are_held[small-put]",
+    "test_law05_starting_returns_while_copies_are_held[large-get]",
+    "test_law05_starting_returns_while_copies_are_held[large-get_out]",
+    f"{BOTH_ENDS}[1]",
+    f"{BOTH_ENDS}[4096]",
+    f"{BOTH_ENDS}[{LARGE}]",
+    "test_law09_results_of_get_are_page_locked",
+    "test_law09_starting_does_not_wait_behind_held_copies[put]",
+    "test_law09_starting_does_not_wait_behind_held_copies[get]",
+    "test_law09_starting_does_not_wait_behind_held_copies[get_out]",
+    hooks=LockingHost,
+)
+class SellsPageableMemory(BrokenBackend):
+    """Sells pageable memory as pinned: copies from and to it are not asynchronous."""
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        address: int = self.inner.alloc_pinned(nbytes)
+        self.inner.locked[address] = address
+        return address
+
+
+@broken_backend(f"{BOTH_ENDS}[{LARGE}]", "test_law09_results_of_get_are_page_locked", hooks=LockingHost)
+class LocksHalf(BrokenBackend):
+    """Locks the first half of what it was asked for."""
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        address: int = self.inner.alloc_pinned(nbytes)
+        self.inner.locked[address] = address + nbytes // 2
+        return address
+
+
+@broken_backend("test_law09_memory_pinned_in_place_is_page_locked_meanwhile", hooks=LockingHost)
+class PinsInWordsOnly(BrokenBackend):
+    """Notes what it should pin, and answers from its notes."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.inner.pin(address, nbytes)
+        self.inner.locked[address] = address
+
+
+@broken_core("test_law09_pinned_memory_is_moved_without_staging", hooks=LockingHost)
+def stages_everything(patch: pytest.MonkeyPatch) -> None:
+    """The core takes all memory for pageable."""
+    patch.setattr("xferlib.memory.pool.PinnedPool.contains", lambda pool, address, nbytes: False)
+    patch.setattr("xferlib_host._stager.NumpyStager.is_pinned", lambda backend, address, nbytes: False)
+
+
+@broken_backend("test_law10_pinned_memory_stays_pinned_until_its_last_reference_goes", hooks=LockingHost)
+class UnlocksTooEarly(BrokenBackend):
+    """Unlocks everything when it is closed, arrays or not."""
+
+    def close(self) -> None:
+        for address in self.inner.locked:
+            self.inner.locked[address] = address
+        self.inner.close()
+
+
+@broken_backend(
+    "test_law10_pinned_memory_stays_pinned_until_its_last_reference_goes",
+    "test_law10_memory_pinned_in_place_is_unpinned_by_close",
+    hooks=LockingHost,
+)
+class NeverUnlocks(BrokenBackend):
+    """Leaves memory locked that nobody reaches any more."""
+
+    def free_pinned(self, address: int) -> None:
+        pass
+
+    def unpin(self, address: int) -> None:
+        pass
+
+
+@broken_backend("test_law10_close_gives_back_what_nobody_reaches", hooks=Host)
+class GivesNothingBack(BrokenBackend):
+    """Keeps all memory that it ever had."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.blocks: list[object] = []
+
+    def free_pinned(self, address: int) -> None:
+        pass
+
+    def alloc_device(self, nbytes: int) -> Any:
+        self.blocks.append(self.inner.alloc_device(nbytes))
+        return self.blocks[-1]
+
+
+@broken_backend("test_law10_arrays_outlive_the_stager", hooks=Host)
+class FreesTooEarly(BrokenBackend):
+    """Lets others have its memory once it is closed, arrays or not."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.blocks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def alloc_device(self, nbytes: int) -> Any:
+        block = self.inner.alloc_device(nbytes)
+        self.blocks.add(block)
+        return block
+
+    def close(self) -> None:
+        self.inner.close()
+        for block in self.blocks:
+            ctypes.memset(block.address, 0, block.nbytes)
+
+
+@broken_core("test_law10_close_waits_for_what_is_in_flight", hooks=Host)
+def closes_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Closing waits for nothing."""
+    patch.setattr(Traffic, "wait_all", lambda traffic: None)
+    patch.setattr("xferlib.staging.Staging.close", lambda staging: None)
+    patch.setattr("xferlib_host._engine.Engine.close", lambda engine: None)
+
+
+@broken_core("test_law10_closing_twice_is_fine", hooks=Host)
+def closes_once(patch: pytest.MonkeyPatch) -> None:
+    """Closing again is an error."""
+    close = Stager.close
+    closed: list[Stager] = []
+
+    def close_once(stager: Stager) -> None:
+        assert stager not in closed, "this stager is closed already"
+        closed.append(stager)
+        close(stager)
+
+    patch.setattr(Stager, "close", close_once)
+
+
+@broken_core("test_law10_a_stager_that_was_never_closed_says_so", hooks=Host)
+def says_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A stager that goes away open is closed without a word."""
+    patch.setattr(Stager, "__del__", Stager.close)
+
+
+@broken_core("test_law10_a_closed_stager_refuses_everything", hooks=Host)
+def refuses_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A closed stager can be used as long as nobody below objects."""
+    patch.setattr(Stager, "_refuse", lambda stager: None)
+
+
+@broken_backend("test_law11_register_page_locks_memory_of_the_caller_or_is_refused", hooks=Host)
+class RegistersNothing(BrokenBackend):
+    """Declares `register`, and does nothing about it."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        pass
+
+    def unpin(self, address: int) -> None:
+        pass
+
+
+@broken_backend("test_law11_put_into_overwrites_in_place_or_is_refused", hooks=Host)
+class PutsElsewhere(BrokenBackend):
+    """Declares `put_into`, and overwrites a copy."""
+
+    def as_target(self, array: Any, stream: object | None = None) -> Source:
+        target: Source = self.inner.as_target(np.copy(array), stream)
+        return target
+
+
+@broken_core("test_law11_pinned_describes_the_memory_and_changes_no_program", hooks=Host)
+def claims_to_be_pinned(patch: pytest.MonkeyPatch) -> None:
+    """The statistics count memory as pinned that no backend has page-locked."""
+    stats = Stager.stats
+
+    def claiming(stager: Stager) -> Stats:
+        return dataclasses.replace(stats(stager), pinned_nbytes=LARGE)
+
+    patch.setattr(Stager, "stats", claiming)
+
+
+@broken_core("test_law11_pinned_describes_the_memory_and_changes_no_program", hooks=LockingHost)
+def denies_to_be_pinned(patch: pytest.MonkeyPatch) -> None:
+    """The statistics hide memory that is page-locked."""
+    stats = Stager.stats
+    patch.setattr(Stager, "stats", lambda stager: dataclasses.replace(stats(stager), pinned_nbytes=0))
+
+
+@broken_core(
+    "test_law11_register_page_locks_memory_of_the_caller_or_is_refused",
+    "test_law11_streams_are_waited_for_or_refused",
+    "test_law11_put_into_overwrites_in_place_or_is_refused",
+    hooks=Host,
+)
+def declares_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Every flag is off, and all that the flags stand for is done all the same."""
+    patch.setattr(Stager, "capabilities", property(lambda stager: Capabilities()))

@@ -1,0 +1,138 @@
+"""Who may import whom, and what the core may not name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT / "xferlib"
+
+# A module may import modules of the core that stand further up only.
+FLOORS = [
+    {"xferlib.errors", "xferlib.forks"},
+    {"xferlib.protocol"},
+    {"xferlib.landing", "xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.limits", "xferlib.memory.ranges"},
+    {"xferlib.checks", "xferlib.device", "xferlib.inflight", "xferlib.memory.pool", "xferlib.stats"},
+    {"xferlib.memory.host", "xferlib.pinning", "xferlib.staging", "xferlib.transfer"},
+    {"xferlib.gets", "xferlib.puts"},
+    {"xferlib.stager"},
+    {"xferlib.registry"},
+    {"xferlib", "xferlib.workload"},
+]
+LIBRARIES = {"numpy", "optree", "psutil"}
+MORE_LIBRARIES = {
+    "cli": {"rich", "typer", "click", "PIL", "matplotlib"},
+    "conformance": {"pytest", "_pytest", "cuda", "cupti", "ml_dtypes"},
+}
+FRAMEWORKS = re.compile(r"\b(cupy|numba|jax)\b", re.IGNORECASE)
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+
+
+def floor(module: str) -> int:
+    for height, modules in enumerate(FLOORS):
+        if module in modules:
+            return height
+    return len(FLOORS)
+
+
+core_files = sorted(CORE.rglob("*.py"))
+backend_files = sorted((ROOT / "backends").rglob("*.py"))
+benchmark_files = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", core_files, ids=lambda path: str(path.relative_to(ROOT)))
+def test_core_module_imports_only_what_stands_above_it(path: Path) -> None:
+    module = module_name(path, ROOT)
+    part = path.relative_to(CORE).parts[0]
+    for imported in imports(path):
+        package = imported.split(".")[0]
+        if package == "xferlib":
+            if part not in ("cli", "conformance", "__main__.py"):
+                assert floor(imported) < floor(module), f"{module} imports {imported}"
+            elif part == "conformance":
+                assert imported.split(".")[1] in {"conformance", "errors", "protocol", "registry", "stager", "stats", "transfer"}, (
+                    imported
+                )
+        elif package not in sys.stdlib_module_names:
+            assert package in LIBRARIES | MORE_LIBRARIES.get(part, set()), f"{module} imports {imported}"
+
+
+def test_every_module_of_the_core_has_a_floor() -> None:
+    plain = {module_name(path, ROOT) for path in core_files if path.relative_to(CORE).parts[0] not in ("cli", "conformance")}
+    named = set().union(*FLOORS)
+    assert plain - named - {"xferlib.__main__", "xferlib.memory"} == set()
+    assert named - plain == set()
+
+
+@pytest.mark.parametrize("path", core_files, ids=lambda path: str(path.relative_to(ROOT)))
+def test_core_names_no_framework(path: Path) -> None:
+    assert not FRAMEWORKS.findall(path.read_text())
+
+
+@pytest.mark.parametrize("path", backend_files, ids=lambda path: str(path.relative_to(ROOT)))
+def test_backend_imports_only_the_contract(path: Path) -> None:
+    package = path.relative_to(ROOT / "backends").parts[0]
+    allowed = {"xferlib.protocol", "xferlib.errors", "xferlib"}
+    if path.stem == "conformance":
+        allowed |= {"xferlib.conformance"}
+    if path.stem == "workload":
+        allowed |= {"xferlib.workload"}
+    for imported in imports(path):
+        if imported.split(".")[0] == "xferlib":
+            assert any(imported == name or imported.startswith(name + ".conformance") for name in allowed) or (
+                path.stem == "conformance" and imported.startswith("xferlib.conformance.")
+            ), f"{path.name} imports {imported}"
+        elif imported.startswith("xferlib_"):
+            assert imported.split(".")[0] == package, f"{path.name} imports {imported} of another backend"
+
+
+def test_backend_takes_only_submodules_of_the_contract_from_the_package() -> None:
+    for path in backend_files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "xferlib":
+                assert {alias.name for alias in node.names} <= {"protocol", "errors"}, path
+
+
+@pytest.mark.parametrize("path", benchmark_files, ids=lambda path: str(path.relative_to(ROOT)))
+def test_benchmark_uses_public_names_only(path: Path) -> None:
+    for imported in imports(path):
+        assert not imported.startswith("xferlib."), f"{path.name} imports {imported}"
+
+
+def test_importing_the_package_loads_no_framework_no_backend_and_no_pytest() -> None:
+    program = (
+        "import sys, xferlib; xferlib.backends(); "
+        "print([m for m in sys.modules if m.split('.')[0] in "
+        "('cupy', 'numba', 'jax', 'jaxlib', 'torch', 'pytest', 'rich', 'typer') or m.startswith('xferlib_')])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_package_exports_what_it_imports_and_nothing_else() -> None:
+    tree = ast.parse((CORE / "__init__.py").read_text())
+    assert isinstance(tree.body[0], ast.Expr)
+    for node in tree.body[1:]:
+        assert isinstance(node, ast.ImportFrom)
+        assert [alias.asname for alias in node.names] == [alias.name for alias in node.names]

@@ -1,0 +1,240 @@
+"""The benchmarks run, leave valid records, and fail when a copy is wrong. How fast anything is belongs to them, not here."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import xferlib
+from xferlib.protocol import HostStager
+from xferlib.registry import open_backend
+
+# Last: what is installed comes before the clone.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import memory, records
+from benchmarks.arena import Arena, Batch
+from benchmarks.cases import CASES
+from benchmarks.command import run
+from benchmarks.devices import open_device
+from benchmarks.harness import Absences, Contender, Timing, able
+from benchmarks.ways import Corrupted, Direction, Way
+
+ROOT = Path(__file__).resolve().parent.parent
+LABELS = {
+    "link": {
+        *((kind, direction) for kind in ("pinned", "pageable") for direction in ("h2d", "d2h", "both")),
+        ("fresh", "h2d"),
+    },
+    "overhead": {
+        (label + arrays, direction)
+        for label, direction in (("put(into=)", "h2d"), ("put()", "h2d"), ("put().value", "h2d"), ("get(out=)", "d2h"))
+        for arrays in ("", ", same array")
+    },
+}
+
+
+class ShortCopies:
+    """The host backend, but copies of one direction leave out their last byte."""
+
+    def __init__(self, direction: Direction) -> None:
+        self._backend = open_backend("host")
+        self._direction = direction
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self._backend.copy_h2d(dst, src, nbytes - (self._direction == "h2d"))
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        self._backend.copy_d2h(dst, src, nbytes - (self._direction == "d2h"))
+
+
+def open_short(direction: Direction, *, pinned_limit: int | None = None) -> xferlib.Stager:
+    return xferlib.stager(cast("HostStager[Any]", ShortCopies(direction)), pinned_limit=pinned_limit)
+
+
+def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.fixture(scope="module")
+def quick_records(tmp_path_factory: pytest.TempPathFactory) -> list[records.Record]:
+    file = tmp_path_factory.mktemp("results") / "host.json"
+    done = benchmark("--quick", "--backend", "host", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "link: host on" in done.stdout
+    measured: list[records.Record] = json.loads(file.read_text())
+    return measured
+
+
+def test_list_names_every_case() -> None:
+    done = benchmark("--list")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(CASES)
+
+
+def test_an_unknown_backend_is_told_in_one_line() -> None:
+    done = benchmark("--quick", "--backend", "hots")
+    assert done.returncode == 1
+    assert done.stderr.startswith("cannot run: no installed package provides backend 'hots'")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_quick_run_leaves_valid_records(quick_records: list[records.Record]) -> None:
+    for record in quick_records:
+        records.check(record)
+        assert record["backend"] == "host"
+        assert record["machine"]["cpu"]
+        assert {"python", "numpy"} <= set(record["versions"])
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_quick_run_covers_every_label_and_direction(quick_records: list[records.Record], case: str) -> None:
+    found = [record for record in quick_records if record["case"] == case]
+    assert {(record["label"], record["direction"]) for record in found} == LABELS[case]
+    # Each figure stands beside a peer, where there can be one.
+    assert all(record["peers"] for record in found if (record["label"], record["direction"]) != ("pageable", "both"))
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_copy_that_leaves_out_a_byte_fails_the_run(
+    case: str, direction: Direction, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "host.json"
+    status = run(partial(open_short, direction), open_device("host"), [CASES[case]], quick=True, json_file=str(file))
+    assert status == 1
+    assert not file.exists()
+    assert f"the {direction} target does not hold the source's bytes" in capsys.readouterr().err
+
+
+@pytest.fixture
+def arena() -> Arena:
+    return Arena.allocate(open_device("host"), 4 * 64, memory.empty_pageable)
+
+
+def fresh_way(make: Callable[[Any], Any]) -> Way:
+    return Way(
+        name="made",
+        direction="h2d",
+        bind=lambda source, _: partial(make, source),
+        synchronize=lambda _: None,
+        result=lambda array: array,
+        keep=None,
+    )
+
+
+def test_what_a_call_made_is_verified(arena: Arena) -> None:
+    batch = Batch(fresh_way(np.copy), arena, nbytes=64, count=4, index=0)
+    batch.kept.extend(call() for call in batch.calls)
+    batch.verify()
+    batch.kept[2] = batch.kept[1]
+    with pytest.raises(Corrupted, match="'made' said it was done"):
+        batch.verify()
+
+
+def test_what_an_earlier_sample_left_does_not_pass(arena: Arena) -> None:
+    earlier = Batch(fresh_way(np.copy), arena, nbytes=64, count=4, index=0)
+    later = Batch(fresh_way(np.copy), arena, nbytes=64, count=4, index=1)
+    later.kept.extend(call() for call in earlier.calls)
+    with pytest.raises(Corrupted):
+        later.verify()
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_no_byte_of_a_poisoned_target_is_right(arena: Arena, direction: Direction) -> None:
+    way = open_device("host").raw(direction)
+    batch = Batch(way, arena, nbytes=64, count=4, index=3)
+    batch.poison()
+    source = arena.source(direction)[3 * 4096 :][: 4 * 64]
+    assert not np.any(arena.target(direction) == source)
+    for call in batch.calls:
+        call()
+    batch.verify()
+
+
+def test_a_peer_that_cannot_run_is_named_and_left_out(arena: Arena) -> None:
+    way = open_device("host").raw("h2d")
+    absences = Absences()
+    contenders = [Contender(name=name, ways=(way,), arena=arena) for name in ("good", "broken")]
+
+    def attempt(contender: Contender) -> None:
+        if contender.name == "broken":
+            raise RuntimeError("no device")
+
+    assert [contender.name for contender in able(contenders, absences, attempt)] == ["good"]
+    assert absences.reasons == {"broken": "RuntimeError: no device"}
+
+
+@pytest.mark.parametrize(
+    ("error", "optional"), [(Corrupted("wrong"), True), (RuntimeError("no device"), False)], ids=["wrong bytes", "required"]
+)
+def test_wrong_bytes_of_a_peer_and_any_failure_of_ours_end_the_run(arena: Arena, error: Exception, optional: bool) -> None:
+    contender = Contender(name="one", ways=(open_device("host").raw("h2d"),), arena=arena, optional=optional)
+
+    def attempt(_: Contender) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        able([contender], Absences(), attempt)
+
+
+def test_the_share_of_the_limit_is_taken_round_by_round() -> None:
+    ours, limit = Timing(), Timing()
+    # Both slow down threefold in the second round, together.
+    for drift in (1.0, 3.0, 1.0):
+        ours.add([2.0 * drift])
+        limit.add([1.0 * drift])
+    assert ours.share_of(limit) == 0.5
+
+
+def test_a_later_run_replaces_its_own_records_only(quick_records: list[records.Record], tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "host.json"
+    records.merge(file, quick_records[:3])
+    again = copy.deepcopy(quick_records[1])
+    again["gbps"] = 123.0
+    records.merge(file, [again])
+    written = json.loads(file.read_text())
+    assert len(written) == 3
+    assert again in written
+    assert quick_records[1] not in written
+    assert [record for record in quick_records[:3] if record in written] == [quick_records[0], quick_records[2]]
+
+
+def set_to(name: str, value: object) -> Callable[[dict[str, Any]], None]:
+    return lambda record: record.__setitem__(name, value)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda record: record.pop("label"),
+        set_to("more", 1),
+        set_to("direction", "up"),
+        set_to("nbytes", 0),
+        set_to("gbps", float("nan")),
+        set_to("limit_gbps", 0.0),
+        set_to("peers", {"other": "fast"}),
+        set_to("machine", {"cpu": ""}),
+        set_to("seconds", {"median": 2.0, "min": 1.0, "max": 1.5, "n": 3}),
+        set_to("seconds", {"median": 1.0, "min": 1.0, "max": 1.5}),
+    ],
+)
+def test_a_spoiled_record_is_refused(quick_records: list[records.Record], spoil: Callable[[Any], None], tmp_path: Path) -> None:
+    record = copy.deepcopy(quick_records[0])
+    spoil(record)
+    with pytest.raises(ValueError, match="field"):
+        records.merge(tmp_path / "host.json", [record])
+    assert not (tmp_path / "host.json").exists()

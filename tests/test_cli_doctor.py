@@ -1,0 +1,111 @@
+"""What doctor tells, to people and to machines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+import pytest
+import xferlib_cupy.diagnosis
+
+import xferlib
+from xferlib.cli import doctor, main
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", *arguments])
+    assert end.value.code == status
+    return capsys.readouterr().out
+
+
+def test_json_has_this_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(told(capsys, "--json"))
+    assert set(report) == {"versions", "platform", "cores", "memory", "auto", "backends", "findings"}
+    assert {"python", "xferlib", "numpy", "optree"} <= set(report["versions"])
+    assert set(report["memory"]) == {"total_nbytes", "available_nbytes", "limit_nbytes", "pinned_limit_nbytes"}
+    assert 0 < report["memory"]["pinned_limit_nbytes"] < report["memory"]["limit_nbytes"] <= report["memory"]["total_nbytes"]
+    assert report["auto"] in xferlib.backends()
+    assert tuple(state["name"] for state in report["backends"]) == xferlib.backends()
+    for state in report["backends"]:
+        assert set(state) == {"name", "ready", "reason", "device", "on_gpu", "capabilities", "versions", "findings"}
+        assert state["ready"] is (state["reason"] is None)
+
+
+def test_host_is_ready_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(told(capsys, "--json", "--require", "host"))
+    (state,) = (state for state in report["backends"] if state["name"] == "host")
+    assert state["ready"] is True
+    assert state["capabilities"] == {"pinned": False, "register": True, "streams": True, "put_into": True}
+
+
+def test_a_required_backend_that_is_not_installed_sets_the_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--require", "host", "--require", "abacus"])
+    assert end.value.code == 1
+    assert "required backend 'abacus' is not installed. Installed: " in capsys.readouterr().err
+
+
+def test_a_required_backend_that_is_not_ready_sets_the_status_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse(monkeypatch, xferlib.BackendUnavailableError("backend 'host' cannot run here: no luck. Try again"))
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--require", "host"])
+    assert end.value.code == 1
+    assert "required backend 'host' is not ready: backend 'host' cannot run here: no luck. Try again" in capsys.readouterr().err
+
+
+def test_a_broken_backend_is_a_finding_not_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    refuse(monkeypatch, ImportError("libabacus.so: cannot open"))
+    report = json.loads(told(capsys, "--json"))
+    assert report["auto"] is None
+    assert {state["reason"] for state in report["backends"]} == {"it is broken: ImportError: libabacus.so: cannot open"}
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def opening(name: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(doctor, "stager", opening)
+
+
+@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])
+def test_settings_that_break_overlap_are_reported(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "1")
+    (finding,) = json.loads(told(capsys, "--json"))["findings"]
+    assert finding.startswith(f"{name}=1 is set: ")
+    assert name in told(capsys)
+
+
+def test_the_page_for_people_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    page = told(capsys)
+    assert all(name in page for name in xferlib.backends())
+
+
+def test_findings_of_a_backend_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    installed = {"cupy-cuda12x": "13.6.0", "cupy-cuda13x": "14.2.0"}
+
+    def version(name: str) -> str:
+        if name in installed:
+            return installed[name]
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert xferlib_cupy.diagnosis.versions() == installed
+    report = json.loads(told(capsys, "--json"))
+    (state,) = (state for state in report["backends"] if state["name"] == "cupy")
+    assert state["versions"] == installed
+    assert "pip uninstall cupy-cuda12x cupy-cuda13x; then install one" in state["findings"][0]
+
+
+def test_without_a_command_the_page_and_the_commands_are_shown() -> None:
+    shown = subprocess.run([sys.executable, "-m", "xferlib"], capture_output=True, text=True, check=True)
+    assert "host" in shown.stdout
+    assert all(f"xferlib {command}" in shown.stdout for command in ("demo", "doctor", "conformance"))
+    assert shown.stderr == ""

@@ -1,0 +1,293 @@
+"""The demo from end to end on the host backend: what it writes, and that it never says "verified" of a wrong result."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xferlib_host.workload
+from PIL import Image
+
+from xferlib.cli import errors, main
+from xferlib.cli.demo import reference, verify
+from xferlib.cli.demo.report import hidden_share
+from xferlib.cli.demo.result import ResultFile
+
+FRAMES = 40
+SHAPE = (FRAMES, 24, 30)
+
+
+@pytest.fixture
+def frames() -> npt.NDArray[np.uint16]:
+    return np.random.default_rng(1).integers(0, 60000, SHAPE, np.uint16)
+
+
+@pytest.fixture
+def source(tmp_path: Path, frames: npt.NDArray[np.uint16]) -> Path:
+    path = tmp_path / "frames.npy"
+    np.save(path, frames)
+    return path
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def demo(*arguments: object) -> int:
+    """Run the command in this process and return its exit status; no thread may be left."""
+    before = set(threading.enumerate())
+    with pytest.raises(SystemExit) as end:
+        main(["demo", "--backend", "host", *map(str, arguments)])
+    assert set(threading.enumerate()) == before
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def figures(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def test_a_npy_file_goes_through_and_comes_out_verified(
+    tmp_path: Path, source: Path, frames: npt.NDArray[np.uint16], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert demo(source, "--out", out, "--json", tmp_path / "figures.json", "--rounds", 2, "--batch-mib", 0.01) == 0
+    result = np.load(out / "edges.npy")
+    np.testing.assert_array_equal(result, [reference.edges(frame, rounds=2) for frame in frames])
+    with Image.open(out / "edges.png") as sheet:
+        assert min(sheet.size) > 400
+    told = figures(tmp_path / "figures.json")
+    assert told["verified"] is True
+    assert {0, FRAMES - 1} <= set(told["verified_frames"])
+    assert (told["backend"], told["on_gpu"], told["rounds"]) == ("host", False, 2)
+    assert (told["h2d_nbytes"], told["d2h_nbytes"]) == (frames.nbytes, result.nbytes)
+    assert set(told["stages"]) == {"read", "h2d", "compute", "d2h", "write"}
+    assert all(seconds > 0 for seconds in told["stages"].values())
+    assert told["hidden"] == pytest.approx(hidden_share(told["stages"], told["total_seconds"]))
+    assert sorted(path.name for path in out.iterdir()) == ["edges.npy", "edges.png"]
+    shown = capsys.readouterr()
+    assert "verified" in shown.out
+    assert "all bits equal" in shown.out
+    assert shown.err == ""
+
+
+def test_a_folder_of_images_goes_through(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    random = np.random.default_rng(4)
+    for number in range(9):
+        Image.fromarray(random.integers(0, 256, (20, 31, 3), np.uint8)).save(folder / f"{number}.png")
+    assert demo(folder, "--out", tmp_path / "out", "--no-sheet", "--rounds", 1) == 0
+    assert np.load(tmp_path / "out" / "edges.npy").shape == (9, 20, 31)
+    assert not (tmp_path / "out" / "edges.png").exists()
+
+
+def test_without_a_path_real_pictures_go_through(tmp_path: Path) -> None:
+    assert demo("--gib", 0.008, "--out", tmp_path, "--json", tmp_path / "figures.json", "--no-sheet") == 0
+    told = figures(tmp_path / "figures.json")
+    assert told["verified"] is True
+    assert "Matplotlib" in told["source"]
+    assert len({frame.tobytes() for frame in np.load(tmp_path / "edges.npy")}) == told["frames"] == 32
+
+
+def test_one_image_in_one_batch_goes_through(tmp_path: Path) -> None:
+    np.save(tmp_path / "image.npy", np.random.default_rng(2).random((33, 21), np.float32))
+    assert demo(tmp_path / "image.npy", "--out", tmp_path / "out") == 0
+    assert np.load(tmp_path / "out" / "edges.npy").shape == (1, 33, 21)
+
+
+def test_tiling_repeats_a_file_to_the_size_asked_for(tmp_path: Path, source: Path) -> None:
+    assert demo(source, "--gib", 0.0005, "--out", tmp_path / "out", "--no-sheet", "--threads", 3) == 0
+    assert len(np.load(tmp_path / "out" / "edges.npy")) == int(0.0005 * 2**30) // (24 * 30 * 2)
+
+
+def test_device_work_that_is_off_by_one_is_never_called_verified(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = xferlib_host.workload.sobel
+
+    def off_by_one(image: Any, result: Any, *sums: Any) -> None:
+        right(image, result, *sums)
+        result[-1, -1] ^= 1
+
+    monkeypatch.setattr(xferlib_host.workload, "sobel", off_by_one)
+    assert demo(source, "--out", tmp_path, "--json", tmp_path / "figures.json", "--no-sheet") == 1
+    told = figures(tmp_path / "figures.json")
+    assert told["verified"] is False
+    assert [mismatch["frame"] for mismatch in told["mismatches"]] == told["verified_frames"]
+    assert {mismatch["wrong_pixels"] for mismatch in told["mismatches"]} == {1}
+    shown = capsys.readouterr()
+    assert "NO: " in shown.out
+    assert "the result is wrong" in shown.err
+
+
+@pytest.mark.parametrize("lost", [0, 20, 39])
+def test_a_batch_that_was_never_written_is_noticed(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    right = ResultFile.write
+
+    def forgetful(self: ResultFile, start: int, batch: npt.NDArray[np.uint8]) -> None:
+        if not start <= lost < start + len(batch):
+            right(self, start, batch)
+
+    monkeypatch.setattr(ResultFile, "write", forgetful)
+    assert demo(source, "--out", tmp_path, "--json", tmp_path / "figures.json", "--no-sheet") == 1
+    assert figures(tmp_path / "figures.json")["verified"] is False
+
+
+def test_ctrl_c_removes_the_unfinished_result(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+
+    def interrupting(self: ResultFile, start: int, batch: npt.NDArray[np.uint8]) -> None:
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    monkeypatch.setattr(ResultFile, "write", interrupting)
+    out = tmp_path / "out"
+    assert demo(source, "--out", out, "--no-sheet") == 130
+    assert list(out.iterdir()) == []
+    assert capsys.readouterr().err == "xferlib: interrupted: nothing was verified, and an unfinished result was removed\n"
+
+
+def test_a_process_that_is_interrupted_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "xferlib", "demo", "--backend", "host", "--gib", "0.5", "--no-sheet", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "edges.partial.npy").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told == "xferlib: interrupted: nothing was verified, and an unfinished result was removed\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_device_work_that_fails_leaves_no_result(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any) -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr(xferlib_host.workload, "sobel", failing)
+    before = set(threading.enumerate())
+    with pytest.raises(ArithmeticError):
+        main(["demo", str(source), "--backend", "host", "--out", str(tmp_path / "out"), "--no-sheet"])
+    assert list((tmp_path / "out").iterdir()) == []
+    assert set(threading.enumerate()) == before
+
+
+def test_an_older_result_survives_a_run_that_fails(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert demo(source, "--out", tmp_path, "--no-sheet") == 0
+    older = (tmp_path / "edges.npy").read_bytes()
+    monkeypatch.setattr(ResultFile, "finish", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["demo", str(source), "--backend", "host", "--out", str(tmp_path), "--no-sheet"])
+    assert (tmp_path / "edges.npy").read_bytes() == older
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 900, 100))
+    assert demo(source, "--out", tmp_path / "out", "--no-sheet") == 1
+    assert "Choose another folder with --out" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["nowhere.npy"], 1, "there is no 'nowhere.npy'"),
+        (["--backend", "hots"], 2, "Did you mean 'host'?"),
+        (["--device", "7"], 1, "Use device=0"),
+        (["--rounds", "many"], 2, "neither a number nor auto"),
+        (["--gib", "1e9", "--out", "."], 1, "free"),
+        (["--json", "nowhere/figures.json"], 1, "there is no folder for"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_a_status(
+    in_tmp_path: None, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, words: str
+) -> None:
+    assert demo(*arguments) == status
+    told = capsys.readouterr()
+    assert words in told.err
+    assert "Traceback" not in told.err + told.out
+
+
+def test_a_source_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "edges.npy"
+    np.save(path, np.ones((2, 8, 8), np.uint8))
+    assert demo(path, "--out", tmp_path, "--no-sheet") == 1
+    assert "would be overwritten" in capsys.readouterr().err
+    assert np.load(path).all()
+
+
+def test_missing_plot_packages_are_named_with_what_to_type(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    assert demo(source, "--out", tmp_path / "out") == 1
+    assert 'pip install "xferlib[plot]"' in capsys.readouterr().err
+    assert demo(source, "--out", tmp_path / "out", "--no-sheet") == 0
+
+
+def test_an_out_folder_that_cannot_be_made_is_refused(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo(source, "--out", source / "below", "--no-sheet") == 1
+    assert "cannot make the folder" in capsys.readouterr().err
+
+
+def test_an_out_folder_that_cannot_be_written_is_refused(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "edges.partial.npy").mkdir()
+    assert demo(source, "--out", tmp_path, "--no-sheet") == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_meanwhile_is_one_line_and_no_file(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert demo(source, "--out", tmp_path / "out", "--no-sheet") == 1
+    assert "No space left on device. Choose another folder with --out" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(("count", "batch"), [(1, 1), (2, 1), (7, 7), (8, 7), (1000, 16), (1023, 16)])
+def test_the_sample_has_both_ends_and_both_sides_of_a_border(count: int, batch: int) -> None:
+    chosen = verify.sample(count, batch, work=1)
+    assert chosen == sorted(set(chosen))
+    assert {0, count - 1} <= set(chosen) <= set(range(count))
+    if count > batch:
+        assert any(number % batch == 0 and number - 1 in chosen for number in chosen[1:])
+
+
+def test_frames_that_are_dear_to_check_are_checked_at_both_ends_at_least() -> None:
+    assert verify.sample(1000, 10, work=1e12) == [0, 999]
+
+
+def test_hidden_is_one_behind_the_longest_stage_and_zero_in_a_row() -> None:
+    stages = {"read": 1.0, "h2d": 2.0, "compute": 3.0}
+    assert hidden_share(stages, 3.0) == 1
+    assert hidden_share(stages, 6.0) == 0
+    assert hidden_share({"compute": 3.0}, 3.0) is None

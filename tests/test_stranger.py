@@ -1,0 +1,47 @@
+"""A backend that somebody else wrote and installed: found, opened and held to the laws like ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import xferlib_host
+
+STRANGER = Path(__file__).parent / "stranger"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    site = [str(STRANGER), str(Path(xferlib_host.__file__).parents[1]), str(Path(xferlib_host.__file__).parents[2])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(site), "XFERLIB_REQUIRE": "toy"}
+    return subprocess.run(
+        [sys.executable, "-m", "xferlib", *arguments], capture_output=True, text=True, env=environment, timeout=110, check=False
+    )
+
+
+def test_doctor_finds_it_ready() -> None:
+    done = run("doctor", "--require", "toy")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "toy" in done.stdout
+
+
+def test_it_passes_every_law_with_no_skip_and_no_known_failure() -> None:
+    done = run("conformance", "toy", "-q")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    summary = done.stdout.splitlines()[-1]
+    assert "passed" in summary
+    assert "skipped" not in summary
+    assert "xfailed" not in summary
+
+
+def test_the_demo_says_in_one_line_that_it_ships_no_workload() -> None:
+    done = run("demo", "--backend", "toy")
+    assert done.returncode == 1
+    assert "toy" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_has_under_150_lines() -> None:
+    lines = (STRANGER / "xferlib_toy" / "__init__.py").read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) < 150

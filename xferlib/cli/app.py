@@ -1,0 +1,137 @@
+"""The commands and their options. What they do stands in the modules they import, each when it is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xferlib.cli.errors import CommandError
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="xferlib",
+    help="Move arrays between host and GPU while the GPU computes.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback(invoke_without_command=True)
+def start(context: typer.Context) -> None:
+    """Move arrays between host and GPU while the GPU computes. Without a command: what doctor shows."""
+    if context.invoked_subcommand is not None:
+        return
+    from xferlib.cli.doctor import examine, show
+
+    show(examine())
+    typer.echo("\nxferlib demo          stream real pictures through the device, everything overlapped, and verify the result")
+    typer.echo("xferlib conformance   run the laws against a backend: xferlib conformance NAME")
+    typer.echo("xferlib doctor        this page; --json for machines")
+    typer.echo("xferlib --help        all commands and options")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    require: Annotated[
+        list[str] | None, typer.Option("--require", metavar="NAME", help="Exit with 1 if this backend is not ready. Repeatable.")
+    ] = None,
+) -> None:
+    """Show which backends are installed, which are ready, and for the others what to type."""
+    from xferlib.cli.doctor import examine, lacking, print_json, show
+
+    report = examine()
+    if as_json:
+        print_json(report)
+    else:
+        show(report)
+    missing = lacking(report, require or [])
+    for line in missing:
+        typer.echo(f"xferlib: {line}", err=True)
+    if missing:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A .npy file, (N, H, W), (N, H, W, C) or (H, W), of any size; or a folder of images (made grey, and fitted to the "
+            "size of the first by name). Without it: a photograph and measurements that come with Matplotlib."
+        ),
+    ] = None,
+    backend: Annotated[str, typer.Option(metavar="NAME", help="A backend that doctor lists, or auto.")] = "auto",
+    device: Annotated[int, typer.Option(help="Which device of the backend.")] = 0,
+    gib: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Repeat the frames, each copy shifted, to this size, in memory before the clock starts."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for edges.npy and edges.png. On a slow disk, try a folder in /dev/shm.")] = Path(
+        "xferlib-demo"
+    ),
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, too.")] = None,
+    batch_mib: Annotated[float | None, typer.Option(min=0.0, help="Size of a batch. Default: 32 on a GPU, 4 without.")] = None,
+    depth: Annotated[
+        int, typer.Option(min=2, help="Batches on their way at once, each way, beside those in the hands of a thread.")
+    ] = 3,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads that read, and as many that write. Default: most of the cores, at most 8.")
+    ] = None,
+    rounds: Annotated[
+        str, typer.Option(metavar="N|auto", help="Rounds of blur. auto: as many as make compute take as long as H2D, at least 1.")
+    ] = "auto",
+    sheet: Annotated[bool, typer.Option(help="Draw edges.png, a dozen frames above their edges (needs xferlib[plot]).")] = True,
+) -> None:
+    """Stream pictures host -> device -> host with all stages overlapped, and verify the result.
+
+    Five stages run at once: read into pinned memory, H2D, edges on the device, D2H, write to edges.npy.
+    "Hidden" is (sum of the stages - total) / (sum - longest stage): 1 if the longest stage alone took the time, 0 if they ran one
+    after the other. For H2D, compute and D2H the time alone counts, measured before the run (medians); for read and write the
+    time that their threads were at work during the run, over the number of threads.
+    A sample of frames is recomputed with NumPy from the source and compared, bit for bit, with the file.
+    """
+    from xferlib.cli.demo import Options, run
+
+    run(
+        Options(
+            path=path,
+            backend=backend,
+            device=device,
+            gib=gib,
+            out=out,
+            json_file=json_file,
+            batch_mib=batch_mib,
+            depth=depth,
+            threads=threads,
+            rounds=_rounds(rounds),
+            sheet=sheet,
+        )
+    )
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def conformance(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The backend to test. What follows goes to pytest.")],
+) -> None:
+    """Run the conformance suite, the laws that every backend keeps, against a backend on this machine."""
+    try:
+        from xferlib.conformance.run import run as run_suite
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        raise CommandError('the conformance suite needs pytest. Install it with: pip install "xferlib[test]"') from error
+    raise typer.Exit(run_suite(name, list(context.args)))
+
+
+def _rounds(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if text.isdecimal():
+        return int(text)
+    raise typer.BadParameter(f"{text!r} is neither a number nor auto", param_hint="--rounds")

@@ -1,0 +1,66 @@
+"""What backends ship for commands beside their entry point: `workload` and `diagnosis`, both optional.
+
+`diagnosis` has `findings() -> list[str]`, sentences that the user should read even when the backend is ready, and
+`versions() -> dict[str, str]`, its distributions by name. Neither needs a device, and only the backend can know what they say.
+"""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Literal, Protocol, cast
+
+from xferlib.cli.errors import CommandError
+from xferlib.registry import companion
+from xferlib.workload import Workload
+
+__all__ = ["Diagnosis", "diagnosis", "own_versions", "workload"]
+
+OURS = ("xferlib", "numpy", "optree", "psutil", "rich", "typer")
+EXTRAS = ("matplotlib", "pillow", "pytest")
+
+
+class Diagnosis(Protocol):
+    """What the module `diagnosis` offers."""
+
+    def findings(self) -> list[str]: ...
+
+    def versions(self) -> dict[str, str]: ...
+
+
+def workload(backend: str) -> Workload:
+    """Return the backend's device work. Raises `CommandError` if it ships none."""
+    module = _part(backend, "workload")
+    if module is None:
+        raise CommandError(
+            f"backend {backend!r} ships no device work: no module 'workload' beside its entry point. Use another one"
+        )
+    return cast("Workload", module)
+
+
+def diagnosis(backend: str) -> Diagnosis | None:
+    """Return what the backend knows about this machine; None if it ships no such module."""
+    return cast("Diagnosis | None", _part(backend, "diagnosis"))
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions of Python, of what the core needs, and of the optional packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in (*OURS, *EXTRAS):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            if name in OURS:
+                found[name] = "not installed"
+    return found
+
+
+def _part(backend: str, part: Literal["workload", "diagnosis"]) -> ModuleType | None:
+    try:
+        return companion(backend, part)
+    except ModuleNotFoundError as error:
+        # Only the part itself may be absent; what it imports may not.
+        if error.name is not None and error.name.endswith(f".{part}"):
+            return None
+        raise

@@ -1,0 +1,147 @@
+"""What this machine has: backends, ready or not and why, versions, memory, and settings that break overlap.
+
+Backends are opened, one after the other, and closed again. Whatever opening one raises is a finding, never the end of the page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from xferlib.cli.companions import diagnosis, own_versions
+from xferlib.errors import BackendUnavailableError, XferError
+from xferlib.memory.limits import default_pinned_limit, memory_limit
+from xferlib.registry import backends, stager
+
+__all__ = ["examine", "lacking", "print_json", "show"]
+
+Report = dict[str, Any]
+
+HARMFUL = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "all streams share one queue, so kernels and copies wait for each other",
+    "CUDA_LAUNCH_BLOCKING": "every launch waits for its end, so nothing overlaps",
+}
+
+
+def examine() -> Report:
+    """Return the findings as plain values: the schema of `doctor --json`."""
+    memory = psutil.virtual_memory()
+    states = [_backend(name) for name in backends()]
+    return {
+        "versions": own_versions(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": {
+            "total_nbytes": int(memory.total),
+            "available_nbytes": int(memory.available),
+            "limit_nbytes": memory_limit(),
+            "pinned_limit_nbytes": default_pinned_limit(),
+        },
+        "auto": _auto(),
+        "backends": states,
+        "findings": _settings(),
+    }
+
+
+def lacking(report: Report, names: Sequence[str]) -> list[str]:
+    """Return a sentence for each required backend that is not ready."""
+    states = {state["name"]: state for state in report["backends"]}
+    lines = []
+    for name in names:
+        state = states.get(name)
+        if state is None:
+            lines.append(f"required backend {name!r} is not installed. Installed: {', '.join(states) or 'none'}")
+        elif not state["ready"]:
+            lines.append(f"required backend {name!r} is not ready: {state['reason']}")
+    return lines
+
+
+def print_json(report: Report) -> None:
+    """Print the report for machines."""
+    print(json.dumps(report, indent=2))
+
+
+def show(report: Report) -> None:
+    """Print the report for people."""
+    console = Console()
+    table = Table(title="Backends", title_justify="left")
+    table.add_column("backend", style="bold", no_wrap=True)
+    table.add_column("ready", no_wrap=True)
+    table.add_column("device, or why not and what to type", overflow="fold")
+    for state in report["backends"]:
+        chosen = " (auto)" if state["name"] == report["auto"] else ""
+        table.add_row(state["name"] + chosen, "[green]yes[/green]" if state["ready"] else "[red]no[/red]", escape(_words(state)))
+    console.print(table)
+    for name, text in _machine(report):
+        console.print(f"[bold]{name:<9}[/bold] {escape(text)}", highlight=False)
+    for line in [*report["findings"], *(line for state in report["backends"] for line in state["findings"])]:
+        console.print(f"[yellow]note[/yellow]      {escape(line)}", highlight=False)
+
+
+def _backend(name: str) -> Report:
+    state: Report = {"name": name, "ready": False, "reason": None, "device": None, "on_gpu": None, "capabilities": None}
+    try:
+        with stager(name) as opened:
+            state |= {"ready": True, "device": opened.device, "on_gpu": opened.on_gpu, "capabilities": asdict(opened.capabilities)}
+    except XferError as error:
+        state["reason"] = str(error)
+    except Exception as error:
+        state["reason"] = f"it is broken: {type(error).__name__}: {error}"
+    return state | _diagnosed(name)
+
+
+def _diagnosed(name: str) -> Report:
+    try:
+        told = diagnosis(name)
+        if told is None:
+            return {"versions": {}, "findings": []}
+        return {"versions": told.versions(), "findings": told.findings()}
+    except Exception as error:
+        return {"versions": {}, "findings": [f"the diagnosis of backend {name!r} is broken: {type(error).__name__}: {error}"]}
+
+
+def _auto() -> str | None:
+    try:
+        with stager("auto") as opened:
+            return opened.name
+    except BackendUnavailableError:
+        return None
+    except Exception:
+        # The backend that is broken says so in its own row.
+        return None
+
+
+def _settings() -> list[str]:
+    return [f"{name}=1 is set: {effect}. Unset it" for name, effect in HARMFUL.items() if os.environ.get(name) == "1"]
+
+
+def _words(state: Report) -> str:
+    if not state["ready"]:
+        return str(state["reason"])
+    flags = [flag for flag, on in state["capabilities"].items() if on]
+    versions = ", ".join(f"{name} {version}" for name, version in state["versions"].items())
+    return f"{state['device']}; {', '.join(flags) or 'no optional capability'}{'; ' if versions else ''}{versions}"
+
+
+def _machine(report: Report) -> list[tuple[str, str]]:
+    memory = {name: f"{nbytes / 2**30:.1f} GiB" for name, nbytes in report["memory"].items()}
+    limited = report["memory"]["limit_nbytes"] < report["memory"]["total_nbytes"]
+    limit = f", limited to {memory['limit_nbytes']} by its control group" if limited else ""
+    return [
+        ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
+        ("machine", f"{report['cores']} cores, {report['platform']}"),
+        (
+            "memory",
+            f"{memory['total_nbytes']}, {memory['available_nbytes']} available{limit}; pinned at most "
+            f"{memory['pinned_limit_nbytes']} unless pinned_limit says otherwise",
+        ),
+    ]

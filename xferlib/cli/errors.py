@@ -1,0 +1,19 @@
+"""What a command says instead of a traceback."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from xferlib.errors import XferError
+
+__all__ = ["CommandError", "require_plot"]
+
+
+class CommandError(XferError):
+    """Raised for input, output or packages that a command cannot work with. The message is all that the user sees."""
+
+
+def require_plot(purpose: str) -> None:
+    """Raise `CommandError` unless Pillow and Matplotlib are installed."""
+    if find_spec("PIL") is None or find_spec("matplotlib") is None:
+        raise CommandError(f'{purpose} needs Pillow and Matplotlib. Install them with: pip install "xferlib[plot]"')

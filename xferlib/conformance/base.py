@@ -1,0 +1,191 @@
+"""What the laws are written with: a stager to test, calls that may block, and the three things to say about a transfer.
+
+Nothing here decides by a clock: a deadline only turns what never comes into a failure, and a window only gives a backend that is
+wrong the time to show it. What belongs to one law alone stands with that law.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, TypeVar, final
+
+import pytest
+
+from xferlib.conformance.hooks import Hold, Hooks
+from xferlib.conformance.values import Array, pattern
+from xferlib.errors import BackendUnavailableError
+from xferlib.protocol import HostStager
+from xferlib.registry import GROUP
+from xferlib.stager import Stager
+from xferlib.transfer import Transfer
+
+__all__ = ["POLL_SECONDS", "REQUIRE", "WINDOW_SECONDS", "Calls", "Laws"]
+
+REQUIRE = "XFERLIB_REQUIRE"
+"""Environment variable: names of backends, comma separated, that may not be skipped."""
+
+POLL_SECONDS = 0.001
+WINDOW_SECONDS = 0.1
+
+T = TypeVar("T")
+
+
+@final
+class Calls:
+    """Calls on threads of their own, so that one that blocks is a failure and not a hang."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def start(self, function: Callable[[], T]) -> Future[T]:
+        """Call the function now, elsewhere. The call holds the function only until it has returned."""
+        call: Future[T] = Future()
+        thread = threading.Thread(target=_run, args=([function], call), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return call
+
+    def join(self, seconds: float) -> None:
+        """Wait until every call has returned."""
+        for thread in self._threads:
+            thread.join(seconds)
+        blocked = sum(thread.is_alive() for thread in self._threads)
+        assert blocked == 0, f"{blocked} calls are still blocked after all holds were released"
+
+
+def _run(functions: list[Callable[[], T]], call: Future[T]) -> None:
+    try:
+        value = functions.pop()()
+    except BaseException as error:  # Whatever it is belongs to the thread that asks for the result.
+        call.set_exception(error)
+    else:
+        call.set_result(value)
+
+
+class Laws(Hooks):
+    """The ground of every group of laws. Tests call `assert_...` and the hooks, and nothing of a backend's own."""
+
+    deadline_seconds: ClassVar[float] = 5.0
+    """How long what must happen may take on the slowest machine. Shorter than the watchdog of a hold."""
+
+    calls: Calls
+
+    @pytest.fixture
+    def stager(self) -> Iterator[Stager]:
+        self.calls = Calls()
+        stager = self.new_stager()
+        yield stager
+        self.calls.join(self.deadline_seconds)
+        stager.close()
+
+    @pytest.fixture(autouse=True)
+    def _expect_known_failure(self, request: pytest.FixtureRequest) -> None:
+        node: pytest.Function = request.node
+        for name in (node.name, node.originalname):
+            if name in self.known_failures:
+                node.add_marker(pytest.mark.xfail(strict=True, reason=self.known_failures[name]))
+
+    def new_stager(self) -> Stager:
+        """Open the backend and wrap it, or skip: here and nowhere else."""
+        return Stager(self._open_or_skip())
+
+    def assert_returns(self, function: Callable[[], T]) -> T:
+        """Assert that the call returns, without anything being released, and return what it returns."""
+        __tracebackhide__ = True
+        call = self.calls.start(function)
+        wait([call], self.deadline_seconds)
+        assert call.done(), f"the call has not returned after {self.deadline_seconds} s: it waits for what is held"
+        return call.result()
+
+    def assert_completes(self, transfer: Transfer) -> None:
+        """Assert that the transfer gets done by itself: nobody synchronizes, somebody asks."""
+        __tracebackhide__ = True
+        deadline = time.monotonic() + self.deadline_seconds
+        while not transfer.done():
+            assert time.monotonic() < deadline, f"{transfer!r} is not done after {self.deadline_seconds} s"
+            time.sleep(POLL_SECONDS)
+
+    def assert_stays_undone(self, transfer: Transfer, hold: Hold) -> None:
+        """Assert that the transfer is not done as long as the hold holds it."""
+        __tracebackhide__ = True
+        self.assert_stays(lambda: not transfer.done(), hold)
+
+    def assert_stays(self, true: Callable[[], bool], hold: Hold) -> None:
+        """Assert that something stays as it is while held.
+
+        What is right is right at any moment: the window is for what is wrong.
+        """
+        __tracebackhide__ = True
+        end = time.monotonic() + WINDOW_SECONDS
+        while time.monotonic() < end:
+            assert true(), "it came to pass while what it must wait for was held"
+            time.sleep(POLL_SECONDS)
+        assert hold.held
+
+    def pinned(self, stager: Stager, values: Array) -> Array:
+        """Return a copy of the values in memory from `empty_pinned`."""
+        copy = stager.empty_pinned(values.shape, values.dtype)
+        copy[...] = values
+        return copy
+
+    def put_values(self, stager: Stager, values: Array) -> Any:
+        """Return a device array with these values in memory of the stager's, finished."""
+        return stager.put(self.pinned(stager, values)).result()
+
+    def put_others(self, stager: Stager, values: Array, *, at_least: int = 1) -> list[Transfer]:
+        """Put other values of the same size until no device memory of that size is free, and keep all of it.
+
+        So memory that is taken for free is now rewritten. A put into memory that is new may have to wait for held work.
+        """
+        taken = stager.stats().device_nbytes
+        kept: list[Transfer] = []
+        while len(kept) < at_least or stager.stats().device_nbytes == taken:
+            others = pattern(values.shape, values.dtype, 100 + len(kept))
+            kept.append(stager.put(self.pinned(stager, others)))
+            if stager.stats().device_nbytes == taken:
+                self.assert_completes(kept[-1])
+        return kept
+
+    def warm(self, stager: Stager, values: Array) -> None:
+        """Let what runs under a hold run before: memory for several transfers of this size each way, readers, first launches.
+
+        What it leaves behind in that memory are other bytes than the values.
+        """
+        others = pattern(values.shape, values.dtype, 99)
+        arrays = [self.put_values(stager, others) for _ in range(8)]
+        results = [stager.get(array).result() for array in arrays]
+        stager.put(others.copy()).result()
+        stager.get(arrays[0], out=results[0].copy()).result()
+        with self.hold_compute(stager.backend) as hold:
+            read = self.read_later(arrays[0], hold)
+            hold.release()
+            read()
+        with self.held_array(stager.backend, values) as held:
+            held.release()
+        del arrays, results, read, held, hold
+        gc.collect()
+
+    def _open_or_skip(self) -> HostStager[Any]:
+        try:
+            return self.open()
+        except BackendUnavailableError as error:
+            required = {name.strip() for name in os.environ.get(REQUIRE, "").split(",")} - {""}
+            name = self._backend_name()
+            # Nobody can say that an unknown name is not required.
+            if required and (name is None or name in required):
+                pytest.fail(f"{REQUIRE}={os.environ[REQUIRE]} forbids to skip this: {error}")
+            pytest.skip(str(error))
+
+    def _backend_name(self) -> str | None:
+        """Return the name under which the package of the hooks is installed as a backend, or None."""
+        modules = {cls.__module__ for cls in type(self).__mro__}
+        for entry in entry_points(group=GROUP):
+            if any(module == entry.module or module.startswith(f"{entry.module}.") for module in modules):
+                return entry.name
+        return None

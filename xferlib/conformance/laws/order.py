@@ -1,0 +1,95 @@
+"""Law 7. Work behind a transfer sees the copied data, and a transfer starts behind the work that it must wait for.
+
+A consumer runs on a thread of its own, so that it may wait in whatever way the backend makes it wait: in a stream, in an array that
+orders itself, or on the host. If it comes to an end before the copy it waits for is released, what it has read is wrong.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from xferlib.conformance.base import Laws
+from xferlib.conformance.hooks import Hold
+from xferlib.conformance.values import Array, assert_same, words
+from xferlib.errors import CapabilityError
+from xferlib.stager import Stager
+from xferlib.transfer import Transfer
+
+__all__ = ["OrderLaws"]
+
+
+class OrderLaws(Laws):
+    def test_law07_value_can_be_used_at_once(self, stager: Stager) -> None:
+        values = words(1)
+        self.warm(stager, values)
+        source = self.pinned(stager, values)
+        with self.hold_copies(stager.backend, "h2d") as hold:
+            transfer = stager.put(source)
+            seen = self.calls.start(lambda: self.to_numpy(transfer.value))
+            self.assert_stays(lambda: not seen.done(), hold)
+        assert_same(seen.result(self.deadline_seconds), values)
+
+    def test_law07_work_behind_stream_wait_sees_the_data(self, stager: Stager) -> None:
+        values = words(1)
+        self.warm(stager, values)
+        source = self.pinned(stager, values)
+        with self.hold_copies(stager.backend, "h2d") as copies:
+            transfer = stager.put(source)
+            with self.hold_compute(stager.backend) as compute:
+                seen = self.calls.start(lambda: self.consume(stager, transfer, compute))
+                compute.release()
+                self.assert_stays(lambda: not seen.done(), copies)
+                copies.release()
+                assert_same(seen.result(self.deadline_seconds), values)
+
+    def test_law07_put_lets_its_stream_wait_for_the_copy(self, stager: Stager) -> None:
+        values = words(1)
+        self.warm(stager, values)
+        source = self.pinned(stager, values)
+        if not stager.capabilities.streams:
+            with pytest.raises(CapabilityError):
+                stager.put(source, stream=object())
+            return
+        with self.hold_copies(stager.backend, "h2d") as copies, self.hold_compute(stager.backend) as compute:
+            transfer = stager.put(source, stream=compute.stream)
+            seen = self.calls.start(lambda: self.read_later(transfer.value, compute)())
+            compute.release()
+            self.assert_stays(lambda: not seen.done(), copies)
+            copies.release()
+            assert_same(seen.result(self.deadline_seconds), values)
+
+    @pytest.mark.parametrize("out", ["fresh", "pinned", "pageable"])
+    def test_law07_get_reads_after_its_producer(self, stager: Stager, out: str) -> None:
+        values = words(1)
+        self.warm(stager, values)
+        memory = {"fresh": None, "pinned": self.pinned(stager, words(2)), "pageable": words(2)}[out]
+        with self.held_array(stager.backend, values) as held:
+            transfer = self.assert_returns(lambda: stager.get(held.array, out=memory, stream=held.stream))
+            self.assert_stays_undone(transfer, held)
+            assert memory is None or (memory == words(2)).all()
+        self.assert_completes(transfer)
+        assert_same(transfer.value, values)
+
+    def test_law07_put_into_waits_for_readers_that_were_enqueued(self, stager: Stager) -> None:
+        old, new = words(1), words(2)
+        self.warm(stager, old)
+        source, array = self.pinned(stager, new), self.from_numpy(old)
+        if not stager.capabilities.put_into:
+            with pytest.raises(CapabilityError):
+                stager.put(source, into=array)
+            return
+        with self.hold_compute(stager.backend) as hold:
+            read = self.read_later(array, hold)
+            transfer = self.assert_returns(lambda: stager.put(source, into=array, stream=hold.stream))
+            self.assert_stays_undone(transfer, hold)
+            hold.release()
+            assert_same(read(), old)
+        self.assert_completes(transfer)
+        assert_same(self.to_numpy(transfer.value), new)
+
+    def consume(self, stager: Stager, transfer: Transfer, compute: Hold) -> Array:
+        """Read what was put, by work on the stream of the hold that is told to wait for it."""
+        array = transfer.value
+        if stager.capabilities.streams:
+            transfer.stream_wait(compute.stream)
+        return self.read_later(array, compute)()

@@ -1,0 +1,122 @@
+"""Laws 5 and 6. Starting does not wait, and a transfer completes while compute that was enqueued before it is still held.
+
+No clock decides: compute is held shut, and the transfer must start, or finish, before it is released.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from xferlib.conformance.base import Laws
+from xferlib.conformance.moves import FROM_PINNED, WAYS, prepare
+from xferlib.conformance.values import SIZES, assert_same, words
+from xferlib.errors import CapabilityError
+from xferlib.stager import Stager
+
+__all__ = ["OverlapLaws"]
+
+
+class OverlapLaws(Laws):
+    @pytest.mark.parametrize("way", FROM_PINNED)
+    @pytest.mark.parametrize("size", SIZES)
+    def test_law05_starting_returns_while_compute_is_held(self, stager: Stager, way: str, size: str) -> None:
+        move = prepare(self, stager, way, words(1, SIZES[size]))
+        with self.hold_compute(stager.backend) as hold:
+            transfer = self.assert_returns(move.start)
+            assert hold.held
+        transfer.synchronize()
+        assert_same(move.read(transfer), move.values)
+
+    @pytest.mark.parametrize("way", FROM_PINNED)
+    @pytest.mark.parametrize("size", SIZES)
+    def test_law05_starting_returns_while_copies_are_held(self, stager: Stager, way: str, size: str) -> None:
+        move = prepare(self, stager, way, words(1, SIZES[size]))
+        with self.hold_copies(stager.backend) as hold:
+            transfer = self.assert_returns(move.start)
+            self.assert_returns(move.start)
+            assert hold.held
+        transfer.synchronize()
+        assert_same(move.read(transfer), move.values)
+
+    def test_law05_get_returns_while_its_producer_is_held(self, stager: Stager) -> None:
+        values = words(1)
+        self.warm(stager, values)
+        with self.held_array(stager.backend, values) as held:
+            transfer = self.assert_returns(lambda: stager.get(held.array, stream=held.stream))
+            assert held.held
+        assert_same(transfer.result(), values)
+
+    def test_law05_put_into_returns_while_compute_and_copies_are_held(self, stager: Stager) -> None:
+        if self.put_into_is_refused(stager):
+            return
+        move = prepare(self, stager, "put_into", words(1))
+        move.start().synchronize()
+        with self.hold_compute(stager.backend) as compute, self.hold_copies(stager.backend) as copies:
+            transfer = self.assert_returns(move.start)
+            assert compute.held
+            assert copies.held
+        transfer.synchronize()
+        assert_same(move.read(transfer), move.values)
+
+    def test_law05_stream_wait_does_not_stop_the_host(self, stager: Stager) -> None:
+        move = prepare(self, stager, "put", words(1))
+        with self.hold_compute(stager.backend) as compute, self.hold_copies(stager.backend, "h2d") as copies:
+            transfer = move.start()
+            if stager.capabilities.streams:
+                self.assert_returns(lambda: transfer.stream_wait(compute.stream))
+            else:
+                with pytest.raises(CapabilityError):
+                    stager.put(move.values, stream=object())
+            assert compute.held
+            assert copies.held
+        assert_same(move.read(transfer), move.values)
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("size", SIZES)
+    def test_law06_a_transfer_completes_while_compute_is_held(self, stager: Stager, way: str, size: str) -> None:
+        move = prepare(self, stager, way, words(1, SIZES[size]))
+        with self.hold_compute(stager.backend) as hold:
+            transfer = self.assert_returns(move.start)
+            self.assert_completes(transfer)
+            assert hold.held
+        assert_same(move.read(transfer), move.values)
+
+    def test_law06_put_into_completes_while_compute_is_held(self, stager: Stager) -> None:
+        if self.put_into_is_refused(stager):
+            return
+        move = prepare(self, stager, "put_into", words(1))
+        with self.hold_compute(stager.backend) as hold:
+            transfer = self.assert_returns(move.start)
+            self.assert_completes(transfer)
+            assert hold.held
+        assert_same(move.read(transfer), move.values)
+
+    @pytest.mark.parametrize("way", ["put", "get"])
+    def test_law06_a_transfer_completes_while_the_opposite_direction_is_held(self, stager: Stager, way: str) -> None:
+        move = prepare(self, stager, way, words(1))
+        opposite = prepare(self, stager, "get" if way == "put" else "put", words(2))
+        with self.hold_copies(stager.backend, opposite.direction) as hold:
+            waiting = self.assert_returns(opposite.start)
+            transfer = self.assert_returns(move.start)
+            self.assert_completes(transfer)
+            assert not waiting.done()
+            assert hold.held
+        assert_same(move.read(transfer), move.values)
+
+    def test_law06_put_completes_while_a_get_waits_for_its_producer(self, stager: Stager) -> None:
+        move = prepare(self, stager, "put", words(1))
+        with self.held_array(stager.backend, words(2)) as held:
+            waiting = self.assert_returns(lambda: stager.get(held.array, stream=held.stream))
+            transfer = self.assert_returns(move.start)
+            self.assert_completes(transfer)
+            assert held.held
+        assert_same(move.read(transfer), move.values)
+        assert_same(waiting.result(), words(2))
+
+    def put_into_is_refused(self, stager: Stager) -> bool:
+        """Return False where `put_into` is on; where it is off, assert the refusal, which is all there is to test."""
+        if stager.capabilities.put_into:
+            return False
+        with pytest.raises(CapabilityError):
+            stager.put(words(1), into=self.from_numpy(words(2)))
+        return True

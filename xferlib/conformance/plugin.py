@@ -1,0 +1,64 @@
+"""A pytest plugin: the header that says what was tested, on what. A pasted log explains itself.
+
+`xferlib conformance NAME` loads it; with pytest alone: `pytest -p xferlib.conformance.plugin --xferlib-backend NAME --pyargs ...`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import asdict
+from importlib.metadata import packages_distributions, version
+
+import pytest
+
+from xferlib.errors import BackendUnavailableError
+from xferlib.protocol import HostStager
+from xferlib.registry import open_backend
+
+__all__ = ["describe"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--xferlib-backend", metavar="NAME", help="name of the installed backend that the header describes")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    name: str | None = config.getoption("--xferlib-backend")
+    return [] if name is None else describe(name)
+
+
+def describe(name: str) -> list[str]:
+    """Return the lines: backend, device, capabilities, versions, process."""
+    loaded = _loaded_packages()
+    try:
+        backend = open_backend(name)
+    except BackendUnavailableError as error:
+        return [f"backend: {name}, not available: {error}", _process()]
+    try:
+        return [f"backend: {name} on {backend.device}", _capabilities(backend), _versions(loaded), _process()]
+    finally:
+        backend.close()
+
+
+def _capabilities(backend: HostStager[object]) -> str:
+    flags = asdict(backend.capabilities)
+    on, off = (", ".join(flag for flag, is_on in flags.items() if is_on is wanted) or "none" for wanted in (True, False))
+    return f"capabilities: {on}; off: {off}"
+
+
+def _versions(before: set[str]) -> str:
+    """Name the versions of ours, and of what was imported by opening the backend: its framework, whatever it is."""
+    providers = packages_distributions()
+    fresh = {name for package in _loaded_packages() - before for name in providers.get(package, ())}
+    named = sorted({"xferlib", "numpy", "pytest"} | fresh, key=str.lower)
+    return "versions: " + ", ".join(f"{name} {version(name)}" for name in named)
+
+
+def _loaded_packages() -> set[str]:
+    return {name.partition(".")[0] for name in sys.modules}
+
+
+def _process() -> str:
+    return f"process: {os.getpid()}, Python {platform.python_version()}, {platform.platform()}"

@@ -1,0 +1,37 @@
+"""Run the suite for an installed backend: what `xferlib conformance NAME` does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from xferlib.registry import companion
+
+__all__ = ["run"]
+
+HANG_SECONDS = 300
+"""A test that takes longer is shown with a traceback of every thread, and ends the run: every hold has been given up long ago."""
+
+
+def run(name: str, arguments: Sequence[str] = ()) -> int:
+    """Run the hooks that the backend ships with pytest, `arguments` being pytest's own, and return pytest's exit status.
+
+    Raises `UnknownBackendError`, or `ModuleNotFoundError` if the backend ships no hooks.
+    """
+    module = companion(name, "conformance")
+    assert module.__file__ is not None
+    root = os.path.dirname(module.__file__)
+    # In a process of its own, where nothing has been imported before pytest could rewrite its assertions. Without the configuration
+    # of whatever project this is called in.
+    return subprocess.call(
+        [
+            *(sys.executable, "-m", "pytest"),
+            *("-c", os.devnull, "--rootdir", root, "-p", "no:cacheprovider", "-ra"),
+            *("-o", f"faulthandler_timeout={HANG_SECONDS}", "-o", "faulthandler_exit_on_timeout=true", "-o", "xfail_strict=true"),
+            *("-p", "xferlib.conformance.plugin", "--xferlib-backend", name),
+            *("--pyargs", module.__name__),
+            *arguments,
+        ]
+    )

@@ -1,0 +1,95 @@
+"""Starting transfers to the host. The invariants are those of `puts`."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from xferlib.checks import check_apart, check_out, describe
+from xferlib.inflight import Traffic
+from xferlib.memory.arrays import Array, address_of
+from xferlib.memory.host import HostMemory
+from xferlib.memory.pool import PinnedPool
+from xferlib.protocol import Event, HostStager, Source
+from xferlib.staging import Staging
+from xferlib.transfer import Transfer
+from xferlib.tree import Spec, flatten, flatten_like, path, unflatten
+
+__all__ = ["Gets"]
+
+Alike: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
+
+
+@final
+class Gets:
+    """The D2H half of one stager. Any thread."""
+
+    def __init__(self, backend: HostStager[Any], host: HostMemory, pool: PinnedPool, staging: Staging, traffic: Traffic) -> None:
+        self._backend = backend
+        self._failures = backend.failures
+        self._host = host
+        self._pool = pool
+        self._staging = staging
+        self._d2h = traffic.d2h
+
+    def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
+        """Get a tree."""
+        leaves, spec = flatten(tree)
+        if not leaves:
+            raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
+        given = None if out is None else flatten_like(spec, out, name="out")
+        alike = self._checked(leaves, spec, given)
+        sources = self._ordered(leaves, spec, stream)
+        outs = [self._pool.empty(shape, dtype) for shape, dtype in alike] if given is None else given
+        event, failures = self._begin(sources, outs)
+        return Transfer(unflatten(spec, outs) if out is None else out, event, failures, True, ())
+
+    def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
+        """Check everything that needs no order first: a leaf that is refused must not hold up transfers to come."""
+        alike: list[Alike] = []
+        for index, leaf in enumerate(leaves):
+            try:
+                shape, dtype = describe(leaf, self._backend.name)
+                self._host.check_dtype(dtype)
+                if outs is not None:
+                    check_out(outs[index], shape, dtype)
+                alike.append((shape, dtype))
+            except (TypeError, ValueError) as error:
+                error.add_note(f"at {path(spec, index)}")
+                raise
+        if outs is not None and len(outs) > 1:
+            check_apart([(address_of(array), array.nbytes) for array in outs], "out")
+        return alike
+
+    def _ordered(self, leaves: list[Any], spec: Spec, stream: object | None) -> list[Source]:
+        sources: list[Source] = []
+        for index, leaf in enumerate(leaves):
+            try:
+                sources.append(self._backend.as_source(leaf, stream))
+            except (TypeError, ValueError) as error:
+                error.add_note(f"at {path(spec, index)}")
+                raise
+        return sources
+
+    def _begin(self, sources: list[Source], outs: list[Array]) -> tuple[Event, tuple[type[Exception], ...]]:
+        """Start the copies; return the event of the last, and what it may raise."""
+        nbytes = 0
+        pageable: list[tuple[int, Array]] = []
+        try:
+            for source, array in zip(sources, outs, strict=True):
+                address = self._host.address(array)
+                if address is None:
+                    pageable.append((source.address, array))
+                elif address:
+                    self._backend.copy_d2h(address, source.address, array.nbytes)
+                    nbytes += array.nbytes
+            landing = self._staging.land(pageable) if pageable else None
+            event = self._d2h.add(nbytes, outs, sources)
+        except BaseException:
+            self._d2h.settle((sources, outs))
+            raise
+        if landing is None:
+            return event, self._failures
+        # The CPU copy raises what NumPy raises, when the memory has been made read-only meanwhile, for instance.
+        return landing, (Exception,)
