@@ -11,6 +11,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import held, on_thread, succeeds, tampered
+from xferlib.landing import Landing
 from xferlib.staging import PIECE
 
 MIB = 1 << 20
@@ -233,6 +234,28 @@ def test_threads_that_stage_at_once_under_a_small_limit_wait_for_each_other(thre
 
         futures = [on_thread(work) for _ in range(threads)]
         assert all(future.result(30) for future in futures)
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_who_is_told_that_a_piece_is_over_finds_its_memory(
+    stager: xferlib.Stager, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    reach = Landing.reach
+
+    def told(landing: Landing) -> None:
+        stager._traffic.h2d.wait_all()
+        stager._traffic.d2h.wait_all()
+        used.append(stager._pool.usage()[2])
+        reach(landing)
+
+    monkeypatch.setattr(Landing, "reach", told)
+    if direction == "h2d":
+        stager.put(np.zeros(1000)).synchronize()
+    else:
+        stager.get(np.zeros(1000), out=np.zeros(1000)).synchronize()
+    assert used
+    assert not any(used)
 
 
 def test_room_is_waited_for_while_another_thread_is_between_taking_and_starting() -> None:

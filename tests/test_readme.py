@@ -1,0 +1,40 @@
+"""What the README shows is true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+LINKS = [
+    (page, link)
+    for page in ("README.md", "backends/README.md", "benchmarks/README.md")
+    for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
+]
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example_runs(number: int) -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", EXAMPLES[number]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_is_an_example() -> None:
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize(("page", "link"), LINKS)
+def test_link_leads_somewhere(page: str, link: str) -> None:
+    assert (ROOT / page).parent.joinpath(link).exists()
+
+
+def test_ci_runs_the_test_command_that_the_page_names() -> None:
+    commands = [line for line in README.splitlines() if line.endswith("python -m pytest")]
+    assert len(commands) == 1
+    assert "grep -m 1 'python -m pytest$' README.md" in (ROOT / ".ci" / "run").read_text()
