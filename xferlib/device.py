@@ -79,7 +79,7 @@ class BlockCache:
     def lease(self, nbytes: int, streams: Streams) -> Lease:
         """Lease a block of at least `nbytes` that copies started from now on may write. Raises `AllocationError`."""
         size = size_class(nbytes)
-        block = self._find(size) or self._grow(size)
+        block = self._idle_now(size) or self._find(size) or self._grow(size)
         self._live[block.address] = (block.address + block.nbytes, streams)
         return Lease(self, block, streams)
 
@@ -130,21 +130,35 @@ class BlockCache:
         self._lock = threading.RLock()
         self._inside = False
 
+    def _idle_now(self, size: int) -> DeviceBlock | None:
+        """Return an idle block that may be written, if there is one."""
+        with self._lock:
+            if self._inside:
+                raise AllocationError(
+                    f"{size} bytes of device memory asked by a finalizer that ran inside another put. Put from ordinary code"
+                )
+            self._inside = True
+            try:
+                self._collect()
+                return self._reuse(size)
+            finally:
+                self._inside = False
+
     def _find(self, size: int) -> DeviceBlock | None:
         """Return a block to be written, or None after counting one to be allocated."""
-        reaped = collected = False
+        # Copies that are done may hold the last reference to an array, and so to its block.
+        self._flow.reap()
+        collected = False
         while True:
             changes = self._changes
-            with self._lock:
-                block, victims, reserved = self._look(size, only_idle=not reaped)
+            block = self._idle_now(size)
+            if block is not None:
+                return block
+            block, victims, reserved = self._make_room(size)
             if block is not None or reserved:
                 return block
             if victims:
                 self._free(victims)
-            elif not reaped:
-                # Copies that are done may hold the last reference to an array, and so to its block.
-                self._flow.reap()
-                reaped = True
             elif self._flow.wait_oldest() or changes != self._changes or self.ended or self.fenced:
                 continue
             elif collected:
@@ -153,28 +167,20 @@ class BlockCache:
                 gc.collect()
                 collected = True
 
-    def _look(self, size: int, *, only_idle: bool) -> tuple[DeviceBlock | None, Cell, bool]:
-        """Return a block, or idle blocks to be freed first, or whether one to be allocated has been counted."""
-        if self._inside:
-            raise AllocationError(
-                f"{size} bytes of device memory asked by a finalizer that ran inside another put. Put from ordinary code"
-            )
-        self._inside = True
-        try:
-            self._collect()
-            block = self._reuse(size)
-            if block is not None or only_idle:
-                return block, deque(), False
-            if self._reserve(size):
-                return None, deque(), True
-            victims = self._others(size, reached=True)
-            if not victims:
-                block = self._oldest(size)
-            if not victims and block is None:
-                victims = self._others(size, reached=False)
-            return block, victims, False
-        finally:
-            self._inside = False
+    def _make_room(self, size: int) -> tuple[DeviceBlock | None, Cell, bool]:
+        """Return a block whose readers the H2D stream waits for, or idle blocks to be freed first, or whether one was counted."""
+        with self._lock:
+            self._inside = True
+            try:
+                if self._reserve(size):
+                    return None, deque(), True
+                victims = self._others(size, reached=True)
+                block = None if victims else self._oldest(size)
+                if not victims and block is None:
+                    victims = self._others(size, reached=False)
+                return block, victims, False
+            finally:
+                self._inside = False
 
     def _collect(self) -> None:
         self._backend.sweep()
@@ -188,9 +194,13 @@ class BlockCache:
             block, streams = ended.popleft()
             self._fence(block, streams, fenced)
         while fenced:
-            block, fence = fenced.popleft()
+            entry = fenced.popleft()
+            block = entry[0]
             self._live.pop(block.address, None)
-            self._idle.setdefault(block.nbytes, deque()).append((block, fence))
+            cell = self._idle.get(block.nbytes)
+            if cell is None:
+                cell = self._idle[block.nbytes] = deque()
+            cell.append(entry)
             self._changes += 1
 
     def _fence(self, block: DeviceBlock, streams: Streams, fenced: Cell) -> None:
@@ -204,11 +214,15 @@ class BlockCache:
     def _reuse(self, size: int) -> DeviceBlock | None:
         """Return an idle block whose readers are done."""
         cell = self._idle.get(size)
-        if cell is None:
+        if not cell:
             return None
+        # Oldest first: its readers are the likeliest to be done, so one question is the rule.
+        block, fence = cell[0]
+        if fence is None and not self._backend.lost(block):
+            cell.popleft()
+            return block
         waiting: Cell = deque()
         found = None
-        # Oldest first: its readers are the likeliest to be done, so one question is the rule.
         while cell and found is None:
             block, fence = cell.popleft()
             reached = self._reached(fence)

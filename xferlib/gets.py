@@ -43,7 +43,7 @@ class Gets:
         sources = self._ordered(leaves, spec, stream)
         outs = [self._pool.empty(shape, dtype) for shape, dtype in alike] if given is None else given
         event, failures = self._begin(sources, outs)
-        return Transfer(unflatten(spec, outs) if out is None else out, event, failures, True, ())
+        return Transfer(unflatten(spec, outs) if out is None else out, event, failures, True)
 
     def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
         """Check everything that needs no order first: a leaf that is refused must not hold up transfers to come."""

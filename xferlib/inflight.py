@@ -43,7 +43,6 @@ class InFlight:
         self._entries: list[_Entry] = []
         self._unordered: list[_Entry] = []
         self._stuck: list[object] = []
-        self._since_look = 0
         forget_in_child(self)
 
     @property
@@ -64,8 +63,7 @@ class InFlight:
             finally:
                 self._inside = False
             self.nbytes += nbytes
-            self._since_look += 1
-            look = nbytes >= LARGE or self._since_look >= LOOK_EVERY
+            look = nbytes >= LARGE or len(self._entries) % LOOK_EVERY == 0
         if look:
             self.reap()
         return event
@@ -154,7 +152,6 @@ class InFlight:
         return event
 
     def _take_done(self) -> list[_Entry]:
-        self._since_look = 0
         low, high = 0, len(self._entries)
         while low < high:
             middle = (low + high) // 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 from xferlib.checks import check_alike, check_apart, checked_at
@@ -17,7 +18,7 @@ from xferlib.inflight import Traffic
 from xferlib.memory.arrays import Array
 from xferlib.memory.host import HostLeaf, HostMemory
 from xferlib.memory.pool import ALIGNMENT
-from xferlib.protocol import Event, HostStager, Source
+from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging import Staging
 from xferlib.transfer import Transfer
 from xferlib.tree import Spec, flatten, flatten_like, path, unflatten
@@ -39,6 +40,7 @@ class Puts:
         self._host = host
         # On the path of every small transfer: an attribute of this object each, no chain of them.
         self._address = host.address
+        self._as_array = backend.as_array
         self._as_target = backend.as_target
         self._copy_h2d = backend.copy_h2d
         self._blocks = blocks
@@ -56,29 +58,62 @@ class Puts:
             return self._fresh(sources, spec, stream)
         return self._into(sources, spec, into, stream)
 
+    # One array, without the lists that `start` makes: half of the time of a small transfer would go into them.
+
+    def one(self, array: Array, stream: object | None) -> Transfer:
+        """Put one array into fresh memory."""
+        address = self._checked(array)
+        if stream is not None:
+            self._backend.check_stream(stream)
+        streams: Streams = {}
+        lease = self._blocks.lease(array.nbytes, streams)
+        block = lease.block
+        event = self._begin_one(block.address, array, address, block)
+        try:
+            value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=lease)
+            transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
+            if stream is not None:
+                transfer.stream_wait(stream)
+            return transfer
+        except BaseException:
+            with suppress(*self._failures):
+                event.synchronize()
+            raise
+
     def one_into(self, array: Array, target: Any, stream: object | None) -> Transfer:
-        """Put one array into one, as `start` does without its lists: half of the time of a small transfer would go into them."""
-        if array.dtype not in self._host.dtypes:
-            self._host.check_dtype(array.dtype)
-        address = self._address(array)
+        """Put one array into one of the caller's."""
+        address = self._checked(array)
         self._check_target(target, array)
         place = self._as_target(target, stream)
         if self._d2h.busy:
             self._order_after_reads(place)
-        if address:
-            nbytes = array.nbytes
-            try:
-                self._copy_h2d(place[0], address, nbytes)
-                event = self._h2d.add(nbytes, (array, place))
-            except BaseException:
-                self._h2d.settle((array, place))
-                raise
-        else:
-            event = self._begin([place.address], [(array, address)], place)
-        transfer = Transfer(target, event, self._failures, False, (self._blocks.streams_of(place),))
+        event = self._begin_one(place[0], array, address, place)
+        transfer = Transfer(target, event, self._failures, False, partial(self._name, (place,)))
         if stream is not None:
             transfer.stream_wait(stream)
         return transfer
+
+    def _checked(self, array: Array) -> int | None:
+        """Check one array and return its address; see `HostLeaf`."""
+        if array.dtype not in self._host.dtypes:
+            self._host.check_dtype(array.dtype)
+        return self._address(array)
+
+    def _begin_one(self, destination: int, array: Array, address: int | None, keepalive: object) -> Event:
+        if not address:
+            return self._begin([destination], [(array, address)], keepalive)
+        nbytes = array.nbytes
+        try:
+            self._copy_h2d(destination, address, nbytes)
+            return self._h2d.add(nbytes, (array, keepalive))
+        except BaseException:
+            self._h2d.settle((array, keepalive))
+            raise
+
+    def _name(self, places: Sequence[Source], handle: int, stream: Stream) -> None:
+        """Note a stream that may read arrays of the caller's; the memory of some may be ours."""
+        for place in places:
+            self._blocks.streams_of(place)[handle] = stream
 
     def _into(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
         arrays = flatten_like(spec, into, name="into")
@@ -94,7 +129,7 @@ class Puts:
         for place in places:
             self._order_after_reads(place)
         event = self._begin([place.address for place in places], sources, places)
-        transfer = Transfer(into, event, self._failures, False, [self._blocks.streams_of(place) for place in places])
+        transfer = Transfer(into, event, self._failures, False, partial(self._name, places))
         if stream is not None:
             transfer.stream_wait(stream)
         return transfer
@@ -111,17 +146,17 @@ class Puts:
         event = self._begin([blocks[number].address + offset for number, offset in places], sources, blocks)
         try:
             arrays = [
-                self._backend.as_array(blocks[number], offset, array.shape, array.dtype, after=event, lease=leases[number])
+                self._as_array(blocks[number], offset, array.shape, array.dtype, after=event, lease=leases[number])
                 for (array, _), (number, offset) in zip(sources, places, strict=True)
             ]
-            transfer = Transfer(unflatten(spec, arrays), event, self._failures, False, (streams,))
+            transfer = Transfer(unflatten(spec, arrays), event, self._failures, False, streams.__setitem__)
             if stream is not None:
                 transfer.stream_wait(stream)
+            return transfer
         except BaseException:
             with suppress(*self._failures):
                 event.synchronize()
             raise
-        return transfer
 
     def _check_target(self, target: Any, source: Array) -> None:
         if not self._can_overwrite:

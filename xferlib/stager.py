@@ -130,8 +130,8 @@ class Stager:
         if stream is not None:
             self._check_stream(stream)
         try:
-            if into is not None and type(tree) is np.ndarray:
-                return self._puts.one_into(tree, into, stream)
+            if type(tree) is np.ndarray:
+                return self._puts.one(tree, stream) if into is None else self._puts.one_into(tree, into, stream)
             return self._puts.start(tree, into, stream)
         except XferError:
             raise

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero
-from xferlib.device import Streams
 from xferlib.errors import TransferError, XferError
-from xferlib.protocol import Event
+from xferlib.protocol import Event, Stream
 
 __all__ = ["Transfer"]
+
+Name: TypeAlias = Callable[[int, Stream], None]
+"""Notes a stream, by handle, that was told to wait for a put, and so may read its arrays."""
 
 FIRST_NAP = 20e-6
 LONGEST_NAP = 1e-3
@@ -28,13 +30,13 @@ class Transfer:
     _finished = False
 
     def __init__(
-        self, value: Any, event: Event, failures: tuple[type[Exception], ...], on_host: bool, streams: Sequence[Streams]
+        self, value: Any, event: Event, failures: tuple[type[Exception], ...], on_host: bool, name: Name | None = None
     ) -> None:
         self._value = value
         self._event = event
         self._failures = failures
         self._on_host = on_host
-        self._streams = streams
+        self._name = name
 
     @property
     def value(self) -> Any:
@@ -99,9 +101,8 @@ class Transfer:
             raise
         except self._failures as error:
             raise self._failed(error) from error
-        if waiting is not None:
-            for streams in self._streams:
-                streams[waiting.handle] = waiting
+        if waiting is not None and self._name is not None:
+            self._name(waiting.handle, waiting)
 
     def __repr__(self) -> str:
         direction = "D2H" if self._on_host else "H2D"

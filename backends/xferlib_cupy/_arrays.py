@@ -14,7 +14,7 @@ from cupy.cuda import MemoryPointer, UnownedMemory
 from xferlib_cupy._device import Device
 from xferlib_cupy._streams import Streams
 
-__all__ = ["CupyArray", "as_array", "check_array", "check_dtype", "contiguous"]
+__all__ = ["CupyArray", "check_array", "check_dtype", "contiguous"]
 
 CupyArray: TypeAlias = Any
 """`cupy.ndarray`: CuPy ships no types."""
@@ -32,14 +32,6 @@ def check_dtype(dtype: np.dtype[Any], ordinal: int) -> None:
     if dtype.isbuiltin == OF_ANOTHER_PACKAGE and not dtype.hasobject and _can_hold(dtype, ordinal):
         return
     raise TypeError(f"CuPy {cupy.__version__} has no arrays of dtype {dtype}. {_advice(dtype)}")
-
-
-def as_array(
-    address: int, nbytes: int, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], lease: object, ordinal: int
-) -> CupyArray:
-    """Return an array over the memory. Every view of it holds the lease, by way of its memory object."""
-    # With the device given, nothing is asked of CUDA.
-    return cupy.ndarray(shape, dtype, MemoryPointer(UnownedMemory(address, nbytes, lease, ordinal), offset))
 
 
 def check_array(array: object, ordinal: int) -> None:
@@ -67,7 +59,7 @@ def contiguous(array: CupyArray, stream: object | None, streams: Streams, device
 
 def _can_hold(dtype: np.dtype[Any], ordinal: int) -> bool:
     try:
-        array = as_array(0, 0, 0, (0,), dtype, None, ordinal)
+        array = cupy.ndarray((0,), dtype, MemoryPointer(UnownedMemory(0, 0, None, ordinal), 0))
     except (TypeError, ValueError, KeyError):
         return False
     return bool(array.dtype == dtype)

@@ -31,6 +31,7 @@ LEGACY, PER_THREAD = 1, 2
 """Handles of the default streams: one for all threads of the device, and one that is another in each thread."""
 
 _NDARRAY = cupy.ndarray
+_MEMORY, _POINTER = cupy.cuda.UnownedMemory, cupy.cuda.MemoryPointer
 _SOURCE = tuple.__new__
 """A third of what the constructor of a named tuple takes."""
 
@@ -112,17 +113,23 @@ class CupyStager:
     def as_array(
         self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
     ) -> CupyArray:
-        return _arrays.as_array(block.address, block.nbytes, offset, shape, dtype, lease, self.ordinal)
+        # With the device given, nothing is asked of CUDA.
+        memory = _MEMORY(block.address, block.nbytes, lease, self.ordinal)
+        return _NDARRAY(shape, dtype, _POINTER(memory, offset))
 
     def as_source(self, array: CupyArray, stream: object | None = None) -> Source:
-        handle = self._checked(array, stream)
+        if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
+            _arrays.check_array(array, self.ordinal)
+        handle = self._handle(stream)
         if not array._c_contiguous:
             array = _arrays.contiguous(array, stream, self._streams, self._device)
         self._order(self.d2h, handle)
         return _SOURCE(Source, (array.data.ptr, array.nbytes, array))
 
     def as_target(self, array: CupyArray, stream: object | None = None) -> Source:
-        handle = self._checked(array, stream)
+        if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
+            _arrays.check_array(array, self.ordinal)
+        handle = self._handle(stream)
         # `array.flags` says the same, and takes ten times as long to build.
         if not array._c_contiguous:
             raise ValueError("the array is not contiguous in C order. Put into a new array, and assign it on the device")
@@ -143,12 +150,6 @@ class CupyStager:
 
     def close(self) -> None:
         self._give_back()
-
-    def _checked(self, array: CupyArray, stream: object | None) -> int:
-        """Return the handle of the stream that orders the array, if both are this device's."""
-        if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
-            _arrays.check_array(array, self.ordinal)
-        return self._handle(stream)
 
     def _fence(self, stream: Stream) -> Recorded:
         if stream.handle == PER_THREAD:

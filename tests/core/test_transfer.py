@@ -20,7 +20,7 @@ class Broke(Exception):
 
 
 def transfer(point: Point, *, on_host: bool = False) -> Transfer:
-    return Transfer("value", point, (Broke,), on_host, ())
+    return Transfer("value", point, (Broke,), on_host)
 
 
 def test_a_result_comes_in_time_or_not_at_all(stager: xferlib.Stager) -> None:
