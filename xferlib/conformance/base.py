@@ -32,6 +32,7 @@ REQUIRE = "XFERLIB_REQUIRE"
 
 POLL_SECONDS = 0.001
 WINDOW_SECONDS = 0.1
+MOST_PUTS = 100
 
 T = TypeVar("T")
 
@@ -146,6 +147,7 @@ class Laws(Hooks):
         taken = stager.stats().device_nbytes
         kept: list[Transfer] = []
         while len(kept) < at_least or stager.stats().device_nbytes == taken:
+            assert len(kept) < MOST_PUTS, f"{MOST_PUTS} arrays that are all kept share memory that was free after the first"
             others = pattern(values.shape, values.dtype, 100 + len(kept))
             kept.append(stager.put(self.pinned(stager, others)))
             if stager.stats().device_nbytes == taken:

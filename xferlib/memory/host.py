@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -26,7 +25,7 @@ class HostMemory:
         """Those that `check_dtype` has let pass."""
         self._is_pinned = backend.is_pinned
         self._check_dtype = backend.check_dtype
-        self._pool = pool
+        self._in_pool = pool.contains
 
     def leaf(self, leaf: Any) -> HostLeaf:
         """Check a leaf of a put. Raises `TypeError`."""
@@ -55,9 +54,6 @@ class HostMemory:
             if not array.flags.c_contiguous:
                 return None
             address = address_of(array)
-        # As `pool.contains`, without the call.
-        starts, ends = self._pool.index
-        index = bisect_right(starts, address) - 1
-        if (index >= 0 and address + nbytes <= ends[index]) or self._is_pinned(address, nbytes):
+        if self._in_pool(address, nbytes) or self._is_pinned(address, nbytes):
             return address
         return None

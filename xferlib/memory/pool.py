@@ -81,8 +81,7 @@ class PinnedPool:
         self._returned: deque[tuple[int, int]] = deque()
         self._large = Ranges()
         self._small = Ranges()
-        self.index: tuple[list[int], list[int]] = ([], [])
-        """Starts and ends of the segments, sorted: read without the lock."""
+        self._index: tuple[list[int], list[int]] = ([], [])
         self._closed = False
         self.hits = self.misses = 0
         self.nbytes = self.peak_nbytes = self.used_nbytes = 0
@@ -131,7 +130,7 @@ class PinnedPool:
 
     def contains(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside one segment of this pool. Takes no lock."""
-        starts, ends = self.index
+        starts, ends = self._index
         index = bisect_right(starts, address) - 1
         return index >= 0 and address + nbytes <= ends[index]
 
@@ -285,14 +284,14 @@ class PinnedPool:
             address, nbytes = self._returned.popleft()
             self.used_nbytes -= nbytes
             self._changes += 1
-            starts, _ = self.index
+            starts, _ = self._index
             segment = starts[bisect_right(starts, address) - 1]
             (self._small if segment in self._small.segments else self._large).give_back(address, nbytes)
 
     def _reindex(self) -> None:
         segments = sorted((self._large.segments | self._small.segments).items())
         # One assignment: `contains` reads without the lock.
-        self.index = [start for start, _ in segments], [start + nbytes for start, nbytes in segments]
+        self._index = [start for start, _ in segments], [start + nbytes for start, nbytes in segments]
 
     def _full(self, nbytes: int) -> AllocationError:
         return AllocationError(
