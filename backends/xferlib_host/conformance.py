@@ -126,7 +126,7 @@ class TestHost(StagerConformance):
         yield "reshaped", array.reshape(2, -1)
         yield "other dtype", array.view(np.uint8)
         yield "subclass", array.view(_Subclass)
-        yield "buffer", np.asarray(memoryview(array))
+        yield "buffer", np.asarray(array.data)
         yield "dlpack", np.from_dlpack(array)
 
 

@@ -15,7 +15,7 @@ __all__ = ["Array", "address_of", "check_dtype", "host_array", "pieces"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-BYTE = ctypes.c_char.from_buffer
+BYTE: Any = ctypes.c_char.from_buffer
 ADDRESS = ctypes.addressof
 
 

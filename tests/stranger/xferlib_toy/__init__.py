@@ -129,7 +129,7 @@ class ToyStager:
     def as_array(
         self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
     ) -> ToyArray:
-        raw = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(block.address + offset)
+        raw: Any = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(block.address + offset)
         return ToyArray(np.ndarray(shape, dtype, raw), after, lease)
 
     def as_source(self, array: ToyArray, stream: object | None = None) -> Source:
