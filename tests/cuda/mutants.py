@@ -203,7 +203,8 @@ class WaitsForAllCompute(BrokenBackend):
 
 def wait_for_compute(handle: int) -> None:
     for stream in bench().streams:
-        bench().cupy.cuda.runtime.streamWaitEvent(handle, stream.record().ptr)
+        event = stream.record()
+        bench().cupy.cuda.runtime.streamWaitEvent(handle, event.ptr)
 
 
 @broken_cupy(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=CupyOnTheNullStream)
@@ -384,7 +385,7 @@ def takes_pinned_memory_from_cupy(patch: pytest.MonkeyPatch) -> None:
     """The core leaves host memory to CuPy's pool, which hands it out again as soon as it is dropped, and holds nothing itself."""
     add = InFlight.add
 
-    def add_without(queue: InFlight, nbytes: int, keepalive: object) -> Event:
+    def add_without(queue: InFlight, nbytes: int, keepalive: object, sources: object = ()) -> Event:
         return add(queue, nbytes, None)
 
     def empty_pinned(stager: Stager, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
