@@ -18,9 +18,10 @@ from xferlib.workload import EdgeSpec, Workload
 if TYPE_CHECKING:
     import xferlib_cupy.workload
     import xferlib_host.workload
+    import xferlib_numba.workload
 
     # That the modules offer what the contract says is the type checker's to find.
-    CONFORMING: tuple[Workload, ...] = (xferlib_host.workload, xferlib_cupy.workload)
+    CONFORMING: tuple[Workload, ...] = (xferlib_host.workload, xferlib_cupy.workload, xferlib_numba.workload)
 
 FRAMES = 3
 SIZES = [(1, 1), (1, 9), (9, 1), (2, 2), (17, 33), (33, 64), (70, 67)]

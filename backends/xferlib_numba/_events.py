@@ -1,0 +1,223 @@
+"""Events: points in streams that are reached or not, from a pool of handles of our own.
+
+Not Numba's events: each of those is destroyed by a queue that is flushed, and blocks, at the eleventh. Handles are used again: a
+wait that was enqueued on an event keeps what the event meant then, so recording it anew disturbs nobody. Which streams may be
+waited for is no matter of this file.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol, final
+
+from xferlib.errors import CapabilityError
+from xferlib.protocol import Stream
+from xferlib_numba._device import Device
+from xferlib_numba._streams import Handle, Streams
+
+__all__ = ["AllEvents", "EventPool", "LaterEvent", "NumbaEvent", "Recorded"]
+
+DISABLE_TIMING = 2
+NO_FLAGS = 0
+NOT_READY = 600
+CAPTURE_UNSUPPORTED = 900
+
+
+class Recorded(Protocol):
+    """What every event of this backend is: the protocol's `Event`, and the copy streams can be made to wait for it."""
+
+    def done(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def stream_wait(self, stream: object | None = None) -> Stream: ...
+
+    def enqueue_wait(self, handle: Handle) -> None:
+        """Make a stream wait. It is not being captured."""
+
+
+@final
+class EventPool:
+    """Handles of events that nobody looks at any more. No lock: a deque's ends are safe to use from any thread."""
+
+    __slots__ = ("device", "free", "streams")
+
+    def __init__(self, device: Device, streams: Streams) -> None:
+        self.device = device
+        self.streams = streams
+        self.free: deque[Any] = deque()
+
+    def record(self, stream: Handle | int) -> NumbaEvent:
+        """Record an event on a stream, which is not being captured."""
+        try:
+            handle = self.free.pop()
+        except IndexError:
+            handle = self._create()
+        try:
+            self.device.record(handle, stream)
+        except BaseException:
+            self.free.append(handle)
+            raise
+        return NumbaEvent(handle, self)
+
+    def order(self, stream: Handle, after: Handle) -> None:
+        """Make a stream of our own wait for what a user's, not being captured, has enqueued so far."""
+        try:
+            handle = self.free.pop()
+        except IndexError:
+            handle = self._create()
+        try:
+            self.device.record(handle, after)
+            self.device.wait(stream, handle, NO_FLAGS)
+        finally:
+            self.free.append(handle)
+
+    def _create(self) -> Any:
+        # An event is of the context in which it was created.
+        with self.device.current():
+            return self.device.raw("cuEventCreate")(DISABLE_TIMING)
+
+    def __del__(self) -> None:
+        # The last event has gone: each of them holds the pool.
+        for handle in self.free:
+            self.device.give_back("cuEventDestroy", handle)
+
+
+@final
+class NumbaEvent:
+    """A recorded event. Its handle goes back to the pool when it dies."""
+
+    __slots__ = ("_handle", "_named", "_pool")
+
+    def __init__(self, handle: Any, pool: EventPool) -> None:
+        self._handle = handle
+        self._pool = pool
+        self._named: Any = None
+
+    def done(self) -> bool:
+        device = self._pool.device
+        mode = device.relax()
+        status = device.event_status(self._handle)[0]
+        device.restore(mode)
+        if not status:
+            return True
+        if status == NOT_READY:
+            return False
+        raise device.failed("cuEventQuery", status)
+
+    def synchronize(self) -> None:
+        device = self._pool.device
+        mode = device.relax()
+        try:
+            device.synchronize(self._handle)
+        finally:
+            device.restore(mode)
+
+    def stream_wait(self, stream: object | None = None) -> Stream:
+        found = self._pool.streams.find(stream)
+        self._pool.device.wait(found.handle, self._handle, NO_FLAGS)
+        if self._named is not None and stream is not None and found.keepalive is not None:
+            self._named.handle = self._pool.device.numba.driver.binding.CUstream(found.handle)
+            self._named.keepalive = found.keepalive
+        return found
+
+    def stream_of_arrays(self) -> Any:
+        """Return the stream that arrays shall name whose data this event stands for, and that Numba then uses for them.
+
+        It is the default stream, which `Transfer.value` makes wait, until `stream_wait` names another: then that one, also for
+        views that exist already. Not one that its owner may destroy.
+        """
+        if self._named is None:
+            streams = self._pool.streams
+            self._named = type(streams.numba_default)(streams.default)
+        return self._named
+
+    def enqueue_wait(self, handle: Handle) -> None:
+        self._pool.device.wait(handle, self._handle, NO_FLAGS)
+
+    def __del__(self) -> None:
+        self._pool.free.append(self._handle)
+
+
+@final
+class LaterEvent:
+    """The work on a stream that is being captured: recorded when first asked for after the capture has ended.
+
+    Recording during the capture would put a node into the user's graph, and querying that would invalidate it. What is enqueued
+    before the recording counts, too: reached late at times, never early.
+    """
+
+    __slots__ = ("_event", "_pool", "_stream")
+
+    def __init__(self, stream: Stream, pool: EventPool) -> None:
+        self._stream = stream
+        self._pool = pool
+        self._event: NumbaEvent | None = None
+
+    def done(self) -> bool:
+        event = self._recorded()
+        return event is not None and event.done()
+
+    def synchronize(self) -> None:
+        """As CUDA does for a capturing stream: refuse. Waiting for a capture's end might be waiting for the caller."""
+        event = self._recorded()
+        if event is None:
+            device = self._pool.device
+            raise device.failed("cuEventSynchronize", device.numba.driver.binding.CUresult(CAPTURE_UNSUPPORTED))
+        event.synchronize()
+
+    def stream_wait(self, stream: object | None = None) -> Stream:
+        found = self._pool.streams.find(stream)
+        self.enqueue_wait(found.handle)
+        return found
+
+    def enqueue_wait(self, handle: Handle) -> None:
+        event = self._recorded()
+        if event is None:
+            raise CapabilityError(
+                f"stream {self._stream.handle:#x} is being captured into a graph, so nothing can wait for what it did before. "
+                "End the capture first, or raise device_limit, so that other memory is taken"
+            )
+        event.enqueue_wait(handle)
+
+    def _recorded(self) -> NumbaEvent | None:
+        # Two threads at once may record two events: either is right.
+        if self._event is None and not self._pool.streams.is_capturing(self._stream.handle):
+            self._event = self._pool.record(self._stream.handle)
+        return self._event
+
+
+@final
+class AllEvents:
+    """Reached when all of several events are.
+
+    No further stream joins them, since it would be first in, first out: a fence for streams that are done would wait behind one
+    for streams that are not, and the memory would be taken for busy.
+    """
+
+    __slots__ = ("_left", "_pool")
+
+    def __init__(self, events: tuple[Recorded, ...], pool: EventPool) -> None:
+        self._left = events
+        self._pool = pool
+
+    def done(self) -> bool:
+        # A new tuple each time: another thread may be going through the old one.
+        left = self._left
+        while left and left[-1].done():
+            left = left[:-1]
+        self._left = left
+        return not left
+
+    def synchronize(self) -> None:
+        for event in self._left:
+            event.synchronize()
+
+    def stream_wait(self, stream: object | None = None) -> Stream:
+        found = self._pool.streams.find(stream)
+        self.enqueue_wait(found.handle)
+        return found
+
+    def enqueue_wait(self, handle: Handle) -> None:
+        for event in self._left:
+            event.enqueue_wait(handle)

@@ -1,0 +1,127 @@
+"""Device blocks and page-locked memory: raw addresses, allocated and freed by the driver at once.
+
+Numba's own memory is freed late: pinned memory waits, counted as zero bytes, until the eleventh free flushes them all. Every call
+here may wait for the GPU, so none is made in steady state. Who uses the memory, and when, is no matter of this file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+from xferlib_numba._device import Device
+
+__all__ = ["Block", "PinnedMemory"]
+
+PAGE = 4096
+PORTABLE = 1
+READ_ONLY = 8
+HOST = 1
+INVALID_VALUE = 1
+OUT_OF_MEMORY = 2
+
+
+@final
+class Block:
+    """Device memory, freed with the last reference."""
+
+    __slots__ = ("_device", "address", "nbytes")
+
+    ready = None
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        # Set before the call that may fail: the destructor looks at it.
+        self.address = 0
+        self.nbytes = nbytes
+        self._device = device
+        with device.current():
+            self.address = _alloc(device, nbytes)
+
+    def __del__(self) -> None:
+        if self.address:
+            self._device.give_back("cuMemFree", self.address)
+
+
+@final
+class PinnedMemory:
+    """Page-locks and unlocks host memory, for every device (portable)."""
+
+    __slots__ = ("_device", "_inside")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        # Address given out -> address to free, for the few where they differ.
+        self._inside: dict[int, int] = {}
+
+    def alloc(self, nbytes: int) -> int:
+        alloc = self._device.raw("cuMemHostAlloc")
+        with self._device.current():
+            address = int(alloc(nbytes, PORTABLE))
+            if address % PAGE == 0:
+                return address
+            # Small requests are cut out of a larger piece.
+            self._device.raw("cuMemFreeHost")(address)
+            address = int(alloc(nbytes + PAGE, PORTABLE))
+        aligned = -(-address // PAGE) * PAGE
+        self._inside[aligned] = address
+        return aligned
+
+    def free(self, address: int) -> None:
+        address = self._inside.pop(address, address)
+        with self._device.current():
+            self._device.raw("cuMemFreeHost")(address)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        register = self._device.raw("cuMemHostRegister")
+        with self._device.current():
+            try:
+                register(address, nbytes, PORTABLE)
+            except self._device.error:
+                # Pages that may not be written cannot be locked for writing. Only for those: a copy to memory that was locked as
+                # read-only would be an error that nothing recovers from.
+                if not _is_write_protected(address, nbytes):
+                    raise
+                register(address, nbytes, PORTABLE | READ_ONLY)
+
+    def unpin(self, address: int) -> None:
+        with self._device.current():
+            self._device.raw("cuMemHostUnregister")(address)
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        with self._device.current():
+            return self._is_host(address) and self._is_host(address + nbytes - 1)
+
+    def _is_host(self, address: int) -> bool:
+        binding = self._device.numba.driver.binding
+        status, kind = binding.cuPointerGetAttribute(binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+        if status == INVALID_VALUE:
+            # Memory that the driver does not know.
+            return False
+        if status:
+            raise self._device.failed("cuPointerGetAttribute", status)
+        return int(kind) == HOST
+
+
+def _alloc(device: Device, nbytes: int) -> int:
+    alloc = device.raw("cuMemAlloc")
+    try:
+        return int(alloc(nbytes))
+    except device.error as error:
+        if error.code != OUT_OF_MEMORY:
+            raise
+    # Numba keeps what its arrays gave back; it does the same for itself before it gives up. Other memory managers have no queue.
+    queue = getattr(device.numba_context.memory_manager, "deallocations", None)
+    if queue is not None:
+        queue.clear()
+    return int(alloc(nbytes))
+
+
+def _is_write_protected(address: int, nbytes: int) -> bool:
+    """Tell whether no mapping in the range may be written, as the kernel sees it."""
+    permissions = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode, _ = line.split(maxsplit=2)
+        start, end = (int(edge, 16) for edge in span.split("-"))
+        if start < address + nbytes and address < end:
+            permissions.append(mode)
+    return bool(permissions) and not any("w" in mode for mode in permissions)

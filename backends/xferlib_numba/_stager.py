@@ -1,0 +1,186 @@
+"""The backend: copies by Numba's driver bindings on two streams of its own, Numba's arrays over blocks of its own.
+
+Invariant: nothing but copies and waits enters the two copy streams, and both are non-blocking: those that `cuda.stream()` makes
+stop for whatever anybody enqueues on the legacy default stream, where Numba works unless told otherwise. Compiles nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, cast, final
+
+import numpy as np
+
+from xferlib.protocol import Capabilities, DeviceBlock, Event, Source, Stream
+from xferlib_numba import _arrays
+from xferlib_numba._arrays import Lay, NumbaArray
+from xferlib_numba._device import LEGACY, PER_THREAD, Device
+from xferlib_numba._events import AllEvents, EventPool, LaterEvent, NumbaEvent, Recorded
+from xferlib_numba._gather import Gathering, plan
+from xferlib_numba._memory import Block, PinnedMemory
+from xferlib_numba._streams import Handle, Streams
+
+__all__ = ["NumbaStager"]
+
+NON_BLOCKING = 1
+
+_SOURCE = tuple.__new__
+"""A third of what the constructor of a named tuple takes."""
+
+
+@final
+class NumbaStager:
+    """A `HostStager` over Numba. `h2d` and `d2h` are the handles of the copy streams, for tests that hold them."""
+
+    name = "numba"
+    on_gpu = True
+    fallback = False
+    capabilities = Capabilities(pinned=True, register=True, streams=True, put_into=True)
+
+    def __init__(self, device: Device) -> None:
+        self.device = device.words
+        self.ordinal = device.ordinal
+        # What Numba raises when a driver call fails is one of these.
+        self.failures: tuple[type[Exception], ...] = (device.numba.driver.CudaDriverError,)
+        self._device = device
+        self._streams = Streams(device)
+        self._events = EventPool(device, self._streams)
+        self._pinned = PinnedMemory(device)
+        self._gathering = Gathering(device)
+        # On the path of every small transfer: an attribute of this object each, no chain of them.
+        self._copy_h2d = device.copy_h2d
+        self._copy_d2h = device.copy_d2h
+        self._record = self._events.record
+        self._order = self._events.order
+        self._handle = self._streams.handle
+        self._default = self._streams.default
+        self._array = device.numba.array
+        self._several = device.several
+        with device.current():
+            create = device.raw("cuStreamCreate")
+            self.h2d: Handle = create(NON_BLOCKING)
+            self.d2h: Handle = create(NON_BLOCKING)
+        self._give_back = weakref.finalize(self, _destroy, device, (self.h2d, self.d2h))
+        # At interpreter exit the streams go with the process.
+        self._give_back.atexit = False
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        return self._pinned.alloc(nbytes)
+
+    def free_pinned(self, address: int) -> None:
+        self._pinned.free(address)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self._pinned.pin(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        self._pinned.unpin(address)
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        return self._pinned.is_pinned(address, nbytes)
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self._copy_h2d(dst, src, nbytes, self.h2d)
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        self._copy_d2h(dst, src, nbytes, self.d2h)
+
+    def record_h2d(self) -> Event:
+        return self._record(self.h2d)
+
+    def record_d2h(self) -> Event:
+        return self._record(self.d2h)
+
+    def order_h2d(self, after: Event) -> None:
+        cast("Recorded", after).enqueue_wait(self.h2d)
+
+    def check_stream(self, stream: object) -> None:
+        self._handle(stream)
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        _arrays.check_dtype(dtype, self._device.numba)
+
+    def alloc_device(self, nbytes: int) -> DeviceBlock:
+        return Block(self._device, nbytes)
+
+    def as_array(
+        self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
+    ) -> NumbaArray:
+        stream = after.stream_of_arrays() if isinstance(after, NumbaEvent) else self._streams.numba_default
+        return _arrays.as_array(self._device, block.address + offset, shape, dtype, stream=stream, lease=lease)
+
+    def as_source(self, array: NumbaArray, stream: object | None = None) -> Source:
+        if array.__class__ is self._array and array.is_c_contiguous() and not self._several:
+            address, nbytes = array.gpu_data.device_pointer_value or 0, array.nbytes
+            self._order_after(self.d2h, stream, array.stream)
+            return _SOURCE(Source, (address, nbytes, array))
+        lay = self._look(array)
+        # Refused, if at all, before anything has to wait.
+        runs = None if lay.strides is None else plan(lay.shape, lay.strides, lay.itemsize)
+        self._order_after(self.d2h, stream, lay.stream)
+        if runs is None:
+            return Source(lay.address, lay.nbytes, array)
+        gathered = self._gathering.copy(lay.address, lay.nbytes, runs, self.d2h)
+        return Source(gathered.block.address, lay.nbytes, (gathered, array))
+
+    def as_target(self, array: NumbaArray, stream: object | None = None) -> Source:
+        if array.__class__ is self._array and array.is_c_contiguous() and not self._several:
+            address, nbytes = array.gpu_data.device_pointer_value or 0, array.nbytes
+            self._order_after(self.h2d, stream, array.stream)
+            return _SOURCE(Source, (address, nbytes, array))
+        lay = self._look(array)
+        if lay.strides is not None:
+            raise ValueError("the array is not contiguous in C order. Put into a new array, and assign it on the device")
+        if lay.read_only:
+            raise ValueError("the array is read-only. Put into one that may be written, or into a new one")
+        self._order_after(self.h2d, stream, lay.stream)
+        return Source(lay.address, lay.nbytes, array)
+
+    def sweep(self) -> None:
+        """Do nothing: Numba's arrays drop their lease when they die."""
+
+    def retire(self, streams: Iterable[Stream]) -> Event | None:
+        events = [self._fence(stream) for stream in streams]
+        if len(events) > 1:
+            return AllEvents(tuple(events), self._events)
+        return events[0] if events else None
+
+    def lost(self, block: DeviceBlock) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._gathering.close()
+        self._give_back()
+
+    def _look(self, array: object) -> Lay:
+        lay = _arrays.look(array, self._device.numba)
+        if self._several and lay.nbytes:
+            _arrays.check_device(lay.address, self._device)
+        return lay
+
+    def _order_after(self, copies: Handle, stream: object | None, named: Any) -> None:
+        """Make a copy stream wait for the stream given, else for the default stream and the one that the array names.
+
+        Both, since Numba's kernels run on the default stream whatever an array names.
+        """
+        handle = self._handle(stream)
+        # Arrays of ours name the default stream by the very same object; Numba's name none by 0.
+        if stream is None and named and getattr(named, "handle", None) is not self._default:
+            other = self._handle(named)
+            if int(other) != int(handle):
+                self._order(copies, other)
+        self._order(copies, handle)
+
+    def _fence(self, stream: Stream) -> Recorded:
+        if stream.handle == PER_THREAD:
+            # It was another thread's, perhaps, and cannot be named from here. The legacy one waits for all of them.
+            stream = Stream(LEGACY, stream.keepalive)
+        if self._streams.is_capturing(stream.handle):
+            return LaterEvent(stream, self._events)
+        return self._record(stream.handle)
+
+
+def _destroy(device: Device, streams: tuple[Handle, ...]) -> None:
+    for stream in streams:
+        device.give_back("cuStreamDestroy", stream)

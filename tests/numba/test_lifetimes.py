@@ -1,0 +1,90 @@
+"""What arrays may outlive, and that a hundred thousand transfers leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, NamedTuple, cast
+
+import psutil
+import pytest
+from xferlib_numba import conformance
+
+from xferlib.conformance import cuda
+from xferlib.conformance.values import assert_same, words
+from xferlib.stager import Stager
+
+PUTS = 100_000
+WARM_UP = 5_000
+IN_FLIGHT = 64
+SMALL_NBYTES = 64
+BLOCK_NBYTES = 256
+"""What a block for a small put takes."""
+SLACK_NBYTES = 4 << 20
+"""Less than a hundred thousand of anything."""
+
+
+class Footprint(NamedTuple):
+    device_free_nbytes: int
+    device_nbytes: int
+    pooled_events: int
+    resident_nbytes: int
+
+
+def footprint(stager: Stager) -> Footprint:
+    gc.collect()
+    backend = cast("Any", stager.backend)
+    return Footprint(
+        cuda.device_free_nbytes(), stager.stats().device_nbytes, len(backend._events.free), psutil.Process().memory_info().rss
+    )
+
+
+@pytest.mark.parametrize("use", ["dropped", "waited_for_by_a_stream", "into_an_array"])
+def test_a_hundred_thousand_small_puts_leave_nothing_behind(laws: conformance.TestNumba, stager: Stager, use: str) -> None:
+    source = laws.pinned(stager, words(1, SMALL_NBYTES))
+    into = laws.from_numpy(words(2, SMALL_NBYTES)) if use == "into_an_array" else None
+
+    def put(count: int) -> None:
+        for turn in range(count):
+            transfer = stager.put(source, into=into)
+            if use == "waited_for_by_a_stream":
+                transfer.stream_wait()
+            if turn % IN_FLIGHT == 0:
+                transfer.synchronize()
+        transfer.synchronize()
+
+    put(WARM_UP)
+    before = footprint(stager)
+    put(PUTS)
+    after = footprint(stager)
+    assert before.device_free_nbytes - after.device_free_nbytes <= SLACK_NBYTES
+    assert after.device_nbytes - before.device_nbytes <= IN_FLIGHT * BLOCK_NBYTES
+    assert after.pooled_events - before.pooled_events <= 2 * IN_FLIGHT
+    assert after.resident_nbytes - before.resident_nbytes <= SLACK_NBYTES
+
+
+def test_views_and_aliases_outlive_transfer_batch_and_stager(laws: conformance.TestNumba, stager: Stager) -> None:
+    values = [words(seed) for seed in range(3)]
+    with laws.new_stager() as own:
+        batch = own.put([laws.pinned(own, value) for value in values]).result()
+        kept = dict(laws.aliases(batch[1]))
+        del batch
+    gc.collect()
+    want = {name: laws.to_numpy(alias) for name, alias in kept.items()}
+    assert_same(want["as_cuda_array"], values[1])
+    others = [laws.put_others(stager, words(9)), stager.put([words(seed) for seed in (10, 11, 12)]).result()]
+    for name, alias in kept.items():
+        assert_same(laws.to_numpy(alias), want[name])
+    del others
+
+
+def test_memory_is_freed_with_the_last_view_of_a_closed_stager(laws: conformance.TestNumba) -> None:
+    # CUDA hands small requests out of larger pieces: this one is a piece of its own.
+    values = words(1, 64 << 20)
+    with laws.new_stager() as own:
+        conformance.bench()
+        view = laws.put_values(own, values)[5:]
+    gc.collect()
+    held = cuda.device_free_nbytes()
+    assert_same(laws.to_numpy(view), values[5:])
+    del view
+    assert cuda.device_free_nbytes() - held >= values.nbytes

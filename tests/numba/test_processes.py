@@ -1,0 +1,133 @@
+"""What needs a process of its own: the interpreter's end, a fork, and errors from which a CUDA context does not recover."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from xferlib.stager import Stager
+
+LIMIT_SECONDS = 90.0
+
+PRELUDE = """
+import numpy as np, xferlib, xferlib_numba
+
+stager = xferlib.Stager(xferlib_numba.open_stager())
+source = stager.empty_pinned(1 << 20, np.uint8)
+source[...] = 7
+"""
+
+ENDINGS = {
+    "arrays_of_an_open_stager": "array = stager.put(source).value",
+    "arrays_of_a_closed_stager": "array = stager.put(source).result(); got = stager.get(array).result(); stager.close()",
+    "transfers_in_flight": "transfers = [stager.put(source) for _ in range(100)]",
+    "pageable_gets_in_flight": "array = stager.put(source).value; transfers = [stager.get(array, out=np.empty(1 << 20, np.uint8))]",
+    "a_cycle_of_arrays": "array = stager.put(source).value; cycle = [array]; cycle.append(cycle)",
+    "pinned_memory": "stager.close()",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_interpreter_ends_cleanly_with(stager: Stager, ending: str) -> None:
+    run(ENDINGS[ending])
+
+
+def test_a_forked_child_is_refused(stager: Stager) -> None:
+    run(
+        """
+        import os, warnings
+
+        array = stager.put(source).result()
+        # Python warns of forking a process with threads: that is what this is about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+        if child == 0:
+            try:
+                stager.put(source)
+            except xferlib.BackendUnavailableError as error:
+                os._exit(0 if "forked" in str(error) else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert (stager.get(array).result() == 7).all()
+        stager.close()
+        """
+    )
+
+
+def test_a_child_that_drops_everything_harms_nobody(stager: Stager) -> None:
+    run(
+        """
+        import gc, os, warnings
+
+        array = stager.put(source).result()
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+        if child == 0:
+            del array, source, stager
+            gc.collect()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert (stager.get(array).result() == 7).all()
+        stager.close()
+        """
+    )
+
+
+QUESTIONS = {
+    "done": "while not later.done(): pass",
+    "synchronize": "later.synchronize()",
+    "result": "later.result()",
+    "result_with_a_timeout": "later.result(timeout=60)",
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_an_error_of_the_device_is_raised_and_never_takes_for_ever(stager: Stager, question: str) -> None:
+    run(
+        f"""
+        import numpy, os
+        from xferlib_numba._module import load
+
+        cuda = load().cuda
+        if not hasattr(numpy, "row_stack"):
+            numpy.row_stack = numpy.vstack
+
+        @cuda.jit
+        def crash(array):
+            array[1 << 60] = 1
+
+        transfer = stager.put(source)
+        crash[256, 1](transfer.result())
+        try:
+            cuda.synchronize()
+        except stager.backend.failures:
+            pass
+        for start in (lambda: stager.put(source), lambda: stager.put(np.ones(9))):
+            try:
+                later = start()
+                {QUESTIONS[question]}
+            except xferlib.TransferError as error:
+                assert isinstance(error.__cause__, stager.backend.failures), error.__cause__
+            except xferlib.AllocationError:
+                pass
+            else:
+                raise AssertionError("a transfer on a device that has failed was reported as done")
+        # Nothing can be given back to such a device.
+        os._exit(0)
+        """
+    )
+
+
+def run(script: str) -> None:
+    """Run the script behind the prelude, and assert that it ends well and says nothing."""
+    child = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    assert (child.returncode, child.stdout + child.stderr) == (0, "")
