@@ -18,10 +18,16 @@ from xferlib.workload import EdgeSpec, Workload
 if TYPE_CHECKING:
     import xferlib_cupy.workload
     import xferlib_host.workload
+    import xferlib_jax.workload
     import xferlib_numba.workload
 
     # That the modules offer what the contract says is the type checker's to find.
-    CONFORMING: tuple[Workload, ...] = (xferlib_host.workload, xferlib_cupy.workload, xferlib_numba.workload)
+    CONFORMING: tuple[Workload, ...] = (
+        xferlib_host.workload,
+        xferlib_cupy.workload,
+        xferlib_numba.workload,
+        xferlib_jax.workload,
+    )
 
 FRAMES = 3
 SIZES = [(1, 1), (1, 9), (9, 1), (2, 2), (17, 33), (33, 64), (70, 67)]

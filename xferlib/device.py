@@ -114,6 +114,8 @@ class BlockCache:
 
     def close(self) -> None:
         """Free what is idle; a block that an array still reaches is freed when its lease ends."""
+        with suppress(*self._backend.failures):
+            self._backend.sweep()
         self._over = True
         # Deques that keep nothing: from here on the end of a lease is the end of its block.
         ended, self.ended = self.ended, deque(maxlen=0)
@@ -315,8 +317,8 @@ class BlockCache:
             if not isinstance(error, self._backend.failures):
                 raise
             raise AllocationError(
-                f"the device has no {size} bytes left ({self.nbytes} are taken by puts). Drop arrays, use smaller batches, or free "
-                "memory that other libraries hold"
+                f"the device has no {size} bytes left ({self.nbytes} are taken by puts): {error}. Drop arrays, use smaller "
+                "batches, or free memory that other libraries hold"
             ) from error
 
     def _add_spare(self, size: int) -> None:

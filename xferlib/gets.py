@@ -50,7 +50,7 @@ class Gets:
         alike: list[Alike] = []
         for index, leaf in enumerate(leaves):
             try:
-                shape, dtype = describe(leaf, self._backend.name)
+                shape, dtype = self._described(leaf)
                 self._host.check_dtype(dtype)
                 if outs is not None:
                     check_out(outs[index], shape, dtype)
@@ -61,6 +61,14 @@ class Gets:
         if outs is not None and len(outs) > 1:
             check_apart([(address_of(array), array.nbytes) for array in outs], "out")
         return alike
+
+    def _described(self, leaf: Any) -> Alike:
+        try:
+            return describe(leaf, self._backend.name)
+        except TypeError:
+            # The backend may know what this is, and what to do about it.
+            self._backend.as_source(leaf)
+            raise
 
     def _ordered(self, leaves: list[Any], spec: Spec, stream: object | None) -> list[Source]:
         sources: list[Source] = []

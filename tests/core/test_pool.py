@@ -282,6 +282,16 @@ def test_arrays_outlive_close_and_are_unpinned_when_the_last_view_goes() -> None
     assert pool.usage()[0] == 0
 
 
+def test_nothing_is_unpinned_while_the_interpreter_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    pool = driver.pool(4 * MIB)
+    block = pool.take(4 * MIB)
+    pool.close()
+    monkeypatch.setattr(pool, "_is_finalizing", lambda: True)
+    del block
+    assert driver.frees == 0
+
+
 def test_parts_of_a_shared_segment_outlive_close_together() -> None:
     driver = Driver()
     pool = driver.pool(8 * MIB)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import threading
 from bisect import bisect_right
 from collections import deque
@@ -83,6 +84,8 @@ class PinnedPool:
         self._small = Ranges()
         self._index: tuple[list[int], list[int]] = ([], [])
         self._closed = False
+        # By name in the instance: at interpreter exit modules lose theirs.
+        self._is_finalizing = sys.is_finalizing
         self.hits = self.misses = 0
         self.nbytes = self.peak_nbytes = self.used_nbytes = 0
         forget_in_child(self)
@@ -265,7 +268,8 @@ class PinnedPool:
 
     def _give_back(self, address: int, nbytes: int) -> None:
         self._returned.append((address, nbytes))
-        if self._closed:
+        # At interpreter exit modules are taken apart, the backend's too; the memory goes with the process.
+        if self._closed and not self._is_finalizing():
             self._drain_closed()
 
     def _drain_closed(self) -> None:

@@ -1,0 +1,150 @@
+"""JAX arrays over memory that is ours, and what may be asked of arrays that are the user's.
+
+Nothing is copied here, and nothing is ordered but by what the caller passes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from xferlib_jax._capsule import Capsules, Exporter
+
+__all__ = ["JaxArray", "adopt", "check_array", "check_dtype", "dlpack_code", "kind_of"]
+
+JaxArray: TypeAlias = Any
+"""`jax.Array`, which is also what a traced value claims to be."""
+
+INTEGER, UNSIGNED, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6
+_FLOAT8 = {
+    "float8_e3m4": 7,
+    "float8_e4m3": 8,
+    "float8_e4m3b11fnuz": 9,
+    "float8_e4m3fn": 10,
+    "float8_e4m3fnuz": 11,
+    "float8_e5m2": 12,
+    "float8_e5m2fnuz": 13,
+    "float8_e8m0fnu": 14,
+}
+CODES: Final[dict[np.dtype[Any], tuple[int, int]]] = {
+    np.dtype(np.bool_): (BOOL, 8),
+    np.dtype(ml_dtypes.bfloat16): (BFLOAT, 16),
+    **{np.dtype(getattr(ml_dtypes, name)): (code, 8) for name, code in _FLOAT8.items()},
+    **{np.dtype(f"int{bits}"): (INTEGER, bits) for bits in (8, 16, 32, 64)},
+    **{np.dtype(f"uint{bits}"): (UNSIGNED, bits) for bits in (8, 16, 32, 64)},
+    **{np.dtype(f"float{bits}"): (FLOAT, bits) for bits in (16, 32, 64)},
+    **{np.dtype(f"complex{bits}"): (COMPLEX, bits) for bits in (64, 128)},
+}
+"""DLPack's code and bits for every dtype of JAX whose items are whole bytes."""
+NARROWED: Final = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("i8", "i4"), ("u8", "u4"), ("f8", "f4"), ("c16", "c8"))}
+"""What JAX makes of 64-bit types unless they are turned on."""
+SUB_BYTE: Final = {
+    np.dtype(getattr(ml_dtypes, name)): whole
+    for name, whole in (
+        *((name, "int8") for name in ("int2", "int4")),
+        *((name, "uint8") for name in ("uint2", "uint4")),
+        ("float4_e2m1fn", "bfloat16"),
+    )
+    if hasattr(ml_dtypes, name)
+}
+
+
+def check_dtype(dtype: np.dtype[Any]) -> None:
+    """Raise `TypeError` unless JAX's arrays can have this dtype, and keep it."""
+    if dtype in NARROWED:
+        check_wide(dtype)
+        return
+    if dtype in CODES:
+        return
+    if dtype in SUB_BYTE:
+        whole = SUB_BYTE[dtype]
+        raise TypeError(
+            f"JAX packs several items of {dtype} into a byte, NumPy does not, so they are not transferred. Transfer {whole} and "
+            f"convert on the device: array.astype(jax.numpy.{dtype})"
+        )
+    raise TypeError(f"JAX has no arrays of dtype {dtype}. {_advice(dtype)}")
+
+
+def check_wide(dtype: np.dtype[Any]) -> None:
+    """Raise `TypeError` if the calling thread's JAX would narrow this 64-bit dtype."""
+    if not jax.config.jax_enable_x64:
+        raise TypeError(
+            f"JAX would narrow {dtype} to {NARROWED[dtype]}: its 64-bit types are off. Turn them on with "
+            f'jax.config.update("jax_enable_x64", True), or convert first: array.astype("{NARROWED[dtype]}")'
+        )
+
+
+def dlpack_code(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Return DLPack's code and bits. Raises `TypeError` if the calling thread's JAX would narrow the dtype, which may change."""
+    if dtype in NARROWED:
+        check_wide(dtype)
+    return CODES[dtype]
+
+
+def adopt(
+    capsules: Capsules,
+    address: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    device: tuple[int, int],
+    order: Callable[[Any], None] | None,
+    lease: object,
+) -> JaxArray:
+    """Return an array over the memory, which starts at a multiple of 256, without a copy.
+
+    JAX asks `order` to make one of its streams wait (None: it has none), and everything that reads the array waits for that stream.
+    `lease` lives until JAX has let the buffer go.
+    """
+    code, bits = dlpack_code(dtype)
+    capsule, ticket = capsules.lend(address, shape, code, bits, device, lease)
+    try:
+        return jax.dlpack.from_dlpack(Exporter(capsule, device, order))
+    except BaseException:
+        capsules.withdraw(ticket)
+        raise
+
+
+def check_array(array: object, device: Any) -> None:
+    """Raise `TypeError` unless this is a JAX array with memory, `ValueError` unless all of it is there, on this device."""
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"{kind_of(array)} stands for an array inside a function that JAX traces, and has no memory. Call get outside of jit, "
+            "grad and vmap, on what the function returns"
+        )
+    if not isinstance(array, jax.Array):
+        raise TypeError(f"expected a jax.Array, got {kind_of(array)}. Import arrays of other libraries with jax.dlpack.from_dlpack")
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{kind_of(array)} holds random keys, whose bytes are JAX's own matter. Get jax.random.key_data(keys)")
+    if array.is_deleted():
+        raise ValueError(
+            "the array was deleted, by its delete() or by donating it to a function. Get it before, or get what that returned"
+        )
+    devices = array.sharding.device_set
+    if len(devices) > 1 or not array.is_fully_addressable:
+        raise ValueError(
+            f"the array is spread over {len(devices)} devices, a stager moves those of one. Get its shards, each with a stager "
+            "of its device: [shard.data for shard in array.addressable_shards]"
+        )
+    (found,) = devices
+    if found != device:
+        raise ValueError(
+            f"the array is on {found}, this stager on {device}. Open another with device=, counted as in jax.local_devices()"
+        )
+
+
+def kind_of(thing: object) -> str:
+    """Name a thing's type."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _advice(dtype: np.dtype[Any]) -> str:
+    if dtype.kind in "mM":
+        return "Transfer its integers: array.view('int64')"
+    if dtype.kind in "fc":
+        return "Convert to float32 or complex64 first: array.astype(...)"
+    return "Transfer booleans, integers, floats or complex numbers"

@@ -1,0 +1,219 @@
+"""DLPack structs of our own, whose deleter tells when a buffer was let go: not the array, the buffer.
+
+Aliases share a buffer under other Python objects, a donated result takes it over, and a computation under way holds it alone; only
+the deleter of the capsule that the buffer was imported from knows of all that.
+
+The deleter is `pthread_spin_unlock` of the C library. XLA calls deleters on threads of its own, and a function of Python's would
+ask for the GIL there, which another thread may hold while it waits for XLA: that ends in a deadlock. What is needed is compiled
+code that any thread may call at any time, also while the interpreter goes down, that takes one pointer and leaves a trace. This
+function does no more than store the state of an unlocked lock (0, or 1 on x86) into the word that the pointer names. That word is
+the low half of the struct's `data`, which is never 0 or 1 before; the importer has read it by then. Compiled code of our own would
+do the same, and would turn a package that installs anywhere into one that needs a compiler.
+
+Invariants: a struct is given to one importer at a time; the memory of structs is never freed, so that a late call harms nobody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import struct
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, final
+
+import numpy as np
+
+__all__ = ["Capsules", "Exporter", "Ticket", "capsules", "exported"]
+
+# DLManagedTensor of DLPack before version 1, the only one that JAX takes: data, device type and number, ndim, dtype code, bits and
+# lanes, shape, strides, byte offset, context, deleter.
+LAYOUT = struct.Struct("<QiiiBBHQQQQQ")
+NAME = b"dltensor"
+CHUNK = 512
+BIAS = 128
+"""How far `data` points before the memory, which starts at a multiple of 256: so its low half is never that of an unlocked lock."""
+
+_new = ctypes.pythonapi.PyCapsule_New
+_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+Words: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+class Slot(NamedTuple):
+    """A struct: its address, the first words of its chunk's structs and their bytes, and its number there."""
+
+    start: int
+    words: Words
+    raw: memoryview
+    number: int
+
+
+class Ticket(NamedTuple):
+    """A struct in use: what lives until it is let go, and the shape that the importer reads."""
+
+    slot: Slot
+    lease: object
+    shape: Any
+
+
+@final
+class Capsules:
+    """The structs of this process, shared by all stagers: arrays outlive theirs. Any thread. Made by `capsules()`."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        self._allocate = library.malloc
+        self._allocate.restype, self._allocate.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+        deleter = ctypes.cast(library.pthread_spin_unlock, ctypes.c_void_p).value
+        assert deleter is not None
+        self._deleter = deleter
+        self._mark = _unlocked_state(deleter)
+        self._chunks: list[tuple[int, Words]] = []
+        self._free: deque[Slot] = deque()
+        self._live: dict[int, Ticket] = {}
+        # One thread at a time: another could free a struct, and a third lend it, between a look at its mark and what follows.
+        self._sweeping = threading.Lock()
+        # When no stager is left to sweep, arrays that it made may still be dropped.
+        gc.callbacks.append(self._collected)
+
+    def lend(
+        self, address: int, shape: tuple[int, ...], code: int, bits: int, device: tuple[int, int], lease: object
+    ) -> tuple[Any, Ticket]:
+        """Return a capsule over memory at a multiple of 256, to be imported once, and the ticket to withdraw it by.
+
+        `lease` lives until a `sweep` finds that the importer has let the memory go.
+        """
+        slot = self._take()
+        lengths = (ctypes.c_int64 * len(shape))(*shape)
+        ticket = Ticket(slot, lease, lengths)
+        where = ctypes.addressof(lengths)
+        LAYOUT.pack_into(
+            slot.raw,
+            slot.number * LAYOUT.size,
+            address - BIAS,
+            *device,
+            len(shape),
+            code,
+            bits,
+            1,
+            where,
+            0,
+            BIAS,
+            0,
+            self._deleter,
+        )
+        self._live[slot.start] = ticket
+        return _new(slot.start, NAME, None), ticket
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Let the lease go of a capsule whose import failed: nobody calls the deleter of a capsule that was not consumed.
+
+        The struct is not used again: whether it was consumed is not known.
+        """
+        self._live.pop(ticket.slot.start, None)
+
+    def sweep(self) -> None:
+        """Let go of leases whose memory was let go. Any thread, also inside the garbage collector; 2 us for 512 structs."""
+        # Never waits: whoever sweeps misses nothing for long, and may be this very thread, in a finalizer.
+        if not self._sweeping.acquire(blocking=False):
+            return
+        try:
+            for base, words in self._chunks:
+                for number in np.flatnonzero(words == self._mark).tolist():
+                    self._let_go(base + number * LAYOUT.size, words, number)
+        finally:
+            self._sweeping.release()
+
+    def _let_go(self, start: int, words: Words, number: int) -> None:
+        # One that was withdrawn is not lent again.
+        words[number] = BIAS
+        ticket = self._live.pop(start, None)
+        if ticket is not None:
+            self._free.append(ticket.slot)
+
+    def _take(self) -> Slot:
+        while True:
+            try:
+                return self._free.pop()
+            except IndexError:
+                self._grow()
+
+    def _grow(self) -> None:
+        nbytes = CHUNK * LAYOUT.size
+        base = self._allocate(nbytes + LAYOUT.size)
+        if base is None:
+            raise MemoryError(f"no {nbytes} bytes for DLPack structs")
+        start = -(-base // LAYOUT.size) * LAYOUT.size
+        raw = memoryview((ctypes.c_uint8 * nbytes).from_address(start)).cast("B")
+        words = np.frombuffer(raw, np.uint32)[:: LAYOUT.size // 4]
+        words[:] = BIAS
+        self._chunks.append((start, words))
+        self._free.extend(Slot(start + number * LAYOUT.size, words, raw, number) for number in range(CHUNK))
+
+    def _collected(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            self.sweep()
+
+
+@final
+class Exporter:
+    """What JAX imports: an object that lets `order` make JAX's stream wait (None: JAX has none), and hands over one capsule."""
+
+    __slots__ = ("_capsule", "_device", "_order")
+
+    def __init__(self, capsule: Any, device: tuple[int, int], order: Callable[[Any], None] | None) -> None:
+        self._capsule = capsule
+        self._device = device
+        self._order = order
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        if self._order is not None:
+            self._order(stream)
+        return self._capsule
+
+
+def exported(capsule: Any) -> tuple[int, bool]:
+    """Return the address of a tensor in a capsule that nobody imported, and whether it lies there in C order."""
+    start = _pointer(capsule, NAME)
+    raw = (ctypes.c_uint8 * LAYOUT.size).from_address(start)
+    data, _, _, ndim, _, _, _, shape, strides, offset, _, _ = LAYOUT.unpack_from(raw)
+    if ndim < 2 or not strides:
+        return data + offset, True
+    lengths, steps = ((ctypes.c_int64 * ndim).from_address(where) for where in (shape, strides))
+    expected, in_order = 1, True
+    for length, step in zip(reversed(lengths), reversed(steps), strict=True):
+        in_order = in_order and (length <= 1 or step == expected)
+        expected *= length
+    return data + offset, in_order or expected == 0
+
+
+@functools.cache
+def _made() -> Capsules:
+    return Capsules()
+
+
+def capsules() -> Capsules:
+    """Return this process's structs."""
+    with _LOCK:
+        return _made()
+
+
+_LOCK = threading.Lock()
+
+
+def _unlocked_state(deleter: int) -> int:
+    """Return what the deleter leaves behind, by asking it."""
+    word = ctypes.c_uint32(BIAS)
+    ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(deleter)(ctypes.addressof(word))
+    if word.value not in (0, 1) or sys.byteorder != "little":
+        raise OSError(f"pthread_spin_unlock left {word.value} in a lock on a {sys.byteorder}-endian machine, expected 0 or 1")
+    return word.value

@@ -1,0 +1,137 @@
+"""The backend where JAX computes on the CPU: copy engines that are threads, arrays over memory that they have filled.
+
+JAX on the CPU cannot wait for an event of ours, so an array is handed out when its copy is done: `Event.stream_wait` waits. And it
+takes aligned NumPy memory as its own, so nothing of the caller's is ever given to it: bytes are copied into blocks of ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, Final, final
+
+import jax
+import numpy as np
+
+from xferlib import protocol
+from xferlib.errors import CapabilityError
+from xferlib_jax._arrays import JaxArray, check_array, check_dtype
+from xferlib_jax._capsule import capsules, exported
+from xferlib_jax._engine import CopyError, CpuEvent, Engine
+from xferlib_jax._imports import Imports
+from xferlib_jax._memory import Block, Memory, MemoryCallError
+from xferlib_jax._promise import Promises
+from xferlib_jax._reading import Readings
+
+__all__ = ["CpuStager"]
+
+DLPACK_CPU = (1, 0)
+
+
+@final
+class CpuStager:
+    """A `HostStager` over JAX on the CPU.
+
+    `h2d`, `d2h` and `memory` are for tests of programs: hold or break a direction with `Engine.submit`, count with `Memory.calls`.
+    """
+
+    name: Final = "jax"
+    on_gpu: Final = False
+    fallback: Final = False
+    capabilities: Final = protocol.Capabilities(register=True)
+    failures: Final[tuple[type[Exception], ...]] = (CopyError, MemoryCallError, jax.errors.JaxRuntimeError)
+
+    def __init__(self, device: Any) -> None:
+        cores = len(os.sched_getaffinity(0))
+        self.device: Final = f"JAX on the CPU ({cores} core{'s' if cores > 1 else ''})"
+        self.jax_device: Final = device
+        self.memory: Final = Memory()
+        self._readings = Readings(device)
+        self._promises = Promises(self._readings)
+        self._capsules = capsules()
+        self._imports = Imports(device, DLPACK_CPU, self._capsules, None)
+        self._imports.try_private_call(self.memory.alloc_device(256).address)
+        self.h2d: Final = Engine("xferlib-jax-h2d", self._promises)
+        self.d2h: Final = Engine("xferlib-jax-d2h", self._promises)
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        return self.memory.alloc_pinned(nbytes)
+
+    def free_pinned(self, address: int) -> None:
+        self.memory.free_pinned(address)
+        # The core gives back pinned memory as it closes, and then device memory, of which nobody has asked JAX since.
+        self.sweep()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.memory.pin(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        self.memory.unpin(address)
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        """Tell whether both ends are in the table: nothing is locked here, but the engines read any memory directly."""
+        return self.memory.is_pinned(address, nbytes)
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self.h2d.copy(dst, src, nbytes)
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        self.d2h.copy(dst, src, nbytes)
+
+    def record_h2d(self) -> CpuEvent:
+        return self.h2d.record()
+
+    def record_d2h(self) -> CpuEvent:
+        return self.d2h.record()
+
+    def order_h2d(self, after: protocol.Event) -> None:
+        self.h2d.wait(after)
+
+    def check_stream(self, stream: object) -> None:
+        raise CapabilityError(f"JAX has no streams: got {stream!r}. Leave stream out")
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        check_dtype(dtype)
+
+    def alloc_device(self, nbytes: int) -> Block:
+        return self.memory.alloc_device(nbytes)
+
+    def as_array(
+        self,
+        block: protocol.DeviceBlock,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        *,
+        after: protocol.Event,
+        lease: object,
+    ) -> JaxArray:
+        return self._imports.adopt(block.address + offset, shape, dtype, order=None, lease=lease)
+
+    def as_source(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
+        check_array(array, self.jax_device)
+        if stream is not None:
+            self.check_stream(stream)
+        if not array.is_ready():
+            promise = self._promises.make(array)
+            return protocol.Source(promise.start, array.nbytes, promise)
+        capsule = array.__dlpack__()
+        return protocol.Source(exported(capsule)[0], array.nbytes, self._readings.make(array, capsule))
+
+    def as_target(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
+        raise CapabilityError("JAX arrays never change. Put into a new array")
+
+    def sweep(self) -> None:
+        self._readings.let_go()
+        self._capsules.sweep()
+
+    def retire(self, streams: Iterable[protocol.Stream]) -> None:
+        """Return None: JAX on the CPU lets a buffer go only when the computations that read it have ended."""
+
+    def lost(self, block: protocol.DeviceBlock) -> bool:
+        """Say no: blocks are no arrays of JAX's, so nobody can delete them."""
+        return False
+
+    def close(self) -> None:
+        self.h2d.close()
+        self.d2h.close()

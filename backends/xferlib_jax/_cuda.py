@@ -1,0 +1,176 @@
+"""The backend on NVIDIA GPUs: copies on two streams of our own, arrays over blocks of JAX's own memory.
+
+JAX's transfers wait for every computation already launched, and so does memory that its pool has just handed out. So copies go into
+blocks that were taken earlier, and JAX imports the result: its streams wait on the GPU for our event, and our stream for the host
+direction waits on the GPU for what produces an array. The host waits for neither.
+
+Invariant: nothing but copies and waits enters the two copy streams, and none of ours stops for the legacy default stream.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeAlias, cast, final
+
+import jax
+import numpy as np
+
+from xferlib.errors import CapabilityError
+from xferlib.protocol import Capabilities, DeviceBlock, Event, Source, Stream
+from xferlib_jax import _arrays
+from xferlib_jax._arrays import JaxArray
+from xferlib_jax._blocks import Block, BlockMaker, PoolError
+from xferlib_jax._capsule import capsules, exported
+from xferlib_jax._driver import CudaError, Driver
+from xferlib_jax._events import CudaEvent, EventPool
+from xferlib_jax._fence import Fences
+from xferlib_jax._imports import Imports
+from xferlib_jax._pinning import PinnedMemory
+from xferlib_jax._reading import Readings
+
+__all__ = ["CudaStager"]
+
+CUDA = 2
+TRIAL_NBYTES = 256
+HOST_KINDS = ("pinned_host", "unpinned_host")
+
+Copy: TypeAlias = Callable[[int, int, int, int], None]
+
+
+@final
+class CudaStager:
+    """A `HostStager` over JAX on CUDA. `h2d` and `d2h` are the handles of the copy streams, for tests that hold them."""
+
+    name = "jax"
+    on_gpu = True
+    fallback = False
+    capabilities = Capabilities(pinned=True, register=True)
+    failures: ClassVar[tuple[type[Exception], ...]] = (CudaError, PoolError, jax.errors.JaxRuntimeError)
+
+    def __init__(self, device: Any, driver: Driver) -> None:
+        self.jax_device = device
+        self.device = f"{device.device_kind} (cuda:{driver.ordinal})"
+        self.copies: tuple[Copy, Copy] = (driver.copy_h2d, driver.copy_d2h)
+        self._events = EventPool(driver)
+        self._pinned = PinnedMemory(device.client, driver)
+        self._capsules = capsules()
+        self._imports = Imports(device, (CUDA, driver.ordinal), self._capsules, driver)
+        self._readings = Readings(device)
+        streams = tuple(driver.create_stream() for _ in range(3))
+        self._give_back = weakref.finalize(self, driver.destroy_streams, streams)
+        # At interpreter exit the streams go with the process.
+        self._give_back.atexit = False
+        self.h2d, self.d2h, aside = streams
+        self._blocks = BlockMaker(device, aside, self._events)
+        trial = self._blocks.make(TRIAL_NBYTES)
+        trial.ready.synchronize()
+        self._imports.try_private_call(trial.address)
+        fences = Fences(device, aside, self._events)
+        self._fences = fences if fences.are_needed(driver, trial, self._imports, self._capsules) else None
+
+    @property
+    def reuses_by_fence(self) -> bool:
+        """Whether memory is used again behind a fence, and not as soon as JAX lets its buffer go."""
+        return self._fences is not None
+
+    @property
+    def imports_by_private_call(self) -> bool:
+        """Whether arrays are made by JAX's private import, the faster one."""
+        return self._imports.by_private_call
+
+    @property
+    def blocks_made(self) -> int:
+        """How many blocks were taken out of JAX's pool."""
+        return self._blocks.made
+
+    @property
+    def blocks_freed(self) -> int:
+        """How many of them were given back."""
+        return len(self._blocks.freed)
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        return self._pinned.alloc(nbytes)
+
+    def free_pinned(self, address: int) -> None:
+        self._pinned.free(address)
+        # The core gives back pinned memory as it closes, and then device memory, of which nobody has asked JAX since.
+        self.sweep()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self._pinned.pin(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        self._pinned.unpin(address)
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        return self._pinned.is_pinned(address, nbytes)
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self.copies[0](dst, src, nbytes, self.h2d)
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        self.copies[1](dst, src, nbytes, self.d2h)
+
+    def record_h2d(self) -> Event:
+        return self._events.record(self.h2d)
+
+    def record_d2h(self) -> Event:
+        return self._events.record(self.d2h)
+
+    def order_h2d(self, after: Event) -> None:
+        cast("CudaEvent", after).hold_back(self.h2d)
+
+    def check_stream(self, stream: object) -> None:
+        raise CapabilityError(f"JAX has no streams: got {stream!r}. Leave stream out")
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        _arrays.check_dtype(dtype)
+
+    def alloc_device(self, nbytes: int) -> DeviceBlock:
+        return self._blocks.make(nbytes)
+
+    def as_array(
+        self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
+    ) -> JaxArray:
+        order = cast("CudaEvent", after).hold_back
+        return self._imports.adopt(block.address + offset, shape, dtype, order=order, lease=lease)
+
+    def as_source(self, array: JaxArray, stream: object | None = None) -> Source:
+        _arrays.check_array(array, self.jax_device)
+        if stream is not None:
+            self.check_stream(stream)
+        kind = array.sharding.memory_kind
+        if kind in HOST_KINDS:
+            raise ValueError(f"the array is in host memory ({kind}) already. Look at it with numpy.asarray(array)")
+        capsule = array.__dlpack__(stream=self.d2h)
+        address, in_order = exported(capsule)
+        if not in_order:
+            array = _in_order(array)
+            capsule = array.__dlpack__(stream=self.d2h)
+            address, _ = exported(capsule)
+        return Source(address, array.nbytes, self._readings.make(array, capsule))
+
+    def as_target(self, array: JaxArray, stream: object | None = None) -> Source:
+        raise CapabilityError("JAX arrays never change. Put into a new array")
+
+    def sweep(self) -> None:
+        self._readings.let_go()
+        self._capsules.sweep()
+
+    def retire(self, streams: Iterable[Stream]) -> Event | None:
+        return None if self._fences is None else self._fences.make()
+
+    def lost(self, block: DeviceBlock) -> bool:
+        return bool(cast("Block", block).store.is_deleted())
+
+    def close(self) -> None:
+        self._give_back()
+
+
+def _in_order(array: JaxArray) -> JaxArray:
+    """Return a copy that lies in C order, made by JAX."""
+    from jax.experimental.layout import Format, Layout
+
+    plain = Format(Layout(major_to_minor=tuple(range(array.ndim))), array.sharding)
+    return jax.jit(lambda same: same, out_shardings=plain)(array)

@@ -1,0 +1,258 @@
+"""The CUDA driver as the backend uses it, by ctypes on the library that JAX has loaded: one device, any thread.
+
+ctypes and no bindings package: the calls that change the calling thread's state (current context, capture mode) stand around nearly
+every other and are made with the GIL kept, 0.1 us each, and JAX needs no further package then.
+
+Invariants: the caller's current context and capture mode are left as found; a status other than 0 is raised as `CudaError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeAlias, final
+
+__all__ = ["OUT_OF_MEMORY", "CudaError", "Driver"]
+
+LIBRARY = "libcuda.so.1"
+SUCCESS = 0
+INVALID_VALUE = 1
+OUT_OF_MEMORY = 2
+NOT_READY = 600
+RELAXED = 2
+MEMORY_TYPE, HOST = 2, 1
+DISABLE_TIMING = 2
+NON_BLOCKING = 1
+PORTABLE, READ_ONLY = 1, 8
+
+_I, _P, _N = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuCtxPopCurrent_v2": (_P,),
+    "cuCtxPushCurrent_v2": (_P,),
+    "cuDeviceGet": (_P, _I),
+    "cuDeviceGetCount": (_P,),
+    "cuDevicePrimaryCtxRetain": (_P, _I),
+    "cuEventCreate": (_P, _I),
+    "cuEventDestroy_v2": (_P,),
+    "cuEventQuery": (_P,),
+    "cuEventRecord": (_P, _P),
+    "cuEventSynchronize": (_P,),
+    "cuGetErrorName": (_I, _P),
+    "cuInit": (_I,),
+    "cuLaunchHostFunc": (_P, _P, _P),
+    "cuMemHostRegister_v2": (_P, _N, _I),
+    "cuMemHostUnregister": (_P,),
+    "cuMemcpyDtoHAsync_v2": (_P, _P, _N, _P),
+    "cuMemcpyHtoDAsync_v2": (_P, _P, _N, _P),
+    "cuPointerGetAttribute": (_P, _I, _P),
+    "cuStreamCreate": (_P, _I),
+    "cuStreamDestroy_v2": (_P,),
+    "cuStreamQuery": (_P,),
+    "cuStreamWaitEvent": (_P, _P, _I),
+    "cuThreadExchangeStreamCaptureMode": (_P,),
+}
+
+Call: TypeAlias = Callable[..., int]
+
+
+@final
+class CudaError(RuntimeError):
+    """Raised when a call of the driver fails; `status` is its CUresult."""
+
+    def __init__(self, function: str, status: int, name: str) -> None:
+        super().__init__(f"{function} failed: {name} ({status})")
+        self.status = status
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.status == OUT_OF_MEMORY
+
+
+@final
+class Driver:
+    """The calls for one device, by its number in CUDA. Never closed: events, blocks and arrays outlive stagers."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        # Those that return at once, and those that may wait, which give up the GIL.
+        self._quick, self._slow = ctypes.PyDLL(LIBRARY), ctypes.CDLL(LIBRARY)
+        self._push, self._pop = self._bound(self._quick, "cuCtxPushCurrent_v2"), self._bound(self._quick, "cuCtxPopCurrent_v2")
+        self._exchange = self._bound(self._quick, "cuThreadExchangeStreamCaptureMode")
+        self._context = self._retain()
+        # Written by every pop, read by none.
+        self._popped = ctypes.byref(ctypes.c_void_p())
+        # A cell is swapped with the thread's mode. One in use belongs to one call: a finalizer may run inside another's.
+        self._cells: deque[Any] = deque()
+        self._pid = os.getpid()
+        # By name in the instance: at interpreter exit modules lose theirs.
+        self._getpid, self._is_finalizing = os.getpid, sys.is_finalizing
+
+        self.copy_h2d = self._checked(self._slow, "cuMemcpyHtoDAsync_v2")
+        self.copy_d2h = self._checked(self._slow, "cuMemcpyDtoHAsync_v2")
+        self.record = self._checked(self._quick, "cuEventRecord")
+        self._wait = self._checked(self._quick, "cuStreamWaitEvent")
+        self._query_event = self._bound(self._quick, "cuEventQuery")
+        self._query_stream = self._bound(self._quick, "cuStreamQuery")
+        self._synchronize = self._checked(self._slow, "cuEventSynchronize")
+        self._attribute = self._bound(self._quick, "cuPointerGetAttribute")
+        self._register = self._checked(self._slow, "cuMemHostRegister_v2")
+        self._unregister = self._checked(self._slow, "cuMemHostUnregister")
+        self._launch_host = self._checked(self._slow, "cuLaunchHostFunc")
+        self._create_stream = self._checked(self._slow, "cuStreamCreate")
+        self._destroy_stream = self._checked(self._slow, "cuStreamDestroy_v2")
+        self._create_event = self._checked(self._slow, "cuEventCreate")
+        self._destroy_event = self._checked(self._slow, "cuEventDestroy_v2")
+
+    def wait(self, stream: int, event: int) -> None:
+        """Make later work on a stream wait for an event."""
+        self._wait(stream, event, 0)
+
+    def query(self, event: int) -> bool:
+        """Tell whether an event is reached, without spoiling a capture of anybody's."""
+        return self._reached("cuEventQuery", self._query_event, event)
+
+    def is_idle(self, stream: int) -> bool:
+        """Tell whether a stream has nothing to do, likewise."""
+        return self._reached("cuStreamQuery", self._query_stream, stream)
+
+    def synchronize(self, event: int) -> None:
+        """Block, without the GIL, until an event is reached."""
+        with self.current():
+            self._synchronize(event)
+
+    def create_event(self) -> int:
+        return self._created(self._create_event, DISABLE_TIMING)
+
+    def create_stream(self) -> int:
+        """Return a stream that the legacy default stream does not stop."""
+        return self._created(self._create_stream, NON_BLOCKING)
+
+    def register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        """Page-lock memory, for every device."""
+        with self.current():
+            self._register(address, nbytes, PORTABLE | (READ_ONLY if read_only else 0))
+
+    def unregister(self, address: int) -> None:
+        with self.current():
+            self._unregister(address)
+
+    def is_page_locked(self, address: int) -> bool:
+        """Tell whether the driver knows this byte as page-locked host memory, by whomever."""
+        kind = ctypes.c_int(0)
+        with self.current():
+            status = self._attribute(ctypes.byref(kind), MEMORY_TYPE, address)
+        if status == INVALID_VALUE:
+            return False
+        self._check("cuPointerGetAttribute", status)
+        return kind.value == HOST
+
+    def call_on(self, stream: int, function: int, argument: int) -> None:
+        """Enqueue a call of a C function, by its address, that takes one integer or pointer."""
+        with self.current():
+            self._launch_host(stream, function, argument)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device's primary context the thread's current one, and allow what CUDA holds to be unsafe during a capture.
+
+        In global mode the capture may be another thread's, so there is no asking first. Not in a hot path: 2 us.
+        """
+        self._push(self._context)
+        cell = self._relax()
+        try:
+            yield
+        finally:
+            self._restore(cell)
+            self._pop(self._popped)
+
+    def destroy_events(self, handles: deque[int]) -> None:
+        """Give events back, for a destructor: it has nobody to raise to, and a device that failed says so in the next call."""
+        while handles:
+            self._give_back(self._destroy_event, handles.pop())
+
+    def destroy_streams(self, handles: tuple[int, ...]) -> None:
+        """Give streams back, likewise."""
+        for handle in handles:
+            self._give_back(self._destroy_stream, handle)
+
+    def _reached(self, name: str, query: Call, handle: int) -> bool:
+        push, pop = self._push, self._pop
+        push(self._context)
+        cell = self._relax()
+        status = query(handle)
+        self._restore(cell)
+        pop(self._popped)
+        if status == SUCCESS:
+            return True
+        if status != NOT_READY:
+            self._check(name, status)
+        return False
+
+    def _created(self, create: Callable[..., None], flags: int) -> int:
+        handle = ctypes.c_void_p()
+        with self.current():
+            create(ctypes.byref(handle), flags)
+        assert handle.value is not None
+        return handle.value
+
+    def _give_back(self, release: Callable[[int], None], handle: int) -> None:
+        # In a forked child the handle is the parent's; at interpreter exit the driver may be gone.
+        if self._getpid() != self._pid or self._is_finalizing():
+            return
+        with suppress(CudaError), self.current():
+            release(handle)
+
+    def _relax(self) -> Any:
+        try:
+            cell = self._cells.pop()
+        except IndexError:
+            cell = ctypes.byref(ctypes.c_int(RELAXED))
+        self._exchange(cell)
+        return cell
+
+    def _restore(self, cell: Any) -> None:
+        self._exchange(cell)
+        self._cells.append(cell)
+
+    def _retain(self) -> int:
+        # Never released: arrays outlive every stager. It is the context that JAX has made already.
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._plain("cuInit", 0)
+        self._plain("cuDeviceGet", ctypes.byref(device), self.ordinal)
+        self._plain("cuDevicePrimaryCtxRetain", ctypes.byref(context), device.value)
+        assert context.value is not None
+        return context.value
+
+    def _plain(self, name: str, *arguments: Any) -> None:
+        self._check(name, self._bound(self._slow, name)(*arguments))
+
+    def _bound(self, library: ctypes.CDLL, name: str) -> Call:
+        function = getattr(library, name)
+        function.argtypes = SIGNATURES[name]
+        function.restype = ctypes.c_int
+        return function  # type: ignore[no-any-return]  # ctypes describes what a library's attributes are by Any
+
+    def _checked(self, library: ctypes.CDLL, name: str) -> Callable[..., None]:
+        """Return the call with the context current around it and its status raised. For what harms no capture, or in `current`."""
+        function = self._bound(library, name)
+        push, pop, context, popped, check = self._push, self._pop, self._context, ctypes.byref(ctypes.c_void_p()), self._check
+
+        def call(*arguments: Any) -> None:
+            push(context)
+            status = function(*arguments)
+            pop(popped)
+            if status != SUCCESS:
+                check(name, status)
+
+        return call
+
+    def _check(self, name: str, status: int) -> None:
+        if status == SUCCESS:
+            return
+        text = ctypes.c_char_p()
+        self._bound(self._slow, "cuGetErrorName")(status, ctypes.byref(text))
+        raise CudaError(name, status, (text.value or b"unknown error").decode())

@@ -1,0 +1,117 @@
+"""When the memory of a dropped array may be written again.
+
+Since jax 0.11.2 the deleter of an imported buffer is called when the computations that take it have ended: that is all there is to
+know. Before, it was called when the last reference in Python was gone, while computations could still read. Memory is then fenced:
+a tiny computation goes into JAX's compute stream, behind all that was launched there, and our own stream waits for its result.
+
+Which it is, a test finds out when a stager is opened: it errs towards the fence, which is right for both. `XFERLIB_JAX_REUSE` says
+"deleter" or "fence" instead of the test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from xferlib.errors import BackendUnavailableError
+from xferlib_jax._blocks import Block
+from xferlib_jax._capsule import Capsules
+from xferlib_jax._driver import Driver
+from xferlib_jax._events import CudaEvent, EventPool
+from xferlib_jax._imports import Imports
+
+__all__ = ["SWITCH", "Fences"]
+
+SWITCH = "XFERLIB_JAX_REUSE"
+BY_DELETER, BY_FENCE = "deleter", "fence"
+DEFERRED_SINCE = (0, 11, 2)
+TOKEN_NBYTES = 256
+HELD_MICROSECONDS = 30_000
+
+
+@final
+class Fences:
+    """Fences on one device's compute stream, by way of `stream`, one of our own. Any thread."""
+
+    def __init__(self, device: Any, stream: int, events: EventPool) -> None:
+        self._stream = stream
+        self._events = events
+        self._device = device
+        self._token = self._make_token()
+        # Compiled once and for all: a call of it is a launch even inside a function that is being traced.
+        self.launch = jax.jit(lambda token: token + np.uint8(1)).lower(self._token).compile()
+        self.launch(self._token).block_until_ready()
+
+    def make(self) -> CudaEvent:
+        """Return an event that is reached when all that JAX has launched so far is done. 40 to 80 us."""
+        if self._token.is_deleted():
+            # By somebody who deleted every array of `jax.live_arrays()`.
+            self._token = self._make_token()
+        result = self.launch(self._token)
+        result.__dlpack__(stream=self._stream)
+        return self._events.record(self._stream)
+
+    def are_needed(self, driver: Driver, block: Block, imports: Imports, capsules: Capsules) -> bool:
+        """Decide, by the switch or by a test in a block that nothing else uses now."""
+        wanted = os.environ.get(SWITCH, "")
+        if wanted == BY_FENCE:
+            return True
+        if wanted == BY_DELETER:
+            return False
+        if wanted:
+            raise BackendUnavailableError(
+                f"backend 'jax' cannot run here: {SWITCH}={wanted!r} is neither {BY_DELETER!r} nor {BY_FENCE!r}. Unset it"
+            )
+        version = tuple(int(part) for part in re.findall(r"\d+", jax.__version__)[:3])
+        return version < DEFERRED_SINCE or not self._deleter_is_deferred(driver, block, imports, capsules)
+
+    def _make_token(self) -> Any:
+        with jax.ensure_compile_time_eval():
+            return jax.device_put(np.zeros(TOKEN_NBYTES, np.uint8), self._device)
+
+    def _deleter_is_deferred(self, driver: Driver, block: Block, imports: Imports, capsules: Capsules) -> bool:
+        """Drop an array whose reader is held, and look whether its lease outlives the hold.
+
+        The reader waits for a stream on which the C library sleeps: the hold ends by itself, whatever waits for it.
+        """
+        sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+        assert sleep is not None
+        driver.call_on(self._stream, sleep, HELD_MICROSECONDS)
+        hold = self._events.record(self._stream)
+        lease = _Lease(block)
+        ended = lease.ended
+        array = imports.adopt(block.address, (TOKEN_NBYTES,), np.dtype(np.uint8), order=hold.hold_back, lease=lease)
+        result = self.launch(array)
+        del lease, array
+        deferred = self._outlives(hold, capsules, ended)
+        result.block_until_ready()
+        return deferred
+
+    def _outlives(self, hold: CudaEvent, capsules: Capsules, ended: list[None]) -> bool:
+        looks = 0
+        while True:
+            capsules.sweep()
+            has_ended = bool(ended)
+            # Asked after the look: what was seen may have come to pass after the hold.
+            if hold.done():
+                return looks > 0
+            if has_ended:
+                return False
+            looks += 1
+
+
+@final
+class _Lease:
+    """Says when it ends."""
+
+    def __init__(self, block: object) -> None:
+        self.block = block
+        self.ended: list[None] = []
+
+    def __del__(self) -> None:
+        self.ended.append(None)

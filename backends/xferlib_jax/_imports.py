@@ -1,0 +1,109 @@
+"""How memory becomes a JAX array, over and over: as `jax.dlpack.from_dlpack` does, without what it does for arrays of strangers.
+
+JAX imports on four streams, in turn, each first in, first out. While one of them waits, for a copy that is held up or for work of
+somebody else's, every fourth import would wait with it; those that are idle are a call away.
+
+The import itself is private to JAX. It is tried when a stager is opened; where it is not as expected, the public one does the same
+in twice the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+
+from xferlib_jax._arrays import JaxArray, adopt, dlpack_code
+from xferlib_jax._capsule import Capsules
+from xferlib_jax._driver import Driver
+
+__all__ = ["Imports"]
+
+ASKED = 9
+
+
+@final
+class Imports:
+    """Imports memory of one device. `driver` is None where JAX has no streams. Any thread."""
+
+    def __init__(self, device: Any, dlpack: tuple[int, int], capsules: Capsules, driver: Driver | None) -> None:
+        self._device = device
+        self._dlpack = dlpack
+        self._capsules = capsules
+        self._has_streams = driver is not None
+        self._take: Callable[[], int] | None = None
+        if driver is not None:
+            self._is_idle = driver.is_idle
+            self._take = getattr(device, "get_stream_for_external_ready_events", None)
+        self._next_of = self._turns()
+        self._convert: Callable[..., Any] | None = None
+
+    @property
+    def by_private_call(self) -> bool:
+        """Whether arrays are made by JAX's private import."""
+        return self._convert is not None
+
+    def try_private_call(self, address: int) -> None:
+        """Use the private import if it makes of 256 bytes at this address, which nothing else uses now, what it should."""
+        if self._has_streams and self._take is None:
+            return  # Nobody could say which stream to make wait.
+        try:
+            from jaxlib import _jax
+
+            self._convert = _jax.dlpack_managed_tensor_to_buffer
+            array = self.adopt(address, (8, 8), np.dtype(np.int32), order=None, lease=None)
+            right = array.shape == (8, 8) and array.dtype == np.int32 and array.device == self._device and array.committed
+            array.block_until_ready()
+        except Exception:  # It may have gone, or take other arguments, which each version says in its own way.
+            right = False
+        if not right:
+            self._convert = None
+
+    def adopt(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, order: Callable[[Any], None] | None, lease: object
+    ) -> JaxArray:
+        """See `xferlib_jax._arrays.adopt`."""
+        if self._convert is None:
+            self._skip_busy()
+            return adopt(self._capsules, address, shape, dtype, device=self._dlpack, order=order, lease=lease)
+        code, bits = dlpack_code(dtype)
+        stream = self._idle_stream()
+        if order is not None:
+            order(stream)
+        capsule, ticket = self._capsules.lend(address, shape, code, bits, self._dlpack, lease)
+        try:
+            return self._convert(capsule, self._device, stream, None, self._dlpack[0])
+        except BaseException:
+            self._capsules.withdraw(ticket)
+            raise
+
+    def _idle_stream(self) -> int | None:
+        """Return a stream to import on: the first that has nothing to do, or whichever is next after once around."""
+        take = self._take
+        if take is None:
+            return None
+        stream = take()
+        for _ in range(len(self._next_of) - 1):
+            if self._is_idle(stream):
+                break
+            stream = take()
+        return stream
+
+    def _skip_busy(self) -> None:
+        """Take turns until the next import is on an idle stream. Only a hint: another thread may take the turn in between."""
+        if self._take is None:
+            return
+        for _ in self._next_of:
+            following = self._next_of.get(self._take())
+            if following is None or self._is_idle(following):
+                return
+
+    def _turns(self) -> dict[int, int]:
+        """Return which stream follows which; nothing if they do not come in turn."""
+        if self._take is None:
+            return {}
+        seen = [self._take() for _ in range(ASKED)]
+        next_of = dict(itertools.pairwise(seen))
+        return next_of if [next_of[stream] for stream in seen[:-1]] == seen[1:] else {}

@@ -1,0 +1,90 @@
+"""Page-locked host memory on CUDA: mapped by the system, locked by JAX's own client where it can, else by the driver.
+
+What the client has locked, JAX's own transfers use directly as well, also in versions that do not ask the driver.
+Invariant: memory is unlocked by whom it was locked, and before it is unmapped: a lock on pages that are gone cannot be undone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+from xferlib_jax._driver import OUT_OF_MEMORY, CudaError, Driver
+
+__all__ = ["PinnedMemory"]
+
+
+@final
+class PinnedMemory:
+    """The tables of one stager. They outlive `close()`. Any thread."""
+
+    def __init__(self, client: Any, driver: Driver) -> None:
+        self._driver = driver
+        self._map: Callable[[int, int], None] | None = getattr(client, "dma_map", None)
+        self._unmap: Callable[[int], None] | None = getattr(client, "dma_unmap", None)
+        self._pages: dict[int, mmap.mmap] = {}
+        self._unlock: dict[int, Callable[[int], None]] = {}
+
+    def alloc(self, nbytes: int) -> int:
+        # Shared, so that a fork never makes the process write to other pages than those that are locked. Locking pages that are
+        # there already takes a tenth of the time.
+        try:
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        except OSError as error:
+            raise CudaError("mmap", OUT_OF_MEMORY, str(error)) from error
+        # The export ends with this line: pages with an exported buffer could not be unmapped later.
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        try:
+            self.pin(address, nbytes)
+        except BaseException:
+            pages.close()
+            raise
+        self._pages[address] = pages
+        return address
+
+    def free(self, address: int) -> None:
+        pages = self._pages.pop(address)
+        self.unpin(address)
+        pages.close()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        if _is_write_protected(address, nbytes):
+            # Only for those: a copy to memory that was locked as read-only would be an error that nothing recovers from.
+            self._driver.register(address, nbytes, read_only=True)
+            self._unlock[address] = self._driver.unregister
+        elif self._map is not None and self._unmap is not None:
+            # Relaxed, since JAX calls the driver in there.
+            with self._driver.current():
+                self._map(address, nbytes)
+            self._unlock[address] = self._unmap_relaxed
+        else:
+            self._driver.register(address, nbytes)
+            self._unlock[address] = self._driver.unregister
+
+    def unpin(self, address: int) -> None:
+        self._unlock.pop(address)(address)
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        ask = self._driver.is_page_locked
+        return ask(address) and ask(address + nbytes - 1)
+
+    def _unmap_relaxed(self, address: int) -> None:
+        assert self._unmap is not None
+        with self._driver.current():
+            self._unmap(address)
+
+
+def _is_write_protected(address: int, nbytes: int) -> bool:
+    """Tell whether no mapping in the range may be written, as the kernel sees it."""
+    protected = False
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, _ = line.split(maxsplit=2)
+        start, end = (int(edge, 16) for edge in span.split("-"))
+        if start < address + nbytes and address < end:
+            if "w" in permissions:
+                return False
+            protected = True
+    return protected

@@ -1,0 +1,149 @@
+"""The device work of the JAX backend: edges of frames, in functions that JAX compiles. The arithmetic is `xferlib.workload`'s.
+
+JAX arrays never change, so a slot is no memory here: each launch returns a new array out of JAX's pool. Doubles are needed for
+frames of floats, so inside the job the calling thread's 64-bit types are on.
+
+Each operation on floats is rounded on its own. Compiled together, a product and a sum may become one that is rounded once, and a
+division by what is the same for a whole frame becomes a product: such pairs stand in functions of their own.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self, final
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from xferlib.errors import BackendUnavailableError
+from xferlib.workload import EdgeSpec
+
+__all__ = ["EdgeJob", "edge_job"]
+
+RED, GREEN, BLUE = 0.299, 0.587, 0.114
+
+
+def edge_job(spec: EdgeSpec, *, device: int = 0) -> EdgeJob:
+    """Compile the functions and make a job."""
+    devices = jax.local_devices()
+    if not 0 <= device < len(devices):
+        raise BackendUnavailableError(f"backend 'jax' cannot run here: there is no device {device!r} among {devices}")
+    return EdgeJob(spec, devices[device])
+
+
+@final
+class EdgeJob:
+    """See `xferlib.workload.EdgeJob`. A batch of another size than `spec.frames` is compiled when it first comes."""
+
+    def __init__(self, spec: EdgeSpec, device: Any) -> None:
+        self._device = device
+        self._states = ExitStack()
+        self._last: list[Any] = [None] * spec.slots
+        with jax.enable_x64(True):
+            self._normalise = _normalise_floats if spec.dtype.kind == "f" else normalise_integers
+            frames = jax.device_put(np.zeros((spec.frames, *spec.frame_shape), spec.dtype), device)
+            self.launch(frames, 0, rounds=1).block_until_ready()
+
+    def __enter__(self) -> Self:
+        self._states.enter_context(jax.enable_x64(True))
+        self._states.enter_context(jax.default_device(self._device))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.synchronize()
+        finally:
+            self._states.close()
+
+    def launch(self, frames: Any, slot: int, *, rounds: int) -> Any:
+        """As the contract says, but that the result is the caller's: the next launch into the slot returns another array."""
+        result = edges(self._normalise(frames), np.int32(rounds))
+        self._last[slot] = result
+        return result
+
+    def synchronize(self) -> None:
+        last, self._last = self._last, [None] * len(self._last)
+        for result in last:
+            if result is not None:
+                result.block_until_ready()
+
+
+def _normalise_integers(frames: Any) -> Any:
+    wide = frames.astype(jnp.int32)
+    if frames.ndim == 3:
+        grey = wide
+    elif frames.shape[3] < 3:
+        grey = wide[..., 0]
+    else:
+        grey = (77 * wide[..., 0] + 150 * wide[..., 1] + 29 * wide[..., 2]) >> 8
+    low, high = (extreme(grey, axis=(1, 2), keepdims=True) for extreme in (jnp.min, jnp.max))
+    return ((grey - low) * 255 // jnp.maximum(high - low, 1)).astype(jnp.uint8)
+
+
+def _normalise_floats(frames: Any) -> Any:
+    """Return bytes, by three functions between which everything is rounded."""
+    return stretched(halves(weighted(frames)))
+
+
+def _weighted(frames: Any) -> tuple[Any, ...]:
+    """Return the products that make up grey."""
+    wide = frames.astype(jnp.float64)
+    if frames.ndim == 3:
+        return (wide,)
+    if frames.shape[3] < 3:
+        return (wide[..., 0],)
+    return wide[..., 0] * RED, wide[..., 1] * GREEN, wide[..., 2] * BLUE
+
+
+def _halves(parts: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Return what is above the least value, halved, how far the values reach, halved, for each pixel, and whether they differ."""
+    grey = parts[0] if len(parts) == 1 else (parts[0] + parts[1]) + parts[2]
+    finite = jnp.isfinite(grey)
+    low = jnp.min(jnp.where(finite, grey, jnp.inf), axis=(1, 2), keepdims=True)
+    high = jnp.max(jnp.where(finite, grey, -jnp.inf), axis=(1, 2), keepdims=True)
+    # Without a finite value the least is infinite, and greater than the greatest.
+    differ = high * 0.5 > low * 0.5
+    spans = jnp.where(differ, high * 0.5 - low * 0.5, 1.0)
+    return jnp.where(finite, grey, low) * 0.5 - low * 0.5, jnp.broadcast_to(spans, grey.shape), differ
+
+
+def _stretched(parts: tuple[Any, Any, Any]) -> Any:
+    values, spans, differ = parts
+    return jnp.where(differ, values / spans * 255.0, 0.0).astype(jnp.uint8)
+
+
+def _edges(images: Any, rounds: Any) -> Any:
+    """Blur as often as said, then take the slopes. All in 32 bits, on bytes."""
+    blurred = lax.fori_loop(0, rounds, lambda _, image: (_smooth(_smooth(image, 2), 1) + 8) >> 4, images.astype(jnp.int32))
+    strength = jnp.abs(_slope(_smooth(blurred, 1), 2)) + jnp.abs(_slope(_smooth(blurred, 2), 1))
+    return jnp.minimum(strength, 255).astype(jnp.uint8)
+
+
+def _smooth(image: Any, axis: int) -> Any:
+    before, after = _neighbours(image, axis)
+    return before + 2 * image + after
+
+
+def _slope(image: Any, axis: int) -> Any:
+    before, after = _neighbours(image, axis)
+    return after - before
+
+
+def _neighbours(image: Any, axis: int) -> tuple[Any, Any]:
+    """Return what stands before and after each pixel; past the ends the end pixel counts again."""
+    length = image.shape[axis]
+    first, last = (lax.slice_in_dim(image, end, end + 1, axis=axis) for end in (0, length - 1))
+    before = jnp.concatenate([first, lax.slice_in_dim(image, 0, length - 1, axis=axis)], axis=axis)
+    after = jnp.concatenate([lax.slice_in_dim(image, 1, length, axis=axis), last], axis=axis)
+    return before, after
+
+
+# Compiled for each shape once, for all jobs. Not as decorators: JAX may be untyped to whoever checks types.
+normalise_integers = jax.jit(_normalise_integers)
+weighted = jax.jit(_weighted)
+halves = jax.jit(_halves)
+stretched = jax.jit(_stretched)
+edges = jax.jit(_edges)

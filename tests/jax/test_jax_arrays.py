@@ -1,0 +1,213 @@
+"""What JAX arrays that were put are good for, and which arrays get refuses."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from xferlib_jax import conformance
+
+from xferlib.conformance.values import assert_same, pattern, words
+from xferlib.errors import AllocationError, CapabilityError
+from xferlib.stager import Stager
+
+WHOLE_BYTES = [
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"),
+    *("bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
+    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+]
+WIDE = ["int64", "uint64", "float64", "complex128"]
+SUB_BYTE = ["int2", "uint2", "int4", "uint4", "float4_e2m1fn"]
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def jax_of(stager: Stager) -> Any:
+    """Return the framework, which the stager has imported by now."""
+    return conformance.bench().jax
+
+
+@pytest.mark.parametrize("name", WHOLE_BYTES)
+def test_every_dtype_of_whole_bytes_goes_and_comes_back(stager: Stager, name: str) -> None:
+    for seed, shape in enumerate([(), (0,), (7,), (3, 5), (2, 1, 3, 1, 2, 1, 2, 1, 2)]):
+        values = pattern(shape, dtype_named(name), seed)
+        array = stager.put(values).result()
+        assert isinstance(array, jax_of(stager).Array)
+        assert_same(conformance.bench().values(array), values)
+        assert_same(stager.get(array).result(), values)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_wide_dtype_is_kept_where_it_is_on_and_refused_where_it_is_off(stager: Stager, name: str) -> None:
+    values = pattern((5,), dtype_named(name), 1)
+    with jax_of(stager).enable_x64(False), pytest.raises(TypeError, match=f"would narrow {name}.*jax_enable_x64"):
+        stager.put(values)
+    with jax_of(stager).enable_x64(True):
+        array = stager.put(values).result()
+        assert_same(stager.get(array).result(), values)
+    with jax_of(stager).enable_x64(False), pytest.raises(TypeError, match="would narrow"):
+        # The core has asked before, and does not ask again.
+        stager.put(values)
+
+
+@pytest.mark.parametrize("name", SUB_BYTE)
+def test_a_dtype_of_less_than_a_byte_is_refused_with_advice(stager: Stager, name: str) -> None:
+    jnp = jax_of(stager).numpy
+    with pytest.raises(TypeError, match=rf"several items of {name} into a byte.*jax.numpy.{name}"):
+        stager.put(np.zeros(4, dtype_named(name)))
+    with pytest.raises(TypeError, match="several items"):
+        stager.get(jnp.zeros(4, dtype_named(name)))
+
+
+@pytest.mark.parametrize("memory", ["pinned", "pageable"])
+def test_a_put_never_shares_the_callers_memory(stager: Stager, memory: str) -> None:
+    values = words(1, 1 << 16)
+    # Aligned as JAX on the CPU likes it, so that it could take it over.
+    source = stager.empty_pinned(values.shape, values.dtype) if memory == "pinned" else _aligned(values)
+    source[...] = values
+    array = stager.put(source).result()
+    source[...] = 0
+    assert_same(conformance.bench().values(array), values)
+
+
+def _aligned(values: np.ndarray) -> np.ndarray:
+    room = np.zeros(values.nbytes + 4096, np.uint8)
+    first = -room.ctypes.data % 4096
+    return room[first : first + values.nbytes].view(values.dtype)
+
+
+def test_an_array_works_in_transformations(stager: Stager) -> None:
+    jax = jax_of(stager)
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    array = stager.put(values).value
+
+    def total(x: Any) -> Any:
+        return (x * x).sum()
+
+    assert float(jax.jit(total)(array)) == float((values * values).sum())
+    assert_same(np.asarray(jax.grad(total)(array)), 2 * values)
+    assert_same(np.asarray(jax.vmap(total)(array)), (values * values).sum(axis=1))
+    mesh = jax.sharding.Mesh(np.array([array.device]), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    doubled = jax.shard_map(lambda x: x + x, mesh=mesh, in_specs=spec, out_specs=spec)(array)
+    assert_same(np.asarray(doubled), 2 * values)
+    assert array.committed
+
+
+def test_an_array_can_be_donated_and_its_memory_comes_back(stager: Stager) -> None:
+    jax = jax_of(stager)
+    add = jax.jit(lambda x: x + np.int32(1), donate_argnums=0)
+    values = words(1)
+    # The first takes a spare one along, where the framework may still be using what it gave.
+    stager.put(values).synchronize()
+    taken = stager.stats().device_nbytes
+    for _ in range(20):
+        result = add(stager.put(values).value)
+        assert_same(conformance.bench().values(result), values + np.int32(1))
+        del result
+        gc.collect()
+    assert stager.stats().device_nbytes <= 2 * max(taken, values.nbytes)
+
+
+def test_an_array_works_on_any_thread(stager: Stager) -> None:
+    values = words(1)
+    transfer = stager.put(values)
+    seen: list[np.ndarray] = []
+    thread = threading.Thread(target=lambda: seen.append(conformance.bench().values(transfer.value + 0)))
+    thread.start()
+    thread.join()
+    assert_same(seen[0], values)
+
+
+def test_a_put_inside_a_function_that_is_traced_is_a_constant_of_it(stager: Stager) -> None:
+    values = words(1)
+    traced = jax_of(stager).jit(lambda x: x + stager.put(values).value)
+    assert_same(np.asarray(traced(np.int32(1))), values + np.int32(1))
+    assert_same(np.asarray(traced(np.int32(2))), values + np.int32(2))
+
+
+def test_a_get_inside_a_function_that_is_traced_is_refused(stager: Stager) -> None:
+    jax = jax_of(stager)
+    for transform in (jax.jit, jax.grad, jax.vmap):
+        with pytest.raises(TypeError, match=r"has no memory\. Call get outside of jit"):
+            transform(lambda x: stager.get(x))(np.ones(3, np.float32) if transform is jax.vmap else np.float32(1))
+
+
+def test_deleted_and_donated_arrays_are_refused(stager: Stager) -> None:
+    deleted, donated = (conformance.bench().array(words(1)) for _ in range(2))
+    deleted.delete()
+    jax_of(stager).jit(lambda x: x + 1, donate_argnums=0)(donated)
+    for array in (deleted, donated):
+        with pytest.raises(ValueError, match="the array was deleted"):
+            stager.get(array)
+
+
+def test_keys_and_foreign_arrays_are_refused(stager: Stager) -> None:
+    with pytest.raises(TypeError, match=r"PRNGKeyArray.*key_data"):
+        stager.get(jax_of(stager).random.key(0))
+    with pytest.raises(TypeError, match=r"expected a jax.Array, got numpy.ndarray"):
+        stager.get(words(1))
+
+
+def test_streams_and_targets_are_refused(stager: Stager) -> None:
+    array = conformance.bench().array(words(1))
+    for call in (
+        lambda: stager.put(words(1), into=array),
+        lambda: stager.get(array, stream=object()),
+        lambda: stager.put(words(1)).stream_wait(7),
+        lambda: stager.backend.check_stream(7),
+        lambda: stager.backend.as_target(array),
+    ):
+        with pytest.raises(CapabilityError):
+            call()
+
+
+def test_the_source_of_a_get_may_be_deleted_and_is_not_given_away(stager: Stager) -> None:
+    jax = jax_of(stager)
+    donate = jax.jit(lambda x: x + np.int32(1), donate_argnums=0)
+    values = words(1)
+    donate(conformance.bench().array(values))
+    deleted, donated = (conformance.bench().array(values) for _ in range(2))
+    with conformance.bench().hold_copies(stager.backend, "d2h"):
+        transfers = [stager.get(array) for array in (deleted, donated)]
+        deleted.delete()
+        if stager.on_gpu:
+            with pytest.raises(ValueError, match="external reference"):
+                donate(donated)
+        else:
+            # Into other memory.
+            assert_same(conformance.bench().values(donate(donated)), values + np.int32(1))
+    for transfer in transfers:
+        assert_same(transfer.result(), values)
+
+
+def test_deleting_every_live_array_harms_no_stager(stager: Stager) -> None:
+    jax = jax_of(stager)
+    values = words(1)
+    kept = stager.put(values).result()
+    mine = {id(array) for array in jax.live_arrays()}
+    del kept
+    bench = conformance.bench()
+    spared = {id(array) for array in (bench.token, getattr(bench, "_store", None))}
+    for array in jax.live_arrays():
+        if id(array) in mine - spared:
+            array.delete()
+    for seed in range(2, 6):
+        array = stager.put(words(seed)).result()
+        assert_same(conformance.bench().values(array), words(seed))
+
+
+def test_the_limit_of_device_memory_counts_what_arrays_hold(laws: conformance.TestJax, stager: Stager) -> None:
+    with Stager(laws.open(), device_limit=1 << 20) as small:
+        kept = [small.put(words(1, 1 << 19)).result() for _ in range(1)]
+        with pytest.raises(AllocationError, match="device memory is full"):
+            kept += [small.put(words(1, 1 << 19)).result() for _ in range(2)]
+        del kept
+        gc.collect()
+        assert_same(conformance.bench().values(small.put(words(2, 1 << 19)).result()), words(2, 1 << 19))

@@ -1,0 +1,183 @@
+"""JAX on the CPU: copy engines that are threads, arrays that are not computed yet, and computations that fail."""
+
+from __future__ import annotations
+
+import gc
+import glob
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from xferlib_jax import conformance
+
+from xferlib.conformance.values import assert_same, words
+from xferlib.errors import BackendUnavailableError, TransferError
+from xferlib.stager import Stager
+
+
+@pytest.fixture
+def cpu(stager: Stager) -> Iterator[Stager]:
+    """A stager on the CPU, also where JAX computes on a GPU by default."""
+    from xferlib_jax._cpu import CpuStager
+
+    with Stager(CpuStager(conformance.bench().jax.local_devices(backend="cpu")[0])) as opened:
+        yield opened
+
+
+def on_cpu(array: np.ndarray) -> Any:
+    jax = conformance.bench().jax
+    return jax.device_put(array, jax.local_devices(backend="cpu")[0])
+
+
+def test_what_could_not_be_computed_fails_the_thread_that_asked_until_it_was_told() -> None:
+    from xferlib_jax._engine import CopyError, Engine
+    from xferlib_jax._promise import Promises
+    from xferlib_jax._reading import Readings
+
+    class Broken:
+        def block_until_ready(self) -> None:
+            raise ArithmeticError("on purpose")
+
+    class Device:
+        def memory_stats(self) -> None: ...
+
+    promises = Promises(Readings(Device()))
+    promise = promises.make(Broken())
+    engine = Engine("engine", promises)
+    target = np.zeros(8, np.uint8)
+    try:
+        engine.copy(target.ctypes.data, promise.start, 8)
+        first, second = engine.record(), engine.record()
+        for event in (first, second, first):
+            with pytest.raises(CopyError, match="could not be computed"):
+                event.synchronize()
+        engine.record().synchronize()
+    finally:
+        engine.close()
+
+
+def test_an_address_that_stands_for_an_array_leads_to_all_of_it(cpu: Stager) -> None:
+    """Pageable memory is filled in pieces: the later ones lie behind the address."""
+    values = words(1, 20 << 20)
+    jax = conformance.bench().jax
+    array = on_cpu(values)
+    slow = jax.jit(lambda x: jax.lax.optimization_barrier((x, jax.lax.fori_loop(0, 60, lambda i, y: y @ y, np.ones((300, 300))))))
+    result, _ = slow(array)
+    out = np.empty_like(values)
+    transfer = cpu.get(result, out=out)
+    transfer.synchronize()
+    assert_same(out, values)
+
+
+def test_a_source_that_is_deleted_before_it_is_computed_fails_loudly(cpu: Stager) -> None:
+    if conformance.bench().device.platform != "cpu":
+        # Held work of the bench's is the GPU's there; what is ready is tested for both.
+        array = on_cpu(words(1))
+        array.delete()
+        with pytest.raises(ValueError, match="deleted"):
+            cpu.get(array)
+        return
+    values = words(1)
+    conformance.bench().read(on_cpu(values), conformance.bench().token).block_until_ready()
+    with conformance.bench().hold() as hold:
+        array = conformance.bench().read(on_cpu(values), hold.token)
+        transfer = cpu.get(array)
+        array.delete()
+    with pytest.raises(TransferError, match="could not be computed"):
+        transfer.result()
+    assert_same(cpu.get(on_cpu(values)).result(), values)
+
+
+def test_memory_is_freed_with_its_last_array(cpu: Stager) -> None:
+    backend: Any = cpu.backend
+    array = cpu.put(words(1, 1 << 20)).result()
+    cpu.close()
+    assert len(backend.memory._blocks) == 1
+    del array
+    gc.collect()
+    assert backend.memory._blocks == {}
+
+
+def test_only_the_first_device_of_the_cpu_is_there(stager: Stager) -> None:
+    program = (
+        "import numpy as np, jax, pytest, xferlib\n"
+        "assert len(jax.devices()) == 4\n"
+        "with pytest.raises(xferlib.BackendUnavailableError, match='only number 0'): xferlib.stager('jax', device=1)\n"
+        "with xferlib.stager('jax') as s:\n"
+        "    x = np.arange(8, dtype=np.int32)\n"
+        "    mesh = jax.sharding.Mesh(np.array(jax.devices()), ('x',))\n"
+        "    spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x')))\n"
+        "    with pytest.raises(ValueError, match='spread over 4 devices'): s.get(spread)\n"
+        "    with pytest.raises(ValueError, match='this stager on'): s.get(jax.device_put(x, jax.devices()[2]))\n"
+        "    first = spread.addressable_shards[0].data\n"
+        "    assert s.get(first).result().tolist() == [0, 1]\n"
+        "    assert s.put(x).result().device == jax.devices()[0]\n"
+    )
+    assert_runs(program, XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
+
+
+def test_a_platform_that_is_missing_is_said_with_what_to_install(stager: Stager) -> None:
+    program = (
+        "import pytest, xferlib\n"
+        "with pytest.raises(xferlib.BackendUnavailableError, match=r'JAX has no device .*rocm.*JAX_PLATFORMS=cpu'):\n"
+        "    xferlib.stager('jax')\n"
+    )
+    assert_runs(program, JAX_PLATFORMS="rocm")
+
+
+def test_a_gpu_that_jax_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch, stager: Stager) -> None:
+    from xferlib_jax import _probe, diagnosis
+
+    class Config:
+        jax_platforms = None
+
+    class Jax:
+        config = Config
+        __file__ = "jax/__init__.py"
+        __version__ = "0.10.2"
+
+        @staticmethod
+        def local_devices() -> list[Any]:
+            return conformance.bench().jax.local_devices(backend="cpu")  # type: ignore[no-any-return]  # JAX may be untyped here
+
+    monkeypatch.setitem(sys.modules, "jax", Jax)
+    monkeypatch.setattr(glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(diagnosis, "versions", lambda: {"jax": "1", "jaxlib": "1"})
+    with pytest.raises(BackendUnavailableError, match=r"no plugin for it.*JAX_PLATFORMS=cpu"):
+        _probe.open_backend(0)
+    assert any("no plugin" in finding for finding in diagnosis.findings())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert diagnosis.findings() == []
+    _probe.open_backend(0).close()
+
+
+def test_an_old_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xferlib_jax import _probe
+
+    class Jax:
+        __file__ = "jax/__init__.py"
+        __version__ = "0.9.1"
+
+    monkeypatch.setitem(sys.modules, "jax", Jax)
+    with pytest.raises(BackendUnavailableError, match=r"JAX 0\.9\.1 is older than 0\.10\.2"):
+        _probe.open_backend(0)
+
+
+def test_a_missing_jax_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xferlib_jax import _probe
+
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(BackendUnavailableError, match=r'JAX is not installed. Install it with: pip install "xferlib\[jax\]"'):
+        _probe.open_backend(0)
+
+
+def assert_runs(program: str, **environment: str) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False, env=os.environ | environment
+    )
+    assert child.returncode == 0, child.stderr
