@@ -121,7 +121,7 @@ def _kernels(cuda: Any, channels: int, floats: bool) -> Kernels:
     """Return the kernels; each is compiled when it is first launched."""
     if not hasattr(np, "row_stack"):
         # numba-cuda cannot compile on NumPy 2.5 otherwise: https://github.com/NVIDIA/numba-cuda/issues/907
-        np.row_stack = np.vstack  # type: ignore[attr-defined]  # it is being added
+        vars(np)["row_stack"] = np.vstack
     with warnings.catch_warnings():
         # Numba's own use of what NumPy deprecates.
         warnings.simplefilter("ignore", DeprecationWarning)

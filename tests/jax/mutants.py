@@ -99,7 +99,7 @@ class PutsAsJaxDoes(BrokenEvents):
 
     def as_array(self, block: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Any, lease: object) -> Any:
         nbytes = int(np.prod(shape)) * dtype.itemsize
-        memory = (ctypes.c_uint8 * nbytes).from_address(self.sources[block.address + offset])
+        memory: Any = (ctypes.c_uint8 * nbytes).from_address(self.sources[block.address + offset])
         after.array = bench().jax.device_put(np.frombuffer(memory, dtype).reshape(shape), bench().device)
         return after.array
 
