@@ -33,6 +33,7 @@ REQUIRE = "XFERLIB_REQUIRE"
 POLL_SECONDS = 0.001
 WINDOW_SECONDS = 0.1
 MOST_PUTS = 100
+"""More than the blocks of one size that any law leaves idle: who still finds one free is given the same memory again and again."""
 
 T = TypeVar("T")
 
