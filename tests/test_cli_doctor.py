@@ -31,7 +31,7 @@ def test_json_has_this_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["auto"] in xferlib.backends()
     assert tuple(state["name"] for state in report["backends"]) == xferlib.backends()
     for state in report["backends"]:
-        assert set(state) == {"name", "ready", "reason", "device", "on_gpu", "capabilities", "versions", "findings"}
+        assert set(state) == {"name", "ready", "reason", "device", "on_gpu", "capabilities", "pin", "versions", "findings"}
         assert state["ready"] is (state["reason"] is None)
 
 
@@ -39,7 +39,14 @@ def test_host_is_ready_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(told(capsys, "--json", "--require", "host"))
     (state,) = (state for state in report["backends"] if state["name"] == "host")
     assert state["ready"] is True
-    assert state["capabilities"] == {"pinned": False, "register": True, "streams": True, "put_into": True}
+    assert state["capabilities"] == {
+        "pinned": False,
+        "register": True,
+        "streams": True,
+        "put_into": True,
+        "mapped": True,
+        "write_combined": False,
+    }
 
 
 def test_a_required_backend_that_is_not_installed_sets_the_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ __all__ = [
     "BackendUnavailableError",
     "CapabilityError",
     "ClosedError",
+    "SynchronousTransferWarning",
     "TransferError",
     "UnknownBackendError",
     "XferError",
@@ -43,3 +44,10 @@ class AllocationError(XferError, MemoryError):
 
 class TransferError(XferError):
     """Raised when a copy failed, at once or from every later `synchronize`, `result` and `done` of its transfer."""
+
+
+class SynchronousTransferWarning(RuntimeWarning):
+    """Issued where the caller has to wait for a transfer that was to be asynchronous, with the reason and the remedy.
+
+    Shown once for each line that starts such transfers, as Python shows warnings. `stager(..., strict=True)` raises instead.
+    """

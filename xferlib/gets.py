@@ -12,7 +12,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.host import HostMemory
 from xferlib.memory.pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source
-from xferlib.staging import Staging
+from xferlib.staging.ring import Staging
 from xferlib.transfer import Transfer
 from xferlib.tree import Spec, flatten, flatten_like, path, unflatten
 
@@ -40,6 +40,8 @@ class Gets:
             raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
         given = None if out is None else flatten_like(spec, out, name="out")
         alike = self._checked(leaves, spec, given)
+        # What the arrays wait for now would hold up the copies that earlier gets still have to start.
+        self._staging.wait_issued()
         sources = self._ordered(leaves, spec, stream)
         outs = [self._pool.empty(shape, dtype) for shape, dtype in alike] if given is None else given
         event, failures = self._begin(sources, outs)
@@ -92,12 +94,12 @@ class Gets:
                 elif address:
                     self._backend.copy_d2h(address, source.address, array.nbytes)
                     nbytes += array.nbytes
-            landing = self._staging.land(pageable) if pageable else None
-            event = self._d2h.add(nbytes, outs, sources)
+            event = self._d2h.add(nbytes, outs, sources) if nbytes or not pageable else None
+            if pageable:
+                # The CPU copy raises what NumPy raises, when the memory has been made read-only meanwhile, for instance.
+                return self._staging.land(pageable, sources, event), (Exception,)
         except BaseException:
             self._d2h.settle((sources, outs))
             raise
-        if landing is None:
-            return event, self._failures
-        # The CPU copy raises what NumPy raises, when the memory has been made read-only meanwhile, for instance.
-        return landing, (Exception,)
+        assert event is not None
+        return event, self._failures

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, final
 from xferlib.forks import forget_in_child, leave
 from xferlib.landing import Landing
 from xferlib.protocol import Event, HostStager, Source
+from xferlib.views import Views
 
 __all__ = ["InFlight", "Landings", "Traffic"]
 
@@ -227,16 +228,17 @@ class Traffic:
         self.h2d = InFlight(backend.record_h2d, backend.failures)
         self.d2h = InFlight(backend.record_d2h, backend.failures)
         self.landings = Landings()
+        self.views = Views(backend)
 
     @property
     def busy(self) -> bool:
         """Whether anything may be in flight."""
-        return self.h2d.busy or self.d2h.busy or self.landings.busy
+        return self.h2d.busy or self.d2h.busy or self.landings.busy or self.views.busy
 
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
-        down, up = self.d2h.reap(), self.h2d.reap()
-        return down or up
+        down, up, seen = self.d2h.reap(), self.h2d.reap(), self.views.reap()
+        return down or up or seen
 
     def wait_oldest(self) -> bool:
         """Block until something has ended. Returns False if nothing was in flight."""
@@ -244,10 +246,13 @@ class Traffic:
         if self.reap() or self.h2d.wait_oldest() or self.d2h.wait_oldest():
             return True
         # Another thread may need our lock to get to its landing.
-        return not (self.h2d.entered() or self.d2h.entered()) and self.landings.wait_oldest()
+        if not (self.h2d.entered() or self.d2h.entered()) and self.landings.wait_oldest():
+            return True
+        return self.views.wait_oldest()
 
     def wait_all(self) -> None:
         """Block until everything started before the call is done."""
         self.h2d.wait_all()
         self.d2h.wait_all()
         self.landings.wait_all()
+        self.views.wait_all()

@@ -23,14 +23,14 @@ class Landing:
     def __init__(self, owner: int | None = None) -> None:
         self.owner = owner
         self._reached = threading.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     @property
     def failed(self) -> bool:
         """Whether a copy of this transfer has failed already; what is left of it need not be made."""
         return self._error is not None
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Note the first failure. Worker only."""
         if self._error is None:
             self._error = error

@@ -13,6 +13,7 @@ from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.inflight import Traffic
 from xferlib.memory.arrays import Array, address_of, host_array
+from xferlib.memory.mappings import why_unlockable
 from xferlib.protocol import HostStager
 
 __all__ = ["Pin", "Pins"]
@@ -66,7 +67,7 @@ class Pins:
         forget_in_child(self)
 
     def add(self, array: object) -> Pin:
-        """Page-lock an array's memory. Raises `ValueError` for memory that cannot be locked as one range, or is locked already."""
+        """Page-lock an array's memory. Raises `ValueError` for memory that cannot be locked, or is locked already."""
         self.sweep()
         array = host_array(array)
         if array.nbytes == 0:
@@ -79,17 +80,30 @@ class Pins:
                 raise ValueError("this memory is pinned already. Keep the first pin open for as long as any part is needed")
             self._ranges[address] = array.nbytes
         try:
-            self._backend.pin(address, array.nbytes)
-        except BaseException as error:
+            self._lock_pages(address, array.nbytes)
+        except BaseException:
             with self._lock:
                 del self._ranges[address]
-            if isinstance(error, self._backend.failures):
-                raise AllocationError(
-                    f"{array.nbytes} bytes could not be page-locked: {error}. Memory that another library has locked, and shared "
-                    "mappings of files that are written to, cannot be; copy into stager.empty_pinned(...) instead"
-                ) from error
             raise
         return Pin(self, array, address)
+
+    def _lock_pages(self, address: int, nbytes: int) -> None:
+        reason = why_unlockable(address, nbytes)
+        if reason is not None:
+            raise ValueError(f"this memory cannot be page-locked: {reason}")
+        try:
+            self._backend.pin(address, nbytes)
+        except self._backend.failures as error:
+            # Asked only now: a neighbour on the same page would look the same, and can be locked.
+            if any(self._backend.is_pinned(end, 1) for end in (address, address + nbytes - 1)):
+                raise ValueError(
+                    "this memory is pinned already, all or part of it: by the pool of this stager, by another stager or another "
+                    "library. It is transferred as it is. Leave pin out"
+                ) from error
+            raise AllocationError(
+                f"{nbytes} bytes could not be page-locked: {error}. Transfer them as they are, which stages them, or copy them "
+                "into stager.empty_pinned(...)"
+            ) from error
 
     def remove(self, address: int) -> None:
         """Unlock a range once nothing is in flight."""

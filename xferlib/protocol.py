@@ -11,7 +11,7 @@ No framework is named here, and nothing here runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -20,10 +20,14 @@ import numpy as np
 __all__ = [
     "LAWS",
     "Capabilities",
+    "CombinesWrites",
     "DeviceBlock",
     "Event",
     "HostStager",
+    "MakesMany",
+    "MapsMemory",
     "Opener",
+    "Place",
     "Source",
     "Stream",
 ]
@@ -45,11 +49,16 @@ LAWS = {
 }
 
 ArrayT = TypeVar("ArrayT")
+ViewT_co = TypeVar("ViewT_co", covariant=True)
+ArrayT_co = TypeVar("ArrayT_co", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend offers. A flag that is on is tested; for one that is off the refusal is tested."""
+    """What a backend offers. A flag that is on is tested; for one that is off the refusal is tested.
+
+    A backend may have an attribute `refusals`, a mapping: by the name of a flag that is off, why, and what to do instead.
+    """
 
     pinned: bool = False
     """`alloc_pinned` really page-locks. Off: it returns ordinary memory, and programs still run."""
@@ -59,6 +68,10 @@ class Capabilities:
     """`stream=` accepts a stream of the user's."""
     put_into: bool = False
     """An existing device array of the caller's may be overwritten: `as_target` works."""
+    mapped: bool = False
+    """The device reads and writes page-locked host memory in place: the backend is a `MapsMemory`, too."""
+    write_combined: bool = False
+    """Page-locked memory can be had that bypasses the CPU's caches: the backend is a `CombinesWrites`, too."""
 
 
 class Stream(NamedTuple):
@@ -112,6 +125,14 @@ class DeviceBlock(Protocol):
         """The block may not be written before this; None: at once."""
 
 
+class Place(NamedTuple):
+    """Where in a block an array lies: `offset` is a multiple of 256."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
 class Source(NamedTuple):
     """Device memory that a copy reads or writes. The core holds `keepalive` until the copy's event is done."""
 
@@ -139,6 +160,10 @@ class HostStager(Protocol[ArrayT]):
     def on_gpu(self) -> bool: ...
 
     @property
+    def pci_bus_id(self) -> str | None:
+        """Where the device is on the PCI bus, such as `0000:3b:00.0`: host memory is placed near it. None: on none, or unknown."""
+
+    @property
     def fallback(self) -> bool:
         """Whether "auto" may choose this backend where none on a GPU is ready."""
 
@@ -152,7 +177,11 @@ class HostStager(Protocol[ArrayT]):
     # Page-locked host memory.
 
     def alloc_pinned(self, nbytes: int) -> int:
-        """Return the address of new page-locked memory, a multiple of 256. Slow, may wait for the GPU: never in steady state."""
+        """Return the address of new page-locked memory, a multiple of 256. Slow, may wait for the GPU: never in steady state.
+
+        Asked by the core where `pinned` and `register` are not both on: with both, it maps pages near the device and has them
+        locked by `pin`.
+        """
 
     def free_pinned(self, address: int) -> None:
         """Free what `alloc_pinned` returned. May wait for the GPU. Works after `close()`."""
@@ -240,6 +269,37 @@ class HostStager(Protocol[ArrayT]):
 
         Afterwards `free_pinned`, `unpin`, events, arrays and blocks still work, for as long as anyone holds them.
         """
+
+
+class MakesMany(Protocol[ArrayT_co]):
+    """What a backend may have besides, where many arrays at once cost less than one by one."""
+
+    def as_arrays(self, block: DeviceBlock, places: tuple[Place, ...], *, after: Event, lease: object) -> Sequence[ArrayT_co]:
+        """Make many small arrays over parts of one block, as `HostStager.as_array` makes each; they share the lease.
+
+        They may be copies, made by work on the device that is ordered after `after`; the lease is then held until that is done.
+        The same `places` come again and again: what is made for them may be kept.
+        """
+
+
+class MapsMemory(Protocol[ViewT_co]):
+    """What a backend with the capability `mapped` has besides."""
+
+    def as_mapped(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, stream: object | None, lease: object
+    ) -> tuple[ViewT_co, Stream | None]:
+        """Make the framework's array over page-locked host memory, without a copy, for work on `stream`.
+
+        Returns the array, and the stream, found as by `Event.stream_wait`, for `retire`. Holds `lease` as `as_array` does. The
+        memory is in C order, writable, at least a byte, anywhere in what was page-locked, by whomever.
+        """
+
+
+class CombinesWrites(Protocol):
+    """What a backend with the capability `write_combined` has besides."""
+
+    def alloc_write_combined(self, nbytes: int) -> int:
+        """Return memory as `alloc_pinned` does that the CPU writes past its caches, and hardly reads. `free_pinned` frees it."""
 
 
 class Opener(Protocol):

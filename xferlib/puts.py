@@ -15,25 +15,25 @@ from xferlib.checks import check_alike, check_apart, checked_at
 from xferlib.device import BlockCache, Lease, Streams
 from xferlib.errors import CapabilityError
 from xferlib.inflight import Traffic
+from xferlib.layout import Layout, Layouts
+from xferlib.loud import Loud
 from xferlib.memory.arrays import Array
 from xferlib.memory.host import HostLeaf, HostMemory
-from xferlib.memory.pool import ALIGNMENT
-from xferlib.protocol import Event, HostStager, Source, Stream
-from xferlib.staging import Staging
-from xferlib.transfer import Transfer
+from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
+from xferlib.staging.ring import Staging
+from xferlib.transfer import Later, Transfer
 from xferlib.tree import Spec, flatten, flatten_like, path, unflatten
 
 __all__ = ["Puts"]
-
-PACK_BELOW = 64 << 10
-"""Bytes. Smaller leaves of one put share a device block; larger ones have their own, so that keeping one does not keep them all."""
 
 
 @final
 class Puts:
     """The H2D half of one stager. Any thread."""
 
-    def __init__(self, backend: HostStager[Any], host: HostMemory, blocks: BlockCache, staging: Staging, traffic: Traffic) -> None:
+    def __init__(
+        self, backend: HostStager[Any], host: HostMemory, blocks: BlockCache, staging: Staging, traffic: Traffic, loud: Loud
+    ) -> None:
         self._backend = backend
         self._failures = backend.failures
         self._can_overwrite = backend.capabilities.put_into
@@ -43,32 +43,47 @@ class Puts:
         self._as_array = backend.as_array
         self._as_target = backend.as_target
         self._copy_h2d = backend.copy_h2d
+        self._as_arrays = getattr(backend, "as_arrays", self._one_by_one)
         self._blocks = blocks
         self._staging = staging
+        self._loud = loud
+        self._layouts = Layouts()
         self._h2d = traffic.h2d
         self._d2h = traffic.d2h
 
-    def start(self, tree: Any, into: Any, stream: object | None) -> Transfer:
+    def start(self, tree: Any, into: Any, stream: object | None, borrow: bool) -> Transfer:
         """Put a tree."""
         leaves, spec = flatten(tree)
         if not leaves:
             raise ValueError(f"there is no array in {tree!r}: expected a NumPy array, or a tree of them")
-        sources = [checked_at(spec, index, self._host.leaf, leaf) for index, leaf in enumerate(leaves)]
+        sources = self._host.leaves(leaves)
+        if sources is None:
+            sources = [checked_at(spec, index, self._host.leaf, leaf) for index, leaf in enumerate(leaves)]
         if into is None:
+            if borrow and self._is_worth_lending(sources):
+                return self._lent(sources, spec, stream)
+            if not borrow:
+                self._loud.put(sources, spec)
             return self._fresh(sources, spec, stream)
+        self._loud.put(sources, spec, into=True)
         return self._into(sources, spec, into, stream)
 
     # One array, without the lists that `start` makes: half of the time of a small transfer would go into them.
 
-    def one(self, array: Array, stream: object | None) -> Transfer:
+    def one(self, array: Array, stream: object | None, borrow: bool) -> Transfer:
         """Put one array into fresh memory."""
         address = self._checked(array)
+        if address is None:
+            if borrow and self._is_worth_lending([(array, address)]):
+                return self._lent([(array, address)], None, stream)
+            if not borrow:
+                self._loud.put([(array, address)])
         if stream is not None:
             self._backend.check_stream(stream)
         streams: Streams = {}
         lease = self._blocks.lease(array.nbytes, streams)
         block = lease.block
-        event = self._begin_one(block.address, array, address, block)
+        event = self._begin_one(block.address, array, address, block, pads=True)
         try:
             value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=lease)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
@@ -83,11 +98,13 @@ class Puts:
     def one_into(self, array: Array, target: Any, stream: object | None) -> Transfer:
         """Put one array into one of the caller's."""
         address = self._checked(array)
+        if address is None:
+            self._loud.put([(array, address)], into=True)
         self._check_target(target, array)
         place = self._as_target(target, stream)
-        if self._d2h.busy:
+        if self._d2h.busy or self._staging.reads_ahead:
             self._order_after_reads(place)
-        event = self._begin_one(place[0], array, address, place)
+        event = self._begin_one(place[0], array, address, place, pads=False)
         transfer = Transfer(target, event, self._failures, False, partial(self._name, (place,)))
         if stream is not None:
             transfer.stream_wait(stream)
@@ -99,9 +116,9 @@ class Puts:
             self._host.check_dtype(array.dtype)
         return self._address(array)
 
-    def _begin_one(self, destination: int, array: Array, address: int | None, keepalive: object) -> Event:
+    def _begin_one(self, destination: int, array: Array, address: int | None, keepalive: object, *, pads: bool) -> Event:
         if not address:
-            return self._begin([destination], [(array, address)], keepalive)
+            return self._begin([destination], [(array, address)], keepalive, pads=pads)
         nbytes = array.nbytes
         try:
             self._copy_h2d(destination, address, nbytes)
@@ -128,7 +145,7 @@ class Puts:
         check_apart([(place.address, place.nbytes) for place in places], "into")
         for place in places:
             self._order_after_reads(place)
-        event = self._begin([place.address for place in places], sources, places)
+        event = self._begin([place.address for place in places], sources, places, pads=False)
         transfer = Transfer(into, event, self._failures, False, partial(self._name, places))
         if stream is not None:
             transfer.stream_wait(stream)
@@ -138,18 +155,13 @@ class Puts:
         if stream is not None:
             self._backend.check_stream(stream)
         streams: Streams = {}
-        places, sizes = _layout(sources)
-        leases: list[Lease] = []
-        for size in sizes:
-            leases.append(self._blocks.lease(size, streams))  # noqa: PERF401  # Each is held before the next may fail.
+        layout = self._layouts.of(sources)
+        leases = self._leases(layout, streams)
         blocks = [lease.block for lease in leases]
-        event = self._begin([blocks[number].address + offset for number, offset in places], sources, blocks)
+        event = self._begin(layout.addresses([block.address for block in blocks]), sources, blocks, pads=True)
         try:
-            arrays = [
-                self._as_array(blocks[number], offset, array.shape, array.dtype, after=event, lease=leases[number])
-                for (array, _), (number, offset) in zip(sources, places, strict=True)
-            ]
-            transfer = Transfer(unflatten(spec, arrays), event, self._failures, False, streams.__setitem__)
+            value = self._made(layout, leases, spec, event)
+            transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -157,6 +169,68 @@ class Puts:
             with suppress(*self._failures):
                 event.synchronize()
             raise
+
+    def _is_worth_lending(self, sources: list[HostLeaf]) -> bool:
+        return sum(array.nbytes for array, address in sources if address is None) > self._staging.bounce_nbytes
+
+    def _lent(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
+        """Put a tree whose pageable leaves threads of ours copy after this has returned."""
+        if stream is not None:
+            self._backend.check_stream(stream)
+        streams: Streams = {}
+        layout = self._layouts.of(sources)
+        leases = self._leases(layout, streams)
+        blocks = [lease.block for lease in leases]
+        addresses = layout.addresses([block.address for block in blocks])
+        staged: list[tuple[int, Array]] = []
+        pinned: list[Array] = []
+        try:
+            for destination, (array, address) in zip(addresses, sources, strict=True):
+                if address is None:
+                    staged.append((destination, array))
+                elif address:
+                    self._copy_h2d(destination, address, array.nbytes)
+                    pinned.append(array)
+            # The leases until then: a block that is used again before its last copy is started would be overwritten by it.
+            lent = self._staging.lend(staged, until_started=leases, until_done=(pinned, blocks))
+        except BaseException:
+            self._h2d.settle((pinned, blocks))
+            raise
+
+        def make() -> Any:
+            return self._made(layout, leases, spec, lent.enqueued())
+
+        transfer = Transfer(Later(make), lent, (Exception,), False, streams.__setitem__)
+        if stream is not None:
+            try:
+                transfer.stream_wait(stream)
+            except BaseException:
+                with suppress(Exception):
+                    lent.synchronize()
+                raise
+        return transfer
+
+    def _leases(self, layout: Layout, streams: Streams) -> list[Lease]:
+        leases: list[Lease] = []
+        for size in layout.sizes:
+            leases.append(self._blocks.lease(size, streams))  # noqa: PERF401  # Each is held before the next may fail.
+        return leases
+
+    def _made(self, layout: Layout, leases: list[Lease], spec: Spec, event: Event) -> Any:
+        arrays: list[Any] = [None] * layout.count
+        for lease, indices, places in zip(leases, layout.indices, layout.places, strict=True):
+            if len(places) == 1:
+                ((offset, shape, dtype),) = places
+                arrays[indices[0]] = self._as_array(lease.block, offset, shape, dtype, after=event, lease=lease)
+                continue
+            made = self._as_arrays(lease.block, places, after=event, lease=lease)
+            for index, array in zip(indices, made, strict=True):
+                arrays[index] = array
+        return unflatten(spec, arrays)
+
+    def _one_by_one(self, block: DeviceBlock, places: tuple[Place, ...], *, after: Event, lease: Lease) -> list[Any]:
+        make = self._as_array
+        return [make(block, offset, shape, dtype, after=after, lease=lease) for offset, shape, dtype in places]
 
     def _check_target(self, target: Any, source: Array) -> None:
         if not self._can_overwrite:
@@ -171,39 +245,26 @@ class Puts:
 
     def _order_after_reads(self, place: Source) -> None:
         """Let the copy wait for earlier gets that still read what it will overwrite: the user's streams know nothing of them."""
+        self._staging.wait_issued(place)
         for read in self._d2h.readers(place):
             self._backend.order_h2d(read)
 
-    def _begin(self, addresses: list[int], sources: list[HostLeaf], keepalive: object) -> Event:
+    def _begin(self, addresses: Sequence[int], sources: list[HostLeaf], keepalive: object, *, pads: bool) -> Event:
         nbytes = 0
-        # Staged leaves are the caller's again as soon as they are staged.
-        held = [source for source in sources if source[1]]
+        held: list[Array] = []
+        staged: list[tuple[int, Array]] = []
         try:
             for destination, (array, address) in zip(addresses, sources, strict=True):
+                nbytes += array.nbytes
                 if address is None:
-                    self._staging.stage(array, destination)
+                    staged.append((destination, array))
                 elif address:
+                    # Staged leaves are the caller's again as soon as they are staged; these are not.
+                    held.append(array)
                     self._copy_h2d(destination, address, array.nbytes)
-                    nbytes += array.nbytes
+            if staged:
+                self._staging.stage(staged, pads=pads)
             return self._h2d.add(nbytes, (held, keepalive))
         except BaseException:
             self._h2d.settle((held, keepalive))
             raise
-
-
-def _layout(sources: Sequence[HostLeaf]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return (block number, offset) for each leaf, and the blocks' sizes: one for all small leaves, one for each large leaf."""
-    places: list[tuple[int, int]] = []
-    sizes: list[int] = []
-    shared = -1
-    for array, _ in sources:
-        if array.nbytes >= PACK_BELOW:
-            places.append((len(sizes), 0))
-            sizes.append(array.nbytes)
-            continue
-        if shared < 0:
-            shared = len(sizes)
-            sizes.append(0)
-        places.append((shared, sizes[shared]))
-        sizes[shared] += max(1, -(-array.nbytes // ALIGNMENT)) * ALIGNMENT
-    return places, sizes

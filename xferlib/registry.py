@@ -14,8 +14,10 @@ from typing import Any, Literal, cast
 
 from xferlib.checks import positive_nbytes
 from xferlib.errors import BackendUnavailableError, UnknownBackendError
+from xferlib.memory.blocks import WhenFull, check_when_full
 from xferlib.protocol import Capabilities, HostStager, Opener
 from xferlib.stager import Stager
+from xferlib.staging.profile import StagingProfile
 
 __all__ = ["backends", "companion", "open_backend", "stager"]
 
@@ -33,26 +35,34 @@ def stager(
     device: int = 0,
     pinned_limit: int | None = None,
     device_limit: int | None = None,
+    when_full: WhenFull = "wait",
+    strict: bool = False,
+    staging: StagingProfile | None = None,
 ) -> Stager:
     """Open a stager.
 
     `backend` is a name from `backends()`, "auto", or a `HostStager` of your own. "auto" takes the first by name that is ready on a
     GPU, else the first that declares itself a fallback. `device` counts as the framework counts. `pinned_limit` and
-    `device_limit` are bytes: of pinned host memory (None: an eighth of the memory this process may use) and of device memory that
-    puts may take (None: what the device has).
+    `device_limit` are bytes: of pinned host memory (None: an eighth of the memory this process may use, or half of what is
+    available) and of device memory that puts may take (None: what the device has). `when_full`, for arrays in pinned memory that
+    find no room: "wait" while transfers in flight will make some, else raise `AllocationError`; "raise" at once; or "stage": take
+    ordinary memory, which is transferred by way of the pinned memory that is then kept for it. `strict`: a put
+    that would make its caller wait for a CPU copy raises `ValueError`, where otherwise the first of a line issues a
+    `SynchronousTransferWarning`.
 
     Raises `UnknownBackendError`, or `BackendUnavailableError` with what to do about it.
     """
     for name, nbytes in (("pinned_limit", pinned_limit), ("device_limit", device_limit)):
         if nbytes is not None:
             positive_nbytes(nbytes, name)
+    check_when_full(when_full)
     if not isinstance(backend, str):
         opened = _checked(backend)
     elif backend == "auto":
         opened = _open_first(device)
     else:
         opened = open_backend(backend, device=device)
-    return Stager(opened, pinned_limit=pinned_limit, device_limit=device_limit)
+    return Stager(opened, pinned_limit=pinned_limit, device_limit=device_limit, when_full=when_full, strict=strict, staging=staging)
 
 
 def open_backend(name: str, *, device: int = 0) -> HostStager[Any]:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, NoReturn, final
+from typing import Any, Literal, NoReturn, final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,19 @@ from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityE
 from xferlib.forks import forget_in_child
 from xferlib.gets import Gets
 from xferlib.inflight import Traffic
+from xferlib.loud import Loud
+from xferlib.maps import Maps
 from xferlib.memory.arrays import Array, check_dtype
+from xferlib.memory.blocks import WhenFull
 from xferlib.memory.host import HostMemory
 from xferlib.memory.limits import default_pinned_limit
+from xferlib.memory.pages import HostPages
 from xferlib.memory.pool import PinnedPool
 from xferlib.pinning import Pin, Pins
 from xferlib.protocol import Capabilities, HostStager
 from xferlib.puts import Puts
-from xferlib.staging import Staging
+from xferlib.staging.profile import StagingProfile
+from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
 
@@ -45,7 +50,16 @@ class Stager:
     A context manager; `close()` waits for what is in flight. Arrays that it gave out may outlive it.
     """
 
-    def __init__(self, backend: HostStager[Any], *, pinned_limit: int | None = None, device_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: HostStager[Any],
+        *,
+        pinned_limit: int | None = None,
+        device_limit: int | None = None,
+        when_full: WhenFull = "wait",
+        strict: bool = False,
+        staging: StagingProfile | None = None,
+    ) -> None:
         self._refusal: XferError | None = None
         self._closing = threading.RLock()
         self._closed = False
@@ -53,19 +67,27 @@ class Stager:
         self._failures = backend.failures
         self._capabilities = backend.capabilities
         self._traffic = traffic = Traffic(backend)
+        locks = self._capabilities.pinned and self._capabilities.register
+        # Faster than what a driver allocates, and on the right node; where nothing is locked there is nothing to gain.
+        pages = HostPages(backend) if locks else None
+        room = Room(traffic)
         self._pool = pool = PinnedPool(
-            allocate=_PinnedAllocator(backend),
-            free=backend.free_pinned,
-            flow=traffic,
+            allocate=_PinnedAllocator(backend, "alloc_pinned") if pages is None else pages.allocate,
+            combine=_PinnedAllocator(backend, "alloc_write_combined") if backend.capabilities.write_combined else None,
+            free=backend.free_pinned if pages is None else pages.free,
+            flow=room,
             limit=default_pinned_limit() if pinned_limit is None else positive_nbytes(pinned_limit, "pinned_limit"),
+            when_full=when_full,
         )
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
         self._blocks = BlockCache(backend, traffic, device_limit)
-        self._staging = Staging(backend, pool, traffic)
+        self._staging = ring = Staging(backend, pool, traffic, staging)
+        room.release = ring.release
         self._pins = Pins(backend, traffic)
         host = HostMemory(backend, pool)
-        self._puts = Puts(backend, host, self._blocks, self._staging, traffic)
-        self._gets = Gets(backend, host, pool, self._staging, traffic)
+        self._maps = Maps(backend, host, traffic.views)
+        self._puts = Puts(backend, host, self._blocks, ring, traffic, Loud(strict=strict))
+        self._gets = Gets(backend, host, pool, ring, traffic)
         _live.add(self)
         forget_in_child(self)
 
@@ -89,24 +111,40 @@ class Stager:
         """What the backend offers."""
         return self._capabilities
 
-    def empty_pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
+    @property
+    def staging(self) -> StagingProfile:
+        """How pageable memory is staged: given, or else measured now, in a fraction of a second."""
+        return self._staging.profile
+
+    def empty_pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, write_combined: bool = False) -> Array:
         """Return an array in pinned memory, contents undefined, from the bounded pool.
 
         The memory goes back to the pool when the last view of it is gone and no copy uses it. Where the backend cannot page-lock,
-        it is ordinary memory. Waits for transfers in flight if they will make room, else raises `AllocationError`.
+        it is ordinary memory. Where the limit has no room it does as the stager's `when_full` says: it waits for transfers in
+        flight if they will make some, else raises `AllocationError`.
+
+        `write_combined`: memory that the CPU writes past its caches, for sources that are filled once, from front to back, and put:
+        the caches stay free for other work. Reading it on the CPU takes a hundred times as long, so it is no target for `get`.
+        Raises `CapabilityError` where the backend has none.
         """
         if self._refusal is not None:
             self._refuse()
+        if write_combined and not self._capabilities.write_combined:
+            raise self._lacks("write_combined", "has no write-combined memory. Leave write_combined out")
         wanted = np.dtype(dtype)
         check_dtype(wanted)
-        return self._pool.empty(whole_shape(shape), wanted)
+        return self._pool.empty(whole_shape(shape), wanted, combined=write_combined)
 
     def pin(self, array: Array) -> Pin:
         """Page-lock memory that you own, in place, until the result is closed: `with stager.pin(array): ...`.
 
-        Slow (about 40 ms a GiB once touched), so for memory that is transferred many times. Raises `CapabilityError`
-        where the backend cannot, `ValueError` for memory that is pinned already or not contiguous, `AllocationError` where the
-        driver refuses.
+        NumPy arrays over memory of any kind: shared memory, files that are mapped privately, memory that is read-only. Locking
+        takes some 40 ms a GiB once touched, and whole pages: it pays for memory that is transferred many times, and hardly below
+        a megabyte (`xferlib doctor` tells from which transfer on). Memory that another library has locked needs no pin: it is
+        transferred as it is.
+
+        Raises `CapabilityError` where the backend cannot; `ValueError` for memory that is locked already, not contiguous, or a
+        writable shared mapping of a file on disk; `AllocationError` where the driver refuses.
         """
         if self._refusal is not None:
             self._refuse()
@@ -114,13 +152,35 @@ class Stager:
             raise CapabilityError(f"backend {self.name!r} cannot page-lock memory of yours. Use stager.empty_pinned(...) instead")
         return self._pins.add(array)
 
-    def put(self, tree: Any, *, into: Any = None, stream: object | None = None) -> Transfer:
+    def mapped(self, array: Array, *, stream: object | None = None) -> Any:
+        """Return the device's view of an array in pinned host memory, without a copy: the device works on it over the link.
+
+        For what the device reads or writes once, or a little of; what it uses again and again is better put. It sees what the host
+        had written when the work was enqueued; the host sees what the device wrote once it has waited for the work.
+        `stream` (None: the calling thread's current one) is where the work goes: the view holds the array, and the memory is held
+        until what was enqueued there before the last view went is done. Work on other streams is yours to wait for.
+        A view of memory that `pin` locked ends with the pin, which waits for that work.
+
+        Raises `CapabilityError` where the backend has no such views, `ValueError` for memory that is not pinned, not contiguous in
+        C order, or read-only.
+        """
+        if self._refusal is not None:
+            self._refuse()
+        if not self._capabilities.mapped:
+            raise self._lacks("mapped", "gives the device no view of host memory. Copy it with put")
+        if stream is not None:
+            self._check_stream(stream)
+        return self._maps.view(array, stream)
+
+    def put(self, tree: Any, *, into: Any = None, stream: object | None = None, borrow: bool = False) -> Transfer:
         """Start copying a tree of NumPy arrays to the device and return at once.
 
         Sources in pinned memory are read after this returns: do not rewrite them before `done()`. Pageable sources are free when
-        it returns. `into`: device arrays of the same structure, shapes and dtypes to overwrite; the copy waits for what `stream`
-        (None: the calling thread's current one) has enqueued, so earlier readers are safe. `stream`: it also waits for the copy,
-        as by `Transfer.stream_wait`.
+        it returns, which it does when the CPU has copied them: with a `SynchronousTransferWarning`, the first time in a line.
+        `into`: device arrays of the same structure, shapes and dtypes to overwrite; the copy waits for what `stream` (None: the
+        calling thread's current one) has enqueued, so earlier readers are safe. `stream`: it also waits for the copy, as by
+        `Transfer.stream_wait`. `borrow`: large pageable sources are lent until `done()` instead, and threads of ours copy them
+        after this has returned; `value` then waits on the host until the copies are started. It has no effect on `into`.
 
         Raises before anything starts: `TypeError` and `ValueError` for arguments, `CapabilityError`, `AllocationError`.
         Raises `TransferError` if a copy could not be started; nothing of it is under way then.
@@ -131,8 +191,8 @@ class Stager:
             self._check_stream(stream)
         try:
             if type(tree) is np.ndarray:
-                return self._puts.one(tree, stream) if into is None else self._puts.one_into(tree, into, stream)
-            return self._puts.start(tree, into, stream)
+                return self._puts.one(tree, stream, borrow) if into is None else self._puts.one_into(tree, into, stream)
+            return self._puts.start(tree, into, stream, borrow)
         except XferError:
             raise
         except self._failures as error:
@@ -160,15 +220,21 @@ class Stager:
 
     def stats(self) -> Stats:
         """Return the figures of this moment. Cheap; works after `close()`."""
-        pinned, peak, used = self._pool.usage()
+        pool = self._pool.usage()
+        own = self._pins.nbytes
         locks = 1 if self._capabilities.pinned else 0
         return Stats(
-            pinned_nbytes=locks * (pinned + self._pins.nbytes),
-            pinned_peak_nbytes=locks * peak,
+            pinned_nbytes=locks * (pool.pinned + own),
+            pinned_peak_nbytes=locks * pool.peak,
             pinned_limit_nbytes=self._pool.limit,
-            pinned_used_nbytes=locks * used,
+            pinned_used_nbytes=locks * pool.used,
+            pinned_asked_nbytes=locks * (pool.asked + own),
+            pinned_asked_peak_nbytes=locks * pool.asked_peak,
             pool_hits=self._pool.hits,
             pool_misses=self._pool.misses,
+            pool_waits=self._pool.waits,
+            pool_wait_seconds=self._pool.wait_seconds,
+            pool_fallbacks=self._pool.fallbacks,
             device_nbytes=self._blocks.nbytes,
             device_peak_nbytes=self._blocks.peak_nbytes,
             device_waits=self._blocks.waits,
@@ -183,6 +249,7 @@ class Stager:
             self._refuse()
         self._pins.sweep()
         self._traffic.reap()
+        self._staging.release()
         self._pool.trim()
         self._blocks.trim()
 
@@ -207,6 +274,7 @@ class Stager:
                 # Last in, first out, and each of them whatever those before it raise.
                 for step in (self.backend.close, self._blocks.close, self._pool.close, self._pins.close, self._staging.close):
                     steps.callback(step)
+                steps.callback(self._traffic.views.close)
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
@@ -244,6 +312,11 @@ class Stager:
         # A new one each time: several threads may be refused at once, and an exception carries one traceback.
         raise type(self._refusal)(*self._refusal.args)
 
+    def _lacks(self, flag: str, consequence: str) -> CapabilityError:
+        """Return the refusal of what a flag that is off stands for: in the backend's words, if it has some."""
+        words = getattr(self.backend, "refusals", {}).get(flag, consequence)
+        return CapabilityError(f"backend {self.name!r} {words}")
+
     def _check_stream(self, stream: object) -> None:
         refuse_bare_zero(stream)
         if not self._capabilities.streams:
@@ -255,14 +328,16 @@ class Stager:
 
 @final
 class _PinnedAllocator:
-    """`alloc_pinned` with its failures translated. Not a method of the stager: the pool must not keep the stager alive."""
+    """A backend's allocation with its failures translated. Not a method of the stager: the pool must not keep the stager alive."""
 
-    def __init__(self, backend: HostStager[Any]) -> None:
+    def __init__(self, backend: HostStager[Any], method: Literal["alloc_pinned", "alloc_write_combined"]) -> None:
         self._backend = backend
+        self._method = method
 
     def __call__(self, nbytes: int) -> int:
         try:
-            return self._backend.alloc_pinned(nbytes)
+            address: int = getattr(self._backend, self._method)(nbytes)
+            return address
         except self._backend.failures as error:
             raise AllocationError(
                 f"{nbytes} bytes of pinned memory could not be had: {error}. Lower pinned_limit or the batch"

@@ -18,10 +18,20 @@ class Stats:
     pinned_limit_nbytes: int
     pinned_used_nbytes: int
     """Of the pool, what arrays and copies in flight hold."""
+    pinned_asked_nbytes: int
+    """Of `pinned_nbytes`, what was asked for and is in use: without idle memory, alignment and what is left of pages."""
+    pinned_asked_peak_nbytes: int
+    """The most that was in use of the pool at a time."""
     pool_hits: int
     """Requests for pinned memory that found some idle."""
     pool_misses: int
     """Requests that had to page-lock more."""
+    pool_waits: int
+    """How often a request waited for a transfer to make room."""
+    pool_wait_seconds: float
+    """For how long, all of them together."""
+    pool_fallbacks: int
+    """Arrays in ordinary memory, since the pool was full: with when_full="stage"."""
     device_nbytes: int
     """Device memory taken from the framework for puts, in use or idle."""
     device_peak_nbytes: int
@@ -33,3 +43,17 @@ class Stats:
     """Of the copies to the host started so far."""
     synchronous: int
     """Leaves so far that passed through the CPU because their memory is pageable."""
+
+    @property
+    def waste(self) -> float:
+        """The share of the memory that is page-locked now which nobody asked for or uses."""
+        return _share_left(self.pinned_asked_nbytes, self.pinned_nbytes)
+
+    @property
+    def waste_at_peak(self) -> float:
+        """The share of the most that the pool ever page-locked which was never in use at the same time."""
+        return _share_left(self.pinned_asked_peak_nbytes, self.pinned_peak_nbytes)
+
+
+def _share_left(asked: int, pinned: int) -> float:
+    return 1 - asked / pinned if pinned else 0.0

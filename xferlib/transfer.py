@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias, final
@@ -10,10 +11,31 @@ from xferlib.checks import refuse_bare_zero
 from xferlib.errors import TransferError, XferError
 from xferlib.protocol import Event, Stream
 
-__all__ = ["Transfer"]
+__all__ = ["Later", "Transfer"]
 
 Name: TypeAlias = Callable[[int, Stream], None]
 """Notes a stream, by handle, that was told to wait for a put, and so may read its arrays."""
+
+
+@final
+class Later:
+    """Arrays that can be made only when their copies are started. Any thread; made once."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make: Callable[[], Any] | None = make
+        self._value: Any = None
+        self._making = threading.Lock()
+
+    def __call__(self) -> Any:
+        """Return the arrays."""
+        if self._make is not None:
+            with self._making:
+                if self._make is not None:
+                    self._value = self._make()
+                    # With it goes what only making needs, the lease among it: from now on the arrays hold it.
+                    self._make = None
+        return self._value
+
 
 FIRST_NAP = 20e-6
 LONGEST_NAP = 1e-3
@@ -43,13 +65,15 @@ class Transfer:
         """The arrays, safe to use.
 
         After a put: the calling thread's current stream is made to wait for the copy, the host is not; where the framework has no
-        such stream and its arrays do not order themselves, the host waits. After a get: the host waits.
+        such stream and its arrays do not order themselves, the host waits. Sources that were borrowed: the host waits until their
+        copies are started. After a get: the host waits.
         """
         if self._on_host:
             self.synchronize()
         else:
             self.stream_wait()
-        return self._value
+        value = self._value
+        return value() if isinstance(value, Later) else value
 
     def result(self, timeout: float | None = None) -> Any:
         """Block until the transfer is done and return the arrays. Raises `TimeoutError` after `timeout` seconds."""

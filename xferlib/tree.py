@@ -30,7 +30,8 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
     if type(tree) in _bare:
         return [tree], None
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    records = {type(leaf) for leaf in leaves if _is_record(leaf)}
+    # One of each type is looked at: there may be hundreds of leaves.
+    records = {kind for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items() if _is_record(leaf)}
     if records:
         _register(records)
         return flatten(tree)

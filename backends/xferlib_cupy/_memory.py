@@ -12,11 +12,13 @@ from typing import final
 import cupy
 from cupy.cuda import runtime
 
+from xferlib.errors import CapabilityError
 from xferlib_cupy._device import Device
 
 __all__ = ["Block", "PinnedMemory"]
 
 PORTABLE = 1
+WRITE_COMBINED = 4
 READ_ONLY = 8
 HOST = 1
 OUT_OF_MEMORY = 2
@@ -55,6 +57,18 @@ class PinnedMemory:
     def alloc(self, nbytes: int) -> int:
         with self._device.current():
             return int(runtime.hostAlloc(nbytes, PORTABLE))
+
+    def alloc_write_combined(self, nbytes: int) -> int:
+        with self._device.current():
+            return int(runtime.hostAlloc(nbytes, PORTABLE | WRITE_COMBINED))
+
+    def device_address(self, address: int) -> int:
+        """Return by which address the device knows page-locked memory. Raises `CapabilityError` if by none."""
+        with self._device.current():
+            found = int(runtime.pointerGetAttributes(address).devicePointer)
+        if not found:
+            raise CapabilityError(f"{self._device.words} has no address for host memory at {address:#x}. Copy it with put")
+        return found
 
     def free(self, address: int) -> None:
         with self._device.current():

@@ -6,6 +6,7 @@ whatever anybody enqueues on the legacy default stream, which is where CuPy work
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any, ClassVar, cast, final
@@ -14,7 +15,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from xferlib.protocol import Capabilities, DeviceBlock, Event, Source, Stream
+from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
 from xferlib_cupy import _arrays
 from xferlib_cupy._arrays import CupyArray
 from xferlib_cupy._device import Device
@@ -43,7 +44,7 @@ class CupyStager:
     name = "cupy"
     on_gpu = True
     fallback = False
-    capabilities = Capabilities(pinned=True, register=True, streams=True, put_into=True)
+    capabilities = Capabilities(pinned=True, register=True, streams=True, put_into=True, mapped=True, write_combined=True)
     failures: ClassVar[tuple[type[Exception], ...]] = (
         runtime.CUDARuntimeError,
         # Kernel launches, and with them copies of what is not contiguous, go through the driver.
@@ -71,8 +72,15 @@ class CupyStager:
         # At interpreter exit the streams go with the process.
         self._give_back.atexit = False
 
+    @property
+    def pci_bus_id(self) -> str:
+        return str(runtime.deviceGetPCIBusId(self.ordinal))
+
     def alloc_pinned(self, nbytes: int) -> int:
         return self._pinned.alloc(nbytes)
+
+    def alloc_write_combined(self, nbytes: int) -> int:
+        return self._pinned.alloc_write_combined(nbytes)
 
     def free_pinned(self, address: int) -> None:
         self._pinned.free(address)
@@ -116,6 +124,18 @@ class CupyStager:
         # With the device given, nothing is asked of CUDA.
         memory = _MEMORY(block.address, block.nbytes, lease, self.ordinal)
         return _NDARRAY(shape, dtype, _POINTER(memory, offset))
+
+    def as_arrays(self, block: DeviceBlock, places: tuple[Place, ...], *, after: Event, lease: object) -> list[CupyArray]:
+        memory = _MEMORY(block.address, block.nbytes, lease, self.ordinal)
+        return [_NDARRAY(shape, dtype, _POINTER(memory, offset)) for offset, shape, dtype in places]
+
+    def as_mapped(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, stream: object | None, lease: object
+    ) -> tuple[CupyArray, Stream | None]:
+        found = self._streams.find(stream)
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = _MEMORY(self._pinned.device_address(address), nbytes, lease, self.ordinal)
+        return _NDARRAY(shape, dtype, _POINTER(memory, 0)), found
 
     def as_source(self, array: CupyArray, stream: object | None = None) -> Source:
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:

@@ -26,9 +26,11 @@ class NumpyStager:
 
     name: Final = "host"
     on_gpu: Final = False
+    pci_bus_id: Final = None
     fallback: Final = True
-    capabilities: Final = protocol.Capabilities(register=True, streams=True, put_into=True)
+    capabilities: Final = protocol.Capabilities(register=True, streams=True, put_into=True, mapped=True)
     failures: Final[tuple[type[Exception], ...]] = (CopyError, MemoryCallError)
+    refusals: Final = {"write_combined": "page-locks nothing, and its CPU reads what it wrote. Leave write_combined out"}
 
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0))
@@ -91,6 +93,13 @@ class NumpyStager:
         lease: object,
     ) -> npt.NDArray[Any]:
         return array_over(block.address + offset, shape, dtype, block=block, lease=lease)
+
+    def as_mapped(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, stream: object | None, lease: object
+    ) -> tuple[npt.NDArray[Any], protocol.Stream | None]:
+        on = resolve(stream)
+        found = None if on is None else protocol.Stream(on.handle, on)
+        return array_over(address, shape, dtype, block=None, lease=lease), found
 
     def as_source(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
         self._check_array(array)

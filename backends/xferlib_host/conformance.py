@@ -119,6 +119,11 @@ class TestHost(StagerConformance):
     def memory_calls(self, stager: HostStager[Any]) -> int:
         return sum(cast("NumpyStager", stager).memory.calls())
 
+    def write(self, array: Array, values: np.ndarray) -> None:
+        with Stream() as stream:
+            stream.submit(np.copyto, array, values)
+            stream.close()
+
     def aliases(self, array: Array) -> Iterable[tuple[str, Array]]:
         yield "slice", array[1:]
         yield "strided", array[::2]

@@ -14,10 +14,16 @@ import numpy as np
 
 from xferlib_jax._capsule import Capsules, Exporter
 
-__all__ = ["JaxArray", "adopt", "check_array", "check_dtype", "dlpack_code", "kind_of"]
+__all__ = ["NOT_MAPPED", "JaxArray", "adopt", "check_array", "check_dtype", "dlpack_code", "kind_of"]
 
 JaxArray: TypeAlias = Any
 """`jax.Array`, which is also what a traced value claims to be."""
+
+NOT_MAPPED: Final = (
+    "gives the device no view of host memory. JAX's arrays never change, its computations copy what is in host memory before they "
+    "read it, and it lets imported host memory go while such a copy is under way. Copy it with put"
+)
+"""Why `mapped` is off, on every platform: nobody could tell when the memory may be written again."""
 
 INTEGER, UNSIGNED, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6
 _FLOAT8 = {

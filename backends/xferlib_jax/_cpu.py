@@ -15,7 +15,7 @@ import numpy as np
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError
-from xferlib_jax._arrays import JaxArray, check_array, check_dtype
+from xferlib_jax._arrays import NOT_MAPPED, JaxArray, check_array, check_dtype
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._engine import CopyError, CpuEvent, Engine
 from xferlib_jax._imports import Imports
@@ -37,8 +37,13 @@ class CpuStager:
 
     name: Final = "jax"
     on_gpu: Final = False
+    pci_bus_id: Final = None
     fallback: Final = False
     capabilities: Final = protocol.Capabilities(register=True)
+    refusals: Final = {
+        "mapped": NOT_MAPPED,
+        "write_combined": "page-locks nothing where JAX computes on the CPU, which reads what it wrote. Leave write_combined out",
+    }
     failures: Final[tuple[type[Exception], ...]] = (CopyError, MemoryCallError, jax.errors.JaxRuntimeError)
 
     def __init__(self, device: Any) -> None:

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from xferlib.errors import CapabilityError
-from xferlib.protocol import Capabilities, DeviceBlock, Event, Source, Stream
+from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
 from xferlib_jax import _arrays
-from xferlib_jax._arrays import JaxArray
+from xferlib_jax._arrays import NOT_MAPPED, JaxArray
 from xferlib_jax._blocks import Block, BlockMaker, PoolError
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._driver import CudaError, Driver
@@ -28,6 +28,7 @@ from xferlib_jax._fence import Fences
 from xferlib_jax._imports import Imports
 from xferlib_jax._pinning import PinnedMemory
 from xferlib_jax._reading import Readings
+from xferlib_jax._unpack import unpack
 
 __all__ = ["CudaStager"]
 
@@ -45,12 +46,14 @@ class CudaStager:
     name = "jax"
     on_gpu = True
     fallback = False
-    capabilities = Capabilities(pinned=True, register=True)
+    capabilities = Capabilities(pinned=True, register=True, write_combined=True)
+    refusals: ClassVar[dict[str, str]] = {"mapped": NOT_MAPPED}
     failures: ClassVar[tuple[type[Exception], ...]] = (CudaError, PoolError, jax.errors.JaxRuntimeError)
 
     def __init__(self, device: Any, driver: Driver) -> None:
         self.jax_device = device
         self.device = f"{device.device_kind} (cuda:{driver.ordinal})"
+        self.pci_bus_id = driver.pci_bus_id()
         self.copies: tuple[Copy, Copy] = (driver.copy_h2d, driver.copy_d2h)
         self._events = EventPool(driver)
         self._pinned = PinnedMemory(device.client, driver)
@@ -92,6 +95,9 @@ class CudaStager:
     def alloc_pinned(self, nbytes: int) -> int:
         return self._pinned.alloc(nbytes)
 
+    def alloc_write_combined(self, nbytes: int) -> int:
+        return self._pinned.alloc_write_combined(nbytes)
+
     def free_pinned(self, address: int) -> None:
         self._pinned.free(address)
         # The core gives back pinned memory as it closes, and then device memory, of which nobody has asked JAX since.
@@ -102,6 +108,8 @@ class CudaStager:
 
     def unpin(self, address: int) -> None:
         self._pinned.unpin(address)
+        # As above: with `pin` the core locks what it gives out, too.
+        self.sweep()
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
         return self._pinned.is_pinned(address, nbytes)
@@ -135,6 +143,14 @@ class CudaStager:
     ) -> JaxArray:
         order = cast("CudaEvent", after).hold_back
         return self._imports.adopt(block.address + offset, shape, dtype, order=order, lease=lease)
+
+    def as_arrays(self, block: DeviceBlock, places: tuple[Place, ...], *, after: Event, lease: object) -> list[JaxArray]:
+        order = cast("CudaEvent", after).hold_back
+
+        def adopt(offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> JaxArray:
+            return self._imports.adopt(block.address + offset, shape, dtype, order=order, lease=lease)
+
+        return unpack(places, adopt)
 
     def as_source(self, array: JaxArray, stream: object | None = None) -> Source:
         _arrays.check_array(array, self.jax_device)

@@ -27,7 +27,8 @@ RELAXED = 2
 MEMORY_TYPE, HOST = 2, 1
 DISABLE_TIMING = 2
 NON_BLOCKING = 1
-PORTABLE, READ_ONLY = 1, 8
+PORTABLE, WRITE_COMBINED, READ_ONLY = 1, 4, 8
+PCI_BUS_ID_NBYTES = 32
 
 _I, _P, _N = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
 SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -35,6 +36,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuCtxPushCurrent_v2": (_P,),
     "cuDeviceGet": (_P, _I),
     "cuDeviceGetCount": (_P,),
+    "cuDeviceGetPCIBusId": (_P, _I, _I),
     "cuDevicePrimaryCtxRetain": (_P, _I),
     "cuEventCreate": (_P, _I),
     "cuEventDestroy_v2": (_P,),
@@ -44,6 +46,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (_I, _P),
     "cuInit": (_I,),
     "cuLaunchHostFunc": (_P, _P, _P),
+    "cuMemFreeHost": (_P,),
+    "cuMemHostAlloc": (_P, _N, _I),
     "cuMemHostRegister_v2": (_P, _N, _I),
     "cuMemHostUnregister": (_P,),
     "cuMemcpyDtoHAsync_v2": (_P, _P, _N, _P),
@@ -101,6 +105,8 @@ class Driver:
         self._attribute = self._bound(self._quick, "cuPointerGetAttribute")
         self._register = self._checked(self._slow, "cuMemHostRegister_v2")
         self._unregister = self._checked(self._slow, "cuMemHostUnregister")
+        self._alloc_host = self._checked(self._slow, "cuMemHostAlloc")
+        self._free_host = self._checked(self._slow, "cuMemFreeHost")
         self._launch_host = self._checked(self._slow, "cuLaunchHostFunc")
         self._create_stream = self._checked(self._slow, "cuStreamCreate")
         self._destroy_stream = self._checked(self._slow, "cuStreamDestroy_v2")
@@ -131,6 +137,13 @@ class Driver:
         """Return a stream that the legacy default stream does not stop."""
         return self._created(self._create_stream, NON_BLOCKING)
 
+    def pci_bus_id(self) -> str:
+        """Return where the device is on the PCI bus."""
+        device, text = ctypes.c_int(), ctypes.create_string_buffer(PCI_BUS_ID_NBYTES)
+        self._plain("cuDeviceGet", ctypes.byref(device), self.ordinal)
+        self._plain("cuDeviceGetPCIBusId", text, PCI_BUS_ID_NBYTES, device.value)
+        return text.value.decode()
+
     def register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
         """Page-lock memory, for every device."""
         with self.current():
@@ -139,6 +152,18 @@ class Driver:
     def unregister(self, address: int) -> None:
         with self.current():
             self._unregister(address)
+
+    def alloc_write_combined(self, nbytes: int) -> int:
+        """Return page-locked memory, for every device, that the CPU writes past its caches."""
+        address = ctypes.c_void_p()
+        with self.current():
+            self._alloc_host(ctypes.byref(address), nbytes, PORTABLE | WRITE_COMBINED)
+        assert address.value is not None
+        return address.value
+
+    def free_host(self, address: int) -> None:
+        with self.current():
+            self._free_host(address)
 
     def is_page_locked(self, address: int) -> bool:
         """Tell whether the driver knows this byte as page-locked host memory, by whomever."""

@@ -16,6 +16,8 @@ from xferlib_jax._driver import OUT_OF_MEMORY, CudaError, Driver
 
 __all__ = ["PinnedMemory"]
 
+ALIGNMENT = 256
+
 
 @final
 class PinnedMemory:
@@ -27,6 +29,8 @@ class PinnedMemory:
         self._unmap: Callable[[int], None] | None = getattr(client, "dma_unmap", None)
         self._pages: dict[int, mmap.mmap] = {}
         self._unlock: dict[int, Callable[[int], None]] = {}
+        # Address given out -> address to free, of what the driver allocated.
+        self._allocated: dict[int, int] = {}
 
     def alloc(self, nbytes: int) -> int:
         # Shared, so that a fork never makes the process write to other pages than those that are locked. Locking pages that are
@@ -45,7 +49,20 @@ class PinnedMemory:
         self._pages[address] = pages
         return address
 
+    def alloc_write_combined(self, nbytes: int) -> int:
+        start = self._driver.alloc_write_combined(nbytes)
+        if start % ALIGNMENT:
+            # Small requests are cut out of a larger piece.
+            self._driver.free_host(start)
+            start = self._driver.alloc_write_combined(nbytes + ALIGNMENT)
+        address = -(-start // ALIGNMENT) * ALIGNMENT
+        self._allocated[address] = start
+        return address
+
     def free(self, address: int) -> None:
+        if address in self._allocated:
+            self._driver.free_host(self._allocated.pop(address))
+            return
         pages = self._pages.pop(address)
         self.unpin(address)
         pages.close()

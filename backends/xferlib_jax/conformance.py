@@ -77,6 +77,9 @@ class TestJax(StagerConformance):
     def page_locked(self, address: int) -> bool:
         return cuda.page_locked(address)
 
+    def write_combined(self, address: int) -> bool:
+        return cuda.write_combined(address)
+
     def aliases(self, array: Any) -> Iterable[tuple[str, Any]]:
         jax = bench().jax
         yield "slice", array[1:]

@@ -59,6 +59,12 @@ class Device:
             self.numba_context = numba.cuda.gpus[ordinal].get_primary_context()
         self.words = f"{self.numba_context.device.name} (cuda:{ordinal})"
 
+    @property
+    def pci_bus_id(self) -> str:
+        """Where the device is, as the kernel names it. A GPU has one function."""
+        place = self.numba_context.device.get_device_identity()
+        return f"{place['pci_domain_id']:04x}:{place['pci_bus_id']:02x}:{place['pci_device_id']:02x}.0"
+
     def raw(self, name: str) -> Call:
         """Return a driver call that raises Numba's `CudaAPIError` and returns what there is beside the status."""
         function = getattr(self._binding, name)

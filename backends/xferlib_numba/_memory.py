@@ -9,12 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import final
 
+from xferlib.errors import CapabilityError
 from xferlib_numba._device import Device
 
 __all__ = ["Block", "PinnedMemory"]
 
-PAGE = 4096
+ALIGNMENT = 256
 PORTABLE = 1
+WRITE_COMBINED = 4
 READ_ONLY = 8
 HOST = 1
 INVALID_VALUE = 1
@@ -54,17 +56,21 @@ class PinnedMemory:
         self._inside: dict[int, int] = {}
 
     def alloc(self, nbytes: int) -> int:
-        alloc = self._device.raw("cuMemHostAlloc")
+        return self._alloc(nbytes, PORTABLE)
+
+    def alloc_write_combined(self, nbytes: int) -> int:
+        """Allocate by the driver itself: Numba's own calls take the flag and forget it."""
+        return self._alloc(nbytes, PORTABLE | WRITE_COMBINED)
+
+    def device_address(self, address: int) -> int:
+        """Return by which address the device knows page-locked memory. Raises `CapabilityError` if by none."""
+        binding = self._device.numba.driver.binding
+        attribute = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
         with self._device.current():
-            address = int(alloc(nbytes, PORTABLE))
-            if address % PAGE == 0:
-                return address
-            # Small requests are cut out of a larger piece.
-            self._device.raw("cuMemFreeHost")(address)
-            address = int(alloc(nbytes + PAGE, PORTABLE))
-        aligned = -(-address // PAGE) * PAGE
-        self._inside[aligned] = address
-        return aligned
+            status, found = binding.cuPointerGetAttribute(attribute, address)
+        if status or not int(found):
+            raise CapabilityError(f"{self._device.words} has no address for host memory at {address:#x}. Copy it with put")
+        return int(found)
 
     def free(self, address: int) -> None:
         address = self._inside.pop(address, address)
@@ -90,6 +96,19 @@ class PinnedMemory:
     def is_pinned(self, address: int, nbytes: int) -> bool:
         with self._device.current():
             return self._is_host(address) and self._is_host(address + nbytes - 1)
+
+    def _alloc(self, nbytes: int, flags: int) -> int:
+        alloc = self._device.raw("cuMemHostAlloc")
+        with self._device.current():
+            address = int(alloc(nbytes, flags))
+            if address % ALIGNMENT == 0:
+                return address
+            # Drivers align better than that, but do not promise it.
+            self._device.raw("cuMemFreeHost")(address)
+            address = int(alloc(nbytes + ALIGNMENT, flags))
+        aligned = -(-address // ALIGNMENT) * ALIGNMENT
+        self._inside[aligned] = address
+        return aligned
 
     def _is_host(self, address: int) -> bool:
         binding = self._device.numba.driver.binding

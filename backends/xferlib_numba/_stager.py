@@ -36,7 +36,7 @@ class NumbaStager:
     name = "numba"
     on_gpu = True
     fallback = False
-    capabilities = Capabilities(pinned=True, register=True, streams=True, put_into=True)
+    capabilities = Capabilities(pinned=True, register=True, streams=True, put_into=True, mapped=True, write_combined=True)
 
     def __init__(self, device: Device) -> None:
         self.device = device.words
@@ -65,8 +65,15 @@ class NumbaStager:
         # At interpreter exit the streams go with the process.
         self._give_back.atexit = False
 
+    @property
+    def pci_bus_id(self) -> str:
+        return self._device.pci_bus_id
+
     def alloc_pinned(self, nbytes: int) -> int:
         return self._pinned.alloc(nbytes)
+
+    def alloc_write_combined(self, nbytes: int) -> int:
+        return self._pinned.alloc_write_combined(nbytes)
 
     def free_pinned(self, address: int) -> None:
         self._pinned.free(address)
@@ -109,6 +116,15 @@ class NumbaStager:
     ) -> NumbaArray:
         stream = after.stream_of_arrays() if isinstance(after, NumbaEvent) else self._streams.numba_default
         return _arrays.as_array(self._device, block.address + offset, shape, dtype, stream=stream, lease=lease)
+
+    def as_mapped(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, stream: object | None, lease: object
+    ) -> tuple[NumbaArray, Stream | None]:
+        found = self._streams.find(stream)
+        there = self._pinned.device_address(address)
+        # Copies that Numba is asked to make between the view and its own arrays go where the kernels go.
+        named = stream if isinstance(stream, type(self._streams.numba_default)) else self._streams.numba_default
+        return _arrays.as_array(self._device, there, shape, dtype, stream=named, lease=lease), found
 
     def as_source(self, array: NumbaArray, stream: object | None = None) -> Source:
         if array.__class__ is self._array and array.is_c_contiguous() and not self._several:

@@ -92,6 +92,15 @@ class TestNumba(StagerConformance):
     def page_locked(self, address: int) -> bool:
         return cuda.page_locked(address)
 
+    def write(self, array: Any, values: Array) -> None:
+        product = bench().array(values)
+        with bench().compute_stream() as stream:
+            bench().copy_bytes(array, product, stream)
+            stream.synchronize()
+
+    def write_combined(self, address: int) -> bool:
+        return cuda.write_combined(address)
+
     def aliases(self, array: Any) -> Iterable[tuple[str, Any]]:
         yield "slice", array[1:]
         yield "slice of a slice", array[1:][1:]

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +16,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered
+from xferlib.memory import mappings
 
 
 def pinned(stager: xferlib.Stager, array: np.ndarray[Any, Any]) -> bool:
@@ -158,3 +165,172 @@ def test_one_pin_that_cannot_be_undone_does_not_keep_the_stager_open() -> None:
     assert not pinned(stager, other)
     for pin in pins:
         pin.close()
+
+
+@contextmanager
+def shared_memory(tmp_path: Path) -> Iterator[np.ndarray[Any, Any]]:
+    memory = SharedMemory(create=True, size=NBYTES)
+    try:
+        memory.unlink()
+        yield np.frombuffer(memory.buf, np.uint8)[:NBYTES]
+    finally:
+        gc.collect()
+
+
+@contextmanager
+def memfd(tmp_path: Path) -> Iterator[np.ndarray[Any, Any]]:
+    file = os.memfd_create("batch")
+    os.ftruncate(file, NBYTES)
+    yield np.frombuffer(mmap.mmap(file, NBYTES, mmap.MAP_SHARED), np.uint8)
+    os.close(file)
+
+
+@contextmanager
+def private_file(tmp_path: Path) -> Iterator[np.ndarray[Any, Any]]:
+    yield np.memmap(file_of(tmp_path), np.uint8, "c")
+
+
+@contextmanager
+def read_only_file(tmp_path: Path) -> Iterator[np.ndarray[Any, Any]]:
+    yield np.memmap(file_of(tmp_path), np.uint8, "r")
+
+
+@contextmanager
+def read_only(tmp_path: Path) -> Iterator[np.ndarray[Any, Any]]:
+    yield np.frombuffer(bytes(NBYTES), np.uint8)
+
+
+@contextmanager
+def private_pages(tmp_path: Path) -> Iterator[np.ndarray[Any, Any]]:
+    yield np.frombuffer(mmap.mmap(-1, NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
+def file_of(tmp_path: Path) -> Path:
+    path = tmp_path / "values.bin"
+    path.write_bytes(bytes(NBYTES))
+    return path
+
+
+NBYTES = 3 << 20
+KINDS = [shared_memory, memfd, private_file, read_only_file, read_only, private_pages]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_of_many_kinds_is_pinned(
+    stager: xferlib.Stager, kind: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever the folder for temporary files lies on.
+    monkeypatch.setattr(mappings, "IN_MEMORY", frozenset({"tmpfs"}))
+    with kind(tmp_path) as array:
+        with stager.pin(array):
+            assert pinned(stager, array)
+            assert np.array_equal(stager.put(array).result(), array)
+            assert stager.stats().synchronous == 0
+        assert not pinned(stager, array)
+        del array
+
+
+def test_a_writable_shared_mapping_of_a_file_is_refused_before_the_driver_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mappings, "file_system", lambda device: "ext4")
+    backend = tampered()
+    backend.pin = lambda address, nbytes: pytest.fail("the driver was asked")
+    array = np.memmap(file_of(tmp_path), np.uint8, "r+")
+    with xferlib.stager(backend) as stager:
+        with pytest.raises(ValueError, match=r"writable shared mapping of a file on disk, '.*values\.bin' \(ext4\).*mode 'c'"):
+            stager.pin(array[100:])
+        backend.pin = backend.inner.pin
+        with stager.pin(np.ones(10)):
+            assert stager._pins.nbytes == 80
+        assert stager._pins.nbytes == 0
+
+
+def test_a_writable_shared_mapping_of_a_file_in_memory_is_pinned(
+    stager: xferlib.Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mappings, "file_system", lambda device: "tmpfs")
+    array = np.memmap(file_of(tmp_path), np.uint8, "r+")
+    with stager.pin(array):
+        assert pinned(stager, array)
+
+
+def test_memory_that_another_library_has_pinned_is_not_staged(stager: xferlib.Stager) -> None:
+    array = np.arange(1000.0)
+    out = np.zeros(1000)
+    with ExitStack() as pins:
+        for memory in (array, out):
+            stager.backend.pin(memory.ctypes.data, memory.nbytes)
+            pins.callback(stager.backend.unpin, memory.ctypes.data)
+        device = stager.put(array).result()
+        assert stager.get(device, out=out).result() is out
+        assert np.array_equal(out, array)
+        assert stager.stats().synchronous == 0
+    stager.put(array[:10]).synchronize()
+    assert stager.stats().synchronous == 1
+
+
+@pytest.mark.parametrize("part", [np.s_[:600], np.s_[400:], np.s_[:]])
+def test_memory_that_another_library_has_pinned_needs_no_pin(stager: xferlib.Stager, part: slice) -> None:
+    array = np.arange(1000.0)
+    stager.backend.pin(array[part].ctypes.data, array[part].nbytes)
+    with pytest.raises(ValueError, match=r"pinned already, all or part of it.*Leave pin out") as caught:
+        stager.pin(array)
+    assert isinstance(caught.value.__cause__, stager.backend.failures)
+    stager.backend.unpin(array[part].ctypes.data)
+    with stager.pin(array):
+        assert pinned(stager, array)
+
+
+MAPS = """\
+7f0000000000-7f0000002000 rw-s 00000000 00:1b 12                         /dev/shm/psm x
+7f0000002000-7f0000003000 r--s 00000000 fd:01 13                         /data/a b.npy
+7f0000003000-7f0000005000 rw-s 00001000 fd:01 14                         /data/c.npy (deleted)
+7f0000005000-7f0000006000 rw-p 00000000 fd:01 14                         /data/c.npy
+7f0000006000-7f0000007000 rw-s 00000000 00:01 15                         /memfd:batch (deleted)
+7f0000007000-7f0000008000 rw-p 00000000 00:00 0
+"""
+MOUNTS = """\
+22 1 253:1 / / rw,relatime shared:1 - ext4 /dev/root rw
+23 22 0:27 / /dev/shm rw,nosuid shared:3 master:4 - tmpfs tmpfs rw
+24 22 0:29 / /work rw - overlay overlay rw
+"""
+BASE = 0x7F0000000000
+
+
+def test_what_lies_under_a_range_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
+    table, mounts = tmp_path / "maps", tmp_path / "mountinfo"
+    table.write_text(MAPS)
+    mounts.write_text(MOUNTS)
+    found = mappings.mappings(BASE + 0x1FFF, 0x2002, table=table)
+    assert [(part.start - BASE, part.permissions, part.device, part.path) for part in found] == [
+        (0, "rw-s", "0:27", "/dev/shm/psm x"),
+        (0x2000, "r--s", "253:1", "/data/a b.npy"),
+        (0x3000, "rw-s", "253:1", "/data/c.npy (deleted)"),
+    ]
+    (last,) = mappings.mappings(BASE + 0x7000, 1, table=table)
+    assert last.path == ""
+    types = {device: mappings.file_system(device, table=mounts) for device in ("253:1", "0:27", "0:29", "0:1", "0:0")}
+    assert types == {"253:1": "ext4", "0:27": "tmpfs", "0:29": "overlay", "0:1": None, "0:0": None}
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "refused"),
+    [
+        (0, 0x2000, False),
+        (0x2000, 0x1000, False),
+        (0x3000, 0x1000, True),
+        (0, 0x8000, True),
+        (0x5000, 0x3000, False),
+    ],
+)
+def test_only_files_on_disk_that_are_written_to_cannot_be_locked(
+    offset: int, nbytes: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, mounts = tmp_path / "maps", tmp_path / "mountinfo"
+    table.write_text(MAPS)
+    mounts.write_text(MOUNTS)
+    look, kind = mappings.mappings, mappings.file_system
+    monkeypatch.setattr(mappings, "mappings", lambda address, nbytes: look(address, nbytes, table=table))
+    monkeypatch.setattr(mappings, "file_system", lambda device: kind(device, table=mounts))
+    assert (mappings.why_unlockable(BASE + offset, nbytes) is not None) is refused

@@ -12,39 +12,46 @@ import pytest
 import xferlib
 from tests.core.fakes import held, on_thread, succeeds, tampered
 from xferlib.landing import Landing
-from xferlib.staging import PIECE
+from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20
+PIECE = 8 * MIB
+RING = StagingProfile(4, 1 * MIB, MIB // 2)
+"""Threads that help, whatever this machine has, and small chunks, so that every transfer takes several."""
 
 
 def numbers(nbytes: int) -> np.ndarray[Any, Any]:
     return np.arange(nbytes // 4, dtype=np.uint32)
 
 
-@pytest.mark.parametrize("limit", [1 * MIB, 3 * MIB, 5 * MIB, 8 * MIB, 16 * MIB, 20 * MIB])
-def test_a_put_larger_than_the_pinned_limit_arrives(limit: int) -> None:
-    with xferlib.stager("host", pinned_limit=limit) as stager:
-        source = numbers(40 * MIB)
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("limit", [MIB, 3 * MIB, 8 * MIB, 64 * MIB])
+def test_a_put_larger_than_the_pinned_limit_arrives(limit: int, threads: int) -> None:
+    with xferlib.stager("host", pinned_limit=limit, staging=StagingProfile(threads, MIB)) as stager:
+        source = numbers(20 * MIB)
         assert np.array_equal(stager.put(source).value, source)
+        assert stager.stats().h2d_nbytes == source.nbytes
 
 
-@pytest.mark.parametrize("limit", [1, 3, 5, 8, 16, 20])
+@pytest.mark.parametrize("limit", [1, 3, 8, 64])
 def test_a_get_larger_than_the_pinned_limit_arrives(limit: int) -> None:
     succeeds(
         f"""
         import numpy as np, xferlib
-        with xferlib.stager("host", pinned_limit={limit} << 20) as s:
+        from xferlib.staging.profile import StagingProfile
+        with xferlib.stager("host", pinned_limit={limit} << 20, staging=StagingProfile(4, 1 << 20)) as s:
             x = np.arange(10 << 20, dtype=np.uint32)
             for _ in range(3):
                 out = np.zeros_like(x)
                 s.get(x, out=out).synchronize()
                 assert (out == x).all()
+            assert s.stats().d2h_nbytes == 3 * x.nbytes
         """
     )
 
 
 def test_a_view_that_is_not_contiguous_and_larger_than_the_limit_arrives() -> None:
-    with xferlib.stager("host", pinned_limit=8 * MIB) as stager:
+    with xferlib.stager("host", pinned_limit=8 * MIB, staging=RING) as stager:
         source = numbers(24 * MIB).reshape(1024, -1).T
         assert np.array_equal(stager.put(source).value, source)
 
@@ -59,7 +66,7 @@ def test_views_that_are_not_contiguous_arrive(stager: xferlib.Stager, view: Any)
 
 
 def test_matrices_larger_than_a_piece_arrive() -> None:
-    with xferlib.stager("host", pinned_limit=2 * PIECE) as stager:
+    with xferlib.stager("host", pinned_limit=2 * PIECE, staging=RING) as stager:
         with pytest.warns(PendingDeprecationWarning):
             source = np.matrix(numbers(3 * PIECE))
         assert np.array_equal(stager.put(source).value, np.asarray(source))
@@ -156,20 +163,20 @@ def test_a_put_that_fails_in_the_middle_leaves_memory_at_rest() -> None:
         return events[-1]
 
     backend.record_h2d = record
-    with xferlib.stager(backend, pinned_limit=64 * MIB) as stager:
+    with xferlib.stager(backend, pinned_limit=64 * MIB, staging=RING) as stager:
         with pytest.raises(xferlib.TransferError, match="could not be started: no more"):
             stager.put(numbers(4 * PIECE))
         assert all(event.done() for event in events)
         backend.copy_h2d = backend.inner.copy_h2d
         assert np.array_equal(stager.put(numbers(PIECE)).value, numbers(PIECE))
         stager.trim()
-        assert stager._pool.usage()[2] == 0
+        assert stager._pool.usage().used == 0
 
 
 def test_a_get_that_fails_in_the_middle_leaves_memory_at_rest() -> None:
     backend = tampered(failures=(CopyBroke,))
     backend.copy_d2h = breaks_after(2, backend.inner.copy_d2h)
-    with xferlib.stager(backend, pinned_limit=64 * MIB) as stager:
+    with xferlib.stager(backend, pinned_limit=64 * MIB, staging=RING) as stager:
         out = np.zeros_like(numbers(4 * PIECE))
         with pytest.raises(xferlib.TransferError, match="could not be started: no more"):
             stager.get(numbers(4 * PIECE), out=out)
@@ -182,9 +189,7 @@ def test_a_get_that_fails_in_the_middle_leaves_memory_at_rest() -> None:
 
 def test_the_worker_ends_at_close(stager: xferlib.Stager) -> None:
     stager.get(np.zeros(10), out=np.zeros(10)).synchronize()
-    worker = stager._staging._worker
-    assert worker is not None
-    assert worker.is_alive()
+    worker = next(thread for thread in threading.enumerate() if thread.name == "xferlib-landing")
     stager.close()
     assert not worker.is_alive()
 
@@ -223,7 +228,7 @@ def test_a_worker_that_cannot_be_started_is_an_error_and_not_a_hang() -> None:
 
 @pytest.mark.parametrize("threads", [4])
 def test_threads_that_stage_at_once_under_a_small_limit_wait_for_each_other(threads: int) -> None:
-    with xferlib.stager("host", pinned_limit=2 * PIECE) as stager:
+    with xferlib.stager("host", pinned_limit=2 * PIECE, staging=RING) as stager:
         source = numbers(3 * PIECE)
 
         def work() -> bool:
@@ -246,7 +251,7 @@ def test_who_is_told_that_a_piece_is_over_finds_its_memory(
     def told(landing: Landing) -> None:
         stager._traffic.h2d.wait_all()
         stager._traffic.d2h.wait_all()
-        used.append(stager._pool.usage()[2])
+        used.append(stager._pool.usage().used)
         reach(landing)
 
     monkeypatch.setattr(Landing, "reach", told)
@@ -270,7 +275,7 @@ def test_room_is_waited_for_while_another_thread_is_between_taking_and_starting(
         backend.inner.copy_h2d(dst, src, nbytes)
 
     backend.copy_h2d = copy
-    with xferlib.stager(backend, pinned_limit=PIECE) as stager:
+    with xferlib.stager(backend, pinned_limit=PIECE, staging=StagingProfile(1, PIECE, PIECE)) as stager:
         source = numbers(PIECE)
         other = on_thread(lambda: stager.put(source))
         assert entered.wait(10)

@@ -17,10 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from xferlib.cli.breakeven import BreakEven, break_even
 from xferlib.cli.companions import diagnosis, own_versions
 from xferlib.errors import BackendUnavailableError, XferError
 from xferlib.memory.limits import default_pinned_limit, memory_limit
 from xferlib.registry import backends, stager
+from xferlib.stager import Stager
 
 __all__ = ["examine", "lacking", "print_json", "show"]
 
@@ -83,20 +85,41 @@ def show(report: Report) -> None:
     console.print(table)
     for name, text in _machine(report):
         console.print(f"[bold]{name:<9}[/bold] {escape(text)}", highlight=False)
+    for state in report["backends"]:
+        if state["ready"]:
+            console.print(f"[bold]pin[/bold]       {escape(state['name'])}: {escape(_pays(state))}", highlight=False)
     for line in [*report["findings"], *(line for state in report["backends"] for line in state["findings"])]:
         console.print(f"[yellow]note[/yellow]      {escape(line)}", highlight=False)
 
 
 def _backend(name: str) -> Report:
-    state: Report = {"name": name, "ready": False, "reason": None, "device": None, "on_gpu": None, "capabilities": None}
+    state: Report = {"name": name, "ready": False} | dict.fromkeys(("reason", "device", "on_gpu", "capabilities", "pin"))
     try:
         with stager(name) as opened:
             state |= {"ready": True, "device": opened.device, "on_gpu": opened.on_gpu, "capabilities": asdict(opened.capabilities)}
+            state["pin"] = _measured(opened)
     except XferError as error:
         state["reason"] = str(error)
     except Exception as error:
         state["reason"] = f"it is broken: {type(error).__name__}: {error}"
     return state | _diagnosed(name)
+
+
+def _measured(opened: Stager) -> Report | None:
+    try:
+        found = break_even(opened)
+    except XferError as error:
+        # The backend is ready; the device may be full just now.
+        return {"error": str(error)}
+    return None if found is None else asdict(found) | {"transfers": found.transfers}
+
+
+def _pays(state: Report) -> str:
+    if state["pin"] is None:
+        return "nothing is page-locked here, so locking memory in place costs nothing and gains nothing"
+    if "error" in state["pin"]:
+        return f"could not be measured: {state['pin']['error']}"
+    return str(BreakEven(**{name: value for name, value in state["pin"].items() if name != "transfers"}))
 
 
 def _diagnosed(name: str) -> Report:

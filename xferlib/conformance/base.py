@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from importlib.metadata import entry_points
@@ -19,7 +20,7 @@ import pytest
 
 from xferlib.conformance.hooks import Hold, Hooks
 from xferlib.conformance.values import Array, pattern
-from xferlib.errors import BackendUnavailableError
+from xferlib.errors import BackendUnavailableError, SynchronousTransferWarning
 from xferlib.protocol import HostStager
 from xferlib.registry import GROUP
 from xferlib.stager import Stager
@@ -85,6 +86,12 @@ class Laws(Hooks):
         yield stager
         self.calls.join(self.deadline_seconds)
         stager.close()
+
+    @pytest.fixture(autouse=True)
+    def _put_pageable_memory_on_purpose(self) -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SynchronousTransferWarning)
+            yield
 
     @pytest.fixture(autouse=True)
     def _expect_known_failure(self, request: pytest.FixtureRequest) -> None:

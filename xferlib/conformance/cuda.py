@@ -15,13 +15,24 @@ from typing import Any, Literal, final
 from xferlib.conformance.gates import GATE_SECONDS, Gate, gate_table
 from xferlib.conformance.watchdog import OPEN, TABLE_NBYTES
 
-__all__ = ["CudaError", "Mark", "StreamHold", "call", "context", "device_free_nbytes", "hold_streams", "page_locked"]
+__all__ = [
+    "CudaError",
+    "Mark",
+    "StreamHold",
+    "call",
+    "context",
+    "device_free_nbytes",
+    "hold_streams",
+    "page_locked",
+    "write_combined",
+]
 
 CUDA_ERROR_INVALID_VALUE = 1
 CUDA_ERROR_NOT_READY = 600
 CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
 EVENT_DISABLE_TIMING = 2
 HOST_REGISTER_PORTABLE_AND_MAPPED = 1 | 2
+HOST_ALLOC_WRITE_COMBINED = 4
 MEMORYTYPE_HOST = 1
 WAIT_VALUE_GEQ = 0
 
@@ -136,6 +147,18 @@ def page_locked(address: int) -> bool:
     if int(status) != 0:
         raise CudaError("cuPointerGetAttribute", status)
     return int(kind) == MEMORYTYPE_HOST
+
+
+def write_combined(address: int) -> bool:
+    """Ask the driver whether the address is in host memory that it allocated as write-combined."""
+    with context(0):
+        status, flags = _driver().cuMemHostGetFlags(address)
+    if int(status) == CUDA_ERROR_INVALID_VALUE:
+        # Memory that somebody else mapped, and the driver has only locked.
+        return False
+    if int(status) != 0:
+        raise CudaError("cuMemHostGetFlags", status)
+    return bool(int(flags) & HOST_ALLOC_WRITE_COMBINED)
 
 
 def device_free_nbytes(device: int = 0) -> int:

@@ -99,6 +99,17 @@ class Hooks(ABC):
         """Ask the driver, not the stager, whether the address is page-locked. Needed where `pinned` is declared."""
         raise NotImplementedError(f"{type(self).__name__} declares pinned memory: override page_locked")
 
+    def write(self, array: Any, values: np.ndarray) -> None:
+        """Let work on the device write these values into the array, and wait for it, without the stager.
+
+        Needed where `mapped` is declared: by a kernel, not by a copy.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares mapped memory: override write")
+
+    def write_combined(self, address: int) -> bool:
+        """Ask the driver, not the stager, whether the address is in write-combined memory. Needed where it is declared."""
+        raise NotImplementedError(f"{type(self).__name__} declares write-combined memory: override write_combined")
+
     def aliases(self, array: Any) -> Iterable[tuple[str, Any]]:
         """Yield named views and aliases of a one-dimensional array, each keeping the same memory reachable."""
         yield "slice", array[1:]

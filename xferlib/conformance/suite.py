@@ -17,6 +17,7 @@ from xferlib.conformance.laws.done import DoneLaws
 from xferlib.conformance.laws.failures import FailureLaws
 from xferlib.conformance.laws.flags import FlagLaws
 from xferlib.conformance.laws.freedom import FreedomLaws
+from xferlib.conformance.laws.mapped import MappedLaws
 from xferlib.conformance.laws.order import OrderLaws
 from xferlib.conformance.laws.overlap import OverlapLaws
 from xferlib.conformance.laws.pinned import PinnedLaws
@@ -32,6 +33,7 @@ EXCUSES = {"skip", "skipif", "xfail"}
 
 class StagerConformance(
     # Backwards: pytest runs what is inherited last first.
+    MappedLaws,
     QuietLaws,
     FailureLaws,
     FlagLaws,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -16,6 +17,12 @@ HostLeaf: TypeAlias = tuple[Array, int | None]
 """A host array, and its address: None if its memory must be staged, 0 if it has no bytes."""
 
 
+MANY = 16
+"""Leaves from which on they are checked together."""
+SMALL = 64 << 10
+"""Bytes. The CPU copies them about as fast as the driver answers."""
+
+
 @final
 class HostMemory:
     """Host memory as one backend sees it. Any thread."""
@@ -25,6 +32,7 @@ class HostMemory:
         """Those that `check_dtype` has let pass."""
         self._is_pinned = backend.is_pinned
         self._check_dtype = backend.check_dtype
+        self._pool = pool
         self._in_pool = pool.contains
 
     def leaf(self, leaf: Any) -> HostLeaf:
@@ -33,6 +41,48 @@ class HostMemory:
         if array.dtype not in self.dtypes:
             self.check_dtype(array.dtype)
         return array, self.address(array)
+
+    def leaves(self, leaves: Sequence[Any]) -> list[HostLeaf] | None:
+        """Check many leaves in less time. None: look at each by `leaf`.
+
+        Small ones outside the pool are taken to be all like the first of them: asking the driver for each would take longer than
+        copying it. One that was page-locked all the same is staged, which is right, if a detour.
+        """
+        if len(leaves) < MANY:
+            return None
+        found: list[HostLeaf] = []
+        dtypes, in_pool, asked = self.dtypes, self._in_pool, False
+        some_in_pool = self._pool.lends_arrays
+        known = None
+        for leaf in leaves:
+            if type(leaf) is not np.ndarray:
+                return None
+            if leaf.dtype is not known:
+                # Hashing a dtype takes longer than the rest of a turn.
+                known = leaf.dtype
+                if known not in dtypes:
+                    return None
+            nbytes = leaf.nbytes
+            if nbytes > SMALL:
+                found.append((leaf, self.address(leaf)))
+                continue
+            if asked and not some_in_pool and nbytes:
+                found.append((leaf, None))
+                continue
+            try:
+                address = ADDRESS(BYTE(leaf))
+            except (TypeError, ValueError, BufferError):
+                found.append((leaf, self.address(leaf)))
+                continue
+            if in_pool(address, nbytes):
+                found.append((leaf, address))
+                continue
+            if not asked:
+                asked = True
+                if self._is_pinned(address, nbytes):
+                    return None
+            found.append((leaf, None))
+        return found
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise `TypeError` for a dtype that cannot be transferred, or that the backend cannot hold."""

@@ -1,48 +1,100 @@
-"""How much memory this process may use, and the share of it that may be pinned unless the user says otherwise.
+"""How much memory this process may use, how much is to be had now, and the share that may be pinned unless the user says otherwise.
 
 Pinned memory cannot be swapped or reclaimed, so a limit that ignores the container's is a way to be killed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-__all__ = ["default_pinned_limit", "memory_limit"]
+__all__ = ["available_memory", "default_pinned_limit", "memory_limit"]
 
 PINNED_SHARE = 8
+AVAILABLE_SHARE = 2
+SMALLEST = 16 << 20
+"""Bytes. What the default is never less than: with nothing to transfer through, nothing could be transferred."""
+MEMBERSHIP, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+class _Files(NamedTuple):
+    """What a version of control groups calls the same figures."""
+
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: tuple[str, ...]
+
+
+# Above memory.high a group is not killed but slowed down until it is of no use, which pinned memory cannot help.
+VERSION_1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+VERSION_2 = _Files(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
 
 
 def default_pinned_limit() -> int:
-    """Return an eighth of `memory_limit()`, in bytes."""
-    return memory_limit() // PINNED_SHARE
+    """Return an eighth of `memory_limit()`, or half of `available_memory()` where that is less, in bytes.
+
+    Available now, since others on the machine may have pinned their share already.
+    """
+    return max(SMALLEST, min(memory_limit() // PINNED_SHARE, available_memory() // AVAILABLE_SHARE))
 
 
 def memory_limit() -> int:
     """Return the bytes this process may use: physical memory, or the limit of its control group where that is less."""
-    return min([int(psutil.virtual_memory().total), *_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+    return min([int(psutil.virtual_memory().total), *_cgroup_limits(MEMBERSHIP, ROOT)])
+
+
+def available_memory() -> int:
+    """Return the bytes that could be had now without swapping and without a control group being full."""
+    return max(0, min([int(psutil.virtual_memory().available), *_cgroup_rooms(MEMBERSHIP, ROOT)]))
 
 
 def _cgroup_limits(membership: Path, root: Path) -> list[int]:
     """Read the limits of every group from the process's own up to the root; version 1 and 2 hierarchies."""
+    return [limit for group, files in _groups(membership, root) for limit in _limits(group, files)]
+
+
+def _cgroup_rooms(membership: Path, root: Path) -> list[int]:
+    """Read what every group that has a limit may still take; cached files make room."""
+    rooms = []
+    for group, files in _groups(membership, root):
+        limits, usage = _limits(group, files), _read(group / files.usage)
+        if limits and usage is not None:
+            rooms.append(min(limits) - usage + _reclaimable(group, files))
+    return rooms
+
+
+def _groups(membership: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
     try:
         lines = membership.read_text().splitlines()
     except OSError:
-        return []
-    found = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        base, name = (root, "memory.max") if controllers == "" else (root / "memory", "memory.limit_in_bytes")
+        base, files = (root, VERSION_2) if controllers == "" else (root / "memory", VERSION_1)
         group = Path(path.lstrip("/"))
         # Inside a container the path may be the host's and absent here; the root of the mount is then the container's own group.
-        found += [_read_limit(base / above / name) for above in (group, *group.parents)]
+        yield from ((base / above, files) for above in (group, *group.parents))
+
+
+def _limits(group: Path, files: _Files) -> list[int]:
+    found = [_read(group / name) for name in files.limits]
     return [limit for limit in found if limit is not None]
 
 
-def _read_limit(file: Path) -> int | None:
+def _reclaimable(group: Path, files: _Files) -> int:
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(value) for name, _, value in (line.partition(" ") for line in lines) if name in files.reclaimable)
+
+
+def _read(file: Path) -> int | None:
     try:
         text = file.read_text().strip()
     except OSError:

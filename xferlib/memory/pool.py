@@ -3,7 +3,7 @@
 Invariants: the bytes pinned never exceed the limit; memory that a copy may still read or write is never handed out again, because
 what is in flight holds the `HostBlock`; nothing is pinned or unpinned while requests fit what is already there, since both may
 wait for kernels. Sizes are exact up to alignment. Memory goes back to the system by `trim()`, by `close()`, and to make room under
-the limit; never by a timer.
+the limit; never by a timer. Nobody waits for what nothing will end: see `WhenFull`.
 
 A `HostBlock` may die on any thread, inside the garbage collector, while that thread holds the pool's lock. So its finalizer takes
 no lock: it appends to a deque, which is drained at the next request.
@@ -15,16 +15,18 @@ import gc
 import math
 import sys
 import threading
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.memory.arrays import Array
+from xferlib.memory.blocks import Flow, HostBlock, Returned, Usage, Wanted, WhenFull, check_when_full
 from xferlib.memory.ranges import Ranges
 
 __all__ = ["HostBlock", "PinnedPool"]
@@ -35,101 +37,124 @@ PAGE = 4096
 SHARED_SEGMENT = 2 << 20
 """Bytes. Small requests share segments of this size: a page-lock costs milliseconds and whole pages."""
 SMALL = 1 << 20
+STAGING_SHARE = 64 << 20
+"""Bytes, or half of the limit where that is less. What arrays leave to staging where they give way to it."""
 
 
 _Segments: TypeAlias = list[tuple[int, int]]
 _Growth: TypeAlias = tuple[Ranges, int]
-_Taken: TypeAlias = Callable[[], None] | None
-
-
-@final
-class HostBlock:
-    """Pinned bytes, given back to the pool when the last array over them dies."""
-
-    __slots__ = ("__array_interface__", "_pool", "address", "nbytes")
-
-    def __init__(self, pool: PinnedPool, address: int, nbytes: int) -> None:
-        self._pool = pool
-        self.address = address
-        self.nbytes = nbytes
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-    def __del__(self) -> None:
-        self._pool._give_back(self.address, self.nbytes)
-
-
-class Flow(Protocol):
-    """What is in flight: it holds blocks that come back when it is done."""
-
-    def reap(self) -> bool: ...
-
-    def wait_oldest(self) -> bool: ...
 
 
 @final
 class PinnedPool:
-    """Hands out pinned memory as NumPy arrays. Any thread. `allocate` and `free` are the backend's."""
+    """Hands out pinned memory as NumPy arrays. Any thread. `allocate` and `free` are the backend's.
 
-    def __init__(self, *, allocate: Callable[[int], int], free: Callable[[int], None], flow: Flow, limit: int) -> None:
+    Write-combined memory, which `combine` allocates, lies in segments of its own: nobody gets it who did not ask for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        allocate: Callable[[int], int],
+        free: Callable[[int], None],
+        flow: Flow,
+        limit: int,
+        combine: Callable[[int], int] | None = None,
+        when_full: WhenFull = "wait",
+    ) -> None:
+        check_when_full(when_full)
         self.limit = limit
+        self.when_full = when_full
+        self._arrays_limit = limit - min(STAGING_SHARE, limit // 2) if when_full == "stage" else limit
         self._allocate = allocate
+        self._combine = combine
         self._free = free
         self._flow = flow
         self._lock = threading.RLock()
         self._inside = False
         self._changes = 0
         """How often there was more room than before. Who found none looks again if that was meanwhile."""
-        self._returned: deque[tuple[int, int]] = deque()
+        self._returned: deque[Returned] = deque()
         self._large = Ranges()
         self._small = Ranges()
+        self._combined = Ranges()
         self._index: tuple[list[int], list[int]] = ([], [])
         self._closed = False
         # By name in the instance: at interpreter exit modules lose theirs.
         self._is_finalizing = sys.is_finalizing
-        self.hits = self.misses = 0
+        self.hits = self.misses = self.waits = self.fallbacks = 0
+        self.wait_seconds = 0.0
         self.nbytes = self.peak_nbytes = self.used_nbytes = 0
+        self._asked = self._asked_peak = self._arrays = 0
         forget_in_child(self)
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array in pinned memory, contents undefined. Raises `AllocationError`, saying what to do."""
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, combined: bool = False) -> Array:
+        """Return an array in pinned memory, contents undefined; see `WhenFull`. Raises `AllocationError`, saying what to do."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return np.empty(shape, dtype)
-        return np.ndarray(shape, dtype, buffer=np.asarray(self.take(nbytes)))
+        try:
+            block = self._take(nbytes, None, combined=combined, for_array=True)
+        except AllocationError:
+            if self.when_full != "stage":
+                raise
+            self.fallbacks += 1
+            return np.empty(shape, dtype)
+        return np.ndarray(shape, dtype, buffer=np.asarray(block))
 
-    def take(self, nbytes: int, taken: _Taken = None) -> HostBlock:
-        """Return `nbytes` bytes (at least 1) of pinned memory, waiting for transfers in flight where that makes room.
+    def take(self, nbytes: int, taken: Callable[[], None] | None = None) -> HostBlock:
+        """Return `nbytes` bytes (at least 1) for staging, waiting for transfers in flight where that makes room.
 
         `taken` is called before any other thread can find the memory gone.
         """
+        return self._take(nbytes, taken, combined=False, for_array=False)
+
+    def try_take(self, nbytes: int) -> HostBlock | None:
+        """Return `nbytes` bytes for staging as `take` does, where that neither waits for a transfer nor unpins."""
+        wanted = Wanted(_round_up(nbytes, ALIGNMENT), nbytes, None, False, False)
+        block, growth, _ = self._look(wanted, may_grow=True, may_evict=False)
+        return self._grow(wanted, *growth) if growth is not None else block
+
+    def _take(self, nbytes: int, taken: Callable[[], None] | None, *, combined: bool, for_array: bool) -> HostBlock:
         size = _round_up(nbytes, ALIGNMENT)
         if _round_up(size, PAGE) > self.limit:
             raise AllocationError(
                 f"{_mib(nbytes)} of pinned memory asked, more than pinned_limit={self.limit} ({_mib(self.limit)}). "
                 "Raise pinned_limit, or use smaller arrays"
             )
-        reaped = collected = False
+        wanted = Wanted(size, nbytes, taken, combined, for_array)
+        waits = not for_array or self.when_full == "wait"
+        reaped = yielded = collected = False
         while True:
             changes = self._changes
-            block, growth, victims = self._look(size, taken, may_grow=reaped)
+            block, growth, victims = self._look(wanted, may_grow=reaped)
             if block is not None:
                 return block
             if growth is not None:
-                return self._grow(size, taken, *growth)
+                return self._grow(wanted, *growth)
             if victims:
                 self._release(victims)
             elif not reaped:
                 # Copies that are done may hold the last reference to what is asked for.
                 self._flow.reap()
                 reaped = True
-            elif self._flow.wait_oldest() or changes != self._changes or self._returned:
+            elif not yielded:
+                # What is only kept for later comes before any wait.
+                self._flow.yield_idle()
+                yielded = True
+            elif (waits and self._wait()) or changes != self._changes or self._returned:
                 continue
-            elif collected:
+            elif collected or (for_array and self.when_full == "stage"):
                 raise self._full(nbytes)
             else:
                 # Arrays in reference cycles hold pinned memory until the collector runs, and it knows nothing of the limit.
                 gc.collect()
                 collected = True
+
+    @property
+    def lends_arrays(self) -> bool:
+        """Whether any array over this pool may be alive."""
+        return self._arrays > 0
 
     def contains(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside one segment of this pool. Takes no lock."""
@@ -137,8 +162,8 @@ class PinnedPool:
         index = bisect_right(starts, address) - 1
         return index >= 0 and address + nbytes <= ends[index]
 
-    def usage(self) -> tuple[int, int, int]:
-        """Return the bytes pinned now, at the peak, and handed out now."""
+    def usage(self) -> Usage:
+        """Return the figures of this moment."""
         with self._lock:
             if not self._inside:
                 self._inside = True
@@ -146,7 +171,7 @@ class PinnedPool:
                     self._drain()
                 finally:
                     self._inside = False
-            figures = self.nbytes, self.peak_nbytes, self.used_nbytes
+            figures = Usage(self.nbytes, self.peak_nbytes, self.used_nbytes, self._asked, self._asked_peak)
         if self._closed:
             self._drain_closed()
         return figures
@@ -169,26 +194,41 @@ class PinnedPool:
         self._lock = threading.RLock()
         self._inside = False
 
-    def _look(self, size: int, taken: _Taken, *, may_grow: bool) -> tuple[HostBlock | None, _Growth | None, _Segments]:
+    def _wait(self) -> bool:
+        """Block until something in flight has ended. Returns False if nothing could."""
+        start = time.perf_counter()
+        if not self._flow.wait_oldest():
+            return False
+        with self._lock:
+            self.waits += 1
+            self.wait_seconds += time.perf_counter() - start
+        return True
+
+    def _look(
+        self, wanted: Wanted, *, may_grow: bool, may_evict: bool = True
+    ) -> tuple[HostBlock | None, _Growth | None, _Segments]:
         """Return a block from idle memory, or a new segment that has been counted, or idle ones to be unpinned first."""
         with self._lock:
             if self._inside:
                 raise AllocationError(
-                    f"{size} bytes of pinned memory asked by a finalizer that ran inside another request. Ask from ordinary code"
+                    f"{wanted.size} bytes of pinned memory asked by a finalizer that ran inside another request. "
+                    "Ask from ordinary code"
                 )
             self._inside = True
             try:
                 self._drain()
-                ranges = self._class_of(size)
-                address = ranges.take(size)
+                if wanted.for_array and self._arrays + wanted.size > self._arrays_limit:
+                    return None, None, []
+                ranges = self._combined if wanted.combined else self._class_of(wanted.size)
+                address = ranges.take(wanted.size)
                 if address is not None:
                     self.hits += 1
-                    return self._handed_out(address, size, taken), None, []
-                return (None, *self._room(ranges, size)) if may_grow else (None, None, [])
+                    return self._handed_out(address, wanted), None, []
+                return (None, *self._room(ranges, wanted.size, may_evict=may_evict)) if may_grow else (None, None, [])
             finally:
                 self._inside = False
 
-    def _room(self, ranges: Ranges, size: int) -> tuple[_Growth | None, _Segments]:
+    def _room(self, ranges: Ranges, size: int, *, may_evict: bool) -> tuple[_Growth | None, _Segments]:
         """Count a new segment if the limit has room; else name idle ones that make room, if there are enough."""
         exact = _round_up(size, PAGE)
         for nbytes in (SHARED_SEGMENT, exact) if ranges is self._small else (exact,):
@@ -198,15 +238,19 @@ class PinnedPool:
                 self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
                 self.misses += 1
                 return (ranges, nbytes), []
-            if excess <= sum(idle for part in (self._large, self._small) for _, idle in part.whole()):
+            if may_evict and excess <= sum(idle for part in (self._large, self._small, self._combined) for _, idle in part.whole()):
                 victims = self._evict(self._large, excess)
-                return None, victims + self._evict(self._small, excess - sum(idle for _, idle in victims))
+                for part in (self._small, self._combined):
+                    victims += self._evict(part, excess - sum(idle for _, idle in victims))
+                return None, victims
         return None, []
 
-    def _grow(self, size: int, taken: _Taken, ranges: Ranges, nbytes: int) -> HostBlock:
+    def _grow(self, wanted: Wanted, ranges: Ranges, nbytes: int) -> HostBlock:
         # Outside the lock: page-locking takes milliseconds, and other threads may find idle memory meanwhile.
         try:
-            start = self._allocate(nbytes)
+            allocate = self._combine if ranges is self._combined else self._allocate
+            assert allocate is not None
+            start = allocate(nbytes)
         except BaseException:
             self._shrink(nbytes)
             raise
@@ -216,17 +260,20 @@ class PinnedPool:
                 ranges.add_segment(start, nbytes)
                 self._reindex()
                 # Out of the new segment, not the best fit: another thread may have asked meanwhile.
-                ranges.take_at(start, size)
+                ranges.take_at(start, wanted.size)
                 self._changes += 1
-                return self._handed_out(start, size, taken)
+                return self._handed_out(start, wanted)
             finally:
                 self._inside = False
 
-    def _handed_out(self, address: int, size: int, taken: _Taken) -> HostBlock:
-        self.used_nbytes += size
-        if taken is not None:
-            taken()
-        return HostBlock(self, address, size)
+    def _handed_out(self, address: int, wanted: Wanted) -> HostBlock:
+        self.used_nbytes += wanted.size
+        self._asked += wanted.asked
+        self._asked_peak = max(self._asked_peak, self._asked)
+        self._arrays += wanted.size * wanted.for_array
+        if wanted.taken is not None:
+            wanted.taken()
+        return HostBlock(self, address, wanted)
 
     def _class_of(self, size: int) -> Ranges:
         return self._small if size < SMALL and self.limit >= 2 * SHARED_SEGMENT else self._large
@@ -251,7 +298,7 @@ class PinnedPool:
         self._inside = True
         try:
             self._drain()
-            return self._evict(self._large, None) + self._evict(self._small, None)
+            return [victim for part in (self._large, self._small, self._combined) for victim in self._evict(part, None)]
         finally:
             self._inside = False
 
@@ -266,8 +313,8 @@ class PinnedPool:
             self.nbytes -= nbytes
             self._changes += 1
 
-    def _give_back(self, address: int, nbytes: int) -> None:
-        self._returned.append((address, nbytes))
+    def _give_back(self, returned: Returned) -> None:
+        self._returned.append(returned)
         # At interpreter exit modules are taken apart, the backend's too; the memory goes with the process.
         if self._closed and not self._is_finalizing():
             self._drain_closed()
@@ -285,22 +332,30 @@ class PinnedPool:
 
     def _drain(self) -> None:
         while self._returned:
-            address, nbytes = self._returned.popleft()
+            address, nbytes, asked, for_array = self._returned.popleft()
             self.used_nbytes -= nbytes
+            self._asked -= asked
+            self._arrays -= nbytes * for_array
             self._changes += 1
             starts, _ = self._index
             segment = starts[bisect_right(starts, address) - 1]
-            (self._small if segment in self._small.segments else self._large).give_back(address, nbytes)
+            parts = (self._large, self._small, self._combined)
+            next(part for part in parts if segment in part.segments).give_back(address, nbytes)
 
     def _reindex(self) -> None:
-        segments = sorted((self._large.segments | self._small.segments).items())
+        segments = sorted((self._large.segments | self._small.segments | self._combined.segments).items())
         # One assignment: `contains` reads without the lock.
         self._index = [start for start, _ in segments], [start + nbytes for start, nbytes in segments]
 
     def _full(self, nbytes: int) -> AllocationError:
+        why = (
+            "nothing is in flight that could free more"
+            if self.when_full == "wait"
+            else f"when_full={self.when_full!r} waits for nothing"
+        )
         return AllocationError(
-            f"pinned memory is full: {_mib(nbytes)} asked, {_mib(self.used_nbytes)} of {_mib(self.limit)} in use, and "
-            "nothing is in flight that could free more. Raise pinned_limit, lower the depth, or drop pinned arrays"
+            f"pinned memory is full: {_mib(nbytes)} asked, {_mib(self.used_nbytes)} of {_mib(self.limit)} in use, and {why}. "
+            "Raise pinned_limit, lower the depth, or drop pinned arrays"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from operator import itemgetter
 
 __all__ = ["Ranges"]
 
@@ -19,6 +20,8 @@ class Ranges:
         self._by_size: list[tuple[int, int]] = []
         self._start_to_end: dict[int, int] = {}
         self._end_to_start: dict[int, int] = {}
+        self._whole: dict[int, int] = {}
+        """Start and nbytes of segments no part of which is handed out. Kept, since a full pool asks for them at each request."""
 
     def add_segment(self, start: int, nbytes: int) -> None:
         """Add new memory, all of it free."""
@@ -63,14 +66,17 @@ class Ranges:
 
     def whole(self) -> list[tuple[int, int]]:
         """Return (start, nbytes) of every segment no part of which is handed out, largest first."""
-        return [(start, size) for size, start in reversed(self._by_size) if self.segments.get(start) == size]
+        return sorted(self._whole.items(), key=itemgetter(1), reverse=True)
 
     def _insert(self, start: int, end: int) -> None:
         insort(self._by_size, (end - start, start))
         self._start_to_end[start] = end
         self._end_to_start[end] = start
+        if self.segments.get(start) == end - start:
+            self._whole[start] = end - start
 
     def _remove(self, start: int, end: int) -> None:
         del self._by_size[bisect_left(self._by_size, (end - start, start))]
         del self._start_to_end[start]
         del self._end_to_start[end]
+        self._whole.pop(start, None)

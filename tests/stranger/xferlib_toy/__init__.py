@@ -85,6 +85,7 @@ class ToyStager:
 
     name = device = "toy"
     on_gpu = fallback = False
+    pci_bus_id = None
     capabilities = Capabilities()
     failures: tuple[type[Exception], ...] = (ToyError,)
 

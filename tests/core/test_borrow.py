@@ -1,0 +1,148 @@
+"""Sources that are lent: the put returns at once, and nothing is early, lost or overwritten."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import held, on_thread, tampered
+from xferlib.staging.profile import StagingProfile
+
+MIB = 1 << 20
+RING = StagingProfile(4, MIB, MIB // 2)
+
+
+def numbers(nbytes: int, first: int = 0) -> np.ndarray[Any, Any]:
+    return np.arange(first, first + nbytes // 4, dtype=np.uint32)
+
+
+class Gated:
+    """A host backend whose copies to the device do not start before the gate is set."""
+
+    def __init__(self) -> None:
+        self.backend = tampered(copy_h2d=self.copy)
+        self.gate = threading.Event()
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        self.gate.wait(10)
+        self.backend.inner.copy_h2d(dst, src, nbytes)
+
+
+@pytest.fixture
+def gated() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def stager(gated: Gated) -> Iterator[xferlib.Stager]:
+    with xferlib.stager(gated.backend, pinned_limit=64 * MIB, staging=RING) as stager:
+        yield stager
+        gated.gate.set()
+
+
+def test_a_put_that_borrows_returns_before_anything_is_copied(gated: Gated, stager: xferlib.Stager) -> None:
+    source = numbers(32 * MIB)
+    transfer = stager.put(source, borrow=True)
+    assert not transfer.done()
+    gated.gate.set()
+    assert np.array_equal(transfer.result(), source)
+    assert transfer.done()
+    assert stager.stats().h2d_nbytes == source.nbytes
+    assert stager.stats().synchronous == 0
+
+
+def test_value_waits_for_the_start_and_gives_the_same_arrays_each_time(gated: Gated, stager: xferlib.Stager) -> None:
+    transfer = stager.put({"a": numbers(8 * MIB), "b": numbers(4)}, borrow=True)
+    asked = on_thread(lambda: transfer.value)
+    with pytest.raises(TimeoutError):
+        asked.result(0.1)
+    gated.gate.set()
+    value = asked.result(10)
+    assert transfer.value is value
+    assert np.array_equal(value["a"], numbers(8 * MIB))
+    assert np.array_equal(value["b"], numbers(4))
+
+
+def test_a_borrowed_source_may_be_dropped_with_its_transfer(gated: Gated, stager: xferlib.Stager) -> None:
+    stager.put(numbers(32 * MIB), borrow=True)
+    gc.collect()
+    gated.gate.set()
+    later = numbers(32 * MIB, first=9)
+    assert np.array_equal(stager.put(later, borrow=True).result(), later)
+
+
+def test_device_memory_of_a_dropped_transfer_is_not_used_again_before_its_copies_are_started() -> None:
+    """Else the last of them would overwrite what the next put has copied there."""
+    gated = Gated()
+    with xferlib.stager(gated.backend, pinned_limit=64 * MIB, staging=RING) as stager:
+        pinned = stager.empty_pinned(2 * MIB, np.uint32)
+        pinned[:] = 7
+        stager.put(numbers(8 * MIB), borrow=True)
+        gc.collect()
+        # As large as the dropped one, from pinned memory: it is started at once.
+        gated.backend.copy_h2d = gated.backend.inner.copy_h2d
+        stager._puts._copy_h2d = gated.backend.inner.copy_h2d
+        device = stager.put(pinned).result()
+        gated.gate.set()
+        stager.put(numbers(8 * MIB), borrow=True).synchronize()
+        assert (device == 7).all()
+
+
+def test_batches_that_follow_each_other_are_copied_in_turn(gated: Gated, stager: xferlib.Stager) -> None:
+    sources = [numbers(8 * MIB, first=index) for index in range(6)]
+    transfers = [stager.put(source, borrow=True) for source in sources]
+    gated.gate.set()
+    for source, transfer in zip(sources, transfers, strict=True):
+        assert np.array_equal(transfer.result(), source)
+
+
+def test_close_waits_for_what_is_lent(gated: Gated, stager: xferlib.Stager) -> None:
+    source = numbers(8 * MIB)
+    transfer = stager.put(source, borrow=True)
+    closed = on_thread(stager.close)
+    with pytest.raises(TimeoutError):
+        closed.result(0.1)
+    gated.gate.set()
+    closed.result(10)
+    assert transfer.done()
+    assert np.array_equal(transfer.value, source)
+
+
+def test_a_failure_on_a_thread_of_ours_is_raised_every_time() -> None:
+    class CopyBroke(Exception): ...
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        raise CopyBroke("no more")
+
+    backend = tampered(failures=(CopyBroke,), copy_h2d=copy)
+    with xferlib.stager(backend, pinned_limit=64 * MIB, staging=RING) as stager:
+        transfer = stager.put(numbers(8 * MIB), borrow=True)
+        for ask in (transfer.synchronize, transfer.result, lambda: transfer.value, transfer.done):
+            with pytest.raises(xferlib.TransferError, match="no more"):
+                ask()
+        backend.copy_h2d = backend.inner.copy_h2d
+
+
+def test_small_sources_are_copied_at_once(gated: Gated, stager: xferlib.Stager) -> None:
+    gated.gate.set()
+    source = numbers(4096)
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+        transfer = stager.put(source, borrow=True)
+        source[:] = 0
+    assert np.array_equal(transfer.result(), numbers(4096))
+
+
+def test_pinned_leaves_beside_lent_ones_arrive(gated: Gated, stager: xferlib.Stager) -> None:
+    gated.gate.set()
+    pinned = stager.empty_pinned(1000, np.int64)
+    pinned[:] = 3
+    got = stager.put({"lent": numbers(8 * MIB), "pinned": pinned, "none": np.zeros((0, 2))}, borrow=True).result()
+    assert (got["pinned"] == 3).all()
+    assert got["none"].shape == (0, 2)
+    assert np.array_equal(got["lent"], numbers(8 * MIB))

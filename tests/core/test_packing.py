@@ -1,0 +1,97 @@
+"""Trees of many small arrays: one layout for a structure, one copy for many leaves, the right bytes in each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import tampered
+from xferlib.layout import KEPT, Layouts
+
+DTYPES = [np.bool_, np.int8, np.uint16, np.float32, np.complex64, np.int64, ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e5m2)]
+
+pytestmark = pytest.mark.filterwarnings("ignore::xferlib.SynchronousTransferWarning")
+
+
+def tree(count: int, seed: int = 0) -> list[np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    shapes = [(), (0,), (1,), (3, 5), (64,), (255,), (7, 0, 2), (1000,), (64, 64)]
+    return [rng.integers(0, 100, shapes[index % len(shapes)]).astype(DTYPES[index % len(DTYPES)]) for index in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 15, 16, 200])
+def test_leaves_of_all_sizes_and_dtypes_arrive(stager: xferlib.Stager, count: int) -> None:
+    leaves = tree(count)
+    for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+        assert got.dtype == want.dtype
+        assert got.shape == want.shape
+        assert got.tobytes() == want.tobytes()
+
+
+def test_many_small_leaves_cross_in_one_copy() -> None:
+    copies: list[int] = []
+    backend = tampered()
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        copies.append(nbytes)
+        backend.inner.copy_h2d(dst, src, nbytes)
+
+    backend.copy_h2d = copy
+    with xferlib.stager(backend) as stager:
+        leaves = {str(index): np.full(300, index, np.int16) for index in range(100)}
+        got = stager.put(leaves).result()
+        assert all((got[str(index)] == index).all() for index in range(100))
+    # Each starts at a multiple of 256.
+    assert copies == [99 * 768 + 600]
+
+
+@pytest.mark.parametrize("view", [np.s_[::2], np.s_[::-1], np.s_[:, 3], np.s_[1:3, ::3]])
+def test_small_leaves_that_are_not_contiguous_arrive(stager: xferlib.Stager, view: Any) -> None:
+    leaves = [(np.arange(600) + index).reshape(20, 30)[view] for index in range(40)]
+    for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+        assert np.array_equal(got, want)
+
+
+def test_pinned_leaves_among_many_are_sent_from_where_they_are(stager: xferlib.Stager) -> None:
+    leaves: list[Any] = [stager.empty_pinned(100, np.int32) if index % 2 else np.zeros(100, np.int32) for index in range(40)]
+    for index, leaf in enumerate(leaves):
+        leaf[:] = index
+    got = stager.put(leaves).result()
+    assert [int(array[0]) for array in got] == list(range(40))
+    assert stager.stats().synchronous == 20
+
+
+def test_arrays_of_the_callers_side_by_side_are_overwritten_exactly(stager: xferlib.Stager) -> None:
+    """What lies between them is not ours: no pad may be written there."""
+    memory = np.full(10_000, 9, np.uint8)
+    targets = [memory[start : start + 100] for start in range(0, 10_000, 200)]
+    stager.put([np.full(100, 1, np.uint8)] * len(targets), into=targets).synchronize()
+    assert (memory.reshape(-1, 200)[:, :100] == 1).all()
+    assert (memory.reshape(-1, 200)[:, 100:] == 9).all()
+
+
+def test_a_layout_is_planned_once_for_the_same_shapes() -> None:
+    layouts = Layouts()
+    one = layouts.of([(array, None) for array in tree(50)])
+    assert layouts.of([(array, None) for array in tree(50, seed=1)]) is one
+    assert layouts.of([(array, None) for array in tree(51)]) is not one
+
+
+def test_layouts_that_were_not_used_for_long_are_forgotten() -> None:
+    layouts = Layouts()
+    first = layouts.of([(np.zeros(1), None)])
+    for size in range(2, KEPT + 2):
+        layouts.of([(np.zeros(size), None)])
+    assert layouts.of([(np.zeros(1), None)]) is not first
+
+
+def test_a_wrong_leaf_among_many_is_named(stager: xferlib.Stager) -> None:
+    leaves: list[Any] = tree(40)
+    leaves[30] = np.array(["text"])
+    with pytest.raises(TypeError, match="cannot be transferred") as told:
+        stager.put(leaves)
+    assert told.value.__notes__ == ["at tree[30]"]

@@ -1,0 +1,323 @@
+"""Pages of our own: there before they are locked, on the right node, the same after a fork, gone when they are freed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from xferlib_host import open_stager
+
+import xferlib
+from tests.mutants.locking import LockingBackend
+from xferlib.memory import nodes, pages
+from xferlib.memory.mappings import mappings
+from xferlib.memory.nodes import cpus_near
+from xferlib.memory.pages import HUGE, PART, HostPages
+
+MIB = 1 << 20
+
+
+class Locking(LockingBackend):
+    """Notes what it is asked, and may refuse."""
+
+    def __init__(self) -> None:
+        super().__init__(open_stager())
+        self.pci_bus_id: str | None = None
+        self.failures = (*self.inner.failures, ArithmeticError)
+        self.pinned: list[tuple[int, int]] = []
+        self.on_pin: Callable[[int, int], None] = lambda address, nbytes: None
+        self.on_unpin: Callable[[int], None] = lambda address: None
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.on_pin(address, nbytes)
+        super().pin(address, nbytes)
+        self.pinned.append((address, nbytes))
+
+    def unpin(self, address: int) -> None:
+        self.on_unpin(address)
+        super().unpin(address)
+
+
+@pytest.fixture
+def backend() -> Iterator[Locking]:
+    backend = Locking()
+    yield backend
+    backend.close()
+
+
+def mapped(address: int, nbytes: int) -> bool:
+    return bool(mappings(address, nbytes))
+
+
+def resident(address: int) -> int:
+    """Return the bytes that are there of the mapping that begins here."""
+    text = Path("/proc/self/smaps").read_text()
+    found = re.search(rf"^{address:x}-[\s\S]*?^Rss: +(\d+) kB", text, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def over(address: int, nbytes: int) -> Any:
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+
+
+@pytest.mark.parametrize("nbytes", [4096, 12288, HUGE, HUGE + 4096, 2 * PART + 4096])
+def test_every_page_is_there_before_it_is_locked(backend: Locking, nbytes: int) -> None:
+    there: list[int] = []
+    backend.on_pin = lambda address, _: there.append(resident(address))
+    host = HostPages(backend)
+    address = host.allocate(nbytes)
+    assert nbytes <= there[0] < nbytes + HUGE
+    assert backend.pinned == [(address, nbytes)]
+    memory = over(address, nbytes)
+    memory[[0, -1]] = 7
+    assert address % (HUGE if nbytes >= HUGE else 4096) == 0
+    (mapping,) = mappings(address, nbytes)
+    assert (mapping.start, mapping.end) == (address, address + nbytes)
+    host.free(address)
+    assert not mapped(address, nbytes)
+    assert backend.locked == {}
+
+
+def test_kernels_that_cannot_populate_have_each_page_written(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pages._madvise
+
+    def madvise(address: int, nbytes: int, advice: int) -> int:
+        if advice != pages.MADV_POPULATE_WRITE:
+            return int(real(address, nbytes, advice))
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    monkeypatch.setattr(pages, "_madvise", madvise)
+    host = HostPages(backend)
+    address = host.allocate(3 * MIB)
+    assert resident(address) >= 3 * MIB
+    host.free(address)
+
+
+def test_memory_is_unlocked_before_it_is_unmapped(backend: Locking) -> None:
+    host = HostPages(backend)
+    address = host.allocate(3 * MIB)
+    there: list[bool] = []
+    backend.on_unpin = lambda address: there.append(mapped(address, 3 * MIB))
+    host.free(address)
+    assert there == [True]
+
+
+def test_memory_that_could_not_be_unlocked_stays(backend: Locking) -> None:
+    host = HostPages(backend)
+    address = host.allocate(MIB)
+
+    def refuse(address: int) -> None:
+        raise ArithmeticError("busy")
+
+    backend.on_unpin = refuse
+    with pytest.raises(ArithmeticError):
+        host.free(address)
+    over(address, MIB)[:] = 1
+    backend.on_unpin = lambda address: None
+    host.free(address)
+    assert not mapped(address, MIB)
+
+
+@pytest.mark.parametrize("error", [ArithmeticError("no"), KeyboardInterrupt()])
+def test_memory_that_could_not_be_locked_is_unmapped(backend: Locking, error: BaseException) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def refuse(address: int, nbytes: int) -> None:
+        seen.append((address, nbytes))
+        raise error
+
+    backend.on_pin = refuse
+    expected = xferlib.AllocationError if isinstance(error, Exception) else KeyboardInterrupt
+    with pytest.raises(expected) as caught:
+        HostPages(backend).allocate(3 * MIB)
+    assert not mapped(*seen[0])
+    if isinstance(error, Exception):
+        assert caught.value.__cause__ is error
+        assert "3145728 bytes of pinned memory could not be had: no" in str(caught.value)
+
+
+def test_what_the_machine_does_not_have_is_not_touched(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "available_memory", lambda: 5 * MIB)
+    host = HostPages(backend)
+    with pytest.raises(xferlib.AllocationError, match="5242880 bytes of memory are available"):
+        host.allocate(6 * MIB)
+    assert backend.pinned == []
+    host.free(host.allocate(5 * MIB))
+
+
+def test_the_system_s_refusal_is_an_allocation_error(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "available_memory", lambda: 1 << 62)
+    with pytest.raises(xferlib.AllocationError, match="the system did not map the memory"):
+        HostPages(backend).allocate(1 << 55)
+
+
+def test_memory_is_touched_on_the_cpus_near_the_device(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    near = frozenset({max(before)})
+    asked: list[str | None] = []
+    ran: list[set[int]] = []
+
+    def find(pci_bus_id: str | None) -> frozenset[int]:
+        asked.append(pci_bus_id)
+        return near
+
+    def fetch(address: int, nbytes: int, real: Callable[[int, int], None] = pages._fetch) -> None:
+        ran.append(os.sched_getaffinity(0))
+        real(address, nbytes)
+
+    monkeypatch.setattr(pages, "cpus_near", find)
+    monkeypatch.setattr(pages, "_fetch", fetch)
+    backend.pci_bus_id = "0000:3B:00.0"
+    host = HostPages(backend)
+    for nbytes in (4096, 2 * PART):
+        host.free(host.allocate(nbytes))
+    assert asked == ["0000:3B:00.0"] * 2
+    assert ran == [near] * 3
+    assert os.sched_getaffinity(0) == before
+
+
+def test_where_no_thread_can_be_had_the_caller_touches(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pages, "ThreadPoolExecutor", refuse)
+    monkeypatch.setattr(pages, "cpus_near", lambda pci_bus_id: frozenset({0}))
+    host = HostPages(backend)
+    address = host.allocate(2 * PART)
+    assert resident(address) >= 2 * PART
+    host.free(address)
+
+
+def test_a_fork_moves_nothing_from_under_the_lock(backend: Locking) -> None:
+    """The child sees what the parent writes afterwards: so the parent still writes to the pages that were locked."""
+    host = HostPages(backend)
+    address = host.allocate(3 * MIB)
+    memory = over(address, 3 * MIB)
+    written, wait = os.pipe(), os.pipe()
+    memory[:] = 1
+    child = fork()
+    if not child:
+        os.read(wait[0], 1)
+        os.write(written[1], bytes([memory[0], memory[-1]]))
+        os._exit(0)
+    memory[:] = 2
+    os.write(wait[1], b"x")
+    assert os.read(written[0], 2) == bytes([2, 2])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (memory == 2).all()
+    host.free(address)
+    for pipe in (written, wait):
+        os.close(pipe[0])
+        os.close(pipe[1])
+
+
+def test_a_child_unmaps_nothing_of_its_parent_s(backend: Locking) -> None:
+    with xferlib.stager(backend, pinned_limit=64 * MIB) as stager:
+        array = stager.empty_pinned(3 * MIB, np.uint8)
+        array[:] = 5
+        child = fork()
+        if not child:
+            address = array.ctypes.data
+            same = bool((array == 5).all())
+            del array
+            gc.collect()
+            stager.close()
+            os._exit(0 if same and mapped(address, 3 * MIB) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert (array == 5).all()
+        assert backend.is_pinned(array.ctypes.data, array.nbytes)
+
+
+def fork() -> int:
+    with warnings.catch_warnings():
+        # Python warns of forking a process with threads: that is what this is about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def test_65_mib_lock_at_most_67(backend: Locking) -> None:
+    process = psutil.Process()
+    with xferlib.stager(backend, pinned_limit=256 * MIB) as stager:
+        before = process.memory_info().rss
+        array = stager.empty_pinned(65 * MIB, np.uint8)
+        assert sum(nbytes for _, nbytes in backend.pinned) <= 67 * MIB
+        assert stager.stats().pinned_nbytes <= 67 * MIB
+        assert process.memory_info().rss - before <= 68 * MIB
+        assert stager.stats().waste < 0.03
+        del array
+
+
+def test_trimmed_pages_are_back_with_the_system(backend: Locking) -> None:
+    process = psutil.Process()
+    with xferlib.stager(backend, pinned_limit=256 * MIB) as stager:
+        before = process.memory_info().rss
+        array = stager.empty_pinned(96 * MIB, np.uint8)
+        address = array.ctypes.data
+        assert process.memory_info().rss - before > 90 * MIB
+        del array
+        assert backend.locked != {}
+        stager.trim()
+        assert process.memory_info().rss - before < 8 * MIB
+        assert backend.locked == {}
+        assert not mapped(address, 96 * MIB)
+        assert stager.stats().pinned_nbytes == 0
+
+
+def test_a_backend_that_cannot_lock_in_place_allocates_itself() -> None:
+    backend = Locking()
+    backend.capabilities = xferlib.Capabilities(pinned=True, register=False)
+    with xferlib.stager(backend, pinned_limit=64 * MIB) as stager:
+        array = stager.empty_pinned(3 * MIB, np.uint8)
+        assert backend.pinned == []
+        assert array.ctypes.data in backend.locked
+        del array
+        stager.trim()
+        assert backend.locked == {}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, Path]:
+    """Two nodes, with a device on the second."""
+    for file, text in {
+        "nodes/online": "0-1\n",
+        "nodes/node0/cpulist": "1000-1001\n",
+        "nodes/node1/cpulist": f"{min(os.sched_getaffinity(0))},2000-2003\n",
+        "devices/0000:3b:00.0/numa_node": "1\n",
+        "devices/0000:4b:00.0/numa_node": "-1\n",
+        "devices/0000:5b:00.0/numa_node": "0\n",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    return {"devices": tmp_path / "devices", "nodes": tmp_path / "nodes"}
+
+
+@pytest.mark.parametrize("name", ["0000:3b:00.0", "0000:3B:00.0", "00000000:3B:00.0", "3b:00.0"])
+def test_the_cpus_near_a_device_are_those_of_its_node_that_are_allowed(machine: dict[str, Path], name: str) -> None:
+    assert cpus_near(name, **machine) == frozenset({min(os.sched_getaffinity(0))})
+
+
+@pytest.mark.parametrize("name", [None, "", "0000:4b:00.0", "0000:5b:00.0", "0000:ff:00.0", "../../etc/passwd"])
+def test_a_node_that_is_unknown_or_not_ours_to_use_is_none(machine: dict[str, Path], name: str | None) -> None:
+    assert cpus_near(name, **machine) is None
+
+
+def test_one_node_is_no_choice(machine: dict[str, Path]) -> None:
+    (machine["nodes"] / "online").write_text("0\n")
+    assert cpus_near("0000:3b:00.0", **machine) is None
+
+
+def test_lists_of_numbers_are_read_as_the_kernel_writes_them() -> None:
+    assert nodes._numbers("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert nodes._numbers("\n") == set()

@@ -1,0 +1,84 @@
+"""From how many transfers of the same memory on it pays to page-lock it in place, measured on this machine.
+
+A lock costs once; staging costs at each transfer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import final
+
+import numpy as np
+
+from xferlib.stager import Stager
+
+__all__ = ["BreakEven", "break_even"]
+
+NBYTES = 64 << 20
+"""Bytes. Large enough for the full rate either way; all in all it takes some 50 ms on a GPU."""
+SAMPLES = 5
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BreakEven:
+    """Seconds for one array of `nbytes`: to lock and unlock it, to put it staged, and to put it once it is locked."""
+
+    nbytes: int
+    lock_seconds: float
+    staged_seconds: float
+    pinned_seconds: float
+
+    @property
+    def transfers(self) -> int | None:
+        """The number of transfers from which on locking is the faster way; None: it never is."""
+        gain = self.staged_seconds - self.pinned_seconds
+        return math.ceil(self.lock_seconds / gain) if gain > 0 else None
+
+    def __str__(self) -> str:
+        size = f"{self.nbytes >> 20} MiB"
+        figures = (
+            f"locking {size} takes {self.lock_seconds * 1e3:.1f} ms, a put {self.pinned_seconds * 1e3:.1f} ms then, "
+            f"{self.staged_seconds * 1e3:.1f} ms staged"
+        )
+        if self.transfers is None:
+            return f"pin never pays: {figures}"
+        return f"pin pays from {self.transfers} transfers of the same memory on: {figures}"
+
+
+def break_even(stager: Stager) -> BreakEven | None:
+    """Measure with an open stager; None where nothing is locked, or not in place."""
+    capabilities = stager.capabilities
+    if not (stager.on_gpu and capabilities.pinned and capabilities.register):
+        return None
+    # Written, so that the pages are there: fetching them is no part of locking.
+    array = np.ones(NBYTES, np.uint8)
+    return BreakEven(
+        nbytes=NBYTES,
+        lock_seconds=_seconds(lambda: stager.pin(array).close()),
+        staged_seconds=_put_seconds(stager, array),
+        pinned_seconds=_pinned_seconds(stager, array),
+    )
+
+
+def _pinned_seconds(stager: Stager, array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> float:
+    with stager.pin(array):
+        return _put_seconds(stager, array)
+
+
+def _put_seconds(stager: Stager, array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> float:
+    return _seconds(lambda: stager.put(array, borrow=True).synchronize())
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    call()
+    samples = []
+    for _ in range(SAMPLES):
+        start = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - start)
+    return median(samples)

@@ -1,0 +1,81 @@
+"""What goes to and fro between the pinned pool and those who ask it: requests, blocks, figures. No policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol, TypeAlias, final, get_args
+
+__all__ = ["Flow", "HostBlock", "Owner", "Returned", "Usage", "Wanted", "WhenFull", "check_when_full"]
+
+WhenFull: TypeAlias = Literal["wait", "raise", "stage"]
+"""What happens to an array for which the limit has no room: it waits while transfers in flight will make some, and fails if none
+will; or fails at once; or lies in ordinary memory, which is staged. Pieces of staging itself come back by themselves and wait.
+"""
+Returned: TypeAlias = tuple[int, int, int, bool]
+"""Address, nbytes, bytes asked for, and whether an array asked."""
+
+
+def check_when_full(when_full: str) -> None:
+    """Raise `ValueError` for what is no `WhenFull`."""
+    if when_full not in get_args(WhenFull):
+        raise ValueError(f"when_full is 'wait', 'raise' or 'stage', got {when_full!r}")
+
+
+@final
+class Usage(NamedTuple):
+    """Bytes of one pool."""
+
+    pinned: int
+    peak: int
+    used: int
+    """Handed out now."""
+    asked: int
+    """The same without what alignment adds."""
+    asked_peak: int
+
+
+@final
+class Wanted(NamedTuple):
+    """A request."""
+
+    size: int
+    """Bytes, whole units of alignment."""
+    asked: int
+    taken: Callable[[], None] | None
+    """To be called before any other thread can find the memory gone."""
+    combined: bool
+    for_array: bool
+
+
+class Flow(Protocol):
+    """What is in flight: it holds blocks that come back when it is done."""
+
+    def reap(self) -> bool: ...
+
+    def yield_idle(self) -> bool: ...
+
+    def wait_oldest(self) -> bool: ...
+
+
+class Owner(Protocol):
+    """The pool."""
+
+    def _give_back(self, returned: Returned) -> None: ...
+
+
+@final
+class HostBlock:
+    """Pinned bytes, given back to the pool when the last array over them dies."""
+
+    __slots__ = ("__array_interface__", "_for_array", "_pool", "address", "asked", "nbytes")
+
+    def __init__(self, pool: Owner, address: int, wanted: Wanted) -> None:
+        self._pool = pool
+        self._for_array = wanted.for_array
+        self.address = address
+        self.asked = wanted.asked
+        self.nbytes = nbytes = wanted.size
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    def __del__(self) -> None:
+        self._pool._give_back((self.address, self.nbytes, self.asked, self._for_array))

@@ -1,0 +1,47 @@
+"""Which CPUs stand next to a device: where memory must be touched first to lie on the device's NUMA node. Asks the kernel only."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+__all__ = ["cpus_near"]
+
+NODES = Path("/sys/devices/system/node")
+DEVICES = Path("/sys/bus/pci/devices")
+PCI_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
+
+
+def cpus_near(pci_bus_id: str | None, *, devices: Path = DEVICES, nodes: Path = NODES) -> frozenset[int] | None:
+    """Return the CPUs on the node of a PCI device, those that this thread may run on.
+
+    None where it makes no difference or cannot be had: one node, a device whose node nobody knows, or no such CPU allowed.
+    """
+    try:
+        if len(_numbers((nodes / "online").read_text())) < 2:
+            return None
+        node = int((devices / _name(pci_bus_id or "") / "numa_node").read_text())
+        near = _numbers((nodes / f"node{node}" / "cpulist").read_text()) & os.sched_getaffinity(0)
+    except (OSError, ValueError):
+        # Also for -1, which is how the kernel says that it does not know.
+        return None
+    return frozenset(near) or None
+
+
+def _name(pci_bus_id: str) -> str:
+    """Return the id as the kernel spells it: drivers write letters as capitals, or the domain with eight digits."""
+    match = PCI_ID.fullmatch(pci_bus_id.lower())
+    if match is None:
+        raise ValueError(f"not the address of a PCI device: {pci_bus_id!r}")
+    return f"{int(match[1] or '0', 16):04x}:{match[2]}"
+
+
+def _numbers(text: str) -> set[int]:
+    """Read a list such as `0-3,8`."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found.update(range(int(first), int(last or first) + 1))
+    return found

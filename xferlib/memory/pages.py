@@ -1,0 +1,177 @@
+"""Host pages of our own for the pinned pool: mapped, touched on the device's NUMA node, then page-locked in place by the backend.
+
+A page-lock of pages that are there costs a tenth of one that has to fetch them, and several threads fetch them faster than a driver
+does. Invariant: pages are unmapped only when they are unlocked: a lock on pages that are gone cannot be undone.
+
+The mapping is anonymous and shared, as a driver's own pinned memory is. Private pages are copied at the first write after a fork:
+the parent would write to another page than the one that is locked, or, where the kernel prevents that, every child would get a copy
+of all pinned memory. Pages hidden from children would end a child that looks at an array it inherited. Shared pages stay where they
+are, for everybody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, final
+
+import numpy as np
+
+from xferlib.errors import AllocationError
+from xferlib.memory.limits import available_memory
+from xferlib.memory.nodes import cpus_near
+from xferlib.protocol import HostStager
+
+__all__ = ["HostPages"]
+
+HUGE = 2 << 20
+PART = 32 << 20
+"""Bytes. What one thread touches at a time: other threads of the process can change their mappings in between."""
+MOST_THREADS = 16
+PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
+MADV_POPULATE_WRITE = 23
+FAILED = ctypes.c_void_p(-1).value
+
+_system = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap, _madvise = _system.mmap, _system.munmap, _system.madvise
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@final
+class HostPages:
+    """Pinned memory of one backend that can lock memory in place. Any thread. It refers to no stager."""
+
+    def __init__(self, backend: HostStager[Any]) -> None:
+        self._backend = backend
+        self._failures: tuple[type[Exception], ...] = (OSError, *backend.failures)
+        self._mapped: dict[int, int] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the address of new pinned memory, a multiple of the page size. Raises `AllocationError`."""
+        _check_available(nbytes)
+        try:
+            address = _map(nbytes)
+            try:
+                _touch(address, nbytes, cpus_near(self._backend.pci_bus_id))
+                self._backend.pin(address, nbytes)
+            except BaseException:
+                _unmap(address, nbytes)
+                raise
+        except self._failures as error:
+            raise _refused(nbytes, error) from error
+        self._mapped[address] = nbytes
+        return address
+
+    def free(self, address: int) -> None:
+        """Unlock and unmap what `allocate` returned, or free what the backend allocated. May wait for the GPU."""
+        if address not in self._mapped:
+            self._backend.free_pinned(address)
+            return
+        self._backend.unpin(address)
+        _unmap(address, self._mapped.pop(address))
+
+
+def _check_available(nbytes: int) -> None:
+    """Raise `AllocationError` rather than let the kernel end this process, or another, to make room."""
+    available = available_memory()
+    if nbytes > available:
+        raise AllocationError(
+            f"{nbytes} bytes of pinned memory could not be had: {available} bytes of memory are available on this machine, or in "
+            "its control group. Lower pinned_limit or the batch"
+        )
+
+
+def _refused(nbytes: int, error: Exception) -> AllocationError:
+    return AllocationError(f"{nbytes} bytes of pinned memory could not be had: {error}. Lower pinned_limit or the batch")
+
+
+def _map(nbytes: int) -> int:
+    """Map pages, from the border of a huge page on if there is room for one, and ask for huge ones."""
+    if nbytes < HUGE:
+        return _mapped(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+    # Both the address and the offset in the mapping must be multiples: so a mapping of its own inside a reserved range.
+    room = _mapped(None, nbytes + HUGE, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    address = -(-room // HUGE) * HUGE
+    end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        _mapped(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
+    except BaseException:
+        _unmap(room, nbytes + HUGE)
+        raise
+    if address > room:
+        _unmap(room, address - room)
+    if room + nbytes + HUGE > end:
+        _unmap(end, room + nbytes + HUGE - end)
+    # Refused where the kernel has no huge pages; then there are none.
+    _madvise(address, nbytes, mmap.MADV_HUGEPAGE)
+    return address
+
+
+def _mapped(at: int | None, nbytes: int, protection: int, flags: int) -> int:
+    address: int | None = _mmap(at, nbytes, protection, flags, -1, 0)
+    if address is None or address == FAILED:
+        raise _error("the system did not map the memory")
+    return address
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    if _munmap(address, nbytes):
+        raise _error("the system did not unmap the memory")
+
+
+def _touch(address: int, nbytes: int, cpus: frozenset[int] | None) -> None:
+    """Fetch every page, on threads that run on these CPUs (None: anywhere): memory is placed where it is first touched."""
+    threads = min(MOST_THREADS, len(cpus or os.sched_getaffinity(0)), -(-nbytes // PART))
+    if threads < 2 and cpus is None:
+        return _fetch_all(_parts(address, nbytes))
+    try:
+        with ThreadPoolExecutor(threads, "xferlib-touch", _run_on, (cpus,)) as pool:
+            for _ in pool.map(_fetch, *zip(*_parts(address, nbytes), strict=True)):
+                pass
+    except RuntimeError:
+        # No thread is to be had, as when the interpreter ends.
+        _fetch_all(_parts(address, nbytes))
+    return None
+
+
+def _run_on(cpus: frozenset[int] | None) -> None:
+    if cpus is not None:
+        # On Linux the calling thread alone.
+        with suppress(OSError):
+            os.sched_setaffinity(0, cpus)
+
+
+def _parts(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    for offset in range(0, nbytes, PART):
+        yield address + offset, min(PART, nbytes - offset)
+
+
+def _fetch_all(parts: Iterator[tuple[int, int]]) -> None:
+    for address, nbytes in parts:
+        _fetch(address, nbytes)
+
+
+def _fetch(address: int, nbytes: int) -> None:
+    """Let the kernel put pages under the range, without the GIL."""
+    while _madvise(address, nbytes, MADV_POPULATE_WRITE):
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:
+            # Linux before 5.14. A write to each page does the same, more slowly.
+            memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+            np.ndarray(nbytes, np.uint8, memory)[:: mmap.PAGESIZE] = 0
+            return
+        if code not in (errno.EAGAIN, errno.EINTR):
+            raise _error("the system has no pages for the memory")
+
+
+def _error(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{what} ({os.strerror(code)})")

@@ -1,0 +1,55 @@
+"""How many threads, how large the chunks: values that belong to the machine, given or measured."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+__all__ = ["VARIABLE", "StagingProfile", "given_profile"]
+
+VARIABLE = "XFERLIB_STAGING"
+SHAPE = re.compile(r"\s*(\d+)\s*x\s*(\d+)\s*(KiB|MiB)\s*", re.IGNORECASE)
+UNITS = {"kib": 1 << 10, "mib": 1 << 20}
+MIN_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class StagingProfile:
+    """The shape of the chunk ring. Printed, and read from the environment, as `8x4MiB`."""
+
+    threads: int
+    """That copy at the same time in one direction, the caller's included."""
+    chunk_nbytes: int
+    hand_off_nbytes: int = 2 << 20
+    """A transfer up to this size is copied by one thread: waking others would take longer."""
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"threads: expected at least 1, got {self.threads!r}")
+        if self.chunk_nbytes < MIN_CHUNK or self.chunk_nbytes % MIN_CHUNK:
+            raise ValueError(f"chunk_nbytes: expected a multiple of {MIN_CHUNK}, got {self.chunk_nbytes!r}")
+
+    @staticmethod
+    def parse(text: str) -> StagingProfile:
+        """Read `8x4MiB`. Raises `ValueError`."""
+        match = SHAPE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"expected threads and chunk size as in '8x4MiB', got {text!r}")
+        threads, size, unit = match.groups()
+        return StagingProfile(int(threads), int(size) * UNITS[unit.lower()])
+
+    def __str__(self) -> str:
+        unit, name = (UNITS["mib"], "MiB") if self.chunk_nbytes % UNITS["mib"] == 0 else (UNITS["kib"], "KiB")
+        return f"{self.threads}x{self.chunk_nbytes // unit}{name}"
+
+
+def given_profile() -> StagingProfile | None:
+    """Return what the environment says; None: nothing. Raises `ValueError` for what cannot be read."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    try:
+        return StagingProfile.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}: {error}") from None

@@ -1,0 +1,331 @@
+"""Pageable memory, by way of pinned chunks: what no copy engine can read or write directly.
+
+To the device: the bytes are in pinned memory when `stage` returns, so the caller's memory is free; `lend` returns at once instead.
+To the host: threads copy them out of pinned memory as they land, so that a transfer gets done without anyone waiting for it.
+
+What is small goes through a pinned block of its own size, on the caller's thread; what is larger is shared by several threads.
+Both count as in flight from the moment they have memory: who waits for room may wait for it, and finds the memory idle then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from xferlib.inflight import Traffic
+from xferlib.landing import Landing
+from xferlib.memory.arrays import Array
+from xferlib.memory.pool import PAGE, HostBlock, PinnedPool
+from xferlib.protocol import Event, HostStager, Source, Stream
+from xferlib.staging.calibration import measured_profile
+from xferlib.staging.chunks import D2H, H2D, Chunk, Chunks
+from xferlib.staging.crew import CREWS, Leader
+from xferlib.staging.fill import filling
+from xferlib.staging.job import Job
+from xferlib.staging.land import Lander
+from xferlib.staging.parts import ALIGNMENT, LEAST, Part, cut, lay, run_of
+from xferlib.staging.profile import StagingProfile, given_profile
+
+__all__ = ["Lent", "Room", "Staged", "Staging"]
+
+BUDGET = 64 << 20
+"""Bytes that the chunks of one stager take at most: enough for the rate of the link, small enough for the processor's cache."""
+LEAST_CHUNKS = 4
+"""Two for each direction: one that is copied, one that is sent."""
+HAND_OFF = 2 << 20
+"""Bytes of a transfer from which the shape of the ring is looked up. Below, no shape would pay."""
+FEW = 4
+THREADS_FOR_MANY = 2
+"""That copy parts of more than a few arrays each. More of them would mostly wait for the interpreter, which each array takes."""
+SMALL = 256 << 10
+"""Bytes. Arrays up to this size travel together where they lie side by side on the device."""
+
+Staged: TypeAlias = tuple[int, Array]
+"""A device address, and the pageable array that goes there."""
+
+
+@final
+class Lent:
+    """The event of a put whose sources are still being read: reached when the copies are done.
+
+    Any thread. Failures are those of threads of ours: any `Exception`.
+    """
+
+    def __init__(self) -> None:
+        self.job: Job
+        self.event: Event | None = None
+
+    def enqueued(self) -> Event:
+        """Block until every copy is started, and return the event behind them."""
+        self.job.over.synchronize()
+        assert self.event is not None
+        return self.event
+
+    def done(self) -> bool:
+        """See `Event.done`."""
+        return self.job.over.done() and self.enqueued().done()
+
+    def synchronize(self) -> None:
+        """See `Event.synchronize`."""
+        self.enqueued().synchronize()
+
+    def stream_wait(self, stream: object | None = None) -> Stream | None:
+        """See `Event.stream_wait`. Blocks until the copies are started, not until they are done."""
+        return self.enqueued().stream_wait(stream)
+
+
+@final
+class Room:
+    """What may make room in the pinned pool: chunks that are idle, and transfers that will end."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self.release: Callable[[], bool] = bool
+
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
+        return self._traffic.reap()
+
+    def yield_idle(self) -> bool:
+        """Give memory back that is kept for later, and tell whether there was any. Never blocks."""
+        return self.release()
+
+    def wait_oldest(self) -> bool:
+        """Block until something has ended. Returns False if nothing was in flight."""
+        return self.release() or self._traffic.wait_oldest()
+
+
+@final
+class Staging:
+    """The chunk ring of one stager. Any thread."""
+
+    def __init__(self, backend: HostStager[Any], pool: PinnedPool, traffic: Traffic, profile: StagingProfile | None = None) -> None:
+        self.leaves = 0
+        self._backend = backend
+        self._pool = pool
+        self._traffic = traffic
+        self._given = profile or given_profile()
+        self._profile: StagingProfile | None = None
+        self._bounce = min(HAND_OFF if self._given is None else self._given.hand_off_nbytes, max(PAGE, pool.limit // 2))
+        self._chunks = Chunks(pool, backend.failures)
+        self._fill = filling(backend, self._chunks, traffic)
+        self._lander = Lander(backend, self._chunks, traffic)
+        self._leaders = (Leader("feeding"), Leader("landing"))
+        self._member = object()
+        self._unissued: list[tuple[Job, Sequence[Source]]] = []
+        # Reentrant: a finalizer may transfer while its thread is in here.
+        self._shaping = threading.RLock()
+        self._landing = threading.RLock()
+
+    @property
+    def profile(self) -> StagingProfile:
+        """The shape of the ring. Measured, unless it is given, when it is first wanted."""
+        with self._shaping:
+            if self._profile is None:
+                self._profile = self._given or measured_profile()
+                self._shape(self._profile)
+            return self._profile
+
+    @property
+    def bounce_nbytes(self) -> int:
+        """The largest transfer that one thread makes alone."""
+        return self._bounce
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether gets may still have copies to start."""
+        return bool(self._unissued)
+
+    def stage(self, leaves: Sequence[Staged], *, pads: bool) -> None:
+        """Start the copies of pageable arrays; their memory is free on return.
+
+        `pads`: the bytes behind a leaf, up to the next multiple of 256, may be overwritten.
+        """
+        self._count(len(leaves))
+        nbytes = _nbytes(leaves)
+        if nbytes <= self._bounce:
+            for part in _few_parts(leaves, nbytes, pads=pads):
+                self._bounced(part)
+            return
+        parts = self._parts(leaves, nbytes, ways=self.profile.threads, pads=pads)
+        job = Job(parts, self._fill, owner=threading.get_ident())
+        self._traffic.landings.add(job.over)
+        self._ask(H2D, job, len(parts), many=len(leaves) > FEW * len(parts))
+        job.run()
+
+    def lend(self, leaves: Sequence[Staged], *, until_started: object, until_done: object) -> Lent:
+        """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
+
+        Holds the one object until the last copy is started, the other until it is done. The bytes behind a leaf may be overwritten,
+        as with `pads`.
+        """
+        nbytes = _nbytes(leaves)
+        # All threads need not end together: those that have nothing left go on with the next one.
+        parts = self._parts(leaves, nbytes, ways=1, pads=True)
+        lent = Lent()
+
+        def end(held: object = until_started) -> None:
+            lent.event = self._traffic.h2d.add(nbytes, until_done)
+
+        lent.job = job = Job(parts, self._fill, end=end)
+        self._traffic.landings.add(job.over)
+        try:
+            self._leaders[H2D].submit(job)
+        except BaseException:
+            job.over.reach()
+            raise
+        self._ask(H2D, job, len(parts), many=len(leaves) > FEW * len(parts))
+        return lent
+
+    def land(self, transfers: Sequence[Staged], sources: Sequence[Source], before: Event | None) -> Landing:
+        """Start copies from device addresses into C-contiguous pageable arrays.
+
+        The landing is reached when these are done, and what `before` stands for, if anything. `sources` are held, and known as
+        being read.
+        """
+        self._count(len(transfers))
+        nbytes = _nbytes(transfers)
+        parts: list[Part] = []
+        if nbytes > self._bounce:
+            ways, largest = self.profile.threads, self._chunks.nbytes
+            parts = [part for address, array in transfers for part in cut(address, array, largest=largest, ways=ways)]
+
+        def note() -> None:
+            self._traffic.d2h.add(nbytes, sources, sources)
+
+        owner = threading.get_ident()
+        end = None if before is None else before.synchronize
+        job = Job(parts, self._lander, owner=owner, before=self._when_flowing, when_begun=note, end=end)
+        self._traffic.landings.add(job.over)
+        with self._landing:
+            try:
+                self.wait_issued()
+                if parts:
+                    self._start_many(job, sources)
+                else:
+                    self._start_few(job, transfers)
+                job.over.owner = None
+                self._leaders[D2H].submit(job)
+            except BaseException:
+                # The caller's memory must be at rest before he hears of the failure.
+                self._lander.abandon(job)
+                job.issued.set()
+                job.over.reach()
+                raise
+        return job.over
+
+    def wait_issued(self, target: Source | None = None) -> None:
+        """Block until the copies that earlier gets still have to start are started; None: all, else of those that read `target`.
+
+        What enters the stream before them, they would wait for.
+        """
+        if not self._unissued or self._leaders[D2H].is_current():
+            return
+        for job, sources in self._unissued.copy():
+            if target is None or any(_overlap(source, target) for source in sources):
+                job.issued.wait()
+        self._unissued = [entry for entry in self._unissued if not entry[0].issued.is_set()]
+
+    def release(self) -> bool:
+        """Give idle chunks back to the pool, and tell whether there were any. Never blocks."""
+        return self._chunks.release()
+
+    def close(self) -> None:
+        """End the threads when everything has landed, and give the chunks back."""
+        for leader in self._leaders:
+            leader.close()
+        for crew in CREWS:
+            crew.dismiss(self._member)
+        self.release()
+
+    def _count(self, leaves: int) -> None:
+        with self._shaping:
+            self.leaves += leaves
+
+    def _shape(self, profile: StagingProfile) -> None:
+        limit = self._pool.limit
+        # A share of the limit, and several of them, so that both directions go on.
+        nbytes = min(profile.chunk_nbytes, max(PAGE, limit // 8 // PAGE * PAGE))
+        count = min(2 * profile.threads, BUDGET // nbytes, limit // 2 // nbytes)
+        self._chunks.shape(nbytes=nbytes, count=max(LEAST_CHUNKS, count))
+        self._bounce = min(profile.hand_off_nbytes, max(PAGE, limit // 2))
+
+    def _parts(self, leaves: Sequence[Staged], nbytes: int, *, ways: int, pads: bool) -> list[Part]:
+        # The profile first: it gives the chunks their size.
+        share = nbytes // (2 * self.profile.threads)
+        largest = min(self._chunks.nbytes, max(LEAST, share))
+        small: list[Staged] = []
+        parts: list[Part] = []
+        for address, array in leaves:
+            if array.nbytes <= min(SMALL, largest):
+                small.append((address, array))
+            else:
+                parts += cut(address, array, largest=largest, ways=ways)
+        return parts + run_of(small, largest=largest, pads=pads)
+
+    def _ask(self, direction: int, job: Job, parts: int, *, many: bool = False) -> None:
+        helpers = min(self.profile.threads, parts, THREADS_FOR_MANY if many else parts) - 1
+        if helpers > 0:
+            CREWS[direction].ask(self._member, job, helpers)
+
+    def _when_flowing(self, job: Job) -> None:
+        """Ask for help when the first part has landed: until then something may hold the stream, and would hold the helpers."""
+        if job.parts and job.started:
+            job.started[0][1].synchronize()
+            self._ask(D2H, job, job.parts)
+
+    def _start_many(self, job: Job, sources: Sequence[Source]) -> None:
+        """Start as many parts as there are chunks; one at least, so that whoever leads always gets on."""
+        self._lander.begin(job, wait=True)
+        while self._lander.begin(job, wait=False):
+            pass
+        if not job.issued.is_set():
+            self._unissued.append((job, sources))
+
+    def _start_few(self, job: Job, transfers: Sequence[Staged]) -> None:
+        for address, array in transfers:
+            chunk = Chunk(self._pool.take(array.nbytes), kept=False)
+            self._lander.start(chunk, Part(address, array.nbytes, (array,)), job.started)
+        job.all_begun()
+
+    def _bounced(self, part: Part) -> None:
+        block, filled = self._taken(part.nbytes)
+        try:
+            lay(part, np.asarray(block)[: part.nbytes])
+            self._backend.copy_h2d(part.address, block.address, part.nbytes)
+            # Whose bytes they are is counted by who puts them: these have pads.
+            self._traffic.h2d.add(0, block)
+        except BaseException:
+            self._traffic.h2d.settle(block)
+            raise
+        finally:
+            # Before anyone is told: who waits for room must find it, and this frame may live on for a while.
+            del block
+            filled.reach()
+
+    def _taken(self, nbytes: int) -> tuple[HostBlock, Landing]:
+        """Take a block that counts as in flight before another thread finds neither room nor anything to wait for."""
+        point = Landing(threading.get_ident())
+        try:
+            return self._pool.take(nbytes, lambda: self._traffic.landings.add(point)), point
+        except BaseException:
+            point.reach()
+            raise
+
+
+def _few_parts(leaves: Sequence[Staged], nbytes: int, *, pads: bool) -> list[Part]:
+    if len(leaves) == 1:
+        ((address, array),) = leaves
+        return [Part(address, nbytes, (array,))]
+    return run_of(leaves, largest=nbytes + len(leaves) * ALIGNMENT, pads=pads)
+
+
+def _nbytes(leaves: Sequence[Staged]) -> int:
+    return sum(array.nbytes for _, array in leaves)
+
+
+def _overlap(one: Source, other: Source) -> bool:
+    return one.address < other.address + other.nbytes and other.address < one.address + one.nbytes
