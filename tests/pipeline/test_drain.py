@@ -1,0 +1,316 @@
+"""`Drain` and `drain`: order, bounds, where results land, and how it ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import held, on_thread
+from tests.pipeline.steps import PATIENCE, d2h, until
+
+SHAPE = (3, 8)
+
+
+def frames(count: int, launched: list[int] | None = None) -> Iterator[np.ndarray]:
+    for number in range(count):
+        if launched is not None:
+            launched.append(number)
+        yield np.full(SHAPE, number, np.int32)
+
+
+def numbers(results: Any) -> list[int]:
+    return [int(result.ravel()[0]) for result in results if len(set(result.ravel().tolist())) == 1]
+
+
+def test_results_come_in_order_and_may_be_kept(stager: xferlib.Stager) -> None:
+    assert numbers(list(xferlib.drain(frames(20), stager))) == list(range(20))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_depth_results_are_under_way_while_the_consumer_has_one(stager: xferlib.Stager, depth: int) -> None:
+    launched: list[int] = []
+    results = xferlib.drain(frames(9, launched), stager, depth)
+    next(results)
+    assert len(launched) == depth + 1
+    with held(d2h(stager)) as gate:
+        waiting = on_thread(lambda: next(results))
+        until(lambda: len(launched) == depth + 2 or waiting.done())
+        gate.set()
+        waiting.result(PATIENCE)
+    assert len(launched) == depth + 2
+    results.close()
+
+
+def failing(after: int) -> Iterator[np.ndarray]:
+    yield from frames(after)
+    raise KeyError("results")
+
+
+def test_what_the_results_raise_comes_behind_those_before_it(stager: xferlib.Stager) -> None:
+    results = xferlib.drain(failing(4), stager)
+    assert numbers([next(results) for _ in range(4)]) == [0, 1, 2, 3]
+    with pytest.raises(KeyError, match="results") as caught:
+        next(results)
+    assert "failing" in [entry.name for entry in caught.traceback]
+    assert list(results) == []
+
+
+def test_a_result_that_is_no_array_is_refused_in_its_place(stager: xferlib.Stager) -> None:
+    results = xferlib.drain([np.zeros(SHAPE), "text"], stager)
+    next(results)
+    with pytest.raises(TypeError):
+        next(results)
+
+
+def test_a_copy_that_fails_is_told_in_its_place(stager: xferlib.Stager) -> None:
+    def broken() -> None:
+        raise OSError("link down")
+
+    results = xferlib.drain(frames(5), stager, 1)
+    next(results)
+    d2h(stager).submit(broken)
+    next(results)
+    with pytest.raises(xferlib.TransferError, match="link down"):
+        next(results)
+
+
+def test_results_fill_arrays_from_the_front(stager: xferlib.Stager) -> None:
+    out = np.zeros((20, 8), np.int32)
+    parts = [*frames(6), np.full((2, 8), 6, np.int32)]
+    results = list(xferlib.drain(parts, stager, out=out))
+    assert all(np.shares_memory(result, out) for result in results)
+    assert out[:, 0].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3 + [5] * 3 + [6] * 2
+
+
+def test_single_frames_fill_rows(stager: xferlib.Stager) -> None:
+    out: dict[str, Any] = {"frame": np.zeros((5, *SHAPE), np.int32), "mean": np.zeros(5)}
+    source = [{"frame": frame, "mean": np.asarray(frame.mean())} for frame in frames(5)]
+    list(xferlib.drain(source, stager, out=out))
+    assert out["frame"][:, 0, 0].tolist() == out["mean"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_results_fill_a_mapped_file(stager: xferlib.Stager, tmp_path: Path) -> None:
+    file = np.lib.format.open_memmap(tmp_path / "frames.npy", mode="w+", dtype=np.int32, shape=(7, *SHAPE))
+    with xferlib.Drain(stager, out=file) as drain:
+        for frame in frames(7):
+            drain.submit(frame)
+        drain.synchronize()
+    file.flush()
+    assert np.load(tmp_path / "frames.npy")[:, 0, 0].tolist() == list(range(7))
+
+
+def test_results_fill_shared_memory(stager: xferlib.Stager) -> None:
+    memory = shared_memory.SharedMemory(create=True, size=4 * 4 * 24)
+    try:
+        out = np.ndarray((4, *SHAPE), np.int32, memory.buf)
+        assert len(list(xferlib.drain(frames(4), stager, out=out))) == 4
+        values = out[:, 0, 0].tolist()
+        del out
+    finally:
+        memory.close()
+        memory.unlink()
+    assert values == [0, 1, 2, 3]
+
+
+def test_out_that_has_no_room_or_another_shape_is_refused(stager: xferlib.Stager) -> None:
+    results = xferlib.drain(frames(3), stager, out=np.zeros((2, *SHAPE), np.int32))
+    assert numbers([next(results), next(results)]) == [0, 1]
+    with pytest.raises(ValueError, match="out is full: it has 2 rows, and 3"):
+        next(results)
+    with pytest.raises(ValueError, match="axes"):
+        next(xferlib.drain(frames(3), stager, out=np.zeros(9, np.int32)))
+    with pytest.raises(ValueError, match="another structure"):
+        next(xferlib.drain(frames(3), stager, out={"a": np.zeros((9, 8), np.int32)}))
+    with pytest.raises(ValueError, match="dtype"):
+        next(xferlib.drain(frames(3), stager, out=np.zeros((9, 8))))
+    with pytest.raises(ValueError, match="no array"):
+        xferlib.drain(frames(3), stager, out=[])
+
+
+def test_submit_waits_for_the_taker_on_another_thread(stager: xferlib.Stager) -> None:
+    with xferlib.Drain(stager, 2) as drain:
+        results = drain.results()
+        submitted: list[int] = []
+
+        def produce() -> None:
+            for number, frame in enumerate(frames(9)):
+                drain.submit(frame)
+                submitted.append(number)
+            drain.end()
+
+        producer = on_thread(produce)
+        until(lambda: len(submitted) == 2)
+        assert drain.pending == 2
+        taken = numbers([next(results)])
+        until(lambda: len(submitted) == 3)
+        assert not producer.done()
+        taken += numbers(results)
+        producer.result(PATIENCE)
+    assert taken == list(range(9))
+
+
+def test_a_wait_that_nobody_could_end_is_refused(stager: xferlib.Stager) -> None:
+    with xferlib.Drain(stager, 2) as drain:
+        drain.submit(np.zeros(3))
+        drain.submit(np.zeros(3))
+        with pytest.raises(RuntimeError, match="nobody else takes them"):
+            drain.submit(np.zeros(3))
+        results = drain.results()
+        next(results)
+        drain.submit(np.zeros(3))
+        with pytest.raises(RuntimeError, match="nobody else takes them"):
+            drain.submit(np.zeros(3))
+        drain.end()
+        assert len(list(results)) == 2
+        with pytest.raises(xferlib.ClosedError):
+            drain.submit(np.zeros(3))
+
+
+def test_with_arrays_given_submit_waits_for_copies_and_nobody_need_take(stager: xferlib.Stager) -> None:
+    with xferlib.Drain(stager, 2, out=np.zeros((27, 8), np.int32)) as drain, held(d2h(stager)) as gate:
+        submitted: list[int] = []
+
+        def produce() -> None:
+            for number, frame in enumerate(frames(9)):
+                drain.submit(frame)
+                submitted.append(number)
+
+        producer = on_thread(produce)
+        until(lambda: len(submitted) == 2)
+        assert not producer.done()
+        gate.set()
+        producer.result(PATIENCE)
+        drain.end()
+        assert numbers(drain.results()) == list(range(9))
+
+
+def test_an_end_with_an_error_is_raised_behind_the_last_result(stager: xferlib.Stager) -> None:
+    with xferlib.Drain(stager) as drain:
+        drain.submit(np.zeros(3))
+        drain.end(KeyError("producer"))
+        results = drain.results()
+        next(results)
+        with pytest.raises(KeyError, match="producer"):
+            next(results)
+        with pytest.raises(StopIteration):
+            next(results)
+
+
+def test_close_wakes_both_sides_and_leaves_nothing_in_flight(stager: xferlib.Stager) -> None:
+    out = np.zeros((9, *SHAPE), np.int32)
+    drain = xferlib.Drain(stager, 2, out=out)
+    taker = on_thread(lambda: list(drain.results()))
+    until(lambda: drain._taker is not None)
+    drain.close()
+    with pytest.raises(xferlib.ClosedError, match="before it was ended"):
+        taker.result(PATIENCE)
+    with held(d2h(stager)) as gate:
+        drain = xferlib.Drain(stager, 2, out=out)
+        drain.submit(np.full(SHAPE, 5, np.int32))
+        closing = on_thread(drain.close)
+        assert not closing.done()
+        gate.set()
+        closing.result(PATIENCE)
+    assert set(out[0].ravel().tolist()) == {5}
+    blocked = xferlib.Drain(stager, 1)
+    blocked.results()
+    blocked.submit(np.zeros(3))
+    producer = on_thread(lambda: blocked.submit(np.zeros(3)))
+    blocked.close()
+    with pytest.raises(xferlib.ClosedError):
+        producer.result(PATIENCE)
+
+
+def test_the_memory_of_a_result_comes_back_when_its_last_view_goes(stager: xferlib.Stager) -> None:
+    nbytes = 1 << 20
+    with xferlib.stager("host", pinned_limit=5 * nbytes) as small:
+        source = (np.full(nbytes, number, np.uint8) for number in range(40))
+        held_back = []
+        for number, result in enumerate(xferlib.drain(source, small, 2)):
+            if number < 3:
+                held_back.append(result[10:20])
+            assert result[0] == number
+            del result
+        assert number == 39
+        assert [set(view.tolist()) for view in held_back] == [{0}, {1}, {2}]
+        assert small.stats().pinned_peak_nbytes <= 5 * nbytes
+
+
+def test_fewer_results_are_under_way_where_the_limit_says_so() -> None:
+    nbytes = 1 << 20
+    with xferlib.stager("host", pinned_limit=3 * nbytes) as small:
+        launched: list[int] = []
+
+        def source() -> Iterator[np.ndarray]:
+            for number in range(9):
+                launched.append(number)
+                yield np.full(nbytes, number, np.uint8)
+
+        results = xferlib.drain(source(), small, 7)
+        assert next(results)[0] == 0
+        assert len(launched) == 2
+        assert "2 results are under way instead of 8" in str(results.report())
+        assert results.bill.pinned_nbytes == 3 * nbytes
+        assert [int(result[0]) for result in results] == list(range(1, 9))
+        with pytest.raises(xferlib.AllocationError, match=r"two results of 2\.0 MiB"):
+            next(xferlib.drain([np.zeros(2 * nbytes, np.uint8)], small))
+
+
+def test_a_consumer_that_keeps_more_than_the_limit_is_told_in_place() -> None:
+    nbytes = 1 << 20
+    with xferlib.stager("host", pinned_limit=4 * nbytes) as small:
+        kept = []
+        with pytest.raises(xferlib.AllocationError, match="pinned memory is full"):
+            for result in xferlib.drain((np.full(nbytes, number, np.uint8) for number in range(9)), small, 2):
+                kept.append(result)  # noqa: PERF402  # All that came before the error.
+        assert [int(result[0]) for result in kept] == [0, 1, 2, 3]
+
+
+def test_a_producer_waits_for_memory_that_the_taker_lets_go_of() -> None:
+    nbytes = 1 << 20
+    with xferlib.stager("host", pinned_limit=4 * nbytes) as small, xferlib.Drain(small, 3) as drain:
+        results = drain.results()
+
+        def produce() -> None:
+            for number in range(12):
+                drain.submit(np.full(nbytes, number, np.uint8))
+            drain.end()
+
+        producer = on_thread(produce)
+        taken = []
+        last_two: deque[Any] = deque(maxlen=2)
+        for result in results:
+            taken.append(int(result[0]))
+            last_two.append(result)
+            del result
+            if 2 <= len(taken) < 9:
+                # There is a place, and no memory.
+                until(lambda: drain.pending == 2 and vars(drain._changed)["_waiters"])
+        producer.result(PATIENCE)
+    assert taken == list(range(12))
+
+
+def test_a_producer_is_told_of_a_taker_that_keeps_everything() -> None:
+    nbytes = 1 << 20
+    with xferlib.stager("host", pinned_limit=4 * nbytes) as small, xferlib.Drain(small, 2) as drain:
+        results = drain.results()
+        taker = on_thread(lambda: list(results))
+        with pytest.raises(xferlib.AllocationError, match="pinned memory is full"):
+            for number in range(9):
+                drain.submit(np.full(nbytes, number, np.uint8))
+        drain.end()
+        assert [int(result[0]) for result in taker.result(PATIENCE)] == [0, 1, 2, 3]
+
+
+def test_the_bill_says_what_results_cost(stager: xferlib.Stager) -> None:
+    results = xferlib.drain([np.zeros(1 << 20, np.uint8)] * 3, stager, 2)
+    next(results)
+    assert str(results.bill) == "4.0 MiB pinned: 4 x 1.0 MiB results\n4.0 MiB device: 4 x 1.0 MiB results"
+    results.close()

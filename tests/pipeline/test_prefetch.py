@@ -1,0 +1,388 @@
+"""`prefetch`: order, back-pressure, whose stream waits, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from xferlib_host import Stream
+
+import xferlib
+from tests.core.fakes import held, on_thread, succeeds
+from tests.pipeline.steps import PATIENCE, Source, batch, h2d, number_of, part, thread_of, until
+from xferlib.pipeline import feed
+
+
+def test_batches_come_in_order_the_last_one_smaller_and_may_be_kept(stager: xferlib.Stager) -> None:
+    source = [batch(0), batch(1), batch(2), batch(3, rows=1)]
+    kept = list(xferlib.prefetch(source, stager))
+    assert [number_of(tree) for tree in kept] == [0, 1, 2, 3]
+    assert kept[-1]["x"].shape == (1, 8)
+
+
+def test_the_source_is_iterated_on_a_thread_of_its_own_with_a_name(stager: xferlib.Stager) -> None:
+    source = Source(3)
+    list(xferlib.prefetch(source, stager))
+    assert source.thread is not None
+    assert source.thread is not threading.current_thread()
+    assert source.thread.name.startswith("xferlib-prefetch")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_source_is_asked_for_no_more_than_depth_batches_ahead(stager: xferlib.Stager, depth: int) -> None:
+    source = Source(9)
+    with xferlib.prefetch(source, stager, depth) as batches:
+        until(lambda: source.asked == depth and part(batches) == "place")
+        next(batches)
+        until(lambda: source.asked == depth + 1 and part(batches) == "place")
+
+
+def test_a_consumer_that_never_waits_has_no_more_than_depth_copies_under_way(stager: xferlib.Stager) -> None:
+    source = Source(9)
+    with Stream() as stream, held(h2d(stager)) as gate, xferlib.prefetch(source, stager, 2, rewrites=False) as batches:
+        next(batches)
+        next(batches)
+        until(lambda: part(batches) == "copy")
+        assert source.asked == 3
+        gate.set()
+        assert [number_of(stager.get(tree).result()) for tree in batches] == [2, 3, 4, 5, 6, 7, 8]
+    stream.close()
+
+
+def test_the_consumers_stream_waits_for_the_copy_and_the_consumer_does_not(stager: xferlib.Stager) -> None:
+    seen = []
+    with Stream() as stream, held(h2d(stager)) as gate:
+        batches = xferlib.prefetch([batch(7)], stager)
+        tree = next(batches)
+        stream.submit(lambda: seen.append(number_of(tree)))
+        assert seen == []
+        assert not gate.is_set()
+        gate.set()
+        stream.synchronize()
+        assert seen == [7]
+        batches.close()
+    stream.close()
+
+
+def test_batches_are_put_while_the_consumers_work_is_held(stager: xferlib.Stager) -> None:
+    gate = threading.Event()
+    with Stream() as stream, xferlib.prefetch(Source(9), stager, 2) as batches:
+        tree = next(batches)
+        stream.submit(lambda: gate.wait(PATIENCE))
+        stream.submit(lambda: number_of(tree))
+        until(lambda: part(batches) == "place")
+        until(lambda: all(transfer.done() for transfer in batches._starter._recent))
+        assert not gate.is_set()
+        gate.set()
+    stream.close()
+
+
+def failing_source(after: int, error: BaseException) -> Iterator[dict[str, Any]]:
+    for number in range(after):
+        yield batch(number)
+    raise error
+
+
+@pytest.mark.parametrize("error", [KeyError("source"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_what_the_source_raises_comes_behind_its_batches_with_its_traceback(stager: xferlib.Stager, error: BaseException) -> None:
+    batches = xferlib.prefetch(failing_source(3, error), stager)
+    assert [number_of(next(batches)) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(type(error)) as caught:
+        next(batches)
+    assert caught.value is error
+    assert "failing_source" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_a_batch_that_cannot_be_put_is_refused_in_its_place(stager: xferlib.Stager) -> None:
+    batches = xferlib.prefetch([batch(0), {"x": np.array(["text"])}, batch(2)], stager)
+    assert number_of(next(batches)) == 0
+    with pytest.raises(TypeError, match="cannot be transferred"):
+        next(batches)
+
+
+def test_a_copy_that_fails_is_told_to_the_consumer(stager: xferlib.Stager) -> None:
+    def broken() -> None:
+        raise OSError("link down")
+
+    h2d(stager).submit(broken)
+    batches = xferlib.prefetch(Source(5), stager)
+    with pytest.raises(xferlib.TransferError, match="link down"):
+        next(batches)
+    assert not thread_of(batches).is_alive()
+
+
+def test_leaving_the_loop_early_ends_the_thread_and_closes_the_generator(stager: xferlib.Stager) -> None:
+    source = Source(1000)
+    generator = iter(source)
+    for tree in xferlib.prefetch(generator, stager):
+        if number_of(tree) == 3:
+            break
+    assert source.thread is not None
+    source.thread.join(PATIENCE)
+    assert not source.thread.is_alive()
+    assert source.closed.is_set()
+
+
+def test_the_thread_does_not_keep_the_iterator_alive(stager: xferlib.Stager) -> None:
+    source = Source(9, stop_at=1)
+    batches = xferlib.prefetch(source, stager)
+    assert source.stopped.wait(PATIENCE)
+    alive, thread = weakref.ref(batches), thread_of(batches)
+    gc.disable()
+    try:
+        del batches
+        assert alive() is None
+    finally:
+        gc.enable()
+    source.gate.set()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert source.asked == 2
+
+
+def test_dropping_in_a_reference_cycle_ends_the_thread(stager: xferlib.Stager) -> None:
+    batches = xferlib.prefetch(Source(1000), stager)
+    thread = thread_of(batches)
+    cycle: list[Any] = [batches]
+    cycle.append(cycle)
+    del batches, cycle
+    gc.collect()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_a_dropped_iterator_waits_for_a_put_that_is_being_started(stager: xferlib.Stager) -> None:
+    inside, gate = threading.Event(), threading.Event()
+
+    def slow_put(tree: Any) -> xferlib.Transfer:
+        inside.set()
+        assert gate.wait(PATIENCE)
+        return stager.put(tree)
+
+    batches = xferlib.Prefetch([batch(0)], slow_put)
+    thread = thread_of(batches)
+    assert inside.wait(PATIENCE)
+    opener = threading.Timer(0.05, gate.set)
+    opener.start()
+    del batches
+    # The stager may be closed now: nobody is inside a call.
+    assert not thread.is_alive()
+    opener.join()
+
+
+def test_close_returns_when_nothing_is_in_flight(stager: xferlib.Stager) -> None:
+    with held(h2d(stager)) as gate:
+        batches = xferlib.prefetch(Source(9), stager)
+        until(lambda: part(batches) == "place")
+        closed = on_thread(batches.close)
+        until(lambda: not thread_of(batches).is_alive())
+        assert not closed.done()
+        gate.set()
+        closed.result(PATIENCE)
+    assert all(transfer.done() for transfer in batches._starter._recent)
+    batches.close()
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_the_end_of_the_source_leaves_no_thread(stager: xferlib.Stager) -> None:
+    batches = xferlib.prefetch(Source(3), stager)
+    list(batches)
+    assert not thread_of(batches).is_alive()
+    assert list(batches) == []
+
+
+def test_close_does_not_wait_for_ever_for_a_source_that_is_stuck(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "CLOSE_SECONDS", 0.05)
+    source = Source(9, stop_at=1)
+    batches = xferlib.prefetch(iter(source), stager)
+    assert source.stopped.wait(PATIENCE)
+    with pytest.warns(ResourceWarning, match="did not come back"):
+        batches.close()
+    moved = stager.stats().h2d_nbytes
+    source.gate.set()
+    thread_of(batches).join(PATIENCE)
+    assert not thread_of(batches).is_alive()
+    assert source.closed.is_set()
+    assert stager.stats().h2d_nbytes == moved
+
+
+def test_ctrl_c_while_the_consumer_waits_ends_the_loop(stager: xferlib.Stager) -> None:
+    source = Source(9, stop_at=0)
+    batches = xferlib.prefetch(source, stager)
+
+    def interrupt() -> None:
+        until(lambda: batches._feed._shared.hungry)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        # Only now, so that the consumer does wait.
+        source.gate.set()
+
+    interrupted = on_thread(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    interrupted.result(PATIENCE)
+    assert not thread_of(batches).is_alive()
+
+
+def test_another_thread_that_waits_is_woken_by_close(stager: xferlib.Stager) -> None:
+    source = Source(9, stop_at=0)
+    batches = xferlib.prefetch(source, stager)
+    taken = on_thread(lambda: list(batches))
+    until(lambda: batches._feed._shared.hungry)
+    batches._feed._shared.stop()
+    source.gate.set()
+    assert taken.result(PATIENCE) == []
+    batches.close()
+
+
+def test_two_consumers_share_the_batches(stager: xferlib.Stager) -> None:
+    batches = xferlib.prefetch(Source(50), stager)
+    halves = [on_thread(lambda: [number_of(tree) for tree in batches]) for _ in range(2)]
+    taken = [half.result(PATIENCE) for half in halves]
+    assert sorted(taken[0] + taken[1]) == list(range(50))
+
+
+def test_two_takers_of_a_feed_both_hear_of_its_end() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        yield 1
+        assert gate.wait(PATIENCE)
+
+    shared = feed.Feed(source(), lambda item, clock: item, depth=1)
+    assert shared.take() == 1
+    both = [on_thread(lambda: list(iter(shared.take, None))) for _ in range(2)]
+    until(lambda: shared._shared.tokens.qsize() >= 2)
+    gate.set()
+    for taker in both:
+        assert taker.result(PATIENCE) == []
+
+
+def rewriting(array: np.ndarray, asked: list[int]) -> Iterator[np.ndarray]:
+    for number in range(5):
+        asked.append(number)
+        array[:] = number
+        yield array
+
+
+def test_a_source_that_rewrites_pinned_memory_is_asked_only_when_the_copy_is_done(stager: xferlib.Stager) -> None:
+    asked: list[int] = []
+    with Stream() as stream, held(h2d(stager)) as gate:
+        batches = xferlib.prefetch(rewriting(stager.empty_pinned(1000, np.int32), asked), stager, 3)
+        first = next(batches)
+        until(lambda: part(batches) == "copy")
+        assert asked == [0]
+        gate.set()
+        kept = [first, *batches]
+        stream.synchronize()
+    stream.close()
+    assert [set(tree.tolist()) for tree in kept] == [{0}, {1}, {2}, {3}, {4}]
+
+
+def test_a_source_that_promises_not_to_rewrite_is_asked_at_once(stager: xferlib.Stager) -> None:
+    slots = [stager.empty_pinned(1000, np.int32) for _ in range(4)]
+    for number, slot in enumerate(slots):
+        slot[:] = number
+    with held(h2d(stager)) as gate:
+        batches = xferlib.prefetch(slots, stager, 3, rewrites=False)
+        until(lambda: part(batches) == "place" and len(batches._starter._recent) == 3)
+        gate.set()
+    assert [int(tree[-1]) for tree in batches] == [0, 1, 2, 3]
+
+
+def test_ordinary_memory_is_lent_only_where_the_source_does_not_rewrite_it(stager: xferlib.Stager) -> None:
+    large = [np.full(3 << 20, number, np.uint8) for number in range(3)]
+    # Nobody who could be warned waits for the CPU copies.
+    assert [int(tree[-1]) for tree in xferlib.prefetch(large, stager)] == [0, 1, 2]
+    copied = stager.stats().synchronous
+    assert [int(tree[-1]) for tree in xferlib.prefetch(large, stager, rewrites=False)] == [0, 1, 2]
+    assert stager.stats().synchronous == copied
+
+
+def test_depth_goes_down_where_the_device_has_no_room_and_the_report_says_so() -> None:
+    nbytes = 64 << 10
+    with xferlib.stager("host", device_limit=3 * nbytes) as stager:
+        source = [np.full(nbytes, number, np.uint8) for number in range(12)]
+        batches = xferlib.prefetch(source, stager, 6, rewrites=False)
+        until(lambda: batches._feed.lowered is not None)
+        numbers = []
+        for tree in batches:
+            numbers.append(int(tree[-1]))
+            del tree
+        assert numbers == list(range(12))
+        assert "depth was lowered from 6 to 3" in str(batches.report())
+
+
+def test_a_consumer_that_keeps_more_than_the_device_holds_is_told(stager: xferlib.Stager) -> None:
+    nbytes = 64 << 10
+    with xferlib.stager("host", device_limit=3 * nbytes) as small:
+        source = [np.full(nbytes, number, np.uint8) for number in range(9)]
+        batches = xferlib.prefetch(source, small, 2, rewrites=False)
+        kept = [next(batches) for _ in range(3)]
+        with pytest.raises(xferlib.AllocationError, match="device memory is full"):
+            next(batches)
+        assert [int(tree[-1]) for tree in kept] == [0, 1, 2]
+        assert not thread_of(batches).is_alive()
+
+
+def test_the_bill_is_known_before_the_consumer_begins(stager: xferlib.Stager) -> None:
+    with xferlib.prefetch([stager.empty_pinned(1 << 20, np.uint8)], stager, 2) as batches:
+        bill = batches.bill
+    assert bill.device_nbytes == 4 << 20
+    assert bill.pinned_nbytes == 3 << 20
+    assert str(bill) == "3.0 MiB pinned: 3 x 1.0 MiB batches of the source's own\n4.0 MiB device: 4 x 1.0 MiB batches"
+    assert str(xferlib.prefetch([], stager).bill) == "nothing"
+
+
+def test_arguments_are_refused_on_the_spot(stager: xferlib.Stager) -> None:
+    with pytest.raises(ValueError, match="depth=0"):
+        xferlib.prefetch([], stager, 0)
+    with pytest.raises(TypeError, match="iterate"):
+        xferlib.prefetch(3, stager)  # type: ignore[arg-type]  # The point of the test.
+
+
+def test_the_interpreter_exits_while_a_source_is_stuck() -> None:
+    shown = succeeds(
+        """
+        import threading, numpy as np, xferlib
+        def source():
+            yield np.zeros(4)
+            threading.Event().wait()
+        stager = xferlib.stager("host")
+        batches = xferlib.prefetch(source(), stager)
+        next(batches)
+        stager.close()
+        print("end")
+        """
+    )
+    assert shown == "end\n"
+
+
+def test_a_forked_child_is_told_that_it_has_no_thread() -> None:
+    shown = succeeds(
+        """
+        import os, numpy as np, xferlib
+        with xferlib.stager("host") as stager:
+            batches = xferlib.prefetch([np.zeros(4)] * 9, stager)
+            next(batches)
+            child = os.fork()
+            if child == 0:
+                try:
+                    next(batches)
+                except xferlib.BackendUnavailableError as error:
+                    print("forked" in str(error), flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
+            print(len(list(batches)))
+        """
+    )
+    assert shown == "True\n8\n"

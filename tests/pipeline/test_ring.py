@@ -1,0 +1,262 @@
+"""`Ring` and `Slot`: who has a slot, when it comes back, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from xferlib_host import Stream
+
+import xferlib
+from tests.core.fakes import held, on_thread
+from tests.pipeline.steps import PATIENCE, busy, h2d, part, until
+from xferlib.pipeline import ring as ring_module
+
+SPEC = {"image": ((4, 3), "float32"), "label": ((4,), "int64")}
+
+
+def address(slot: xferlib.Slot) -> int:
+    return int(slot["image"].ctypes.data)
+
+
+def test_a_batch_is_written_in_place_and_put(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, SPEC) as ring:
+        slot = ring.acquire()
+        np.stack([np.full(3, row, np.float32) for row in range(4)], out=slot["image"])
+        slot.tree["label"][:] = range(4)
+        tree = slot.put().result()
+        assert tree["image"].tolist() == [[row] * 3 for row in range(4)]
+        assert tree["label"].tolist() == [0, 1, 2, 3]
+    assert stager.stats().synchronous == 0
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Shaped:
+    shape = (2, 3)
+    dtype = "int16"
+
+
+@pytest.mark.parametrize("leaf", [((2, 3), "int16"), np.zeros((2, 3), np.int16), Shaped()], ids=["pair", "array", "spec"])
+def test_a_spec_is_a_tree_of_pairs_or_of_anything_with_shape_and_dtype(stager: xferlib.Stager, leaf: Any) -> None:
+    with xferlib.Ring(stager, Pair(((5,), np.uint8), {"a": leaf})) as ring:
+        tree = ring.acquire().tree
+    assert (tree.first.shape, tree.first.dtype) == ((5,), np.uint8)
+    assert (tree.second["a"].shape, tree.second["a"].dtype) == ((2, 3), np.int16)
+
+
+def test_acquire_blocks_on_the_oldest_slot_and_hands_it_out_when_its_copy_is_done(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, SPEC, slots=2) as ring:
+        with held(h2d(stager)) as gate:
+            first = ring.acquire()
+            oldest = address(first)
+            first["image"][:] = 1
+            transfer = first.put()
+            ring.acquire().put()
+            third = on_thread(ring.acquire)
+            until(lambda: busy(ring._waiting))
+            assert not third.done()
+            gate.set()
+            slot = third.result(PATIENCE)
+        assert transfer.done()
+        assert address(slot) == oldest
+        slot["image"][:] = 2
+        assert set(transfer.value["image"].ravel().tolist()) == {1}
+
+
+def test_a_slot_in_flight_is_not_handed_out_though_others_are(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, SPEC, slots=3) as ring, held(h2d(stager)):
+        first = ring.acquire()
+        flying = address(first)
+        first.put()
+        assert flying not in [address(slot) for slot in [ring.acquire(), ring.acquire()]]
+
+
+def test_a_slot_that_was_dropped_without_a_put_comes_back(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, SPEC, slots=1) as ring:
+        for _ in range(5):
+            ring.acquire()
+        with ring.acquire():
+            pass
+        ring.acquire().release()
+        ring.acquire()
+
+
+def test_a_dropped_slot_stays_out_while_a_view_of_it_lives(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, SPEC, slots=2) as ring:
+        row = ring.acquire()["image"][1:][0]
+        other = ring.acquire()
+        assert not np.shares_memory(row, other["image"])
+        waiting = on_thread(ring.acquire)
+        until(lambda: busy(ring._waiting))
+        assert not waiting.done()
+        mine = row.ctypes.data
+        del row
+        assert address(waiting.result(PATIENCE)) <= mine
+
+
+def test_a_slot_in_a_reference_cycle_comes_back(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "COLLECT_AFTER", 0.01)
+    with xferlib.Ring(stager, SPEC, slots=1) as ring:
+        gc.disable()
+        try:
+            cycle: list[Any] = [ring.acquire()]
+            cycle.append(cycle)
+            del cycle
+            ring.acquire()
+        finally:
+            gc.enable()
+
+
+def test_another_thread_may_put_the_slot_that_is_waited_for(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "COLLECT_AFTER", 1000.0)
+    with xferlib.Ring(stager, SPEC, slots=1) as ring:
+        slot = ring.acquire()
+        waiting = on_thread(ring.acquire)
+        until(lambda: busy(ring._waiting))
+        slot.put()
+        assert waiting.result(PATIENCE)["label"].shape == (4,)
+
+
+def test_a_slot_is_put_once_and_not_touched_afterwards(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, SPEC) as ring:
+        slot = ring.acquire()
+        image = slot["image"]
+        slot.put()
+        with pytest.raises(RuntimeError, match="was put already"):
+            slot.put()
+        with pytest.raises(RuntimeError, match="was put already"):
+            slot["image"]
+        with pytest.raises(ValueError, match="read-only"):
+            image[:] = 1
+        slot.release()
+        given_back = ring.acquire()
+        label = given_back["label"]
+        given_back.release()
+        with pytest.raises(RuntimeError, match="given back"):
+            given_back.put()
+        with pytest.raises(ValueError, match="read-only"):
+            label[:] = 1
+
+
+def test_a_put_that_fails_leaves_the_slot_with_its_holder(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, SPEC, slots=1) as ring:
+        slot = ring.acquire()
+        with pytest.raises(TypeError):
+            slot.put(stream="no stream")
+        slot["image"][:] = 3
+        assert set(slot.put().result()["image"].ravel().tolist()) == {3}
+
+
+def test_a_last_batch_may_have_fewer_rows(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, SPEC) as ring:
+        slot = ring.acquire()
+        slot.rows = 2
+        tree = slot.put().result()
+        assert (tree["image"].shape, tree["label"].shape) == ((2, 3), (2,))
+        with pytest.raises(ValueError, match="room for 0 to 4"):
+            ring.acquire().rows = 5
+
+
+def test_a_ring_that_does_not_fit_is_refused_with_what_would(stager: xferlib.Stager) -> None:
+    with pytest.raises(xferlib.AllocationError, match=r"30\.0 MiB are 90\.0 MiB .* Use slots=2"):
+        xferlib.Ring(stager, ((30 << 20,), "uint8"), slots=3)
+    with pytest.raises(ValueError, match="slots=0"):
+        xferlib.Ring(stager, SPEC, slots=0)
+    with xferlib.Ring(stager, ((1 << 20,), "uint8"), slots=3) as ring:
+        assert str(ring.bill) == "3.0 MiB pinned: 3 x 1.0 MiB slots"
+        assert stager.stats().pinned_limit_nbytes >= ring.bill.pinned_nbytes
+
+
+def test_close_waits_for_copies_and_wakes_who_waits_for_a_slot(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "COLLECT_AFTER", 1000.0)
+    ring = xferlib.Ring(stager, SPEC, slots=1)
+    slot = ring.acquire()
+    waiting = on_thread(ring.acquire)
+    until(lambda: busy(ring._waiting))
+    ring.close()
+    with pytest.raises(xferlib.ClosedError):
+        waiting.result(PATIENCE)
+    with held(h2d(stager)) as gate:
+        transfer = slot.put()
+        closing = on_thread(ring.close)
+        assert not closing.done()
+        gate.set()
+        closing.result(PATIENCE)
+    assert transfer.done()
+
+
+def test_the_ring_keeps_no_device_array(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, ((8,), "uint8")) as ring:
+        tree = ring.acquire().put().result()
+        alive = weakref.ref(tree)
+        del tree
+        assert alive() is None
+
+
+def slots_of(ring: xferlib.Ring, count: int, asked: list[int]) -> Iterator[xferlib.Slot]:
+    for number in range(count):
+        asked.append(number)
+        slot = ring.acquire()
+        slot["image"][:] = number
+        yield slot
+
+
+def test_prefetch_puts_the_slots_that_a_source_gives(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, SPEC, slots=2) as ring:
+        batches = xferlib.prefetch(slots_of(ring, 20, []), stager)
+        assert batches.bill.pinned_nbytes == ring.bill.pinned_nbytes
+        assert [set(tree["image"].ravel().tolist()) for tree in batches] == [{number} for number in range(20)]
+    assert batches.report().batches == 20
+
+
+def test_prefetch_over_a_ring_waits_for_the_copy_that_reads_the_oldest_slot(stager: xferlib.Stager) -> None:
+    asked: list[int] = []
+    with xferlib.Ring(stager, SPEC, slots=2) as ring, Stream() as stream, held(h2d(stager)) as gate:
+        batches = xferlib.prefetch(slots_of(ring, 5, asked), stager, 3)
+        kept = [next(batches)]
+        until(lambda: len(asked) == 3 and part(batches) == "source" and busy(ring._waiting))
+        assert not gate.is_set()
+        gate.set()
+        kept += batches
+        stream.synchronize()
+        assert [set(tree["image"].ravel().tolist()) for tree in kept] == [{number} for number in range(5)]
+        assert batches.report().parts["slot"] > 0
+    stream.close()
+
+
+def test_prefetch_refuses_a_slot_of_another_stager(stager: xferlib.Stager) -> None:
+    with xferlib.stager("host") as other, xferlib.Ring(other, SPEC) as ring:
+        batches = xferlib.prefetch(slots_of(ring, 2, []), stager)
+        with pytest.raises(ValueError, match="a slot of a ring of"):
+            next(batches)
+        # It came back.
+        for _ in range(4):
+            ring.acquire()
+
+
+def test_decoders_on_several_threads_share_a_ring(stager: xferlib.Stager) -> None:
+    results: dict[int, Any] = {}
+    with xferlib.Ring(stager, SPEC, slots=2) as ring:
+
+        def decode(first: int) -> None:
+            for number in range(first, first + 25):
+                slot = ring.acquire()
+                slot["image"][:] = number
+                results[number] = slot.put()
+
+        threads = [on_thread(lambda first=first: decode(first)) for first in (0, 25, 50)]  # type: ignore[misc]
+        for thread in threads:
+            thread.result(PATIENCE)
+    assert threading.active_count() < 20
+    assert {number: set(transfer.result()["image"].ravel().tolist()) for number, transfer in results.items()} == {
+        number: {number} for number in range(75)
+    }

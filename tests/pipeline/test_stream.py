@@ -1,0 +1,206 @@
+"""`stream_map`: all three at once, in order, whatever fails and whenever."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from xferlib_host import Stream
+
+import xferlib
+from tests.core.fakes import held, on_thread
+from tests.pipeline.steps import PATIENCE, Source, batch, d2h, h2d, number_of, thread_of, until
+
+
+def doubled(tree: Any) -> Any:
+    return {"x": tree["x"] * 2, "label": tree["label"] * 2}
+
+
+def test_results_come_in_order_the_last_one_smaller(stager: xferlib.Stager) -> None:
+    source = [*(batch(number) for number in range(9)), batch(9, rows=1)]
+    results = list(xferlib.stream_map(doubled, source, stager))
+    assert [number_of(result) for result in results] == [2 * number for number in range(10)]
+    assert results[-1]["x"].shape == (1, 8)
+
+
+def test_later_batches_are_put_and_computed_while_a_result_is_held(stager: xferlib.Stager) -> None:
+    calls: list[int] = []
+
+    def fn(tree: Any) -> Any:
+        calls.append(number_of(tree))
+        return doubled(tree)
+
+    source = Source(20)
+    results = xferlib.stream_map(fn, source, stager, 2)
+    with held(d2h(stager)) as gate:
+        first = on_thread(lambda: next(results))
+        until(lambda: calls == [0, 1, 2] and source.asked == 5)
+        assert not first.done()
+        gate.set()
+        assert number_of(first.result(PATIENCE)) == 0
+    assert [number_of(result) for result in results] == [2 * number for number in range(1, 20)]
+
+
+def test_fn_runs_on_the_consumers_thread_and_its_stream(stager: xferlib.Stager) -> None:
+    threads = set()
+
+    def fn(tree: Any) -> Any:
+        threads.add(threading.current_thread())
+        return doubled(tree)
+
+    list(xferlib.stream_map(fn, Source(4), stager))
+    assert threads == {threading.current_thread()}
+
+
+def test_the_copy_back_waits_for_work_that_fn_enqueued(stager: xferlib.Stager) -> None:
+    def fn(tree: Any) -> Any:
+        out = np.empty_like(tree)
+        stream.submit(np.multiply, tree, 3, out)
+        return out
+
+    with Stream() as stream:
+        source: list[Any] = [np.full(100, number) for number in range(8)]
+        assert [set(result.tolist()) for result in xferlib.stream_map(fn, source, stager)] == [{3 * n} for n in range(8)]
+    stream.close()
+
+
+def test_data_larger_than_the_device_streams_through() -> None:
+    nbytes = 64 << 10
+    with xferlib.stager("host", device_limit=6 * nbytes, pinned_limit=64 << 20) as stager:
+        source = (np.full(nbytes, number, np.uint8) for number in range(100))
+
+        def inverse(tree: Any) -> Any:
+            return 255 - tree
+
+        results = xferlib.stream_map(inverse, source, stager, 2, rewrites=False)
+        assert [int(result[-1]) for result in results] == [255 - number for number in range(100)]
+        assert stager.stats().device_peak_nbytes <= 6 * nbytes
+
+
+def head(tree: Any) -> Any:
+    return tree[:10]
+
+
+def test_the_bill_adds_up(stager: xferlib.Stager) -> None:
+    results = xferlib.stream_map(head, [np.zeros(1000, np.uint8)] * 3, stager)
+    next(results)
+    assert results.bill.device_nbytes == 4 * 1000 + 4 * 10
+    assert results.bill.pinned_nbytes == 4 * 10
+    results.close()
+
+
+def test_results_fill_arrays(stager: xferlib.Stager) -> None:
+    out: dict[str, Any] = {"x": np.zeros((36, 8), np.float32), "label": np.zeros(36, np.int64)}
+    for _ in xferlib.stream_map(doubled, Source(9), stager, out=out):
+        pass
+    assert out["x"][:, 0].tolist() == [2.0 * (row // 4) for row in range(36)]
+
+
+def test_leaving_early_leaves_no_thread(stager: xferlib.Stager) -> None:
+    source = Source(1000)
+    for result in xferlib.stream_map(doubled, iter(source), stager):
+        if number_of(result) == 6:
+            break
+    assert source.thread is not None
+    source.thread.join(PATIENCE)
+    assert not source.thread.is_alive()
+    assert source.closed.is_set()
+
+
+def test_a_bad_argument_leaves_no_thread(stager: xferlib.Stager) -> None:
+    source = Source(1000)
+    with pytest.raises(ValueError, match="no array") as caught:
+        xferlib.stream_map(doubled, iter(source), stager, out=[])
+    # Though the traceback keeps what was made.
+    assert caught.tb is not None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("xferlib-prefetch")]
+
+
+class Boom(Exception):
+    pass
+
+
+class Scenario:
+    """A run that fails at a random moment in one of its parts, or is left early."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.count = self.random.randint(1, 25)
+        self.where = self.random.choice(["source", "fn", "sink", "h2d", "d2h", "break", "put", "none"])
+        self.when = self.random.randrange(self.count)
+        self.depth = self.random.randint(1, 4)
+        self.use_ring = self.random.random() < 0.5
+        self.out = np.zeros(25, np.int64) if self.random.random() < 0.3 else None
+
+    def source(self, ring: xferlib.Ring) -> Iterator[Any]:
+        for number in range(self.count):
+            if self.where == "source" and number == self.when:
+                raise Boom
+            if self.where == "put" and number == self.when:
+                yield np.array(["text"])
+            if self.use_ring:
+                slot = ring.acquire()
+                slot.tree[:] = number
+                yield slot
+            else:
+                yield np.full(1, number)
+
+    def fn(self, stager: xferlib.Stager, tree: Any) -> Any:
+        number = int(tree[0])
+        if number == self.when:
+            if self.where == "fn":
+                raise Boom
+            if self.where in ("h2d", "d2h"):
+                (h2d if self.where == "h2d" else d2h)(stager).submit(self.fail)
+        return tree * 10
+
+    def fail(self) -> None:
+        raise Boom
+
+    def run(self) -> tuple[list[int], BaseException | None, xferlib.Prefetch | None]:
+        taken: list[int] = []
+        with xferlib.stager("host", pinned_limit=16 << 20) as stager, xferlib.Ring(stager, ((1,), np.int64), 2) as ring:
+            results = xferlib.stream_map(lambda tree: self.fn(stager, tree), self.source(ring), stager, self.depth, out=self.out)
+            source = results._source
+            try:
+                with results:
+                    for result in results:
+                        taken.append(int(result[0]))
+                        if len(taken) > self.when and self.where == "sink":
+                            raise Boom
+                        if len(taken) > self.when and self.where == "break":
+                            break
+            except (Boom, TypeError, xferlib.TransferError) as error:
+                return taken, error, source
+            finally:
+                assert source is not None
+                assert not thread_of(source).is_alive()
+                assert results._drain._under_way() == []
+        return taken, None, source
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_whatever_fails_at_whatever_moment_nothing_is_lost_and_nothing_hangs(start: int) -> None:
+    before = threading.active_count()
+    for seed in range(start, start + 50):
+        scenario = Scenario(seed)
+        taken, error, _ = on_thread(scenario.run).result(PATIENCE)
+        where = (seed, scenario.where, scenario.when, scenario.count)
+        assert taken == [10 * number for number in range(len(taken))], where
+        expected = {"source": Boom, "fn": Boom, "sink": Boom, "put": TypeError}.get(scenario.where)
+        if expected is not None:
+            assert type(error) is expected, where
+            assert len(taken) == scenario.when + (scenario.where == "sink"), where
+        elif scenario.where in ("none", "break"):
+            assert error is None, where
+            assert len(taken) == (scenario.count if scenario.where == "none" else scenario.when + 1), where
+        elif error is None:
+            # What was broken behind the last copy is nobody's.
+            assert len(taken) == scenario.count, where
+        else:
+            assert type(error) is xferlib.TransferError, where
+    until(lambda: threading.active_count() <= before + 1)

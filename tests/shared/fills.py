@@ -1,0 +1,143 @@
+"""What the workers of these tests run, and what holds them. Imported in spawned processes, so it stays small.
+
+A gate is a directory with two pipes that have names: a worker says there who it is, and waits there to be let go.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Gate(NamedTuple):
+    """Holds a worker inside `fill`. Both ends wait for each other, so no moment is left to luck."""
+
+    place: Path
+
+    def make(self) -> Gate:
+        """Make its pipes."""
+        self.place.mkdir()
+        os.mkfifo(self.place / "pid")
+        os.mkfifo(self.place / "go")
+        return self
+
+    def arrived(self) -> int:
+        """Wait for a worker to come, and return its process id."""
+        return int((self.place / "pid").read_text())
+
+    def open(self) -> None:
+        """Let the worker that came go on."""
+        (self.place / "go").write_text("go")
+
+    def stand(self) -> None:
+        """In the worker: say that it is there and wait to be let go."""
+        (self.place / "pid").write_text(str(os.getpid()))
+        (self.place / "go").read_text()
+
+
+class OwnError(Exception):
+    """An exception that travels."""
+
+
+class StubbornError(Exception):
+    """An exception that cannot be made from its own arguments."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def number(task: int, slot: Any) -> None:
+    """Write the task everywhere."""
+    slot[...] = task
+
+
+def slowly(task: int, slot: Any) -> None:
+    """Write the task row by row, so that a worker is killed between two of them."""
+    for row in slot:
+        row[...] = task
+
+
+def behind(task: int | tuple[int, Gate], slot: Any) -> None:
+    """Write the task's number; where it has a gate, after that has opened, and half before."""
+    if isinstance(task, int):
+        slot[...] = task
+        return
+    value, gate = task
+    slot[: len(slot) // 2] = value
+    gate.stand()
+    slot[...] = value
+
+
+def rows(task: int, slot: Any) -> int:
+    """Fill as many rows as the task says."""
+    for leaf in slot.values():
+        leaf[:task] = task
+    return task
+
+
+def views(task: int, slot: Any) -> Any:
+    """Fill a part, and say which."""
+    part = {"label": slot["label"][1:task], "even": slot["image"][::2, :2]}
+    part["label"][...] = task
+    part["even"][...] = task
+    return part
+
+
+def elsewhere(task: int, slot: Any) -> Any:
+    """Return an array that is not in the slot."""
+    return slot + task
+
+
+def fail(task: Any, slot: Any) -> None:
+    """Raise what the task says."""
+    slot[...] = 1
+    if task == "own":
+        raise OwnError("something", 7)
+    if task == "stubborn":
+        raise StubbornError(1, 2)
+    if task == "stop":
+        raise StopIteration("no more")
+    if task == "exit":
+        sys.exit("enough")
+
+
+def die(task: int, slot: Any) -> None:
+    """Kill this process if the task is odd."""
+    slot[...] = task
+    if task % 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(task: int, slot: Any) -> None:
+    """Leave without a word."""
+    os._exit(5)
+
+
+def modules(task: Any, slot: Any) -> int:
+    """Fill as many rows as there are modules here that a worker must not have loaded."""
+    unwanted = {"cupy", "cuda", "numba", "jax", "jaxlib", "torch", "xferlib_host", "xferlib_cupy", "xferlib_numba", "xferlib_jax"}
+    return len(unwanted & set(sys.modules))
+
+
+class Counter:
+    """A fill with something of its own, that counts its calls in this process."""
+
+    def __init__(self, start: int) -> None:
+        self.value = start
+
+    def __call__(self, task: Any, slot: Any) -> None:
+        slot[...] = self.value
+        self.value += 1
+
+
+class Unloadable:
+    """Pickles, and cannot be loaded where the test is not."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return __import__, ("a_module_that_is_nowhere",)
+
+    def __call__(self, task: Any, slot: Any) -> None:
+        raise AssertionError

@@ -1,0 +1,76 @@
+"""What a loop costs in memory, said before it is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+
+from xferlib.tree import flatten
+
+__all__ = ["Bill", "Charge", "in_words", "tree_nbytes"]
+
+
+@final
+@dataclass(frozen=True)
+class Charge:
+    """One line of a bill: so many pieces of so many bytes."""
+
+    memory: Literal["pinned", "device"]
+    count: int
+    nbytes: int
+    """Of one piece."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{in_words(self.count * self.nbytes)} {self.memory}: {self.count} x {in_words(self.nbytes)} {self.what}"
+
+
+@final
+@dataclass(frozen=True)
+class Bill:
+    """The memory that a loop needs while it runs, above what its consumer keeps."""
+
+    charges: tuple[Charge, ...] = ()
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """In pinned memory."""
+        return self._sum("pinned")
+
+    @property
+    def device_nbytes(self) -> int:
+        """On the device."""
+        return self._sum("device")
+
+    def __add__(self, other: Bill) -> Bill:
+        return Bill(self.charges + other.charges)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.charges)) or "nothing"
+
+    def _sum(self, memory: str) -> int:
+        return sum(charge.count * charge.nbytes for charge in self.charges if charge.memory == memory)
+
+
+def in_words(nbytes: int) -> str:
+    """Return a size for people."""
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 16 else f"{nbytes} bytes"
+
+
+def tree_nbytes(tree: Any) -> int:
+    """Return the bytes of all arrays, host or device, of a tree. What is no array counts for nothing: it will be refused."""
+    leaves, _ = flatten(tree)
+    return sum(_nbytes(leaf) for leaf in leaves)
+
+
+def _nbytes(leaf: Any) -> int:
+    shape: Iterable[int] | None = getattr(leaf, "shape", None)
+    if shape is None:
+        return 0
+    count = 1
+    for length in shape:
+        count *= int(length)
+    return count * int(np.dtype(leaf.dtype).itemsize)

@@ -1,0 +1,228 @@
+"""Batches on their way to the device while earlier ones are computed on.
+
+The source is iterated, and transfers are started, on a thread of their own; `Transfer.value` is asked for on the consumer's thread,
+whose current stream is the one that will use the arrays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, final
+
+from xferlib.errors import XferError
+from xferlib.memory.arrays import Array, address_of, host_array
+from xferlib.pipeline.bill import Bill, Charge, tree_nbytes
+from xferlib.pipeline.clock import Clock
+from xferlib.pipeline.ends import End, Started, end_of
+from xferlib.pipeline.feed import Feed
+from xferlib.pipeline.report import Report, of_prefetch
+from xferlib.pipeline.ring import Slot
+from xferlib.stager import Stager
+from xferlib.transfer import Transfer
+from xferlib.tree import flatten
+
+__all__ = ["Prefetch", "prefetch"]
+
+
+def prefetch(batches: Iterable[Any], stager: Stager, depth: int = 2, *, rewrites: bool = True) -> Prefetch:
+    """Iterate device trees: up to `depth` batches are being copied, or are there, while the consumer works on an earlier one.
+
+    `batches`: any iterable of trees of NumPy arrays, or of `Slot`s of a `Ring` of this stager. It is iterated on a thread of its
+    own. `rewrites`: whether the source may write to the arrays of a batch after it has given it. If so, it is asked for the next
+    one only when that is safe; if not, ordinary memory is lent to the copies instead of being copied first, and the source is asked
+    at once. Slots come back to their ring when their copy is done, either way.
+
+    See `Prefetch` for the iterator. Raises `TypeError` and `ValueError`.
+    """
+    putter = _Putter(stager, rewrites=rewrites)
+    waits = stager.stats().device_waits
+    return Prefetch(
+        batches,
+        putter.put,
+        depth=depth,
+        in_place=putter.in_place,
+        device_waits=lambda: stager.stats().device_waits - waits,
+    )
+
+
+@final
+class Prefetch:
+    """An iterator of device trees that are put ahead of time, on a thread. Made by `prefetch`.
+
+    `put(batch)` is called on that thread for each item of `batches`, and returns a transfer whose `value` is what the consumer
+    gets. Where `in_place(batch)` is true, the source is asked for the next batch only when that transfer is done. `device_waits`
+    counts the puts that waited on the device for work that still read an older batch. Exceptions of source and put come out where
+    their batch would have, with their traceback. Batches may be kept for as long as wanted; a consumer that never waits for its own
+    work on the device runs ahead of it, and `device_limit` of the stager then bounds the memory.
+
+    `close()`, the end of a `with` block, an exception and the end of the source leave no thread and nothing in flight. An iterator
+    that is dropped ends its thread soon after; what is in flight then ends by itself. A source that is inside its own `next` cannot
+    be interrupted: after two seconds `close` leaves it to a thread that ends when it comes back, with a `ResourceWarning`.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        put: Callable[[Any], Started],
+        *,
+        depth: int = 2,
+        in_place: Callable[[Any], bool] = lambda batch: False,
+        device_waits: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._asked_depth = depth
+        self._device_waits = device_waits
+        self._clock = Clock()
+        self._before: Mapping[str, float] | None = None
+        self._taken = self._late = 0
+        self._starter = starter = _Starter(put, in_place, depth)
+        self._feed: Feed[Started] = Feed(
+            batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
+        )
+
+    @property
+    def bill(self) -> Bill:
+        """The memory that the loop needs. Waits for the source's first batch, from which it is known; empty if there is none."""
+        self._feed.seen()
+        return self._starter.bill
+
+    def report(self) -> Report:
+        """Say who waited for whom so far. Any thread, also after the end."""
+        before = self._before or {}
+        now = self._feed.clock.read()
+        depth, notes = self._feed.depth, self._starter.notes
+        if depth < self._asked_depth:
+            notes = (*notes, f"depth was lowered from {self._asked_depth} to {depth}: {self._feed.lowered}")
+        return of_prefetch(
+            batches=self._taken,
+            late=self._late,
+            taker=self._clock.read(),
+            thread={part: max(0.0, seconds - before.get(part, 0.0)) for part, seconds in now.items()} if self._taken else {},
+            reader_waits=self._device_waits(),
+            notes=notes,
+        )
+
+    def close(self) -> None:
+        """End the loop: nothing is in flight and no thread is left. Twice is fine; any thread."""
+        self._clock.stop()
+        self._feed.close()
+        if not self._feed.forked:
+            self._starter.settle()
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> Any:
+        if self._before is None:
+            # What was done before the consumer came is no part of the loop.
+            self._before = self._feed.clock.read()
+        self._clock.turn("wait")
+        try:
+            waiting = self._feed.ready
+            transfer = self._feed.take()
+            self._late += waiting and not transfer.done()
+            value = transfer.value
+        except BaseException:
+            self.close()
+            raise
+        self._taken += 1
+        self._clock.turn("work")
+        return value
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+@final
+class _Starter:
+    """Starts the items of one prefetch, on its thread: no more than `depth` copies are under way."""
+
+    def __init__(self, put: Callable[[Any], Started], in_place: Callable[[Any], bool], depth: int) -> None:
+        self.bill = Bill()
+        self.notes: tuple[str, ...] = ()
+        self._put = put
+        self._in_place = in_place
+        self._reading: End | None = None
+        self._depth = depth
+        self._billed = False
+        self._recent: deque[End] = deque()
+
+    def start(self, batch: Any, clock: Clock) -> Started:
+        """Put a batch. The clock is with the source's thread."""
+        if isinstance(batch, Slot):
+            clock.move(batch.waited_here(), "source", "slot")
+        if not self._billed:
+            self._charge(batch)
+        while len(self._recent) >= self._depth:
+            # A consumer that takes batches as fast as they come would have them all under way.
+            clock.turn("copy")
+            self._recent[0].synchronize()
+            self._recent.popleft()
+        clock.turn("start")
+        in_place = self._in_place(batch)
+        started = self._put(batch)
+        end = end_of(started)
+        self._recent.append(end)
+        self._reading = end if in_place else None
+        return started
+
+    def before_next(self, clock: Clock) -> None:
+        """Wait until the source may be asked for another batch."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            clock.turn("copy")
+            reading.synchronize()
+
+    def settle(self) -> None:
+        """Wait for what was started."""
+        for end in list(self._recent):
+            # Who took the batch is told.
+            with suppress(XferError):
+                end.synchronize()
+
+    def _charge(self, batch: Any) -> None:
+        self._billed = True
+        slot = isinstance(batch, Slot)
+        nbytes = tree_nbytes(batch.tree if slot else batch)
+        # Ahead, with the consumer, and one whose readers are not done yet.
+        device = Charge("device", self._depth + 2, nbytes, "batches")
+        if slot:
+            self.bill = batch.ring.bill + Bill((device,))
+        elif self._in_place(batch):
+            self.bill = Bill((Charge("pinned", self._depth + 1, nbytes, "batches of the source's own"), device))
+        else:
+            self.bill = Bill((device,))
+
+
+@final
+class _Putter:
+    """Puts batches by one stager, and keeps the source from what a copy still reads."""
+
+    def __init__(self, stager: Stager, *, rewrites: bool) -> None:
+        self._stager = stager
+        self._rewrites = rewrites
+
+    def put(self, batch: Any) -> Transfer:
+        """Put one batch, on the source's thread."""
+        if isinstance(batch, Slot):
+            if batch.ring.stager is not self._stager:
+                raise ValueError(f"the source gave a slot of a ring of {batch.ring.stager!r}, which is not {self._stager!r}")
+            return batch.put()
+        if not self._rewrites:
+            return self._stager.put(batch, borrow=True)
+        return self._stager.put(batch)
+
+    def in_place(self, batch: Any) -> bool:
+        """Tell whether a copy reads the memory of a batch that the source may rewrite."""
+        if not self._rewrites or isinstance(batch, Slot):
+            return False
+        leaves, _ = flatten(batch)
+        return any(self._is_pinned(host_array(leaf)) for leaf in leaves)
+
+    def _is_pinned(self, array: Array) -> bool:
+        return array.nbytes > 0 and self._stager.backend.is_pinned(address_of(array), array.nbytes)

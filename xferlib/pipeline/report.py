@@ -1,0 +1,138 @@
+"""What a loop waited for, in seconds and in words.
+
+The verdict rests on what the host can see: the time of the thread that iterates the source, and whether each copy was done when its
+batch was taken. Work that the consumer has enqueued on the device and not waited for is not seen; where that matters, the words say
+so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+__all__ = ["Bound", "Report", "of_drain", "of_prefetch", "of_stream"]
+
+Bound: TypeAlias = Literal["source", "copy", "compute", "device", "consumer", "nothing yet"]
+"""What a loop would be faster with more of. "device": compute or the copies to the host, which the host cannot tell apart."""
+
+HARDLY = 0.1
+"""Share of the time below which somebody counts as never waiting."""
+IDLE = 0.05
+"""Share of the time below which a consumer does nothing itself but enqueue."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The state of a loop at one moment. `str()` of it is for people."""
+
+    batches: int
+    """Taken by the consumer so far."""
+    seconds: float
+    """Since the consumer asked for the first."""
+    bound: Bound
+    parts: Mapping[str, float]
+    """Seconds by what was done or waited for; the words name each."""
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.words)
+
+
+def of_prefetch(
+    *,
+    batches: int,
+    late: int,
+    taker: Mapping[str, float],
+    thread: Mapping[str, float],
+    reader_waits: int,
+    notes: tuple[str, ...],
+) -> Report:
+    """Judge a prefetch. `late`: batches that waited in the queue and whose copy was not done yet when they were taken.
+
+    `taker`: seconds in "wait" (inside `next`) and "work" (outside). `thread`: in "source", "slot", "copy", "start" and "place".
+    `reader_waits`: puts that had to wait on the device for the readers of an older batch.
+    """
+    seconds = sum(taker.values())
+    parts = {"wait": 0.0, "work": 0.0, "source": 0.0, "slot": 0.0, "copy": 0.0, "start": 0.0, "place": 0.0, **taker, **thread}
+    if not batches:
+        return Report(batches=0, seconds=seconds, bound="nothing yet", parts=parts, words=("no batch was taken yet", *notes))
+    bound = _bound_of_prefetch(parts, batches, reader_waits)
+    words = [f"{bound}-bound: {_ADVICE[bound]}"]
+    words.append(
+        f"{batches} batches in {seconds:.3f} s; the consumer waited {_share(parts['wait'], seconds)} for them, "
+        f"and the copy of {late} was not done when it took them out of the queue"
+    )
+    total = sum(thread.values())
+    words.append(
+        f"the source took {_share(parts['source'], total)} of its thread's time, putting {_share(parts['start'], total)}, waiting "
+        f"for copies {_share(parts['copy'] + parts['slot'], total)}, waiting for the consumer {_share(parts['place'], total)}"
+    )
+    if reader_waits:
+        words.append(f"{reader_waits} puts waited on the device for work that still read an older batch: device_limit was reached")
+    elif bound == "copy" and parts["work"] < IDLE * seconds:
+        words.append(
+            "the consumer never waited for its own work on the device: that may be further behind than the copies, unseen here"
+        )
+    return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=(*words, *notes))
+
+
+def of_drain(*, batches: int, late: int, taker: Mapping[str, float], notes: tuple[str, ...]) -> Report:
+    """Judge a drain. `taker`: seconds in "launch" (asking for results), "wait" (for the device) and "work" (outside)."""
+    seconds = sum(taker.values())
+    parts = {"launch": 0.0, "wait": 0.0, "work": 0.0, **taker}
+    if not batches:
+        return Report(batches=0, seconds=seconds, bound="nothing yet", parts=parts, words=("no result was taken yet", *notes))
+    bound: Bound = "device"
+    if parts["wait"] < HARDLY * seconds:
+        bound = "source" if parts["launch"] >= parts["work"] else "consumer"
+    words = (
+        f"{bound}-bound: {_DRAIN_ADVICE[bound]}",
+        f"{batches} results in {seconds:.3f} s: asking for them took {_share(parts['launch'], seconds)}, waiting for the device "
+        f"{_share(parts['wait'], seconds)}, the consumer's own work {_share(parts['work'], seconds)}; {late} were not done when "
+        "it came for them",
+    )
+    return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=(*words, *notes))
+
+
+def _bound_of_prefetch(parts: Mapping[str, float], batches: int, reader_waits: int) -> Bound:
+    copying = parts["copy"] + parts["slot"] + parts["start"]
+    total = parts["source"] + copying + parts["place"]
+    # Whoever never waits for the others is the one that they wait for.
+    if copying + parts["place"] <= HARDLY * total:
+        return "source"
+    # What waits for memory that is still read waits for the work that reads it.
+    return "copy" if copying > parts["place"] and 2 * reader_waits < batches else "compute"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part:.3f} s ({part / whole:.0%})" if whole > 0 else f"{part:.3f} s"
+
+
+_ADVICE: Mapping[Bound, str] = {
+    "source": "batches come too slowly. More workers, or less work for each batch",
+    "copy": "the copies to the device take longest. Fewer bytes, or batches written into pinned memory if they are not",
+    "compute": "the source and the copies wait for the consumer",
+}
+_DRAIN_ADVICE: Mapping[Bound, str] = {
+    "device": "results are waited for; whether for compute or for the copies to the host cannot be told from here",
+    "source": "asking for results takes longest, that is what launches the work",
+    "consumer": "results wait for the consumer's own work",
+}
+
+
+def of_stream(source: Report, after: Report) -> Report:
+    """Judge a prefetch and the drain behind it as one."""
+    if not after.batches:
+        return after
+    # Until the prefetch waits for the consumer, what is behind it does not count.
+    bound: Bound = after.bound if source.bound == "compute" else source.bound
+    if bound == "source" and source.bound == "compute":
+        bound = "compute"
+    parts = {
+        **{f"in.{part}": seconds for part, seconds in source.parts.items()},
+        **{f"out.{part}": seconds for part, seconds in after.parts.items()},
+    }
+    words = (f"{bound}-bound", *(f"in: {line}" for line in source.words), *(f"out: {line}" for line in after.words))
+    return Report(batches=after.batches, seconds=after.seconds, bound=bound, parts=parts, words=words)

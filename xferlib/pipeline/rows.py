@@ -1,0 +1,64 @@
+"""Where drained results land: one after the other along the first axis of arrays that the caller gave."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from xferlib.memory.arrays import Array
+from xferlib.tree import Spec, flatten, flatten_like, path, unflatten
+
+__all__ = ["Rows"]
+
+
+@final
+class Rows:
+    """A tree of arrays that results fill from the front. In memory, mapped from a file, or shared: any NumPy arrays.
+
+    A result with as many axes as its array takes as many rows as it has; one with an axis less takes one row.
+    """
+
+    def __init__(self, out: Any) -> None:
+        self.filled = 0
+        leaves, self._spec = flatten(out)
+        if not leaves:
+            raise ValueError(f"out: there is no array in {out!r}")
+        for index, leaf in enumerate(leaves):
+            if not getattr(leaf, "shape", ()):
+                raise ValueError(f"out: {path(self._spec, index)} has no rows: expected an array with a first axis, got {leaf!r}")
+        self._arrays: list[Array] = leaves
+        self.rows = min(len(leaf) for leaf in leaves)
+
+    def next(self, result: Any) -> tuple[Any, int]:
+        """Return the views that this result is to be copied to, and how many rows they are. Raises `ValueError`."""
+        leaves = _like(self._spec, result)
+        counts = {self._count(array, leaf, index) for index, (array, leaf) in enumerate(zip(self._arrays, leaves, strict=True))}
+        if len(counts) > 1:
+            raise ValueError(f"the arrays of one result have different numbers of rows: {sorted(counts)}")
+        (count,) = counts
+        end = self.filled + count
+        if end > self.rows:
+            raise ValueError(
+                f"out is full: it has {self.rows} rows, and {end} were to be written. Give arrays with as many as come"
+            )
+        views = [
+            array[self.filled : end] if array.ndim == len(leaf.shape) else array[self.filled, ...]
+            for array, leaf in zip(self._arrays, leaves, strict=True)
+        ]
+        return unflatten(self._spec, views), count
+
+    def _count(self, array: Array, leaf: Any, index: int) -> int:
+        axes = len(leaf.shape)
+        if axes not in (array.ndim, array.ndim - 1):
+            raise ValueError(
+                f"out: {path(self._spec, index)} has shape {array.shape}, the result {tuple(leaf.shape)}: expected as many axes, "
+                "or one less for a single row"
+            )
+        return int(leaf.shape[0]) if axes == array.ndim else 1
+
+
+def _like(spec: Spec, result: Any) -> list[Any]:
+    leaves = flatten_like(spec, result, name="a result (compared with out)")
+    for leaf in leaves:
+        if not hasattr(leaf, "shape"):
+            raise TypeError(f"expected a device array, got {type(leaf).__module__}.{type(leaf).__qualname__}")
+    return leaves

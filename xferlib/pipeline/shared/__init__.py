@@ -1,0 +1,1 @@
+"""Batches that worker processes write straight into pinned memory. See `ring`."""

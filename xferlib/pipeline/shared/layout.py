@@ -1,0 +1,158 @@
+"""Where the arrays of one batch lie in a slot: the same words on both sides of the process boundary.
+
+Pure arithmetic over bytes that others own. Everything here travels by pickle, so structures are kept as trees with numbers at the
+leaves.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+import optree
+
+from xferlib.memory.arrays import Array, check_dtype
+from xferlib.tree import NAMESPACE, flatten, path, unflatten
+
+__all__ = ["ALIGNMENT", "Layout", "Part", "Parts"]
+
+ALIGNMENT = 256
+"""Bytes. What device memory is aligned to."""
+PAGE = 4096
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Part(NamedTuple):
+    """One array inside a slot. `offset` counts bytes from the slot's beginning."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+
+    def view(self, slot: Bytes) -> Array:
+        """Look at the slot's bytes. Raises `ValueError` if the array would reach beyond them."""
+        return np.ndarray(self.shape, self.dtype, slot, self.offset, self.strides)
+
+
+class Parts(NamedTuple):
+    """A tree of arrays inside a slot: the numbers at its leaves count `parts`."""
+
+    tree: Any
+    parts: tuple[Part, ...]
+
+    def views(self, slot: Bytes) -> Any:
+        """Return the tree of arrays over these bytes."""
+        numbers, spec = flatten(self.tree)
+        return unflatten(spec, [self.parts[number].view(slot) for number in numbers])
+
+
+@final
+class Layout:
+    """The batch that a slot has room for.
+
+    A leaf of `spec` is anything with a shape and a dtype, such as an array, or a pair (shape, dtype).
+    Raises `TypeError` and `ValueError` for anything else.
+    """
+
+    def __init__(self, spec: Any) -> None:
+        leaves, structure = flatten(_with_leaves(spec))
+        if not leaves:
+            raise ValueError(f"there is no array in {spec!r}: expected a shape and dtype, or a tree of them")
+        parts = []
+        end = 0
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, _Leaf):
+                raise TypeError(f"{path(structure, index)}: expected an array, or a pair (shape, dtype), got {leaf!r}")
+            parts.append(Part(end, leaf.shape, None, leaf.dtype))
+            end += _round_up(math.prod(leaf.shape) * leaf.dtype.itemsize, ALIGNMENT)
+        if not end:
+            raise ValueError(f"every array in {spec!r} is empty: there is no memory to share")
+        self.whole = Parts(unflatten(structure, range(len(parts))), tuple(parts))
+        """The full batch."""
+        self.nbytes = _round_up(end, PAGE)
+        """Of one slot."""
+
+    def returned(self, value: Any, slot: Bytes) -> Parts | None:
+        """Say where that lies which `fill` returned: None for all of the slot, a number of rows, or a tree of views of it."""
+        if value is None:
+            return None
+        if isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_)):
+            return self._rows(operator.index(value))
+        leaves, structure = flatten(value)
+        parts = tuple(_part(leaf, slot, path(structure, index)) for index, leaf in enumerate(leaves))
+        if not parts:
+            raise TypeError(f"fill returned {value!r}: expected None, a number of rows, or views of its slot")
+        return Parts(unflatten(structure, range(len(parts))), parts)
+
+    def _rows(self, rows: int) -> Parts:
+        parts = self.whole.parts
+        room = min((part.shape[0] if part.shape else -1) for part in parts)
+        if not 0 <= rows <= room:
+            raise ValueError(f"fill returned {rows} rows; the first axis of its slot has room for 0 to {room}")
+        return Parts(self.whole.tree, tuple(part._replace(shape=(rows, *part.shape[1:])) for part in parts))
+
+
+@final
+class _Leaf:
+    """An array to come. Its class is nothing that a tree could be made of."""
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        check_dtype(dtype)
+        if any(length < 0 for length in shape):
+            raise ValueError(f"shape {shape!r} has a negative length")
+        self.shape = shape
+        self.dtype = dtype
+
+
+def _with_leaves(spec: Any) -> Any:
+    # Only to have its record types known as trees: the pairs in it are no leaves yet.
+    flatten(spec)
+    return optree.tree_map(_leaf, spec, is_leaf=_is_pair, namespace=NAMESPACE)
+
+
+def _leaf(given: Any) -> Any:
+    if _is_pair(given):
+        shape, dtype = given
+        lengths = shape if isinstance(shape, Sequence) else (shape,)
+    elif hasattr(given, "shape") and hasattr(given, "dtype"):
+        lengths, dtype = given.shape, given.dtype
+    else:
+        return given
+    return _Leaf(tuple(operator.index(length) for length in lengths), np.dtype(dtype))
+
+
+def _is_pair(given: Any) -> bool:
+    if type(given) is not tuple or len(given) != 2:
+        return False
+    shape, dtype = given
+    lengths = shape if type(shape) in (tuple, list) else (shape,)
+    return isinstance(dtype, (str, type, np.dtype)) and all(isinstance(length, (int, np.integer)) for length in lengths)
+
+
+def _part(leaf: Any, slot: Bytes, where: str) -> Part:
+    if not isinstance(leaf, np.ndarray):
+        raise TypeError(f"fill returned {leaf!r} ({where}): expected None, a number of rows, or views of its slot")
+    offset = leaf.ctypes.data - slot.ctypes.data if leaf.nbytes else 0
+    part = Part(offset, leaf.shape, leaf.strides, leaf.dtype)
+    try:
+        if offset >= 0:
+            part.view(slot)
+            return part
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(
+        f"fill returned an array that is not in its slot ({where}: shape {leaf.shape}, {leaf.dtype}). "
+        "Write into the arrays of the slot and return views of them"
+    )
+
+
+def _round_up(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to

@@ -1,0 +1,206 @@
+"""`SharedRing`: what users hold of batches that worker processes write straight into pinned memory.
+
+No host copy is made after a worker's own write: the slot it fills is the memory that the copy engine reads. Workers are spawned,
+never touch the device, and are told which slot to fill by number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, final
+
+from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError
+from xferlib.forks import forget_in_child, leave
+from xferlib.pinning import Pin
+from xferlib.pipeline.shared.crew import Crew
+from xferlib.pipeline.shared.layout import Layout
+from xferlib.pipeline.shared.memory import SharedMemory
+from xferlib.pipeline.shared.messages import Begin
+from xferlib.pipeline.shared.process import Worker
+from xferlib.pipeline.shared.run import OnDeath, Run
+from xferlib.pipeline.shared.slots import Bell, Slots
+from xferlib.pipeline.shared.worker import serve
+from xferlib.stager import Stager
+
+__all__ = ["SharedRing"]
+
+FINISHING = 1.0
+"""Seconds that `close()` gives workers to finish what they are filling."""
+
+
+@final
+class SharedRing:
+    """A ring of slots that worker processes fill: `for batch in ring.run(fill, tasks, workers=4): ...`.
+
+    `spec` is the tree of one batch: at its leaves arrays, anything else with a shape and a dtype, or pairs (shape, dtype).
+    All slots are one piece of anonymous shared memory, page-locked once where the backend can; elsewhere puts stage it.
+    Workers start with the first run and stay for the next. A context manager; `close()` ends them.
+
+    Raises `TypeError` and `ValueError` for the spec, and `AllocationError` for memory that cannot be had or that the stager's
+    pinned_limit forbids.
+    """
+
+    def __init__(self, stager: Stager, spec: Any, *, slots: int = 8) -> None:
+        self._refusal: XferError | None = None
+        self._pin: Pin | None = None
+        if slots < 2:
+            raise ValueError(f"a ring of {slots!r} slots: expected 2 or more, since a consumer holds one while the next is filled")
+        self._layout = layout = Layout(spec)
+        self.slots = slots
+        self.nbytes = slots * layout.nbytes
+        """Of all slots: what the ring costs in pinned memory."""
+        self._check_bill(stager)
+        self._memory = memory = SharedMemory(self.nbytes)
+        if stager.capabilities.register:
+            self._pin = stager.pin(memory.raw)
+        self._bell = bell = Bell()
+        self._places = Slots(memory.raw, layout, slots, bell)
+        self._crew = Crew(partial(Worker, serve, (memory.descriptor, layout, slots)), bell)
+        # Not the stager: nothing here copies, and a ring need not keep it open.
+        self._reap = stager._traffic.reap
+        self._runs = itertools.count()
+        self._run: weakref.ref[Run] | None = None
+        self._opened = True
+        forget_in_child(self)
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Of one slot."""
+        return self._layout.nbytes
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The worker processes."""
+        return self._crew.pids
+
+    def run(
+        self,
+        fill: Callable[[Any, Any], Any],
+        tasks: Iterable[Any],
+        *,
+        workers: int = 4,
+        ordered: bool = True,
+        on_death: OnDeath = "replace",
+        retries: int = 2,
+    ) -> Run:
+        """Have `fill(task, slot)` called in worker processes for every task, and return an iterator of the filled batches.
+
+        `slot` is the tree of the spec with arrays to write into. `fill` returns None if it has filled them all, the number of rows
+        (along every first axis) that it has filled, or a tree of views of them. It is found in the worker by import, with what it
+        carries pickled; so is each task, which should be small: a path, an index.
+
+        The batches are trees of arrays in the slots themselves: `stager.put` reads them where they are. Keep one as long as you
+        like; its slot is filled again when no array over it is left and no copy reads it. `ordered`: in the order of the tasks,
+        else as they are ready. Tasks are taken as slots become free, one ahead.
+
+        An exception in `fill` is raised in place of its batch, with the worker's traceback as its cause. A worker that dies loses
+        the batch that it was filling and nothing else; another takes its place. `on_death="replace"`: the batch is tried again,
+        with a warning, up to `retries` times; after that, and at once with `on_death="raise"`, `WorkerDiedError` is raised in
+        place of it. The iteration may go on after any of these.
+
+        One run at a time: if the one before has not ended, it raises `RuntimeError` from now on.
+        """
+        if self._refusal is not None:
+            raise type(self._refusal)(*self._refusal.args)
+        if workers < 1 or retries < 0 or on_death not in ("replace", "raise"):
+            raise ValueError(
+                f"workers={workers!r}, retries={retries!r}, on_death={on_death!r}: expected 1 or more, 0 or more, "
+                "'replace' or 'raise'"
+            )
+        begin = Begin(next(self._runs), _pickled(fill))
+        # Not refused: the run before may have ended in an exception whose traceback still holds it.
+        self._end_run(RuntimeError("a later run of this ring has begun. Use another ring for two at a time"))
+        run = Run(
+            self,
+            self._crew,
+            self._places,
+            self._reap,
+            begin,
+            tasks,
+            workers=workers,
+            ordered=ordered,
+            on_death=on_death,
+            retries=retries,
+        )
+        self._run = weakref.ref(run)
+        return run
+
+    def close(self) -> None:
+        """End the workers and give the memory back; twice is fine. Any thread.
+
+        A run under way raises `ClosedError`. Batches that are still held stay valid, though no longer page-locked; it waits for
+        the transfers in flight, since one of them may read a slot.
+        """
+        if isinstance(self._refusal, BackendUnavailableError):
+            return
+        self._end(ClosedError("this ring is closed. Make another SharedRing"))
+        with self._crew.lock, ExitStack() as steps:
+            # Last in, first out.
+            steps.callback(self._memory.close)
+            if self._pin is not None:
+                steps.callback(self._pin.close)
+            steps.callback(self._crew.close, FINISHING)
+
+    def forget(self) -> None:
+        """Refuse everything: this process is a forked child. See `Forgetful`."""
+        self._end(BackendUnavailableError("this ring cannot be used here: this process was forked after the ring was made"))
+        self._crew.forget()
+        leave(self._pin)
+
+    def __enter__(self) -> SharedRing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # At interpreter exit the workers hear that the parent hangs up.
+        if not getattr(self, "_opened", False) or self._refusal is not None or sys.is_finalizing():
+            return
+        try:
+            warnings.warn(f"{self!r} was never closed. Use it as a context manager", ResourceWarning, 2, source=self)
+        finally:
+            # Closing waits, and the collector may run on the very thread that it would wait for.
+            threading.Thread(target=self.close, name="xferlib-close").start()
+
+    def __repr__(self) -> str:
+        state = "" if self._refusal is None else ", closed"
+        return f"<SharedRing {self.slots} slots of {self.slot_nbytes} bytes{state}>"
+
+    def _end(self, refusal: XferError) -> None:
+        if self._refusal is None:
+            self._refusal = refusal
+        self._end_run(refusal)
+
+    def _end_run(self, reason: Exception) -> None:
+        run = None if self._run is None else self._run()
+        if run is not None:
+            run.end(reason)
+        self._bell.ring()
+
+    def _check_bill(self, stager: Stager) -> None:
+        stats = stager.stats()
+        if self.nbytes > stats.pinned_limit_nbytes - stats.pinned_nbytes:
+            raise AllocationError(
+                f"{self.slots} slots of {self.slot_nbytes} bytes are {self.nbytes} bytes of pinned memory; "
+                f"{stats.pinned_nbytes} of pinned_limit={stats.pinned_limit_nbytes} are in use. "
+                "Raise pinned_limit, or use fewer or smaller slots"
+            )
+
+
+def _pickled(fill: Callable[[Any, Any], Any]) -> bytes:
+    try:
+        return pickle.dumps(fill, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise TypeError(
+            f"fill={fill!r} cannot be sent to a worker process: {error}. Define it, or its class, at the top of a module"
+        ) from error

@@ -1,0 +1,288 @@
+"""One pass over tasks: who fills what, in which order the batches come out, what becomes of a task whose worker died.
+
+Invariant: every task that was taken is, at any time, with a worker, waiting to be tried again, or answered; each answer comes out
+once, at its place.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import reprlib
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias, final
+
+from xferlib.pipeline.shared.crew import Answer, Crew, Death
+from xferlib.pipeline.shared.failures import WorkerDiedError, WorkerError, WorkerTraceback
+from xferlib.pipeline.shared.layout import Parts
+from xferlib.pipeline.shared.messages import Begin, Failed, Filled, Order
+from xferlib.pipeline.shared.process import Assignment
+from xferlib.pipeline.shared.slots import Slots
+
+__all__ = ["OnDeath", "Run"]
+
+OnDeath: TypeAlias = Literal["replace", "raise"]
+
+FIRST_NAP = 100e-6
+LONGEST_NAP = 2e-3
+STUCK = 10.0
+"""Seconds without a slot, the consumer holding all, before it is told so."""
+
+
+class _Task(NamedTuple):
+    number: int
+    words: str
+    data: bytes
+
+
+class _Batch(NamedTuple):
+    slot: int
+    parts: Parts | None
+
+
+@final
+class Run(Iterator[Any]):
+    """The batches of one pass. Iterate on one thread; `close()` works on any.
+
+    After an exception the iteration may go on: the batch of that task is the only one lost.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        crew: Crew,
+        slots: Slots,
+        reap: Callable[[], object],
+        begin: Begin,
+        tasks: Iterable[Any],
+        *,
+        workers: int,
+        ordered: bool,
+        on_death: OnDeath,
+        retries: int,
+    ) -> None:
+        self._owner = owner
+        self._crew = crew
+        self._slots = slots
+        self._reap = reap
+        self._begin = begin
+        self._tasks = iter(tasks)
+        self._workers = workers
+        self._ordered = ordered
+        self._retries = retries if on_death == "replace" else 0
+        self._ended: Exception | None = None
+        self._begun = self._exhausted = False
+        self._taken = self._given = 0
+        self._task: _Task | None = None
+        """The next, which has no slot yet."""
+        self._again: list[Assignment] = []
+        self._tries: dict[int, int] = {}
+        self._outcomes: dict[int, _Batch | Exception] = {}
+        self._unsaid: list[str] = []
+        self._starved = False
+        self._starved_since = 0.0
+        self._nap = FIRST_NAP
+
+    def __next__(self) -> Any:
+        self._refuse()
+        with self._crew.lock:
+            try:
+                return self._advance()
+            except Exception:
+                raise
+            except BaseException:
+                # Interrupted anywhere, nothing here is known to be whole. What matters is outside: no worker writes any more.
+                self.close()
+                self._crew.dismiss(0)
+                raise
+
+    def close(self) -> None:
+        """End the iteration. Workers finish what they are filling; nobody will see it. Twice is fine."""
+        self.end(StopIteration())
+
+    def end(self, reason: Exception) -> None:
+        """End the iteration; every further step raises this, if it had not ended before. Wakes nobody."""
+        if self._ended is None:
+            self._ended = reason
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _refuse(self) -> None:
+        if self._ended is not None:
+            raise type(self._ended)(*self._ended.args)
+
+    def _advance(self) -> Any:
+        if not self._begun:
+            self._slots.keep_only(self._crew.taken())
+            self._begun = True
+        while True:
+            self._refuse()
+            self._say()
+            self._deal()
+            number = self._next_answered()
+            if number is not None:
+                return self._give(self._outcomes.pop(number))
+            if self._exhausted and self._given == self._taken:
+                self.close()
+                continue
+            self._listen()
+
+    def _say(self) -> None:
+        while self._unsaid:
+            warnings.warn(self._unsaid.pop(0), RuntimeWarning, 4)
+
+    def _deal(self) -> None:
+        try:
+            self._crew.enlist(self._workers)
+        except WorkerDiedError:
+            self.close()
+            raise
+        was_starved, self._starved = self._starved, False
+        while (worker := self._crew.pick(self._workers)) is not None:
+            assignment = self._next_assignment()
+            if assignment is None:
+                break
+            was_starved = False
+            worker.order(self._begin, assignment)
+        if self._starved and not was_starved:
+            self._nap = FIRST_NAP
+            self._starved_since = time.monotonic()
+
+    def _next_assignment(self) -> Assignment | None:
+        if self._again:
+            return self._again.pop(0)
+        # Before the slot: else a consumer that holds every slot would never hear that there is no more.
+        if self._task is None:
+            self._task = self._pull()
+        if self._task is None:
+            return None
+        slot = self._slots.take()
+        if slot is None:
+            # A copy may be done that nobody has asked about since.
+            self._reap()
+            slot = self._slots.take()
+        if slot is None:
+            self._starved = True
+            return None
+        (number, words, data), self._task = self._task, None
+        return Assignment(Order(self._begin.run, number, slot, data), words)
+
+    def _pull(self) -> _Task | None:
+        """Take the next task; None if there is none. Those that cannot be had, or sent, have their answer at once."""
+        while not self._exhausted:
+            try:
+                task = next(self._tasks)
+            except StopIteration:
+                self._exhausted = True
+                return None
+            except Exception as error:
+                self._exhausted = True
+                self._outcomes[self._taken] = error
+                self._taken += 1
+                return None
+            number = self._taken
+            self._taken += 1
+            try:
+                return _Task(number, f"{number} ({reprlib.repr(task)})", pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
+            except Exception as error:
+                error.add_note(f"task {number} could not be sent to a worker")
+                self._outcomes[number] = error
+        return None
+
+    def _next_answered(self) -> int | None:
+        if not self._ordered:
+            return next(iter(self._outcomes), None)
+        return self._given if self._given in self._outcomes else None
+
+    def _give(self, outcome: _Batch | Exception) -> Any:
+        self._given += 1
+        if isinstance(outcome, _Batch):
+            return self._slots.lease(*outcome)
+        try:
+            raise outcome
+        finally:
+            # Its traceback leads to this frame, and back.
+            del outcome
+
+    def _listen(self) -> None:
+        for heard in self._crew.listen(self._patience()):
+            if isinstance(heard, Answer):
+                self._answered(heard)
+            else:
+                self._died(heard)
+
+    def _patience(self) -> float | None:
+        """Return how long to listen: until somebody speaks, but while there is no slot only until a copy may be done."""
+        if not self._starved:
+            return None
+        nap, self._nap = self._nap, min(2 * self._nap, LONGEST_NAP)
+        if self._slots.all_held and time.monotonic() - self._starved_since > STUCK:
+            self._starved_since = float("inf")
+            gc.collect()
+            if self._slots.all_held:
+                self._unsaid.append(
+                    f"no worker can go on: the consumer, or copies under way, have held every slot for {STUCK:.0f} seconds. "
+                    "Let go of batches, or give the ring more slots"
+                )
+        return nap
+
+    def _answered(self, answer: Answer) -> None:
+        assignment, reply = answer
+        order = assignment.order
+        if order.run != self._begin.run:
+            self._slots.give_back(order.slot)
+        elif isinstance(reply, Filled):
+            self._outcomes[order.number] = _Batch(order.slot, reply.parts)
+        elif isinstance(reply, Failed):
+            self._slots.give_back(order.slot)
+            self._outcomes[order.number] = _error(reply, assignment.words)
+
+    def _died(self, death: Death) -> None:
+        lost = death.lost
+        if lost is not None and lost.order.run != self._begin.run:
+            self._slots.give_back(lost.order.slot)
+            lost = None
+        for assignment in death.waiting:
+            if assignment.order.run == self._begin.run:
+                self._again.append(assignment)
+            else:
+                self._slots.give_back(assignment.order.slot)
+        if lost is None:
+            self._unsaid.append(f"{death.words} while it had nothing to fill. Another takes its place")
+        else:
+            self._lose(lost, death.words)
+        self._again.sort(key=lambda assignment: assignment.order.number)
+
+    def _lose(self, lost: Assignment, words: str) -> None:
+        number = lost.order.number
+        tries = self._tries[number] = self._tries.get(number, 0) + 1
+        if tries <= self._retries:
+            self._again.append(lost)
+            self._unsaid.append(f"{words} while it filled a slot for task {lost.words}. Another worker tries again")
+            return
+        self._slots.give_back(lost.order.slot)
+        times = f", with {tries - 1} tries before" if tries > 1 else ""
+        self._outcomes[number] = WorkerDiedError(f"{words} while it filled a slot for task {lost.words}{times}")
+
+
+def _error(failed: Failed, task: str) -> Exception:
+    error: Exception | None = None
+    if failed.error is not None:
+        try:
+            error = pickle.loads(failed.error)
+        except Exception:
+            error = None
+    if error is None:
+        error = WorkerError(f"fill raised {failed.words}")
+    error.add_note(f"raised by fill in a worker, for task {task}")
+    error.__cause__ = WorkerTraceback(failed.traceback)
+    return error
