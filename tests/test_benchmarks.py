@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +42,24 @@ LABELS = {
         for label, direction in (("put(into=)", "h2d"), ("put()", "h2d"), ("put().value", "h2d"), ("get(out=)", "d2h"))
         for arrays in ("", ", same array")
     },
+    "loop": {("in order", "h2d")},
+    "drain": {("in order", "d2h")},
+    "pageable": {("touched", "h2d"), ("touched", "d2h"), ("untouched", "d2h"), ("batches, in order", "h2d")},
+    "leaves": {("20 leaves", "h2d")},
+    "memory_kinds": {("pinned", "h2d"), ("pageable", "h2d"), ("mapped", "h2d")},
+    "bystander": {("step beside staging", "h2d")},
 }
+DIRECTIONS: dict[str, tuple[Direction, ...]] = {
+    **dict.fromkeys(CASES, ("h2d", "d2h")),
+    "loop": ("h2d",),
+    "drain": ("d2h",),
+    "leaves": ("h2d",),
+    "memory_kinds": ("h2d",),
+    "bystander": ("h2d",),
+}
+"""What the stager moves in each case."""
+ALONE = {("pageable", "both"), ("mapped", "h2d"), ("step beside staging", "h2d")}
+"""Figures that no peer can stand beside."""
 
 
 class ShortCopies:
@@ -64,9 +83,10 @@ def open_short(direction: Direction, *, pinned_limit: int | None = None) -> xfer
     return xferlib.stager(cast("HostStager[Any]", ShortCopies(direction)), pinned_limit=pinned_limit)
 
 
-def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+def benchmark(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +125,40 @@ def test_quick_run_covers_every_label_and_direction(quick_records: list[records.
     found = [record for record in quick_records if record["case"] == case]
     assert {(record["label"], record["direction"]) for record in found} == LABELS[case]
     # Each figure stands beside a peer, where there can be one.
-    assert all(record["peers"] for record in found if (record["label"], record["direction"]) != ("pageable", "both"))
+    assert all(record["peers"] for record in found if (record["label"], record["direction"]) not in ALONE)
 
 
-@pytest.mark.parametrize("direction", ["h2d", "d2h"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
+def test_arrays_that_cannot_be_written_to_leave_out_what_would(tmp_path: Path) -> None:
+    file = tmp_path / "jax.json"
+    cases = [argument for case in ("link", "loop", "drain", "leaves") for argument in ("--case", case)]
+    done = benchmark("--quick", "--backend", "jax", "--json", str(file), *cases, JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
+    labels = {(record["label"], record["direction"]) for record in json.loads(file.read_text()) if record["case"] == "link"}
+    assert labels == {
+        ("pinned", "d2h"),
+        ("fresh", "h2d"),
+        ("fresh", "both"),
+        ("pageable", "d2h"),
+        ("pageable, new array", "h2d"),
+        ("pageable, new array", "both"),
+    }
+
+
+def test_a_record_of_steps_says_how_many_were_verified(quick_records: list[records.Record]) -> None:
+    for record in quick_records:
+        if record["case"] in ("loop", "drain"):
+            details = record["details"]
+            assert details["verified_steps"] == record["batch"] * record["seconds"]["n"]
+            assert details["over_bound"] == pytest.approx(1 / record["of_limit"], rel=0.01)
+
+
+def test_every_step_beside_staging_is_in_the_histogram(quick_records: list[records.Record]) -> None:
+    (record,) = [record for record in quick_records if record["case"] == "bystander"]
+    assert sum(record["details"]["histogram"]["staging"].values()) == record["seconds"]["n"]
+
+
+@pytest.mark.parametrize(("case", "direction"), [(case, direction) for case in CASES for direction in DIRECTIONS[case]])
 def test_a_copy_that_leaves_out_a_byte_fails_the_run(
     case: str, direction: Direction, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,6 +279,7 @@ def set_to(name: str, value: object) -> Callable[[dict[str, Any]], None]:
         set_to("machine", {"cpu": ""}),
         set_to("seconds", {"median": 2.0, "min": 1.0, "max": 1.5, "n": 3}),
         set_to("seconds", {"median": 1.0, "min": 1.0, "max": 1.5}),
+        set_to("details", ["verified_steps"]),
     ],
 )
 def test_a_spoiled_record_is_refused(quick_records: list[records.Record], spoil: Callable[[Any], None], tmp_path: Path) -> None:

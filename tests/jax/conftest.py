@@ -1,28 +1,19 @@
-"""A stager over JAX, on whatever JAX computes on here. Without JAX tests skip, or fail if `XFERLIB_REQUIRE` names the backend."""
+"""What only JAX has: leases that follow buffers, donation, transformations, the CPU as a device. All else is in `frameworks`.
+
+The tests run on whatever JAX computes on here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from xferlib_jax import conformance
 
-from xferlib.conformance.base import Calls
-from xferlib.stager import Stager
+from tests.frameworks.fixtures import laws, stager
+from tests.frameworks.kits.jax import JAX
+from tests.frameworks.kits.kit import Kit
 
-
-@pytest.fixture
-def laws() -> conformance.TestJax:
-    """The hooks, and what the laws are written with."""
-    laws = conformance.TestJax()
-    laws.calls = Calls()
-    return laws
+__all__ = ["kit", "laws", "stager"]
 
 
 @pytest.fixture
-def stager(laws: conformance.TestJax) -> Iterator[Stager]:
-    stager = laws.new_stager()
-    conformance.bench()
-    yield stager
-    laws.calls.join(laws.deadline_seconds)
-    stager.close()
+def kit() -> Kit:
+    return JAX

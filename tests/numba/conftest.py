@@ -1,28 +1,19 @@
-"""A stager over Numba for tests that need a GPU. Without one they skip, or fail if `XFERLIB_REQUIRE` names the backend."""
+"""What only Numba has: arrays that name streams, memory that is freed late, reasons of its own not to open.
+
+All else is in `frameworks`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from xferlib_numba import conformance
 
-from xferlib.conformance.base import Calls
-from xferlib.stager import Stager
+from tests.frameworks.fixtures import laws, stager
+from tests.frameworks.kits.kit import Kit
+from tests.frameworks.kits.numba import NUMBA
 
-
-@pytest.fixture
-def laws() -> conformance.TestNumba:
-    """The hooks, and what the laws are written with."""
-    laws = conformance.TestNumba()
-    laws.calls = Calls()
-    return laws
+__all__ = ["kit", "laws", "stager"]
 
 
 @pytest.fixture
-def stager(laws: conformance.TestNumba) -> Iterator[Stager]:
-    stager = laws.new_stager()
-    conformance.bench()
-    yield stager
-    laws.calls.join(laws.deadline_seconds)
-    stager.close()
+def kit() -> Kit:
+    return NUMBA

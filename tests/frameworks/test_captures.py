@@ -2,7 +2,7 @@
 
 CUDA invalidates a capture when anybody makes certain calls (queries, waits, allocations, frees), in global mode from any thread,
 and also when work is enqueued on the NULL stream while a stream that synchronises with it is captured. Each test captures a graph,
-does one thing in between, ends the capture, and replays the graph.
+does one thing in between, ends the capture, and replays the graph. JAX captures for itself: see its own tests.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 import pytest
-from xferlib_numba import conformance
 
-from xferlib.conformance import cuda
+from tests.frameworks.kits.cupy import CUPY
+from tests.frameworks.kits.every import CUDA_KITS, given, pairs
+from tests.frameworks.kits.kit import CudaKit
+from tests.frameworks.kits.numba import NUMBA
+from xferlib.conformance import StagerConformance
 from xferlib.conformance.values import assert_same, words
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Stream
@@ -46,55 +49,49 @@ KINDS = {
 class UserGraph:
     """y = x, captured on a stream of the user's."""
 
-    def __init__(self, kind: Kind) -> None:
-        bench = conformance.bench()
+    def __init__(self, kit: CudaKit, laws: StagerConformance, kind: Kind) -> None:
+        self._kit = kit
+        self._laws = laws
         self._mode = kind.mode
-        self.stream = bench.non_blocking() if kind.non_blocking else bench.cuda.stream()
-        self._zeros = bench.array(np.zeros(1000, np.float32))
-        self._x = bench.array(np.arange(1000, dtype=np.float32))
-        self._y = bench.array(np.zeros(1000, np.float32))
-        self._copy(self._x)
+        self.stream = kit.non_blocking() if kind.non_blocking else kit.blocking()
+        self._zeros = laws.from_numpy(np.zeros(1000, np.float32))
+        self._x = laws.from_numpy(np.arange(1000, dtype=np.float32))
+        self._y = laws.from_numpy(np.zeros(1000, np.float32))
+        kit.enqueue(self._y, self._x, self.stream)
         self.stream.synchronize()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Capture the graph around what the test does, and assert that it is whole and does what it should."""
-        # Here, so that a machine without the bindings skips and does not fail at collection.
-        from cuda.bindings import driver
-
-        self._copy(self._zeros)
-        self.stream.synchronize()
-        # What other tests have left behind may be freed by Numba in its own way: not inside.
+        kit = self._kit
+        kit.enqueue(self._y, self._zeros, self.stream)
+        kit.synchronize()
+        # What other tests have left behind may be freed by the framework in its own way: not inside.
         gc.collect()
-        cuda.call("cuStreamBeginCapture", self.stream.handle, driver.CUstreamCaptureMode(self._mode))
-        self._copy(self._x)
+        kit.begin_capture(self.stream, self._mode)
+        kit.enqueue(self._y, self._x, self.stream)
         try:
             yield
         except BaseException:
-            with suppress(cuda.CudaError):
-                cuda.call("cuStreamEndCapture", self.stream.handle)
+            with suppress(*kit.capture_failures):
+                kit.end_capture(self.stream)
             raise
         try:
-            graph = cuda.call("cuStreamEndCapture", self.stream.handle)
-        except cuda.CudaError as error:
+            graph = kit.end_capture(self.stream)
+        except kit.capture_failures as error:
             pytest.fail(f"the user's capture was invalidated: {error}")
-        with cuda.context(0):
-            cuda.call("cuGraphLaunch", cuda.call("cuGraphInstantiate", graph, 0), self.stream.handle)
+        assert self._laws.to_numpy(self._y).tolist() == [0] * 1000, "the work was not captured: it was run"
+        kit.launch(graph, self.stream)
         self.stream.synchronize()
-        assert self._y.copy_to_host().tolist() == list(range(1000))
-
-    def _copy(self, source: Any) -> None:
-        with cuda.context(0):
-            pointers = (array.gpu_data.device_pointer for array in (self._y, source))
-            cuda.call("cuMemcpyDtoDAsync", *pointers, self._y.nbytes, self.stream.handle)
+        assert self._laws.to_numpy(self._y).tolist() == list(range(1000))
 
 
 @final
 class World:
     """What the actions work on, made and used before the capture begins."""
 
-    def __init__(self, laws: conformance.TestNumba, stager: Stager) -> None:
-        bench = conformance.bench()
+    def __init__(self, kit: CudaKit, laws: StagerConformance, stager: Stager) -> None:
+        self.kit = kit
         self.laws = laws
         self.stager = stager
         self.values = words(1, NBYTES)
@@ -103,14 +100,14 @@ class World:
         self.large = laws.pinned(stager, words(3, NEVER_SEEN))
         self.array = laws.from_numpy(self.values)
         self.target = laws.from_numpy(words(2, NBYTES))
-        self.idle = bench.non_blocking()
+        handle, self.idle = kit.streams["handle"]()
         self.kept = [stager.put(self.source).value for _ in range(4)]
         # Named by a bare handle: what they read is let go of at once, by a finalizer.
-        self.kept += [stager.put(self.source, stream=int(self.idle.handle)).value for _ in range(4)]
+        self.kept += [stager.put(self.source, stream=handle).value for _ in range(4)]
         self.transfer = stager.put(self.source)
         self.transfer.synchronize()
         self.orphans = self._outlive_a_stager()
-        bench.cuda.synchronize()
+        kit.synchronize()
 
     def _outlive_a_stager(self) -> list[Any]:
         with self.laws.new_stager() as other:
@@ -141,6 +138,13 @@ def put_that_grows_the_device_memory(world: World) -> Check:
     transfer = world.stager.put(world.large)
     assert world.stager.stats().device_nbytes > before, "nothing was allocated: this tests nothing"
     return lambda: assert_same(world.laws.to_numpy(transfer.value), words(3, NEVER_SEEN))
+
+
+def value_on_another_stream(world: World) -> Check:
+    transfer = world.stager.put(world.source)
+    with world.kit.current(world.idle):
+        array = transfer.value
+    return lambda: assert_same(world.laws.to_numpy(array), world.values)
 
 
 def stream_wait_of_another_stream(world: World) -> Check:
@@ -182,6 +186,12 @@ def done(world: World) -> Check:
 
 def synchronize(world: World) -> Check:
     world.stager.put(world.source).synchronize()
+    return lambda: None
+
+
+def result_on_another_stream(world: World) -> Check:
+    with world.kit.current(world.idle):
+        world.stager.put(world.source).result(timeout=world.laws.deadline_seconds)
     return lambda: None
 
 
@@ -240,15 +250,16 @@ ACTIONS = (
     trim,
     open_another_stager_and_close_it,
 )
+WITH_A_CURRENT_STREAM = (value_on_another_stream, result_on_another_stream)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("thread", ["capturing_thread", "another_thread"])
-@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
+@pairs("action", {kit: ACTIONS + WITH_A_CURRENT_STREAM * kit.has_current_stream for kit in CUDA_KITS})
 def test_a_capture_survives(
-    laws: conformance.TestNumba, stager: Stager, action: Callable[[World], Check], thread: str, kind: str
+    kit: CudaKit, laws: StagerConformance, stager: Stager, action: Callable[[World], Check], thread: str, kind: str
 ) -> None:
-    world, graph = World(laws, stager), UserGraph(KINDS[kind])
+    world, graph = World(kit, laws, stager), UserGraph(kit, laws, KINDS[kind])
     with graph.captured():
         check = action(world) if thread == "capturing_thread" else laws.assert_returns(lambda: action(world))
     check()
@@ -264,6 +275,11 @@ def put_into_naming(world: World, stream: Any) -> None:
     world.stager.put(world.source, into=world.target, stream=stream)
 
 
+def put_into_on_the_current_stream(world: World, stream: Any) -> None:
+    with world.kit.current(stream):
+        world.stager.put(world.source, into=world.target)
+
+
 def put_into_an_array_bound_to_it(world: World, stream: Any) -> None:
     world.stager.put(world.source, into=world.target.bind(stream))
 
@@ -273,7 +289,12 @@ def get_naming(world: World, stream: Any) -> None:
 
 
 def get_naming_the_handle(world: World, stream: Any) -> None:
-    world.stager.get(world.array, stream=int(stream.handle))
+    world.stager.get(world.array, stream=world.kit.handle(stream))
+
+
+def get_on_the_current_stream(world: World, stream: Any) -> None:
+    with world.kit.current(stream):
+        world.stager.get(world.array)
 
 
 def get_of_an_array_bound_to_it(world: World, stream: Any) -> None:
@@ -288,46 +309,50 @@ def stream_wait_naming(world: World, stream: Any) -> None:
     world.transfer.stream_wait(stream)
 
 
-NAMINGS = (
-    put_naming,
-    put_into_naming,
-    put_into_an_array_bound_to_it,
-    get_naming,
-    get_naming_the_handle,
-    get_of_an_array_bound_to_it,
-    get_of_a_strided_view,
-    stream_wait_naming,
-)
+def value_on_the_current_stream(world: World, stream: Any) -> None:
+    with world.kit.current(stream):
+        _ = world.transfer.value
+
+
+NAMINGS = (put_naming, put_into_naming, get_naming, get_naming_the_handle, get_of_a_strided_view, stream_wait_naming)
+OWN_NAMINGS = {
+    CUPY: (put_into_on_the_current_stream, get_on_the_current_stream, value_on_the_current_stream),
+    # Numba's arrays may name a stream themselves.
+    NUMBA: (put_into_an_array_bound_to_it, get_of_an_array_bound_to_it),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("naming", NAMINGS, ids=lambda naming: naming.__name__)
+@pairs("naming", {kit: NAMINGS + own for kit, own in OWN_NAMINGS.items()})
 def test_a_transfer_that_names_the_capturing_stream_is_refused(
-    laws: conformance.TestNumba, stager: Stager, naming: Callable[[World, Any], None], kind: str
+    kit: CudaKit, laws: StagerConformance, stager: Stager, naming: Callable[[World, Any], None], kind: str
 ) -> None:
-    world, graph = World(laws, stager), UserGraph(KINDS[kind])
+    world, graph = World(kit, laws, stager), UserGraph(kit, laws, KINDS[kind])
     with graph.captured(), pytest.raises(CapabilityError, match="captured"):
         naming(world, graph.stream)
     naming(world, graph.stream)
     assert_same(laws.to_numpy(world.transfer.value), world.values)
 
 
+@given(*CUDA_KITS)
 def test_the_null_stream_is_refused_while_a_stream_that_synchronises_with_it_is_captured(
-    laws: conformance.TestNumba, stager: Stager
+    kit: CudaKit, laws: StagerConformance, stager: Stager
 ) -> None:
-    world, graph = World(laws, stager), UserGraph(KINDS["global_on_a_blocking_stream"])
+    world, graph = World(kit, laws, stager), UserGraph(kit, laws, KINDS["global_on_a_blocking_stream"])
     with graph.captured():
-        with pytest.raises(CapabilityError, match="captured"):
-            world.stager.get(world.array)
-        with pytest.raises(CapabilityError, match="captured"):
-            _ = world.transfer.value
+        for naming in (get_on_the_current_stream, value_on_the_current_stream):
+            with pytest.raises(CapabilityError, match="captured"):
+                # Where there is no current stream, what names none is for the NULL stream.
+                naming(world, kit.null_stream())
 
 
+@given(*CUDA_KITS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fence_on_a_capturing_stream_is_reached_after_the_capture(laws: conformance.TestNumba, stager: Stager, kind: str) -> None:
-    graph = UserGraph(KINDS[kind])
-    other = conformance.bench().non_blocking()
-    streams = [Stream(int(stream.handle), stream) for stream in (graph.stream, other)]
+def test_a_fence_on_a_capturing_stream_is_reached_after_the_capture(
+    kit: CudaKit, laws: StagerConformance, stager: Stager, kind: str
+) -> None:
+    graph = UserGraph(kit, laws, KINDS[kind])
+    streams = [Stream(kit.handle(stream), stream) for stream in (graph.stream, kit.non_blocking())]
     with graph.captured():
         fence = stager.backend.retire(streams)
         assert fence is not None
@@ -337,22 +362,23 @@ def test_a_fence_on_a_capturing_stream_is_reached_after_the_capture(laws: confor
         assert time.monotonic() < deadline, "the fence was never reached"
 
 
+@given(*CUDA_KITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_that_a_capturing_stream_may_read_is_reused_after_the_capture(
-    laws: conformance.TestNumba, stager: Stager, kind: str
+    kit: CudaKit, laws: StagerConformance, stager: Stager, kind: str
 ) -> None:
-    graph = UserGraph(KINDS[kind])
+    graph = UserGraph(kit, laws, KINDS[kind])
     source = laws.pinned(stager, words(1))
     laws.warm(stager, words(1))
     transfer = stager.put(source, stream=graph.stream)
-    address = transfer.result().gpu_data.device_pointer_value
+    address = kit.address(transfer.result())
     kept = []
     with graph.captured():
         del transfer
         gc.collect()
         kept += [stager.put(source) for _ in range(12)]
-    assert address not in [transfer.value.gpu_data.device_pointer_value for transfer in kept]
+    assert address not in [kit.address(transfer.value) for transfer in kept]
     deadline = time.monotonic() + laws.deadline_seconds
-    while kept[-1].value.gpu_data.device_pointer_value != address:
+    while kit.address(kept[-1].value) != address:
         assert time.monotonic() < deadline, "the memory was never used again"
         kept.append(stager.put(source))

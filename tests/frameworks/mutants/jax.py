@@ -1,7 +1,7 @@
 """JAX backends that break one promise each, and the tests that must fail by it, where JAX computes on the CPU and on a GPU.
 
 Here stand the mistakes that only JAX invites: its own transfers, imports without their hand-shake, leases on the wrong object.
-`pytest tests/jax/mutants.py` shows how each fails.
+`pytest tests/frameworks/mutants/jax.py` shows how each fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xferlib_jax.conformance import bench
 from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, Mutant
 from xferlib.protocol import Event, Source
 
-__all__ = ["JAX_MUTANTS", "JaxMutant"]
+__all__ = ["MUTANTS", "JaxMutant"]
 
 LAW06 = "test_law06_a_transfer_completes_while_compute_is_held"
 LAW06_OPPOSITE = "test_law06_a_transfer_completes_while_the_opposite_direction_is_held"
@@ -41,7 +41,7 @@ class JaxMutant(NamedTuple):
         return tuple(dict.fromkeys((*self.cpu, *self.cuda)))
 
 
-JAX_MUTANTS: dict[str, JaxMutant] = {}
+MUTANTS: dict[str, JaxMutant] = {}
 """By the name of the class that is collected."""
 
 
@@ -50,7 +50,7 @@ def broken_jax(*tests: str, cpu: tuple[str, ...] = (), cuda: tuple[str, ...] = (
 
     def listed(wall: W) -> W:
         assert wall.__doc__, "a mutant says what it does wrong"
-        JAX_MUTANTS[f"TestJax_{wall.__name__}"] = JaxMutant((*tests, *cpu), (*tests, *cuda), wall)
+        MUTANTS[f"TestJax_{wall.__name__}"] = JaxMutant((*tests, *cpu), (*tests, *cuda), wall)
         return wall
 
     return listed
@@ -184,5 +184,5 @@ class TakesABlockForEachCopy(BrokenBackend):
         self.inner.copy_d2h(dst, src, nbytes)
 
 
-for _name, _mutant in JAX_MUTANTS.items():
+for _name, _mutant in MUTANTS.items():
     globals()[_name] = Mutant(tests=_mutant.tests, hooks=Jax, wall=_mutant.wall).make_tests(_name)

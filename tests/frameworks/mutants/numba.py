@@ -1,53 +1,32 @@
 """Numba backends that break one promise each, and the tests that must fail by it: what the suite is worth on a GPU.
 
-Here stand the mistakes that are made with Numba's own means; those that know nothing of a framework are shared with the other CUDA
-backends. All leave the CUDA context in order, so that they can share a process.
-`pytest tests/numba/mutants.py` shows how each fails.
+Here stand the mistakes that are made with Numba's own means.
+`pytest tests/frameworks/mutants/numba.py` shows how each fails.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from xferlib_numba.conformance import TestNumba as Numba
 from xferlib_numba.conformance import bench
 
-from tests.cuda.mutants import CUDA_MUTANTS
-from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, Mutant
+from tests.frameworks.mutants import maps
+from tests.frameworks.mutants.cuda import LAW06, LAW13, Listing
+from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents
 from xferlib.conformance import Hold, cuda
 from xferlib.inflight import InFlight
 from xferlib.protocol import Event, Source, Stream
 
-__all__ = ["NUMBA_MUTANTS"]
+__all__ = ["MUTANTS"]
 
-SHARED = (
-    "NarrowsDoubles",
-    "CopiesTwice",
-    "IsAlwaysDone",
-    "IsDoneOnlyWhenWaitedFor",
-    "RecordsOnTheWrongStream",
-    "SellsPageableMemoryAsPinned",
-    "RegistersNothing",
-    "copies_both_ways_on_one_stream",
-    "RetiresWithoutAFence",
-    "RetiresBehindOneStream",
-    "LeasesToNobody",
-    "LeasesToTheFirstArray",
-    "NeverUnpins",
-    "PinsForEachCopy",
-)
-NUMBA_MUTANTS: dict[str, Mutant] = {f"TestNumba_{name}": replace(CUDA_MUTANTS[f"TestCupy_{name}"], hooks=Numba) for name in SHARED}
-"""By the name of the class that is collected."""
-
-W = TypeVar("W", bound=Callable[..., Any])
-
-LAW06 = "test_law06_a_transfer_completes_while_compute_is_held"
-LAW13 = "test_law13_a_hundred_transfers_call_for_no_memory"
+listing = Listing("TestNumba", Numba)
+MUTANTS = listing.mutants
+maps.add_to(listing)
 
 
 class NumbaOnTheNullStream(Numba):
@@ -60,30 +39,19 @@ class NumbaOnTheNullStream(Numba):
             yield hold
 
 
-def broken_numba(*tests: str, hooks: type[Numba] = Numba) -> Callable[[W], W]:
-    """List a wall, or a function that breaks an honest backend, as the mutant by which these tests fail."""
-
-    def listed(wall: W) -> W:
-        assert wall.__doc__, "a mutant says what it does wrong"
-        NUMBA_MUTANTS[f"TestNumba_{wall.__name__}"] = Mutant(tests=tests, hooks=hooks, wall=wall)
-        return wall
-
-    return listed
-
-
 @functools.cache
 def streams_of_numba() -> tuple[Any, Any]:
     return bench().cuda.stream(), bench().cuda.stream()
 
 
-@broken_numba(f"{LAW06}[small-put]", f"{LAW06}[large-put]", f"{LAW06}[small-get]", f"{LAW06}[large-get_out]")
+@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", f"{LAW06}[small-get]", f"{LAW06}[large-get_out]")
 def copies_on_the_compute_stream(honest: Any) -> Any:
     """Copies on the stream on which the user computes."""
     honest.h2d = honest.d2h = bench().streams[-1].handle
     return honest
 
 
-@broken_numba(f"{LAW06}[small-put]", f"{LAW06}[large-get]", "test_law06_put_completes_while_a_get_waits_for_its_producer")
+@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-get]", "test_law06_put_completes_while_a_get_waits_for_its_producer")
 class WaitsForAllCompute(BrokenBackend):
     """Lets each copy wait for what any compute stream has enqueued, lest it come too early."""
 
@@ -100,21 +68,21 @@ class WaitsForAllCompute(BrokenBackend):
             self.inner._order(copies, stream.handle)
 
 
-@broken_numba(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=NumbaOnTheNullStream)
+@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=NumbaOnTheNullStream)
 def copies_on_streams_of_numba(honest: Any) -> Any:
     """Copies on streams as `cuda.stream()` makes them: they stop for whatever is on the NULL stream."""
     honest.h2d, honest.d2h = (stream.handle for stream in streams_of_numba())
     return honest
 
 
-@broken_numba(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=NumbaOnTheNullStream)
+@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=NumbaOnTheNullStream)
 def copies_on_the_null_stream(honest: Any) -> Any:
     """Copies where `copy_to_device` and `copy_to_host` do unless told otherwise."""
     honest.h2d = honest.d2h = bench().cuda.default_stream().handle
     return honest
 
 
-@broken_numba(
+@listing.broken(
     "test_law07_value_can_be_used_at_once",
     "test_law07_work_behind_stream_wait_sees_the_data",
     "test_law07_put_lets_its_stream_wait_for_the_copy",
@@ -128,7 +96,7 @@ class LetsNobodyWait(BrokenEvents):
             return Stream(int(named.handle), named)
 
 
-@broken_numba(
+@listing.broken(
     "test_law07_get_reads_after_its_producer[fresh]",
     "test_law07_get_reads_after_its_producer[pinned]",
     "test_law11_streams_are_waited_for_or_refused",
@@ -140,7 +108,7 @@ class ReadsBeforeTheProducer(BrokenBackend):
         return Source(array.gpu_data.device_pointer_value, array.nbytes, array)
 
 
-@broken_numba("test_law07_put_into_waits_for_readers_that_were_enqueued")
+@listing.broken("test_law07_put_into_waits_for_readers_that_were_enqueued")
 class WritesUnderReaders(BrokenBackend):
     """Starts a put into an array without a look at what the stream has enqueued."""
 
@@ -148,7 +116,7 @@ class WritesUnderReaders(BrokenBackend):
         return Source(array.gpu_data.device_pointer_value, array.nbytes, array)
 
 
-@broken_numba("test_law11_put_into_overwrites_in_place_or_is_refused", "test_law01_put_into_overwrites_the_array_of_the_caller")
+@listing.broken("test_law11_put_into_overwrites_in_place_or_is_refused", "test_law01_put_into_overwrites_the_array_of_the_caller")
 class PutsIntoACopy(BrokenBackend):
     """Declares that arrays of the caller's may be overwritten, and overwrites a copy."""
 
@@ -157,32 +125,7 @@ class PutsIntoACopy(BrokenBackend):
         return source
 
 
-@broken_numba(
-    "test_law12_a_failed_transfer_raises_each_time_it_is_asked[put]",
-    "test_law12_a_failed_transfer_raises_each_time_it_is_asked[put_pageable]",
-    "test_law12_a_failed_transfer_raises_each_time_it_is_asked[get]",
-    "test_law12_a_failed_put_into_raises_each_time_it_is_asked",
-)
-class SwallowsFailures(BrokenBackend):
-    """Starts a copy, and is content if that fails."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # The hook that breaks copies means the inside of the honest backend.
-        if name in ("_copy_h2d", "_copy_d2h"):
-            setattr(self.inner, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
-        with suppress(*self.inner.failures):
-            self.inner.copy_h2d(dst, src, nbytes)
-
-    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
-        with suppress(*self.inner.failures):
-            self.inner.copy_d2h(dst, src, nbytes)
-
-
-@broken_numba(f"{LAW13}[small-put]", f"{LAW13}[large-put_pageable]", f"{LAW13}[small-get]", f"{LAW13}[large-get_out]")
+@listing.broken(f"{LAW13}[small-put]", f"{LAW13}[large-put_pageable]", f"{LAW13}[small-get]", f"{LAW13}[large-get_out]")
 class AllocatesForEachCopy(BrokenBackend):
     """Takes device memory for each copy, and gives it back."""
 
@@ -200,6 +143,12 @@ def allocate_and_free() -> None:
         cuda.call("cuMemFree", cuda.call("cuMemAlloc", 256))
 
 
+@listing.broken_core(
+    "test_law03_put_survives_the_loss_of_its_source[small]",
+    "test_law03_put_survives_the_loss_of_its_source[large]",
+    "test_law03_get_survives_the_loss_of_its_array[small]",
+    "test_law08_a_pinned_slot_is_not_handed_out_while_a_put_reads_it[large]",
+)
 def holds_nothing_in_flight(patch: pytest.MonkeyPatch) -> None:
     """The core lets go of a copy's memory as soon as the copy is started."""
     add = InFlight.add
@@ -210,16 +159,5 @@ def holds_nothing_in_flight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InFlight, "add", add_without)
 
 
-NUMBA_MUTANTS["TestNumba_holds_nothing_in_flight"] = Mutant(
-    tests=(
-        "test_law03_put_survives_the_loss_of_its_source[small]",
-        "test_law03_put_survives_the_loss_of_its_source[large]",
-        "test_law03_get_survives_the_loss_of_its_array[small]",
-        "test_law08_a_pinned_slot_is_not_handed_out_while_a_put_reads_it[large]",
-    ),
-    hooks=Numba,
-    patch=holds_nothing_in_flight,
-)
-
-for _name, _mutant in NUMBA_MUTANTS.items():
+for _name, _mutant in MUTANTS.items():
     globals()[_name] = _mutant.make_tests(_name)

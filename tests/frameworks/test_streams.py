@@ -1,132 +1,78 @@
-"""Consumer streams: whatever names a stream is waited for and waits, in every thread, and nothing else does."""
+"""Consumer streams: whatever names a stream is waited for and waits, in every thread, and nothing else does.
+
+JAX takes no part: it gives its users no streams.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
-from xferlib_cupy import conformance
 
-from xferlib.conformance import cuda
+from tests.frameworks.kits.cupy import CUPY
+from tests.frameworks.kits.every import CUDA_KITS, given, pairs
+from tests.frameworks.kits.kit import CudaKit, Named
+from tests.frameworks.kits.numba import NUMBA
+from xferlib.conformance import StagerConformance, cuda
 from xferlib.conformance.values import LARGE, assert_same, words
 from xferlib.stager import Stager
 
 THREADS = 8
 ROUNDS = 30
 
-
-class Named(NamedTuple):
-    name: Any
-    """What is passed as `stream=`."""
-    stream: Any
-    """CuPy's object for the same stream, to launch work on."""
-
-
-@final
-class Foreign:
-    """A stream of some other library's."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._stream.ptr
-
-
-def non_blocking() -> Any:
-    return conformance.bench().cupy.cuda.Stream(non_blocking=True)
-
-
-def cupy_stream() -> Named:
-    stream = non_blocking()
-    return Named(stream, stream)
-
-
-def blocking_stream() -> Named:
-    stream = conformance.bench().cupy.cuda.Stream()
-    return Named(stream, stream)
-
-
-handed_out: list[Any] = []
-"""A bare handle must outlive the arrays that it was named for; a test's own variables die in any order."""
-
-
-def handle() -> Named:
-    stream = non_blocking()
-    handed_out.append(stream)
-    return Named(stream.ptr, stream)
-
-
-def foreign_object() -> Named:
-    stream = non_blocking()
-    return Named(Foreign(stream), stream)
-
-
-def null_stream() -> Named:
-    stream = conformance.bench().cupy.cuda.Stream.null
-    return Named(stream, stream)
-
-
-def foreign_null_stream() -> Named:
-    stream = conformance.bench().cupy.cuda.Stream.null
-    return Named(Foreign(stream), stream)
-
-
-def per_thread_stream() -> Named:
-    stream = conformance.bench().cupy.cuda.Stream.ptds
-    return Named(stream, stream)
-
-
-NAMES = (cupy_stream, blocking_stream, handle, foreign_object, null_stream, foreign_null_stream, per_thread_stream)
-every_name = pytest.mark.parametrize("named", NAMES, ids=lambda named: named.__name__)
+every_name = pairs("named", {kit: kit.streams.values() for kit in CUDA_KITS})
+every_cuda_kit = given(*CUDA_KITS)
 
 
 @every_name
 def test_work_on_the_stream_named_by_put_sees_the_data(
-    laws: conformance.TestCupy, stager: Stager, named: Callable[[], Named]
+    kit: CudaKit, laws: StagerConformance, stager: Stager, named: Callable[[], Named]
 ) -> None:
     values = words(1)
     laws.warm(stager, values)
-    source, (name, stream), idle = laws.pinned(stager, values), named(), non_blocking()
+    source, (name, stream), idle = laws.pinned(stager, values), named(), kit.non_blocking()
     with laws.hold_copies(stager.backend, "h2d") as hold:
         transfer = stager.put(source, stream=name)
-        with idle:
+        with kit.current(idle):
             # On a stream that nothing runs on: naming the stream in `put` alone must do.
             array = transfer.value
-        seen = laws.calls.start(conformance.bench().read_on(stream, array))
+        seen = laws.calls.start(kit.bench.read_on(stream, array))
         laws.assert_stays(lambda: not seen.done(), hold)
     assert_same(seen.result(laws.deadline_seconds), values)
 
 
 @every_name
 def test_work_on_the_stream_named_by_stream_wait_sees_the_data(
-    laws: conformance.TestCupy, stager: Stager, named: Callable[[], Named]
+    kit: CudaKit, laws: StagerConformance, stager: Stager, named: Callable[[], Named]
 ) -> None:
     values = words(1)
     laws.warm(stager, values)
-    source, (name, stream), idle = laws.pinned(stager, values), named(), non_blocking()
+    source, (name, stream), idle = laws.pinned(stager, values), named(), kit.non_blocking()
     with laws.hold_copies(stager.backend, "h2d") as hold:
         transfer = stager.put(source)
-        with idle:
+        with kit.current(idle):
             array = transfer.value
         transfer.stream_wait(name)
-        seen = laws.calls.start(conformance.bench().read_on(stream, array))
+        seen = laws.calls.start(kit.bench.read_on(stream, array))
         laws.assert_stays(lambda: not seen.done(), hold)
     assert_same(seen.result(laws.deadline_seconds), values)
 
 
 @every_name
-def test_get_waits_for_the_stream_that_it_names(laws: conformance.TestCupy, stager: Stager, named: Callable[[], Named]) -> None:
+def test_get_waits_for_the_stream_that_it_names(
+    kit: CudaKit, laws: StagerConformance, stager: Stager, named: Callable[[], Named]
+) -> None:
     values = words(1)
     laws.warm(stager, values)
     array, product, (name, stream) = laws.from_numpy(words(2)), laws.from_numpy(values), named()
 
     def produce() -> None:
-        conformance.bench().copy_bytes(array, product, stream)
+        kit.bench.copy_bytes(array, product, stream)
 
-    with cuda.hold_streams([stream.ptr], stream=stream, enqueue=produce) as hold:
+    with cuda.hold_streams([kit.handle(stream)], stream=stream, enqueue=produce) as hold:
         transfer = stager.get(array, stream=name)
         laws.assert_stays_undone(transfer, hold)
     laws.assert_completes(transfer)
@@ -135,13 +81,13 @@ def test_get_waits_for_the_stream_that_it_names(laws: conformance.TestCupy, stag
 
 @every_name
 def test_put_into_waits_for_the_stream_that_it_names(
-    laws: conformance.TestCupy, stager: Stager, named: Callable[[], Named]
+    kit: CudaKit, laws: StagerConformance, stager: Stager, named: Callable[[], Named]
 ) -> None:
     old, new = words(1), words(2)
     laws.warm(stager, old)
     source, array, (name, stream) = laws.pinned(stager, new), laws.from_numpy(old), named()
-    with cuda.hold_streams([stream.ptr], stream=stream) as hold:
-        read = conformance.bench().read_on(stream, array)
+    with cuda.hold_streams([kit.handle(stream)], stream=stream) as hold:
+        read = kit.bench.read_on(stream, array)
         transfer = stager.put(source, into=array, stream=name)
         laws.assert_stays_undone(transfer, hold)
     laws.assert_completes(transfer)
@@ -151,16 +97,16 @@ def test_put_into_waits_for_the_stream_that_it_names(
 
 @every_name
 def test_memory_is_not_rewritten_under_a_reader_on_a_named_stream(
-    laws: conformance.TestCupy, stager: Stager, named: Callable[[], Named]
+    kit: CudaKit, laws: StagerConformance, stager: Stager, named: Callable[[], Named]
 ) -> None:
     values = words(1)
     laws.warm(stager, values)
-    source, (name, stream), idle = laws.pinned(stager, values), named(), non_blocking()
+    source, (name, stream), idle = laws.pinned(stager, values), named(), kit.non_blocking()
     transfer = stager.put(source, stream=name)
-    with idle:
+    with kit.current(idle):
         array = transfer.result()
-    with cuda.hold_streams([stream.ptr], stream=stream) as hold:
-        read = conformance.bench().read_on(stream, array)
+    with cuda.hold_streams([kit.handle(stream)], stream=stream) as hold:
+        read = kit.bench.read_on(stream, array)
         del transfer, array
         kept = laws.put_others(stager, values)
         assert hold.held
@@ -168,12 +114,15 @@ def test_memory_is_not_rewritten_under_a_reader_on_a_named_stream(
     del kept
 
 
+@every_cuda_kit
 @pytest.mark.parametrize("size", [4096, LARGE], ids=["small", "large"])
-def test_transfers_complete_while_compute_on_the_null_stream_is_held(laws: conformance.TestCupy, stager: Stager, size: int) -> None:
+def test_transfers_complete_while_compute_on_the_null_stream_is_held(
+    kit: CudaKit, laws: StagerConformance, stager: Stager, size: int
+) -> None:
     values = words(1, size)
     laws.warm(stager, values)
-    source, array, idle = laws.pinned(stager, values), laws.from_numpy(values), non_blocking()
-    with cuda.hold_streams([conformance.bench().cupy.cuda.Stream.null.ptr]) as hold:
+    source, array, idle = laws.pinned(stager, values), laws.from_numpy(values), kit.non_blocking()
+    with cuda.hold_streams([0]) as hold:
         put = laws.assert_returns(lambda: stager.put(source))
         get = laws.assert_returns(lambda: stager.get(array, stream=idle))
         laws.assert_completes(put)
@@ -183,7 +132,19 @@ def test_transfers_complete_while_compute_on_the_null_stream_is_held(laws: confo
     assert_same(get.value, values)
 
 
-def test_the_bare_number_0_is_refused_as_a_stream(laws: conformance.TestCupy, stager: Stager) -> None:
+@every_cuda_kit
+def test_without_a_name_a_transfer_waits_for_the_default_stream(laws: StagerConformance, stager: Stager) -> None:
+    values = words(1)
+    laws.warm(stager, values)
+    array = laws.from_numpy(values)
+    with cuda.hold_streams([0]) as hold:
+        transfer = laws.assert_returns(lambda: stager.get(array))
+        laws.assert_stays_undone(transfer, hold)
+    assert_same(transfer.result(), values)
+
+
+@every_cuda_kit
+def test_the_bare_number_0_is_refused_as_a_stream(laws: StagerConformance, stager: Stager) -> None:
     array = laws.from_numpy(words(1))
     transfer = stager.put(words(1))
     calls: list[Callable[[], object]] = [
@@ -197,8 +158,9 @@ def test_the_bare_number_0_is_refused_as_a_stream(laws: conformance.TestCupy, st
             call()
 
 
+@every_cuda_kit
 @pytest.mark.parametrize("nonsense", [-1, 1.5, "0", True, object()], ids=["negative", "float", "string", "bool", "object"])
-def test_what_is_no_stream_is_refused(laws: conformance.TestCupy, stager: Stager, nonsense: object) -> None:
+def test_what_is_no_stream_is_refused(laws: StagerConformance, stager: Stager, nonsense: object) -> None:
     array = laws.from_numpy(words(1))
     with pytest.raises((TypeError, ValueError), match="stream"):
         stager.get(array, stream=nonsense)
@@ -206,33 +168,35 @@ def test_what_is_no_stream_is_refused(laws: conformance.TestCupy, stager: Stager
         stager.put(words(1), stream=nonsense)
 
 
+@every_cuda_kit
 @pytest.mark.parametrize("by_handle", [True, False], ids=["by_handle", "by_object"])
 def test_a_named_stream_may_be_destroyed_when_the_arrays_are_gone(
-    laws: conformance.TestCupy, stager: Stager, by_handle: bool
+    kit: CudaKit, laws: StagerConformance, stager: Stager, by_handle: bool
 ) -> None:
     values = words(1)
     laws.warm(stager, values)
-    source, stream = laws.pinned(stager, values), non_blocking()
-    transfer = stager.put(source, stream=stream.ptr if by_handle else stream)
+    source, streams = laws.pinned(stager, values), [kit.non_blocking()]
+    transfer = stager.put(source, stream=kit.handle(streams[0]) if by_handle else streams[0])
     transfer.synchronize()
     del transfer
-    # CuPy destroys it now, if nobody else holds the object.
-    del stream
+    kit.destroy(streams.pop())
     kept = laws.put_others(stager, values)
     assert_same(laws.to_numpy(stager.put(source).value), values)
     del kept
 
 
-def test_each_thread_waits_for_its_own_current_stream(laws: conformance.TestCupy, stager: Stager) -> None:
+@given(CUPY)
+def test_each_thread_waits_for_its_own_current_stream(kit: CudaKit, laws: StagerConformance, stager: Stager) -> None:
+    """Where the framework has a current stream."""
     values = words(1)
     laws.warm(stager, values)
-    array, held, free = laws.from_numpy(values), non_blocking(), non_blocking()
+    array, held, free = laws.from_numpy(values), kit.non_blocking(), kit.non_blocking()
 
     def get_on(stream: Any) -> Any:
-        with stream:
+        with kit.current(stream):
             return stager.get(array)
 
-    with cuda.hold_streams([held.ptr], stream=held) as hold:
+    with cuda.hold_streams([kit.handle(held)], stream=held) as hold:
         # The free one first: a direction is first in, first out.
         completes = laws.assert_returns(lambda: get_on(free))
         laws.assert_completes(completes)
@@ -241,19 +205,22 @@ def test_each_thread_waits_for_its_own_current_stream(laws: conformance.TestCupy
     assert_same(waits.result(), values)
 
 
-def test_threads_with_streams_of_their_own_do_not_mix_their_data(laws: conformance.TestCupy, stager: Stager) -> None:
-    bench = conformance.bench()
-
+@pytest.mark.parametrize(
+    ("kit", "current"), [(CUPY, True), (CUPY, False), (NUMBA, False)], ids=["cupy-current", "cupy-named", "numba-named"]
+)
+def test_threads_with_streams_of_their_own_do_not_mix_their_data(
+    kit: CudaKit, laws: StagerConformance, stager: Stager, current: bool
+) -> None:
     def work(thread: int) -> int:
-        stream = non_blocking()
+        stream = kit.non_blocking()
+        name = None if current else stream
         wrong = 0
-        with stream:
+        with kit.current(stream) if current else nullcontext():
             for turn in range(ROUNDS):
                 values = words(thread * ROUNDS + turn, 40_000)
-                array = stager.put(laws.pinned(stager, values)).value
-                copy = bench.cupy.empty_like(array)
-                bench.copy_bytes(copy, array, stream)
-                out = stager.get(copy)
+                array = stager.put(laws.pinned(stager, values), stream=name).value
+                copy = kit.copy(array, stream)
+                out = stager.get(copy, stream=name)
                 del array, copy
                 wrong += not np.array_equal(out.value, values)
         return wrong

@@ -8,16 +8,22 @@ import textwrap
 
 import pytest
 
+from tests.frameworks.kits.every import CUDA_KITS, given
+from tests.frameworks.kits.kit import CudaKit, Kit
 from xferlib.stager import Stager
 
 LIMIT_SECONDS = 90.0
 
 PRELUDE = """
-import numpy as np, xferlib, xferlib_numba
+import warnings
+import numpy as np, xferlib
 
-stager = xferlib.Stager(xferlib_numba.open_stager())
+stager = xferlib.stager({name!r})
 source = stager.empty_pinned(1 << 20, np.uint8)
 source[...] = 7
+# Python and JAX warn of forking a process with threads: for some of these programs that is what they are about.
+warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+warnings.filterwarnings("ignore", ".*fork", RuntimeWarning)
 """
 
 ENDINGS = {
@@ -31,18 +37,17 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_interpreter_ends_cleanly_with(stager: Stager, ending: str) -> None:
-    run(ENDINGS[ending])
+def test_the_interpreter_ends_cleanly_with(kit: Kit, stager: Stager, ending: str) -> None:
+    run(kit, ENDINGS[ending])
 
 
-def test_a_forked_child_is_refused(stager: Stager) -> None:
+def test_a_forked_child_is_refused(kit: Kit, stager: Stager) -> None:
     run(
+        kit,
         """
-        import os, warnings
+        import os
 
         array = stager.put(source).result()
-        # Python warns of forking a process with threads: that is what this is about.
-        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
         if child == 0:
             try:
@@ -53,17 +58,19 @@ def test_a_forked_child_is_refused(stager: Stager) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert (stager.get(array).result() == 7).all()
         stager.close()
-        """
+        """,
     )
 
 
-def test_a_child_that_drops_everything_harms_nobody(stager: Stager) -> None:
+# What JAX does when its own arrays die in a forked child is not for a stager to say.
+@given(*CUDA_KITS)
+def test_a_child_that_drops_everything_harms_nobody(kit: Kit, stager: Stager) -> None:
     run(
+        kit,
         """
-        import gc, os, warnings
+        import gc, os
 
         array = stager.put(source).result()
-        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
         if child == 0:
             del array, source, stager
@@ -72,7 +79,7 @@ def test_a_child_that_drops_everything_harms_nobody(stager: Stager) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert (stager.get(array).result() == 7).all()
         stager.close()
-        """
+        """,
     )
 
 
@@ -84,25 +91,17 @@ QUESTIONS = {
 }
 
 
+@given(*CUDA_KITS)
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_an_error_of_the_device_is_raised_and_never_takes_for_ever(stager: Stager, question: str) -> None:
+def test_an_error_of_the_device_is_raised_and_never_takes_for_ever(kit: CudaKit, stager: Stager, question: str) -> None:
     run(
+        kit,
+        kit.crash,
         f"""
-        import numpy, os
-        from xferlib_numba._module import load
+        import os
 
-        cuda = load().cuda
-        if not hasattr(numpy, "row_stack"):
-            numpy.row_stack = numpy.vstack
-
-        @cuda.jit
-        def crash(array):
-            array[1 << 60] = 1
-
-        transfer = stager.put(source)
-        crash[256, 1](transfer.result())
         try:
-            cuda.synchronize()
+            wait_for_the_device()
         except stager.backend.failures:
             pass
         for start in (lambda: stager.put(source), lambda: stager.put(np.ones(9))):
@@ -117,14 +116,14 @@ def test_an_error_of_the_device_is_raised_and_never_takes_for_ever(stager: Stage
                 raise AssertionError("a transfer on a device that has failed was reported as done")
         # Nothing can be given back to such a device.
         os._exit(0)
-        """
+        """,
     )
 
 
-def run(script: str) -> None:
-    """Run the script behind the prelude, and assert that it ends well and says nothing."""
+def run(kit: Kit, *scripts: str) -> None:
+    """Run the scripts behind the prelude, and assert that they end well and say nothing."""
     child = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(script)],
+        [sys.executable, "-X", "faulthandler", "-c", PRELUDE.format(name=kit.name) + "".join(map(textwrap.dedent, scripts))],
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,

@@ -1,0 +1,36 @@
+"""A stager over the framework of the fixture `kit`. Without it tests skip, or fail if `XFERLIB_REQUIRE` names the backend."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from tests.frameworks.kits.kit import Kit
+from xferlib.conformance import StagerConformance
+from xferlib.conformance.base import Calls
+from xferlib.errors import SynchronousTransferWarning
+from xferlib.stager import Stager
+
+__all__ = ["laws", "stager"]
+
+
+@pytest.fixture
+def laws(kit: Kit) -> Iterator[StagerConformance]:
+    """The hooks, and what the laws are written with, which puts pageable memory, too."""
+    laws = kit.hooks()
+    laws.calls = Calls()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SynchronousTransferWarning)
+        yield laws
+
+
+@pytest.fixture
+def stager(kit: Kit, laws: StagerConformance) -> Iterator[Stager]:
+    stager = laws.new_stager()
+    # Made and warm before anything is held.
+    assert kit.bench
+    yield stager
+    laws.calls.join(laws.deadline_seconds)
+    stager.close()

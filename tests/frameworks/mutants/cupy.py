@@ -1,0 +1,172 @@
+"""CuPy backends that break one promise each, and the tests that must fail by it: what the suite is worth on a GPU.
+
+Here stand the mistakes that are made with CuPy's own means, pools that know nothing of copies under way among them.
+`pytest tests/frameworks/mutants/cupy.py` shows how each fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from xferlib_cupy.conformance import TestCupy as Cupy
+from xferlib_cupy.conformance import bench
+
+from tests.frameworks.mutants import maps
+from tests.frameworks.mutants.cuda import LAW06, LAW13, Listing
+from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents
+from xferlib.conformance import Hold, cuda
+from xferlib.inflight import InFlight
+from xferlib.protocol import Event, Source, Stream
+from xferlib.stager import Stager
+
+__all__ = ["MUTANTS"]
+
+listing = Listing("TestCupy", Cupy)
+MUTANTS = listing.mutants
+maps.add_to(listing)
+
+
+class CupyOnTheNullStream(Cupy):
+    """Compute runs where CuPy has it unless told otherwise. Only puts can be tested so: a get waits for that stream by right."""
+
+    @contextmanager
+    def hold_compute(self, stager: Any) -> Iterator[Hold]:
+        null = bench().cupy.cuda.Stream.null
+        with cuda.hold_streams([null.ptr], stream=null) as hold:
+            yield hold
+
+
+@functools.cache
+def blocking_streams() -> tuple[Any, Any]:
+    return bench().cupy.cuda.Stream(), bench().cupy.cuda.Stream()
+
+
+@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", f"{LAW06}[small-get]", f"{LAW06}[large-get_out]")
+def copies_on_the_compute_stream(honest: Any) -> Any:
+    """Copies on the stream on which the user computes."""
+    honest.h2d = honest.d2h = bench().streams[-1].ptr
+    return honest
+
+
+@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-get]", "test_law06_put_completes_while_a_get_waits_for_its_producer")
+class WaitsForAllCompute(BrokenBackend):
+    """Lets each copy wait for what any compute stream has enqueued, lest it come too early."""
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        wait_for_compute(self.inner.h2d)
+        self.inner.copy_h2d(dst, src, nbytes)
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        wait_for_compute(self.inner.d2h)
+        self.inner.copy_d2h(dst, src, nbytes)
+
+
+def wait_for_compute(handle: int) -> None:
+    for stream in bench().streams:
+        event = stream.record()
+        bench().cupy.cuda.runtime.streamWaitEvent(handle, event.ptr)
+
+
+@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=CupyOnTheNullStream)
+def copies_on_blocking_streams(honest: Any) -> Any:
+    """Copies on streams as CuPy makes them by default: they stop for whatever is on the NULL stream."""
+    honest.h2d, honest.d2h = (stream.ptr for stream in blocking_streams())
+    return honest
+
+
+@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=CupyOnTheNullStream)
+def copies_on_the_null_stream(honest: Any) -> Any:
+    """Copies where `ndarray.set` and `ndarray.get` do unless told otherwise."""
+    honest.h2d = honest.d2h = 0
+    return honest
+
+
+@listing.broken(
+    "test_law07_value_can_be_used_at_once",
+    "test_law07_work_behind_stream_wait_sees_the_data",
+    "test_law07_put_lets_its_stream_wait_for_the_copy",
+)
+class LetsNobodyWait(BrokenEvents):
+    """Names the stream that is to wait, and tells it nothing."""
+
+    class event(BrokenEvent):  # noqa: N801  (it stands for an attribute)
+        def stream_wait(self, stream: object | None = None) -> Stream:
+            named: Any = bench().cupy.cuda.get_current_stream() if stream is None else stream
+            return Stream(named.ptr, named)
+
+
+@listing.broken(
+    "test_law07_get_reads_after_its_producer[fresh]",
+    "test_law07_get_reads_after_its_producer[pinned]",
+    "test_law11_streams_are_waited_for_or_refused",
+)
+class ReadsBeforeTheProducer(BrokenBackend):
+    """Starts a get without a look at what the stream has enqueued."""
+
+    def as_source(self, array: Any, stream: object | None = None) -> Source:
+        return Source(array.data.ptr, array.nbytes, array)
+
+
+@listing.broken("test_law07_put_into_waits_for_readers_that_were_enqueued")
+class WritesUnderReaders(BrokenBackend):
+    """Starts a put into an array without a look at what the stream has enqueued."""
+
+    def as_target(self, array: Any, stream: object | None = None) -> Source:
+        return Source(array.data.ptr, array.nbytes, array)
+
+
+@listing.broken("test_law11_put_into_overwrites_in_place_or_is_refused", "test_law01_put_into_overwrites_the_array_of_the_caller")
+class PutsIntoACopy(BrokenBackend):
+    """Declares that arrays of the caller's may be overwritten, and overwrites a copy."""
+
+    def as_target(self, array: Any, stream: object | None = None) -> Source:
+        source: Source = self.inner.as_target(array.copy(), stream)
+        return source
+
+
+@listing.broken(f"{LAW13}[small-put]", f"{LAW13}[large-put_pageable]", f"{LAW13}[small-get]", f"{LAW13}[large-get_out]")
+class AllocatesForEachCopy(BrokenBackend):
+    """Takes device memory for each copy, and gives it back."""
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        allocate_and_free()
+        self.inner.copy_h2d(dst, src, nbytes)
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        allocate_and_free()
+        self.inner.copy_d2h(dst, src, nbytes)
+
+
+def allocate_and_free() -> None:
+    runtime = bench().cupy.cuda.runtime
+    runtime.free(runtime.malloc(256))
+
+
+@listing.broken_core(
+    "test_law03_put_survives_the_loss_of_its_source[small]",
+    "test_law03_put_survives_the_loss_of_its_source[large]",
+    "test_law08_a_pinned_slot_is_not_handed_out_while_a_put_reads_it[large]",
+)
+def takes_pinned_memory_from_cupy(patch: pytest.MonkeyPatch) -> None:
+    """The core leaves host memory to CuPy's pool, which hands it out again as soon as it is dropped, and holds nothing itself."""
+    add = InFlight.add
+
+    def add_without(queue: InFlight, nbytes: int, keepalive: object, sources: object = ()) -> Event:
+        return add(queue, nbytes, None)
+
+    def empty_pinned(stager: Stager, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        memory = bench().cupy.cuda.alloc_pinned_memory(math.prod(shape) * dtype.itemsize)
+        return np.ndarray(shape, dtype, buffer=memory)
+
+    patch.setattr(InFlight, "add", add_without)
+    patch.setattr(Stager, "empty_pinned", empty_pinned)
+
+
+for _name, _mutant in MUTANTS.items():
+    globals()[_name] = _mutant.make_tests(_name)
