@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from benchmarks import memory
-from benchmarks.ways import Bytes, Corrupted, Device, Direction, Way
+from benchmarks.steps import Bytes
+from benchmarks.ways import Call, Corrupted, Device, Direction, Way
 
-__all__ = ["Arena", "Batch", "shift_of"]
+__all__ = ["Arena", "Batch", "fitted", "shift_of"]
 
 STEP = 4096
 """Bytes. A whole page, so that all samples have the same alignment."""
@@ -52,7 +54,7 @@ class Arena:
             host_source=source,
             host_target=target,
             device_source=device.upload(source),
-            device_target=device.empty(nbytes),
+            device_target=device.empty(nbytes) if device.in_place else None,
         )
 
     def with_host(self, empty_host: Callable[[int], Bytes]) -> Arena:
@@ -82,7 +84,12 @@ class Arena:
             memory.invert(expected, target)
 
     def equal(self, direction: Direction, expected: Any, target: Any) -> bool:
-        """Compare on the target's side."""
+        """Compare on the target's side. A list is the parts, one after the other."""
+        if isinstance(target, list):
+            ends = list(accumulate(part.nbytes for part in target))
+            starts = [0, *ends[:-1]]
+            parts = zip(starts, ends, target, strict=True)
+            return ends[-1] == expected.nbytes and all(self.equal(direction, expected[a:b], part) for a, b, part in parts)
         return self.device.equal(expected, target) if direction == "h2d" else memory.equal(expected, target)
 
 
@@ -90,22 +97,28 @@ class Batch:
     """The calls of one sample of one way. Made and verified outside the clock."""
 
     def __init__(self, way: Way, arena: Arena, *, nbytes: int, count: int, index: int, same: bool = False) -> None:
-        shift, span = shift_of(index), nbytes if same else count * nbytes
-        self._way = way
+        span = nbytes if same else count * nbytes
+        self._way = way = fitted(way, arena.device)
         self._arena = arena
-        self._target = arena.target(way.direction)[:span]
-        self._expected = arena.expected(way.direction)[shift : shift + span]
-        self._cuts = [slice(0, nbytes)] * count if same else [slice(start, start + nbytes) for start in range(0, span, nbytes)]
+        self._shift = shift = shift_of(index)
+        self._span = span
+        self._starts = [0] * count if same else list(range(0, span, nbytes))
+        self._nbytes = nbytes
         self.kept: deque[object] = deque(maxlen=way.keep)
-        source = arena.source(way.direction)[shift : shift + span]
-        fresh = way.result is not None
-        cuts = self._cuts[:1] if same else self._cuts
-        self.calls = [way.bind(source[cut], None if fresh else self._target[cut]) for cut in cuts] * (count // len(cuts))
+        source = arena.source(way.direction)
+        # Cut from the whole, once: where slices are copies, a slice of a slice would copy the whole first.
+        starts = self._starts[:1] if same else self._starts
+        sources = [source[shift + start : shift + start + nbytes] for start in starts]
+        targets = [self._target_of(start) for start in starts]
+        # Bare calls know addresses only, and a slice may be the only reference to its memory.
+        self._held = (sources, targets)
+        bound = [way.bind(*pair) for pair in zip(sources, targets, strict=True)]
+        self.calls = bound * (count // len(bound))
 
     def poison(self) -> None:
         """Make every byte of the target wrong. A way that makes its own target has only the change of bytes to prove it."""
         if self._way.result is None:
-            self._arena.poison(self._way.direction, self._expected, self._target)
+            self._arena.poison(self._way.direction, self._expected(0, self._span), self._target())
 
     def synchronize(self) -> None:
         """Block until every call is done."""
@@ -115,13 +128,41 @@ class Batch:
         """Compare the target, or what the kept calls returned, with the source. Raises `Corrupted`."""
         way, same = self._way, self._arena.equal
         if way.result is None:
-            intact = same(way.direction, self._expected, self._target)
+            intact = same(way.direction, self._expected(0, self._span), self._target())
         else:
-            cuts = self._cuts[-len(self.kept) :]
+            starts = self._starts[-len(self.kept) :]
             results = (way.result(returned) for returned in self.kept)
-            intact = all(same(way.direction, self._expected[cut], result) for cut, result in zip(cuts, results, strict=True))
+            pairs = zip(starts, results, strict=True)
+            intact = all(same(way.direction, self._expected(start, self._nbytes), result) for start, result in pairs)
         if not intact:
             raise Corrupted(
                 f"{way.name!r} said it was done, but the {way.direction} target does not hold the source's bytes: "
-                f"{len(self.calls)} transfers of {self._cuts[0].stop} bytes. Every figure of this run is void; mend the copy first"
+                f"{len(self.calls)} transfers of {self._nbytes} bytes. Every figure of this run is void; mend the copy first"
             )
+
+    def _target_of(self, start: int) -> Any:
+        if self._way.given_new:
+            return self._arena.device.inverted(self._expected(start, self._nbytes))
+        return None if self._way.result else self._arena.target(self._way.direction)[start : start + self._nbytes]
+
+    def _expected(self, start: int, nbytes: int) -> Any:
+        begin = self._shift + start
+        return self._arena.expected(self._way.direction)[begin : begin + nbytes]
+
+    def _target(self) -> Any:
+        return self._arena.target(self._way.direction)[: self._span]
+
+
+def fitted(way: Way, device: Device) -> Way:
+    """Return the way as it can be measured on this device.
+
+    Where device arrays cannot be written to, a way that writes to one is given a new one for each call.
+    """
+    if way.direction == "d2h" or way.result is not None or device.in_place:
+        return way
+
+    def bind(source: Any, target: Any) -> Call:
+        call = way.bind(source, target)
+        return lambda: (call(), target)[1]
+
+    return replace(way, bind=bind, result=lambda array: array, keep=None, given_new=True)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from benchmarks.harness import Absences, Effort
+from benchmarks import ours
+from benchmarks.arena import Arena
+from benchmarks.harness import Absences, Contender, Effort, able, sample
+from benchmarks.pipeline import Pipe
 from benchmarks.records import Record
-from benchmarks.ways import Device, Direction, Kind, Peer, Way
+from benchmarks.ways import Corrupted, Device, Direction, Kind, Peer, Way
 from xferlib import Stager
 
-__all__ = ["Bench", "Case", "OpenStager", "ways_of"]
+__all__ = ["LIMIT", "Bench", "Case", "OpenStager", "ways_of"]
+
+FEW_STEPS = 4
+LIMIT = "limit"
 
 
 class OpenStager(Protocol):
@@ -45,10 +52,48 @@ class Bench:
                 self.absences.add(name, error)
         return peers
 
+    def able_contenders(
+        self,
+        mine: tuple[Way, ...],
+        bare: tuple[Way, ...],
+        rivals: Iterable[tuple[Way, ...]],
+        *,
+        arena: Arena,
+        pinned: Arena,
+        nbytes: int,
+    ) -> list[Contender]:
+        """Return ours, the limit, which moves between pinned memory, and those of the rivals that can run."""
+        contenders = [
+            Contender(name=ours.NAME, ways=mine, arena=arena, optional=False),
+            Contender(name=LIMIT, ways=bare, arena=pinned, optional=False),
+            *(Contender(name=_together(ways), ways=ways, arena=arena) for ways in rivals),
+        ]
+        return able(contenders, self.absences, partial(sample, nbytes=nbytes, count=1, index=-2))
+
+    def able_pipes(self, pipes: Sequence[Pipe]) -> list[Pipe]:
+        """Run each for some steps and return those that can. The first is ours, and must."""
+        present = []
+        for pipe in pipes:
+            try:
+                pipe.run(FEW_STEPS)
+            except Corrupted:
+                raise
+            except Exception as error:
+                if pipe is pipes[0]:
+                    raise
+                self.absences.add(pipe.name, error)
+                continue
+            present.append(pipe)
+        return present
+
 
 def ways_of(peers: Iterable[Peer], kind: Kind, direction: Direction) -> list[Way]:
     """Return the ways of all peers."""
     return [way for peer in peers for way in peer.ways(kind, direction)]
+
+
+def _together(ways: Sequence[Way]) -> str:
+    return " + ".join(dict.fromkeys(way.name for way in ways))
 
 
 @dataclass(frozen=True, kw_only=True)

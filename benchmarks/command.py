@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,10 @@ def run(open_stager: OpenStager, device: Device, cases: Sequence[Case], *, quick
     shown: list[Record] = []
     for case in cases:
         try:
-            measured = list(case.run(bench))
+            with warnings.catch_warnings():
+                # Of puts that wait: what they cost is the question.
+                warnings.simplefilter("ignore", xferlib.SynchronousTransferWarning)
+                measured = list(case.run(bench))
         except Corrupted as error:
             print(f"case {case.name!r} failed: {error}", file=sys.stderr)
             return 1

@@ -21,6 +21,9 @@ __all__ = ["FULL", "QUICK", "Absences", "Contender", "Effort", "Timing", "able",
 
 T = TypeVar("T")
 
+USUAL_RATE = 50e9
+"""Bytes a second."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
@@ -34,12 +37,18 @@ class Effort:
     """Rounds of chunks of calls."""
     chunk: int = 50
     """Calls between two synchronizations: deep enough to be back to back, short of what a queue holds."""
+    row_seconds: float = 0.06
+    """About how long a row of steps, or of copies, lasts that is timed alone."""
     same: bool = False
     """Whether all calls of a chunk move the same array; else each has memory of its own, as in a loop over many arrays."""
 
+    def row(self, nbytes: int) -> int:
+        """Return how many copies of `nbytes` bytes make a row, at the rate of a usual link."""
+        return max(6, int(self.row_seconds * USUAL_RATE / nbytes))
+
 
 FULL = Effort(samples=7, sample_seconds=0.0045, chunks=100)
-QUICK = Effort(samples=3, sample_seconds=0.0005, chunks=4)
+QUICK = Effort(samples=3, sample_seconds=0.0005, chunks=4, row_seconds=0.0002)
 MOST = 8192
 """Transfers in a sample."""
 WARM_UP_CHUNKS = 2
@@ -54,6 +63,10 @@ class Contender:
     arena: Arena
     optional: bool = True
     """If it cannot run, it is left out and named as absent; otherwise the run fails."""
+
+    @property
+    def waits(self) -> bool:
+        return any(way.waits for way in self.ways)
 
 
 @dataclass(kw_only=True)
@@ -116,7 +129,9 @@ def time_bandwidth(contenders: Sequence[Contender], *, nbytes: int, effort: Effo
     """
     counts = {contender.name: _calibrate(contender, nbytes, effort) for contender in contenders}
     if level:
-        counts = dict.fromkeys(counts, max(counts.values()))
+        # A call that waits by itself has no end of a sample to weigh.
+        most = max(counts.values())
+        counts = {one.name: counts[one.name] if one.waits else most for one in contenders}
     timings = {name: Timing(count=count) for name, count in counts.items()}
     # Round 0 is the warm-up at the final count.
     for index in range(effort.samples + 1):

@@ -24,6 +24,10 @@ PACKAGES = (
     "numba",
     "numba-cuda",
     "numba-cuda-mlir",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "cuda-bindings",
 )
 
 

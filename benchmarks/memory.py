@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from benchmarks.ways import Bytes
+from benchmarks.steps import Bytes
 
-__all__ = ["empty_pageable", "equal", "fill_random", "invert"]
+__all__ = ["copy_rates", "empty_pageable", "equal", "fill_random", "invert"]
 
 PIECE = 4 << 20
+HOT_PIECE = 1 << 20
 THREADS = min(16, len(os.sched_getaffinity(0)))
 _threads = ThreadPoolExecutor(THREADS, "benchmark-bytes")
 
@@ -51,6 +54,37 @@ def equal(left: Bytes, right: Bytes) -> bool:
         return np.array_equal(left[start : start + PIECE], right[start : start + PIECE])
 
     return left.shape == right.shape and _each(same, range(0, left.nbytes, PIECE))
+
+
+def copy_rates(source: Bytes, target: Bytes) -> dict[str, float]:
+    """Return how many GB/s NumPy copies with 1, 2, 4 threads and so on, each byte counted once: what memory itself allows.
+
+    "to memory" writes all of the target; "to cache" writes one small piece per thread again and again, and reads all the source.
+    """
+    rates: dict[str, float] = {}
+    threads = 1
+    while threads <= THREADS:
+        for name, hot in (("to memory", False), ("to cache", True)):
+            rates[f"{name}, {threads} thread{'s' if threads > 1 else ''}"] = round(_copy_rate(source, target, threads, hot), 2)
+        threads *= 2
+    return rates
+
+
+def _copy_rate(source: Bytes, target: Bytes, threads: int, hot: bool) -> float:
+    span = target.nbytes // threads
+
+    def copy(first: int) -> None:
+        for start in range(first, first + span, HOT_PIECE):
+            piece = source[start : min(start + HOT_PIECE, first + span)]
+            into = first if hot else start
+            np.copyto(target[into : into + piece.nbytes], piece)
+
+    best = math.inf
+    for _ in range(3):
+        begin = time.perf_counter()
+        list(_threads.map(copy, range(0, threads * span, span)))
+        best = min(best, time.perf_counter() - begin)
+    return threads * span / best / 1e9
 
 
 def _each(work: Callable[[int], bool], starts: range) -> bool:

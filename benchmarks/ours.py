@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+from benchmarks import memory
+from benchmarks.steps import Bytes, Compute, Drain, Feed
 from benchmarks.ways import Call, Direction, Way
 from xferlib import Stager
 
-__all__ = ["NAME", "fresh", "into", "value"]
+__all__ = ["NAME", "drain", "feed", "fresh", "into", "untouched", "value"]
 
 NAME = "xferlib"
 
@@ -34,7 +36,7 @@ def into(stager: Stager, direction: Direction, *, pinned: bool) -> Way:
 
 
 def fresh(stager: Stager, *, keep: int | None) -> Way:
-    """Return `put()`: the target is a new device array."""
+    """Return `put()`: the target is a new device array, or a list of them for a list of sources."""
     return Way(
         name=NAME,
         direction="h2d",
@@ -45,8 +47,8 @@ def fresh(stager: Stager, *, keep: int | None) -> Way:
     )
 
 
-def value(stager: Stager, synchronize: Callable[[], None], *, keep: int | None) -> Way:
-    """Return `put().value`: a new device array that the current stream may read. `synchronize` waits for that stream."""
+def value(stager: Stager, wait: Callable[[Sequence[Any]], None], *, keep: int | None) -> Way:
+    """Return `put().value`: a new device array that the current stream may read. `wait` blocks until arrays are done."""
 
     def bind(source: Any, _: Any) -> Call:
         put = stager.put
@@ -56,9 +58,41 @@ def value(stager: Stager, synchronize: Callable[[], None], *, keep: int | None) 
         name=NAME,
         direction="h2d",
         bind=bind,
-        synchronize=lambda _: synchronize(),
+        synchronize=wait,
         result=lambda array: array,
         keep=keep,
+        trees=True,
+    )
+
+
+def untouched(stager: Stager) -> Way:
+    """Return `get(out=)` into pageable memory that nobody has touched. It is mapped outside the clock, and first written inside."""
+
+    def bind(source: Any, _: Any) -> Call:
+        target = memory.empty_pageable(source.nbytes)
+        return lambda: (stager.get(source, out=target), target)
+
+    def synchronize(kept: Sequence[Any]) -> None:
+        _synchronize([transfer for transfer, _ in kept])
+
+    return Way(name=NAME, direction="d2h", bind=bind, synchronize=synchronize, result=lambda pair: pair[1], keep=None)
+
+
+def feed(stager: Stager, compute: Compute, *, borrow: bool = False) -> Feed:
+    """Return `put()`, started for the stream of the compute. `borrow`: batches stay as they are until they are used."""
+    options: dict[str, Any] = {} if compute.stream is None else {"stream": compute.stream}
+    if borrow:
+        options["borrow"] = True
+    return Feed(name=NAME, start=partial(stager.put, **options), use=lambda transfer: transfer.value)
+
+
+def drain(stager: Stager, compute: Compute) -> Drain:
+    """Return `get(out=)` of what the stream of the compute has under way."""
+    options: dict[str, Any] = {} if compute.stream is None else {"stream": compute.stream}
+    return Drain(
+        name=NAME,
+        start=lambda output, target: stager.get(output, out=target, **options),
+        finish=lambda transfer: cast("Bytes", transfer.result()),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from benchmarks.harness import Timing
 
@@ -42,6 +42,8 @@ class Record(TypedDict):
     peers_seconds: dict[str, float]
     machine: dict[str, str]
     versions: dict[str, str]
+    details: NotRequired[dict[str, Any]]
+    """What one case alone can say: its docstring says what."""
 
 
 KEY = ("case", "backend", "direction", "nbytes", "label")
@@ -63,6 +65,7 @@ def make(
     peers: Mapping[str, Timing],
     machine: dict[str, str],
     versions: dict[str, str],
+    details: dict[str, Any] | None = None,
 ) -> Record:
     """Return a record. `nbytes` is per direction; the rates of both at once count both."""
     moved = (2 if direction == "both" else 1) * nbytes
@@ -70,7 +73,7 @@ def make(
     def gbps(timing: Timing) -> float:
         return round(moved / timing.median / 1e9, 6)
 
-    return Record(
+    record = Record(
         case=case,
         backend=backend,
         direction=direction,
@@ -86,12 +89,15 @@ def make(
         machine=machine,
         versions=versions,
     )
+    if details is not None:
+        record["details"] = details
+    return record
 
 
 def check(record: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless this is a record."""
     fields = set(Record.__annotations__)
-    if set(record) != fields:
+    if set(record) | {"details"} != fields:
         raise ValueError(f"the fields of a record are {sorted(fields)!r}, not {sorted(record)!r}")
     wrong = [name for name in TEXT if not isinstance(record[name], str) or not record[name]]
     wrong += [name for name in ("nbytes", "batch") if not isinstance(record[name], int) or record[name] < 1]
@@ -99,6 +105,8 @@ def check(record: Mapping[str, Any]) -> None:
     wrong += [name for name, kind in TABLES.items() if not _table_of(record[name], kind)]
     if record["direction"] not in DIRECTIONS:
         wrong.append("direction")
+    if not isinstance(record.get("details", {}), dict):
+        wrong.append("details")
     if not _ordered(record["seconds"]):
         wrong.append("seconds")
     if wrong:

@@ -11,8 +11,10 @@ from benchmarks.records import Record
 
 __all__ = ["show"]
 
-SMALL = 1024
-"""Bytes. Below, the time of a call says something and the rate does not."""
+CALLS = {"overhead", "bystander"}
+STEPS = {"loop", "drain", "leaves"}
+"""Cases of which a time says something and the rate does not: in us, in ms."""
+PER_SECOND = {"us": 1e6, "ms": 1e3}
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -21,37 +23,50 @@ def show(console: Console, records: Iterable[Record], absences: Mapping[str, str
     by_case: dict[str, list[Record]] = {}
     for record in records:
         by_case.setdefault(record["case"], []).append(record)
-    for group in by_case.values():
-        for small in (True, False):
-            rows = [record for record in group if (record["nbytes"] < SMALL) == small]
-            if rows:
-                console.print(_table(rows, small=small))
+    for case, group in by_case.items():
+        console.print(_table(group, unit="us" if case in CALLS else "ms" if case in STEPS else "GB/s"))
+        for record in group:
+            _show_details(console, record)
     for name, reason in absences.items():
         console.print(f"absent: {name} ({reason})", markup=False)
 
 
-def _table(records: list[Record], *, small: bool) -> Table:
+def _show_details(console: Console, record: Record) -> None:
+    """Print what is a single figure; lists and tables stand in the record."""
+    figures = {name: value for name, value in record.get("details", {}).items() if isinstance(value, int | float)}
+    if figures:
+        text = ", ".join(f"{name} {value:.6g}" for name, value in figures.items())
+        line = f"{record['label']} {record['direction']} {_size(record['nbytes'])}: {text}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(records: list[Record], *, unit: str) -> Table:
     first = records[0]
-    table = Table(title=f"{first['case']}: {first['backend']} on {_where(first)}, {'us a call' if small else 'GB/s'}")
+    table = Table(title=f"{first['case']}: {first['backend']} on {_where(first)}, {unit}")
     for heading in ("label", "direction", "size"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("xferlib", "min", "max", "limit", "of limit"):
+    for heading in ("xferlib", "min", "max", "limit", _share(unit)):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("peers", ratio=1)
     for record in records:
-        table.add_row(*_row(record, small=small))
+        table.add_row(*_row(record, unit))
     return table
 
 
-def _row(record: Record, *, small: bool) -> list[str]:
+def _share(unit: str) -> str:
+    """Return what stands beside the limit: for a rate the share that is reached, for a time how many times as long it is."""
+    return "of limit" if unit == "GB/s" else "x limit"
+
+
+def _row(record: Record, unit: str) -> list[str]:
     moved = (2 if record["direction"] == "both" else 1) * record["nbytes"]
 
     def figure(seconds: float) -> str:
-        return f"{seconds * 1e6:.2f}" if small else f"{moved / seconds / 1e9:.2f}"
+        return f"{moved / seconds / 1e9:.2f}" if unit == "GB/s" else f"{seconds * PER_SECOND[unit]:.2f}"
 
     seconds = record["seconds"]
     # The slowest transfer has the lowest rate.
-    low, high = (seconds["min"], seconds["max"]) if small else (seconds["max"], seconds["min"])
+    low, high = (seconds["max"], seconds["min"]) if unit == "GB/s" else (seconds["min"], seconds["max"])
     peers = ", ".join(f"{name} {figure(value)}" for name, value in record["peers_seconds"].items())
     return [
         record["label"],
@@ -59,7 +74,7 @@ def _row(record: Record, *, small: bool) -> list[str]:
         _size(record["nbytes"]),
         *(figure(value) for value in (seconds["median"], low, high)),
         figure(moved / record["limit_gbps"] / 1e9),
-        f"{record['of_limit']:.3f}",
+        f"{record['of_limit'] if unit == 'GB/s' else 1 / record['of_limit']:.3f}",
         peers or "-",
     ]
 

@@ -11,15 +11,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+from benchmarks.steps import Bytes, Compute, Drain, Feed
 
 __all__ = ["Bytes", "Call", "Corrupted", "Device", "Direction", "Kind", "Opener", "Peer", "Way"]
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 Direction: TypeAlias = Literal["h2d", "d2h"]
-Kind: TypeAlias = Literal["pinned", "pageable", "fresh"]
-"""Into a target that is there, from or into pinned or pageable memory; or from pinned memory into a new device array."""
+Kind: TypeAlias = Literal["pinned", "pageable", "fresh", "untouched"]
+"""From or into pinned or pageable memory that is there and touched; from pinned memory into a new device array ("fresh"); from the
+device into new pageable memory that nobody has touched."""
 Call: TypeAlias = Callable[[], object]
 
 
@@ -43,13 +42,27 @@ class Way:
     """How many of the latest returned objects are held while others are made; None: all."""
     empty_pinned: Callable[[int], Bytes] | None = None
     """Allocate pinned memory of the peer's own, where its calls are slower, or faster, with memory it knows."""
+    waits: bool = False
+    """The call itself waits for the bytes: it cannot have a part in moves both ways at once."""
+    once: bool = False
+    """A second call on the same array would find what the first has left behind, and move nothing."""
+    given_new: bool = False
+    """It writes to a device array that is made for each call, outside the clock, with wrong bytes in it. See `arena.fitted`."""
+    trees: bool = False
+    """`bind` takes a list of arrays as well."""
 
 
 class Peer(Protocol):
-    """A library that moves the same bytes between the same memory."""
+    """A library that moves the same bytes between the same memory, in arrays of the device or of its own over them."""
 
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
         """Return what its users call for this, none if there is no such call."""
+
+    def feeds(self, kind: Kind, compute: Compute) -> Sequence[Feed]:
+        """Return how its users bring batches to this compute, none if they do not."""
+
+    def drains(self, compute: Compute) -> Sequence[Drain]:
+        """Return how its users bring outputs of this compute to the host."""
 
 
 Opener: TypeAlias = Callable[[], Peer]
@@ -66,6 +79,14 @@ class Device(Protocol):
     @property
     def peers(self) -> Mapping[str, Opener]: ...
 
+    @property
+    def in_place(self) -> bool:
+        """Whether device arrays can be written to. Without, only transfers into new ones are measured."""
+
+    @property
+    def streams(self) -> Sequence[str]:
+        """Names the streams that compute may run on, the usual one first."""
+
     def machine(self) -> dict[str, str]: ...
 
     def versions(self) -> dict[str, str]: ...
@@ -77,12 +98,19 @@ class Device(Protocol):
         """Return a finished device array with these bytes."""
 
     def invert(self, source: Any, out: Any) -> None:
-        """Flip every bit of one device array into another: no byte of `out` is then right by chance."""
+        """Flip every bit of one device array into another: no byte of `out` is then right by chance. Needs `in_place`."""
 
-    def equal(self, left: Any, right: Any) -> bool: ...
+    def inverted(self, source: Any) -> Any:
+        """Return a finished new device array with every bit flipped."""
+
+    def equal(self, left: Any, right: Any) -> bool:
+        """Compare two device arrays; the right one may be a peer's."""
 
     def synchronize(self) -> None:
         """Block until the device has nothing to do."""
+
+    def wait(self, arrays: Sequence[Any]) -> None:
+        """Block until these arrays of the framework, and what its current stream has under way, are done."""
 
     def raw(self, direction: Direction) -> Way:
         """Return the bare runtime call from or into pinned memory: the physical limit."""
@@ -92,3 +120,6 @@ class Device(Protocol):
 
     def busy(self) -> AbstractContextManager[Call] | None:
         """Make a compute stream current and yield a call that launches a short kernel on it; None: there is no such thing."""
+
+    def compute(self, nbytes: int, stream: str) -> Compute:
+        """Return compute on batches of `nbytes` bytes, a multiple of 8, on the stream of that name."""

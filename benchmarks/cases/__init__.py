@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import link, overhead
+from benchmarks.cases import bystander, drain, leaves, link, loop, memory_kinds, overhead, pageable
 
 __all__ = ["CASES"]
 
-CASES = {case.name: case for case in (link.CASE, overhead.CASE)}
+CASES = {
+    case.name: case for case in (module.CASE for module in (link, overhead, loop, drain, pageable, leaves, memory_kinds, bystander))
+}

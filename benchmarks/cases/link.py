@@ -4,7 +4,8 @@ Question: how much of the link between host and device is left to users when the
 
 Isolated: the transfer path. Data is in place, memory is touched, and what is pinned was pinned outside the clock. Three labels:
 "pinned" and "pageable" write into a target that is there (`put(into=)`, `get(out=)`), from or into that kind of host memory;
-"fresh" is a `put` from pinned memory that makes a new device array, for 64 MiB and up.
+"fresh" is a `put` from pinned memory that makes a new device array, for 64 MiB and up. Where device arrays cannot be written to, as
+in JAX, every `put` makes a new one: "fresh" then comes in every size, and "pageable, new array" is what it says.
 
 Method: transfers back to back, from 4 KiB to 1 GiB; h2d, d2h, and both started together (bytes of both over the wall clock). Each
 transfer of a sample has its own source and target. The limit is the bare asynchronous copy on streams of its own between pinned
@@ -25,8 +26,8 @@ import numpy as np
 
 from benchmarks import memory, ours, records
 from benchmarks.arena import SHIFTS, STEP, Arena
-from benchmarks.bench import Bench, Case
-from benchmarks.harness import Contender, able, sample, time_bandwidth
+from benchmarks.bench import LIMIT, Bench, Case
+from benchmarks.harness import Contender, time_bandwidth
 from benchmarks.records import Record
 from benchmarks.ways import Bytes, Direction, Kind, Peer, Way
 from xferlib import Stager
@@ -35,13 +36,13 @@ __all__ = ["CASE"]
 
 NAME = "link"
 PEERS = ("cupy", "torch", "jax", "numpy")
+PEERS_TO_NEW_ARRAYS = ("torch", "jax")
 SIZES = tuple(4**power << 10 for power in range(1, 11))
 QUICK_SIZES = (4 << 10, 64 << 10, 1 << 20)
 LARGE = 16 << 20
 LARGE_SAMPLE_SECONDS = 0.04
 QUICK_ARENA = 4 << 20
 FRESH_FROM = 64 << 20
-LIMIT = "limit"
 DIRECTIONS: tuple[tuple[Direction, ...], ...] = (("h2d",), ("d2h",), ("h2d", "d2h"))
 
 
@@ -53,6 +54,12 @@ class _Lap:
     directions: tuple[Direction, ...]
     arena: Arena
     nbytes: int
+    new: bool = False
+    """Whether ours makes a new device array."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}, new array" if self.new and self.kind == "pageable" else self.kind
 
     @property
     def direction(self) -> str:
@@ -63,13 +70,14 @@ def run(bench: Bench) -> Iterator[Record]:
     """Yield a record per label, size and direction."""
     sizes = QUICK_SIZES if bench.quick else SIZES
     nbytes = QUICK_ARENA if bench.quick else max(sizes)
-    peers = bench.open_peers(PEERS)
+    peers = bench.open_peers(PEERS if bench.device.in_place else PEERS_TO_NEW_ARRAYS)
     # Two pinned arenas, and as much again for pageable transfers of a whole sample in each direction.
     with bench.open_stager(pinned_limit=4 * (nbytes + SHIFTS * STEP) + (64 << 20)) as stager:
         pinned = Arena.allocate(bench.device, nbytes, partial(_empty_pinned, stager))
         pageable = pinned.with_host(memory.empty_pageable)
         for size in sizes:
-            for lap in _laps(pinned, pageable, size, fresh=bench.quick or size >= FRESH_FROM):
+            laps = _laps if bench.device.in_place else _laps_to_new_arrays
+            for lap in laps(pinned, pageable, size, fresh=bench.quick or size >= FRESH_FROM):
                 yield _measure(bench, stager, _contenders(bench, stager, peers, lap, pinned), lap)
 
 
@@ -81,43 +89,45 @@ def _laps(pinned: Arena, pageable: Arena, nbytes: int, *, fresh: bool) -> Iterat
     for directions in DIRECTIONS:
         yield _Lap(kind="pinned", directions=directions, arena=pinned, nbytes=nbytes)
     if fresh:
-        yield _Lap(kind="fresh", directions=("h2d",), arena=pinned, nbytes=nbytes)
+        yield _Lap(kind="fresh", directions=("h2d",), arena=pinned, nbytes=nbytes, new=True)
     for directions in DIRECTIONS:
         yield _Lap(kind="pageable", directions=directions, arena=pageable, nbytes=nbytes)
 
 
+def _laps_to_new_arrays(pinned: Arena, pageable: Arena, nbytes: int, *, fresh: bool) -> Iterator[_Lap]:
+    """Yield what there is where device arrays cannot be written to: every `put` makes a new one, at every size."""
+    yield _Lap(kind="pinned", directions=("d2h",), arena=pinned, nbytes=nbytes)
+    yield _Lap(kind="fresh", directions=("h2d",), arena=pinned, nbytes=nbytes, new=True)
+    yield _Lap(kind="fresh", directions=("h2d", "d2h"), arena=pinned, nbytes=nbytes, new=True)
+    for directions in DIRECTIONS:
+        yield _Lap(kind="pageable", directions=directions, arena=pageable, nbytes=nbytes, new="h2d" in directions)
+
+
 def _contenders(bench: Bench, stager: Stager, peers: Sequence[Peer], lap: _Lap, pinned: Arena) -> list[Contender]:
-    mine = tuple(_our_way(stager, lap.kind, direction) for direction in lap.directions)
+    mine = tuple(_our_way(stager, lap, direction) for direction in lap.directions)
     bare = tuple(bench.device.raw(direction) for direction in lap.directions)
-    contenders = [
-        Contender(name=ours.NAME, ways=mine, arena=lap.arena, optional=False),
-        Contender(name=LIMIT, ways=bare, arena=pinned, optional=False),
-        *(Contender(name=_together(ways), ways=ways, arena=lap.arena) for ways in _rivals(peers, lap)),
-    ]
-    return able(contenders, bench.absences, partial(sample, nbytes=lap.nbytes, count=1, index=-2))
+    return bench.able_contenders(mine, bare, _rivals(peers, lap), arena=lap.arena, pinned=pinned, nbytes=lap.nbytes)
 
 
-def _together(ways: Sequence[Way]) -> str:
-    return " + ".join(dict.fromkeys(way.name for way in ways))
-
-
-def _our_way(stager: Stager, kind: Kind, direction: Direction) -> Way:
-    if kind == "fresh":
+def _our_way(stager: Stager, lap: _Lap, direction: Direction) -> Way:
+    if direction == "h2d" and lap.new:
         return ours.fresh(stager, keep=None)
-    return ours.into(stager, direction, pinned=kind == "pinned")
+    return ours.into(stager, direction, pinned=lap.kind != "pageable")
 
 
 def _rivals(peers: Sequence[Peer], lap: _Lap) -> list[tuple[Way, ...]]:
-    by_direction = [[tuple(peer.ways(lap.kind, direction)) for peer in peers] for direction in lap.directions]
+    kinds: dict[Direction, Kind] = {"h2d": lap.kind, "d2h": "pinned" if lap.kind == "fresh" else lap.kind}
+    by_direction = [[peer.ways(kinds[direction], direction) for peer in peers] for direction in lap.directions]
     if len(by_direction) == 1:
         return [(way,) for ways in by_direction[0] for way in ways]
     if lap.kind == "pageable":
         return []
-    return [pair for puts, gets in zip(*by_direction, strict=True) for pair in zip(puts, gets, strict=False)]
+    pairs = [pair for puts, gets in zip(*by_direction, strict=True) for pair in zip(puts, gets, strict=False)]
+    return [pair for pair in pairs if not any(way.waits for way in pair)]
 
 
 def _measure(bench: Bench, stager: Stager, contenders: Sequence[Contender], lap: _Lap) -> Record:
-    bench.say(f"{NAME}: {lap.kind} {lap.direction}, {lap.nbytes} bytes")
+    bench.say(f"{NAME}: {lap.label} {lap.direction}, {lap.nbytes} bytes")
     effort = bench.effort
     if lap.nbytes >= LARGE and lap.kind != "pageable":
         # The first start and the last wait cost tens of microseconds in all: they must not be a share of the link's figure.
@@ -128,7 +138,7 @@ def _measure(bench: Bench, stager: Stager, contenders: Sequence[Contender], lap:
         backend=stager.name,
         direction=lap.direction,
         nbytes=lap.nbytes,
-        label=lap.kind,
+        label=lap.label,
         ours=timings.pop(ours.NAME),
         limit=timings.pop(LIMIT),
         peers=timings,

@@ -1,4 +1,4 @@
-"""Host time of a call that starts a 64-byte transfer, against the bare runtime calls.
+"""Host time of a call that starts a transfer of 64 bytes, or of 4 KiB, against the bare runtime calls.
 
 Question: what does a call cost the host when the bytes cost nothing? It bounds how small batches may be.
 
@@ -24,7 +24,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks import ours, records
-from benchmarks.arena import Arena
+from benchmarks.arena import Arena, fitted
 from benchmarks.bench import Bench, Case, ways_of
 from benchmarks.harness import Contender, Timing, able, time_calls
 from benchmarks.records import Record
@@ -34,12 +34,15 @@ from xferlib import Stager
 __all__ = ["CASE"]
 
 NAME = "overhead"
-PEERS = ("cupy", "torch", "numba", "numpy")
+PEERS = ("cupy", "torch", "numba", "jax", "numpy")
 NBYTES = 64
+PAGE = 4096
 KEPT = 2
 """Fresh arrays that a caller holds at a time."""
 BUSY_SHARE = 5
 """One chunk with a kernel before each call for so many without."""
+NEW_SHARE = 3
+"""One chunk where every call needs a new array, made outside the clock, for so many elsewhere."""
 
 
 def run(bench: Bench) -> Iterator[Record]:
@@ -49,13 +52,15 @@ def run(bench: Bench) -> Iterator[Record]:
         to_device = [*ways_of(peers, "pinned", "h2d"), *ways_of(peers, "fresh", "h2d")]
         yield from _direction(bench, stager, "h2d", _puts(bench, stager), to_device)
         yield from _direction(bench, stager, "d2h", _gets(stager), ways_of(peers, "pinned", "d2h"))
+        yield from _direction(bench, stager, "h2d", _puts(bench, stager), to_device, nbytes=PAGE)
 
 
 def _puts(bench: Bench, stager: Stager) -> dict[str, Way]:
+    into = {"put(into=)": ours.into(stager, "h2d", pinned=True)} if bench.device.in_place else {}
     return {
-        "put(into=)": ours.into(stager, "h2d", pinned=True),
+        **into,
         "put()": ours.fresh(stager, keep=KEPT),
-        "put().value": ours.value(stager, bench.device.synchronize, keep=KEPT),
+        "put().value": ours.value(stager, bench.device.wait, keep=KEPT),
     }
 
 
@@ -64,31 +69,36 @@ def _gets(stager: Stager) -> dict[str, Way]:
 
 
 def _direction(
-    bench: Bench, stager: Stager, direction: Direction, labels: dict[str, Way], rivals: Sequence[Way]
+    bench: Bench, stager: Stager, direction: Direction, labels: dict[str, Way], rivals: Sequence[Way], nbytes: int = NBYTES
 ) -> Iterator[Record]:
     raw = bench.device.raw(direction)
     mine = {**labels, raw.name: raw}
-    contenders = [_contender(bench, stager, name, way, optional=False) for name, way in mine.items()]
-    contenders += [_contender(bench, stager, way.name, way) for way in [*bench.device.floors(direction), *rivals]]
-    once = replace(bench.effort, chunks=1)
-    contenders = able(contenders, bench.absences, lambda one: time_calls([one], nbytes=NBYTES, effort=once))
-    bench.say(f"{NAME}: {direction}, {len(contenders)} calls")
-    timings = time_calls(contenders, nbytes=NBYTES, effort=bench.effort)
-    yield from _records(bench, stager, direction, list(labels), raw.name, timings, "")
-    timings = time_calls(contenders, nbytes=NBYTES, effort=replace(bench.effort, same=True))
-    yield from _records(bench, stager, direction, list(labels), raw.name, timings, ", same array")
+    effort = bench.effort
+    if not bench.device.in_place:
+        effort = replace(effort, chunks=-(-effort.chunks // NEW_SHARE))
+    contenders = [_contender(bench, stager, name, way, nbytes, optional=False) for name, way in mine.items()]
+    contenders += [_contender(bench, stager, way.name, way, nbytes) for way in [*bench.device.floors(direction), *rivals]]
+    once = replace(effort, chunks=1)
+    contenders = able(contenders, bench.absences, lambda one: time_calls([one], nbytes=nbytes, effort=once))
+    report = partial(_records, bench, stager, direction, nbytes, list(labels), raw.name)
+    bench.say(f"{NAME}: {direction}, {nbytes} bytes, {len(contenders)} calls")
+    yield from report(time_calls(contenders, nbytes=nbytes, effort=effort), "")
+    if nbytes == NBYTES:
+        again = [one for one in contenders if not any(way.once for way in one.ways)]
+        yield from report(time_calls(again, nbytes=nbytes, effort=replace(effort, same=True)), ", same array")
     busy = bench.device.busy()
     if busy is None:
         return
-    bench.say(f"{NAME}: {direction}, busy")
-    fewer = replace(bench.effort, chunks=-(-bench.effort.chunks // BUSY_SHARE))
+    bench.say(f"{NAME}: {direction}, {nbytes} bytes, busy")
+    fewer = replace(effort, chunks=-(-effort.chunks // BUSY_SHARE))
     with busy as launch:
-        timings = time_calls(contenders, nbytes=NBYTES, effort=fewer, before=launch)
-    yield from _records(bench, stager, direction, list(labels), raw.name, timings, ", busy")
+        timings = time_calls(contenders, nbytes=nbytes, effort=fewer, before=launch)
+    yield from report(timings, ", busy")
 
 
-def _contender(bench: Bench, stager: Stager, name: str, way: Way, *, optional: bool = True) -> Contender:
-    arena = Arena.allocate(bench.device, NBYTES * bench.effort.chunk, way.empty_pinned or partial(_empty_pinned, stager))
+def _contender(bench: Bench, stager: Stager, name: str, way: Way, nbytes: int, *, optional: bool = True) -> Contender:
+    arena = Arena.allocate(bench.device, nbytes * bench.effort.chunk, way.empty_pinned or partial(_empty_pinned, stager))
+    way = fitted(way, bench.device)
     bounded = way if way.result is None else replace(way, keep=KEPT)
     return Contender(name=name, ways=(bounded,), arena=arena, optional=optional)
 
@@ -98,7 +108,14 @@ def _empty_pinned(stager: Stager, nbytes: int) -> Bytes:
 
 
 def _records(
-    bench: Bench, stager: Stager, direction: Direction, labels: Sequence[str], limit: str, timings: dict[str, Timing], suffix: str
+    bench: Bench,
+    stager: Stager,
+    direction: Direction,
+    nbytes: int,
+    labels: Sequence[str],
+    limit: str,
+    timings: dict[str, Timing],
+    suffix: str,
 ) -> Iterator[Record]:
     peers = {name: timing for name, timing in timings.items() if name not in labels}
     for label in labels:
@@ -106,7 +123,7 @@ def _records(
             case=NAME,
             backend=stager.name,
             direction=direction,
-            nbytes=NBYTES,
+            nbytes=nbytes,
             label=label + suffix,
             ours=timings[label],
             limit=timings[limit],
@@ -116,4 +133,4 @@ def _records(
         )
 
 
-CASE = Case(name=NAME, summary="host time of a call that starts a 64-byte transfer", run=run)
+CASE = Case(name=NAME, summary="host time of a call that starts a transfer of 64 bytes, or of 4 KiB", run=run)

@@ -8,7 +8,12 @@ from benchmarks.ways import Device
 
 __all__ = ["open_device"]
 
-MODULES = {"host": "benchmarks.devices.host_memory", "cupy": "benchmarks.devices.cuda_by_cupy"}
+MODULES = {
+    "host": "benchmarks.devices.host_memory",
+    "cupy": "benchmarks.devices.cuda_by_cupy",
+    "numba": "benchmarks.devices.cuda_by_numba",
+    "jax": "benchmarks.devices.jax_arrays",
+}
 
 
 def open_device(backend: str) -> Device:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, final
 
 import cupy
 import numpy as np
 
-from benchmarks.peers import cupy_calls, jax_calls, numba_calls, torch_calls
-from benchmarks.ways import Bytes, Call, Device, Direction, Opener, Way
+from benchmarks.computes.cupy_steps import CupySteps
+from benchmarks.devices.link import link
+from benchmarks.peers import OPENERS
+from benchmarks.steps import Bytes, Compute
+from benchmarks.ways import Call, Device, Direction, Opener, Way
 
 __all__ = ["open_device"]
 
 SPIN_NANOSECONDS = 20_000
+OWN = "own stream"
 SPIN = r"""
 extern "C" __global__ void spin(long long nanoseconds) {
     long long begin, now;
@@ -35,12 +38,9 @@ def open_device() -> Device:
 
 @final
 class _CudaDevice:
-    peers: Final[Mapping[str, Opener]] = {
-        "cupy": cupy_calls.open_peer,
-        "torch": torch_calls.open_peer,
-        "jax": jax_calls.open_peer,
-        "numba": numba_calls.open_peer,
-    }
+    peers: Final[Mapping[str, Opener]] = {name: OPENERS[name] for name in ("cupy", "torch", "jax", "numba", "cuda")}
+    in_place: Final = True
+    streams: Final[Sequence[str]] = ("default stream", OWN)
 
     def __init__(self) -> None:
         self._device = cupy.cuda.Device(0)
@@ -53,7 +53,7 @@ class _CudaDevice:
         self._event = cupy.cuda.Event(disable_timing=True)
 
     def machine(self) -> dict[str, str]:
-        return {"gpu": self.name, "link": _link(self._device.pci_bus_id)}
+        return {"gpu": self.name, "link": link(self._device.pci_bus_id)}
 
     def versions(self) -> dict[str, str]:
         runtime = cupy.cuda.runtime
@@ -71,11 +71,20 @@ class _CudaDevice:
     def invert(self, source: Any, out: Any) -> None:
         cupy.invert(_wide(source), out=_wide(out))
 
+    def inverted(self, source: Any) -> Any:
+        array = ~source
+        self.synchronize()
+        return array
+
     def equal(self, left: Any, right: Any) -> bool:
-        return bool(cupy.array_equal(_wide(left), _wide(right)))
+        mine = right if isinstance(right, cupy.ndarray) else cupy.from_dlpack(right)
+        return bool(cupy.array_equal(_wide(left), _wide(mine)))
 
     def synchronize(self) -> None:
         self._device.synchronize()
+
+    def wait(self, arrays: Sequence[Any]) -> None:
+        cupy.cuda.get_current_stream().synchronize()
 
     def raw(self, direction: Direction) -> Way:
         stream = self._streams[direction]
@@ -106,6 +115,9 @@ class _CudaDevice:
     def busy(self) -> AbstractContextManager[Call] | None:
         return _busy()
 
+    def compute(self, nbytes: int, stream: str) -> Compute:
+        return CupySteps(nbytes, own_stream=stream == OWN)
+
 
 @contextmanager
 def _busy() -> Iterator[Call]:
@@ -132,13 +144,3 @@ def _wide(array: Any) -> Any:
 
 def _dotted(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def _link(bus: str) -> str:
-    """Return the speed and width of the slot, at most: an idle link reports less than it can do."""
-    folder = Path("/sys/bus/pci/devices") / bus.lower()
-    try:
-        speed, width = ((folder / f"max_link_{part}").read_text().strip() for part in ("speed", "width"))
-    except OSError:
-        return "unknown"
-    return f"{speed} x{width}"

@@ -10,8 +10,10 @@ from typing import Any, Final, final
 import numpy as np
 
 from benchmarks import memory
-from benchmarks.peers import numpy_calls
-from benchmarks.ways import Bytes, Call, Device, Direction, Opener, Way
+from benchmarks.computes.numpy_steps import NumpySteps
+from benchmarks.peers import OPENERS
+from benchmarks.steps import Bytes, Compute
+from benchmarks.ways import Call, Device, Direction, Opener, Way
 
 __all__ = ["open_device"]
 
@@ -24,7 +26,9 @@ def open_device() -> Device:
 @final
 class _HostMemory:
     name: Final = "host"
-    peers: Final[Mapping[str, Opener]] = {"numpy": numpy_calls.open_peer}
+    peers: Final[Mapping[str, Opener]] = {"numpy": OPENERS["numpy"]}
+    in_place: Final = True
+    streams: Final[Sequence[str]] = ("in order",)
 
     def machine(self) -> dict[str, str]:
         return {"gpu": "none"}
@@ -41,11 +45,17 @@ class _HostMemory:
     def invert(self, source: Any, out: Any) -> None:
         memory.invert(source, out)
 
+    def inverted(self, source: Any) -> Any:
+        return ~source
+
     def equal(self, left: Any, right: Any) -> bool:
         return memory.equal(left, right)
 
     def synchronize(self) -> None:
         """Do nothing: what is not a transfer of the stager's is done when it returns."""
+
+    def wait(self, arrays: Sequence[Any]) -> None:
+        """Do nothing, as above."""
 
     def raw(self, direction: Direction) -> Way:
         return Way(
@@ -60,3 +70,6 @@ class _HostMemory:
 
     def busy(self) -> AbstractContextManager[Call] | None:
         return None
+
+    def compute(self, nbytes: int, stream: str) -> Compute:
+        return NumpySteps(nbytes)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
 
 import cupy
+import numpy as np
 
-from benchmarks.ways import Direction, Kind, Peer, Way
+from benchmarks.steps import OUTPUTS, Bytes, Compute, Drain, Feed
+from benchmarks.ways import Call, Direction, Kind, Peer, Way
 
 __all__ = ["open_peer"]
+
+SHARE = 0.2
+"""Of the steps of a pipeline that are measured for ours."""
 
 
 def open_peer() -> Peer:
@@ -27,27 +33,74 @@ class _CupyCalls:
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
         if kind == "fresh":
             return (_asarray(),)
+        if kind == "untouched":
+            return (_asnumpy(),)
         if kind == "pinned":
             return (self._set() if direction == "h2d" else self._get(),)
         return (self._set(), _asarray()) if direction == "h2d" else (self._get(), _asnumpy())
 
+    def feeds(self, kind: Kind, compute: Compute) -> Sequence[Feed]:
+        """A stream of its own and an event for each batch, over four device arrays in turn."""
+        if compute.handle is None:
+            return ()
+        reader, stream = _stream(compute.handle), self._puts
+        targets: deque[Any] = deque()
+
+        def start(batch: Bytes) -> tuple[Any, Any]:
+            if len(targets) < OUTPUTS:
+                targets.append(cupy.empty(batch.nbytes, np.uint8))
+            targets.rotate()
+            targets[0].set(batch, stream)
+            return targets[0], stream.record()
+
+        def use(started: tuple[Any, Any]) -> Any:
+            target, event = started
+            reader.wait_event(event)
+            return compute.adopt(target)
+
+        return (Feed(name="cupy set(stream)", start=start, use=use, share=SHARE),)
+
+    def drains(self, compute: Compute) -> Sequence[Drain]:
+        if compute.handle is None:
+            return ()
+        writer, stream = _stream(compute.handle), self._gets
+
+        def start(output: Any, target: Bytes) -> tuple[Bytes, Any]:
+            stream.wait_event(writer.record())
+            _mine(output).get(stream=stream, out=target, blocking=False)
+            return target, stream.record(cupy.cuda.Event(block=True, disable_timing=True))
+
+        def finish(started: tuple[Bytes, Any]) -> Bytes:
+            target, event = started
+            event.synchronize()
+            return target
+
+        return (Drain(name="cupy get(stream, out)", start=start, finish=finish, share=SHARE),)
+
     def _set(self) -> Way:
         stream = self._puts
-        return Way(
-            name="cupy set",
-            direction="h2d",
-            bind=lambda source, target: partial(target.set, source, stream),
-            synchronize=lambda _: stream.synchronize(),
-        )
+
+        def bind(source: Any, target: Any) -> Call:
+            return partial(_mine(target).set, source, stream)
+
+        return Way(name="cupy set", direction="h2d", bind=bind, synchronize=lambda _: stream.synchronize())
 
     def _get(self) -> Way:
         stream = self._gets
-        return Way(
-            name="cupy get(out=)",
-            direction="d2h",
-            bind=lambda source, target: partial(source.get, stream=stream, out=target, blocking=False),
-            synchronize=lambda _: stream.synchronize(),
-        )
+
+        def bind(source: Any, target: Any) -> Call:
+            return partial(_mine(source).get, stream=stream, out=target, blocking=False)
+
+        return Way(name="cupy get(out=)", direction="d2h", bind=bind, synchronize=lambda _: stream.synchronize())
+
+
+def _stream(handle: int) -> Any:
+    return cupy.cuda.ExternalStream(handle) if handle else cupy.cuda.Stream.null
+
+
+def _mine(array: Any) -> Any:
+    """Return CuPy's array over the same memory."""
+    return array if isinstance(array, cupy.ndarray) else cupy.asarray(array)
 
 
 def _asarray() -> Way:
@@ -65,10 +118,11 @@ def _asnumpy() -> Way:
     return Way(
         name="cupy asnumpy",
         direction="d2h",
-        bind=lambda source, _: partial(cupy.asnumpy, source),
+        bind=lambda source, _: partial(cupy.asnumpy, _mine(source)),
         synchronize=lambda _: None,
         result=_itself,
         keep=None,
+        waits=True,
     )
 
 

@@ -1,24 +1,21 @@
-"""Numba's calls: `copy_to_device` and `copy_to_host` on its arrays over the same memory."""
+"""Numba's calls: `to_device`, and `copy_to_device` and `copy_to_host` on its arrays over the same memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any, final
 
+from benchmarks.computes.numba_steps import load
+from benchmarks.steps import Compute, Drain, Feed
 from benchmarks.ways import Call, Direction, Kind, Peer, Way
 
 __all__ = ["open_peer"]
 
 
 def open_peer() -> Peer:
-    """Import Numba's CUDA module, the newer package first. Raises what the import raises."""
-    try:
-        cuda = import_module("numba_cuda_mlir.cuda")
-    except ModuleNotFoundError:
-        cuda = import_module("numba.cuda")
-    return _NumbaCalls(cuda)
+    """Import Numba's CUDA module. Raises what the import raises."""
+    return _NumbaCalls(load())
 
 
 @final
@@ -28,19 +25,43 @@ class _NumbaCalls:
         self._stream = cuda.stream()
 
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
-        if kind != "pinned":
-            return ()
-        return (
-            Way(
-                name="numba copy_to_device" if direction == "h2d" else "numba copy_to_host",
-                direction=direction,
-                bind=self._put if direction == "h2d" else self._get,
-                synchronize=lambda _: self._stream.synchronize(),
-            ),
+        if kind in ("fresh", "untouched"):
+            return (self._new(),) if direction == "d2h" else ()
+        if kind == "pageable":
+            return (self._into(direction, waits=True),)
+        return (self._into(direction, waits=False),)
+
+    def feeds(self, kind: Kind, compute: Compute) -> Sequence[Feed]:
+        return ()
+
+    def drains(self, compute: Compute) -> Sequence[Drain]:
+        return ()
+
+    def _into(self, direction: Direction, *, waits: bool) -> Way:
+        """From and into pageable memory without a stream, as its users do: with one it would say done too early."""
+        options = {} if waits else {"stream": self._stream}
+
+        def put(source: Any, target: Any) -> Call:
+            return partial(self._cuda.as_cuda_array(target).copy_to_device, source, **options)
+
+        def get(source: Any, target: Any) -> Call:
+            return partial(self._cuda.as_cuda_array(source).copy_to_host, target, **options)
+
+        return Way(
+            name="numba copy_to_device" if direction == "h2d" else "numba copy_to_host",
+            direction=direction,
+            bind=put if direction == "h2d" else get,
+            synchronize=lambda _: self._cuda.synchronize() if waits else self._stream.synchronize(),
+            waits=waits,
         )
 
-    def _put(self, source: Any, target: Any) -> Call:
-        return partial(self._cuda.as_cuda_array(target).copy_to_device, source, stream=self._stream)
-
-    def _get(self, source: Any, target: Any) -> Call:
-        return partial(self._cuda.as_cuda_array(source).copy_to_host, target, stream=self._stream)
+    def _new(self) -> Way:
+        return Way(
+            name="numba copy_to_host",
+            direction="d2h",
+            bind=lambda source, _: partial(self._cuda.as_cuda_array(source).copy_to_host),
+            synchronize=lambda _: None,
+            result=lambda values: values,
+            keep=None,
+            waits=True,
+        )

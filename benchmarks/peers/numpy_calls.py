@@ -1,4 +1,4 @@
-"""NumPy beside the host backend: what a program without a device would write."""
+"""NumPy beside the backends without a GPU: what a program without a device would write."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
 
+import numpy as np
+
+from benchmarks.steps import Bytes, Compute, Drain, Feed
 from benchmarks.ways import Call, Direction, Kind, Peer, Way
 
 __all__ = ["open_peer"]
@@ -19,12 +22,12 @@ def open_peer() -> Peer:
 @final
 class _NumpyCalls:
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
-        if kind == "fresh":
+        if kind in ("fresh", "untouched"):
             return (
                 Way(
                     name="ndarray.copy",
                     direction=direction,
-                    bind=lambda source, _: partial(source.copy),
+                    bind=lambda source, _: partial(np.array, source),
                     synchronize=lambda _: None,
                     result=lambda array: array,
                     keep=None,
@@ -32,6 +35,16 @@ class _NumpyCalls:
             )
         return (Way(name="ndarray[...] =", direction=direction, bind=_assign, synchronize=lambda _: None),)
 
+    def feeds(self, kind: Kind, compute: Compute) -> Sequence[Feed]:
+        return (Feed(name="ndarray.copy", start=lambda batch: batch.copy(), use=lambda array: array),)
+
+    def drains(self, compute: Compute) -> Sequence[Drain]:
+        def start(output: Any, target: Bytes) -> Bytes:
+            np.copyto(target, output)
+            return target
+
+        return (Drain(name="numpy.copyto", start=start, finish=lambda values: values),)
+
 
 def _assign(source: Any, target: Any) -> Call:
-    return partial(target.__setitem__, ..., source)
+    return partial(np.copyto, target, source)

@@ -7,11 +7,13 @@ from functools import partial
 from importlib import import_module
 from typing import Any, final
 
-import cupy
-
-from benchmarks.ways import Bytes, Call, Direction, Kind, Peer, Way
+from benchmarks.steps import Bytes, Compute, Drain, Feed
+from benchmarks.ways import Call, Direction, Kind, Peer, Way
 
 __all__ = ["open_peer"]
+
+SHARE = 0.2
+"""Of the steps of a pipeline that are measured for ours."""
 
 
 def open_peer() -> Peer:
@@ -27,6 +29,7 @@ class _TorchCalls:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._gets = torch.cuda.Stream()
+        self._side = torch.cuda.Stream()
         self._pinned: list[Any] = []
         # As a training loop does it: transfers to the device on a side stream that is current, not on the legacy default stream.
         torch.cuda.set_stream(torch.cuda.Stream())
@@ -34,9 +37,58 @@ class _TorchCalls:
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
         if kind == "fresh":
             return (self._to(non_blocking=True),)
+        if kind == "untouched":
+            return (self._cpu(),)
         if kind == "pinned":
             return (self._copy_in() if direction == "h2d" else self._copy_out(),)
-        return (self._to(non_blocking=False),) if direction == "h2d" else (self._cpu(),)
+        return (self._to(non_blocking=False),) if direction == "h2d" else (self._copy_out_at_once(), self._cpu())
+
+    def feeds(self, kind: Kind, compute: Compute) -> Sequence[Feed]:
+        if compute.handle is None:
+            return ()
+        if kind == "pinned":
+            return (self._on_compute_stream(compute), self._on_side_stream(compute))
+        return (self._on_compute_stream(compute), self._pinning(compute))
+
+    def drains(self, compute: Compute) -> Sequence[Drain]:
+        return ()
+
+    def _on_compute_stream(self, compute: Compute) -> Feed:
+        """As it is written in most loops."""
+        torch, stream = self._torch, self._stream(compute)
+
+        def start(batch: Bytes) -> Any:
+            with torch.cuda.stream(stream):
+                return self._on_host(batch).to("cuda", non_blocking=True)
+
+        return Feed(name="torch to", start=start, use=compute.adopt, share=SHARE)
+
+    def _pinning(self, compute: Compute) -> Feed:
+        torch, stream = self._torch, self._stream(compute)
+
+        def start(batch: Bytes) -> Any:
+            with torch.cuda.stream(stream):
+                return torch.from_numpy(batch).pin_memory().to("cuda", non_blocking=True)
+
+        return Feed(name="torch pin_memory to", start=start, use=compute.adopt, share=SHARE)
+
+    def _on_side_stream(self, compute: Compute) -> Feed:
+        """As a prefetcher does it that takes care of streams."""
+        torch, stream, side = self._torch, self._stream(compute), self._side
+
+        def start(batch: Bytes) -> Any:
+            with torch.cuda.stream(side):
+                return self._on_host(batch).to("cuda", non_blocking=True)
+
+        def use(tensor: Any) -> Any:
+            stream.wait_stream(side)
+            tensor.record_stream(stream)
+            return compute.adopt(tensor)
+
+        return Feed(name="torch to, side stream", start=start, use=use, share=SHARE)
+
+    def _stream(self, compute: Compute) -> Any:
+        return self._torch.cuda.ExternalStream(compute.handle) if compute.handle else self._torch.cuda.default_stream()
 
     def _copy_in(self) -> Way:
         def bind(source: Any, target: Any) -> Call:
@@ -80,10 +132,17 @@ class _TorchCalls:
             direction="h2d",
             bind=bind,
             synchronize=self._synchronize,
-            result=cupy.from_dlpack,
+            waits=not non_blocking,
+            result=lambda tensor: tensor,
             keep=None,
             empty_pinned=self._empty_pinned,
         )
+
+    def _copy_out_at_once(self) -> Way:
+        def bind(source: Any, target: Any) -> Call:
+            return partial(self._torch.from_numpy(target).copy_, self._on_device(source))
+
+        return Way(name="torch copy_", direction="d2h", bind=bind, synchronize=lambda _: None, waits=True)
 
     def _cpu(self) -> Way:
         return Way(
@@ -93,13 +152,16 @@ class _TorchCalls:
             synchronize=lambda _: None,
             result=lambda tensor: tensor.numpy(),
             keep=None,
+            waits=True,
         )
 
     def _synchronize(self, _: Sequence[object]) -> None:
         self._torch.cuda.current_stream().synchronize()
 
     def _on_device(self, array: Any) -> Any:
-        return self._torch.from_dlpack(array)
+        if hasattr(array, "__dlpack__"):
+            return self._torch.from_dlpack(array)
+        return self._torch.as_tensor(array, device="cuda")
 
     def _on_host(self, array: Bytes) -> Any:
         """Return a tensor over the same memory; one of PyTorch's own pinned tensors, which it tracks, where it is part of one."""

@@ -1,0 +1,166 @@
+"""A Python training thread beside staging at full speed, against the same thread by itself.
+
+Question: do threads that stage pageable memory disturb the thread that trains? They need the interpreter, and memory bandwidth.
+
+Isolated: the step time of the calling thread. Its step is what a training loop does on the host: some Python, some small NumPy
+arrays, about a millisecond in all, and no transfer. Beside it a thread puts one pageable batch after another and waits
+for each.
+
+Method: quiet and staging turns, one after the other, ten of each, of a second. `seconds` are the steps beside staging; the limit is
+the quiet step, so `of_limit` is quiet median over staging median. `details` has both medians and 99th percentiles, their ratios, by
+how much the ratio grows, the rate of the staging, and a histogram of both (steps by the upper end of their bin in us, eight bins to
+an octave). What the last put of each turn left on the device is compared.
+
+Command: python benchmarks/run.py --case bystander --backend jax --json
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks import ours, pipeline, records
+from benchmarks.bench import Bench, Case
+from benchmarks.harness import Timing
+from benchmarks.memory import empty_pageable
+from benchmarks.records import Record
+from benchmarks.steps import Bytes
+from benchmarks.ways import Corrupted, Device
+from xferlib import Stager
+
+__all__ = ["CASE"]
+
+NAME = "bystander"
+NBYTES, QUICK_NBYTES = 256 << 20, 1 << 20
+BATCHES = 4
+TURNS, QUICK_TURNS = 10, 2
+TURN_SECONDS, QUICK_TURN_SECONDS = 1.0, 0.1
+WORDS = 4000
+SIDE = 48
+PRODUCTS = 60
+BINS_PER_OCTAVE = 8
+SEED = 31
+
+
+@dataclass
+class _Staging:
+    """What the staging thread has done, and the error that ended it."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    error: Exception | None = None
+    last: tuple[Any, Any] = (None, None)
+    """The latest batch and its device array."""
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+def run(bench: Bench) -> Iterator[Record]:
+    """Yield one record."""
+    nbytes = QUICK_NBYTES if bench.quick else NBYTES
+    turns, seconds = (QUICK_TURNS, QUICK_TURN_SECONDS) if bench.quick else (TURNS, TURN_SECONDS)
+    with bench.open_stager() as stager:
+        batches = pipeline.random_batches(empty_pageable, nbytes, BATCHES, SEED)
+        bench.say(f"{NAME}: {turns} turns of {seconds} s, quiet and staging")
+        quiet, beside, staging = Timing(), Timing(), _Staging()
+        _steps(seconds)
+        _stage_beside(bench.device, stager, batches, seconds, _Staging())
+        for _ in range(turns):
+            quiet.add(_steps(seconds))
+            beside.add(_stage_beside(bench.device, stager, batches, seconds, staging))
+        yield _record(bench, stager, quiet, beside, staging, nbytes)
+
+
+def _steps(seconds: float) -> list[float]:
+    """Train for so long and return the seconds of each step."""
+    clock, found = time.perf_counter, []
+    weights = np.full((SIDE, SIDE), 1 / SIDE)
+    values = np.ones((SIDE, SIDE))
+    end = clock() + seconds
+    begin = clock()
+    while begin < end:
+        words: dict[int, int] = {}
+        for word in range(WORDS):
+            words[word % 97] = words.get(word % 97, 0) + word
+        for _ in range(PRODUCTS):
+            values = np.tanh(values @ weights) + 1e-3
+        now = clock()
+        found.append(now - begin)
+        begin = now
+    return found
+
+
+def _stage_beside(device: Device, stager: Stager, batches: Sequence[Bytes], seconds: float, staging: _Staging) -> list[float]:
+    """Train beside a thread that stages. Raises what the thread raised."""
+    staging.stop.clear()
+    thread = threading.Thread(target=_stage, args=(stager, batches, staging), name="benchmark-staging")
+    thread.start()
+    try:
+        found = _steps(seconds)
+    finally:
+        staging.stop.set()
+        thread.join()
+    if staging.error is not None:
+        raise staging.error
+    batch, array = staging.last
+    if not device.equal(device.upload(batch), array):
+        raise Corrupted(f"{ours.NAME!r} said it was done, but the h2d target does not hold the source's bytes")
+    return found
+
+
+def _stage(stager: Stager, batches: Sequence[Bytes], staging: _Staging) -> None:
+    try:
+        count = 0
+        begin = time.perf_counter()
+        while not (staging.stop.is_set() and count):
+            batch = batches[count % len(batches)]
+            array = stager.put(batch).result()
+            count += 1
+        staging.seconds += time.perf_counter() - begin
+        staging.nbytes += count * batch.nbytes
+        staging.last = (batch, array)
+    except Exception as error:
+        staging.error = error
+
+
+def _record(bench: Bench, stager: Stager, quiet: Timing, beside: Timing, staging: _Staging, nbytes: int) -> Record:
+    tails = {name: _tail(timing.values) for name, timing in (("quiet", quiet), ("staging", beside))}
+    details: dict[str, Any] = {
+        **{f"{name}_{key}": value for name, tail in tails.items() for key, value in tail.items()},
+        "growth": round(tails["staging"]["p99_over_median"] / tails["quiet"]["p99_over_median"], 4),
+        "staging_gbps": round(staging.nbytes / staging.seconds / 1e9, 3),
+        "histogram": {"quiet": _histogram(quiet.values), "staging": _histogram(beside.values)},
+    }
+    return records.make(
+        case=NAME,
+        backend=stager.name,
+        direction="h2d",
+        nbytes=nbytes,
+        label="step beside staging",
+        ours=beside,
+        limit=quiet,
+        peers={},
+        details=details,
+        machine=bench.machine,
+        versions=bench.versions,
+    )
+
+
+def _tail(values: Sequence[float]) -> dict[str, float]:
+    median, p99 = (float(value) for value in np.quantile(values, (0.5, 0.99)))
+    return {"median_us": round(median * 1e6, 2), "p99_us": round(p99 * 1e6, 2), "p99_over_median": round(p99 / median, 4)}
+
+
+def _histogram(values: Sequence[float]) -> dict[str, int]:
+    """Return steps by the upper end of their bin, in microseconds."""
+    bins = Counter(math.floor(math.log2(value * 1e6) * BINS_PER_OCTAVE) + 1 for value in values)
+    return {f"{2 ** (number / BINS_PER_OCTAVE):.1f}": bins[number] for number in sorted(bins)}
+
+
+CASE = Case(name=NAME, summary="step time of a Python thread beside staging of pageable memory", run=run)

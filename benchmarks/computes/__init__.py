@@ -1,0 +1,1 @@
+"""Compute for pipelines, one module for each framework: see `benchmarks.steps.Compute`."""

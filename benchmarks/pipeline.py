@@ -1,0 +1,240 @@
+"""How pipelines are timed: compute on one batch after another while the next one comes, or while the outputs go.
+
+The bound of a pipeline is the longer of compute alone and copy alone, measured just before and just after each sample of it, in
+the same order of calls. Compute is tuned to the copy beforehand, where hiding one behind the other is hardest.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import memory
+from benchmarks.harness import Timing
+from benchmarks.steps import OUTPUTS, Bytes, Compute, Drain, Feed
+from benchmarks.ways import Call, Corrupted, Device, Direction
+
+__all__ = ["Alone", "Pipe", "Result", "drain", "measure", "random_batches", "train", "tune"]
+
+TAGS = 7
+"""Shares no factor with the number of outputs: no target gets the same bytes twice in a row."""
+LATE = 2
+"""Outputs that are under way while another one is computed."""
+PROBES = 257
+FEWEST_STEPS = 12
+MOST_SECONDS = 4.0
+MOST_ROUNDS = 1 << 20
+
+
+class Pipe(NamedTuple):
+    """A contender: runs so many steps and returns their seconds, verified. Raises `Corrupted`."""
+
+    name: str
+    run: Callable[[int], float]
+    share: float
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What was measured: seconds of a step by contender, and of the bound in the rounds of the first."""
+
+    timings: dict[str, Timing]
+    bound: Timing
+    compute: list[float] = field(default_factory=list)
+    copy: list[float] = field(default_factory=list)
+
+    def details(self, timing: Timing, *, rounds: int) -> dict[str, Any]:
+        """Return what a record says beside the usual figures."""
+        each = [round(ours / bound, 4) for ours, bound in zip(timing.rounds, self.bound.rounds, strict=True)]
+        return {
+            "over_bound": round(1 / timing.share_of(self.bound), 4),
+            "over_bound_each": each,
+            "compute_seconds": statistics.median(self.compute),
+            "copy_seconds": statistics.median(self.copy),
+            "verified_steps": timing.count * len(timing.rounds),
+            "rounds_of_compute": rounds,
+        }
+
+
+def random_batches(empty: Callable[[int], Bytes], nbytes: int, count: int, seed: int) -> list[Bytes]:
+    """Return batches that differ in nearly every byte."""
+    batches = [empty(nbytes) for _ in range(count)]
+    for index, batch in enumerate(batches):
+        memory.fill_random(batch, seed + index)
+    return batches
+
+
+class Alone:
+    """Times compute without copies, and bare copies without compute."""
+
+    def __init__(
+        self, device: Device, compute: Compute, batches: Sequence[Bytes], direction: Direction, *, count: int, repeats: int
+    ) -> None:
+        self._compute = compute
+        self._device = device
+        self._count = count
+        self._repeats = repeats
+        self._batch = device.upload(batches[0])
+        self._wait = device.raw(direction).synchronize
+        self._copies = self._bind(batches, direction)
+        self.rounds = 0
+        self.bound = 0.0
+        """Seconds of a step at best, once compute is tuned."""
+
+    def steps(self, most: int) -> int:
+        """Return how many steps make a sample: as many as asked for, but for devices that would take minutes."""
+        return min(most, max(FEWEST_STEPS, int(MOST_SECONDS / self.bound)))
+
+    def _bind(self, batches: Sequence[Bytes], direction: Direction) -> list[Call]:
+        """Return a bare copy for each batch, with one device array for all where arrays can be written to."""
+        way = self._device.raw(direction)
+        # A bare copy to memory that holds these bytes already is as fast as any, and cannot make an array wrong.
+        self._held = [self._batch] if direction == "d2h" else [self._device.upload(batch) for batch in batches]
+        if direction == "h2d":
+            return [way.bind(batch, array) for batch, array in zip(batches, self._held, strict=True)]
+        return [way.bind(self._batch, batch) for batch in batches]
+
+    def copy_seconds(self) -> float:
+        """Return the seconds of one bare copy, of a row of them."""
+        begin = time.perf_counter()
+        for index in range(self._count):
+            self._copies[index % len(self._copies)]()
+        self._wait(())
+        return (time.perf_counter() - begin) / self._count
+
+    def compute_seconds(self, rounds: int) -> float:
+        """Return the seconds of one step of compute, of a row of them, launched as in a pipeline."""
+        compute, before = self._compute, None
+        begin = time.perf_counter()
+        for index in range(self._count):
+            mark, _ = compute.step(self._batch, rounds, index % TAGS + 1)
+            if before is not None:
+                compute.wait(before)
+            before = mark
+        compute.wait(before)
+        return (time.perf_counter() - begin) / self._count
+
+    def measure(self) -> list[tuple[float, float]]:
+        """Return pairs of seconds: of compute, of a copy."""
+        return [(self.compute_seconds(self.rounds), self.copy_seconds()) for _ in range(self._repeats)]
+
+
+def tune(alone: Alone) -> int:
+    """Choose the rounds with which compute takes as long as the copy, and return them."""
+    alone.copy_seconds()
+    target = statistics.median(alone.copy_seconds() for _ in range(5))
+
+    def seconds(rounds: int) -> float:
+        # The first time compiles, or grows a pool.
+        alone.compute_seconds(rounds)
+        return statistics.median(alone.compute_seconds(rounds) for _ in range(3))
+
+    rounds, low = 1, (0, seconds(0))
+    high = (1, seconds(1))
+    while high[1] < target and rounds < MOST_ROUNDS:
+        rounds *= 2
+        low, high = high, (rounds, seconds(rounds))
+    for _ in range(2):
+        if high[0] <= low[0] or high[1] <= low[1]:
+            break
+        rounds = max(1, round(low[0] + (target - low[1]) * (high[0] - low[0]) / (high[1] - low[1])))
+        point = (rounds, seconds(rounds))
+        low, high = (point, high) if point[1] < target and rounds < high[0] else (low, point)
+    alone.rounds = rounds
+    alone.bound = max(target, seconds(rounds))
+    return rounds
+
+
+def train(compute: Compute, feed: Feed, batches: Sequence[Bytes], rounds: int, steps: int) -> float:
+    """Run a training loop in place: the next batch is asked for after the step is launched. Return its seconds, verified."""
+    marks: list[Any] = []
+    begin = time.perf_counter()
+    coming = feed.start(batches[0])
+    for index in range(steps):
+        mark, _ = compute.step(feed.use(coming), rounds, 1)
+        coming = feed.start(batches[(index + 1) % len(batches)])
+        marks.append(mark)
+        if index:
+            compute.wait(marks[index - 1])
+    compute.wait(marks[-1])
+    seconds = time.perf_counter() - begin
+    feed.use(coming)
+    expected = [compute.checksum(batch) for batch in batches]
+    found = compute.checksums(marks)
+    wrong = [index for index, value in enumerate(found) if value != expected[index % len(batches)]]
+    if wrong:
+        raise _corrupted(feed.name, "h2d", f"step {wrong[0]}, and {len(wrong)} of {steps} in all")
+    return seconds
+
+
+def drain(
+    compute: Compute, way: Drain, bases: Sequence[tuple[Bytes, Any]], targets: Sequence[Bytes], rounds: int, steps: int
+) -> float:
+    """Bring the output of every step to the host, two steps late, into targets in turn. Return the seconds, verified.
+
+    Some hundred bytes of each output are compared as soon as it is said to be there, all bytes of the last ones at the end.
+    """
+    under_way: deque[tuple[int, Any]] = deque()
+    latest: deque[tuple[int, Bytes]] = deque(maxlen=OUTPUTS)
+    nbytes = targets[0].nbytes
+    probes = np.unique(np.linspace(0, nbytes - 1, min(PROBES, nbytes)).astype(np.intp))
+    samples = [values[probes] for values, _ in bases]
+
+    def finish() -> None:
+        index, started = under_way.popleft()
+        found = way.finish(started)
+        if not np.array_equal(found[probes], samples[index % len(bases)] ^ np.uint8(_tag(index))):
+            raise _corrupted(way.name, "d2h", f"frame {index}")
+        latest.append((index, found))
+
+    begin = time.perf_counter()
+    for index in range(steps):
+        _, output = compute.step(bases[index % len(bases)][1], rounds, _tag(index))
+        under_way.append((index, way.start(output, targets[index % len(targets)])))
+        if len(under_way) > LATE:
+            finish()
+    while under_way:
+        finish()
+    seconds = time.perf_counter() - begin
+    for index, found in latest:
+        if not memory.equal(found ^ np.uint8(_tag(index)), bases[index % len(bases)][0]):
+            raise _corrupted(way.name, "d2h", f"frame {index}")
+    return seconds
+
+
+def measure(pipes: Sequence[Pipe], alone: Alone, *, steps: int, samples: int) -> Result:
+    """Let the contenders take turns; the first is ours. Compute and copy alone are measured before, between and after."""
+    timings = {pipe.name: Timing(count=max(8, int(steps * pipe.share))) for pipe in pipes}
+    result = Result(timings=timings, bound=Timing())
+    for pipe in pipes:
+        pipe.run(max(8, min(20, timings[pipe.name].count)))
+    before = alone.measure()
+    for _ in range(samples):
+        for pipe in pipes:
+            timing = timings[pipe.name]
+            timing.add([pipe.run(timing.count) / timing.count])
+            after = alone.measure()
+            if pipe is pipes[0]:
+                computes, copies = zip(*before, *after, strict=True)
+                result.bound.add([max(statistics.median(computes), statistics.median(copies))])
+                result.compute += computes
+                result.copy += copies
+            before = after
+    return result
+
+
+def _tag(index: int) -> int:
+    return index % TAGS + 1
+
+
+def _corrupted(name: str, direction: Direction, where: str) -> Corrupted:
+    return Corrupted(
+        f"{name!r} said it was done, but the {direction} target does not hold the source's bytes: {where}. "
+        "Every figure of this run is void; mend the copy first"
+    )
