@@ -29,5 +29,6 @@ from xferlib.protocol import HostStager as HostStager
 from xferlib.registry import backends as backends
 from xferlib.registry import stager as stager
 from xferlib.stager import Stager as Stager
+from xferlib.staging.profile import StagingProfile as StagingProfile
 from xferlib.stats import Stats as Stats
 from xferlib.transfer import Transfer as Transfer

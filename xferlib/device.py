@@ -13,11 +13,16 @@ from collections import deque
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias, final
 
-from xferlib.errors import AllocationError
+from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 
 __all__ = ["BlockCache", "Lease", "Streams"]
+
+READERS_BEHIND = 8
+"""Blocks of one size that may wait for their readers before a put waits for the oldest of them, and does not take one more."""
+WORTH_WAITING = 64 << 20
+"""Bytes of such blocks, together. The many small puts of one step must not wait for the step before."""
 
 Streams: TypeAlias = dict[int, Stream]
 """By handle: the streams that were told to wait for a transfer, and so may read its arrays."""
@@ -56,8 +61,9 @@ class Lease:
 class BlockCache:
     """Blocks by size class. Any thread.
 
-    Takes the first idle block whose readers are done; else grows; at the limit lets the H2D stream, not the host, wait for the
-    oldest. Classes are an eighth apart, so at most an eighth of a block is unused and batches of near sizes share blocks.
+    Takes the first idle block whose readers are done; else grows; at the limit, or with many that wait for their readers, lets
+    the H2D stream, not the host, wait for the oldest. Classes are an eighth apart, so at most an eighth of a block is unused and
+    batches of near sizes share blocks.
     """
 
     def __init__(self, backend: HostStager[Any], flow: Flow, limit: int | None) -> None:
@@ -174,6 +180,11 @@ class BlockCache:
         with self._lock:
             self._inside = True
             try:
+                behind = len(self._idle.get(size, ()))
+                if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:
+                    # A program that never waits for the device would else take all of its memory: let the copies wait instead.
+                    with suppress(CapabilityError):
+                        return self._oldest(size), deque(), False
                 if self._reserve(size):
                     return None, deque(), True
                 victims = self._others(size, reached=True)

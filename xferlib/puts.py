@@ -26,6 +26,9 @@ from xferlib.tree import Spec, flatten, flatten_like, path, unflatten
 
 __all__ = ["Puts"]
 
+LEND_FROM = 1 << 20
+"""Bytes. Below, the caller has copied them in the time that it takes to wake a thread and to wait for it."""
+
 
 @final
 class Puts:
@@ -171,7 +174,7 @@ class Puts:
             raise
 
     def _is_worth_lending(self, sources: list[HostLeaf]) -> bool:
-        return sum(array.nbytes for array, address in sources if address is None) > self._staging.bounce_nbytes
+        return sum(array.nbytes for array, address in sources if address is None) >= LEND_FROM
 
     def _lent(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
         """Put a tree whose pageable leaves threads of ours copy after this has returned."""

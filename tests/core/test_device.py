@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.fakes import Device, Flow, Point, on_thread
-from xferlib.device import BlockCache, Lease, size_class
-from xferlib.errors import AllocationError
+from xferlib.device import READERS_BEHIND, WORTH_WAITING, BlockCache, Lease, size_class
+from xferlib.errors import AllocationError, CapabilityError
 from xferlib.protocol import DeviceBlock, Source, Stream
 
 MIB = 1 << 20
@@ -201,6 +201,41 @@ def test_at_the_limit_the_stream_waits_and_not_the_host() -> None:
     assert [reader.synchronized for reader in readers] == [0, 0]
     assert blocks.cache.waits == 1
     assert blocks.cache.nbytes == 2 * MIB
+
+
+def test_a_program_that_never_waits_takes_a_bounded_amount_of_memory() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    size = WORTH_WAITING // READERS_BEHIND
+    readers = [Point() for _ in range(3 * READERS_BEHIND)]
+    device.fences = list(readers)
+    for _ in readers:
+        blocks.give_back(blocks.take(size))
+    assert len(device.allocated) == READERS_BEHIND
+    assert device.ordered == readers[: 2 * READERS_BEHIND]
+    assert not any(reader.synchronized for reader in readers)
+
+
+def test_small_blocks_that_wait_for_readers_hold_up_no_copy() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    device.fences = [Point() for _ in range(4 * READERS_BEHIND)]
+    for _ in range(4 * READERS_BEHIND):
+        blocks.give_back(blocks.take(256))
+    assert device.ordered == []
+
+
+def test_where_no_copy_can_wait_for_the_readers_more_memory_is_taken() -> None:
+    device = Device()
+    blocks = Blocks(device)
+    size = WORTH_WAITING // READERS_BEHIND
+    device.fences = [Point() for _ in range(READERS_BEHIND)]
+    taken = [blocks.take(size) for _ in range(READERS_BEHIND)]
+    blocks.give_back(*taken)
+    device.order_error = CapabilityError("captured")
+    assert blocks.take(size) not in taken
+    device.order_error = None
+    assert blocks.take(size) is taken[0]
 
 
 def test_at_the_limit_with_nothing_idle_the_error_says_what_to_do() -> None:

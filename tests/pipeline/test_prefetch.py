@@ -386,3 +386,17 @@ def test_a_forked_child_is_told_that_it_has_no_thread() -> None:
         """
     )
     assert shown == "True\n8\n"
+
+
+def test_a_source_says_itself_whether_it_rewrites_its_batches(stager: xferlib.Stager) -> None:
+    class Prepared(list[Any]):
+        rewrites = False
+
+    slots = Prepared(stager.empty_pinned(1000, np.int32) for _ in range(4))
+    for number, slot in enumerate(slots):
+        slot[:] = number
+    with held(h2d(stager)) as gate:
+        batches = xferlib.prefetch(slots, stager, 3)
+        until(lambda: part(batches) == "place" and len(batches._starter._recent) == 3)
+        gate.set()
+    assert [int(tree[-1]) for tree in batches] == [0, 1, 2, 3]

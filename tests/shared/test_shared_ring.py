@@ -93,8 +93,8 @@ def test_a_slot_is_not_filled_while_a_copy_reads_it(stager: xferlib.Stager, pair
     assert [first(other.result()) for other in others] == [6, 7]
 
 
-@pytest.mark.parametrize("rewrites", [True, False])
-def test_a_ring_feeds_a_prefetch(stager: xferlib.Stager, pair: SharedRing, rewrites: bool) -> None:
+@pytest.mark.parametrize("rewrites", [None, True, False])
+def test_a_ring_feeds_a_prefetch(stager: xferlib.Stager, pair: SharedRing, rewrites: bool | None) -> None:
     before = stager.stats().synchronous
     run = pair.run(fills.number, range(20), workers=2)
     with xferlib.prefetch(run, stager, rewrites=rewrites) as batches:

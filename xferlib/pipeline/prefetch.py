@@ -27,17 +27,18 @@ from xferlib.tree import flatten
 __all__ = ["Prefetch", "prefetch"]
 
 
-def prefetch(batches: Iterable[Any], stager: Stager, depth: int = 2, *, rewrites: bool = True) -> Prefetch:
+def prefetch(batches: Iterable[Any], stager: Stager, depth: int = 2, *, rewrites: bool | None = None) -> Prefetch:
     """Iterate device trees: up to `depth` batches are being copied, or are there, while the consumer works on an earlier one.
 
     `batches`: any iterable of trees of NumPy arrays, or of `Slot`s of a `Ring` of this stager. It is iterated on a thread of its
     own. `rewrites`: whether the source may write to the arrays of a batch after it has given it. If so, it is asked for the next
     one only when that is safe; if not, ordinary memory is lent to the copies instead of being copied first, and the source is asked
-    at once. Slots come back to their ring when their copy is done, either way.
+    at once. None: as the source's attribute `rewrites` says, else true. Slots come back to their ring when their copy is done,
+    either way.
 
     See `Prefetch` for the iterator. Raises `TypeError` and `ValueError`.
     """
-    putter = _Putter(stager, rewrites=rewrites)
+    putter = _Putter(stager, rewrites=getattr(batches, "rewrites", True) if rewrites is None else rewrites)
     waits = stager.stats().device_waits
     return Prefetch(
         batches,

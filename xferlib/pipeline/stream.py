@@ -28,7 +28,13 @@ def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = 
 
 
 def stream_map(
-    fn: Callable[[Any], Any], batches: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = None, rewrites: bool = True
+    fn: Callable[[Any], Any],
+    batches: Iterable[Any],
+    stager: Stager,
+    depth: int = 2,
+    *,
+    out: Any = None,
+    rewrites: bool | None = None,
 ) -> Drained:
     """Iterate `fn` of every batch as host trees, in order: the copies to the device, `fn` and the copies back run all at once.
 

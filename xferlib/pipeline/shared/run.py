@@ -49,6 +49,9 @@ class Run(Iterator[Any]):
     After an exception the iteration may go on: the batch of that task is the only one lost.
     """
 
+    rewrites = False
+    """A slot is written again only when nothing reads it: see `prefetch`."""
+
     def __init__(
         self,
         owner: object,
