@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, cast
 
+import xferlib
 from benchmarks import memory
 from benchmarks.steps import Bytes, Compute, Drain, Feed
 from benchmarks.ways import Call, Direction, Way
 from xferlib import Stager
 
-__all__ = ["NAME", "drain", "feed", "fresh", "into", "untouched", "value"]
+__all__ = ["NAME", "drain", "feed", "fresh", "into", "source", "untouched", "value"]
 
 NAME = "xferlib"
 
@@ -78,12 +80,15 @@ def untouched(stager: Stager) -> Way:
     return Way(name=NAME, direction="d2h", bind=bind, synchronize=synchronize, result=lambda pair: pair[1], keep=None)
 
 
-def feed(stager: Stager, compute: Compute, *, borrow: bool = False) -> Feed:
-    """Return `put()`, started for the stream of the compute. `borrow`: batches stay as they are until they are used."""
+def feed(stager: Stager, compute: Compute) -> Feed:
+    """Return `put()`, started for the stream of the compute."""
     options: dict[str, Any] = {} if compute.stream is None else {"stream": compute.stream}
-    if borrow:
-        options["borrow"] = True
     return Feed(name=NAME, start=partial(stager.put, **options), use=lambda transfer: transfer.value)
+
+
+def source(stager: Stager, batches: Sequence[Bytes]) -> Callable[[int], xferlib.Prefetch]:
+    """Return what prefetches so many of the batches, in turn; they are not rewritten, so they are lent to the copies."""
+    return lambda steps: xferlib.prefetch(islice(cycle(batches), steps), stager, rewrites=False)
 
 
 def drain(stager: Stager, compute: Compute) -> Drain:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from benchmarks.harness import Timing
 from benchmarks.steps import OUTPUTS, Bytes, Compute, Drain, Feed
 from benchmarks.ways import Call, Corrupted, Device, Direction
 
-__all__ = ["Alone", "Pipe", "Result", "drain", "measure", "random_batches", "train", "tune"]
+__all__ = ["Alone", "Pipe", "Result", "drain", "measure", "random_batches", "train", "train_on", "tune"]
 
 TAGS = 7
 """Shares no factor with the number of outputs: no target gets the same bytes twice in a row."""
@@ -165,11 +166,30 @@ def train(compute: Compute, feed: Feed, batches: Sequence[Bytes], rounds: int, s
     compute.wait(marks[-1])
     seconds = time.perf_counter() - begin
     feed.use(coming)
-    expected = [compute.checksum(batch) for batch in batches]
-    found = compute.checksums(marks)
-    wrong = [index for index, value in enumerate(found) if value != expected[index % len(batches)]]
-    if wrong:
-        raise _corrupted(feed.name, "h2d", f"step {wrong[0]}, and {len(wrong)} of {steps} in all")
+    _verify(feed.name, compute, batches, marks)
+    return seconds
+
+
+def train_on(
+    compute: Compute,
+    name: str,
+    open_source: Callable[[int], AbstractContextManager[Iterable[Any]]],
+    batches: Sequence[Bytes],
+    rounds: int,
+    steps: int,
+) -> float:
+    """Run a training loop on device arrays that a source has put ahead of time, from these batches in turn; as `train`."""
+    marks: list[Any] = []
+    begin = time.perf_counter()
+    with open_source(steps) as source:
+        for index, array in enumerate(source):
+            mark, _ = compute.step(compute.adopt(array), rounds, 1)
+            marks.append(mark)
+            if index:
+                compute.wait(marks[index - 1])
+        compute.wait(marks[-1])
+    seconds = time.perf_counter() - begin
+    _verify(name, compute, batches, marks)
     return seconds
 
 
@@ -227,6 +247,14 @@ def measure(pipes: Sequence[Pipe], alone: Alone, *, steps: int, samples: int) ->
                 result.copy += copies
             before = after
     return result
+
+
+def _verify(name: str, compute: Compute, batches: Sequence[Bytes], marks: Sequence[Any]) -> None:
+    expected = [compute.checksum(batch) for batch in batches]
+    found = compute.checksums(marks)
+    wrong = [index for index, value in enumerate(found) if value != expected[index % len(batches)]]
+    if wrong:
+        raise _corrupted(name, "h2d", f"step {wrong[0]}, and {len(wrong)} of {len(marks)} in all")
 
 
 def _tag(index: int) -> int:

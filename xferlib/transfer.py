@@ -75,6 +75,11 @@ class Transfer:
         value = self._value
         return value() if isinstance(value, Later) else value
 
+    @property
+    def end(self) -> Transfer:
+        """The same transfer without its arrays, for who waits and must not keep them: memory is used again when they are gone."""
+        return Transfer(None, self._event, self._failures, self._on_host)
+
     def result(self, timeout: float | None = None) -> Any:
         """Block until the transfer is done and return the arrays. Raises `TimeoutError` after `timeout` seconds."""
         if timeout is None:

@@ -1,15 +1,20 @@
 """JAX: arrays move between NumPy and JAX while the device computes, on NVIDIA GPUs and on the CPU.
 
-`open_stager` is what the entry point names. This file imports without JAX; what needs it is imported when a stager is opened.
+`open_stager` is what the entry point names; `prefetch` and what goes with it are for batches that several devices share. This file
+imports without JAX; what needs it is imported when a stager is opened, or one of those names is asked for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xferlib.protocol import HostStager
 
-__all__ = ["open_stager"]
+if TYPE_CHECKING:
+    from xferlib_jax._prefetch import ShardedPrefetch, prefetch, prefetch_to_device
+    from xferlib_jax._stagers import local_stagers
+
+__all__ = ["ShardedPrefetch", "local_stagers", "open_stager", "prefetch", "prefetch_to_device"]
 
 
 def open_stager(*, device: int = 0) -> HostStager[Any]:
@@ -17,3 +22,14 @@ def open_stager(*, device: int = 0) -> HostStager[Any]:
     from xferlib_jax._probe import open_backend
 
     return open_backend(device)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from xferlib_jax._probe import _import_jax
+
+    _import_jax()
+    from xferlib_jax import _prefetch, _stagers
+
+    return getattr(_stagers if name == "local_stagers" else _prefetch, name)

@@ -4,8 +4,8 @@ Question: how near to the link's rate do arrays come that nobody has page-locked
 
 Isolated: first one transfer of 1 GiB, everything warm: "touched" from and into memory that is there (`put(into=)`, or `put()` where
 device arrays cannot be written to; `get(out=)`), "untouched" into memory that was mapped outside the clock and is first written
-inside. Then a training loop as in the case `loop`, but from six pageable batches in turn, borrowed until they are used, with
-compute tuned to the bare copy.
+inside. Then a training loop on six pageable batches in turn, prefetched (`prefetch(..., rewrites=False)`; the peers are asked for
+the next batch when a step is launched), with compute tuned to the bare copy.
 
 Method: one transfer a sample, five samples, contenders in turn, every byte compared. The limit is the bare copy between pinned
 memory, for the loop the longer of that and compute alone. `details` says how much was page-locked beside what this case asked for
@@ -106,8 +106,11 @@ def _loop(bench: Bench, stager: Stager, peers: Sequence[Peer], nbytes: int, stre
         alone = Alone(bench.device, compute, slots, "h2d", count=bench.effort.row(nbytes), repeats=3)
         rounds = pipeline.tune(alone)
         steps = alone.steps(QUICK_STEPS if bench.quick else STEPS)
-        feeds = [ours.feed(stager, compute, borrow=True), *(feed for peer in peers for feed in peer.feeds("pageable", compute))]
-        pipes = [Pipe(feed.name, partial(pipeline.train, compute, feed, batches, rounds), feed.share) for feed in feeds]
+        feeds = [feed for peer in peers for feed in peer.feeds("pageable", compute)]
+        pipes = [
+            Pipe(ours.NAME, partial(pipeline.train_on, compute, ours.NAME, ours.source(stager, batches), batches, rounds), 1.0),
+            *(Pipe(feed.name, partial(pipeline.train, compute, feed, batches, rounds), feed.share) for feed in feeds),
+        ]
         samples = QUICK_SAMPLES if bench.quick else SAMPLES
         result = pipeline.measure(bench.able_pipes(pipes), alone, steps=steps, samples=samples)
     timing = result.timings.pop(ours.NAME)

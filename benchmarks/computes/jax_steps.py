@@ -18,7 +18,8 @@ from benchmarks.steps import Bytes
 
 __all__ = ["JaxSteps"]
 
-SIDE = 2048
+SIDE = 4096
+"""Large products: launching many small ones would take the host longer than the device needs for them."""
 SIDE_ON_CPU = 64
 
 

@@ -30,5 +30,5 @@ class Started(End, Protocol):
 def end_of(started: Started) -> End:
     """Return the end of a transfer, which holds no arrays; of anything else that looks like one, the thing itself."""
     if isinstance(started, Transfer):
-        return Transfer(None, started._event, started._failures, False)
+        return started.end
     return started

@@ -1,0 +1,108 @@
+"""Parts of replicated shards, each on one device, made whole on all of them.
+
+On GPUs by one compiled function for all leaves whose devices are the same, so that the parts travel between the devices. Where JAX
+computes on the CPU its devices share one memory and one pool of threads, which collectives of several computations at once can
+block for ever: there the host joins the parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xferlib_jax._spread import LeafPlan, Parts
+from xferlib_jax._stagers import Device
+
+__all__ = ["Gather", "gathers"]
+
+Pieces: TypeAlias = Mapping[Device, Any]
+"""Arrays of one device each, by device."""
+
+GROUP, REPLICA = "group", "replica"
+
+
+@final
+class Gather:
+    """Makes leaves whole whose parts lie on the same devices, in the same groups.
+
+    `by_collective`: whether the devices do it among themselves. Compiles; what is called after that only launches.
+    """
+
+    def __init__(self, leaves: Sequence[LeafPlan], *, by_collective: bool) -> None:
+        self._leaves = leaves
+        self._groups = tuple(group.devices for group in leaves[0].groups)
+        self._launch = self._compiled() if by_collective else None
+
+    def __call__(self, pieces: Sequence[Pieces]) -> list[Pieces]:
+        """Return the shards, for each leaf by device. To be called by the thread that launches what else the devices compute."""
+        if self._launch is None:
+            return [self._joined(leaf, found) for leaf, found in zip(self._leaves, pieces, strict=True)]
+        wholes = self._launch(*(self._spread(leaf, found) for leaf, found in zip(self._leaves, pieces, strict=True)))
+        return [{shard.device: shard.data for shard in whole.addressable_shards} for whole in wholes]
+
+    def _spread(self, leaf: LeafPlan, found: Pieces) -> Any:
+        aval = self._aval(_parts(leaf), leaf.dtype)
+        return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, list(found.values()))
+
+    def _aval(self, parts: Parts, dtype: np.dtype[Any]) -> Any:
+        first, *rest = parts.part_shape
+        spread = NamedSharding(self._mesh(), PartitionSpec((GROUP, REPLICA)))
+        return jax.ShapeDtypeStruct((first * sum(map(len, self._groups)), *rest), dtype, sharding=spread)
+
+    def _mesh(self) -> Mesh:
+        devices = np.empty((len(self._groups), len(self._groups[0])), object)
+        devices[:] = self._groups
+        return Mesh(devices, (GROUP, REPLICA))
+
+    def _compiled(self) -> Callable[..., Any]:
+        # Launched as it is, also where what calls it is traced.
+        whole = jax.shard_map(
+            lambda *found: [_whole(_parts(leaf), part) for leaf, part in zip(self._leaves, found, strict=True)],
+            mesh=self._mesh(),
+            in_specs=PartitionSpec((GROUP, REPLICA)),
+            out_specs=PartitionSpec(GROUP),
+            check_vma=False,  # Replication of what was gathered is not inferred.
+        )
+        compiled: Callable[..., Any] = (
+            jax.jit(whole).lower(*(self._aval(_parts(leaf), leaf.dtype) for leaf in self._leaves)).compile()
+        )
+        return compiled
+
+    def _joined(self, leaf: LeafPlan, found: Pieces) -> Pieces:
+        parts = _parts(leaf)
+        wholes: dict[Device, Any] = {}
+        for devices in self._groups:
+            *first, last = (np.asarray(found[device]) for device in devices)
+            whole = np.concatenate([*first, last[parts.overlap :]]).reshape(parts.shape)
+            wholes |= {device: jax.device_put(whole, device) for device in devices}
+        return wholes
+
+
+def gathers(leaves: Sequence[LeafPlan]) -> list[tuple[list[int], Gather]]:
+    """Return what makes the leaves whole that come in parts, and the numbers of those that each is for."""
+    alike: dict[tuple[tuple[Device, ...], ...], list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        if leaf.parts is not None:
+            alike.setdefault(tuple(group.devices for group in leaf.groups), []).append(number)
+    return [
+        (numbers, Gather([leaves[number] for number in numbers], by_collective=groups[0][0].platform != "cpu"))
+        for groups, numbers in alike.items()
+    ]
+
+
+def _whole(parts: Parts, part: Any) -> Any:
+    found = jax.lax.all_gather(part, REPLICA, axis=0, tiled=True)
+    if parts.overlap:
+        before = math.prod(parts.shape) + parts.overlap - parts.step
+        found = jax.numpy.concatenate([found[:before], found[before + parts.overlap :]])
+    return found.reshape(parts.shape)
+
+
+def _parts(leaf: LeafPlan) -> Parts:
+    assert leaf.parts is not None
+    return leaf.parts

@@ -1,0 +1,187 @@
+"""Prefetching for programs on many devices: global arrays, each shard of which went straight to its device.
+
+The loop itself, its thread and its reports are those of `xferlib.Prefetch`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import xferlib
+from xferlib_jax._sharded import ShardedPuts
+from xferlib_jax._spread import local_devices_of
+from xferlib_jax._stagers import Device, Hold, given, hold
+
+__all__ = ["ShardedPrefetch", "prefetch", "prefetch_to_device"]
+
+
+def prefetch(
+    batches: Iterable[Any],
+    sharding: Any,
+    depth: int = 2,
+    *,
+    stagers: Sequence[xferlib.Stager] | None = None,
+    rewrites: bool | None = None,
+) -> ShardedPrefetch:
+    """Iterate batches as global JAX arrays; up to `depth` are being copied, or are there, while the consumer works.
+
+    `batches`: any iterable of trees of NumPy arrays, as JAX sees trees, or of slots of a `xferlib.Ring`. With several processes
+    each gives the data of its own devices, as for `jax.make_array_from_process_local_data`. `sharding`: one for all arrays, or a
+    tree of them that is a prefix of the batches'; it may be over devices of other processes besides.
+
+    What several devices of this process need alike crosses the bus once: each pulls a part, and the parts are gathered over the
+    links between the GPUs, by a computation that `next` launches. So call `next` on the thread that launches the others. Arrays of
+    less than 128 KiB a shard are sent to each.
+
+    `stagers`: one for each device, of the caller's, as `local_stagers` opens them; else those of this process, opened for the first
+    loop and closed with the last. Contiguous pinned memory is read where it is, whichever of the stagers pinned it. `rewrites`: as
+    for `xferlib.prefetch`; over several devices pageable batches are lent to the copies even so, and the source is asked for the
+    next when they are done.
+
+    Raises `TypeError` and `ValueError`, and what `xferlib.stager` raises.
+    """
+    if depth < 1:
+        raise ValueError(f"depth={depth!r}: expected 1 or more")
+    devices = _devices_of(sharding)
+    held = hold(devices) if stagers is None else given(stagers, devices)
+    if rewrites is None:
+        rewrites = getattr(batches, "rewrites", True)
+    return ShardedPrefetch(batches, sharding, held, depth=depth, rewrites=rewrites)
+
+
+def prefetch_to_device(
+    iterator: Iterable[Any], size: int = 2, devices: Sequence[Device] | None = None, axis_name: str = "_device_put_sharded"
+) -> ShardedPrefetch:
+    """Do as `flax.jax_utils.prefetch_to_device`: the first axis of each array goes over the devices, for `jax.pmap`.
+
+    `iterator`: trees of NumPy arrays with as many rows as there are devices. `devices`: local ones, all of them unless given.
+    """
+    chosen = jax.local_devices() if devices is None else list(devices)
+    return prefetch(iterator, NamedSharding(Mesh(np.array(chosen), (axis_name,)), PartitionSpec(axis_name)), size)
+
+
+@final
+class ShardedPrefetch:
+    """An iterator of global arrays that are put ahead of time, on a thread. Made by `prefetch`.
+
+    It is a `xferlib.Prefetch` over several stagers, and ends as that does; with it goes its hold on them.
+    """
+
+    def __init__(self, batches: Iterable[Any], sharding: Any, held: Hold, *, depth: int, rewrites: bool) -> None:
+        self._hold = held
+        try:
+            self._puts = puts = ShardedPuts(sharding, held, depth=depth, rewrites=rewrites)
+            waits = puts.device_waits()
+            self._loop = xferlib.Prefetch(
+                batches, puts.put, depth=depth, in_place=puts.in_place, device_waits=lambda: puts.device_waits() - waits
+            )
+        except BaseException:
+            held.release()
+            raise
+        _live.add(self)
+
+    @property
+    def stagers(self) -> tuple[xferlib.Stager, ...]:
+        """The stagers, in the order of their devices' numbers."""
+        return tuple(self._hold.stagers.values())
+
+    @property
+    def bill(self) -> xferlib.Bill:
+        """The memory that the loop needs, on all local devices together. Waits for the source's first batch."""
+        bill, first = self._loop.bill, self._puts.first
+        if first is None:
+            return bill
+        devices = len(self._hold.stagers)
+        what = "batches" if devices == 1 else f"batches over {devices} devices"
+        return xferlib.Bill(
+            tuple(
+                replace(charge, nbytes=first.nbytes, what=what) if charge.memory == "device" else charge
+                for charge in bill.charges
+                if charge.memory == "device" or first.pinned
+            )
+        )
+
+    def report(self) -> xferlib.Report:
+        """See `xferlib.Prefetch.report`."""
+        return self._loop.report()
+
+    def close(self) -> None:
+        """End the loop: nothing is in flight and no thread is left. Twice is fine; any thread."""
+        self._loop.close()
+        self._puts.end()
+        self._hold.release()
+
+    def __iter__(self) -> ShardedPrefetch:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._loop)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ShardedPrefetch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _devices_of(sharding: Any) -> tuple[Device, ...]:
+    """Return the local devices of all shardings of a tree. Raises `TypeError` and `ValueError`."""
+    shardings = jax.tree.leaves(sharding)
+    if not shardings:
+        raise ValueError(f"there is no sharding in {sharding!r}. Give one for all arrays, or a tree with one for each")
+    devices: dict[Device, None] = {}
+    for found in shardings:
+        devices |= dict.fromkeys(_checked_devices(found))
+    return tuple(sorted(devices, key=lambda device: device.id))
+
+
+def _checked_devices(sharding: Any) -> tuple[Device, ...]:
+    if not isinstance(sharding, jax.sharding.Sharding):
+        raise TypeError(f"expected a sharding, got {sharding!r}. Make one: jax.sharding.NamedSharding(mesh, PartitionSpec(...))")
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        raise ValueError(f"{sharding} has a mesh without devices. Make one with jax.make_mesh or jax.sharding.Mesh")
+    devices = local_devices_of(sharding)
+    if not devices:
+        raise ValueError(
+            f"none of the devices of {sharding} is process {jax.process_index()}'s. Prefetch in those processes whose devices "
+            "they are"
+        )
+    local = jax.local_devices()
+    for device in devices:
+        check_platform(device, local)
+        kind = sharding.memory_kind
+        if kind not in (None, device.default_memory().kind):
+            raise ValueError(f"{sharding} is in memory of kind {kind!r}, and batches go to device memory. Leave memory_kind out")
+    return devices
+
+
+def check_platform(device: Device, local: Sequence[Device]) -> None:
+    """Raise `ValueError` unless this is one of the local devices that JAX computes on by default."""
+    if device not in local:
+        raise ValueError(
+            f"the sharding is over {device} of platform {device.platform!r}, and JAX computes on {local[0].platform!r} here. "
+            f"Make the mesh of jax.devices(), or set JAX_PLATFORMS={device.platform}"
+        )
+
+
+def _close_all() -> None:
+    """At interpreter exit, before the stagers are closed as forgotten."""
+    for loop in list(_live):
+        loop.close()
+
+
+_live: weakref.WeakSet[ShardedPrefetch] = weakref.WeakSet()
+atexit.register(_close_all)

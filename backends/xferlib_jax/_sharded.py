@@ -1,0 +1,248 @@
+"""Batches that several devices share: each pulls its part on its own stager, global arrays are made of what has arrived.
+
+Invariants: a batch is checked whole before anything of it starts; what started of one that failed is done before that is raised;
+computations are launched only by the thread that takes the batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeAlias, final
+
+import jax
+import numpy as np
+
+import xferlib
+from xferlib.errors import ClosedError, XferError
+from xferlib_jax import _arrays
+from xferlib_jax._gather import gathers
+from xferlib_jax._spread import Array, LeafPlan, plan_leaf
+from xferlib_jax._stagers import Device, Hold
+
+__all__ = ["First", "ShardedPuts", "ShardedTransfer"]
+
+KEPT_PLANS = 16
+
+Plans: TypeAlias = "OrderedDict[tuple[Any, ...], BatchPlan]"
+
+
+@final
+class BatchPlan:
+    """Where the leaves of batches of one structure go, and how they become whole."""
+
+    def __init__(self, tree: Any, leaves: Sequence[LeafPlan]) -> None:
+        self.leaves = leaves
+        self._tree = tree
+        self._gathers = gathers(leaves)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Of one batch on all local devices together."""
+        return sum(leaf.device_nbytes for leaf in self.leaves)
+
+    def views(self, arrays: Sequence[Array]) -> dict[Device, list[Array]]:
+        """Return what each device pulls, leaf by leaf."""
+        found: dict[Device, list[Array]] = {}
+        for leaf, array in zip(self.leaves, arrays, strict=True):
+            for device, view in leaf.views(array):
+                found.setdefault(device, []).append(view)
+        return found
+
+    def whole(self, pulled: dict[Device, Iterator[Any]]) -> Any:
+        """Return the batch of global arrays, from what each device pulled."""
+        pieces: list[Any] = [
+            {device: _moved(next(pulled[device]), device) for group in leaf.groups for device in group.devices}
+            for leaf in self.leaves
+        ]
+        for numbers, gather in self._gathers:
+            for number, shards in zip(numbers, gather([pieces[number] for number in numbers]), strict=True):
+                pieces[number] = shards
+        make = jax.make_array_from_single_device_arrays
+        return self._tree.unflatten(
+            make(leaf.shape, leaf.sharding, list(shards.values())) for leaf, shards in zip(self.leaves, pieces, strict=True)
+        )
+
+
+@final
+class ShardedTransfer:
+    """The transfers of one batch, one for each device. See `xferlib.pipeline.ends.Started`.
+
+    Whoever waits for it holds no arrays once `value` was taken. A slot that it reads goes back to its ring when somebody has found
+    the transfer done, by `done` or `synchronize`.
+    """
+
+    def __init__(self, plan: BatchPlan, transfers: dict[Device, xferlib.Transfer], slot: xferlib.Slot | None) -> None:
+        self._plan = plan
+        self._transfers: dict[Device, xferlib.Transfer] | None = transfers
+        # Without the arrays: their memory could not be used again as long as somebody may want to wait.
+        self._ends = [transfer.end for transfer in transfers.values()]
+        self._slot = slot
+
+    @property
+    def value(self) -> Any:
+        """The batch, to be taken once. The host waits where JAX computes on the CPU, and on GPUs for nothing."""
+        transfers, self._transfers = self._transfers, None
+        assert transfers is not None, "the value was taken"
+        return self._plan.whole({device: iter(transfer.value) for device, transfer in transfers.items()})
+
+    def done(self) -> bool:
+        """See `Transfer.done`."""
+        if not all(end.done() for end in self._ends):
+            return False
+        self._let_slot_go()
+        return True
+
+    def synchronize(self) -> None:
+        """See `Transfer.synchronize`."""
+        _wait_for_all(self._ends)
+        self._let_slot_go()
+        for end in self._ends:
+            end.synchronize()
+
+    def _let_slot_go(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.release()
+
+
+@final
+class First(NamedTuple):
+    """What the first batch tells of the others: its bytes on all local devices together, and whether it lies in pinned memory."""
+
+    nbytes: int
+    pinned: bool
+
+
+@final
+class ShardedPuts:
+    """Starts batches: `put` and `in_place` are what `xferlib.Prefetch` asks for. One thread at a time."""
+
+    def __init__(self, sharding: Any, hold: Hold, *, depth: int, rewrites: bool) -> None:
+        self.first: First | None = None
+        self._sharding = sharding
+        # As long as somebody may put, also if that is only a thread whose loop was dropped.
+        self._hold = hold
+        self._stagers = hold.stagers
+        self._depth = depth
+        self._rewrites = rewrites
+        self._plans: Plans = OrderedDict()
+        self._putting = threading.Lock()
+        self._over = False
+
+    def put(self, batch: Any) -> ShardedTransfer:
+        """Start the copies of a batch: a tree of arrays, or a slot of any ring. Raises as `Stager.put`."""
+        with self._putting:
+            if self._over:
+                raise ClosedError("this loop has ended")
+            return self._put(batch)
+
+    def end(self) -> None:
+        """Start nothing any more; waits for a batch that is being started."""
+        with self._putting:
+            self._over = True
+
+    def _put(self, batch: Any) -> ShardedTransfer:
+        slot = batch if isinstance(batch, xferlib.Slot) else None
+        leaves, tree = jax.tree.flatten(batch if slot is None else slot.tree)
+        arrays = [_checked(leaf, tree, number) for number, leaf in enumerate(leaves)]
+        if slot is not None and slot.rows is not None:
+            arrays = [array[: slot.rows] for array in arrays]
+        plan = self._plan(tree, arrays)
+        if self.first is None:
+            own = self._rewrites and slot is None and any(self._is_pinned(leaf) for leaf in leaves)
+            self.first = First(plan.device_nbytes, pinned=own or slot is not None)
+        transfers: dict[Device, xferlib.Transfer] = {}
+        try:
+            for device, views in plan.views(arrays).items():
+                # Lent: one device's pageable memory would otherwise be staged after another's.
+                transfers[device] = self._stagers[device].put(views, borrow=self._lends)
+        except BaseException:
+            _wait_for_all(transfers.values())
+            raise
+        return ShardedTransfer(plan, transfers, slot)
+
+    def in_place(self, batch: Any) -> bool:
+        """Tell whether a copy reads memory of a batch after `put` has returned that the source may rewrite."""
+        if isinstance(batch, xferlib.Slot):
+            # Slots are found to be free when later batches are started; with so few of them that would be too late.
+            return batch.ring.slots <= self._depth
+        if not self._rewrites:
+            return False
+        return self._lends or any(self._is_pinned(leaf) for leaf in jax.tree.leaves(batch))
+
+    def device_waits(self) -> int:
+        """Return how many puts of all stagers waited on their device so far."""
+        return sum(stager.stats().device_waits for stager in self._stagers.values())
+
+    @property
+    def _lends(self) -> bool:
+        return not self._rewrites or len(self._stagers) > 1
+
+    def _is_pinned(self, leaf: Any) -> bool:
+        if not isinstance(leaf, np.ndarray) or not leaf.nbytes:
+            return False
+        return any(stager.backend.is_pinned(leaf.ctypes.data, leaf.nbytes) for stager in self._stagers.values())
+
+    def _plan(self, tree: Any, arrays: Sequence[Array]) -> BatchPlan:
+        key = (tree, *((array.shape, array.dtype) for array in arrays))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = BatchPlan(tree, self._plan_leaves(tree, arrays))
+            if len(self._plans) > KEPT_PLANS:
+                self._plans.popitem(last=False)
+        return plan
+
+    def _plan_leaves(self, tree: Any, arrays: Sequence[Array]) -> list[LeafPlan]:
+        if not arrays:
+            raise ValueError("there is no array in the batch: expected a NumPy array, or a tree of them")
+        shardings = jax.tree.leaves(jax.tree.broadcast(self._sharding, tree.unflatten(range(len(arrays)))))
+        leaves = []
+        for number, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
+            try:
+                _arrays.check_dtype(array.dtype)
+                leaves.append(plan_leaf(sharding, array.shape, array.dtype))
+            except (TypeError, ValueError) as error:
+                error.add_note(f"at {_path(tree, number)}")
+                raise
+        return leaves
+
+
+def _checked(leaf: Any, tree: Any, number: int) -> Array:
+    if isinstance(leaf, jax.core.Tracer):
+        raise TypeError(
+            f"{_path(tree, number)} is a {_arrays.kind_of(leaf)}: it stands for an array inside a function that JAX traces, and "
+            "has no memory. Make batches outside of jit, grad and vmap"
+        )
+    if isinstance(leaf, jax.Array):
+        raise TypeError(
+            f"{_path(tree, number)} is a jax.Array, which is on its devices already. Make batches of NumPy arrays, or spread it "
+            "with jax.device_put(array, sharding)"
+        )
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    if not isinstance(leaf, np.ndarray) or isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(
+            f"{_path(tree, number)} is a {_arrays.kind_of(leaf)}: expected a plain NumPy array. Convert it with numpy.asarray, or "
+            "fill what is masked"
+        )
+    return np.asarray(leaf)
+
+
+def _path(tree: Any, number: int) -> str:
+    where, _ = jax.tree.leaves_with_path(tree.unflatten(range(tree.num_leaves)))[number]
+    return f"batch{jax.tree_util.keystr(where)}"
+
+
+def _moved(array: Any, device: Device) -> Any:
+    """Return the array on the device: without its private import, JAX imports memory of the host to its first CPU device only."""
+    return array if array.device == device else jax.device_put(array, device)
+
+
+def _wait_for_all(ends: Iterable[Any]) -> None:
+    for end in ends:
+        # Who takes the batch is told.
+        with suppress(XferError):
+            end.synchronize()

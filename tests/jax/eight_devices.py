@@ -1,0 +1,518 @@
+"""What holds of batches that eight devices share. Not collected by itself: `test_jax_sharded.py` starts a child for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import traceback
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import xferlib_jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from xferlib_jax import _gather, _prefetch, _spread, _stagers
+
+import xferlib
+from xferlib.stager import Stager
+
+MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+SPECS = [
+    PartitionSpec(*axes)
+    for axes in ((), ("a",), ("b",), (("a", "b"),), (("b", "a"),), (None, "b"), ("b", "a"), ("a", "b"), (None, ("a", "b")))
+]
+
+
+def over(*axes: Any) -> NamedSharding:
+    return NamedSharding(MESH, PartitionSpec(*axes))
+
+
+def random(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> Any:
+    bits = np.random.default_rng(seed).integers(0, 200, shape, np.uint8)
+    return (bits > 100) if dtype == np.bool_ else bits.astype(np.int32).astype(dtype)
+
+
+def assert_is(array: Any, expected: Any, sharding: Any) -> None:
+    assert array.shape == expected.shape
+    assert array.dtype == expected.dtype
+    assert array.sharding.is_equivalent_to(sharding, array.ndim)
+    assert array.committed
+    assert len(array.addressable_shards) == len(sharding.device_set)
+    for shard in array.addressable_shards:
+        assert shard.data.devices() == {shard.device}
+        assert np.array_equal(np.asarray(shard.data), expected[shard.index])
+
+
+@pytest.fixture
+def stagers() -> Iterator[tuple[Stager, ...]]:
+    opened = xferlib_jax.local_stagers()
+    yield opened
+    for stager in opened:
+        stager.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Fail where a thread of a loop, or a stager that a loop opened, outlives its test."""
+    yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith(("xferlib-prefetch", "xferlib-close")):
+            thread.join(20)
+            assert not thread.is_alive(), thread.name
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("xferlib-close"):
+            thread.join(20)
+    assert _stagers._SHARED._users == {}
+
+
+def pulled(stagers: tuple[Stager, ...]) -> int:
+    return sum(stager.stats().h2d_nbytes for stager in stagers)
+
+
+def all_of(batches: Any, sharding: Any, depth: int = 2, **options: Any) -> list[Any]:
+    with xferlib_jax.prefetch(batches, sharding, depth, **options) as loop:
+        return list(loop)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_shard_is_right_and_crosses_the_bus_once(spec: Any, stagers: tuple[Stager, ...]) -> None:
+    batches = [random((64, 32, 1024), seed=seed) for seed in range(3)]
+    for array, batch in zip(all_of(batches, over(*spec), stagers=stagers), batches, strict=True):
+        assert_is(array, batch, over(*spec))
+    assert pulled(stagers) == 3 * batches[0].nbytes
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.bool_, np.int8, np.uint16, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.complex64], ids=str
+)
+def test_every_dtype_comes_through_whole_or_in_parts(dtype: Any) -> None:
+    batch = {"split": random((16, 3), dtype), "whole": random((1 << 10, 513), dtype)}
+    (found,) = all_of([batch], {"split": over("a"), "whole": over()})
+    assert_is(found["split"], batch["split"], over("a"))
+    assert_is(found["whole"], batch["whole"], over())
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:, ::2]], ids=["contiguous", "strided"])
+def test_a_shard_that_its_devices_cannot_divide_by_rows_is_divided_by_items(view: Any, stagers: tuple[Stager, ...]) -> None:
+    batch = view(random((1001, 614)))
+    (found,) = all_of([batch], over(), stagers=stagers)
+    assert_is(found, batch, over())
+    assert batch.nbytes <= pulled(stagers) < batch.nbytes + 8 * batch.itemsize
+
+
+def test_small_leaves_are_sent_to_each_device(stagers: tuple[Stager, ...]) -> None:
+    batch = random((64, 16))
+    (found,) = all_of([batch], over(), stagers=stagers)
+    assert_is(found, batch, over())
+    assert pulled(stagers) == 8 * batch.nbytes
+
+
+@pytest.mark.parametrize("shape", [(4, 300, 700), (7, 101, 333), (65536,), (1, 99991)], ids=str)
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec(None, "a")], ids=str)
+def test_devices_that_gather_among_themselves_make_the_same_whole(shape: tuple[int, ...], spec: Any) -> None:
+    """As GPUs do it. One at a time, since a CPU of few cores cannot run two collectives at once."""
+    if len(shape) < len(spec) or (len(spec) and shape[1] % 2):
+        spec = PartitionSpec()
+    batches = [random(shape, dtype) for dtype in (np.float32, np.int16, ml_dtypes.bfloat16)]
+    plans = [_spread.plan_leaf(NamedSharding(MESH, spec), batch.shape, batch.dtype) for batch in batches]
+    assert all(plan.parts for plan in plans)
+    found = [
+        {device: jax.device_put(view, device) for device, view in plan.views(batch)}
+        for plan, batch in zip(plans, batches, strict=True)
+    ]
+    for by_collective in (True, False):
+        wholes = _gather.Gather(plans, by_collective=by_collective)(found)
+        for whole, plan, batch in zip(wholes, plans, batches, strict=True):
+            array = jax.make_array_from_single_device_arrays(batch.shape, plan.sharding, list(whole.values()))
+            array.block_until_ready()
+            assert_is(array, batch, plan.sharding)
+
+
+def test_gpus_would_gather_among_themselves() -> None:
+    class Gpu:
+        platform = "gpu"
+
+    class Stop(Exception): ...
+
+    plan = _spread.plan_leaf(over(), (1024, 1024), np.dtype(np.float32))
+    (group,) = plan.groups
+    seen = []
+
+    class Asked:
+        def __init__(self, leaves: Any, *, by_collective: bool) -> None:
+            seen.append(by_collective)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_gather, "Gather", Asked)
+        for devices in ((Gpu(), Gpu()), group.devices):
+            alike = dataclasses.replace(plan, groups=(_spread.Group(group.index, devices),))
+            _gather.gathers([alike])
+    assert seen == [True, False]
+
+
+def test_a_tree_takes_a_prefix_of_shardings() -> None:
+    batch = {
+        "image": random((16, 8)),
+        "more": (random((8, 4)), [np.float32(3), random((), np.int32), None]),
+        "none": random((0, 5)),
+    }
+    shardings = {"image": over("a", "b"), "more": (over("b"), over()), "none": jax.sharding.SingleDeviceSharding(jax.devices()[3])}
+    (found,) = all_of([batch], shardings)
+    assert jax.tree.structure(found) == jax.tree.structure(batch)
+    assert_is(found["image"], batch["image"], over("a", "b"))
+    assert_is(found["more"][0], batch["more"][0], over("b"))
+    assert_is(found["more"][1][0], np.asarray(batch["more"][1][0]), over())
+    assert_is(found["none"], batch["none"], shardings["none"])
+
+
+def test_nodes_that_jax_was_told_of_are_trees() -> None:
+    @dataclasses.dataclass
+    class Sample:
+        image: Any
+        label: Any
+
+    jax.tree_util.register_dataclass(Sample, ["image", "label"], [])
+    batch = Sample(random((8, 4)), random((8,), np.int32))
+    (found,) = all_of([batch], Sample(over("a"), over("b")))
+    assert isinstance(found, Sample)
+    assert_is(found.image, batch.image, over("a"))
+    assert_is(found.label, batch.label, over("b"))
+
+
+def test_contiguous_shards_of_pinned_memory_are_read_where_they_are(stagers: tuple[Stager, ...]) -> None:
+    batch = random((64, 1 << 14))
+    pins = [stager.pin(batch) for stager in stagers]
+    for spec in (("a",), (("a", "b"),), ()):
+        (found,) = all_of([batch], over(*spec), stagers=stagers)
+        assert_is(found, batch, over(*spec))
+    assert [stager.stats().synchronous for stager in stagers] == [0] * 8
+    all_of([batch], over(None, "a"), stagers=stagers)
+    assert all(stager.stats().synchronous for stager in stagers)
+    for pin in pins:
+        pin.close()
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+@pytest.mark.parametrize("spec", [(), ("b",)], ids=str)
+def test_a_source_may_rewrite_its_memory(spec: tuple[str, ...], pinned: bool, stagers: tuple[Stager, ...]) -> None:
+    """Copies are held until the source has been asked again, or has not been."""
+    shape, dtype = (1 << 12, 2560), np.dtype(np.float32)
+    memory = stagers[0].empty_pinned(shape, dtype) if pinned else np.empty(shape, dtype)
+    gate, asked = threading.Event(), threading.Event()
+    for stager in stagers:
+        stager.backend.h2d.submit(gate.wait)  # type: ignore[attr-defined]  # Of the backend on the CPU, for tests.
+
+    def batches() -> Iterator[Any]:
+        for number in range(3):
+            memory[:] = number
+            yield memory
+            asked.set()
+
+    with xferlib_jax.prefetch(batches(), over(*spec), stagers=stagers) as loop:
+        was_asked = asked.wait(1)
+        gate.set()
+        assert not was_asked, "the source was asked for more while its memory was being read"
+        for number, found in enumerate(loop):
+            assert (np.asarray(found) == number).all()
+
+
+def test_a_source_may_say_that_it_rewrites_nothing(stagers: tuple[Stager, ...]) -> None:
+    class Fresh:
+        rewrites = False
+
+        def __init__(self) -> None:
+            self.asked = threading.Event()
+
+        def __iter__(self) -> Iterator[Any]:
+            yield random((1 << 12, 320), seed=0)
+            self.asked.set()
+            yield random((1 << 12, 320), seed=1)
+
+    gate, source = threading.Event(), Fresh()
+    for stager in stagers:
+        stager.backend.h2d.submit(gate.wait)  # type: ignore[attr-defined]  # Of the backend on the CPU, for tests.
+    with xferlib_jax.prefetch(source, over(), stagers=stagers) as loop:
+        assert source.asked.wait(20), "the source was not asked while copies were held"
+        gate.set()
+        for seed, found in enumerate(loop):
+            assert_is(found, random((1 << 12, 320), seed=seed), over())
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_slots_of_a_ring_come_back_when_every_device_has_read_them(slots: int, stagers: tuple[Stager, ...]) -> None:
+    spec = {"x": ((64, 1024), "float32"), "y": ((64,), "int32")}
+    with xferlib.Ring(stagers[0], spec, slots) as ring:
+
+        def batches() -> Iterator[xferlib.Slot]:
+            for number in range(8):
+                slot = ring.acquire()
+                slot["x"][:] = number
+                slot["y"][:] = np.arange(64) * number
+                if number == 7:
+                    slot.rows = 16
+                yield slot
+
+        with xferlib_jax.prefetch(batches(), over("a"), stagers=stagers) as loop:
+            assert loop.bill.pinned_nbytes == ring.bill.pinned_nbytes
+            for number, found in enumerate(loop):
+                rows = 16 if number == 7 else 64
+                assert_is(found["x"], np.full((rows, 1024), number, np.float32), over("a"))
+                assert_is(found["y"], (np.arange(64) * number)[:rows].astype(np.int32), over("a"))
+
+
+def test_a_consumer_may_keep_its_batches() -> None:
+    batches = [random((64, 4096), seed=seed) for seed in range(10)]
+    kept = all_of(batches, over("a"))
+    for array, batch in zip(kept, batches, strict=True):
+        assert_is(array, batch, over("a"))
+
+
+def test_memory_is_used_again_when_a_batch_was_dropped(stagers: tuple[Stager, ...]) -> None:
+    batch = random((64, 1 << 14))
+    asked: SimpleQueue[None] = SimpleQueue()
+
+    def batches() -> Iterator[Any]:
+        for _ in range(20):
+            asked.get()
+            yield batch
+
+    with xferlib_jax.prefetch(batches(), over(("a", "b")), 4, stagers=stagers) as loop:
+        for _ in range(20):
+            # One at a time: each is dropped before the next is put.
+            asked.put(None)
+            next(loop).block_until_ready()
+    assert max(stager.stats().device_peak_nbytes for stager in stagers) <= 2 * batch.nbytes // 8
+
+
+def test_a_batch_that_cannot_be_divided_fails_in_its_place_before_anything_starts(stagers: tuple[Stager, ...]) -> None:
+    batches = [{"x": random((16, 4)), "y": random((16,), np.int32)}, {"x": random((16, 4)), "y": random((10,), np.int32)}]
+    loop = xferlib_jax.prefetch(batches, over(("a", "b")), stagers=stagers)
+    assert_is(next(loop)["x"], batches[0]["x"], over(("a", "b")))
+    with pytest.raises(ValueError, match=r"\(10,\) cannot be divided by .* over 8 devices. Pad the batch, drop it") as caught:
+        next(loop)
+    assert caught.value.__notes__ == ["at batch['y']"]
+    assert pulled(stagers) == 16 * 5 * 4
+    with pytest.raises(StopIteration):
+        next(loop)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "kind", "message"),
+    [
+        (np.arange(8), TypeError, "narrow int64"),
+        (np.array(["a"] * 8), TypeError, "JAX has no arrays of dtype"),
+        (np.zeros(8, ">f4"), TypeError, "JAX has no arrays of dtype >f4"),
+        (np.ma.zeros(8), TypeError, "is a numpy.*MaskedArray: expected a plain NumPy array"),
+        (np.zeros(8, ml_dtypes.int4), TypeError, "packs several items"),
+        (np.float32(1), ValueError, r"has 0 axes, and .* names 1. Give a tree of shardings"),
+        ("text", TypeError, r"batch\['y'\] is a builtins.str: expected a plain"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_a_batch_is_refused_before_anything_starts(
+    leaf: Any, kind: type[Exception], message: str, stagers: tuple[Stager, ...]
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        all_of([{"x": random((16, 4)), "y": leaf}], over("a"), stagers=stagers)
+    assert "batch['y']" in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    assert pulled(stagers) == 0
+
+
+def test_arrays_of_jax_and_traced_ones_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"batch\['x'\] is a jax.Array, which is on its devices already"):
+        all_of([{"x": jax.numpy.ones(8)}], over("a"))
+
+    def traced(array: Any) -> Any:
+        return all_of([array], over("a"))[0]
+
+    with pytest.raises(TypeError, match="stands for an array inside a function that JAX traces"):
+        jax.jit(traced)(np.ones(8, np.float32))
+    with pytest.raises(ValueError, match="there is no array in the batch"):
+        all_of([{}], over("a"))
+
+
+def test_what_is_no_sharding_of_this_process_is_refused() -> None:
+    cpu = jax.devices()[0]
+
+    class Foreign:
+        platform = "cuda"
+
+    abstract = MESH.abstract_mesh
+    for sharding, kind, message in (
+        (PartitionSpec("a"), TypeError, r"expected a sharding, got P.*NamedSharding\(mesh"),
+        ("a", TypeError, "expected a sharding, got 'a'"),
+        ({}, ValueError, "there is no sharding in {}"),
+        (NamedSharding(abstract, PartitionSpec("a")), ValueError, "a mesh without devices"),
+        (over("a").with_memory_kind("pinned_host"), ValueError, "memory of kind 'pinned_host'"),
+    ):
+        with pytest.raises(kind, match=message):
+            xferlib_jax.prefetch([], sharding)
+    with pytest.raises(ValueError, match=r"platform 'cuda', and JAX computes on 'cpu' here. .*JAX_PLATFORMS=cuda"):
+        _prefetch.check_platform(Foreign(), [cpu])
+    with pytest.raises(ValueError, match="depth=0: expected 1 or more"):
+        xferlib_jax.prefetch([], over("a"), 0)
+    with pytest.raises(TypeError, match="something to iterate"):
+        xferlib_jax.prefetch(3, over("a"))  # type: ignore[arg-type]  # On purpose.
+
+
+def test_stagers_that_do_not_fit_are_refused(stagers: tuple[Stager, ...]) -> None:
+    with pytest.raises(ValueError, match=r"there is none on \[.*7.*\], over which"):
+        xferlib_jax.prefetch([], over("a"), stagers=stagers[:7])
+    with pytest.raises(ValueError, match="two of them are on"):
+        xferlib_jax.prefetch([], over("a"), stagers=(*stagers, stagers[2]))
+    with xferlib.stager("host") as host, pytest.raises(TypeError, match='expected stagers of backend "jax"'):
+        xferlib_jax.prefetch([], over("a"), stagers=[host])
+
+
+def test_exceptions_of_the_source_come_out_in_their_place_with_their_traceback() -> None:
+    def broken_source() -> Iterator[Any]:
+        yield random((16, 4))
+        raise ArithmeticError("on purpose")
+
+    loop = xferlib_jax.prefetch(broken_source(), over("a"))
+    assert_is(next(loop), random((16, 4)), over("a"))
+    with pytest.raises(ArithmeticError, match="on purpose") as caught:
+        next(loop)
+    assert "broken_source" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert _stagers._SHARED._users == {}
+
+
+def test_a_copy_that_fails_on_one_device_fails_the_batch(stagers: tuple[Stager, ...]) -> None:
+    def fail() -> None:
+        raise ArithmeticError("on purpose")
+
+    stagers[5].backend.h2d.submit(fail)  # type: ignore[attr-defined]  # Of the backend on the CPU, for tests.
+    loop = xferlib_jax.prefetch([random((16, 4))], over("a"), stagers=stagers)
+    with pytest.raises(xferlib.TransferError, match="on purpose"):
+        next(loop)
+
+
+def test_a_put_that_fails_on_one_device_leaves_nothing_in_flight(stagers: tuple[Stager, ...]) -> None:
+    gate = threading.Event()
+    for stager in stagers[:4]:
+        stager.backend.h2d.submit(gate.wait)  # type: ignore[attr-defined]  # As above.
+    stagers[4].close()
+    batch = random((16, 1 << 15))
+    pins = [stager.pin(batch) for stager in (*stagers[:4], *stagers[5:])]
+    loop = xferlib_jax.prefetch([batch], over(("a", "b")), stagers=stagers)
+    raised = []
+
+    def take() -> None:
+        try:
+            next(loop)
+        except xferlib.ClosedError as error:
+            raised.append(error)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    taker.join(0.2)
+    assert taker.is_alive(), "it was told while copies were held"
+    gate.set()
+    taker.join(20)
+    assert len(raised) == 1
+    for stager in stagers[:4]:
+        # What is done may wait to be noticed, what is not done is not noticed.
+        stager._traffic.reap()
+        assert not stager._traffic.busy
+    for pin in pins:
+        pin.close()
+
+
+def test_loops_share_stagers_which_are_closed_with_the_last() -> None:
+    batches = [random((16, 4))] * 5
+    first, second = xferlib_jax.prefetch(batches, over("a")), xferlib_jax.prefetch(batches, over("b"))
+    assert [s.device for s in first.stagers] == [s.device for s in second.stagers]
+    assert all(one is other for one, other in zip(first.stagers, second.stagers, strict=True))
+    next(first)
+    first.close()
+    first.close()
+    assert_is(next(second), batches[0], over("b"))
+    second.close()
+    with pytest.raises(xferlib.ClosedError):
+        second.stagers[0].empty_pinned(1, np.uint8)
+    with pytest.raises(StopIteration):
+        next(second)
+
+
+def test_stagers_of_the_caller_stay_open(stagers: tuple[Stager, ...]) -> None:
+    all_of([random((16, 4))], over("a"), stagers=stagers)
+    assert stagers[0].put(random((4,))).result().shape == (4,)
+
+
+def test_one_that_is_left_early_ends() -> None:
+    for array in xferlib_jax.prefetch((random((16, 4)) for _ in range(100)), over("a")):
+        assert_is(array, random((16, 4)), over("a"))
+        break
+    # The fixture looks for what is left.
+
+
+def test_one_that_is_dropped_unused_ends() -> None:
+    loop = xferlib_jax.prefetch((random((16, 4)) for _ in range(100)), over("a"))
+    del loop
+
+
+def test_a_program_that_forgets_its_loop_ends_without_a_word() -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import itertools, jax, numpy as np, xferlib_jax\n"
+        "from jax.sharding import Mesh, NamedSharding, PartitionSpec\n"
+        "mesh = Mesh(np.array(jax.devices()), ('x',))\n"
+        "ones = (np.ones((8, 1000), 'f4') for _ in itertools.count())\n"
+        "loop = xferlib_jax.prefetch(ones, NamedSharding(mesh, PartitionSpec('x')))\n"
+        "next(loop)\n"
+    )
+    child = subprocess.run([sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert child.stderr == ""
+
+
+def test_without_the_private_import_arrays_are_moved_to_their_devices(stagers: tuple[Stager, ...]) -> None:
+    for stager in stagers:
+        stager.backend._imports._convert = None  # type: ignore[attr-defined]  # As where JAX has no such call.
+    batch = {"x": random((16, 4)), "y": random((1024, 1024))}
+    (found,) = all_of([batch], {"x": over("a"), "y": over()}, stagers=stagers)
+    assert_is(found["x"], batch["x"], over("a"))
+    assert_is(found["y"], batch["y"], over())
+
+
+def test_the_bill_counts_what_every_device_holds_and_the_report_tells() -> None:
+    batch = random((1024, 256))
+    with xferlib_jax.prefetch([batch] * 3, over("a"), 3) as loop:
+        assert loop.bill.device_nbytes == 5 * 4 * batch.nbytes
+        assert loop.bill.pinned_nbytes == 0
+        assert "batches over 8 devices" in str(loop.bill)
+        assert len(list(loop)) == 3
+        assert loop.report().batches == 3
+    with xferlib_jax.prefetch([], over("a")) as loop:
+        assert loop.bill.charges == ()
+
+
+@pytest.mark.parametrize("count", [8, 3, 1])
+def test_stacked_batches_go_over_the_devices_for_pmap(count: int) -> None:
+    devices = jax.devices()[::-1][:count]
+    batches = [{"x": random((count, 5, 4), seed=seed)} for seed in range(4)]
+    double = jax.pmap(lambda batch: batch["x"] * 2, devices=devices)
+    with xferlib_jax.prefetch_to_device(iter(batches), 2, devices) as loop:
+        for found, batch in zip(loop, batches, strict=True):
+            assert [shard.device for shard in sorted(found["x"].addressable_shards, key=lambda s: s.index[0].start or 0)] == devices
+            assert np.array_equal(np.asarray(double(found)), 2 * batch["x"])
+
+
+def test_stacked_batches_take_all_devices_unless_told() -> None:
+    with xferlib_jax.prefetch_to_device([random((8, 2))]) as loop:
+        assert len(next(loop).addressable_shards) == 8
+
+
+def test_a_computation_over_the_mesh_sees_the_batch() -> None:
+    add = jax.jit(lambda x, w: (x @ w).sum())
+    batches = [(random((32, 256), seed=seed), random((256, 256), seed=9 - seed)) for seed in range(4)]
+    for found, (x, w) in zip(all_of(batches, (over("a", "b"), over())), batches, strict=True):
+        assert np.isclose(float(add(*found)), (x @ w).sum(), rtol=1e-5)
