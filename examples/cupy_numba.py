@@ -23,6 +23,10 @@ def compile_blur() -> Any:
     """Compile a kernel: every pixel becomes the mean of three by three, in whole numbers; the border stays black."""
     from numba import cuda
 
+    if not hasattr(np, "row_stack"):
+        # numba-cuda cannot compile on NumPy 2.5 otherwise: https://github.com/NVIDIA/numba-cuda/issues/907
+        vars(np)["row_stack"] = np.vstack
+
     def blur(source: Any, out: Any) -> None:
         row, column = cuda.grid(2)
         if 0 < row < source.shape[0] - 1 and 0 < column < source.shape[1] - 1:

@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 LINKS = [
     (page, link)
-    for page in ("README.md", "backends/README.md", "benchmarks/README.md")
+    for page in ("README.md", "backends/README.md", "benchmarks/README.md", "docs/loaders.md", "examples/README.md")
     for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
 ]
 

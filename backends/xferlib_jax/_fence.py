@@ -11,6 +11,7 @@ Which it is, a test finds out when a stager is opened: it errs towards the fence
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from typing import Any, final
@@ -42,16 +43,15 @@ class Fences:
         self._stream = stream
         self._events = events
         self._device = device
-        self._token = self._make_token()
-        # Compiled once and for all: a call of it is a launch even inside a function that is being traced.
-        self.launch = jax.jit(lambda token: token + np.uint8(1)).lower(self._token).compile()
+        self._token = _token(self._device)
+        self.launch = _launcher(device)
         self.launch(self._token).block_until_ready()
 
     def make(self) -> CudaEvent:
         """Return an event that is reached when all that JAX has launched so far is done. 40 to 80 us."""
         if self._token.is_deleted():
             # By somebody who deleted every array of `jax.live_arrays()`.
-            self._token = self._make_token()
+            self._token = _token(self._device)
         result = self.launch(self._token)
         result.__dlpack__(stream=self._stream)
         return self._events.record(self._stream)
@@ -69,10 +69,6 @@ class Fences:
             )
         version = tuple(int(part) for part in re.findall(r"\d+", jax.__version__)[:3])
         return version < DEFERRED_SINCE or not self._deleter_is_deferred(driver, block, imports, capsules)
-
-    def _make_token(self) -> Any:
-        with jax.ensure_compile_time_eval():
-            return jax.device_put(np.zeros(TOKEN_NBYTES, np.uint8), self._device)
 
     def _deleter_is_deferred(self, driver: Driver, block: Block, imports: Imports, capsules: Capsules) -> bool:
         """Drop an array whose reader is held, and look whether its lease outlives the hold.
@@ -103,6 +99,20 @@ class Fences:
             if has_ended:
                 return False
             looks += 1
+
+
+@functools.cache
+def _launcher(device: Any) -> Any:
+    """Compile the tiny computation. Once and for all: a call of it is a launch even inside a function that is being traced.
+
+    Kept, since giving a compiled program back waits for all work on the device: the end of a stager would wait for the user's.
+    """
+    return jax.jit(lambda token: token + np.uint8(1)).lower(_token(device)).compile()
+
+
+def _token(device: Any) -> Any:
+    with jax.ensure_compile_time_eval():
+        return jax.device_put(np.zeros(TOKEN_NBYTES, np.uint8), device)
 
 
 @final

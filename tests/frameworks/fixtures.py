@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 
@@ -14,6 +15,10 @@ from xferlib.errors import SynchronousTransferWarning
 from xferlib.stager import Stager
 
 __all__ = ["laws", "stager"]
+
+if "XLA_CLIENT_MEM_FRACTION" not in os.environ:
+    # Tests start programs that use JAX, too. Left to itself, JAX takes three quarters of the device here, and they find too little.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def test_two_processes_make_one_global_array(stager: Stager) -> None:
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
-    environment = os.environ | EIGHT | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | EIGHT | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "error::ResourceWarning", str(HERE / "two_processes.py"), str(port), str(number)],

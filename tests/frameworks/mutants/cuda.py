@@ -17,7 +17,7 @@ import numpy as np
 
 from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, Mutant
 from xferlib.conformance import StagerConformance
-from xferlib.protocol import Event, Stream
+from xferlib.protocol import Event, Place, Stream
 
 __all__ = ["LAW06", "LAW13", "Listing"]
 
@@ -223,6 +223,9 @@ class LeasesToNobody(BrokenBackend):
 
     def as_array(self, *arguments: Any, lease: object, **rest: Any) -> Any:
         return self.inner.as_array(*arguments, lease=None, **rest)
+
+    def as_arrays(self, block: Any, places: Iterable[Place], **rest: Any) -> list[Any]:
+        return [self.as_array(block, *place, **rest) for place in places]
 
 
 @broken_everywhere("test_law08_views_and_aliases_keep_the_memory")
