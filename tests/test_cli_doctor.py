@@ -31,7 +31,7 @@ def test_json_has_this_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["auto"] in xferlib.backends()
     assert tuple(state["name"] for state in report["backends"]) == xferlib.backends()
     for state in report["backends"]:
-        assert set(state) == {"name", "ready", "reason", "device", "on_gpu", "capabilities", "pin", "versions", "findings"}
+        assert set(state) == {"name", "ready", "reason", "device", "on_gpu", "capabilities", "pin", "staging", "versions", "findings"}
         assert state["ready"] is (state["reason"] is None)
 
 

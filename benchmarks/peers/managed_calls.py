@@ -23,7 +23,7 @@ def managed_read(device: Device) -> Way:
     def bind(source: Bytes, target: Any) -> Call:
         block = cupy.cuda.malloc_managed(source.nbytes)
         array = cupy.ndarray(source.shape, np.uint8, block)
-        there = np.frombuffer((ctypes.c_uint8 * source.nbytes).from_address(block.ptr), np.uint8)
+        there = np.frombuffer(memoryview((ctypes.c_uint8 * source.nbytes).from_address(block.ptr)).cast("B"), np.uint8)
         # The kernel inverts, so that it is no copy that an engine could make.
         memory.invert(source, there)
         return lambda: device.invert(array, target)

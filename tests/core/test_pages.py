@@ -68,7 +68,7 @@ def resident(address: int) -> int:
 
 
 def over(address: int, nbytes: int) -> Any:
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B"), np.uint8)
 
 
 @pytest.mark.parametrize("nbytes", [4096, 12288, HUGE, HUGE + 4096, 2 * PART + 4096])

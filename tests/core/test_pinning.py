@@ -172,6 +172,7 @@ def shared_memory(tmp_path: Path) -> Iterator[np.ndarray[Any, Any]]:
     memory = SharedMemory(create=True, size=NBYTES)
     try:
         memory.unlink()
+        assert memory.buf is not None
         yield np.frombuffer(memory.buf, np.uint8)[:NBYTES]
     finally:
         gc.collect()

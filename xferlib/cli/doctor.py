@@ -23,6 +23,7 @@ from xferlib.errors import BackendUnavailableError, XferError
 from xferlib.memory.limits import default_pinned_limit, memory_limit
 from xferlib.registry import backends, stager
 from xferlib.stager import Stager
+from xferlib.staging.profile import VARIABLE
 
 __all__ = ["examine", "lacking", "print_json", "show"]
 
@@ -88,16 +89,19 @@ def show(report: Report) -> None:
     for state in report["backends"]:
         if state["ready"]:
             console.print(f"[bold]pin[/bold]       {escape(state['name'])}: {escape(_pays(state))}", highlight=False)
+            shape = f"{state['name']}: {state['staging']}, threads x chunk, for ordinary memory. {VARIABLE} sets it"
+            console.print(f"[bold]staging[/bold]   {escape(shape)}", highlight=False)
     for line in [*report["findings"], *(line for state in report["backends"] for line in state["findings"])]:
         console.print(f"[yellow]note[/yellow]      {escape(line)}", highlight=False)
 
 
 def _backend(name: str) -> Report:
-    state: Report = {"name": name, "ready": False} | dict.fromkeys(("reason", "device", "on_gpu", "capabilities", "pin"))
+    state: Report = {"name": name, "ready": False} | dict.fromkeys(("reason", "device", "on_gpu", "capabilities", "pin", "staging"))
     try:
         with stager(name) as opened:
             state |= {"ready": True, "device": opened.device, "on_gpu": opened.on_gpu, "capabilities": asdict(opened.capabilities)}
             state["pin"] = _measured(opened)
+            state["staging"] = str(opened.staging)
     except XferError as error:
         state["reason"] = str(error)
     except Exception as error:

@@ -59,6 +59,8 @@ class Chunks:
         # Reentrant: a finalizer may transfer while its thread is in here.
         self._room = threading.Condition(threading.RLock())
         self._waiting = 0
+        self._goal = [0, 0]
+        """How many a direction may have so far: as many as its largest transfer has parts, so that it does not depend on luck."""
         self._wanting = [False, False]
         """Directions that have less than half of the chunks, and would use more."""
 
@@ -67,6 +69,17 @@ class Chunks:
         self.nbytes = nbytes
         self.count = count
         self._share = count - max(1, count // 8)
+
+    def expect(self, direction: int, parts: int) -> None:
+        """Have chunks for a transfer of so many parts, as far as the pool has room: none is page-locked in the middle of it."""
+        goal = min(parts, self._share)
+        if goal > self._goal[direction]:
+            self._goal[direction] = goal
+        while self._owned[direction] < goal:
+            chunk = self._grown(direction)
+            if chunk is None:
+                return
+            self.give(direction, chunk)
 
     def take(self, direction: int, *, wait: bool) -> Chunk | None:
         """Return a chunk; its `busy` is the caller's to wait for. None, without `wait`, if there is none now.
@@ -79,7 +92,7 @@ class Chunks:
         except IndexError:
             return self._more(direction, wait=wait)
         # The oldest. If even that is busy, more of them let the copies go on while the threads fill the next.
-        if self._owned[direction] < self._share and self._is_busy(chunk):
+        if self._owned[direction] < self._goal[direction] and self._is_busy(chunk):
             more = self._grown(direction) or self._stolen(direction)
             if more is not None:
                 idle.appendleft(chunk)
@@ -157,7 +170,7 @@ class Chunks:
 
     def _grown(self, direction: int) -> Chunk | None:
         with self._room:
-            if sum(self._owned) >= self.count or self._owned[direction] >= self._share:
+            if sum(self._owned) >= self.count or self._owned[direction] >= max(1, self._goal[direction]):
                 return None
             self._owned[direction] += 1
         block = None

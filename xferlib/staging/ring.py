@@ -151,6 +151,7 @@ class Staging:
                 self._bounced(part)
             return
         parts = self._parts(leaves, nbytes, ways=self.profile.threads, pads=pads)
+        self._chunks.expect(H2D, len(parts))
         job = Job(parts, self._fill, owner=threading.get_ident())
         self._traffic.landings.add(job.over)
         self._ask(H2D, job, len(parts), many=len(leaves) > FEW * len(parts))
@@ -170,6 +171,7 @@ class Staging:
         def end(held: object = until_started) -> None:
             lent.event = self._traffic.h2d.add(nbytes, until_done)
 
+        self._chunks.expect(H2D, len(parts))
         lent.job = job = Job(parts, self._fill, end=end)
         self._traffic.landings.add(job.over)
         try:
@@ -279,6 +281,7 @@ class Staging:
 
     def _start_many(self, job: Job, sources: Sequence[Source]) -> None:
         """Start as many parts as there are chunks; one at least, so that whoever leads always gets on."""
+        self._chunks.expect(D2H, job.parts)
         self._lander.begin(job, wait=True)
         while self._lander.begin(job, wait=False):
             pass
