@@ -28,6 +28,8 @@ PACKAGES = (
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
     "cuda-bindings",
+    "flax",
+    "grain",
 )
 
 

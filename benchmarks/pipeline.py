@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,19 @@ from benchmarks.harness import Timing
 from benchmarks.steps import OUTPUTS, Bytes, Compute, Drain, Feed
 from benchmarks.ways import Call, Corrupted, Device, Direction
 
-__all__ = ["Alone", "Pipe", "Result", "drain", "measure", "random_batches", "train", "train_on", "tune"]
+__all__ = [
+    "Alone",
+    "Pipe",
+    "Result",
+    "checksums",
+    "drain",
+    "measure",
+    "random_batches",
+    "train",
+    "train_on",
+    "train_steadily",
+    "tune",
+]
 
 TAGS = 7
 """Shares no factor with the number of outputs: no target gets the same bytes twice in a row."""
@@ -69,6 +82,11 @@ def random_batches(empty: Callable[[int], Bytes], nbytes: int, count: int, seed:
     for index, batch in enumerate(batches):
         memory.fill_random(batch, seed + index)
     return batches
+
+
+def checksums(compute: Compute, batches: Sequence[Bytes]) -> list[int]:
+    """Return what steps must find in these batches."""
+    return [compute.checksum(batch) for batch in batches]
 
 
 class Alone:
@@ -166,7 +184,7 @@ def train(compute: Compute, feed: Feed, batches: Sequence[Bytes], rounds: int, s
     compute.wait(marks[-1])
     seconds = time.perf_counter() - begin
     feed.use(coming)
-    _verify(feed.name, compute, batches, marks)
+    _verify(feed.name, compute, checksums(compute, batches), marks)
     return seconds
 
 
@@ -189,7 +207,39 @@ def train_on(
                 compute.wait(marks[index - 1])
         compute.wait(marks[-1])
     seconds = time.perf_counter() - begin
-    _verify(name, compute, batches, marks)
+    _verify(name, compute, checksums(compute, batches), marks)
+    return seconds
+
+
+def train_steadily(
+    compute: Compute,
+    name: str,
+    open_source: Callable[[], AbstractContextManager[Iterable[Any]]],
+    expected: Sequence[int],
+    rounds: int,
+    warm: int,
+    steps: int,
+) -> float:
+    """Run a training loop as `train_on`, from the middle of an endless source: neither its start nor its end is in the seconds.
+
+    They go from the end of the last of `warm` steps, one at least, to the end of the last step of all, at which batches are still
+    coming. `expected`: the checksums of the batches that come in turn.
+    """
+    marks: list[Any] = []
+    begin = 0.0
+    with open_source() as source:
+        for index, array in enumerate(islice(source, warm + steps)):
+            mark, _ = compute.step(compute.adopt(array), rounds, 1)
+            marks.append(mark)
+            if index:
+                compute.wait(marks[index - 1])
+            if index == warm:
+                begin = time.perf_counter()
+        compute.wait(marks[-1])
+        seconds = time.perf_counter() - begin
+    if len(marks) < warm + steps:
+        raise RuntimeError(f"{name!r} gave {len(marks)} batches and ended: expected {warm + steps} and more to come")
+    _verify(name, compute, expected, marks)
     return seconds
 
 
@@ -249,10 +299,9 @@ def measure(pipes: Sequence[Pipe], alone: Alone, *, steps: int, samples: int) ->
     return result
 
 
-def _verify(name: str, compute: Compute, batches: Sequence[Bytes], marks: Sequence[Any]) -> None:
-    expected = [compute.checksum(batch) for batch in batches]
+def _verify(name: str, compute: Compute, expected: Sequence[int], marks: Sequence[Any]) -> None:
     found = compute.checksums(marks)
-    wrong = [index for index, value in enumerate(found) if value != expected[index % len(batches)]]
+    wrong = [index for index, value in enumerate(found) if value != expected[index % len(expected)]]
     if wrong:
         raise _corrupted(name, "h2d", f"step {wrong[0]}, and {len(wrong)} of {len(marks)} in all")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -68,6 +71,30 @@ def test_a_batch_of_the_step_before_fails_the_loop() -> None:
 
     with pytest.raises(Corrupted, match="'late' said it was done, but the h2d target"):
         pipeline.train(compute, replace(sound, name="late", start=late), batches, 1, 8)
+
+
+def test_a_steady_loop_leaves_out_the_start_and_wants_more_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = open_device("host").compute(4096, "in order")
+    batches = pipeline.random_batches(memory.empty_pageable, 4096, 3, 1)
+    expected = pipeline.checksums(compute, batches)
+    given: list[int] = []
+
+    def source(count: int) -> Callable[[], Any]:
+        def numbered() -> Generator[Any, None, None]:
+            for index in range(count):
+                given.append(index)
+                yield batches[index % 3]
+
+        return lambda: closing(numbered())
+
+    # A second for every batch: the first one counted is the third, which is there when the second of two warm steps ends.
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(perf_counter=lambda: float(len(given))))
+    assert pipeline.train_steadily(compute, "sound", source(99), expected, 1, 2, 8) == 10 - 3
+    assert given == list(range(10))
+    with pytest.raises(RuntimeError, match="'short' gave 9 batches and ended: expected 10"):
+        pipeline.train_steadily(compute, "short", source(9), expected, 1, 2, 8)
+    with pytest.raises(Corrupted, match="'late' said it was done, but the h2d target"):
+        pipeline.train_steadily(compute, "late", source(99), expected[::-1], 1, 2, 8)
 
 
 @pytest.mark.parametrize("byte", [0, 2000, 4095])

@@ -46,6 +46,11 @@ LABELS = {
     "drain": {("in order", "d2h")},
     "pageable": {("touched", "h2d"), ("touched", "d2h"), ("untouched", "d2h"), ("batches, in order", "h2d")},
     "leaves": {("20 leaves", "h2d")},
+    "loaders": {
+        (f"{regime}, {source}", "h2d")
+        for regime in ("transfer-bound", "compute-bound")
+        for source in ("pageable", "pinned slots", "2 workers")
+    },
     "memory_kinds": {("pinned", "h2d"), ("pageable", "h2d"), ("mapped", "h2d")},
     "bystander": {("step beside staging", "h2d")},
 }
@@ -54,11 +59,12 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
     "loop": ("h2d",),
     "drain": ("d2h",),
     "leaves": ("h2d",),
+    "loaders": ("h2d",),
     "memory_kinds": ("h2d",),
     "bystander": ("h2d",),
 }
 """What the stager moves in each case."""
-ALONE = {("pageable", "both"), ("mapped", "h2d"), ("step beside staging", "h2d")}
+ALONE = {("pageable", "both"), ("mapped", "h2d"), ("step beside staging", "h2d"), *LABELS["loaders"]}
 """Figures that no peer can stand beside."""
 
 
@@ -145,9 +151,25 @@ def test_arrays_that_cannot_be_written_to_leave_out_what_would(tmp_path: Path) -
     }
 
 
+@pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
+def test_loaders_stand_beside_ours_or_are_named_as_absent(tmp_path: Path) -> None:
+    file = tmp_path / "jax.json"
+    done = benchmark("--quick", "--backend", "jax", "--json", str(file), "--case", "loaders", JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
+    measured: list[records.Record] = json.loads(file.read_text())
+    assert {(record["label"], record["direction"]) for record in measured} == LABELS["loaders"]
+    for name in ("flax", "grain", "torch"):
+        installed = find_spec(name) is not None
+        assert (f"absent: {name} (not installed)" in done.stdout) is not installed
+        assert all(any(peer.startswith(name) for peer in record["peers"]) is installed for record in measured)
+    for record in measured:
+        beside = {record["details"].get(name) for name in ("best_peer", "best_peer_over_ours")}
+        assert (beside == {None}) is not bool(record["peers"])
+
+
 def test_a_record_of_steps_says_how_many_were_verified(quick_records: list[records.Record]) -> None:
     for record in quick_records:
-        if record["case"] in ("loop", "drain"):
+        if record["case"] in ("loop", "drain", "loaders"):
             details = record["details"]
             assert details["verified_steps"] == record["batch"] * record["seconds"]["n"]
             assert details["over_bound"] == pytest.approx(1 / record["of_limit"], rel=0.01)
