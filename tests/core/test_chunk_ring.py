@@ -136,19 +136,27 @@ def test_chunks_make_room_where_nobody_waits() -> None:
         assert stager.empty_pinned(16 * MIB, np.uint8).nbytes == 16 * MIB
 
 
-def test_a_ring_page_locks_nothing_for_what_it_has_carried_before(stager_with_ring: xferlib.Stager) -> None:
-    """However many chunks happen to be busy at a time."""
-    stager = stager_with_ring
-    source, out = numbers(32 * MIB), np.zeros(8 * MIB, np.uint32)
-    stager.get(stager.put(source).result(), out=out).synchronize()
-    misses = stager.stats().pool_misses
-    with held(stager.backend.h2d) as gate:  # type: ignore[attr-defined]  # the host backend's
-        lent = [stager.put(source, borrow=True) for _ in range(3)]
-        gate.set()
-    for transfer in lent:
-        stager.get(transfer.result(), out=out).synchronize()
-    assert stager.stats().pool_misses == misses
-    assert np.array_equal(out, source)
+def test_a_ring_page_locks_nothing_for_what_it_has_carried_before() -> None:
+    """However many chunks were busy at a time then, and are now."""
+    backend = tampered()
+
+    def copy_at_once(dst: int, src: int, nbytes: int) -> None:
+        backend.inner.copy_h2d(dst, src, nbytes)
+        backend.inner.record_h2d().synchronize()
+
+    backend.copy_h2d = copy_at_once
+    with xferlib.stager(backend, pinned_limit=128 * MIB, staging=StagingProfile(1, MIB, MIB // 2)) as stager:
+        source = numbers(16 * MIB)
+        stager.put(source).synchronize()
+        misses = stager.stats().pool_misses
+        backend.copy_h2d = backend.inner.copy_h2d
+        with held(stager.backend.h2d) as gate:  # type: ignore[attr-defined]  # the host backend's
+            put = on_thread(lambda: stager.put(source))
+            with pytest.raises(TimeoutError):
+                put.result(0.2)
+            gate.set()
+        assert np.array_equal(put.result(10).result(), source)
+        assert stager.stats().pool_misses == misses
 
 
 def test_trim_gives_idle_chunks_back(stager_with_ring: xferlib.Stager) -> None:
