@@ -159,6 +159,26 @@ def test_a_ring_page_locks_nothing_for_what_it_has_carried_before() -> None:
         assert stager.stats().pool_misses == misses
 
 
+def test_a_transfer_gets_on_with_the_chunks_that_the_driver_grants() -> None:
+    class Refused(Exception): ...
+
+    backend = tampered(failures=(Refused,))
+    granted: list[int] = []
+
+    def alloc(nbytes: int) -> int:
+        if len(granted) == 2:
+            raise Refused("no more pages")
+        granted.append(nbytes)
+        address: int = backend.inner.alloc_pinned(nbytes)
+        return address
+
+    backend.alloc_pinned = alloc
+    with xferlib.stager(backend, pinned_limit=128 * MIB, staging=RING) as stager:
+        source = numbers(16 * MIB)
+        assert np.array_equal(stager.put(source).result(), source)
+        assert len(granted) == 2
+
+
 def test_trim_gives_idle_chunks_back(stager_with_ring: xferlib.Stager) -> None:
     stager_with_ring.put(numbers(32 * MIB)).synchronize()
     assert stager_with_ring._pool.usage().used > 0

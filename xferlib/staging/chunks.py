@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from xferlib.errors import AllocationError
 from xferlib.memory.arrays import Array
 from xferlib.memory.pool import HostBlock, PinnedPool
 from xferlib.protocol import Event
@@ -175,7 +176,9 @@ class Chunks:
             self._owned[direction] += 1
         block = None
         try:
-            block = self._pool.try_take(self.nbytes)
+            # What the driver refuses is not missed while there are others; where there is none, `_asked` says why.
+            with suppress(AllocationError):
+                block = self._pool.try_take(self.nbytes)
         finally:
             if block is None:
                 self._disown(direction)

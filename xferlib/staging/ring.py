@@ -130,11 +130,6 @@ class Staging:
             return self._profile
 
     @property
-    def bounce_nbytes(self) -> int:
-        """The largest transfer that one thread makes alone."""
-        return self._bounce
-
-    @property
     def reads_ahead(self) -> bool:
         """Whether gets may still have copies to start."""
         return bool(self._unissued)
