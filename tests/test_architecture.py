@@ -26,7 +26,7 @@ FLOORS = [
     {"xferlib.layout", "xferlib.loud", "xferlib.maps"},
     {f"xferlib.staging.{name}" for name in ("chunks", "crew", "parts", "profile")},
     {"xferlib.staging.job"},
-    {f"xferlib.staging.{name}" for name in ("calibration", "fill", "land")},
+    {f"xferlib.staging.{name}" for name in ("calibration", "fill", "land", "saved")},
     {"xferlib.staging.ring"},
     {"xferlib.gets", "xferlib.puts"},
     {"xferlib.stager"},

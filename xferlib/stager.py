@@ -113,7 +113,7 @@ class Stager:
 
     @property
     def staging(self) -> StagingProfile:
-        """How pageable memory is staged: given, or else measured now, in a fraction of a second."""
+        """How pageable memory is staged: given, or kept by `xferlib doctor`, or else measured now, in a fraction of a second."""
         return self._staging.profile
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, write_combined: bool = False) -> Array:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from typer.testing import CliRunner
 
 import xferlib
+from xferlib.cli.app import app
 from xferlib.staging.calibration import CHUNKS, THREADS, measured_profile
 from xferlib.staging.profile import VARIABLE, StagingProfile
+from xferlib.staging.saved import save_profile, saved_path, saved_profile
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep shapes in a folder of the test's own, and give none."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
 
 
 @pytest.mark.parametrize(("text", "threads", "nbytes"), [("8x4MiB", 8, 4 * MIB), (" 2 x 512kib ", 2, MIB // 2)])
@@ -36,8 +49,7 @@ def test_the_environment_gives_the_shape_unless_the_program_does(monkeypatch: py
         assert stager.staging == StagingProfile(2, MIB)
 
 
-def test_what_is_measured_is_one_of_the_shapes_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+def test_what_is_measured_is_one_of_the_shapes_tried() -> None:
     profile = measured_profile()
     assert profile.threads in THREADS
     assert profile.chunk_nbytes in CHUNKS
@@ -45,3 +57,60 @@ def test_what_is_measured_is_one_of_the_shapes_tried(monkeypatch: pytest.MonkeyP
     assert measured_profile() is profile
     with xferlib.stager("host") as stager:
         assert stager.staging is profile
+
+
+def test_a_kept_shape_is_used_until_something_else_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = StagingProfile(3, MIB // 2, 5 * MIB)
+    assert saved_profile() is None
+    assert save_profile(kept) == saved_path()
+    assert saved_profile() == kept
+    with xferlib.stager("host") as stager:
+        assert stager.staging == kept
+    monkeypatch.setenv(VARIABLE, "2x1MiB")
+    with xferlib.stager("host") as stager:
+        assert stager.staging == StagingProfile(2, MIB)
+
+
+def test_a_shape_is_kept_for_its_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = StagingProfile(3, MIB), StagingProfile(5, 2 * MIB)
+    save_profile(mine)
+    monkeypatch.setattr("xferlib.staging.saved._machine", lambda: "another, 96 cores")
+    assert saved_profile() is None
+    save_profile(other)
+    assert saved_profile() == other
+
+
+def test_shapes_of_two_machines_lie_side_by_side(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"one, 2 cores": StagingProfile(1, MIB), "two, 8 cores": StagingProfile(7, 2 * MIB)}
+    for machine, shape in shapes.items():
+        monkeypatch.setattr("xferlib.staging.saved._machine", lambda name=machine: name)
+        save_profile(shape)
+    for machine, shape in shapes.items():
+        monkeypatch.setattr("xferlib.staging.saved._machine", lambda name=machine: name)
+        assert saved_profile() == shape
+    assert [path.name for path in saved_path().parent.iterdir()] == ["staging.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "nonsense", '{"MACHINE": {"threads": 0, "chunk_nbytes": 4096}}', '{"MACHINE": 3}'])
+def test_a_file_that_cannot_be_used_is_told_and_measured_over(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xferlib.staging.saved._machine", lambda: "MACHINE")
+    saved_path().parent.mkdir()
+    saved_path().write_text(text)
+    with pytest.warns(RuntimeWarning, match="staging.json cannot be used .*doctor --save-staging"):
+        assert saved_profile() is None
+    save_profile(StagingProfile(2, MIB))
+    assert saved_profile() == StagingProfile(2, MIB)
+
+
+def test_doctor_keeps_what_it_measures() -> None:
+    found = CliRunner().invoke(app, ["doctor", "--save-staging"])
+    assert found.exit_code == 0, found.output
+    assert str(saved_path()) in found.output.replace("\n", "")
+    assert saved_profile() == measured_profile()
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_the_way_out(cache: Path) -> None:
+    (cache / "xferlib").write_text("a file")
+    found = CliRunner().invoke(app, ["doctor", "--save-staging"])
+    assert found.exit_code != 0
+    assert f"{VARIABLE}={measured_profile()}" in str(found.exception or found.output)

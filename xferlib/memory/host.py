@@ -53,7 +53,7 @@ class HostMemory:
         found: list[HostLeaf] = []
         dtypes, in_pool, asked = self.dtypes, self._in_pool, False
         some_in_pool = self._pool.lends_arrays
-        known = None
+        known = outside = None
         for leaf in leaves:
             if type(leaf) is not np.ndarray:
                 return None
@@ -66,7 +66,9 @@ class HostMemory:
             if nbytes > SMALL:
                 found.append((leaf, self.address(leaf)))
                 continue
-            if asked and not some_in_pool and nbytes:
+            base = leaf.base
+            # Memory that NumPy itself has allocated is not the pool's.
+            if asked and nbytes and (not some_in_pool or base is None or base is outside):
                 found.append((leaf, None))
                 continue
             try:
@@ -81,6 +83,8 @@ class HostMemory:
                 asked = True
                 if self._is_pinned(address, nbytes):
                     return None
+            if type(base) is np.ndarray and base.base is None:
+                outside = base
             found.append((leaf, None))
         return found
 

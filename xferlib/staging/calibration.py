@@ -27,11 +27,13 @@ THREADS = (1, 2, 3, 4, 6, 8)
 """More than eight gain nothing on any machine seen: a link is full before."""
 CHUNKS = (4 << 20, 2 << 20, 1 << 20)
 """Larger ones first: a link and a busy interpreter gain by fewer steps, which is not measured here."""
-NBYTES = 32 << 20
-"""Bytes copied to measure one shape: some milliseconds."""
+NBYTES = 96 << 20
+"""Bytes copied to measure one shape, some milliseconds: whole rounds of the largest chunks for every number of threads."""
 ROUNDS = 3
-ENOUGH = 0.8
-"""Of the best rate: the first that gets there is taken. The last threads add more contention than speed, and starve the program."""
+ENOUGH = 0.9
+"""Of the best rate: the fewest threads that get there are taken. The last ones would starve the program for little."""
+ENOUGH_BY_SIZE = 0.8
+"""Likewise for chunks, where smaller ones have a cost that is not measured here."""
 HAND_OFFS = 15
 LEAST_HAND_OFF, MOST_HAND_OFF = 2 << 20, 8 << 20
 
@@ -45,19 +47,19 @@ def measured_profile() -> StagingProfile:
     member = object()
     try:
         rates = {count: _rate(crew, member, source, count, CHUNKS[0]) for count in THREADS if count <= max(1, cores - 1)}
-        threads = _first(rates)
+        threads = _first(rates, ENOUGH)
         sizes = {size: _rate(crew, member, source, threads, size) for size in CHUNKS}
         delay = _delay(crew, member)
     finally:
         crew.dismiss(member)
     # Twice there and back, and as much again for an interpreter that many threads want.
     worth = int(4 * delay * rates[1]) // 4096 * 4096
-    return StagingProfile(threads, _first(sizes), min(max(worth, LEAST_HAND_OFF), MOST_HAND_OFF))
+    return StagingProfile(threads, _first(sizes, ENOUGH_BY_SIZE), min(max(worth, LEAST_HAND_OFF), MOST_HAND_OFF))
 
 
-def _first(rates: dict[int, float]) -> int:
+def _first(rates: dict[int, float], enough: float) -> int:
     best = max(rates.values())
-    return next(value for value, rate in rates.items() if rate >= ENOUGH * best)
+    return next(value for value, rate in rates.items() if rate >= enough * best)
 
 
 def _rate(crew: Crew, member: object, source: np.ndarray[tuple[int], np.dtype[np.uint8]], threads: int, chunk_nbytes: int) -> float:
@@ -72,7 +74,7 @@ def _rate(crew: Crew, member: object, source: np.ndarray[tuple[int], np.dtype[np
 
     best = float("inf")
     for _ in range(ROUNDS + 1):
-        parts = cut(0, source, largest=chunk_nbytes, ways=threads)
+        parts = cut(0, source, largest=chunk_nbytes, ways=1)
         start = time.perf_counter()
         job = Job(parts, loop)
         if threads > 1:

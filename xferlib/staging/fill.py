@@ -28,7 +28,9 @@ def filling(backend: HostStager[Any], chunks: Chunks, traffic: Traffic) -> Loop:
                 if chunk.busy is not None:
                     # If it failed, the transfer that it belongs to says so.
                     with suppress(*failures):
-                        chunk.busy.synchronize()
+                        # To wait gives up the interpreter, and who wants it back stands in line with the other threads.
+                        if not chunk.busy.done():
+                            chunk.busy.synchronize()
                 nbytes = part.nbytes
                 lay(part, chunk.view(nbytes))
                 try:

@@ -15,6 +15,8 @@ ALIGNMENT = 256
 BYTES = np.dtype(np.uint8)
 LEAST = 1 << 20
 """Bytes. Below this the Python around a copy takes as long as the copy."""
+FIRST = 512 << 10
+"""Bytes of a transfer's first part, by which the next ones grow: the link has work soon, and the threads do not come back at once."""
 _PADS = [np.zeros(nbytes, np.uint8) for nbytes in range(ALIGNMENT)]
 
 
@@ -26,8 +28,11 @@ class Part(NamedTuple):
     arrays: Sequence[Array]
 
 
-def cut(address: int, array: Array, *, largest: int, ways: int) -> list[Part]:
-    """Cut an array into parts of at most `largest` bytes, smaller towards the end, so that `ways` threads end together."""
+def cut(address: int, array: Array, *, largest: int, ways: int, begins: bool = False) -> list[Part]:
+    """Cut an array into parts of at most `largest` bytes, smaller towards the end, so that `ways` threads end together.
+
+    `begins`: nothing is on the link before it, so the first parts are small, too.
+    """
     if not array.flags.c_contiguous:
         parts = []
         for piece in pieces(array, largest):
@@ -38,7 +43,8 @@ def cut(address: int, array: Array, *, largest: int, ways: int) -> list[Part]:
     start, end = 0, whole.nbytes
     parts = []
     while start < end:
-        nbytes = min(end - start, size_of_next(end - start, largest, ways))
+        most = min(largest, FIRST * (len(parts) + 1)) if begins else largest
+        nbytes = min(end - start, size_of_next(end - start, most, ways))
         parts.append(Part(address + start, nbytes, (whole[start : start + nbytes],)))
         start += nbytes
     return parts

@@ -28,6 +28,7 @@ from xferlib.staging.job import Job
 from xferlib.staging.land import Lander
 from xferlib.staging.parts import ALIGNMENT, LEAST, Part, cut, lay, run_of
 from xferlib.staging.profile import StagingProfile, given_profile
+from xferlib.staging.saved import saved_profile
 
 __all__ = ["Lent", "Room", "Staged", "Staging"]
 
@@ -38,7 +39,7 @@ LEAST_CHUNKS = 4
 HAND_OFF = 2 << 20
 """Bytes of a transfer from which the shape of the ring is looked up. Below, no shape would pay."""
 FEW = 4
-THREADS_FOR_MANY = 2
+THREADS_FOR_MANY = 3
 """That copy parts of more than a few arrays each. More of them would mostly wait for the interpreter, which each array takes."""
 SMALL = 256 << 10
 """Bytes. Arrays up to this size travel together where they lie side by side on the device."""
@@ -122,10 +123,10 @@ class Staging:
 
     @property
     def profile(self) -> StagingProfile:
-        """The shape of the ring. Measured, unless it is given, when it is first wanted."""
+        """The shape of the ring: given, or kept, or else measured, when it is first wanted."""
         with self._shaping:
             if self._profile is None:
-                self._profile = self._given or measured_profile()
+                self._profile = self._given or saved_profile() or measured_profile()
                 self._shape(self._profile)
             return self._profile
 
@@ -188,7 +189,8 @@ class Staging:
         parts: list[Part] = []
         if nbytes > self._bounce:
             ways, largest = self.profile.threads, self._chunks.nbytes
-            parts = [part for address, array in transfers for part in cut(address, array, largest=largest, ways=ways)]
+            for address, array in transfers:
+                parts += cut(address, array, largest=largest, ways=ways, begins=not parts)
 
         def note() -> None:
             self._traffic.d2h.add(nbytes, sources, sources)
@@ -260,7 +262,8 @@ class Staging:
             if array.nbytes <= min(SMALL, largest):
                 small.append((address, array))
             else:
-                parts += cut(address, array, largest=largest, ways=ways)
+                # What is lent follows what was lent before.
+                parts += cut(address, array, largest=largest, ways=ways, begins=ways > 1 and not parts)
         return parts + run_of(small, largest=largest, pads=pads)
 
     def _ask(self, direction: int, job: Job, parts: int, *, many: bool = False) -> None:
