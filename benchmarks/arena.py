@@ -86,10 +86,11 @@ class Arena:
     def equal(self, direction: Direction, expected: Any, target: Any) -> bool:
         """Compare on the target's side. A list is the parts, one after the other."""
         if isinstance(target, list):
-            ends = list(accumulate(part.nbytes for part in target))
-            starts = [0, *ends[:-1]]
-            parts = zip(starts, ends, target, strict=True)
-            return ends[-1] == expected.nbytes and all(self.equal(direction, expected[a:b], part) for a, b, part in parts)
+            ends = tuple(accumulate(part.nbytes for part in target))
+            if ends[-1] != expected.nbytes:
+                return False
+            wanted = self.device.cut(expected, ends) if direction == "h2d" else memory.pieces(expected, ends)
+            return all(self.equal(direction, piece, part) for piece, part in zip(wanted, target, strict=True))
         return self.device.equal(expected, target) if direction == "h2d" else memory.equal(expected, target)
 
 

@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from benchmarks.steps import Bytes
 
-__all__ = ["copy_rates", "empty_pageable", "equal", "fill_random", "invert"]
+__all__ = ["copy_rates", "empty_pageable", "equal", "fill_random", "invert", "pieces"]
 
 PIECE = 4 << 20
 HOT_PIECE = 1 << 20
@@ -45,6 +47,11 @@ def invert(source: Bytes, out: Bytes) -> None:
         return True
 
     _each(flip, range(0, out.nbytes, PIECE))
+
+
+def pieces(array: Any, ends: tuple[int, ...]) -> list[Any]:
+    """Return views of an array, of the host's or a device's, that end at these bytes."""
+    return [array[start:end] for start, end in pairwise((0, *ends))]
 
 
 def equal(left: Bytes, right: Bytes) -> bool:

@@ -103,6 +103,9 @@ class Device(Protocol):
     def inverted(self, source: Any) -> Any:
         """Return a finished new device array with every bit flipped."""
 
+    def cut(self, array: Any, ends: tuple[int, ...]) -> Sequence[Any]:
+        """Return the pieces of a device array that end at these bytes."""
+
     def equal(self, left: Any, right: Any) -> bool:
         """Compare two device arrays; the right one may be a peer's."""
 

@@ -2,9 +2,10 @@
 
 Question: do threads that stage pageable memory disturb the thread that trains? They need the interpreter, and memory bandwidth.
 
-Isolated: the step time of the calling thread. Its step is what a training loop does on the host: some Python, some small NumPy
-arrays, about a millisecond in all, and no transfer. Beside it a thread puts one pageable batch after another and waits
-for each.
+Isolated: the step time of the calling thread. Two kinds of it, neither with a transfer. A "training step" is what a training loop
+does on the host: some Python, the launch of a step of ten milliseconds on the device, the wait for the step before. A "Python step"
+never rests: half a millisecond of Python and small NumPy arrays, each of which gives the interpreter up and wants it back: the
+worst that can stand beside other threads. Beside either a thread puts one pageable batch after another and waits for each.
 
 Method: quiet and staging turns, one after the other, ten of each, of a second. `seconds` are the steps beside staging; the limit is
 the quiet step, so `of_limit` is quiet median over staging median. `details` has both medians and 99th percentiles, their ratios, by
@@ -20,9 +21,9 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from benchmarks.bench import Bench, Case
 from benchmarks.harness import Timing
 from benchmarks.memory import empty_pageable
 from benchmarks.records import Record
-from benchmarks.steps import Bytes
+from benchmarks.steps import Bytes, Compute
 from benchmarks.ways import Corrupted, Device
 from xferlib import Stager
 
@@ -43,10 +44,16 @@ BATCHES = 4
 TURNS, QUICK_TURNS = 10, 2
 TURN_SECONDS, QUICK_TURN_SECONDS = 1.0, 0.1
 WORDS = 4000
+"""Of a Python step; a training step has a tenth of them."""
+COMPUTE_SECONDS, QUICK_COMPUTE_SECONDS = 10e-3, 1e-3
+COMPUTE_NBYTES = 1 << 20
+MOST_ROUNDS = 1 << 20
 SIDE = 48
 PRODUCTS = 60
 BINS_PER_OCTAVE = 8
 SEED = 31
+
+Step: TypeAlias = Callable[[], None]
 
 
 @dataclass
@@ -62,47 +69,92 @@ class _Staging:
 
 
 def run(bench: Bench) -> Iterator[Record]:
-    """Yield one record."""
+    """Yield a record per kind of step."""
     nbytes = QUICK_NBYTES if bench.quick else NBYTES
     turns, seconds = (QUICK_TURNS, QUICK_TURN_SECONDS) if bench.quick else (TURNS, TURN_SECONDS)
-    with bench.open_stager() as stager:
+    compute = bench.device.compute(COMPUTE_NBYTES, bench.device.streams[0])
+    with bench.open_stager() as stager, compute.current():
         batches = pipeline.random_batches(empty_pageable, nbytes, BATCHES, SEED)
-        bench.say(f"{NAME}: {turns} turns of {seconds} s, quiet and staging")
-        quiet, beside, staging = Timing(), Timing(), _Staging()
-        _steps(seconds)
-        _stage_beside(bench.device, stager, batches, seconds, _Staging())
-        for _ in range(turns):
-            quiet.add(_steps(seconds))
-            beside.add(_stage_beside(bench.device, stager, batches, seconds, staging))
-        yield _record(bench, stager, quiet, beside, staging, nbytes)
+        for label, step in (("training step", _training_step(bench, compute)), ("Python step", _python_step())):
+            bench.say(f"{NAME}: {label}, {turns} turns of {seconds} s, quiet and staging")
+            quiet, beside, staging = Timing(), Timing(), _Staging()
+            _steps(step, seconds)
+            _stage_beside(bench.device, stager, batches, step, seconds, _Staging())
+            for _ in range(turns):
+                quiet.add(_steps(step, seconds))
+                beside.add(_stage_beside(bench.device, stager, batches, step, seconds, staging))
+            yield _record(bench, stager, f"{label} beside staging", quiet, beside, staging, nbytes)
 
 
-def _steps(seconds: float) -> list[float]:
-    """Train for so long and return the seconds of each step."""
-    clock, found = time.perf_counter, []
+def _python_step() -> Step:
     weights = np.full((SIDE, SIDE), 1 / SIDE)
     values = np.ones((SIDE, SIDE))
+
+    def step() -> None:
+        nonlocal values
+        _count(WORDS)
+        for _ in range(PRODUCTS):
+            values = np.tanh(values @ weights) + 1e-3
+
+    return step
+
+
+def _training_step(bench: Bench, compute: Compute) -> Step:
+    batch = bench.device.upload(np.ones(COMPUTE_NBYTES, np.uint8))
+    rounds = _rounds(compute, batch, QUICK_COMPUTE_SECONDS if bench.quick else COMPUTE_SECONDS)
+    under_way = compute.step(batch, rounds, 1)
+
+    def step() -> None:
+        nonlocal under_way
+        _count(WORDS // 10)
+        before, under_way = under_way, compute.step(batch, rounds, 1)
+        compute.wait(before[0])
+
+    return step
+
+
+def _rounds(compute: Compute, batch: Any, seconds: float) -> int:
+    """Return with how many rounds a step takes about so long."""
+    rounds = 1
+    while True:
+        # The first time compiles.
+        for _ in range(2):
+            begin = time.perf_counter()
+            compute.wait(compute.step(batch, rounds, 1)[0])
+            taken = time.perf_counter() - begin
+        if taken >= seconds / 2 or rounds >= MOST_ROUNDS:
+            return max(1, round(rounds * seconds / taken))
+        rounds *= 2
+
+
+def _count(words: int) -> None:
+    counts: dict[int, int] = {}
+    for word in range(words):
+        counts[word % 97] = counts.get(word % 97, 0) + word
+
+
+def _steps(step: Step, seconds: float) -> list[float]:
+    """Train for so long and return the seconds of each step."""
+    clock, found = time.perf_counter, []
     end = clock() + seconds
     begin = clock()
     while begin < end:
-        words: dict[int, int] = {}
-        for word in range(WORDS):
-            words[word % 97] = words.get(word % 97, 0) + word
-        for _ in range(PRODUCTS):
-            values = np.tanh(values @ weights) + 1e-3
+        step()
         now = clock()
         found.append(now - begin)
         begin = now
     return found
 
 
-def _stage_beside(device: Device, stager: Stager, batches: Sequence[Bytes], seconds: float, staging: _Staging) -> list[float]:
+def _stage_beside(
+    device: Device, stager: Stager, batches: Sequence[Bytes], step: Step, seconds: float, staging: _Staging
+) -> list[float]:
     """Train beside a thread that stages. Raises what the thread raised."""
     staging.stop.clear()
     thread = threading.Thread(target=_stage, args=(stager, batches, staging), name="benchmark-staging")
     thread.start()
     try:
-        found = _steps(seconds)
+        found = _steps(step, seconds)
     finally:
         staging.stop.set()
         thread.join()
@@ -129,7 +181,7 @@ def _stage(stager: Stager, batches: Sequence[Bytes], staging: _Staging) -> None:
         staging.error = error
 
 
-def _record(bench: Bench, stager: Stager, quiet: Timing, beside: Timing, staging: _Staging, nbytes: int) -> Record:
+def _record(bench: Bench, stager: Stager, label: str, quiet: Timing, beside: Timing, staging: _Staging, nbytes: int) -> Record:
     tails = {name: _tail(timing.values) for name, timing in (("quiet", quiet), ("staging", beside))}
     details: dict[str, Any] = {
         **{f"{name}_{key}": value for name, tail in tails.items() for key, value in tail.items()},
@@ -142,7 +194,7 @@ def _record(bench: Bench, stager: Stager, quiet: Timing, beside: Timing, staging
         backend=stager.name,
         direction="h2d",
         nbytes=nbytes,
-        label="step beside staging",
+        label=label,
         ours=beside,
         limit=quiet,
         peers={},

@@ -15,9 +15,11 @@ same ordinary memory ("pageable"), from prepared pinned slots ("pinned slots"), 
 workers copy every batch anew ("4 workers").
 
 Method: a sample is 40 steps of ours or 16 of a peer's from the middle of an endless loop, after six that are not timed; three
-samples, contenders in turn. The limit is the longer of compute alone and the bare copy of pinned memory, measured before and after.
-Every step's checksum is compared. All of ours stand beside the same peers: `details` names the `best_peer`, whose step is
-`best_peer_over_ours` times as long as ours, median over the samples. The peers give JAX arrays: with other backends ours are alone.
+samples, contenders in turn. The limit is the longer of compute alone and the bare copy of pinned memory, measured before and after;
+for the workers' record `writers_seconds` says how long a batch takes them when nobody moves it, and `over_limit` how many times the
+longer of that and the limit a step takes. Every step's checksum is compared. All of ours stand beside the same peers: `details`
+names the `best_peer`, whose step is `best_peer_over_ours` times as long as ours, median over the samples. With other
+backends ours are alone: the peers give JAX arrays.
 
 Command: python benchmarks/run.py --case loaders --backend jax --json
 """
@@ -25,11 +27,13 @@ Command: python benchmarks/run.py --case loaders --backend jax --json
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
+from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -52,7 +56,8 @@ REGIMES = {"transfer-bound": 0.25, "compute-bound": 2.0}
 """Compute over copy."""
 SIZES, QUICK_SIZES = (256 << 20, 64 << 20), (1 << 20,)
 BATCHES = 6
-RING_SLOTS = 6
+RING_SLOTS = 10
+"""Two for each worker, one that it fills and one that waits for its turn, and two on their way."""
 WORKERS, QUICK_WORKERS = 4, 2
 WARM = 6
 STEPS, QUICK_STEPS = 40, 12
@@ -76,6 +81,8 @@ class _Loop:
     tuned: int
     """Rounds of compute that take as long as the copy."""
     mine: dict[str, Source]
+    writers: Callable[[int], float]
+    """Seconds a batch of the workers alone, over so many batches."""
     peers: Sequence[Loader]
 
 
@@ -119,6 +126,7 @@ def _prepare(bench: Bench, stager: Stager, nbytes: int, end: ExitStack) -> _Loop
             "pinned slots": partial(ours.source(stager, slots), ENDLESS),
             f"{workers} workers": partial(_from_workers, stager, ring, shared, workers),
         },
+        writers=partial(_write, ring, shared, workers),
         peers=peers,
     )
 
@@ -140,6 +148,17 @@ def _from_workers(stager: Stager, ring: SharedRing, shared: Mapped, workers: int
         yield arrays
 
 
+def _write(ring: SharedRing, shared: Mapped, workers: int, steps: int) -> float:
+    """Let the workers fill slots that nobody puts, and return the seconds a batch, from the middle."""
+    with closing(ring.run(shared.fill, cycle(range(shared.count)), workers=workers)) as run:
+        for _ in islice(run, RING_SLOTS):
+            pass
+        begin = time.perf_counter()
+        for _ in islice(run, steps):
+            pass
+        return (time.perf_counter() - begin) / steps
+
+
 def _measure(bench: Bench, stager: Stager, loop: _Loop, regime: str) -> Iterator[Record]:
     rounds = loop.alone.rounds = max(1, round(loop.tuned * REGIMES[regime]))
 
@@ -152,7 +171,9 @@ def _measure(bench: Bench, stager: Stager, loop: _Loop, regime: str) -> Iterator
     steps, samples = (QUICK_STEPS, QUICK_SAMPLES) if bench.quick else (STEPS, SAMPLES)
     result = pipeline.measure([*mine, *present], loop.alone, steps=loop.alone.steps(steps), samples=samples)
     timings = {name: result.timings.pop(one.name) for name, one in zip(loop.mine, mine, strict=True)}
+    writers = median(loop.writers(steps) for _ in range(samples))
     for name, timing in timings.items():
+        limited = _limited(timing, result, writers) if name.endswith("workers") else {}
         yield records.make(
             case=NAME,
             backend=stager.name,
@@ -162,10 +183,15 @@ def _measure(bench: Bench, stager: Stager, loop: _Loop, regime: str) -> Iterator
             ours=timing,
             limit=result.bound,
             peers=result.timings,
-            details={**result.details(timing, rounds=rounds), **_beside(timing, result)},
+            details={**result.details(timing, rounds=rounds), **_beside(timing, result), **limited},
             machine=bench.machine,
             versions=bench.versions,
         )
+
+
+def _limited(timing: Timing, result: Result, writers: float) -> dict[str, Any]:
+    """Compare with the longest of compute, copy, and those who write the batches."""
+    return {"writers_seconds": writers, "over_limit": round(timing.median / max(result.bound.median, writers), 4)}
 
 
 def _beside(timing: Timing, result: Result) -> dict[str, Any]:

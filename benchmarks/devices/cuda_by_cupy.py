@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import cupy
 import numpy as np
 
+from benchmarks import memory
 from benchmarks.computes.cupy_steps import CupySteps
 from benchmarks.devices.link import link
 from benchmarks.peers import OPENERS
@@ -75,6 +76,9 @@ class _CudaDevice:
         array = ~source
         self.synchronize()
         return array
+
+    def cut(self, array: Any, ends: tuple[int, ...]) -> Sequence[Any]:
+        return memory.pieces(array, ends)
 
     def equal(self, left: Any, right: Any) -> bool:
         mine = right if isinstance(right, cupy.ndarray) else cupy.from_dlpack(right)

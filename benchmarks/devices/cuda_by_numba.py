@@ -8,6 +8,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from benchmarks import memory
 from benchmarks.computes.numba_steps import GRID, NumbaSteps, kernels, load
 from benchmarks.devices import bare
 from benchmarks.peers import OPENERS
@@ -60,6 +61,9 @@ class _NumbaDevice:
         self.invert(source, array)
         self.synchronize()
         return array
+
+    def cut(self, array: Any, ends: tuple[int, ...]) -> Sequence[Any]:
+        return memory.pieces(array, ends)
 
     def equal(self, left: Any, right: Any) -> bool:
         mine = self._cuda.as_cuda_array(right)

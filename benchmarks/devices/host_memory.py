@@ -48,6 +48,9 @@ class _HostMemory:
     def inverted(self, source: Any) -> Any:
         return ~source
 
+    def cut(self, array: Any, ends: tuple[int, ...]) -> Sequence[Any]:
+        return memory.pieces(array, ends)
+
     def equal(self, left: Any, right: Any) -> bool:
         return memory.equal(left, right)
 

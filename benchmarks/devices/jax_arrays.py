@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import memory
 from benchmarks.computes.jax_steps import JaxSteps
 from benchmarks.devices import bare
 from benchmarks.peers import OPENERS, jax_calls
@@ -31,6 +32,12 @@ OTHERS = ("cupy", "torch", "numba", "cuda")
 def open_device() -> Device:
     """Return JAX's first local device."""
     return _JaxDevice(jax.local_devices()[0])
+
+
+@partial(jax.jit, static_argnames="ends")
+def _cut(array: Any, ends: tuple[int, ...]) -> list[Any]:
+    # Compiled whole: one slice at a time would be compiled for each place.
+    return memory.pieces(array, ends)
 
 
 def _shortly(matrix: Any) -> Any:
@@ -72,6 +79,10 @@ class _JaxDevice:
 
     def inverted(self, source: Any) -> Any:
         return jax.block_until_ready(~source)
+
+    def cut(self, array: Any, ends: tuple[int, ...]) -> Sequence[Any]:
+        pieces: list[Any] = _cut(array, ends)
+        return pieces
 
     def equal(self, left: Any, right: Any) -> bool:
         mine = right if isinstance(right, jax.Array) else jnp.from_dlpack(right)

@@ -30,10 +30,8 @@ CHUNKS = (4 << 20, 2 << 20, 1 << 20)
 NBYTES = 96 << 20
 """Bytes copied to measure one shape, some milliseconds: whole rounds of the largest chunks for every number of threads."""
 ROUNDS = 3
-ENOUGH = 0.9
-"""Of the best rate: the fewest threads that get there are taken. The last ones would starve the program for little."""
-ENOUGH_BY_SIZE = 0.8
-"""Likewise for chunks, where smaller ones have a cost that is not measured here."""
+ENOUGH = 0.8
+"""Of the best rate: the first that gets there is taken. The last threads add more contention than speed, and starve the program."""
 HAND_OFFS = 15
 LEAST_HAND_OFF, MOST_HAND_OFF = 2 << 20, 8 << 20
 
@@ -47,19 +45,19 @@ def measured_profile() -> StagingProfile:
     member = object()
     try:
         rates = {count: _rate(crew, member, source, count, CHUNKS[0]) for count in THREADS if count <= max(1, cores - 1)}
-        threads = _first(rates, ENOUGH)
+        threads = _first(rates)
         sizes = {size: _rate(crew, member, source, threads, size) for size in CHUNKS}
         delay = _delay(crew, member)
     finally:
         crew.dismiss(member)
     # Twice there and back, and as much again for an interpreter that many threads want.
     worth = int(4 * delay * rates[1]) // 4096 * 4096
-    return StagingProfile(threads, _first(sizes, ENOUGH_BY_SIZE), min(max(worth, LEAST_HAND_OFF), MOST_HAND_OFF))
+    return StagingProfile(threads, _first(sizes), min(max(worth, LEAST_HAND_OFF), MOST_HAND_OFF))
 
 
-def _first(rates: dict[int, float], enough: float) -> int:
+def _first(rates: dict[int, float]) -> int:
     best = max(rates.values())
-    return next(value for value, rate in rates.items() if rate >= enough * best)
+    return next(value for value, rate in rates.items() if rate >= ENOUGH * best)
 
 
 def _rate(crew: Crew, member: object, source: np.ndarray[tuple[int], np.dtype[np.uint8]], threads: int, chunk_nbytes: int) -> float:

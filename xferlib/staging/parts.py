@@ -16,7 +16,7 @@ BYTES = np.dtype(np.uint8)
 LEAST = 1 << 20
 """Bytes. Below this the Python around a copy takes as long as the copy."""
 FIRST = 512 << 10
-"""Bytes of a transfer's first part, by which the next ones grow: the link has work soon, and the threads do not come back at once."""
+"""Bytes of a transfer's first part, by which the next ones grow: the link has work soon, and threads do not all come at once."""
 _PADS = [np.zeros(nbytes, np.uint8) for nbytes in range(ALIGNMENT)]
 
 
