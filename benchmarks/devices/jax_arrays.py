@@ -40,6 +40,11 @@ def _cut(array: Any, ends: tuple[int, ...]) -> list[Any]:
     return memory.pieces(array, ends)
 
 
+@jax.jit
+def _same(left: Any, right: Any) -> Any:
+    return jnp.array_equal(left, right)
+
+
 def _shortly(matrix: Any) -> Any:
     for _ in range(PRODUCTS):
         matrix = matrix @ matrix
@@ -86,7 +91,7 @@ class _JaxDevice:
 
     def equal(self, left: Any, right: Any) -> bool:
         mine = right if isinstance(right, jax.Array) else jnp.from_dlpack(right)
-        return bool(jnp.array_equal(left, mine))
+        return bool(_same(left, mine))
 
     def synchronize(self) -> None:
         self._copies.synchronize_all()
