@@ -40,9 +40,7 @@ def _cut(array: Any, ends: tuple[int, ...]) -> list[Any]:
     return memory.pieces(array, ends)
 
 
-@jax.jit
-def _same(left: Any, right: Any) -> Any:
-    return jnp.array_equal(left, right)
+_same: Any = jax.jit(jnp.array_equal)
 
 
 def _shortly(matrix: Any) -> Any:
