@@ -17,6 +17,7 @@ from xferlib.staging.profile import StagingProfile
 MIB = 1 << 20
 PIECE = 8 * MIB
 RING = StagingProfile(4, 1 * MIB, MIB // 2)
+RING_OF_FOUR = StagingProfile(4, 1 * MIB, 4 * MIB)
 """Threads that help, whatever this machine has, and small chunks, so that every transfer takes several."""
 
 
@@ -185,6 +186,19 @@ def test_a_get_that_fails_in_the_middle_leaves_memory_at_rest() -> None:
         other = stager.get(numbers(PIECE)).result()
         assert np.array_equal(out, seen)
         assert np.array_equal(other, numbers(PIECE))
+
+
+def test_small_leaves_of_one_get_land_in_turn_where_there_is_room_for_one() -> None:
+    values = [np.full(MIB, number, np.uint8) for number in range(4)]
+    with xferlib.stager("host", pinned_limit=10 * MIB, staging=RING_OF_FOUR) as stager:
+        arrays = [stager.put(value).result() for value in values]
+        stager.trim()
+        held = stager.empty_pinned(9 * MIB, np.uint8)
+        found = [np.zeros(MIB, np.uint8) for _ in values]
+        stager.get(arrays, out=found).synchronize()
+        for value, landed in zip(values, found, strict=True):
+            np.testing.assert_array_equal(landed, value)
+        del held
 
 
 def test_the_worker_ends_at_close(stager: xferlib.Stager) -> None:

@@ -42,6 +42,11 @@ class Lander:
             self._chunks.give(D2H, chunk)
             raise
 
+    def land(self, job: Job) -> None:
+        """Copy out what was started, on the calling thread."""
+        while job.started:
+            self._finish(job, job.started)
+
     def abandon(self, job: Job) -> None:
         """Wait for what was started, and let it go."""
         self._settle(job.started)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from xferlib.errors import AllocationError
 from xferlib.inflight import Traffic
 from xferlib.landing import Landing
 from xferlib.memory.arrays import Array
@@ -288,9 +289,19 @@ class Staging:
 
     def _start_few(self, job: Job, transfers: Sequence[Staged]) -> None:
         for address, array in transfers:
-            chunk = Chunk(self._pool.take(array.nbytes), kept=False)
+            chunk = Chunk(self._room_for(array.nbytes, job), kept=False)
             self._lander.start(chunk, Part(address, array.nbytes, (array,)), job.started)
         job.all_begun()
+
+    def _room_for(self, nbytes: int, job: Job) -> HostBlock:
+        try:
+            return self._pool.take(nbytes)
+        except AllocationError:
+            if not job.started:
+                raise
+            # The rest is the user's, so what was started is all that can make room, and nobody lands it before all are started.
+            self._lander.land(job)
+            return self._pool.take(nbytes)
 
     def _bounced(self, part: Part) -> None:
         block, filled = self._taken(part.nbytes)
