@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from operator import attrgetter
 from types import FrameType
 from typing import final
 
@@ -23,6 +24,7 @@ LOUD_FROM = 64 << 10
 """Bytes of one put. The CPU copies less in the time that starting the transfer takes."""
 PAGEABLE = "the array is not in pinned memory. Fill one from stager.empty_pinned(...) instead, or lock yours with stager.pin(array)"
 STRIDED = "the array is not contiguous. Lay it out in C order, in an array from stager.empty_pinned(...)"
+NBYTES = attrgetter("nbytes")
 LEND = ", or lend it until the transfer is done: put(..., borrow=True)"
 """Into arrays of the caller's nothing is lent."""
 
@@ -36,18 +38,17 @@ class Loud:
 
     def put(self, sources: Sequence[HostLeaf], spec: Spec | None = None, *, into: bool = False) -> None:
         """Look at all leaves of a put, which is `into` arrays of the caller's or not. `spec` tells where they stand in a tree."""
-        staged = [(array.nbytes, index) for index, (array, address) in enumerate(sources) if address is None]
-        if not staged or (not self._strict and sum(nbytes for nbytes, _ in staged) < LOUD_FROM):
+        staged = [array for array, address in sources if address is None]
+        if not staged or (not self._strict and sum(map(NBYTES, staged)) < LOUD_FROM):
             return
         level = _level_of_caller()
         if level is None:
             return
         if self._strict:
-            _, index = staged[0]
-            raise _refusal(sources[index][0], spec, index, into)
-        _, index = max(staged)
+            index = next(index for index, (_, address) in enumerate(sources) if address is None)
+            raise _refusal(staged[0], spec, index, into)
         # Without figures: Python shows a text once a line, and batches differ in size.
-        text = f"put waits for a CPU copy: {_reason(sources[index][0], into)}"
+        text = f"put waits for a CPU copy: {_reason(max(staged, key=NBYTES), into)}"
         warnings.warn(text, SynchronousTransferWarning, stacklevel=level)
 
 

@@ -227,6 +227,8 @@ class Puts:
                 arrays[indices[0]] = self._as_array(lease.block, offset, shape, dtype, after=event, lease=lease)
                 continue
             made = self._as_arrays(lease.block, places, after=event, lease=lease)
+            if len(made) == layout.count:
+                return unflatten(spec, made)
             for index, array in zip(indices, made, strict=True):
                 arrays[index] = array
         return unflatten(spec, arrays)

@@ -19,6 +19,7 @@ Spec: TypeAlias = optree.PyTreeSpec | None
 """The shape of a tree; None is a bare leaf."""
 
 NAMESPACE = "xferlib"
+NUMPY = {np.ndarray}
 _bare: set[type] = {np.ndarray}
 """Types that were leaves by themselves."""
 _registering = threading.Lock()
@@ -30,11 +31,13 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
     if type(tree) in _bare:
         return [tree], None
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    # One of each type is looked at: there may be hundreds of leaves.
-    records = {kind for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items() if _is_record(leaf)}
-    if records:
-        _register(records)
-        return flatten(tree)
+    kinds = set(map(type, leaves))
+    if kinds != NUMPY:
+        # One of each type is looked at: there may be hundreds of leaves.
+        records = {kind for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items() if _is_record(leaf)}
+        if records:
+            _register(records)
+            return flatten(tree)
     if not spec.is_leaf():
         return leaves, spec
     _bare.add(type(tree))

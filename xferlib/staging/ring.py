@@ -336,7 +336,7 @@ def _few_parts(leaves: Sequence[Staged], nbytes: int, *, pads: bool) -> list[Par
 
 
 def _nbytes(leaves: Sequence[Staged]) -> int:
-    return sum(array.nbytes for _, array in leaves)
+    return sum([array.nbytes for _, array in leaves])
 
 
 def _overlap(one: Source, other: Source) -> bool:
