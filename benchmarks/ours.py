@@ -86,9 +86,12 @@ def feed(stager: Stager, compute: Compute) -> Feed:
     return Feed(name=NAME, start=partial(stager.put, **options), use=lambda transfer: transfer.value)
 
 
-def source(stager: Stager, batches: Sequence[Bytes]) -> Callable[[int], xferlib.Prefetch]:
-    """Return what prefetches so many of the batches, in turn; they are not rewritten, so they are lent to the copies."""
-    return lambda steps: xferlib.prefetch(islice(cycle(batches), steps), stager, rewrites=False)
+def source(stager: Stager, batches: Sequence[Bytes], compute: Compute) -> Callable[[int], xferlib.Prefetch]:
+    """Return what prefetches so many of the batches, in turn, for the stream of the compute.
+
+    They are not rewritten, so they are lent to the copies.
+    """
+    return lambda steps: xferlib.prefetch(islice(cycle(batches), steps), stager, rewrites=False, stream=compute.stream)
 
 
 def drain(stager: Stager, compute: Compute) -> Drain:

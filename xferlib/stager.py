@@ -303,6 +303,13 @@ class Stager:
             else:
                 self.close()
 
+    def check_stream(self, stream: object) -> None:
+        """Raise what naming this stream to a transfer would raise, and do nothing else."""
+        if self._refusal is not None:
+            self._refuse()
+        self._check_stream(stream)
+        self.backend.check_stream(stream)
+
     def __repr__(self) -> str:
         state = "" if self._refusal is None else ", closed"
         return f"<Stager {self.name!r} on {self.device}{state}>"

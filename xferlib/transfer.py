@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero
-from xferlib.errors import TransferError, XferError
+from xferlib.errors import CapabilityError, TransferError, XferError
 from xferlib.protocol import Event, Stream
 
 __all__ = ["Later", "Transfer"]
@@ -45,7 +45,8 @@ LONGEST_NAP = 1e-3
 class Transfer:
     """A transfer that has been started. Any thread; drop it at any time, the copy is safe.
 
-    Holds the arrays. If a copy failed, `done`, `synchronize`, `result` and `value` raise `TransferError` each time.
+    Holds the arrays. If a copy failed, `done`, `synchronize`, `result`, `value` and `value_on` raise `TransferError` each
+    time.
     """
 
     _error: Exception | None = None
@@ -72,8 +73,17 @@ class Transfer:
             self.synchronize()
         else:
             self.stream_wait()
-        value = self._value
-        return value() if isinstance(value, Later) else value
+        return self._arrays()
+
+    def value_on(self, stream: object) -> Any:
+        """Return the arrays of a put, safe to use on `stream`, which is made to wait for the copy; nothing else is.
+
+        For a consumer whose stream is not the current one. As `stream_wait` otherwise; `CapabilityError` for every get.
+        """
+        if self._on_host:
+            raise CapabilityError("the arrays of a get are read by the host, which no stream makes wait. Use value or result()")
+        self.stream_wait(stream)
+        return self._arrays()
 
     @property
     def end(self) -> Transfer:
@@ -137,6 +147,10 @@ class Transfer:
         direction = "D2H" if self._on_host else "H2D"
         state = "failed" if self._error is not None else "done" if self._finished else "started"
         return f"<Transfer {direction} {state}>"
+
+    def _arrays(self) -> Any:
+        value = self._value
+        return value() if isinstance(value, Later) else value
 
     def _poll(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -122,9 +122,9 @@ def _prepare(bench: Bench, stager: Stager, nbytes: int, end: ExitStack) -> _Loop
         alone=alone,
         tuned=tuned,
         mine={
-            "pageable": partial(ours.source(stager, batches), ENDLESS),
-            "pinned slots": partial(ours.source(stager, slots), ENDLESS),
-            f"{workers} workers": partial(_from_workers, stager, ring, shared, workers),
+            "pageable": partial(ours.source(stager, batches, compute), ENDLESS),
+            "pinned slots": partial(ours.source(stager, slots, compute), ENDLESS),
+            f"{workers} workers": partial(_from_workers, stager, ring, shared, workers, compute),
         },
         writers=partial(_write, ring, shared, workers),
         peers=peers,
@@ -142,9 +142,9 @@ def _open_peers(bench: Bench, work: Work) -> list[Loader]:
 
 
 @contextmanager
-def _from_workers(stager: Stager, ring: SharedRing, shared: Mapped, workers: int) -> Iterator[xferlib.Prefetch]:
+def _from_workers(stager: Stager, ring: SharedRing, shared: Mapped, workers: int, compute: Compute) -> Iterator[xferlib.Prefetch]:
     run = ring.run(shared.fill, cycle(range(shared.count)), workers=workers)
-    with closing(run), xferlib.prefetch(run, stager, rewrites=False) as arrays:
+    with closing(run), xferlib.prefetch(run, stager, rewrites=False, stream=compute.stream) as arrays:
         yield arrays
 
 

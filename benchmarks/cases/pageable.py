@@ -108,7 +108,11 @@ def _loop(bench: Bench, stager: Stager, peers: Sequence[Peer], nbytes: int, stre
         steps = alone.steps(QUICK_STEPS if bench.quick else STEPS)
         feeds = [feed for peer in peers for feed in peer.feeds("pageable", compute)]
         pipes = [
-            Pipe(ours.NAME, partial(pipeline.train_on, compute, ours.NAME, ours.source(stager, batches), batches, rounds), 1.0),
+            Pipe(
+                ours.NAME,
+                partial(pipeline.train_on, compute, ours.NAME, ours.source(stager, batches, compute), batches, rounds),
+                1.0,
+            ),
             *(Pipe(feed.name, partial(pipeline.train, compute, feed, batches, rounds), feed.share) for feed in feeds),
         ]
         samples = QUICK_SAMPLES if bench.quick else SAMPLES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ import xferlib_host
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered
+from xferlib.errors import CapabilityError
 
 DTYPES = ["?", "i1", "u2", "i8", "f2", "f4", "f8", "c8", "c16", "M8[ns]", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
 
@@ -368,3 +370,23 @@ def test_several_threads_may_use_one_stager(stager: xferlib.Stager) -> None:
     futures = [on_thread(lambda seed=seed: work(seed)) for seed in range(6)]  # type: ignore[misc]  # a default binds the seed
     assert all(future.result(30) for future in futures)
     assert stager.stats().synchronous == 6 * 30 * 2
+
+
+def test_value_on_makes_the_stream_wait_and_nobody_else(stager: xferlib.Stager) -> None:
+    values = np.arange(1, 100)
+    with closing(xferlib_host.Stream()) as stream:
+        seen = np.zeros_like(values)
+        with held(h2d(stager)):
+            array = stager.put(values).value_on(stream)
+            stream.submit(np.copyto, seen, array)
+            assert not stream.record().done()
+            assert not seen.any()
+        stream.synchronize()
+        assert seen.tolist() == values.tolist()
+
+
+def test_value_on_is_for_puts(stager: xferlib.Stager) -> None:
+    with closing(xferlib_host.Stream()) as stream, pytest.raises(CapabilityError, match="read by the host"):
+        stager.get(np.ones(4)).value_on(stream)
+    with pytest.raises(ValueError, match="stream=0 is ambiguous"):
+        stager.put(np.ones(4)).value_on(0)

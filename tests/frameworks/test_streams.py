@@ -18,6 +18,7 @@ from tests.frameworks.kits.kit import CudaKit, Named
 from tests.frameworks.kits.numba import NUMBA
 from xferlib.conformance import StagerConformance, cuda
 from xferlib.conformance.values import LARGE, assert_same, words
+from xferlib.pipeline.prefetch import prefetch
 from xferlib.stager import Stager
 
 THREADS = 8
@@ -59,6 +60,26 @@ def test_work_on_the_stream_named_by_stream_wait_sees_the_data(
         seen = laws.calls.start(kit.bench.read_on(stream, array))
         laws.assert_stays(lambda: not seen.done(), hold)
     assert_same(seen.result(laws.deadline_seconds), values)
+
+
+@every_name
+def test_work_on_the_stream_named_by_prefetch_sees_the_data_of_every_batch(
+    kit: CudaKit, laws: StagerConformance, stager: Stager, named: Callable[[], Named]
+) -> None:
+    values = words(1, LARGE)
+    laws.warm(stager, values)
+    (name, stream), idle = named(), kit.non_blocking()
+    # Lent, and so still being copied when they are handed out.
+    with laws.hold_copies(stager.backend, "h2d") as hold, prefetch([values] * 2, stager, rewrites=False, stream=name) as batches:
+        with kit.current(idle):
+            array = next(batches)
+        seen = laws.calls.start(kit.bench.read_on(stream, array))
+        laws.assert_stays(lambda: not seen.done(), hold)
+        hold.release()
+        assert_same(seen.result(laws.deadline_seconds), values)
+        with kit.current(idle):
+            array = next(batches)
+        assert_same(kit.bench.read_on(stream, array)(), values)
 
 
 @every_name

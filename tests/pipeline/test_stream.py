@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -204,3 +205,45 @@ def test_whatever_fails_at_whatever_moment_nothing_is_lost_and_nothing_hangs(sta
         else:
             assert type(error) is xferlib.TransferError, where
     until(lambda: threading.active_count() <= before + 1)
+
+
+def test_batches_and_results_are_ordered_by_the_stream_that_is_named(stager: xferlib.Stager) -> None:
+    with closing(Stream()) as stream, closing(Stream()) as other:
+
+        def fn(tree: Any) -> Any:
+            out = np.empty_like(tree)
+            stream.submit(np.multiply, tree, 3, out)
+            return out
+
+        source = [np.full(1000, number, np.int64) for number in range(8)]
+        # What is not named is held all the time: nothing may depend on it.
+        held = threading.Event()
+        other.submit(held.wait, PATIENCE)
+        results = xferlib.stream_map(fn, source, stager, stream=stream)
+        assert [set(result.tolist()) for result in results] == [{3 * number} for number in range(8)]
+        held.set()
+
+
+def test_work_on_the_stream_that_is_named_waits_for_a_batch_that_is_still_copied(stager: xferlib.Stager) -> None:
+    values = np.arange(1, 4096)
+    with closing(Stream()) as stream:
+        seen = np.zeros_like(values)
+        with held(h2d(stager)) as gate, xferlib.prefetch([values], stager, stream=stream) as batches:
+            stream.submit(np.copyto, seen, next(batches))
+            read = stream.record()
+            assert not read.done()
+            assert not seen.any()
+            gate.set()
+        stream.synchronize()
+        np.testing.assert_array_equal(seen, values)
+
+
+def test_what_is_no_stream_is_refused_before_anything_starts(stager: xferlib.Stager) -> None:
+    source = Source(3)
+    with pytest.raises(ValueError, match="stream=0 is ambiguous"):
+        xferlib.prefetch(source, stager, stream=0)
+    with pytest.raises(TypeError, match="stream"):
+        xferlib.stream_map(lambda tree: tree, source, stager, stream="main")
+    with pytest.raises(TypeError, match="stream"):
+        xferlib.drain([], stager, stream="main")
+    assert source.asked == 0

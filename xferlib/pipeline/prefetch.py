@@ -1,7 +1,7 @@
 """Batches on their way to the device while earlier ones are computed on.
 
 The source is iterated, and transfers are started, on a thread of their own; `Transfer.value` is asked for on the consumer's thread,
-whose current stream is the one that will use the arrays.
+whose current stream is the one that will use the arrays, if no other is named.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, final
 
@@ -27,7 +28,9 @@ from xferlib.tree import flatten
 __all__ = ["Prefetch", "prefetch"]
 
 
-def prefetch(batches: Iterable[Any], stager: Stager, depth: int = 2, *, rewrites: bool | None = None) -> Prefetch:
+def prefetch(
+    batches: Iterable[Any], stager: Stager, depth: int = 2, *, rewrites: bool | None = None, stream: object | None = None
+) -> Prefetch:
     """Iterate device trees: up to `depth` batches are being copied, or are there, while the consumer works on an earlier one.
 
     `batches`: any iterable of trees of NumPy arrays, or of `Slot`s of a `Ring` of this stager. It is iterated on a thread of its
@@ -36,8 +39,13 @@ def prefetch(batches: Iterable[Any], stager: Stager, depth: int = 2, *, rewrites
     at once. None: as the source's attribute `rewrites` says, else true. Slots come back to their ring when their copy is done,
     either way.
 
-    See `Prefetch` for the iterator. Raises `TypeError` and `ValueError`.
+    `stream`: the one whose work will use the batches. None: the consumer's current one. A framework that knows no current stream
+    means the default one, so there a consumer with streams of its own must name the one it uses.
+
+    See `Prefetch` for the iterator. Raises `TypeError` and `ValueError`; `CapabilityError` for a stream where none can be named.
     """
+    if stream is not None:
+        stager.check_stream(stream)
     putter = _Putter(stager, rewrites=getattr(batches, "rewrites", True) if rewrites is None else rewrites)
     waits = stager.stats().device_waits
     return Prefetch(
@@ -46,18 +54,28 @@ def prefetch(batches: Iterable[Any], stager: Stager, depth: int = 2, *, rewrites
         depth=depth,
         in_place=putter.in_place,
         device_waits=lambda: stager.stats().device_waits - waits,
+        take=_value if stream is None else partial(_value_on, stream),
     )
+
+
+def _value(transfer: Started) -> Any:
+    return transfer.value
+
+
+def _value_on(stream: object, transfer: Transfer) -> Any:
+    return transfer.value_on(stream)
 
 
 @final
 class Prefetch:
     """An iterator of device trees that are put ahead of time, on a thread. Made by `prefetch`.
 
-    `put(batch)` is called on that thread for each item of `batches`, and returns a transfer whose `value` is what the consumer
-    gets. Where `in_place(batch)` is true, the source is asked for the next batch only when that transfer is done. `device_waits`
-    counts the puts that waited on the device for work that still read an older batch. Exceptions of source and put come out where
-    their batch would have, with their traceback. Batches may be kept for as long as wanted; a consumer that never waits for its own
-    work on the device runs ahead of it, and `device_limit` of the stager then bounds the memory.
+    `put(batch)` is called on that thread for each item of `batches`, and returns a transfer; `take(transfer)` is called on the
+    consumer's thread and returns what it gets. Where `in_place(batch)` is true, the source is asked for the next batch only when
+    that transfer is done. `device_waits` counts the puts that waited on the device for work that still read an older batch.
+    Exceptions of source and put come out where their batch would have, with their traceback. Batches may be kept for as long as
+    wanted; a consumer that never waits for its own work on the device runs ahead of it, and `device_limit` of the stager then
+    bounds the memory.
 
     `close()`, the end of a `with` block, an exception and the end of the source leave no thread and nothing in flight. An iterator
     that is dropped ends its thread soon after; what is in flight then ends by itself. A source that is inside its own `next` cannot
@@ -72,9 +90,11 @@ class Prefetch:
         depth: int = 2,
         in_place: Callable[[Any], bool] = lambda batch: False,
         device_waits: Callable[[], int] = lambda: 0,
+        take: Callable[[Any], Any] = _value,
     ) -> None:
         self._asked_depth = depth
         self._device_waits = device_waits
+        self._value = take
         self._clock = Clock()
         self._before: Mapping[str, float] | None = None
         self._taken = self._late = 0
@@ -124,7 +144,7 @@ class Prefetch:
             waiting = self._feed.ready
             transfer = self._feed.take()
             self._late += waiting and not transfer.done()
-            value = transfer.value
+            value = self._value(transfer)
         except BaseException:
             self.close()
             raise

@@ -17,14 +17,15 @@ from xferlib.stager import Stager
 __all__ = ["Drained", "drain", "stream_map"]
 
 
-def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = None) -> Drained:
+def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = None, stream: object | None = None) -> Drained:
     """Iterate host trees: while the consumer has one, up to `depth` later results are computed and copied.
 
     `results`: any iterable of trees of device arrays, iterated on the consumer's own thread, so that the copy of each is started
     right behind the work that makes it. `out`: arrays to be filled from the front along the first axis, in memory, mapped from a
     file or shared; else results are in pinned memory, which comes back when the last view of it is gone. See `Drain` for both.
+    `stream`: the one whose work makes the results. None: the consumer's current one.
     """
-    return Drained(results, stager, depth, out=out)
+    return Drained(results, stager, depth, out=out, stream=stream)
 
 
 def stream_map(
@@ -35,17 +36,18 @@ def stream_map(
     *,
     out: Any = None,
     rewrites: bool | None = None,
+    stream: object | None = None,
 ) -> Drained:
     """Iterate `fn` of every batch as host trees, in order: the copies to the device, `fn` and the copies back run all at once.
 
     For data of any size: only some batches are on the device at a time, as `bill` says. `fn` takes a device tree and returns one;
     it runs on the consumer's thread and should not wait. An exception of the source, of `fn` or of a copy comes out where its
-    result would have. `batches` and `rewrites` are those of `prefetch`, `out` that of `drain`.
+    result would have. `batches` and `rewrites` are those of `prefetch`, `out` that of `drain`, `stream` that of both.
     """
-    source = prefetch(batches, stager, depth, rewrites=rewrites)
+    source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
         # `map` keeps no batch between two steps.
-        return Drained(map(fn, source), stager, depth, out=out, source=source)
+        return Drained(map(fn, source), stager, depth, out=out, stream=stream, source=source)
     except BaseException:
         source.close()
         raise
@@ -58,7 +60,19 @@ class Drained:
     `close()`, the end of a `with` block, an exception and the end of the results leave nothing in flight and no thread.
     """
 
-    def __init__(self, results: Iterable[Any], stager: Stager, depth: int, *, out: Any, source: Prefetch | None = None) -> None:
+    def __init__(
+        self,
+        results: Iterable[Any],
+        stager: Stager,
+        depth: int,
+        *,
+        out: Any,
+        stream: object | None = None,
+        source: Prefetch | None = None,
+    ) -> None:
+        if stream is not None:
+            stager.check_stream(stream)
+        self._stream = stream
         self._results = iter(results)
         self._source = source
         if depth < 1:
@@ -138,7 +152,7 @@ class Drained:
     def _start_next(self) -> None:
         if self._waiting is None:
             self._waiting = next(self._results)
-        self._drain.start(self._waiting)
+        self._drain.start(self._waiting, self._stream)
         self._waiting = None
 
     def _finish(self, error: Exception | None) -> None:
