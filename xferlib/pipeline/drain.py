@@ -100,8 +100,15 @@ class Drain:
             self._rows.filled += count
             self._flying.append(transfer)
         with self._changed:
-            self._pending.append(transfer)
-            self._changed.notify_all()
+            late = self._closed
+            if not late:
+                self._pending.append(transfer)
+                self._changed.notify_all()
+        if late:
+            # Closed meanwhile, by another thread, which knew nothing of it: nobody is to take it behind a gap.
+            with suppress(XferError):
+                transfer.synchronize()
+            self._check_open()
 
     def results(self) -> Results:
         """Return an iterator of host trees, which ends after `end()`. Several share the results between them."""
@@ -193,8 +200,10 @@ class Drain:
     def _land_until(self, count: int) -> None:
         """Wait until no more than so many copies are under way."""
         while len(self._flying) > count:
-            self._flying[0].synchronize()
-            self._flying.popleft()
+            with suppress(IndexError):
+                # Another thread may close meanwhile, and drop them all.
+                self._flying[0].synchronize()
+                self._flying.popleft()
 
     @property
     def _starving(self) -> bool:

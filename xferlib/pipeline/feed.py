@@ -116,6 +116,9 @@ class Feed(Generic[T]):
                 raise entry.error
             finally:
                 del entry
+        if self._shared.stopping:
+            # Another thread closes, and has dropped items before this one, perhaps.
+            raise StopIteration
         self._shared.tokens.put(_Token.PLACE)
         return entry
 

@@ -150,9 +150,11 @@ class Drained:
                 self._finish(error)
 
     def _start_next(self) -> None:
-        if self._waiting is None:
-            self._waiting = next(self._results)
-        self._drain.start(self._waiting, self._stream)
+        # By a name of its own: `close` on another thread lets go of the other.
+        waiting = self._waiting
+        if waiting is None:
+            waiting = self._waiting = next(self._results)
+        self._drain.start(waiting, self._stream)
         self._waiting = None
 
     def _finish(self, error: Exception | None) -> None:

@@ -1,0 +1,130 @@
+"""Closing a loop from another thread, in the middle of a step: what comes out has no gap, and what was started is waited for."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import on_thread
+from tests.pipeline.steps import PATIENCE, until
+
+
+class Between:
+    """A stager in whose first get something happens once the copy is started."""
+
+    def __init__(self, stager: xferlib.Stager, happen: Callable[[], object]) -> None:
+        self.transfers: list[xferlib.Transfer] = []
+        self.stats = stager.stats
+        self._stager = stager
+        self._happen = happen
+
+    def get(self, tree: Any, **named: Any) -> xferlib.Transfer:
+        self.transfers.append(self._stager.get(tree, **named))
+        on_thread(self._happen).result(PATIENCE)
+        return self.transfers[-1]
+
+
+def test_a_result_that_is_submitted_while_another_thread_closes_is_given_to_nobody(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain = xferlib.Drain(stager, 3)
+    results = drain.results()
+    drain.submit(np.zeros(4))
+    between = Between(stager, drain.close)
+    monkeypatch.setattr(drain, "_stager", between)
+    with pytest.raises(xferlib.ClosedError):
+        drain.submit(np.ones(4))
+    assert drain.pending == 0
+    assert between.transfers[-1].done()
+    with pytest.raises(xferlib.ClosedError):
+        next(results)
+
+
+class Landed:
+    """A transfer under way; when it has been waited for, something happens, once."""
+
+    def __init__(self, transfer: xferlib.Transfer, happen: Callable[[], object]) -> None:
+        self._transfer = transfer
+        self._happen = happen
+
+    def synchronize(self) -> None:
+        self._transfer.synchronize()
+        happen, self._happen = self._happen, lambda: None
+        on_thread(happen).result(PATIENCE)
+
+
+def test_submitting_into_given_arrays_while_another_thread_closes_is_told(stager: xferlib.Stager) -> None:
+    out = np.zeros((3, 4))
+    drain = xferlib.Drain(stager, 1, out=out)
+    drain.submit(np.ones((1, 4)))
+    flying: deque[Any] = drain._flying
+    flying[0] = Landed(flying[0], drain.close)
+    with pytest.raises(xferlib.ClosedError):
+        drain.submit(np.ones((1, 4)))
+    assert not flying
+    assert out.tolist() == [[1] * 4, [0] * 4, [0] * 4]
+
+
+def test_a_loop_that_another_thread_closes_while_it_starts_a_result_says_so(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = xferlib.drain((np.full(4, number) for number in itertools.count()), stager, 2)
+    assert next(loop)[0] == 0
+    start, closed = loop._drain.start, threading.Event()
+
+    def late(tree: Any, stream: object | None = None) -> None:
+        if not closed.is_set():
+            on_thread(loop.close).result(PATIENCE)
+            closed.set()
+        start(tree, stream)
+
+    monkeypatch.setattr(loop._drain, "start", late)
+    with pytest.raises(xferlib.ClosedError):
+        next(loop)
+    assert closed.is_set()
+
+
+class Overtaken:
+    """The queue of a feed, whose next item is dropped by a thread that closes just before the taker gets one."""
+
+    def __init__(self, items: Any, close: Callable[[], object]) -> None:
+        self._items = items
+        self._close = close
+        self._popped, self._resumed = threading.Event(), threading.Event()
+        self.empty, self.put, self.qsize = items.empty, items.put, items.qsize
+
+    def get_nowait(self) -> Any:
+        self.closer = on_thread(self._close)
+        assert self._popped.wait(PATIENCE)
+        try:
+            return self._items.get_nowait()
+        finally:
+            self._resumed.set()
+
+    def get(self) -> Any:
+        item = self._items.get()
+        self._popped.set()
+        assert self._resumed.wait(PATIENCE)
+        return item
+
+
+def test_a_taker_that_a_closing_thread_overtakes_gets_nothing_from_behind_a_gap(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = xferlib.prefetch([np.full(4, number) for number in range(9)], stager, 3, rewrites=False)
+    assert next(loop)[0] == 0
+    shared = loop._feed._shared
+    until(lambda: shared.items.qsize() == 3)
+    overtaken = Overtaken(shared.items, loop._feed.close)
+    monkeypatch.setattr(shared, "items", overtaken)
+    with pytest.raises(StopIteration):
+        next(loop)
+    overtaken.closer.result(PATIENCE)
+    loop.close()
