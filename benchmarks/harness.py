@@ -3,7 +3,8 @@
 Bandwidth: a sample is `count` transfers back to back, host clock from the first start to the end of the last synchronization;
 `count` is such that a sample lasts some milliseconds. Overhead: a sample is the host time of one call that starts a transfer.
 Contenders take turns, sample by sample, in an order that rotates, so that drift of clocks and neighbours cancels in their ratio.
-Everything is warmed up at its final count, poisoned before and verified after, outside the clock.
+Everything is warmed up at its final count, poisoned before and verified after, outside the clock. Where a contender's turn is to be
+found warm, as in a loop of its own, it begins with a sample that is not timed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TypeVar
 from benchmarks.arena import Arena, Batch
 from benchmarks.ways import Call, Corrupted, Way
 
-__all__ = ["FULL", "QUICK", "Absences", "Contender", "Effort", "Timing", "able", "time_bandwidth", "time_calls"]
+__all__ = ["FULL", "QUICK", "Absences", "Contender", "Effort", "Timing", "able", "sample", "time_bandwidth", "time_calls"]
 
 T = TypeVar("T")
 
@@ -122,10 +123,13 @@ def able(contenders: Sequence[Contender], absences: Absences, run: Callable[[Con
     return present
 
 
-def time_bandwidth(contenders: Sequence[Contender], *, nbytes: int, effort: Effort, level: bool) -> dict[str, Timing]:
+def time_bandwidth(
+    contenders: Sequence[Contender], *, nbytes: int, effort: Effort, level: bool, warm: bool = False
+) -> dict[str, Timing]:
     """Return the seconds of one transfer of `nbytes` bytes (of one each way, for a pair), by contender, each tried once before.
 
     `level`: all take as many transfers a sample as the fastest needs, so that the end of a sample weighs the same for each.
+    `warm`: right before each sample stands another of the same contender, which is not timed.
     """
     counts = {contender.name: _calibrate(contender, nbytes, effort) for contender in contenders}
     if level:
@@ -139,7 +143,7 @@ def time_bandwidth(contenders: Sequence[Contender], *, nbytes: int, effort: Effo
             count = counts[contender.name]
             if index == 0 and count == 1:
                 continue
-            seconds = sample(contender, nbytes=nbytes, count=count, index=index)
+            seconds = sample(contender, nbytes=nbytes, count=count, index=index, warm=warm)
             if index > 0:
                 timings[contender.name].add([seconds])
     return timings
@@ -156,13 +160,15 @@ def time_calls(contenders: Sequence[Contender], *, nbytes: int, effort: Effort, 
     return timings
 
 
-def sample(contender: Contender, *, nbytes: int, count: int, index: int) -> float:
-    """Return the seconds of one of `count` transfers back to back."""
+def sample(contender: Contender, *, nbytes: int, count: int, index: int, warm: bool = False) -> float:
+    """Return the seconds of one of `count` transfers back to back. `warm`: behind as many of other bytes."""
+    ahead = _poisoned(contender, nbytes=nbytes, count=count, index=index + 1) if warm else []
     batches = _poisoned(contender, nbytes=nbytes, count=count, index=index)
+    if warm:
+        _run(ahead)
+        ahead.clear()
     begin = time.perf_counter()
-    _start(batches)
-    for batch in batches:
-        batch.synchronize()
+    _run(batches)
     seconds = time.perf_counter() - begin
     for batch in batches:
         batch.verify()
@@ -207,6 +213,12 @@ def _poisoned(contender: Contender, *, nbytes: int, count: int, index: int, same
         batch.poison()
     contender.arena.device.synchronize()
     return batches
+
+
+def _run(batches: Sequence[Batch]) -> None:
+    _start(batches)
+    for batch in batches:
+        batch.synchronize()
 
 
 def _start(batches: Sequence[Batch]) -> None:

@@ -28,7 +28,7 @@ from benchmarks.arena import Arena, Batch
 from benchmarks.cases import CASES
 from benchmarks.command import run
 from benchmarks.devices import open_device
-from benchmarks.harness import Absences, Contender, Timing, able
+from benchmarks.harness import Absences, Contender, Timing, able, sample
 from benchmarks.ways import Corrupted, Direction, Way
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,6 +224,21 @@ def test_what_an_earlier_sample_left_does_not_pass(arena: Arena) -> None:
     later.kept.extend(call() for call in earlier.calls)
     with pytest.raises(Corrupted):
         later.verify()
+
+
+def test_a_warm_sample_is_timed_and_verified_behind_another_of_other_bytes(arena: Arena) -> None:
+    seen: list[int] = []
+
+    def make(source: Any) -> Any:
+        seen.append(int(source.ctypes.data) - int(arena.source("h2d").ctypes.data))
+        return source.copy() if len(seen) <= 8 else ~source
+
+    contender = Contender(name="made", ways=(fresh_way(make),), arena=arena)
+    sample(contender, nbytes=64, count=4, index=0, warm=True)
+    assert seen == [*range(4096, 4096 + 256, 64), *range(0, 256, 64)]
+    seen[:] = [0] * 4
+    with pytest.raises(Corrupted):
+        sample(contender, nbytes=64, count=4, index=0, warm=True)
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])

@@ -5,9 +5,9 @@ Question: how long until a tree of hundreds of arrays in ordinary memory is on t
 Isolated: the price of a leaf. 500 NumPy arrays of 64 KiB, and of 4 KiB, lie one after another in pageable memory that is touched;
 the clock runs from the call to the moment when all arrays are done. Ours is `put(list).value`.
 
-Method: one tree a sample, 25 samples, other bytes in each, contenders in turn; every leaf is compared on the device afterwards. The
-limit is one bare copy of as many bytes from pinned memory. Peers: JAX's `device_put` of the same tree; one call for each leaf of
-CuPy from pageable memory and of torch from pinned memory of its own.
+Method: one tree a sample, right behind one that is not timed, as in a training loop; 25 samples, other bytes in each, contenders in
+turn; every leaf is compared on the device afterwards. The limit is one bare copy of as many bytes from pinned memory. Peers: JAX's
+`device_put` of the same tree; one call for each leaf of CuPy from pageable memory and of torch from pinned memory of its own.
 
 Command: python benchmarks/run.py --case leaves --backend jax --json
 """
@@ -61,7 +61,7 @@ def _measure(bench: Bench, stager: Stager, mine: Way, rivals: Sequence[Way], nby
     ]
     contenders = able(contenders, bench.absences, partial(sample, nbytes=nbytes, count=1, index=-2))
     effort = bench.effort if bench.quick else replace(bench.effort, samples=SAMPLES)
-    timings = time_bandwidth(contenders, nbytes=nbytes, effort=effort, level=False)
+    timings = time_bandwidth(contenders, nbytes=nbytes, effort=effort, level=False, warm=True)
     return records.make(
         case=NAME,
         backend=stager.name,

@@ -7,7 +7,7 @@ device arrays cannot be written to; `get(out=)`), "untouched" into memory that w
 inside. Then a training loop on six pageable batches in turn, prefetched (`prefetch(..., rewrites=False)`; the peers are asked for
 the next batch when a step is launched), with compute tuned to the bare copy.
 
-Method: one transfer a sample, five samples, contenders in turn, every byte compared. The limit is the bare copy between pinned
+Method: one transfer a sample, right behind one that is not timed; five samples, contenders in turn, every byte compared. The limit is the bare copy between pinned
 memory, for the loop the longer of that and compute alone. `details` says how much was page-locked beside what this case asked for
 (`pinned_beyond_nbytes`), and what NumPy copies in this memory with several threads (`copy_gbps`): no staging can be faster than
 reading the source. A loop has 60 steps a sample, each with its checksum.
@@ -95,7 +95,7 @@ def _time(bench: Bench, row: _Row, peers: Sequence[Peer], pageable: Arena, pinne
     bare, nbytes = bench.device.raw(row.direction), pageable.nbytes
     contenders = bench.able_contenders((row.mine,), (bare,), rivals, arena=pageable, pinned=pinned, nbytes=nbytes)
     effort = bench.effort if bench.quick else replace(bench.effort, samples=SAMPLES)
-    return time_bandwidth(contenders, nbytes=nbytes, effort=effort, level=False)
+    return time_bandwidth(contenders, nbytes=nbytes, effort=effort, level=False, warm=True)
 
 
 def _loop(bench: Bench, stager: Stager, peers: Sequence[Peer], nbytes: int, stream: str, rates: dict[str, float]) -> Record:
