@@ -7,10 +7,10 @@ device arrays cannot be written to; `get(out=)`), "untouched" into memory that w
 inside. Then a training loop on six pageable batches in turn, prefetched (`prefetch(..., rewrites=False)`; the peers are asked for
 the next batch when a step is launched), with compute tuned to the bare copy.
 
-Method: one transfer a sample, right behind one that is not timed; five samples, contenders in turn, every byte compared. The limit is the bare copy between pinned
-memory, for the loop the longer of that and compute alone. `details` says how much was page-locked beside what this case asked for
-(`pinned_beyond_nbytes`), and what NumPy copies in this memory with several threads (`copy_gbps`): no staging can be faster than
-reading the source. A loop has 60 steps a sample, each with its checksum.
+Method: one transfer a sample, right behind one that is not timed; five samples, contenders in turn, every byte compared. The limit
+is the bare copy between pinned memory, for the loop the longer of that and compute alone. `details` says how much was page-locked
+beside what this case asked for (`pinned_beyond_nbytes`), and what NumPy copies in this memory with several threads (`copy_gbps`): no
+staging can be faster than reading the source. A loop has 60 steps a sample, each with its checksum.
 
 Command: python benchmarks/run.py --case pageable --backend jax --json
 """
