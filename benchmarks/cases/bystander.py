@@ -186,6 +186,7 @@ def _record(bench: Bench, stager: Stager, label: str, quiet: Timing, beside: Tim
     details: dict[str, Any] = {
         **{f"{name}_{key}": value for name, tail in tails.items() for key, value in tail.items()},
         "growth": round(tails["staging"]["p99_over_median"] / tails["quiet"]["p99_over_median"], 4),
+        "staging": str(stager.staging),
         "staging_gbps": round(staging.nbytes / staging.seconds / 1e9, 3),
         "histogram": {"quiet": _histogram(quiet.values), "staging": _histogram(beside.values)},
     }

@@ -9,8 +9,9 @@ the next batch when a step is launched), with compute tuned to the bare copy.
 
 Method: one transfer a sample, right behind one that is not timed; five samples, contenders in turn, every byte compared. The limit
 is the bare copy between pinned memory, for the loop the longer of that and compute alone. `details` says how much was page-locked
-beside what this case asked for (`pinned_beyond_nbytes`), and what NumPy copies in this memory with several threads (`copy_gbps`): no
-staging can be faster than reading the source. A loop has 60 steps a sample, each with its checksum.
+beside what this case asked for (`pinned_beyond_nbytes`), how the ring was shaped (`staging`), and what NumPy copies in this memory
+with several threads (`copy_gbps`): no staging can be faster than reading the source. A loop has 60 steps a sample, each with its
+checksum.
 
 Command: python benchmarks/run.py --case pageable --backend jax --json
 """
@@ -69,7 +70,7 @@ def run(bench: Bench) -> Iterator[Record]:
             bench.say(f"{NAME}: {row.label} {row.direction}")
             timings = _time(bench, row, peers, pageable, pinned)
             beyond = max(0, stager.stats().pinned_peak_nbytes - asked)
-            details = {"pinned_beyond_nbytes": beyond, "copy_gbps": rates}
+            details = {"pinned_beyond_nbytes": beyond, "copy_gbps": rates, "staging": str(stager.staging)}
             mine, limit = timings.pop(ours.NAME), timings.pop(LIMIT)
             yield _record(bench, stager, row.direction, nbytes, row.label, mine, limit, timings, details)
     del pinned, pageable
@@ -118,7 +119,7 @@ def _loop(bench: Bench, stager: Stager, peers: Sequence[Peer], nbytes: int, stre
         samples = QUICK_SAMPLES if bench.quick else SAMPLES
         result = pipeline.measure(bench.able_pipes(pipes), alone, steps=steps, samples=samples)
     timing = result.timings.pop(ours.NAME)
-    details = {**result.details(timing, rounds=rounds), "copy_gbps": rates}
+    details = {**result.details(timing, rounds=rounds), "copy_gbps": rates, "staging": str(stager.staging)}
     return _record(bench, stager, "h2d", nbytes, f"batches, {stream}", timing, result.bound, result.timings, details)
 
 
