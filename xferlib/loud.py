@@ -24,9 +24,9 @@ LOUD_FROM = 64 << 10
 """Bytes of one put. The CPU copies less in the time that starting the transfer takes."""
 PAGEABLE = "the array is not in pinned memory. Fill one from stager.empty_pinned(...) instead, or lock yours with stager.pin(array)"
 STRIDED = "the array is not contiguous. Lay it out in C order, in an array from stager.empty_pinned(...)"
-NBYTES = attrgetter("nbytes")
 LEND = ", or lend it until the transfer is done: put(..., borrow=True)"
 """Into arrays of the caller's nothing is lent."""
+NBYTES = attrgetter("nbytes")
 
 
 @final

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import xferlib
 from xferlib.cli.app import app
-from xferlib.staging.calibration import CHUNKS, THREADS, measured_profile
+from xferlib.staging.calibration import CHUNKS, LITTLE, THREADS, _Bench, measured_profile
 from xferlib.staging.profile import VARIABLE, StagingProfile
 from xferlib.staging.saved import save_profile, saved_path, saved_profile
 
@@ -57,6 +57,13 @@ def test_what_is_measured_is_one_of_the_shapes_tried() -> None:
     assert measured_profile() is profile
     with xferlib.stager("host") as stager:
         assert stager.staging is profile
+
+
+def test_where_there_is_little_memory_little_is_taken_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xferlib.staging.calibration.available_memory", lambda: 1 << 30)
+    bench = _Bench(1)
+    assert bench._source.nbytes == LITTLE
+    bench.close()
 
 
 def test_a_kept_shape_is_used_until_something_else_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import TypeAlias, final
 
 import numpy as np
 
+from xferlib.memory.limits import available_memory
 from xferlib.staging.crew import Crew
 from xferlib.staging.job import Job
 from xferlib.staging.parts import cut, lay
@@ -31,6 +32,8 @@ CHUNKS = (4 << 20, 2 << 20, 1 << 20)
 NBYTES = 192 << 20
 """Bytes copied to measure one shape: some milliseconds, so that waking the threads weighs little, and whole rounds of the largest
 chunks for every number of threads."""
+LITTLE = 48 << 20
+"""Where the process may use so little memory that the other would be missed: rougher."""
 LEAST_ROUNDS, MOST_ROUNDS = 2, 6
 ROUNDS_SECONDS = 0.15
 """After which no further round begins."""
@@ -71,7 +74,7 @@ class _Bench:
     """Memory to copy, chunks to copy it into, and threads."""
 
     def __init__(self, threads: int) -> None:
-        self._source = np.ones(NBYTES, np.uint8)
+        self._source = np.ones(NBYTES if available_memory() > 20 * NBYTES else LITTLE, np.uint8)
         self._chunks = [np.ones(CHUNKS[0], np.uint8) for _ in range(2 * threads)]
         self._crew = Crew("calibration")
         self._member = object()
@@ -89,7 +92,7 @@ class _Bench:
                 break
             for shape in shapes:
                 best[shape] = min(best[shape], self._seconds(*shape))
-        return {shape: NBYTES / seconds for shape, seconds in best.items()}
+        return {shape: self._source.nbytes / seconds for shape, seconds in best.items()}
 
     def delay(self) -> float:
         """Return the seconds that it takes to get help."""

@@ -28,7 +28,9 @@ def saved_profile() -> StagingProfile | None:
     """Return the shape that was kept on this machine; None: there is none. Warns of a file that cannot be read."""
     try:
         path = saved_path()
-        found = _read(path).get(_machine())
+        kept = _read(path)
+        # The processor's name takes the system a while to print, where there are many cores.
+        found = kept.get(_machine()) if kept else None
         return None if found is None else StagingProfile(**found)
     except RuntimeError:
         return None
