@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import xferlib
-from xferlib.cli.app import app
 from xferlib.staging.calibration import CHUNKS, LITTLE, THREADS, _Bench, measured_profile
 from xferlib.staging.profile import VARIABLE, StagingProfile
 from xferlib.staging.saved import save_profile, saved_path, saved_profile
@@ -107,17 +105,3 @@ def test_a_file_that_cannot_be_used_is_told_and_measured_over(text: str, monkeyp
         assert saved_profile() is None
     save_profile(StagingProfile(2, MIB))
     assert saved_profile() == StagingProfile(2, MIB)
-
-
-def test_doctor_keeps_what_it_measures() -> None:
-    found = CliRunner().invoke(app, ["doctor", "--save-staging"])
-    assert found.exit_code == 0, found.output
-    assert str(saved_path()) in found.output.replace("\n", "")
-    assert saved_profile() == measured_profile()
-
-
-def test_a_folder_that_cannot_be_written_is_told_with_the_way_out(cache: Path) -> None:
-    (cache / "xferlib").write_text("a file")
-    found = CliRunner().invoke(app, ["doctor", "--save-staging"])
-    assert found.exit_code != 0
-    assert f"{VARIABLE}={measured_profile()}" in str(found.exception or found.output)
