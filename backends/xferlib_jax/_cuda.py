@@ -28,7 +28,7 @@ from xferlib_jax._fence import Fences
 from xferlib_jax._imports import Imports
 from xferlib_jax._pinning import PinnedMemory
 from xferlib_jax._reading import Readings
-from xferlib_jax._unpack import unpack
+from xferlib_jax._unpack import unpack, zero
 
 __all__ = ["CudaStager"]
 
@@ -60,6 +60,7 @@ class CudaStager:
         self._capsules = capsules()
         self._imports = Imports(device, (CUDA, driver.ordinal), self._capsules, driver)
         self._readings = Readings(device)
+        self._origin = zero(device)
         streams = tuple(driver.create_stream() for _ in range(3))
         self._give_back = weakref.finalize(self, driver.destroy_streams, streams)
         # At interpreter exit the streams go with the process.
@@ -150,7 +151,7 @@ class CudaStager:
         def adopt(offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> JaxArray:
             return self._imports.adopt(block.address + offset, shape, dtype, order=order, lease=lease)
 
-        return unpack(places, adopt)
+        return unpack(places, adopt, self._origin)
 
     def as_source(self, array: JaxArray, stream: object | None = None) -> Source:
         _arrays.check_array(array, self.jax_device)

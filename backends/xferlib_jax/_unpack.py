@@ -2,6 +2,10 @@
 
 JAX takes tens of microseconds to import an array, and about two to hand out one of many results. So from some number on it is
 cheaper to copy small arrays on the device than to import each.
+
+Slices whose place the compiler knows become a kernel each, and five hundred launches take longer than the transfer. Where it knows
+only how far they are from an argument, it makes one kernel of all that have the same size, up to eighty. So places are counted
+from a zero that is an argument.
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ import numpy as np
 from xferlib.protocol import Place
 from xferlib_jax._arrays import JaxArray
 
-__all__ = ["unpack"]
+__all__ = ["unpack", "zero"]
 
 WORTH_COMPILING = 16
 """Arrays. Below, importing each takes less, and nothing need be compiled."""
 ALIGNMENT = 256
 KEPT = 64
+MOST = np.iinfo(np.int32).max
+"""Elements of a whole whose places are counted in 32 bits: JAX has no longer integers unless told so."""
 
 Adopt: TypeAlias = Callable[[int, tuple[int, ...], np.dtype[Any]], JaxArray]
 
@@ -38,12 +44,16 @@ class _Recipe:
         self.nbytes = max(place.offset + _extent(place) for place in places)
         self.apart = jax.jit(self._apart)
 
-    def _apart(self, *wholes: JaxArray) -> list[JaxArray]:
+    def _apart(self, origin: JaxArray, *wholes: JaxArray) -> list[JaxArray]:
         order = {dtype: number for number, dtype in enumerate(self.dtypes)}
         parts = []
         for offset, shape, dtype in self.places:
-            start = offset // dtype.itemsize
-            parts.append(jax.lax.slice(wholes[order[dtype]], (start,), (start + math.prod(shape),)).reshape(shape))
+            whole, place, size = wholes[order[dtype]], offset // dtype.itemsize, math.prod(shape)
+            if whole.size <= MOST:
+                part = jax.lax.dynamic_slice(whole, (origin + place,), (size,))
+            else:
+                part = jax.lax.slice(whole, (place,), (place + size,))
+            parts.append(part.reshape(shape))
         return parts
 
 
@@ -52,12 +62,18 @@ _recipes: OrderedDict[int, _Recipe] = OrderedDict()
 _making = threading.Lock()
 
 
-def unpack(places: tuple[Place, ...], adopt: Adopt) -> list[JaxArray]:
-    """Return the arrays of a block. `adopt(offset, shape, dtype)` imports memory of the block as one array."""
+def zero(device: Any) -> JaxArray:
+    """Return the origin for `unpack` on a device."""
+    with jax.ensure_compile_time_eval():
+        return jax.device_put(np.int32(0), device)
+
+
+def unpack(places: tuple[Place, ...], adopt: Adopt, origin: JaxArray) -> list[JaxArray]:
+    """Return the arrays of a block. `adopt(offset, shape, dtype)` imports memory of the block as an array; `origin` is a `zero`."""
     if len(places) < WORTH_COMPILING:
         return [adopt(*place) for place in places]
     recipe = _recipes.get(id(places)) or _made(places)
-    arrays: list[JaxArray] = recipe.apart(*(adopt(0, (recipe.nbytes // dtype.itemsize,), dtype) for dtype in recipe.dtypes))
+    arrays: list[JaxArray] = recipe.apart(origin, *(adopt(0, (recipe.nbytes // dtype.itemsize,), dtype) for dtype in recipe.dtypes))
     # Inside a trace the compiled function becomes part of what is traced; what was put is no traced value.
     return [adopt(*place) for place in places] if isinstance(arrays[0], jax.core.Tracer) else arrays
 

@@ -1,18 +1,22 @@
 """One GPU as the backend uses it: driver calls through Numba's own bindings, for any thread.
 
-Not through Numba's wrapped calls: those log each one, and raise for "not ready". Nothing here enters Numba's queues of deferred
-frees. Invariant: the caller's current context and capture mode are left as found.
+Not through Numba's wrapped calls: those log each one, and raise for "not ready". What changes nothing but the calling thread's
+state goes past the bindings, too (`_thread`). Nothing here enters Numba's queues of deferred frees.
+
+Invariant: the caller's current context and capture mode are left as found.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
 from xferlib_numba._module import Numba
+from xferlib_numba._thread import CaptureMode, Contexts
 
 __all__ = ["LEGACY", "PER_THREAD", "Call", "Device"]
 
@@ -27,7 +31,7 @@ class Device:
     """The calls. Never closed: events, blocks and arrays outlive stagers.
 
     What runs on a stream needs no current context, since the stream says which one is meant; a default stream is the current
-    context's. A thread that has none is given this device's for the call. Where there are several devices, another one's may be
+    context's. A thread that has none is given this device's for each call. Where there are several devices, another one's may be
     current, so every call is given this device's.
     """
 
@@ -37,15 +41,17 @@ class Device:
         self.several = count > 1
         self.error = numba.driver.CudaAPIError
         self._binding = binding = numba.driver.binding
-        self._exchange = binding.cuThreadExchangeStreamCaptureMode
-        self._relaxed = binding.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        capture_mode = CaptureMode()
+        self.relax, self.restore = capture_mode.relax, capture_mode.restore
+        self._bare = _Bare()
         self._pid = os.getpid()
         # By name in the instance: at interpreter exit modules lose theirs.
         self._getpid = os.getpid
         self._is_finalizing = sys.is_finalizing
 
         # Never released: arrays outlive every stager.
-        self.context = self.raw("cuDevicePrimaryCtxRetain")(self.raw("cuDeviceGet")(ordinal))
+        self._context = self.raw("cuDevicePrimaryCtxRetain")(self.raw("cuDeviceGet")(ordinal))
+        self._contexts = Contexts(int(self._context))
         self.copy_h2d = self.call("cuMemcpyHtoDAsync")
         self.copy_d2h = self.call("cuMemcpyDtoHAsync")
         self.record = self.call("cuEventRecord")
@@ -79,16 +85,19 @@ class Device:
 
     def call(self, name: str) -> Call:
         """Return such a call, made in the thread's own context if it has one and no other device may be meant, else in ours."""
-        function, pushed = getattr(self._binding, name), self._pushed(self.raw(name))
+        function, pushed, bare = getattr(self._binding, name), self._pushed(self.raw(name)), self._bare
         if self.several:
             return pushed
 
         def call(*arguments: Any) -> Any:
+            if bare.found:
+                return pushed(*arguments)
             result = function(*arguments)
             status = result[0]
             if not status:
                 return result[-1]
             if status == INVALID_CONTEXT:
+                bare.found = True
                 return pushed(*arguments)
             raise self.failed(name, status)
 
@@ -102,7 +111,7 @@ class Device:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make this device's context the thread's current one, and let it make calls that would spoil a capture of somebody's."""
-        self.raw("cuCtxPushCurrent")(self.context)
+        self._enter()
         try:
             mode = self.relax()
             try:
@@ -110,30 +119,19 @@ class Device:
             finally:
                 self.restore(mode)
         finally:
-            self._binding.cuCtxPopCurrent()
-
-    def relax(self) -> Any:
-        """Let this thread make calls that CUDA holds to be unsafe while anybody captures a graph; give the result to `restore`.
-
-        In global mode the capture may be another thread's, so there is no asking first: every event query would invalidate it.
-        """
-        return self._exchange(self._relaxed)[1]
-
-    def restore(self, mode: Any) -> None:
-        """Give the thread back the mode that it had."""
-        self._exchange(mode)
+            self._contexts.pop()
 
     def owns(self, stream: Any) -> bool:
         """Tell whether a stream, not one of the default streams, is of this device."""
         found = self.raw("cuStreamGetCtx")(stream)
-        if int(found) == int(self.context):
+        if int(found) == int(self._context):
             return True
         # A context beside the primary one may still be of this device.
         self.raw("cuCtxPushCurrent")(found)
         try:
             return int(self.raw("cuCtxGetDevice")()) == self.ordinal
         finally:
-            self._binding.cuCtxPopCurrent()
+            self._contexts.pop()
 
     def give_back(self, name: str, handle: Any) -> None:
         """Make a call of a destructor, which has nobody to raise to: a device that has failed says so in the next call.
@@ -142,22 +140,33 @@ class Device:
         """
         if self._getpid() != self._pid or self._is_finalizing():
             return
-        binding = self._binding
-        if binding.cuCtxPushCurrent(self.context)[0]:
+        if self._contexts.push():
             return
         mode = self.relax()
-        getattr(binding, name)(handle)
+        getattr(self._binding, name)(handle)
         self.restore(mode)
-        binding.cuCtxPopCurrent()
+        self._contexts.pop()
+
+    def _enter(self) -> None:
+        status = self._contexts.push()
+        if status:
+            raise self.failed("cuCtxPushCurrent", self._binding.CUresult(status))
 
     def _pushed(self, call: Call) -> Call:
-        push, pop, context = self._binding.cuCtxPushCurrent, self._binding.cuCtxPopCurrent, self.context
+        enter, pop = self._enter, self._contexts.pop
 
         def pushed(*arguments: Any) -> Any:
-            push(context)
+            enter()
             try:
                 return call(*arguments)
             finally:
                 pop()
 
         return pushed
+
+
+@final
+class _Bare(threading.local):
+    """Of each thread, whether a call found it without a context: asking the driver before each would cost as much as the call."""
+
+    found = False
