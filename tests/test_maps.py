@@ -131,6 +131,52 @@ def test_waiting_for_everything_includes_views_that_are_still_there(views: Views
     del lease
 
 
+def test_work_is_waited_for_while_another_thread_asks_for_its_event(views: Views, backend: Retiring, gone: list[str]) -> None:
+    asking, gate, retire = threading.Event(), threading.Event(), backend.retire
+
+    def retire_slowly(streams: Any) -> Point:
+        backend.retire = retire  # type: ignore[method-assign]  # Whoever comes next is not held.
+        asking.set()
+        assert gate.wait(WATCHDOG)
+        return retire(streams)
+
+    end_lease(views, Memory(gone))
+    backend.retire = retire_slowly  # type: ignore[method-assign]  # One look is held while it asks.
+    looking = on_thread(views.reap)
+    assert asking.wait(WATCHDOG)
+    assert views.busy
+    views.wait_all()
+    assert [point.synchronized for point in backend.points] == [1]
+    gate.set()
+    looking.result(WATCHDOG)
+    views.wait_all()
+    assert gone == ["memory"]
+    assert not views.busy
+
+
+def test_work_is_waited_for_while_another_thread_asks_whether_it_is_done(views: Views, backend: Retiring, gone: list[str]) -> None:
+    asking, gate = threading.Event(), threading.Event()
+    end_lease(views, Memory(gone))
+    views.reap()
+    (point,) = backend.points
+    done = point.done
+
+    def done_slowly() -> bool:
+        asking.set()
+        assert gate.wait(WATCHDOG)
+        return done()
+
+    point.done = done_slowly  # type: ignore[method-assign]  # One look is held while it asks.
+    looking = on_thread(views.reap)
+    assert asking.wait(WATCHDOG)
+    assert views.busy
+    views.wait_all()
+    assert point.synchronized == 1
+    gate.set()
+    assert looking.result(WATCHDOG)
+    assert gone == ["memory"]
+
+
 def test_after_the_end_the_backend_is_asked_nothing(views: Views, backend: Retiring, gone: list[str]) -> None:
     views.close()
     end_lease(views, Memory(gone, "kept"))

@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol, TypeAlias, final
 
 from xferlib.errors import AllocationError, CapabilityError
@@ -26,6 +28,8 @@ WORTH_WAITING = 64 << 20
 
 Streams: TypeAlias = dict[int, Stream]
 """By handle: the streams that were told to wait for a transfer, and so may read its arrays."""
+Ended: TypeAlias = tuple[DeviceBlock, Streams]
+"""The block of a lease that has ended, and the streams that may still read it."""
 Cell: TypeAlias = deque[tuple[DeviceBlock, Event | None]]
 """Idle blocks of one size, oldest first, each with the event after which it may be written."""
 
@@ -54,7 +58,7 @@ class Lease:
             if stream.keepalive is None:
                 self._cache.end_now(self.block, self._streams)
                 return
-        self._cache.ended.append((self.block, self._streams))
+        self._cache.end((self.block, self._streams))
 
 
 @final
@@ -67,20 +71,26 @@ class BlockCache:
     """
 
     def __init__(self, backend: HostStager[Any], flow: Flow, limit: int | None) -> None:
-        self.ended: deque[tuple[DeviceBlock, Streams]] = deque()
+        self.ended: deque[Ended] = deque()
+        self.end: Callable[[Ended], None] = self.ended.append
         self.fenced: Cell = deque()
         self.limit = limit
-        self.nbytes = self.peak_nbytes = 0
-        self.waits = 0
+        self.peak_nbytes = self.waits = 0
         self._backend = backend
         self._flow = flow
         self._lock = threading.RLock()
         self._inside = self._over = False
-        self._changes = 0
+        self._changes = self._nbytes = 0
         self._dropped: deque[int] = deque()
+        """Bytes that were let go of without the lock, still to be taken off the account."""
         self._idle: dict[int, Cell] = {}
         self._live: dict[int, tuple[int, Streams]] = {}
         forget_in_child(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken from the framework, in use or idle."""
+        return self._nbytes - sum(self._dropped.copy())
 
     def lease(self, nbytes: int, streams: Streams) -> Lease:
         """Lease a block of at least `nbytes` that copies started from now on may write. Raises `AllocationError`."""
@@ -106,24 +116,34 @@ class BlockCache:
         """
         if self._over:
             # The backend is asked nothing any more.
-            self.ended.append((block, streams))
+            self.end((block, streams))
             return
         self._fence(block, streams, self.fenced)
 
     def trim(self) -> None:
         """Free every idle block. May wait for kernels."""
         with self._lock:
-            self._collect()
-            idle, self._idle = list(self._idle.values()), {}
-        for cell in idle:
-            self._free(cell)
+            if self._inside:
+                # In a finalizer that runs inside another request, which is looking through these very cells.
+                return
+            self._inside = True
+            try:
+                self._collect()
+                idle: Cell = deque(chain.from_iterable(self._idle.values()))
+                self._idle.clear()
+            finally:
+                self._inside = False
+        if idle:
+            self._free(idle)
 
     def close(self) -> None:
         """Free what is idle; a block that an array still reaches is freed when its lease ends."""
         with suppress(*self._backend.failures):
             self._backend.sweep()
         self._over = True
-        # Deques that keep nothing: from here on the end of a lease is the end of its block.
+        # From here on the end of a lease is the end of its block, and only the account is kept.
+        dropped = self._dropped
+        self.end = lambda entry: dropped.append(entry[0].nbytes)
         ended, self.ended = self.ended, deque(maxlen=0)
         fenced, self.fenced = self.fenced, deque(maxlen=0)
         with self._lock:
@@ -133,8 +153,10 @@ class BlockCache:
     def forget(self) -> None:
         """See `Forgetful`."""
         self._over = True
-        self.ended = deque()
-        leave(self._idle, self.ended, self.fenced)
+        # What ends in the child is left, too; after close the old one would keep nothing.
+        later: deque[Ended] = deque()
+        leave(self._idle, self.ended, self.fenced, later)
+        self.ended, self.end = later, later.append
         self._lock = threading.RLock()
         self._inside = False
 
@@ -199,10 +221,10 @@ class BlockCache:
         self._backend.sweep()
         self._shelve(self.ended, self.fenced)
         while self._dropped:
-            self.nbytes -= self._dropped.popleft()
+            self._nbytes -= self._dropped.popleft()
             self._changes += 1
 
-    def _shelve(self, ended: deque[tuple[DeviceBlock, Streams]], fenced: Cell) -> None:
+    def _shelve(self, ended: deque[Ended], fenced: Cell) -> None:
         while ended:
             block, streams = ended.popleft()
             self._fence(block, streams, fenced)
@@ -218,11 +240,15 @@ class BlockCache:
 
     def _fence(self, block: DeviceBlock, streams: Streams, fenced: Cell) -> None:
         try:
-            fenced.append((block, self._backend.retire(streams.values())))
-        except self._backend.failures:
+            fence = self._backend.retire(streams.values())
+        except BaseException as error:
             # Nobody can say when its readers are done. The framework's own free waits for them.
             self._live.pop(block.address, None)
             self._dropped.append(block.nbytes)
+            if not isinstance(error, self._backend.failures):
+                raise
+            return
+        fenced.append((block, fence))
 
     def _reuse(self, size: int) -> DeviceBlock | None:
         """Return an idle block whose readers are done."""
@@ -236,16 +262,21 @@ class BlockCache:
             return block
         waiting: Cell = deque()
         found = None
-        while cell and found is None:
-            block, fence = cell.popleft()
-            reached = self._reached(fence)
-            if reached is None or self._backend.lost(block):
-                self.nbytes -= size
-            elif reached:
-                found = block
-            else:
-                waiting.append((block, fence))
-        cell.extendleft(reversed(waiting))
+        try:
+            while cell and found is None:
+                block, fence = cell[0]
+                reached = self._reached(fence)
+                lost = reached is None or self._backend.lost(block)
+                # Only now, and the others go back whatever happens: an interrupt must lose none.
+                cell.popleft()
+                if lost:
+                    self._nbytes -= size
+                elif reached:
+                    found = block
+                else:
+                    waiting.append((block, fence))
+        finally:
+            cell.extendleft(reversed(waiting))
         return found
 
     def _reached(self, fence: Event | None) -> bool | None:
@@ -257,10 +288,9 @@ class BlockCache:
 
     def _reserve(self, size: int) -> bool:
         """Count a block to be allocated, if the limit has room."""
-        if self.limit is not None and self.nbytes + size > self.limit:
+        if self.limit is not None and self._nbytes + size > self.limit:
             return False
-        self.nbytes += size
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        self._nbytes += size
         return True
 
     def _oldest(self, size: int) -> DeviceBlock | None:
@@ -278,7 +308,7 @@ class BlockCache:
     def _others(self, size: int, *, reached: bool) -> Cell:
         """Take idle blocks of other sizes out of the cache, enough to make room under the limit; none if there are not enough."""
         assert self.limit is not None
-        excess = self.nbytes + size - self.limit
+        excess = self._nbytes + size - self.limit
         chosen: Cell = deque()
         for other, cell in self._idle.items():
             if other == size:
@@ -295,17 +325,15 @@ class BlockCache:
 
     def _free(self, cell: Cell) -> None:
         """Wait for the readers of blocks and drop them. Outside the lock."""
-        while cell:
-            block, fence = cell.popleft()
-            nbytes = block.nbytes
-            try:
-                if fence is not None:
-                    with suppress(*self._backend.failures):
-                        fence.synchronize()
-            finally:
-                # Interrupted, too: the framework's own free waits for the readers.
-                del block
-                self._forget_nbytes(nbytes)
+        try:
+            for fence in [fence for _, fence in cell if fence is not None]:
+                with suppress(*self._backend.failures):
+                    fence.synchronize()
+        finally:
+            # Interrupted, too: the framework's own free waits for the readers.
+            nbytes = sum(block.nbytes for block, _ in cell)
+            cell.clear()
+            self._forget_nbytes(nbytes)
 
     def _grow(self, size: int) -> DeviceBlock:
         block = self._allocate(size)
@@ -318,17 +346,17 @@ class BlockCache:
     def _allocate(self, size: int) -> DeviceBlock:
         try:
             try:
-                return self._backend.alloc_device(size)
+                return self._had(self._backend.alloc_device(size))
             except self._backend.failures:
                 # Idle blocks of other sizes may be all that stands in the way.
                 self.trim()
-                return self._backend.alloc_device(size)
+                return self._had(self._backend.alloc_device(size))
         except BaseException as error:
             self._forget_nbytes(size)
             if not isinstance(error, self._backend.failures):
                 raise
             raise AllocationError(
-                f"the device has no {size} bytes left ({self.nbytes} are taken by puts): {error}. Drop arrays, use smaller "
+                f"the device has no {size} bytes left ({self._nbytes} are taken by puts): {error}. Drop arrays, use smaller "
                 "batches, or free memory that other libraries hold"
             ) from error
 
@@ -337,7 +365,7 @@ class BlockCache:
             if self._idle.get(size) or not self._reserve(size):
                 return
         try:
-            block = self._backend.alloc_device(size)
+            block = self._had(self._backend.alloc_device(size))
         except BaseException as error:
             self._forget_nbytes(size)
             if not isinstance(error, self._backend.failures):
@@ -346,14 +374,20 @@ class BlockCache:
         with self._lock:
             self._idle.setdefault(size, deque()).append((block, block.ready))
 
+    def _had(self, block: DeviceBlock) -> DeviceBlock:
+        """Note that a block was allocated, not only asked for."""
+        with self._lock:
+            self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
+        return block
+
     def _forget_nbytes(self, nbytes: int) -> None:
         with self._lock:
-            self.nbytes -= nbytes
+            self._nbytes -= nbytes
             self._changes += 1
 
     def _full(self, size: int) -> AllocationError:
         return AllocationError(
-            f"device memory is full: {size} bytes asked, {self.nbytes} of device_limit={self.limit} taken by arrays that can "
+            f"device memory is full: {size} bytes asked, {self._nbytes} of device_limit={self.limit} taken by arrays that can "
             "still be reached. Raise device_limit, or drop arrays that earlier puts returned"
         )
 

@@ -90,7 +90,8 @@ class Gets:
             for source, array in zip(sources, outs, strict=True):
                 address = self._host.address(array)
                 if address is None:
-                    pageable.append((source.address, array))
+                    # Subclasses may not be cut and shaped as a plain array is: a matrix always has two dimensions.
+                    pageable.append((source.address, np.asarray(array)))
                 elif address:
                     self._backend.copy_d2h(address, source.address, array.nbytes)
                     nbytes += array.nbytes

@@ -69,16 +69,17 @@ class InFlight:
             self.reap()
         return event
 
-    def settle(self, keepalive: object) -> None:
-        """Block until what a failed start has left under way is done, so that its memory is at rest."""
+    def settle(self, keepalive: object) -> bool:
+        """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good."""
         try:
             event = self.add(0, keepalive)
         except self._failures:
-            # Nobody can say any more when the copies end: better to lose the memory than to have it written under its next owner.
+            # Better to lose the memory than to have it written under its next owner.
             self._stuck.append(keepalive)
-            return
+            return False
         with suppress(*self._failures):
             event.synchronize()
+        return True
 
     def readers(self, target: Source) -> list[Event]:
         """Return the events after which nothing that is in flight now reads this memory."""
@@ -202,10 +203,13 @@ class Landings:
                 with suppress(ValueError):
                     self._entries.remove(entry)
 
-    def wait_oldest(self) -> bool:
-        """Block until the oldest landing that this thread can wait for is reached. Returns False if there was none."""
+    def wait_oldest(self, *, pinned: bool = False) -> bool:
+        """Block until the oldest landing that this thread can wait for is reached. Returns False if there was none.
+
+        `pinned`: only one that then gives pinned memory back. The others may be waiting for some themselves.
+        """
         for landing in self._waited_for():
-            if not landing.reached():
+            if not landing.reached() and (landing.holds or not pinned):
                 landing.wait()
                 return True
         return False
@@ -240,19 +244,20 @@ class Traffic:
         down, up, seen = self.d2h.reap(), self.h2d.reap(), self.views.reap()
         return down or up or seen
 
-    def wait_oldest(self) -> bool:
-        """Block until something has ended. Returns False if nothing was in flight."""
+    def wait_oldest(self, *, pinned: bool = False) -> bool:
+        """Block until something has ended. Returns False if nothing was in flight. `pinned`: see `Landings.wait_oldest`."""
         # What is done in one direction must not wait for the other.
         if self.reap() or self.h2d.wait_oldest() or self.d2h.wait_oldest():
             return True
         # Another thread may need our lock to get to its landing.
-        if not (self.h2d.entered() or self.d2h.entered()) and self.landings.wait_oldest():
+        if not (self.h2d.entered() or self.d2h.entered()) and self.landings.wait_oldest(pinned=pinned):
             return True
         return self.views.wait_oldest()
 
     def wait_all(self) -> None:
         """Block until everything started before the call is done."""
+        # What lands late adds its entry before it has landed.
+        self.landings.wait_all()
         self.h2d.wait_all()
         self.d2h.wait_all()
-        self.landings.wait_all()
         self.views.wait_all()

@@ -15,13 +15,15 @@ __all__ = ["Landing"]
 class Landing:
     """The event of a get that ends with a CPU copy.
 
-    `owner`: the thread that will reach it and so must not wait for it; None: a worker of ours.
+    `owner`: the thread that will reach it and so must not wait for it; None: a worker of ours. `holds`: a block of pinned memory
+    comes back when it is reached.
     """
 
-    __slots__ = ("_error", "_reached", "owner")
+    __slots__ = ("_error", "_reached", "holds", "owner")
 
-    def __init__(self, owner: int | None = None) -> None:
+    def __init__(self, owner: int | None = None, *, holds: bool = False) -> None:
         self.owner = owner
+        self.holds = holds
         self._reached = threading.Event()
         self._error: BaseException | None = None
 

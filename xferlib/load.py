@@ -7,15 +7,17 @@ Nothing is converted on the way, and nothing in a file is executed.
 from __future__ import annotations
 
 import difflib
+import errno
+import math
 import os
 import re
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.lib import format as npy
 
 from xferlib.memory.arrays import Array
 from xferlib.stager import Stager
@@ -42,7 +44,8 @@ EXTENSIONS = {
 }
 """What ml_dtypes calls those that it adds."""
 INSTALL = 'Install it with: pip install "xferlib[files]"'
-DAMAGE: tuple[type[Exception], ...] = (ValueError, EOFError, zipfile.BadZipFile, zlib.error)
+OF_DAMAGE = (None, errno.EINVAL)
+"""Numbers of an `OSError` that the file's content is to blame for: a decoder has none, a seek to where nothing can be has this."""
 
 
 class Tensor(NamedTuple):
@@ -81,28 +84,54 @@ def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str] |
 
 
 def _mapped(file: Path) -> Array:
-    array = _read(file, lambda: np.load(file, mmap_mode="r", allow_pickle=False))
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise _damaged(file, "it holds an archive")
-    return np.asarray(array)
+    def read() -> Array:
+        with file.open("rb") as stream:
+            _check_header(stream, os.fstat(stream.fileno()).st_size)
+        return np.asarray(npy.open_memmap(file, mode="r"))
+
+    return _read(file, read)
 
 
 def _load_members(file: Path, stager: Stager, wanted: list[str] | None) -> dict[str, Any]:
     transfers: dict[str, Transfer] = {}
     last: Transfer | None = None
-    # Opened here, since NumPy leaves a file open that turns out to be no archive.
     with file.open("rb") as stream:
-        archive = _read(file, lambda: np.load(stream, allow_pickle=False))
-        if isinstance(archive, np.ndarray):
-            raise _damaged(file, "it holds one array")
-        for name in _chosen(file, archive.files, wanted):
-            array = _read(file, lambda name=name: archive[name])  # type: ignore[misc]  # A default binds the loop's variable.
+        archive = _read(file, lambda: zipfile.ZipFile(stream))
+        members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+        for name in _chosen(file, list(members), wanted):
+            array = _read(file, lambda name=name: _member(archive, members[name]))  # type: ignore[misc]  # A default binds it.
+            if array is None:
+                raise ValueError(f"{str(file)!r}: its member {name!r} is damaged, or no array. Leave it out with names=")
             # The one before was on its way meanwhile. No more than two are in memory.
             if last is not None:
                 last.synchronize()
             last = transfers[name] = _put(file, stager, array, name)
     return {name: transfer.result() for name, transfer in transfers.items()}
+
+
+def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array | None:
+    with archive.open(member) as stream:
+        if stream.read(len(npy.MAGIC_PREFIX)) != npy.MAGIC_PREFIX:
+            return None
+        stream.seek(0)
+        _check_header(stream, member.file_size)
+        stream.seek(0)
+        return npy.read_array(stream, allow_pickle=False)
+
+
+def _check_header(stream: IO[bytes], total: int) -> None:
+    """Raise `ValueError` where the header promises more than there is: NumPy would take memory for it first."""
+    read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
+    try:
+        shape, _, dtype = read(stream)
+    except MemoryError as error:
+        # So Python's parser calls its own limits.
+        raise ValueError("its header is nested too deeply") from error
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects, which are not loaded")
+    promised, there = math.prod(shape) * dtype.itemsize, total - stream.tell()
+    if promised > there:
+        raise ValueError(f"its header promises {promised} bytes, shape {shape!r} of {dtype!r}, and there are {there}")
 
 
 def _load_tensors(file: Path, stager: Stager, wanted: list[str] | None) -> dict[str, Any]:
@@ -119,16 +148,22 @@ def _load_tensors(file: Path, stager: Stager, wanted: list[str] | None) -> dict[
 def _tensors(file: Path) -> dict[str, Tensor]:
     """Return what the header says, in the order of the data."""
     try:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{str(file)!r} is read with safetensors. {INSTALL}", name=error.name) from error
     if not hasattr(safe_open, "offset_keys"):
         raise ImportError(f"{str(file)!r} is read with a newer safetensors than this one. {INSTALL}", name="safetensors")
-    total = file.stat().st_size
-    # It checks lengths and shapes, and that the tensors fill the file to its end without gap or overlap.
-    with _read(file, lambda: safe_open(file, framework="numpy"), (*DAMAGE, SafetensorError)) as reader:
-        heads = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
-        described = [(name, head.get_dtype(), tuple(head.get_shape())) for name, head in heads]
+    # Opened here first: of a file that cannot be opened, the reader does not say why.
+    with file.open("rb") as stream:
+        total = os.fstat(stream.fileno()).st_size
+
+    def describe() -> list[tuple[str, str, tuple[int, ...]]]:
+        # It checks lengths and shapes, and that the tensors fill the file to its end without gap or overlap.
+        with safe_open(file, framework="numpy") as reader:
+            heads = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
+            return [(name, head.get_dtype(), tuple(head.get_shape())) for name, head in heads]
+
+    described = _read(file, describe)
     sizes = [_nbytes(file, kind, shape) for _, kind, shape in described]
     start = total - sum(sizes)
     tensors: dict[str, Tensor] = {}
@@ -189,12 +224,13 @@ def _put(file: Path, stager: Stager, tree: Any, name: str | None = None) -> Tran
         raise
 
 
-def _read(file: Path, read: Callable[[], T], damage: tuple[type[Exception], ...] = DAMAGE) -> T:
+def _read(file: Path, read: Callable[[], T]) -> T:
     try:
         return read()
-    except damage as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, reason: object) -> ValueError:
-    return ValueError(f"{str(file)!r} is damaged, or no {file.suffix} file: {reason}")
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Whatever it is: parsers and decoders of bytes that may be anything raise nearly everything.
+        if isinstance(error, OSError) and error.errno not in OF_DAMAGE:
+            raise
+        raise ValueError(f"{str(file)!r} is damaged, or no {file.suffix} file: {error}") from error

@@ -33,9 +33,10 @@ class Pin:
 
     def close(self) -> None:
         """Unlock the memory. Twice is fine."""
-        address, self._address = self._address, None
-        if address is not None:
-            self._pins.remove(address)
+        if self._address is not None:
+            # Interrupted here, or refused, it may be called again.
+            self._pins.remove(self._address)
+            self._address = None
 
     def __enter__(self) -> Array:
         return self.array
@@ -45,7 +46,7 @@ class Pin:
 
     def __del__(self) -> None:
         address = getattr(self, "_address", None)
-        if address is None:
+        if address is None or not self._pins.holds(address):
             return
         # Unlocking waits for transfers, and a finalizer may run anywhere: the next call that pins or trims does it.
         self._address = None
@@ -111,21 +112,33 @@ class Pins:
             return
         self._traffic.wait_all()
         with self._lock:
-            if self._ranges.pop(address, None) is not None:
+            if address in self._ranges:
                 self._backend.unpin(address)
+                del self._ranges[address]
+
+    def holds(self, address: int) -> bool:
+        """Tell whether a range that starts here is locked. Takes no lock."""
+        return address in self._ranges
 
     def sweep(self) -> None:
         """Unlock what was dropped without being closed."""
         while self.dropped:
-            address, _held = self.dropped.popleft()
-            self.remove(address)
+            pin = self.dropped.popleft()
+            try:
+                self.remove(pin[0])
+            except BaseException:
+                # Still locked, so its array must be held: the next call tries again.
+                self.dropped.append(pin)
+                raise
 
     def close(self) -> None:
         """Unlock everything, each range whatever the others raise; nothing is in flight."""
         with ExitStack() as steps:
+            # Last: the backend is closed next, and what it refused to unlock it is not asked for again.
+            steps.callback(self._ranges.clear)
+            steps.callback(self.dropped.clear)
             for address in list(self._ranges):
                 steps.callback(self.remove, address)
-        self.dropped.clear()
 
     def forget(self) -> None:
         """See `Forgetful`."""

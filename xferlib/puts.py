@@ -108,10 +108,15 @@ class Puts:
         if self._d2h.busy or self._staging.reads_ahead:
             self._order_after_reads(place)
         event = self._begin_one(place[0], array, address, place, pads=False)
-        transfer = Transfer(target, event, self._failures, False, partial(self._name, (place,)))
-        if stream is not None:
-            transfer.stream_wait(stream)
-        return transfer
+        try:
+            transfer = Transfer(target, event, self._failures, False, partial(self._name, (place,)))
+            if stream is not None:
+                transfer.stream_wait(stream)
+            return transfer
+        except BaseException:
+            with suppress(*self._failures):
+                event.synchronize()
+            raise
 
     def _checked(self, array: Array) -> int | None:
         """Check one array and return its address; see `HostLeaf`."""
@@ -136,23 +141,36 @@ class Puts:
             self._blocks.streams_of(place)[handle] = stream
 
     def _into(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
-        arrays = flatten_like(spec, into, name="into")
-        places: list[Source] = []
-        for index, (array, (source, _)) in enumerate(zip(arrays, sources, strict=True)):
-            try:
-                self._check_target(array, source)
-                places.append(self._as_target(array, stream))
-            except (TypeError, ValueError) as error:
-                error.add_note(f"into: {path(spec, index)}")
-                raise
-        check_apart([(place.address, place.nbytes) for place in places], "into")
+        places = self._places(sources, spec, flatten_like(spec, into, name="into"), stream)
         for place in places:
             self._order_after_reads(place)
         event = self._begin([place.address for place in places], sources, places, pads=False)
-        transfer = Transfer(into, event, self._failures, False, partial(self._name, places))
-        if stream is not None:
-            transfer.stream_wait(stream)
-        return transfer
+        try:
+            transfer = Transfer(into, event, self._failures, False, partial(self._name, places))
+            if stream is not None:
+                transfer.stream_wait(stream)
+            return transfer
+        except BaseException:
+            with suppress(*self._failures):
+                event.synchronize()
+            raise
+
+    def _places(self, sources: list[HostLeaf], spec: Spec, targets: list[Any], stream: object | None) -> list[Source]:
+        places: list[Source] = []
+        index = 0
+        try:
+            # All of them first: asked for its place, the backend makes every later copy wait for what the target waits for.
+            for index, (target, (source, _)) in enumerate(zip(targets, sources, strict=True)):  # noqa: B007  # The note says it.
+                self._check_target(target, source)
+            # Only the backend knows where a target lies and whether it may be written. What is refused for that after another
+            # target got its place has held up later copies for nothing: they are late, not wrong.
+            for index, target in enumerate(targets):  # noqa: B007  # The note says it.
+                places.append(self._as_target(target, stream))
+        except (TypeError, ValueError) as error:
+            error.add_note(f"into: {path(spec, index)}")
+            raise
+        check_apart([(place.address, place.nbytes) for place in places], "into")
+        return places
 
     def _fresh(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
         if stream is not None:
@@ -195,7 +213,8 @@ class Puts:
                     self._copy_h2d(destination, address, array.nbytes)
                     pinned.append(array)
             # The leases until then: a block that is used again before its last copy is started would be overwritten by it.
-            lent = self._staging.lend(staged, until_started=leases, until_done=(pinned, blocks))
+            beside = sum([array.nbytes for array in pinned])
+            lent = self._staging.lend(staged, until_started=leases, until_done=(pinned, blocks), beside=beside)
         except BaseException:
             self._h2d.settle((pinned, blocks))
             raise

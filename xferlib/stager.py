@@ -82,7 +82,7 @@ class Stager:
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
         self._blocks = BlockCache(backend, traffic, device_limit)
         self._staging = ring = Staging(backend, pool, traffic, staging)
-        room.release = ring.release
+        room.release, room.wait_for_rest = ring.release, ring.wait_for_rest
         self._pins = Pins(backend, traffic)
         host = HostMemory(backend, pool)
         self._maps = Maps(backend, host, traffic.views)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero
-from xferlib.errors import CapabilityError, TransferError, XferError
+from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
 from xferlib.protocol import Event, Stream
 
 __all__ = ["Later", "Transfer"]
@@ -41,16 +42,30 @@ FIRST_NAP = 20e-6
 LONGEST_NAP = 1e-3
 
 
+_forks = 0
+"""How often this process, and those that it was forked from, became a child."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
 @final
 class Transfer:
     """A transfer that has been started. Any thread; drop it at any time, the copy is safe.
 
     Holds the arrays. If a copy failed, `done`, `synchronize`, `result`, `value` and `value_on` raise `TransferError` each
-    time.
+    time. In a child that was forked meanwhile they raise `BackendUnavailableError` where they would wait.
     """
 
     _error: Exception | None = None
     _finished = False
+    _born = 0
+    """How many forks there had been. Not set on each, since every small transfer would pay for it."""
 
     def __init__(
         self, value: Any, event: Event, failures: tuple[type[Exception], ...], on_host: bool, name: Name | None = None
@@ -60,6 +75,8 @@ class Transfer:
         self._failures = failures
         self._on_host = on_host
         self._name = name
+        if _forks:
+            self._born = _forks
 
     @property
     def value(self) -> Any:
@@ -88,7 +105,9 @@ class Transfer:
     @property
     def end(self) -> Transfer:
         """The same transfer without its arrays, for who waits and must not keep them: memory is used again when they are gone."""
-        return Transfer(None, self._event, self._failures, self._on_host)
+        end = Transfer(None, self._event, self._failures, self._on_host)
+        end._born = self._born
+        return end
 
     def result(self, timeout: float | None = None) -> Any:
         """Block until the transfer is done and return the arrays. Raises `TimeoutError` after `timeout` seconds."""
@@ -104,6 +123,8 @@ class Transfer:
             return True
         if self._error is not None:
             raise self._failed(self._error)
+        if _forks and self._born != _forks:
+            raise _forked()
         try:
             self._finished = self._event.done()
         except self._failures as error:
@@ -116,6 +137,8 @@ class Transfer:
             return
         if self._error is not None:
             raise self._failed(self._error)
+        if _forks and self._born != _forks:
+            raise _forked()
         try:
             self._event.synchronize()
         except self._failures as error:
@@ -133,10 +156,13 @@ class Transfer:
         refuse_bare_zero(stream)
         if self._error is not None:
             raise self._failed(self._error)
+        if _forks and self._born != _forks:
+            raise _forked()
         try:
             waiting = self._event.stream_wait(stream)
-        except XferError:
-            # A refusal. The copy is as sound as before.
+        except (XferError, TypeError, ValueError):
+            # A refusal, and the copy is as sound as before; unless a copy of lent sources failed so before it was started.
+            self.done()
             raise
         except self._failures as error:
             raise self._failed(error) from error
@@ -150,7 +176,12 @@ class Transfer:
 
     def _arrays(self) -> Any:
         value = self._value
-        return value() if isinstance(value, Later) else value
+        if not isinstance(value, Later):
+            return value
+        try:
+            return value()
+        except self._failures as error:
+            raise self._failed(error) from error
 
     def _poll(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -168,3 +199,10 @@ class Transfer:
         error = TransferError(f"the copy failed: {cause}")
         error.__cause__ = cause
         return error
+
+
+def _forked() -> BackendUnavailableError:
+    return BackendUnavailableError(
+        "this transfer cannot be waited for here: this process was forked after the transfer was started. "
+        "Wait for it in the parent, open stagers in the child, and start processes with the spawn or forkserver method"
+    )

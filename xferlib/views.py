@@ -23,6 +23,17 @@ Entry: TypeAlias = tuple[object, Event]
 
 
 @final
+class _Ended:
+    """A lease that has ended. Compared by identity, so that it can be taken out from among others that are added meanwhile."""
+
+    __slots__ = ("memory", "stream")
+
+    def __init__(self, memory: object, stream: Stream) -> None:
+        self.memory = memory
+        self.stream = stream
+
+
+@final
 class ViewLease:
     """The hold of a view on host memory. `stream` is where work on the view is enqueued; None: nothing is to be waited for."""
 
@@ -40,7 +51,7 @@ class ViewLease:
             # Its owner may destroy the stream as soon as the view is gone.
             self._views.fence(self.memory, self.stream)
             return
-        self._views.ended.append((self.memory, self.stream))
+        self._views.ended.append(_Ended(self.memory, self.stream))
 
 
 @final
@@ -48,7 +59,7 @@ class Views:
     """The views of one stager. Any thread. What is in flight, for whoever waits for memory: see `Flow` of the pool."""
 
     def __init__(self, backend: HostStager[Any]) -> None:
-        self.ended: deque[tuple[object, Stream]] = deque()
+        self.ended: deque[_Ended] = deque()
         self._backend = backend
         self._failures = backend.failures
         self._fenced: deque[Entry] = deque()
@@ -93,9 +104,13 @@ class Views:
         gone: list[Entry] = []
         try:
             self._fence_ended()
-            for _ in range(len(self._fenced)):
-                entry = self._fenced.popleft()
-                (gone if self._is_over(entry[1]) else self._fenced).append(entry)
+            fenced = self._fenced
+            for _ in range(len(fenced)):
+                # In place, and turned in one step: what is not over must be found by whoever waits meanwhile.
+                if self._is_over(fenced[0][1]):
+                    gone.append(fenced.popleft())
+                else:
+                    fenced.rotate(-1)
         finally:
             self._looking.release()
         # What is let go of now may run foreign finalizers, which may come back here: so outside the lock.
@@ -138,9 +153,11 @@ class Views:
         self._looking, self._adding = threading.Lock(), threading.RLock()
 
     def _fence_ended(self) -> None:
-        while self.ended:
-            with suppress(IndexError):
-                self.fence(*self.ended.popleft())
+        for end in self.ended.copy():
+            self.fence(end.memory, end.stream)
+            # Not before: whoever waits meanwhile must find it. Two threads may do the same, and memory held twice is held.
+            with suppress(ValueError):
+                self.ended.remove(end)
 
     def _is_over(self, event: Event) -> bool:
         try:

@@ -10,6 +10,7 @@ import xferlib_host
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered
+from xferlib.staging.profile import StagingProfile
 
 
 def d2h(stager: xferlib.Stager) -> Any:
@@ -178,3 +179,22 @@ def test_a_copy_that_breaks_later_fails_the_transfer_and_what_comes_behind_it(st
             with pytest.raises(xferlib.TransferError):
                 _ = transfer.value
     assert before.done()
+
+
+class Tilted(np.ndarray[Any, Any]):
+    """A subclass whose views are not shaped as it is told."""
+
+    def reshape(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("kind", [np.matrix, np.memmap, Tilted])
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_out_may_be_of_a_subclass(rows: int, kind: Any, pinned: bool) -> None:
+    device = np.random.default_rng(1).integers(0, 255, (rows, 3000), np.uint8)
+    with xferlib.stager("host", staging=StagingProfile(2, 1 << 20, 1 << 19)) as stager:
+        out = (stager.empty_pinned(device.shape, np.uint8) if pinned else np.zeros(device.shape, np.uint8)).view(kind)
+        assert stager.get(device, out=out).result() is out
+    assert type(out) is kind
+    assert np.array_equal(out.view(np.ndarray), device)

@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import xferlib_host
 
 import xferlib
-from tests.core.fakes import Point, held, on_thread
+from tests.core.fakes import Point, held, on_thread, succeeds, tampered
 from xferlib.landing import Landing
+from xferlib.staging.profile import StagingProfile
 from xferlib.transfer import Transfer
 
 
@@ -115,3 +117,106 @@ def test_a_transfer_outlives_its_stager(stager: xferlib.Stager) -> None:
     stager.close()
     assert started.done()
     assert started.result().tolist() == [1] * 3
+
+
+LENT = 4 << 20
+
+
+def fails(*args: object, **options: object) -> None:
+    raise Broke("none left")
+
+
+WAITS: dict[str, Callable[[Transfer], object]] = {
+    "done": Transfer.done,
+    "synchronize": Transfer.synchronize,
+    "result": Transfer.result,
+    "result in time": lambda transfer: transfer.result(10),
+    "stream_wait": Transfer.stream_wait,
+    "value": lambda transfer: transfer.value,
+}
+
+
+@pytest.mark.parametrize("call", ["alloc_pinned", "as_array"])
+@pytest.mark.parametrize("first", WAITS)
+def test_a_put_of_lent_sources_that_fails_does_so_whatever_is_asked_first(first: str, call: str) -> None:
+    backend = tampered(failures=(Broke,), **{call: fails})
+    with xferlib.stager(backend, pinned_limit=64 << 20, staging=StagingProfile(1, 1 << 20)) as stager:
+        failed = stager.put(np.ones(LENT, np.uint8), borrow=True)
+        failed._event.job.over.wait()  # type: ignore[attr-defined]  # that of a put of lent sources
+        if call == "as_array":
+            # The copies are sound: only who wants the arrays learns that there are none.
+            with pytest.raises(xferlib.TransferError, match="none left"):
+                _ = failed.value
+        for wait in (WAITS[first], *WAITS.values()):
+            with pytest.raises(xferlib.TransferError, match="none left") as caught:
+                wait(failed)
+            assert isinstance(caught.value.__cause__, Broke if call == "as_array" else xferlib.AllocationError)
+
+
+def test_a_stream_that_is_refused_leaves_a_put_of_lent_sources_sound() -> None:
+    closed = xferlib_host.Stream()
+    closed.close()
+    with xferlib.stager("host", staging=StagingProfile(1, 1 << 20)) as stager:
+        started = stager.put(np.ones(LENT, np.uint8), borrow=True)
+        with pytest.raises(TypeError, match=r"xferlib_host\.Stream"):
+            started.stream_wait("no stream")
+        with pytest.raises(xferlib.ClosedError):
+            started.stream_wait(closed)
+        assert started.result().all()
+
+
+def test_a_forked_child_waits_for_no_transfer_of_its_parent_s() -> None:
+    said = succeeds(
+        """
+        import os, sys, threading, numpy as np, xferlib
+        from xferlib.staging.profile import StagingProfile
+        from tests.core.test_transfer import LENT, WAITS
+
+        def refuses(transfer):
+            for name, wait in WAITS.items():
+                for waiting in (transfer, transfer.end):
+                    try:
+                        wait(waiting)
+                    except xferlib.BackendUnavailableError as error:
+                        assert "forked after the transfer was started" in str(error)
+                    else:
+                        print(name, "returned")
+
+        with xferlib.stager("host", staging=StagingProfile(1, 1 << 20)) as s:
+            early = s.get(np.ones(3))
+            early.synchronize()
+            gate = threading.Event()
+            s.backend.h2d.submit(gate.wait)
+            s.backend.d2h.submit(gate.wait)
+            transfers = [
+                s.put(s.empty_pinned(3, "u1")),
+                s.put(np.ones(LENT, "u1"), borrow=True),
+                s.put(np.ones(3), into=np.zeros(3)),
+                s.get(np.ones(3)),
+                s.get(np.ones(3), out=np.zeros(3)),
+            ]
+            pid = os.fork()
+            if not pid:
+                for transfer in transfers:
+                    refuses(transfer)
+                assert early.done() and early.result().all()
+                with xferlib.stager("host") as own:
+                    mine = own.put(np.ones(3))
+                    assert mine.result().all() and mine.end.done()
+                    pid = os.fork()
+                    if not pid:
+                        refuses(transfers[0])
+                        try:
+                            mine.stream_wait()
+                        except xferlib.BackendUnavailableError:
+                            os._exit(7)
+                        os._exit(1)
+                    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+                sys.exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            gate.set()
+            for transfer in transfers:
+                transfer.synchronize()
+        """
+    )
+    assert said == ""

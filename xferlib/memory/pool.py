@@ -19,6 +19,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -41,7 +42,8 @@ STAGING_SHARE = 64 << 20
 """Bytes, or half of the limit where that is less. What arrays leave to staging where they give way to it."""
 
 
-_Segments: TypeAlias = list[tuple[int, int]]
+_Segments: TypeAlias = list[tuple[Ranges, int, int]]
+"""Each with its class, start and nbytes."""
 _Growth: TypeAlias = tuple[Ranges, int]
 
 
@@ -235,13 +237,11 @@ class PinnedPool:
             excess = self.nbytes + nbytes - self.limit
             if excess <= 0:
                 self.nbytes += nbytes
-                self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-                self.misses += 1
                 return (ranges, nbytes), []
             if may_evict and excess <= sum(idle for part in (self._large, self._small, self._combined) for _, idle in part.whole()):
                 victims = self._evict(self._large, excess)
                 for part in (self._small, self._combined):
-                    victims += self._evict(part, excess - sum(idle for _, idle in victims))
+                    victims += self._evict(part, excess - sum(idle for _, _, idle in victims))
                 return None, victims
         return None, []
 
@@ -257,6 +257,9 @@ class PinnedPool:
         with self._lock:
             self._inside = True
             try:
+                # Only now: a refused one was never had.
+                self.misses += 1
+                self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
                 ranges.add_segment(start, nbytes)
                 self._reindex()
                 # Out of the new segment, not the best fit: another thread may have asked meanwhile.
@@ -287,7 +290,7 @@ class PinnedPool:
                     break
                 excess -= nbytes
             ranges.remove_segment(start)
-            victims.append((start, nbytes))
+            victims.append((ranges, start, nbytes))
         if victims:
             self._reindex()
         return victims
@@ -303,10 +306,34 @@ class PinnedPool:
             self._inside = False
 
     def _release(self, victims: _Segments) -> None:
-        """Unpin segments, and only then take them off the account: the limit holds at every moment."""
-        for start, nbytes in victims:
+        """Unpin segments, each whatever the others raise."""
+        with ExitStack() as steps:
+            for victim in victims:
+                steps.callback(self._unpin, *victim)
+
+    def _unpin(self, ranges: Ranges, start: int, nbytes: int) -> None:
+        """Unpin a segment, and only then take it off the account: the limit holds at every moment."""
+        try:
             self._free(start)
+        except Exception:
+            # Refused: it is still there, and the next request or trim finds it.
+            self._restore(ranges, start, nbytes)
+            raise
+        except BaseException:
+            # An interrupt is raised when the driver has returned: what may be gone is handed out to nobody.
             self._shrink(nbytes)
+            raise
+        self._shrink(nbytes)
+
+    def _restore(self, ranges: Ranges, start: int, nbytes: int) -> None:
+        with self._lock:
+            self._inside = True
+            try:
+                ranges.add_segment(start, nbytes)
+                self._reindex()
+                self._changes += 1
+            finally:
+                self._inside = False
 
     def _shrink(self, nbytes: int) -> None:
         with self._lock:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final, final
 
 import numpy as np
@@ -60,6 +61,9 @@ class Chunks:
         # Reentrant: a finalizer may transfer while its thread is in here.
         self._room = threading.Condition(threading.RLock())
         self._waiting = 0
+        self._users: list[int] = []
+        self._asking: list[int] = []
+        """Threads that count as owning a chunk which they still ask the pool for."""
         self._goal = [0, 0]
         """How many a direction may have so far: as many as its largest transfer has parts, so that it does not depend on luck."""
         self._wanting = [False, False]
@@ -114,6 +118,41 @@ class Chunks:
         if self._waiting:
             with self._room:
                 self._room.notify_all()
+
+    def lose(self, direction: int, chunk: Chunk) -> None:
+        """Count a chunk no more that may be read or written for ever. Who keeps it keeps its memory."""
+        if chunk.kept:
+            self._disown(direction)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Note that the calling thread takes chunks and gives them back."""
+        me = threading.get_ident()
+        self._users.append(me)
+        try:
+            yield
+        finally:
+            self._users.remove(me)
+
+    def wait_for_rest(self) -> bool:
+        """Block until a chunk that is with a thread, or busy, is at rest. Returns False if there is none to wait for."""
+        me = threading.get_ident()
+        with self._room:
+            self._waiting += 1
+            try:
+                idle = [chunk for queue in self._idle for chunk in queue.copy()]
+                busy = next((chunk.busy for chunk in idle if self._is_busy(chunk)), None)
+                if busy is None:
+                    # Idle ones may have come a moment ago. What a finalizer's own thread has comes back after the finalizer only.
+                    if idle or sum(self._owned) <= len(self._asking) or (me in self._users and me not in self._asking):
+                        return bool(idle)
+                    self._room.wait()
+                    return True
+            finally:
+                self._waiting -= 1
+        with suppress(*self._failures):
+            busy.synchronize()
+        return True
 
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any. Never blocks."""
@@ -187,11 +226,16 @@ class Chunks:
     def _asked(self, direction: int) -> Chunk:
         with self._room:
             self._owned[direction] += 1
+            self._asking.append(threading.get_ident())
+        block = None
         try:
-            return Chunk(self._pool.take(self.nbytes), kept=True)
-        except BaseException:
-            self._disown(direction)
-            raise
+            block = self._pool.take(self.nbytes)
+            return Chunk(block, kept=True)
+        finally:
+            with self._room:
+                self._asking.remove(threading.get_ident())
+            if block is None:
+                self._disown(direction)
 
     def _stolen(self, direction: int) -> Chunk | None:
         """Take one that the other direction does not use."""

@@ -68,14 +68,18 @@ class Crew:
         for _ in threads:
             tickets.put(None)
         for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
+            _join(thread)
 
     def _start_one(self) -> None:
         name = f"xferlib-{self._name}-{len(self._threads)}"
         thread = threading.Thread(target=_help, args=(self._tickets,), name=name, daemon=True)
-        thread.start()
+        # First: an interrupt while it starts leaves it running.
         self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._threads.remove(thread)
+            raise
 
 
 CREWS: Final = (Crew("to-device"), Crew("to-host"))
@@ -110,8 +114,7 @@ class Leader:
             thread, self.thread = self.thread, None
         if thread is not None:
             self._queue.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
+            _join(thread)
 
     def _start(self) -> None:
         thread = threading.Thread(target=_lead, args=(self._queue,), name=f"xferlib-{self._name}", daemon=True)
@@ -120,9 +123,15 @@ class Leader:
         self.thread = thread
         try:
             thread.start()
-        except BaseException:
+        except RuntimeError:
             self.thread = None
             raise
+
+
+def _join(thread: threading.Thread) -> None:
+    # Refused for the calling thread, and for one that an interrupt met before it ran.
+    with suppress(RuntimeError):
+        thread.join()
 
 
 def _help(tickets: Queue) -> None:

@@ -40,9 +40,12 @@ class Job:
         owner: int | None = None,
         before: Callable[[Job], None] | None = None,
         when_begun: Callable[[], None] | None = None,
-        end: Callable[[], None] | None = None,
+        end: Callable[[Job], None] | None = None,
     ) -> None:
-        """`before`: called by who leads, first; `when_begun`: once every part was begun; `end`: before `over` is reached."""
+        """`before`: called by who leads, first; `when_begun`: once every part was begun; `end`: before `over` is reached.
+
+        `end` is called whatever failed, when nobody is at any part.
+        """
         self.over = Landing(owner)
         self.issued = threading.Event()
         """Set when every part's copy to the host was started."""
@@ -124,7 +127,7 @@ class Job:
                 return
         try:
             if self._end is not None:
-                self._end()
+                self._end(self)
         except BaseException as error:
             self.fail(error)
         self._parts = ()

@@ -38,8 +38,10 @@ class Lander:
             self._backend.copy_d2h(chunk.address, part.address, part.nbytes)
             started.append((chunk, self._backend.record_d2h(), part))
         except BaseException:
-            self._traffic.d2h.settle(chunk)
-            self._chunks.give(D2H, chunk)
+            if self._traffic.d2h.settle(chunk):
+                self._chunks.give(D2H, chunk)
+            else:
+                self._chunks.lose(D2H, chunk)
             raise
 
     def land(self, job: Job) -> None:
@@ -54,15 +56,16 @@ class Lander:
     def __call__(self, job: Job, leading: bool) -> None:
         """Copy parts until none is left: see `Loop`."""
         flying: deque[Started] = deque()
-        try:
-            while True:
-                while len(flying) < AHEAD and self._next(job, flying, wait=leading and not flying):
-                    pass
-                if not flying:
-                    return
-                self._finish(job, flying)
-        finally:
-            self._settle(flying)
+        with self._chunks.in_use():
+            try:
+                while True:
+                    while len(flying) < AHEAD and self._next(job, flying, wait=leading and not flying):
+                        pass
+                    if not flying:
+                        return
+                    self._finish(job, flying)
+            finally:
+                self._settle(flying)
 
     def _next(self, job: Job, flying: deque[Started], *, wait: bool) -> bool:
         try:

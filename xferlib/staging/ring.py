@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -86,6 +87,7 @@ class Room:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
         self.release: Callable[[], bool] = bool
+        self.wait_for_rest: Callable[[], bool] = bool
 
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
@@ -97,7 +99,7 @@ class Room:
 
     def wait_oldest(self) -> bool:
         """Block until something has ended. Returns False if nothing was in flight."""
-        return self.release() or self._traffic.wait_oldest()
+        return self.release() or self._traffic.wait_oldest(pinned=True) or self.wait_for_rest()
 
 
 @final
@@ -143,30 +145,37 @@ class Staging:
         """
         self._count(len(leaves))
         nbytes = _nbytes(leaves)
-        if nbytes <= self._bounce:
+        if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce:
             for part in _few_parts(leaves, nbytes, pads=pads):
                 self._bounced(part)
             return
         parts = self._parts(leaves, nbytes, ways=self.profile.threads, pads=pads)
         self._chunks.expect(H2D, len(parts))
         job = Job(parts, self._fill, owner=threading.get_ident())
-        self._traffic.landings.add(job.over)
-        self._ask(H2D, job, len(parts), many=len(leaves) > FEW * len(parts))
+        try:
+            self._traffic.landings.add(job.over)
+            self._ask(H2D, job, len(parts), many=len(leaves) > FEW * len(parts))
+        except BaseException as error:
+            job.fail(error)
         job.run()
 
-    def lend(self, leaves: Sequence[Staged], *, until_started: object, until_done: object) -> Lent:
+    def lend(self, leaves: Sequence[Staged], *, until_started: object, until_done: object, beside: int) -> Lent:
         """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
 
         Holds the one object until the last copy is started, the other until it is done. The bytes behind a leaf may be overwritten,
-        as with `pads`.
+        as with `pads`. `beside`: the bytes of the same transfer that the caller has started himself.
         """
         nbytes = _nbytes(leaves)
         # All threads need not end together: those that have nothing left go on with the next one.
         parts = self._parts(leaves, nbytes, ways=1, pads=True)
         lent = Lent()
 
-        def end(held: object = until_started) -> None:
-            lent.event = self._traffic.h2d.add(nbytes, until_done)
+        def end(_: Job, held: object = until_started) -> None:
+            try:
+                lent.event = self._traffic.h2d.add(nbytes + beside, until_done)
+            except BaseException:
+                self._traffic.h2d.settle((until_done, held))
+                raise
 
         self._chunks.expect(H2D, len(parts))
         lent.job = job = Job(parts, self._fill, end=end)
@@ -176,7 +185,13 @@ class Staging:
         except BaseException:
             job.over.reach()
             raise
-        self._ask(H2D, job, len(parts), many=len(leaves) > FEW * len(parts))
+        try:
+            self._ask(H2D, job, len(parts), many=len(leaves) > FEW * len(parts))
+        except BaseException as error:
+            # The caller's memory must be at rest before he hears of it.
+            job.fail(error)
+            job.over.wait()
+            raise
         return lent
 
     def land(self, transfers: Sequence[Staged], sources: Sequence[Source], before: Event | None) -> Landing:
@@ -196,12 +211,18 @@ class Staging:
         def note() -> None:
             self._traffic.d2h.add(nbytes, sources, sources)
 
+        def end(job: Job) -> None:
+            # What was started and never landed, because something failed.
+            self._lander.abandon(job)
+            if before is not None:
+                before.synchronize()
+
         owner = threading.get_ident()
-        end = None if before is None else before.synchronize
         job = Job(parts, self._lander, owner=owner, before=self._when_flowing, when_begun=note, end=end)
-        self._traffic.landings.add(job.over)
         with self._landing:
             try:
+                # An interrupt before this leaves nothing behind that anybody would wait for.
+                self._traffic.landings.add(job.over)
                 self.wait_issued()
                 if parts:
                     self._start_many(job, sources)
@@ -227,11 +248,19 @@ class Staging:
         for job, sources in self._unissued.copy():
             if target is None or any(_overlap(source, target) for source in sources):
                 job.issued.wait()
-        self._unissued = [entry for entry in self._unissued if not entry[0].issued.is_set()]
+        # One by one: another thread may add meanwhile.
+        for entry in self._unissued.copy():
+            if entry[0].issued.is_set():
+                with suppress(ValueError):
+                    self._unissued.remove(entry)
 
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any. Never blocks."""
         return self._chunks.release()
+
+    def wait_for_rest(self) -> bool:
+        """Block until a chunk in use may be idle. Returns False if there is none to wait for."""
+        return self._chunks.wait_for_rest()
 
     def close(self) -> None:
         """End the threads when everything has landed, and give the chunks back."""
@@ -281,9 +310,10 @@ class Staging:
     def _start_many(self, job: Job, sources: Sequence[Source]) -> None:
         """Start as many parts as there are chunks; one at least, so that whoever leads always gets on."""
         self._chunks.expect(D2H, job.parts)
-        self._lander.begin(job, wait=True)
-        while self._lander.begin(job, wait=False):
-            pass
+        with self._chunks.in_use():
+            self._lander.begin(job, wait=True)
+            while self._lander.begin(job, wait=False):
+                pass
         if not job.issued.is_set():
             self._unissued.append((job, sources))
 
@@ -291,6 +321,7 @@ class Staging:
         for address, array in transfers:
             chunk = Chunk(self._room_for(array.nbytes, job), kept=False)
             self._lander.start(chunk, Part(address, array.nbytes, (array,)), job.started)
+            job.over.holds = True
         job.all_begun()
 
     def _room_for(self, nbytes: int, job: Job) -> HostBlock:
@@ -320,7 +351,7 @@ class Staging:
 
     def _taken(self, nbytes: int) -> tuple[HostBlock, Landing]:
         """Take a block that counts as in flight before another thread finds neither room nor anything to wait for."""
-        point = Landing(threading.get_ident())
+        point = Landing(threading.get_ident(), holds=True)
         try:
             return self._pool.take(nbytes, lambda: self._traffic.landings.add(point)), point
         except BaseException:

@@ -1,0 +1,82 @@
+"""Pins that could not be undone at once, and pins that outlive their stager."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import tampered
+from tests.core.test_pinning import pinned
+
+
+class Once:
+    """Raises the first time, then calls."""
+
+    def __init__(self, error: BaseException, call: Callable[..., None]) -> None:
+        self._errors = [error]
+        self._call = call
+
+    def __call__(self, *args: object) -> None:
+        if self._errors:
+            raise self._errors.pop()
+        self._call(*args)
+
+
+def test_closing_that_was_interrupted_may_be_finished(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stager._traffic, "wait_all", Once(KeyboardInterrupt(), stager._traffic.wait_all))
+    array = np.zeros(10)
+    pin = stager.pin(array)
+    with pytest.raises(KeyboardInterrupt):
+        pin.close()
+    assert pinned(stager, array)
+    pin.close()
+    assert not pinned(stager, array)
+    assert stager._pins.nbytes == 0
+
+
+def test_closing_that_was_refused_may_be_tried_again() -> None:
+    backend = tampered(failures=(OSError,))
+    backend.unpin = Once(OSError("error 713"), backend.inner.unpin)
+    array = np.zeros(10)
+    with xferlib.stager(backend) as stager:
+        pin = stager.pin(array)
+        with pytest.raises(OSError, match="713"):
+            pin.close()
+        assert (pinned(stager, array), stager._pins.nbytes) == (True, 80)
+        pin.close()
+        assert (pinned(stager, array), stager._pins.nbytes) == (False, 0)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_a_dropped_pin_that_could_not_be_unlocked_is_held_and_tried_again(kind: type[BaseException]) -> None:
+    backend = tampered(failures=(OSError,))
+    backend.unpin = Once(kind(), backend.inner.unpin)
+    with xferlib.stager(backend) as stager:
+        array = np.zeros(10)
+        pin, memory, address = stager.pin(array), weakref.ref(array), array.ctypes.data
+        del array
+        with pytest.warns(ResourceWarning, match="never closed"):
+            del pin
+        with pytest.raises(kind):
+            stager.trim()
+        assert memory() is not None
+        assert stager.backend.is_pinned(address, 80)
+        stager.trim()
+        assert memory() is None
+        assert not stager.backend.is_pinned(address, 80)
+
+
+def test_a_pin_that_is_dropped_after_the_stager_was_closed_says_nothing_and_holds_nothing() -> None:
+    with xferlib.stager("host") as stager:
+        array = np.zeros(10)
+        pin, memory = stager.pin(array), weakref.ref(array)
+    del array
+    with warnings.catch_warnings(record=True, action="always") as said:
+        del pin
+    assert said == []
+    assert memory() is None

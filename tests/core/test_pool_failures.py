@@ -1,0 +1,87 @@
+"""The pinned pool where the driver refuses, or the user interrupts: no memory and no room under the limit is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.core.test_pool import MIB, Driver
+from xferlib.errors import AllocationError
+from xferlib.memory.pool import PinnedPool
+
+
+class Failing(Driver):
+    """Fails the first time that memory is to be freed: before it is, as a driver that refuses, or after, as an interrupt."""
+
+    def __init__(self, *, before: BaseException | None = None, after: BaseException | None = None) -> None:
+        super().__init__()
+        self._before = [before] if before else []
+        self._after = [after] if after else []
+
+    def free(self, address: int) -> None:
+        if self._before:
+            raise self._before.pop()
+        super().free(address)
+        if self._after:
+            raise self._after.pop()
+
+
+def idle_segments(driver: Driver) -> PinnedPool:
+    """Return a pool that is full of four idle segments."""
+    pool = driver.pool(8 * MIB)
+    blocks = [pool.take(2 * MIB) for _ in range(4)]
+    del blocks
+    return pool
+
+
+def ask_for_more(pool: PinnedPool) -> None:
+    pool.take(8 * MIB)
+
+
+@pytest.mark.parametrize("call", [PinnedPool.trim, PinnedPool.close, ask_for_more])
+def test_a_segment_that_the_driver_refuses_to_free_is_the_only_one_left(call: Callable[[PinnedPool], None]) -> None:
+    driver = Failing(before=OSError("busy"))
+    pool = idle_segments(driver)
+    with pytest.raises(OSError, match="busy"):
+        call(pool)
+    assert list(driver.live.values()) == [2 * MIB]
+    assert pool.usage()[:3] == (2 * MIB, 8 * MIB, 0)
+    assert all(pool.contains(start, nbytes) for start, nbytes in driver.live.items())
+    pool.trim()
+    assert driver.live == {}
+    assert pool.usage()[0] == 0
+
+
+def test_what_could_not_be_freed_is_handed_out_again() -> None:
+    driver = Failing(before=OSError("busy"))
+    pool = idle_segments(driver)
+    with pytest.raises(OSError, match="busy"):
+        pool.trim()
+    assert pool.take(2 * MIB).address in driver.live
+    assert pool.take(8 * MIB).nbytes == 8 * MIB
+
+
+@pytest.mark.parametrize("call", [PinnedPool.trim, ask_for_more])
+def test_what_may_be_gone_when_the_call_was_interrupted_is_handed_out_to_nobody(call: Callable[[PinnedPool], None]) -> None:
+    driver = Failing(after=KeyboardInterrupt())
+    pool = idle_segments(driver)
+    with pytest.raises(KeyboardInterrupt):
+        call(pool)
+    assert driver.live == {}
+    assert pool.usage()[0] == 0
+    assert pool.take(8 * MIB).address in driver.live
+
+
+def test_what_was_refused_counts_neither_for_the_peak_nor_as_a_miss() -> None:
+    driver = Driver()
+    pool = driver.pool(8 * MIB)
+    driver.refuse_allocation = AllocationError("no")
+    takes: list[Callable[[int], object]] = [pool.take, pool.try_take]
+    for take in takes:
+        with pytest.raises(AllocationError, match="no"):
+            take(4 * MIB)
+    assert (pool.usage().peak, pool.misses) == (0, 0)
+    driver.refuse_allocation = None
+    kept = pool.take(2 * MIB)
+    assert (pool.usage().peak, pool.misses) == (kept.nbytes, 1)
