@@ -12,9 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+DOCS = [f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))]
 LINKS = [
     (page, link)
-    for page in ("README.md", "backends/README.md", "benchmarks/README.md", "docs/loaders.md", "examples/README.md")
+    for page in ("README.md", *(f"{part}/README.md" for part in ("backends", "benchmarks", "examples")), *DOCS)
     for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
 ]
 

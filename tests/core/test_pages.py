@@ -130,6 +130,23 @@ def test_memory_that_could_not_be_unlocked_stays(backend: Locking) -> None:
     assert not mapped(address, MIB)
 
 
+def test_memory_that_could_not_be_unmapped_is_gone_all_the_same(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is unlocked, so nobody may get it again as pinned memory."""
+    own = HostPages(backend)
+    address = own.allocate(MIB)
+    refused: list[int] = []
+
+    def refuse(address: int, nbytes: int) -> None:
+        refused.append(address)
+        raise OSError(errno.EINVAL, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "_unmap", refuse)
+        own.free(address)
+    assert refused == [address]
+    pages._unmap(address, MIB)
+
+
 @pytest.mark.parametrize("error", [ArithmeticError("no"), KeyboardInterrupt()])
 def test_memory_that_could_not_be_locked_is_unmapped(backend: Locking, error: BaseException) -> None:
     seen: list[tuple[int, int]] = []

@@ -76,7 +76,10 @@ class HostPages:
             self._backend.free_pinned(address)
             return
         self._backend.unpin(address)
-        _unmap(address, self._mapped.pop(address))
+        nbytes = self._mapped.pop(address)
+        # Raised, it would look as if the memory was still locked, and were to be given out again.
+        with suppress(OSError):
+            _unmap(address, nbytes)
 
 
 def _check_available(nbytes: int) -> None:

@@ -37,8 +37,11 @@ LITTLE = 48 << 20
 LEAST_ROUNDS, MOST_ROUNDS = 2, 6
 ROUNDS_SECONDS = 0.15
 """After which no further round begins."""
+MOST_OF_IT = 0.97
+"""Of the best rate: the first number of threads that gets there is taken. More than fill the link let batches of a pipeline be
+copied as fast as they are wanted; one that gains nothing only stands in the program's way."""
 ENOUGH = 0.8
-"""Of the best rate: the first that gets there is taken. The last threads add more contention than speed, and starve the program."""
+"""Of the best rate: the first size of a chunk that gets there is taken."""
 HAND_OFFS = 15
 LEAST_HAND_OFF, MOST_HAND_OFF = 2 << 20, 8 << 20
 
@@ -54,8 +57,8 @@ def measured_profile() -> StagingProfile:
     bench = _Bench(counts[-1])
     try:
         rates = bench.rates([(count, CHUNKS[0]) for count in counts])
-        threads, _ = _first(rates)
-        _, chunk_nbytes = _first(bench.rates([(threads, size) for size in CHUNKS]))
+        threads, _ = _first(rates, MOST_OF_IT)
+        _, chunk_nbytes = _first(bench.rates([(threads, size) for size in CHUNKS]), ENOUGH)
         delay = bench.delay()
     finally:
         bench.close()
@@ -64,9 +67,9 @@ def measured_profile() -> StagingProfile:
     return StagingProfile(threads, chunk_nbytes, min(max(worth, LEAST_HAND_OFF), MOST_HAND_OFF))
 
 
-def _first(rates: dict[Shape, float]) -> Shape:
+def _first(rates: dict[Shape, float], share: float) -> Shape:
     best = max(rates.values())
-    return next(shape for shape, rate in rates.items() if rate >= ENOUGH * best)
+    return next(shape for shape, rate in rates.items() if rate >= share * best)
 
 
 @final
