@@ -50,11 +50,11 @@ def describe(array: Any, backend: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def check_alike(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise `ValueError` unless the device array has this shape and dtype."""
+    """Raise `ValueError` unless the device array that `into` names has this shape and dtype."""
     if tuple(array.shape) != shape:
-        raise ValueError(f"wrong shape: expected {shape}, got {tuple(array.shape)}")
+        raise ValueError(f"into has the wrong shape: expected {shape}, got {tuple(array.shape)}")
     if np.dtype(array.dtype) != dtype:
-        raise ValueError(f"wrong dtype: expected {dtype}, got {array.dtype}. Nothing is converted on the way")
+        raise ValueError(f"into has the wrong dtype: expected {dtype}, got {array.dtype}. Nothing is converted on the way")
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

@@ -193,7 +193,11 @@ class Landings:
     @property
     def busy(self) -> bool:
         """Whether a landing is not reached."""
-        return any(not landing.reached() for landing in self._entries.copy())
+        return bool(self.unreached())
+
+    def unreached(self) -> list[Landing]:
+        """Return those that are not reached."""
+        return [landing for landing in self._entries.copy() if not landing.reached()]
 
     def add(self, landing: Landing) -> None:
         """Count a landing as in flight until it is reached."""
@@ -253,6 +257,11 @@ class Traffic:
         if not (self.h2d.entered() or self.d2h.entered()) and self.landings.wait_oldest(pinned=pinned):
             return True
         return self.views.wait_oldest()
+
+    def under_way(self) -> list[Event]:
+        """Return events after which nothing that was started before the call uses host memory of the caller's."""
+        events: list[Event] = [*self.landings.unreached()]
+        return events + [direction.add(0, None) for direction in (self.h2d, self.d2h) if direction.busy]
 
     def wait_all(self) -> None:
         """Block until everything started before the call is done."""

@@ -17,7 +17,7 @@ from xferlib.errors import BackendUnavailableError, UnknownBackendError
 from xferlib.memory.blocks import WhenFull, check_when_full
 from xferlib.protocol import Capabilities, HostStager, Opener
 from xferlib.stager import Stager
-from xferlib.staging.profile import StagingProfile
+from xferlib.staging.profile import StagingProfile, as_profile
 
 __all__ = ["backends", "companion", "open_backend", "stager"]
 
@@ -37,7 +37,7 @@ def stager(
     device_limit: int | None = None,
     when_full: WhenFull = "wait",
     strict: bool = False,
-    staging: StagingProfile | None = None,
+    staging: StagingProfile | str | None = None,
 ) -> Stager:
     """Open a stager.
 
@@ -48,7 +48,8 @@ def stager(
     find no room: "wait" while transfers in flight will make some, else raise `AllocationError`; "raise" at once; or "stage": take
     ordinary memory, which is transferred by way of the pinned memory that is then kept for it. `strict`: a put
     that would make its caller wait for a CPU copy raises `ValueError`, where otherwise the first of a line issues a
-    `SynchronousTransferWarning`.
+    `SynchronousTransferWarning`. `staging`: how ordinary memory is staged, as "8x4MiB", threads and chunk size, or a
+    `StagingProfile`; None: what `XFERLIB_STAGING` says, else what `xferlib doctor` has kept, else what is measured.
 
     Raises `UnknownBackendError`, or `BackendUnavailableError` with what to do about it.
     """
@@ -56,13 +57,14 @@ def stager(
         if nbytes is not None:
             positive_nbytes(nbytes, name)
     check_when_full(when_full)
+    profile = as_profile(staging)
     if not isinstance(backend, str):
         opened = _checked(backend)
     elif backend == "auto":
         opened = _open_first(device)
     else:
         opened = open_backend(backend, device=device)
-    return Stager(opened, pinned_limit=pinned_limit, device_limit=device_limit, when_full=when_full, strict=strict, staging=staging)
+    return Stager(opened, pinned_limit=pinned_limit, device_limit=device_limit, when_full=when_full, strict=strict, staging=profile)
 
 
 def open_backend(name: str, *, device: int = 0) -> HostStager[Any]:

@@ -35,7 +35,7 @@ from xferlib.memory.pool import PinnedPool
 from xferlib.pinning import Pin, Pins
 from xferlib.protocol import Capabilities, HostStager
 from xferlib.puts import Puts
-from xferlib.staging.profile import StagingProfile
+from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
@@ -58,7 +58,7 @@ class Stager:
         device_limit: int | None = None,
         when_full: WhenFull = "wait",
         strict: bool = False,
-        staging: StagingProfile | None = None,
+        staging: StagingProfile | str | None = None,
     ) -> None:
         self._refusal: XferError | None = None
         self._closing = threading.RLock()
@@ -81,7 +81,7 @@ class Stager:
         )
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
         self._blocks = BlockCache(backend, traffic, device_limit)
-        self._staging = ring = Staging(backend, pool, traffic, staging)
+        self._staging = ring = Staging(backend, pool, traffic, as_profile(staging))
         room.release, room.wait_for_rest = ring.release, ring.wait_for_rest
         self._pins = Pins(backend, traffic)
         host = HostMemory(backend, pool)

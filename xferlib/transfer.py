@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
@@ -168,6 +168,9 @@ class Transfer:
             raise self._failed(error) from error
         if waiting is not None and self._name is not None:
             self._name(waiting.handle, waiting)
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("a transfer is no array. Take its arrays with .value, or with .result(), which blocks until it is done")
 
     def __repr__(self) -> str:
         direction = "D2H" if self._on_host else "H2D"

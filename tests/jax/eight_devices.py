@@ -297,7 +297,7 @@ def test_a_batch_that_cannot_be_divided_fails_in_its_place_before_anything_start
     assert_is(next(loop)["x"], batches[0]["x"], over(("a", "b")))
     with pytest.raises(ValueError, match=r"\(10,\) cannot be divided by .* over 8 devices. Pad the batch, drop it") as caught:
         next(loop)
-    assert caught.value.__notes__ == ["at batch['y']"]
+    assert caught.value.__notes__ == ["at batch['y']", "in batch 1 of the source, counted from 0"]
     assert pulled(stagers) == 16 * 5 * 4
     with pytest.raises(StopIteration):
         next(loop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import pytest
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import held, on_thread
+from tests.core.fakes import held, on_thread, tampered
 from tests.pipeline.steps import PATIENCE, busy, h2d, part, until
 from xferlib.pipeline import ring as ring_module
 
@@ -114,6 +115,80 @@ def test_a_slot_in_a_reference_cycle_comes_back(stager: xferlib.Stager, monkeypa
             ring.acquire()
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the tree", "a view"])
+def test_a_slot_that_the_stager_was_given_comes_back_when_the_copy_is_done(stager: xferlib.Stager, whole: bool) -> None:
+    # So few and small that the stager would never ask about them by itself.
+    with xferlib.Ring(stager, SPEC, slots=2) as ring:
+
+        def loop() -> list[int]:
+            seen = []
+            for number in range(6):
+                slot = ring.acquire()
+                slot["label"][:] = number
+                tree = stager.put(slot.tree if whole else {"label": slot["label"][1:]}).result()
+                seen.append(int(tree["label"].max()))
+            return seen
+
+        assert on_thread(loop).result(PATIENCE) == list(range(6))
+
+
+def test_a_copy_of_another_stager_gives_a_slot_back(stager: xferlib.Stager) -> None:
+    # As two stagers of one GPU do: what either has pinned is pinned.
+    with xferlib.stager(tampered(is_pinned=lambda address, nbytes: True)) as other, xferlib.Ring(stager, SPEC, slots=1) as ring:
+        for _ in range(2):
+            tree = on_thread(ring.acquire).result(PATIENCE).tree
+            other.put(tree).synchronize()
+            del tree
+
+
+def test_acquire_waits_for_a_copy_that_the_stager_was_asked_for(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "COLLECT_AFTER", 1000.0)
+    with xferlib.Ring(stager, SPEC, slots=1) as ring:
+        with held(h2d(stager)) as gate:
+            slot = ring.acquire()
+            slot["image"][:] = 1
+            transfer = stager.put(slot.tree)
+            del slot
+            waiting = on_thread(ring.acquire)
+            until(lambda: busy(ring._waiting))
+            assert not waiting.done()
+            gate.set()
+            waiting.result(PATIENCE)["image"][:] = 2
+        assert set(transfer.result()["image"].ravel().tolist()) == {1}
+
+
+def test_who_waits_for_slots_that_nobody_gives_back_is_told_who_has_them(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_module, "STUCK", 0.01)
+    with xferlib.Ring(stager, SPEC, slots=3) as ring:
+        held_here = [ring.acquire()]
+        held_there = on_thread(lambda: [ring.acquire(), ring.acquire()]).result(PATIENCE)
+        name = threading.current_thread().name
+        with pytest.raises(RuntimeWarning, match=rf"all 3 are held, .*1 on '{name}', 2 on .*release one"):
+            on_thread(ring.acquire).result(PATIENCE)
+        # Nothing was lost, and the ring goes on.
+        held_there.clear()
+        assert len([*held_here, ring.acquire(), ring.acquire()]) == 3
+
+
+def test_who_waits_is_told_once(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[None] = []
+    monkeypatch.setattr(ring_module, "STUCK", 0.01)
+    monkeypatch.setattr(ring_module, "reap_all", lambda: turns.append(None))
+    with xferlib.Ring(stager, SPEC, slots=1) as ring:
+        slots = [ring.acquire()]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            waiting = on_thread(ring.acquire)
+            until(lambda: told)
+            later = len(turns) + 5
+            until(lambda: len(turns) > later)
+            slots.clear()
+            waiting.result(PATIENCE)
+        assert [warning.category for warning in told] == [RuntimeWarning]
 
 
 def test_another_thread_may_put_the_slot_that_is_waited_for(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +293,15 @@ def test_prefetch_puts_the_slots_that_a_source_gives(stager: xferlib.Stager) -> 
     assert batches.report().batches == 20
 
 
+def test_prefetch_takes_the_arrays_of_slots_as_well(stager: xferlib.Stager) -> None:
+    with (
+        xferlib.Ring(stager, SPEC, slots=3) as ring,
+        xferlib.prefetch((slot.tree for slot in slots_of(ring, 20, [])), stager) as batches,
+    ):
+        taken = on_thread(lambda: [set(tree["image"].ravel().tolist()) for tree in batches])
+        assert taken.result(PATIENCE) == [{number} for number in range(20)]
+
+
 def test_prefetch_over_a_ring_waits_for_the_copy_that_reads_the_oldest_slot(stager: xferlib.Stager) -> None:
     asked: list[int] = []
     with xferlib.Ring(stager, SPEC, slots=2) as ring, Stream() as stream, held(h2d(stager)) as gate:
@@ -236,7 +320,8 @@ def test_prefetch_over_a_ring_waits_for_the_copy_that_reads_the_oldest_slot(stag
 def test_prefetch_refuses_a_slot_of_another_stager(stager: xferlib.Stager) -> None:
     with xferlib.stager("host") as other, xferlib.Ring(other, SPEC) as ring:
         batches = xferlib.prefetch(slots_of(ring, 2, []), stager)
-        with pytest.raises(ValueError, match="a slot of a ring of"):
+        assert repr(other) == repr(stager)
+        with pytest.raises(ValueError, match="a slot of a ring of another stager"):
             next(batches)
         # It came back.
         for _ in range(4):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread
+from tests.core.fakes import held, on_thread, tampered
 from tests.shared import fills
 from tests.shared.conftest import first
 from tests.shared.fills import Gate
@@ -91,6 +91,15 @@ def test_a_slot_is_not_filled_while_a_copy_reads_it(stager: xferlib.Stager, pair
         assert coming.result(10) == 100
     assert first(transfer.result()) == 0
     assert [first(other.result()) for other in others] == [6, 7]
+
+
+def test_a_ring_feeds_a_stager_that_is_not_its_own(pair: SharedRing) -> None:
+    # As two stagers of one GPU do: what either has pinned is pinned.
+    with xferlib.stager(tampered(is_pinned=lambda address, nbytes: True)) as other:
+        before = other.stats().synchronous
+        with xferlib.prefetch(pair.run(fills.number, range(12), workers=2), other) as batches:
+            assert on_thread(lambda: [first(batch) for batch in batches]).result(10) == list(range(12))
+        assert other.stats().synchronous == before
 
 
 @pytest.mark.parametrize("rewrites", [None, True, False])
@@ -264,6 +273,14 @@ def test_arguments_that_make_no_sense_are_refused(stager: xferlib.Stager, pair: 
     for wrong in ({"workers": 0}, {"retries": -1}, {"on_death": "ignore"}):
         with pytest.raises(ValueError, match="expected 1 or more"):
             pair.run(fills.number, [], **wrong)
+
+
+def test_tasks_that_cannot_be_iterated_are_refused_and_the_run_before_goes_on(pair: SharedRing) -> None:
+    run = pair.run(fills.number, range(2), workers=2)
+    # Whatever a finalizer raises fails the test as well.
+    with pytest.raises(TypeError, match="tasks=5: expected something to iterate"):
+        pair.run(fills.number, 5)  # type: ignore[arg-type]  # The point of the test.
+    assert [first(batch) for batch in run] == [0, 1]
 
 
 def test_a_ring_beyond_the_limit_is_refused_before_memory_is_taken(stager: xferlib.Stager) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -21,8 +22,14 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def start(context: typer.Context) -> None:
+def start(
+    context: typer.Context,
+    as_version: Annotated[bool, typer.Option("--version", help="Print the version of xferlib and exit.")] = False,
+) -> None:
     """Move arrays between host and GPU while the GPU computes. Without a command: what doctor shows."""
+    if as_version:
+        typer.echo(f"xferlib {version('xferlib')}")
+        raise typer.Exit
     if context.invoked_subcommand is not None:
         return
     from xferlib.cli.doctor import examine, show
@@ -90,7 +97,7 @@ def demo(
     rounds: Annotated[
         str, typer.Option(metavar="N|auto", help="Rounds of blur. auto: as many as make compute take as long as H2D, at least 1.")
     ] = "auto",
-    sheet: Annotated[bool, typer.Option(help="Draw edges.png, a dozen frames above their edges (needs xferlib[plot]).")] = True,
+    sheet: Annotated[bool, typer.Option(help="Draw edges.png, a dozen frames above their edges (needs Pillow and Matplotlib).")] = True,
 ) -> None:
     """Stream pictures host -> device -> host with all stages overlapped, and verify the result.
 
@@ -124,13 +131,16 @@ def conformance(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="The backend to test. What follows goes to pytest.")],
 ) -> None:
-    """Run the conformance suite, the laws that every backend keeps, against a backend on this machine."""
+    """Run the conformance suite, the laws that every backend keeps, against a backend on this machine.
+
+    Exits with pytest's status; with 1, and the reason, if the backend cannot run here, so that nothing is tested.
+    """
     try:
         from xferlib.conformance.run import run as run_suite
     except ModuleNotFoundError as error:
         if error.name != "pytest":
             raise
-        raise CommandError('the conformance suite needs pytest. Install it with: pip install "xferlib[test]"') from error
+        raise CommandError('the conformance suite needs pytest. Install it with: pip install "pytest>=9.0"') from error
     raise typer.Exit(run_suite(name, list(context.args)))
 
 

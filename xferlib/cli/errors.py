@@ -16,4 +16,4 @@ class CommandError(XferError):
 def require_plot(purpose: str) -> None:
     """Raise `CommandError` unless Pillow and Matplotlib are installed."""
     if find_spec("PIL") is None or find_spec("matplotlib") is None:
-        raise CommandError(f'{purpose} needs Pillow and Matplotlib. Install them with: pip install "xferlib[plot]"')
+        raise CommandError(f'{purpose} needs Pillow and Matplotlib. Install them with: pip install "matplotlib>=3.8" "pillow>=10.3"')

@@ -19,23 +19,34 @@ from xferlib.registry import open_backend
 
 __all__ = ["describe"]
 
+HEADER = pytest.StashKey[list[str]]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--xferlib-backend", metavar="NAME", help="name of the installed backend that the header describes")
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config = session.config
     name: str | None = config.getoption("--xferlib-backend")
-    return [] if name is None else describe(name)
+    if name is None or config.option.collectonly:
+        return
+    try:
+        config.stash[HEADER] = describe(name)
+    except BackendUnavailableError as error:
+        # Once, instead of a skip for every law that ends in success.
+        pytest.exit(f"nothing was tested: {error}", returncode=1)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return config.stash.get(HEADER, [])
 
 
 def describe(name: str) -> list[str]:
     """Return the lines: backend, device, capabilities, versions, process."""
     loaded = _loaded_packages()
-    try:
-        backend = open_backend(name)
-    except BackendUnavailableError as error:
-        return [f"backend: {name}, not available: {error}", _process()]
+    backend = open_backend(name)
     try:
         return [f"backend: {name} on {backend.device}", _capabilities(backend), _versions(loaded), _process()]
     finally:

@@ -29,17 +29,36 @@ def address_of(array: Array) -> int:
         return array.ctypes.data
 
 
-def host_array(leaf: object) -> Array:
-    """Return the leaf as a plain array, or raise `TypeError` if it is not one that can be transferred."""
+def host_array(leaf: object, *, advice: str = "") -> Array:
+    """Return the leaf as a plain array, or raise `TypeError` if it is not one that can be transferred.
+
+    `advice`: what to do about a leaf of which nothing better is known.
+    """
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError("masked arrays cannot be transferred: the mask would be lost. Transfer array.filled() or array.data")
     if isinstance(leaf, np.generic):
         leaf = np.asarray(leaf)
     if not isinstance(leaf, np.ndarray):
-        raise TypeError(
-            f"expected a NumPy array, got {type(leaf).__module__}.{type(leaf).__qualname__}. Convert it with numpy.asarray"
-        )
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        raise TypeError(". ".join(filter(None, (f"expected a NumPy array, got {kind}", _advice(leaf) or advice))))
     return np.asarray(leaf)
+
+
+def _advice(leaf: object) -> str:
+    """Say what to do with what is no array, by what its type offers: asked for its attributes, the object itself may compute."""
+    offered = set(dir(type(leaf)))
+    if {"result", "done"} <= offered:
+        return "Pass what its result() returns"
+    if {"put", "tree"} <= offered:
+        return "Put it with its own put()"
+    if {"__dlpack__", "__cuda_array_interface__"} & offered:
+        return (
+            "An array that is on a device already needs no put; convert one in host memory with numpy.asarray. "
+            "Inside a function that is being traced nothing can be put"
+        )
+    if isinstance(leaf, int | float | complex | list | tuple | memoryview) or {"__array__", "__array_interface__"} & offered:
+        return "Convert it with numpy.asarray"
+    return ""
 
 
 def check_dtype(dtype: np.dtype[Any]) -> None:

@@ -17,6 +17,7 @@ HostLeaf: TypeAlias = tuple[Array, int | None]
 """A host array, and its address: None if its memory must be staged, 0 if it has no bytes."""
 
 
+TREES = "put takes an array, or a tree of them: dict, list, tuple, named tuple or dataclass"
 MANY = 16
 """Leaves from which on they are checked together."""
 SMALL = 64 << 10
@@ -37,7 +38,7 @@ class HostMemory:
 
     def leaf(self, leaf: Any) -> HostLeaf:
         """Check a leaf of a put. Raises `TypeError`."""
-        array = leaf if type(leaf) is np.ndarray else host_array(leaf)
+        array = leaf if type(leaf) is np.ndarray else host_array(leaf, advice=TREES)
         if array.dtype not in self.dtypes:
             self.check_dtype(array.dtype)
         return array, self.address(array)

@@ -395,4 +395,4 @@ def _round_up(nbytes: int, step: int) -> int:
 
 
 def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes} bytes"

@@ -61,16 +61,21 @@ def in_words(nbytes: int) -> str:
 
 
 def tree_nbytes(tree: Any) -> int:
-    """Return the bytes of all arrays, host or device, of a tree. What is no array counts for nothing: it will be refused."""
+    """Return the bytes of all arrays, host or device, of a tree. What cannot be moved counts for nothing: it will be refused."""
     leaves, _ = flatten(tree)
     return sum(_nbytes(leaf) for leaf in leaves)
 
 
 def _nbytes(leaf: Any) -> int:
     shape: Iterable[int] | None = getattr(leaf, "shape", None)
+    try:
+        itemsize = int(np.dtype(leaf.dtype).itemsize)
+    except (AttributeError, TypeError):
+        # No array, or one of a library whose dtypes are its own.
+        return 0
     if shape is None:
         return 0
     count = 1
     for length in shape:
         count *= int(length)
-    return count * int(np.dtype(leaf.dtype).itemsize)
+    return count * itemsize

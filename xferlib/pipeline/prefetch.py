@@ -6,6 +6,7 @@ whose current stream is the one that will use the arrays, if no other is named.
 
 from __future__ import annotations
 
+import reprlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -13,8 +14,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, final
 
+import numpy as np
+
 from xferlib.errors import XferError
-from xferlib.memory.arrays import Array, address_of, host_array
+from xferlib.memory.arrays import Array, address_of
 from xferlib.pipeline.bill import Bill, Charge, tree_nbytes
 from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.ends import End, Started, end_of
@@ -25,7 +28,7 @@ from xferlib.stager import Stager
 from xferlib.transfer import Transfer
 from xferlib.tree import flatten
 
-__all__ = ["Prefetch", "prefetch"]
+__all__ = ["Prefetch", "check_stager", "prefetch"]
 
 
 def prefetch(
@@ -44,6 +47,7 @@ def prefetch(
 
     See `Prefetch` for the iterator. Raises `TypeError` and `ValueError`; `CapabilityError` for a stream where none can be named.
     """
+    check_stager(stager, batches)
     if stream is not None:
         stager.check_stream(stream)
     putter = _Putter(stager, rewrites=getattr(batches, "rewrites", True) if rewrites is None else rewrites)
@@ -56,6 +60,18 @@ def prefetch(
         device_waits=lambda: stager.stats().device_waits - waits,
         take=_value if stream is None else partial(_value_on, stream),
     )
+
+
+def check_stager(stager: object, before: object) -> None:
+    """Raise `TypeError` unless this is a stager. `before`: the argument before it, where it may stand by mistake."""
+    if isinstance(stager, Stager):
+        return
+    advice = "Open one with xferlib.stager(name)"
+    if isinstance(before, Stager):
+        advice = "The stager comes second, after what is iterated"
+    elif isinstance(stager, str):
+        advice = f"Open one with xferlib.stager({stager!r})"
+    raise TypeError(f"stager={reprlib.repr(stager)}: expected a stager. {advice}")
 
 
 def _value(transfer: Started) -> Any:
@@ -92,6 +108,11 @@ class Prefetch:
         device_waits: Callable[[], int] = lambda: 0,
         take: Callable[[Any], Any] = _value,
     ) -> None:
+        if isinstance(batches, Mapping):
+            raise TypeError(
+                f"batches is a {type(batches).__qualname__}, of which only the keys would be iterated: expected an iterable of "
+                "batches. Pass [batch] for a single one"
+            )
         self._asked_depth = depth
         self._device_waits = device_waits
         self._value = take
@@ -171,6 +192,7 @@ class _Starter:
         self._reading: End | None = None
         self._depth = depth
         self._billed = False
+        self._started = 0
         self._recent: deque[End] = deque()
 
     def start(self, batch: Any, clock: Clock) -> Started:
@@ -185,8 +207,13 @@ class _Starter:
             self._recent[0].synchronize()
             self._recent.popleft()
         clock.turn("start")
-        in_place = self._in_place(batch)
-        started = self._put(batch)
+        try:
+            in_place = self._in_place(batch)
+            started = self._put(batch)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"in batch {self._started} of the source, counted from 0")
+            raise
+        self._started += 1
         end = end_of(started)
         self._recent.append(end)
         self._reading = end if in_place else None
@@ -232,7 +259,10 @@ class _Putter:
         """Put one batch, on the source's thread."""
         if isinstance(batch, Slot):
             if batch.ring.stager is not self._stager:
-                raise ValueError(f"the source gave a slot of a ring of {batch.ring.stager!r}, which is not {self._stager!r}")
+                raise ValueError(
+                    f"the source gave a slot of a ring of another stager, {batch.ring.stager!r}: expected one of the very stager "
+                    f"that prefetch was given, {self._stager!r}. Make the ring with that"
+                )
             return batch.put()
         if not self._rewrites:
             return self._stager.put(batch, borrow=True)
@@ -243,7 +273,8 @@ class _Putter:
         if not self._rewrites or isinstance(batch, Slot):
             return False
         leaves, _ = flatten(batch)
-        return any(self._is_pinned(host_array(leaf)) for leaf in leaves)
+        # What is no array is refused by the put, which says where it stands.
+        return any(self._is_pinned(leaf) for leaf in leaves if isinstance(leaf, np.ndarray))
 
     def _is_pinned(self, array: Array) -> bool:
         return array.nbytes > 0 and self._stager.backend.is_pinned(address_of(array), array.nbytes)

@@ -10,7 +10,10 @@ import gc
 import queue
 import threading
 import time
-from collections import deque
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
@@ -21,7 +24,7 @@ import numpy as np
 from xferlib.errors import AllocationError, ClosedError, TransferError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.bill import Bill, Charge, in_words
-from xferlib.pipeline.ends import End, end_of
+from xferlib.pipeline.ends import End, end_of, reap_all, under_way
 from xferlib.pipeline.shared.layout import Layout
 from xferlib.stager import Stager
 from xferlib.transfer import Transfer
@@ -31,6 +34,10 @@ __all__ = ["Ring", "Slot"]
 
 COLLECT_AFTER = 1.0
 """Seconds."""
+FIRST_NAP = 100e-6
+LONGEST_NAP = 2e-3
+STUCK = 10.0
+"""Seconds without a slot, none in flight, before who waits is told so."""
 
 
 @final
@@ -62,6 +69,8 @@ class Ring:
             self._free.put(index)
         # Appended to and taken from in single steps.
         self._flying: deque[tuple[int, End]] = deque()
+        self._acquired_by = [0] * slots
+        """Threads."""
         self._waiting = threading.RLock()
         self._closed = False
 
@@ -69,7 +78,7 @@ class Ring:
         """Return a slot to be written, its contents undefined.
 
         Where none is free it waits for the oldest one in flight; where none is in flight either, for one to be put or let go of by
-        whoever has it. Raises `ClosedError`.
+        whoever has it, with a `RuntimeWarning` after ten seconds. Raises `ClosedError`.
         """
         began = time.perf_counter()
         waited = False
@@ -79,6 +88,7 @@ class Ring:
                 self._check_open()
                 index = self._free_now()
                 if index is not None:
+                    self._acquired_by[index] = threading.get_ident()
                     seconds = time.perf_counter() - began if waited else 0.0
                     return Slot(self, self._layout, _Lease(self._free, index, self._places[index]), seconds)
                 waited = True
@@ -96,10 +106,10 @@ class Ring:
             self._wait_oldest()
         self._places.clear()
 
-    def _in_flight(self, lease: _Lease, transfer: Transfer) -> None:
-        """Note that a slot comes back when the transfer is done."""
+    def _in_flight(self, lease: _Lease, end: End) -> None:
+        """Note that a slot comes back when something is done."""
         lease.disarm()
-        self._flying.append((lease.index, end_of(transfer)))
+        self._flying.append((lease.index, end))
         # Somebody may wait for a slot to be let go of: now there is a copy to wait for.
         self._free.put(None)
 
@@ -128,13 +138,36 @@ class Ring:
 
     def _wait_for_holders(self) -> None:
         """Wait until a slot is put or let go of, or the ring is closed."""
-        try:
-            index = self._free.get(timeout=COLLECT_AFTER)
-        except queue.Empty:
-            # One in a reference cycle comes back when the collector runs.
-            gc.collect()
-        else:
-            self._free.put(index)
+        nap = FIRST_NAP
+        began = time.monotonic()
+        collect_at, tell_at = began + COLLECT_AFTER, began + STUCK
+        while True:
+            # Its arrays may be held by copies that were not started by `Slot.put`: until somebody asks whether they are done.
+            reap_all()
+            try:
+                self._free.put(self._free.get(timeout=nap))
+                return
+            except queue.Empty:
+                nap = min(2 * nap, LONGEST_NAP)
+            now = time.monotonic()
+            if now >= collect_at:
+                # One in a reference cycle comes back when the collector runs.
+                gc.collect()
+                collect_at = now + COLLECT_AFTER
+            if now >= tell_at and self._free.empty():
+                tell_at = float("inf")
+                self._tell()
+
+    def _tell(self) -> None:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        holders = Counter(repr(names[ident]) if ident in names else "a thread that has ended" for ident in self._acquired_by)
+        warnings.warn(
+            f"no slot has come back for {STUCK:.0f} seconds: all {self.slots} are held, by whoever acquired them ("
+            f"{', '.join(f'{count} on {name}' for name, count in holders.items())}) or by copies under way. "
+            "Put or release one before another is acquired, let go of its arrays, or give the ring more slots",
+            RuntimeWarning,
+            4,
+        )
 
     def _wait_oldest(self) -> None:
         try:
@@ -184,7 +217,8 @@ class Slot:
     """One pinned slot, to be written and then put, once.
 
     `slot["image"]` and `slot.tree` are its arrays. One that is dropped without a put goes back to its ring, when the last view of
-    its arrays is gone; as a context manager it goes back at the end of the block.
+    its arrays is gone; as a context manager it goes back at the end of the block. Where its arrays are held then, and copies are
+    under way that may be of them, it goes back when these are done.
     """
 
     def __init__(self, ring: Ring, layout: Layout, lease: _Lease, waited_seconds: float) -> None:
@@ -234,22 +268,27 @@ class Slot:
         sent = leaves if self._rows is None else [leaf[: self._rows] for leaf in leaves]
         transfer = self.ring.stager.put(unflatten(spec, sent), stream=stream)
         self._lease = None
-        for leaf in leaves:
-            leaf.flags.writeable = False
+        _freeze(leaves)
         del self._tree
-        self.ring._in_flight(lease, transfer)
+        self.ring._in_flight(lease, end_of(transfer))
         return transfer
 
     def release(self) -> None:
-        """Give the slot back unused; nothing if it was put or given back before."""
-        lease, self._lease = self._lease, None
-        if lease is None:
+        """Give the slot back; nothing if it was put or given back before."""
+        if self._lease is None:
             return
-        for leaf in flatten(self._tree)[0]:
-            leaf.flags.writeable = False
+        _freeze(flatten(self._tree)[0])
+        lease = weakref.ref(self._lease)
         del self._tree
+        self._lease = None
         self._done = "given back"
-        lease.end()
+        # It goes back by itself if nobody holds it, and what is done with it must not.
+        if lease() is not None:
+            reap_all()
+        held = lease()
+        if held is not None:
+            # By somebody who is told not to write to it any more, or by a copy that was not started by `put`.
+            self.ring._in_flight(held, under_way())
 
     def _check(self) -> _Lease:
         if self._lease is None:
@@ -264,6 +303,11 @@ class Slot:
 
     def __repr__(self) -> str:
         return f"<Slot {'acquired' if self._lease is not None else self._done}>"
+
+
+def _freeze(arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        array.flags.writeable = False
 
 
 @final

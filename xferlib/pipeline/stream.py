@@ -10,7 +10,7 @@ from xferlib.errors import AllocationError
 from xferlib.pipeline.bill import Bill
 from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.drain import Drain
-from xferlib.pipeline.prefetch import Prefetch, prefetch
+from xferlib.pipeline.prefetch import Prefetch, check_stager, prefetch
 from xferlib.pipeline.report import Report, of_drain, of_stream
 from xferlib.stager import Stager
 
@@ -25,6 +25,7 @@ def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = 
     file or shared; else results are in pinned memory, which comes back when the last view of it is gone. See `Drain` for both.
     `stream`: the one whose work makes the results. None: the consumer's current one.
     """
+    check_stager(stager, results)
     return Drained(results, stager, depth, out=out, stream=stream)
 
 

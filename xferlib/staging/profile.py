@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-__all__ = ["VARIABLE", "StagingProfile", "given_profile"]
+__all__ = ["VARIABLE", "StagingProfile", "as_profile", "given_profile"]
 
 VARIABLE = "XFERLIB_STAGING"
 SHAPE = re.compile(r"\s*(\d+)\s*x\s*(\d+)\s*(KiB|MiB)\s*", re.IGNORECASE)
@@ -49,7 +49,20 @@ def given_profile() -> StagingProfile | None:
     text = os.environ.get(VARIABLE)
     if not text:
         return None
+    return _parsed(text, VARIABLE)
+
+
+def as_profile(staging: StagingProfile | str | None) -> StagingProfile | None:
+    """Return what the argument `staging` says, which may be text as in the environment. Raises `TypeError` and `ValueError`."""
+    if staging is None or isinstance(staging, StagingProfile):
+        return staging
+    if isinstance(staging, str):
+        return _parsed(staging, "staging")
+    raise TypeError(f"staging: expected text such as '8x4MiB', or a StagingProfile, got {staging!r}")
+
+
+def _parsed(text: str, name: str) -> StagingProfile:
     try:
         return StagingProfile.parse(text)
     except ValueError as error:
-        raise ValueError(f"{VARIABLE}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None

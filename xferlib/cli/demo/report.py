@@ -70,6 +70,8 @@ def figures(plan: Plan, streamed: Streamed, stager: Stager) -> dict[str, Any]:
     }
 
 
+MEASURABLE_SECONDS = 0.01
+"""A run that is over sooner was mostly threads waking up."""
 TELLING = 0.25
 """Where the other stages take less than this share of the longest, the spread of that one drowns what they hide."""
 
@@ -107,7 +109,7 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         label = f"compute (blur x {report['rounds']})" if name == "compute" else name
         rows.append((f"  {label}", f"{seconds:.3f} s {how}"))
     rows += [
-        ("hidden", _hidden(report["hidden"], stages)),
+        ("hidden", _hidden(report)),
         ("pinned peak", _bytes(report["pinned_peak_nbytes"])),
         ("result", f"{report['result']} (flushed in {report['flush_seconds']:.1f} s)"),
     ]
@@ -117,11 +119,19 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _hidden(hidden: float | None, stages: Mapping[str, float]) -> str:
-    longest = max(stages.values())
-    beside = sum(stages.values()) - longest
+def _hidden(report: Mapping[str, Any]) -> str:
+    hidden: float | None = report["hidden"]
+    total: float = report["total_seconds"]
+    sum_, longest = sum(report["stages"].values()), max(report["stages"].values())
+    beside = sum_ - longest
+    if report["frames"] <= report["batch_frames"]:
+        return "nothing can be: all frames are in one batch"
+    if total < MEASURABLE_SECONDS:
+        return f"too little to tell: {total * 1e3:.1f} ms in total"
     if hidden is None or beside < TELLING * longest:
         return f"too little to tell: {beside:.3f} s beside a stage of {longest:.3f} s"
+    if hidden < 0:
+        return f"nothing: one after the other, the stages take {sum_:.3f} s"
     return f"{hidden:.1%} of the {beside:.3f} s beside the longest stage"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import reprlib
 import sys
 import threading
 import warnings
@@ -21,6 +22,7 @@ from typing import Any, final
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.pinning import Pin
+from xferlib.pipeline.ends import reap_all
 from xferlib.pipeline.shared.crew import Crew
 from xferlib.pipeline.shared.layout import Layout
 from xferlib.pipeline.shared.memory import SharedMemory
@@ -65,8 +67,6 @@ class SharedRing:
         self._bell = bell = Bell()
         self._places = Slots(memory.raw, layout, slots, bell)
         self._crew = Crew(partial(Worker, serve, (memory.descriptor, layout, slots)), bell)
-        # Not the stager: nothing here copies, and a ring need not keep it open.
-        self._reap = stager._traffic.reap
         self._runs = itertools.count()
         self._run: weakref.ref[Run] | None = None
         self._opened = True
@@ -116,6 +116,10 @@ class SharedRing:
                 f"workers={workers!r}, retries={retries!r}, on_death={on_death!r}: expected 1 or more, 0 or more, "
                 "'replace' or 'raise'"
             )
+        try:
+            iterator = iter(tasks)
+        except TypeError as error:
+            raise TypeError(f"tasks={reprlib.repr(tasks)}: expected something to iterate, one task for each batch") from error
         begin = Begin(next(self._runs), _pickled(fill))
         # Not refused: the run before may have ended in an exception whose traceback still holds it.
         self._end_run(RuntimeError("a later run of this ring has begun. Use another ring for two at a time"))
@@ -123,9 +127,9 @@ class SharedRing:
             self,
             self._crew,
             self._places,
-            self._reap,
+            reap_all,
             begin,
-            tasks,
+            iterator,
             workers=workers,
             ordered=ordered,
             on_death=on_death,

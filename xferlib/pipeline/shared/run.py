@@ -11,7 +11,7 @@ import pickle
 import reprlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 from xferlib.pipeline.shared.crew import Answer, Crew, Death
@@ -59,7 +59,7 @@ class Run(Iterator[Any]):
         slots: Slots,
         reap: Callable[[], object],
         begin: Begin,
-        tasks: Iterable[Any],
+        tasks: Iterator[Any],
         *,
         workers: int,
         ordered: bool,
@@ -71,7 +71,7 @@ class Run(Iterator[Any]):
         self._slots = slots
         self._reap = reap
         self._begin = begin
-        self._tasks = iter(tasks)
+        self._tasks = tasks
         self._workers = workers
         self._ordered = ordered
         self._retries = retries if on_death == "replace" else 0
