@@ -116,6 +116,13 @@ def test_findings_of_a_backend_are_shown(monkeypatch: pytest.MonkeyPatch, capsys
     assert "pip uninstall cupy-cuda12x cupy-cuda13x; then install one" in state["findings"][0]
 
 
+def test_the_version_is_told_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"xferlib {metadata.version('xferlib')}\n"
+
+
 def test_without_a_command_the_page_and_the_commands_are_shown() -> None:
     shown = subprocess.run([sys.executable, "-m", "xferlib"], capture_output=True, text=True, check=True)
     assert "host" in shown.stdout

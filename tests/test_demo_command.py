@@ -23,7 +23,7 @@ from PIL import Image
 
 from xferlib.cli import errors, main
 from xferlib.cli.demo import reference, verify
-from xferlib.cli.demo.report import hidden_share
+from xferlib.cli.demo.report import _hidden, hidden_share
 from xferlib.cli.demo.result import ResultFile
 
 FRAMES = 40
@@ -105,10 +105,27 @@ def test_without_a_path_real_pictures_go_through(tmp_path: Path) -> None:
     assert len({frame.tobytes() for frame in np.load(tmp_path / "edges.npy")}) == told["frames"] == 32
 
 
-def test_one_image_in_one_batch_goes_through(tmp_path: Path) -> None:
+def test_one_image_in_one_batch_goes_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "image.npy", np.random.default_rng(2).random((33, 21), np.float32))
     assert demo(tmp_path / "image.npy", "--out", tmp_path / "out") == 0
     assert np.load(tmp_path / "out" / "edges.npy").shape == (1, 33, 21)
+    assert "all frames are in one batch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"frames": 4}, "nothing can be: all frames are in one batch"),
+        ({"total_seconds": 0.004}, "too little to tell: 4.0 ms in total"),
+        ({"total_seconds": 5.0, "hidden": -1.0}, "nothing: one after the other, the stages take 3.000 s"),
+        ({}, "50.0% of the 1.000 s beside the longest stage"),
+        ({"stages": {"read": 0.1, "compute": 2.0}}, "too little to tell: 0.100 s beside a stage of 2.000 s"),
+    ],
+)
+def test_no_share_is_told_where_there_is_none(changed: dict[str, Any], words: str) -> None:
+    stages = {"read": 1.0, "compute": 2.0}
+    report = {"frames": 8, "batch_frames": 4, "stages": stages, "total_seconds": 2.5, "hidden": 0.5}
+    assert _hidden(report | changed) == words
 
 
 def test_tiling_repeats_a_file_to_the_size_asked_for(tmp_path: Path, source: Path) -> None:
@@ -246,7 +263,7 @@ def test_missing_plot_packages_are_named_with_what_to_type(
 ) -> None:
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
     assert demo(source, "--out", tmp_path / "out") == 1
-    assert 'pip install "xferlib[plot]"' in capsys.readouterr().err
+    assert 'pip install "matplotlib>=3.8" "pillow>=10.3"' in capsys.readouterr().err
     assert demo(source, "--out", tmp_path / "out", "--no-sheet") == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,12 +162,30 @@ def test_a_missing_file_is_missing(stager: Stager, tmp_path: Path, suffix: str) 
         xferlib.load(tmp_path / f"none{suffix}", stager)
 
 
+def test_a_pickle_is_no_array_and_nobody_is_told_to_trust_it(stager: Stager, tmp_path: Path) -> None:
+    path = tmp_path / "pickle.npy"
+    path.write_bytes(pickle.dumps(list(range(100))))
+    with pytest.raises(ValueError, match=r"pickle\.npy' is damaged, or no \.npy file") as caught:
+        xferlib.load(path, stager)
+    assert "allow_pickle" not in str(caught.value)
+
+
 def test_objects_are_not_loaded(stager: Stager, tmp_path: Path) -> None:
     np.save(tmp_path / "objects.npy", np.array([{}], object))
     np.savez(tmp_path / "objects.npz", a=np.array([{}], object))
     for name in ("objects.npy", "objects.npz"):
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(TypeError, match=rf"{name}.* holds Python objects .*cannot be transferred") as caught:
             xferlib.load(tmp_path / name, stager)
+        assert "pickle" not in str(caught.value)
+        assert ("'a'" in str(caught.value) and "names=" in str(caught.value)) is (name == "objects.npz")
+
+
+@pytest.mark.parametrize(("given", "advice"), [("host", "Open one with"), (None, "Open one with"), ("swapped", "comes second")])
+def test_what_is_no_stager_is_refused(stager: Stager, tmp_path: Path, given: str | None, advice: str) -> None:
+    path = saved(tmp_path, np.arange(3))
+    arguments: Any = (stager, path) if given == "swapped" else (path, given)
+    with pytest.raises(TypeError, match=f"expected a stager. .*{advice}"):
+        xferlib.load(*arguments)
 
 
 def test_a_dtype_that_cannot_be_put_is_refused_with_its_place(stager: Stager, tmp_path: Path) -> None:
@@ -184,6 +203,6 @@ def test_a_missing_package_is_named_with_what_to_type(
     header = int.from_bytes(path.read_bytes()[:8], "little")
     path.write_bytes((header + 1).to_bytes(8, "little") + path.read_bytes()[8:])
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install \"xferlib\[files\]\"") as caught:
+    with pytest.raises(ModuleNotFoundError, match=r"pip install \"safetensors>=.*\" \"ml-dtypes>=.*\"") as caught:
         xferlib.load(path, stager)
     assert caught.value.name == missing

@@ -67,7 +67,6 @@ HEADERS = {
     "open text": ("'<f4", "(2,)"),
     "parentheses": ("(" * 3000, "(2,)"),
     "too deep": ("-" * 9000 + "1", "(2,)"),
-    "objects": ("'|O'", "(2,)"),
 }
 
 
@@ -192,7 +191,7 @@ def test_random_damage_is_refused_by_the_files_name_or_does_not_show(stager: Sta
         if isinstance(error, TypeError):
             # What is left of the dtype is one that NumPy has and the backend has not.
             assert "dtype" in str(error)
-            assert any(path.name in note for note in error.__notes__)
+            assert any(path.name in words for words in (str(error), *getattr(error, "__notes__", ())))
         elif error is not None:
             assert type(error) is ValueError
             assert path.name in str(error)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from xferlib.memory.arrays import Array
-from xferlib.stager import Stager
+from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 
 __all__ = ["load"]
@@ -43,9 +43,13 @@ EXTENSIONS = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 """What ml_dtypes calls those that it adds."""
-INSTALL = 'Install it with: pip install "xferlib[files]"'
+INSTALL = 'Install it with: pip install "safetensors>=0.6.2" "ml-dtypes>=0.5"'
 OF_DAMAGE = (None, errno.EINVAL)
 """Numbers of an `OSError` that the file's content is to blame for: a decoder has none, a seek to where nothing can be has this."""
+
+
+class HoldsObjects(Exception):
+    """The file is sound, and what it holds can be transferred by nobody."""
 
 
 class Tensor(NamedTuple):
@@ -64,9 +68,10 @@ def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str] |
     that `names` says, in its order. Members of an `.npz` pass through host memory one by one; files of the other formats are never
     read as a whole, and must not be changed meanwhile.
 
-    Raises `ValueError` for a file that is damaged or of another format, `TypeError` for dtypes that the backend does not have,
-    `ImportError` with what to type where a package is missing or too old, and as `Stager.put` does.
+    Raises `ValueError` for a file that is damaged or of another format, `TypeError` for dtypes that the backend does not have and
+    for Python objects, `ImportError` with what to type where a package is missing or too old, and as `Stager.put` does.
     """
+    check_stager(stager, path)
     file = Path(path)
     if isinstance(names, str):
         raise TypeError(f"names={names!r} is one string. Pass a list of names")
@@ -99,7 +104,7 @@ def _load_members(file: Path, stager: Stager, wanted: list[str] | None) -> dict[
         archive = _read(file, lambda: zipfile.ZipFile(stream))
         members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
         for name in _chosen(file, list(members), wanted):
-            array = _read(file, lambda name=name: _member(archive, members[name]))  # type: ignore[misc]  # A default binds it.
+            array = _read(file, lambda name=name: _member(archive, members[name]), name)  # type: ignore[misc]  # A default binds it.
             if array is None:
                 raise ValueError(f"{str(file)!r}: its member {name!r} is damaged, or no array. Leave it out with names=")
             # The one before was on its way meanwhile. No more than two are in memory.
@@ -120,7 +125,10 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array | None:
 
 
 def _check_header(stream: IO[bytes], total: int) -> None:
-    """Raise `ValueError` where the header promises more than there is: NumPy would take memory for it first."""
+    """Raise `ValueError` where the header promises more than there is: NumPy would take memory for it first.
+
+    Raises `HoldsObjects` where NumPy would ask whether the file may be executed.
+    """
     read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
     try:
         shape, _, dtype = read(stream)
@@ -128,7 +136,7 @@ def _check_header(stream: IO[bytes], total: int) -> None:
         # So Python's parser calls its own limits.
         raise ValueError("its header is nested too deeply") from error
     if dtype.hasobject:
-        raise ValueError("it holds Python objects, which are not loaded")
+        raise HoldsObjects(f"Python objects (dtype {dtype}), which cannot be transferred. Save arrays of numbers instead")
     promised, there = math.prod(shape) * dtype.itemsize, total - stream.tell()
     if promised > there:
         raise ValueError(f"its header promises {promised} bytes, shape {shape!r} of {dtype!r}, and there are {there}")
@@ -224,11 +232,15 @@ def _put(file: Path, stager: Stager, tree: Any, name: str | None = None) -> Tran
         raise
 
 
-def _read(file: Path, read: Callable[[], T]) -> T:
+def _read(file: Path, read: Callable[[], T], name: str | None = None) -> T:
     try:
         return read()
     except MemoryError:
         raise
+    except HoldsObjects as error:
+        if name is None:
+            raise TypeError(f"{str(file)!r} holds {error}") from None
+        raise TypeError(f"{str(file)!r}: its member {name!r} holds {error}, or leave it out with names=") from None
     except Exception as error:
         # Whatever it is: parsers and decoders of bytes that may be anything raise nearly everything.
         if isinstance(error, OSError) and error.errno not in OF_DAMAGE:

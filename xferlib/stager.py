@@ -6,6 +6,7 @@ How a transfer is started stands in `puts` and `gets`; no framework, and no copy
 from __future__ import annotations
 
 import atexit
+import reprlib
 import sys
 import threading
 import warnings
@@ -40,7 +41,7 @@ from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
 
-__all__ = ["Stager"]
+__all__ = ["Stager", "check_stager"]
 
 
 @final
@@ -363,3 +364,12 @@ def _close_all() -> None:
 
 
 atexit.register(_close_all)
+
+
+def check_stager(stager: object, before: object) -> None:
+    """Raise `TypeError` unless this is a stager. `before`: the argument before it, where it may stand by mistake."""
+    if isinstance(stager, Stager):
+        return
+    name = repr(stager) if isinstance(stager, str) else "name"
+    advice = "The stager comes second" if isinstance(before, Stager) else f"Open one with xferlib.stager({name})"
+    raise TypeError(f"stager={reprlib.repr(stager)}: expected a stager. {advice}")

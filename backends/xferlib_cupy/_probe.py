@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["open_device"]
 
-INSTALL = 'Install it with: pip install "xferlib[cuda12]" or "xferlib[cuda13]"'
+INSTALL = 'Install it with: pip install "cupy-cuda12x>=13.3" (CUDA 12) or "cupy-cuda13x>=13.6" (CUDA 13)'
 DISTRIBUTIONS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 NO_DEVICE = 100
 DRIVER_TOO_OLD = 35

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ON_CPU", "ON_CUDA", "has_idle_gpu", "open_backend"]
 
-ON_CUDA = 'Install it with: pip install "xferlib[cuda12]" or "xferlib[cuda13]"'
-ON_CPU = 'Install it with: pip install "xferlib[jax]" for the CPU, "xferlib[cuda12]" or "xferlib[cuda13]" for NVIDIA GPUs'
+ON_CUDA = 'Install it with: pip install "jax[cuda12]>=0.10.2" (CUDA 12) or "jax[cuda13]>=0.10.2" (CUDA 13)'
+ON_CPU = 'Install it with: pip install "jax[cuda12]>=0.10.2" (CUDA 12), "jax[cuda13]>=0.10.2" (CUDA 13) or "jax>=0.10.2" (CPU)'
 OLDEST = (0, 10, 2)
 
 

@@ -18,7 +18,7 @@ from xferlib.errors import BackendUnavailableError
 
 __all__ = ["DISTRIBUTIONS", "INSTALL", "Numba", "load", "refusal"]
 
-INSTALL = 'Install it with: pip install "xferlib[cuda12]" or "xferlib[cuda13]"'
+INSTALL = 'Install it with: pip install "numba-cuda[cu12]>=0.30" (CUDA 12) or "numba-cuda[cu13]>=0.30" (CUDA 13)'
 
 
 class Package(NamedTuple):

@@ -11,7 +11,7 @@ from operator import index
 
 from xferlib.errors import BackendUnavailableError
 from xferlib_numba._device import Device
-from xferlib_numba._module import Numba, load, refusal
+from xferlib_numba._module import INSTALL, Numba, load, refusal
 
 __all__ = ["open_device"]
 
@@ -21,7 +21,10 @@ REASONS = {
     2: ("the device has no memory left for a CUDA context", "End what else runs on it, or pick another with device=N"),
     FORKED: ("CUDA was used before this process was forked", "Start processes with the spawn or forkserver method"),
     34: ("the libcuda that was found is the stub for linking", "Take the stubs folder out of LD_LIBRARY_PATH"),
-    35: ("the NVIDIA driver is too old for the installed cuda-bindings", "Update the driver, or install the extra for its CUDA"),
+    35: (
+        "the NVIDIA driver is too old for the installed cuda-bindings",
+        f"Update the driver, or take the package for its CUDA. {INSTALL}",
+    ),
     46: ("the device is taken by another process", "End that process, or change the compute mode with: nvidia-smi -c 0"),
     802: ("CUDA is not ready on this machine", "Start NVIDIA's fabric manager"),
     803: ("the loaded driver and its libraries do not match", "Reboot, or install one version of the NVIDIA driver"),

@@ -58,6 +58,12 @@ def test_what_is_not_an_array_is_named() -> None:
         host_array([1, 2])
 
 
+def test_advice_of_the_caller_s_comes_where_the_kind_tells_nothing() -> None:
+    for advice, words in (("", r"got builtins\.set"), ("Try a list", r"got builtins\.set\. Try a list")):
+        with pytest.raises(TypeError, match=f"{words}$"):
+            host_array({1}, advice=advice)
+
+
 def test_scalars_become_arrays() -> None:
     assert host_array(np.float32(3)).shape == ()
 

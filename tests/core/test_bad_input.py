@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ def nothing_starts(stager: xferlib.Stager) -> Any:
         (np.zeros(2, "V16"), "expected numbers"),
         (np.ma.masked_array([1.0, 2.0], [True, False]), r"mask would be lost.*filled"),
         (np.zeros(3, ">f8" if np.little_endian else "<f8"), r"native byte order.*astype"),
-        ("text", r"got builtins\.str"),
+        ("text", r"got builtins\.str. put takes an array, or a tree of them: dict, list"),
+        ({1, 2}, r"got builtins\.set. put takes an array, or a tree of them: dict, list"),
+        ((n for n in [1]), r"got builtins\.generator. put takes an array, or a tree of them: dict, list"),
         (3, r"got builtins\.int.*numpy\.asarray"),
         (memoryview(b"abc"), r"numpy\.asarray"),
     ],
@@ -94,8 +97,8 @@ def test_out_leaves_that_overlap_are_refused(stager: xferlib.Stager) -> None:
 @pytest.mark.parametrize(
     ("into", "error", "words"),
     [
-        (np.zeros(4), ValueError, r"wrong shape: expected \(3,\), got \(4,\)"),
-        (np.zeros(3, np.int64), ValueError, "wrong dtype: expected float64, got int64"),
+        (np.zeros(4), ValueError, r"into has the wrong shape: expected \(3,\), got \(4,\)"),
+        (np.zeros(3, np.int64), ValueError, "into has the wrong dtype: expected float64, got int64"),
         (np.zeros(6)[::2], ValueError, "C order"),
         (np.frombuffer(bytes(24)), ValueError, "read-only"),
         ("text", TypeError, "expected a device array of backend 'host'.*'text'"),
@@ -130,6 +133,55 @@ def test_the_stream_0_is_refused_and_so_is_what_is_no_stream(stager: xferlib.Sta
             move(GOOD, stream=0)
     with pytest.raises(TypeError, match=r"stream=.*xferlib_host\.Stream"):
         stager.get(GOOD, stream="fast")
+
+
+class Foreign:
+    """An array of another library, on a device or not."""
+
+    def __dlpack__(self) -> None:
+        raise AssertionError("it was asked for its memory")
+
+
+class Convertible:
+    """What NumPy can make an array of."""
+
+    def __array__(self) -> Any:
+        raise AssertionError("it was converted")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        (Foreign(), "Foreign. An array that is on a device already needs no put; convert one in host memory with numpy.asarray"),
+        (Convertible(), "Convertible. Convert it with numpy.asarray$"),
+        (True, "bool. Convert numbers, or a list of them, with numpy.asarray$"),
+        (Future(), "Future. Pass what its result() returns$"),
+    ],
+)
+def test_what_to_do_with_what_is_no_array_depends_on_its_kind(stager: xferlib.Stager, leaf: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=r"(?m)got .*\." + words.replace("()", r"\(\)")) as caught:
+        stager.put({"x": leaf})
+    assert caught.value.__notes__ == ["at tree.x"]
+
+
+def test_a_transfer_is_neither_put_nor_taken_for_an_array(stager: xferlib.Stager) -> None:
+    with xferlib.stager("host") as other:
+        transfer = other.put(GOOD)
+        with pytest.raises(TypeError, match=r"Transfer\. Pass what its result\(\) returns"):
+            stager.put(transfer)
+        for use in (np.asarray, lambda transfer: GOOD + transfer):
+            with pytest.raises(TypeError, match=r"a transfer is no array. Take its arrays with \.value, or with \.result\(\)"):
+                use(transfer)
+
+
+def test_a_slot_is_put_by_itself(stager: xferlib.Stager) -> None:
+    with (
+        xferlib.stager("host") as other,
+        xferlib.Ring(other, {"x": ((3,), np.float32)}, slots=1) as ring,
+        ring.acquire() as slot,
+        pytest.raises(TypeError, match=r"Slot\. Put it with its own put\(\)"),
+    ):
+        stager.put(slot)
 
 
 def test_flags_that_are_off_refuse(stager: xferlib.Stager) -> None:
@@ -178,6 +230,15 @@ def test_a_limit_is_greater_than_0(name: str, limit: int) -> None:
 def test_a_limit_that_is_no_int_is_named(limit: Any) -> None:
     with pytest.raises(TypeError, match="pinned_limit"):
         xferlib.stager("host", pinned_limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("bytes_asked", "words"),
+    [(1000, r"1000 bytes of pinned memory asked, .*pinned_limit=1 \(1 bytes\)"), (3 << 20, r"3\.0 MiB of pinned memory asked")],
+)
+def test_what_is_less_than_a_mebibyte_is_said_in_bytes(bytes_asked: int, words: str) -> None:
+    with xferlib.stager("host", pinned_limit=1) as small, pytest.raises(xferlib.AllocationError, match=words):
+        small.empty_pinned(bytes_asked, np.uint8)
 
 
 def test_a_put_above_the_device_limit_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,28 @@ def test_the_environment_gives_the_shape_unless_the_program_does(monkeypatch: py
         assert stager.staging == StagingProfile(3, 2 * MIB)
     with xferlib.stager("host", staging=StagingProfile(2, MIB)) as stager:
         assert stager.staging == StagingProfile(2, MIB)
+
+
+def test_a_program_gives_the_shape_as_the_environment_does() -> None:
+    with xferlib.stager("host", staging="3x512KiB") as stager:
+        assert stager.staging == StagingProfile(3, MIB // 2)
+        with xferlib.Stager(stager.backend, staging="2x1MiB") as another:
+            assert another.staging == StagingProfile(2, MIB)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ("8", ValueError, "staging: expected threads and chunk size as in '8x4MiB', got '8'"),
+        ("", ValueError, "staging: expected threads and chunk size as in '8x4MiB', got ''"),
+        ("0x4MiB", ValueError, "staging: threads: expected at least 1"),
+        (8, TypeError, "staging: expected text such as '8x4MiB', or a StagingProfile, got 8"),
+        ((8, 4 << 20), TypeError, "staging: expected text such as '8x4MiB'"),
+    ],
+)
+def test_a_shape_given_wrong_is_refused_before_anything_is_opened(given: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        xferlib.stager("no backend of that name", staging=given)
 
 
 def test_what_is_measured_is_one_of_the_shapes_tried() -> None:

@@ -172,7 +172,7 @@ def test_a_missing_jax_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPa
     from xferlib_jax import _probe
 
     monkeypatch.setitem(sys.modules, "jax", None)
-    with pytest.raises(BackendUnavailableError, match=r'JAX is not installed. Install it with: pip install "xferlib\[jax\]"'):
+    with pytest.raises(BackendUnavailableError, match=r'JAX is not installed. Install it with: pip install "jax\[cuda12\]>='):
         _probe.open_backend(0)
 
 

@@ -97,7 +97,9 @@ def demo(
     rounds: Annotated[
         str, typer.Option(metavar="N|auto", help="Rounds of blur. auto: as many as make compute take as long as H2D, at least 1.")
     ] = "auto",
-    sheet: Annotated[bool, typer.Option(help="Draw edges.png, a dozen frames above their edges (needs Pillow and Matplotlib).")] = True,
+    sheet: Annotated[
+        bool, typer.Option(help="Draw edges.png, a dozen frames above their edges (needs Pillow and Matplotlib).")
+    ] = True,
 ) -> None:
     """Stream pictures host -> device -> host with all stages overlapped, and verify the result.
 
@@ -133,7 +135,7 @@ def conformance(
 ) -> None:
     """Run the conformance suite, the laws that every backend keeps, against a backend on this machine.
 
-    Exits with pytest's status; with 1, and the reason, if the backend cannot run here, so that nothing is tested.
+    Exits with pytest's status; with 4, and the reason, if the backend cannot run here, so that nothing is tested.
     """
     try:
         from xferlib.conformance.run import run as run_suite

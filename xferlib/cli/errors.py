@@ -8,6 +8,8 @@ from xferlib.errors import XferError
 
 __all__ = ["CommandError", "require_plot"]
 
+INSTALL_PLOT = 'Install them with: pip install "matplotlib>=3.8" "pillow>=10.3"'
+
 
 class CommandError(XferError):
     """Raised for input, output or packages that a command cannot work with. The message is all that the user sees."""
@@ -16,4 +18,4 @@ class CommandError(XferError):
 def require_plot(purpose: str) -> None:
     """Raise `CommandError` unless Pillow and Matplotlib are installed."""
     if find_spec("PIL") is None or find_spec("matplotlib") is None:
-        raise CommandError(f'{purpose} needs Pillow and Matplotlib. Install them with: pip install "matplotlib>=3.8" "pillow>=10.3"')
+        raise CommandError(f"{purpose} needs Pillow and Matplotlib. {INSTALL_PLOT}")

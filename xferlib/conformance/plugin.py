@@ -35,8 +35,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     try:
         config.stash[HEADER] = describe(name)
     except BackendUnavailableError as error:
-        # Once, instead of a skip for every law that ends in success.
-        pytest.exit(f"nothing was tested: {error}", returncode=1)
+        # Once, where a skip for every law would end in success.
+        raise pytest.UsageError(f"nothing was tested: {error}") from error
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -44,7 +44,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def describe(name: str) -> list[str]:
-    """Return the lines: backend, device, capabilities, versions, process."""
+    """Return the lines: backend, device, capabilities, versions, process. Raises `BackendUnavailableError`."""
     loaded = _loaded_packages()
     backend = open_backend(name)
     try:

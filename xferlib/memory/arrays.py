@@ -56,7 +56,9 @@ def _advice(leaf: object) -> str:
             "An array that is on a device already needs no put; convert one in host memory with numpy.asarray. "
             "Inside a function that is being traced nothing can be put"
         )
-    if isinstance(leaf, int | float | complex | list | tuple | memoryview) or {"__array__", "__array_interface__"} & offered:
+    if isinstance(leaf, int | float | complex):
+        return "Convert numbers, or a list of them, with numpy.asarray"
+    if isinstance(leaf, list | tuple | memoryview) or {"__array__", "__array_interface__"} & offered:
         return "Convert it with numpy.asarray"
     return ""
 

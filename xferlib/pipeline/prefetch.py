@@ -6,7 +6,6 @@ whose current stream is the one that will use the arrays, if no other is named.
 
 from __future__ import annotations
 
-import reprlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -24,11 +23,11 @@ from xferlib.pipeline.ends import End, Started, end_of
 from xferlib.pipeline.feed import Feed
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
-from xferlib.stager import Stager
+from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import flatten
 
-__all__ = ["Prefetch", "check_stager", "prefetch"]
+__all__ = ["Prefetch", "prefetch"]
 
 
 def prefetch(
@@ -60,18 +59,6 @@ def prefetch(
         device_waits=lambda: stager.stats().device_waits - waits,
         take=_value if stream is None else partial(_value_on, stream),
     )
-
-
-def check_stager(stager: object, before: object) -> None:
-    """Raise `TypeError` unless this is a stager. `before`: the argument before it, where it may stand by mistake."""
-    if isinstance(stager, Stager):
-        return
-    advice = "Open one with xferlib.stager(name)"
-    if isinstance(before, Stager):
-        advice = "The stager comes second, after what is iterated"
-    elif isinstance(stager, str):
-        advice = f"Open one with xferlib.stager({stager!r})"
-    raise TypeError(f"stager={reprlib.repr(stager)}: expected a stager. {advice}")
 
 
 def _value(transfer: Started) -> Any:

@@ -10,9 +10,9 @@ from xferlib.errors import AllocationError
 from xferlib.pipeline.bill import Bill
 from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.drain import Drain
-from xferlib.pipeline.prefetch import Prefetch, check_stager, prefetch
+from xferlib.pipeline.prefetch import Prefetch, prefetch
 from xferlib.pipeline.report import Report, of_drain, of_stream
-from xferlib.stager import Stager
+from xferlib.stager import Stager, check_stager
 
 __all__ = ["Drained", "drain", "stream_map"]
 
