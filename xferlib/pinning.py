@@ -120,6 +120,16 @@ class Pins:
         """Tell whether a range that starts here is locked. Takes no lock."""
         return address in self._ranges
 
+    def splits(self, address: int, nbytes: int) -> bool:
+        """Tell whether a range that is locked begins or ends inside this memory. Takes no lock."""
+        if not self._ranges:
+            return False
+        end = address + nbytes
+        return any(
+            start < end and address < start + size and not start <= address <= end <= start + size
+            for start, size in self._ranges.copy().items()
+        )
+
     def sweep(self) -> None:
         """Unlock what was dropped without being closed."""
         while self.dropped:

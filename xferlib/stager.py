@@ -85,7 +85,7 @@ class Stager:
         self._staging = ring = Staging(backend, pool, traffic, as_profile(staging))
         room.release, room.wait_for_rest = ring.release, ring.wait_for_rest
         self._pins = Pins(backend, traffic)
-        host = HostMemory(backend, pool)
+        host = HostMemory(backend, pool, self._pins.splits)
         self._maps = Maps(backend, host, traffic.views)
         self._puts = Puts(backend, host, self._blocks, ring, traffic, Loud(strict=strict))
         self._gets = Gets(backend, host, pool, ring, traffic)

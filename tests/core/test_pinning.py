@@ -53,6 +53,30 @@ def test_neighbours_may_be_pinned_each(stager: xferlib.Stager) -> None:
         assert pinned(stager, array)
 
 
+def test_memory_with_a_hole_between_two_pins_is_staged() -> None:
+    """A copy engine, or a kernel, that came to the hole would fail, and with it all that the process has on the device."""
+    backend = tampered()
+
+    def by_its_ends(address: int, nbytes: int) -> bool:
+        """Tell what drivers tell."""
+        return bool(backend.inner.is_pinned(address, 1) and backend.inner.is_pinned(address + nbytes - 1, 1))
+
+    backend.is_pinned = by_its_ends
+    array, out = np.arange(3000.0), np.zeros(3000)
+    with xferlib.stager(backend) as stager, ExitStack() as pins:
+        for part in (array[:1000], array[2000:], out[:1000], out[2000:]):
+            pins.enter_context(stager.pin(part))
+        assert pinned(stager, array)
+        device = stager.put(array).result()
+        assert stager.stats().synchronous == 1
+        assert np.array_equal(stager.get(device, out=out).result(), array)
+        assert stager.stats().synchronous == 2
+        with pytest.raises(ValueError, match="not in pinned memory"):
+            stager.mapped(array)
+        assert np.array_equal(stager.put(array[2100:2900]).value, array[2100:2900])
+        assert stager.stats().synchronous == 2
+
+
 @pytest.mark.parametrize(
     ("array", "error", "words"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -28,10 +28,12 @@ SMALL = 64 << 10
 class HostMemory:
     """Host memory as one backend sees it. Any thread."""
 
-    def __init__(self, backend: HostStager[Any], pool: PinnedPool) -> None:
+    def __init__(self, backend: HostStager[Any], pool: PinnedPool, splits: Callable[[int, int], bool]) -> None:
+        """`splits`: see `Pins`."""
         self.dtypes: set[np.dtype[Any]] = set()
         """Those that `check_dtype` has let pass."""
         self._is_pinned = backend.is_pinned
+        self._splits = splits
         self._check_dtype = backend.check_dtype
         self._pool = pool
         self._in_pool = pool.contains
@@ -109,6 +111,7 @@ class HostMemory:
             if not array.flags.c_contiguous:
                 return None
             address = address_of(array)
-        if self._in_pool(address, nbytes) or self._is_pinned(address, nbytes):
+        if self._in_pool(address, nbytes):
             return address
-        return None
+        # Drivers are asked about both ends. Between two pins there may be memory that no copy engine can use.
+        return address if self._is_pinned(address, nbytes) and not self._splits(address, nbytes) else None
