@@ -50,7 +50,7 @@ KEY = ("case", "backend", "direction", "nbytes", "label")
 TEXT = ("case", "backend", "direction", "label")
 RATES = ("gbps", "limit_gbps", "of_limit")
 TABLES: dict[str, type] = {"peers": float, "peers_seconds": float, "machine": str, "versions": str}
-DIRECTIONS = ("h2d", "d2h", "both")
+DIRECTIONS = ("h2d", "d2h", "both", "none")
 
 
 def make(

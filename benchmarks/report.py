@@ -12,7 +12,7 @@ from benchmarks.records import Record
 __all__ = ["show"]
 
 CALLS = {"overhead", "bystander"}
-STEPS = {"loop", "drain", "leaves", "loaders"}
+STEPS = {"loop", "drain", "leaves", "loaders", "locking"}
 """Cases of which a time says something and the rate does not: in us, in ms."""
 PER_SECOND = {"us": 1e6, "ms": 1e3}
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))

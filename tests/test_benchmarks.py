@@ -52,7 +52,10 @@ LABELS = {
         for source in ("pageable", "pinned slots", "2 workers")
     },
     "memory_kinds": {("pinned", "h2d"), ("pageable", "h2d"), ("mapped", "h2d")},
-    "bystander": {("training step beside staging", "h2d"), ("Python step beside staging", "h2d")},
+    "locking": {("fresh", "none"), ("touched", "none"), ("random arrays", "none")},
+    "bystander": {
+        (f"{kind} step beside staging{how}", "h2d") for kind in ("training", "Python") for how in ("", ", switch interval 1 ms")
+    },
 }
 DIRECTIONS: dict[str, tuple[Direction, ...]] = {
     **dict.fromkeys(CASES, ("h2d", "d2h")),
@@ -61,10 +64,11 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
     "leaves": ("h2d",),
     "loaders": ("h2d",),
     "memory_kinds": ("h2d",),
+    "locking": (),
     "bystander": ("h2d",),
 }
 """What the stager moves in each case."""
-ALONE = {("pageable", "both"), ("mapped", "h2d"), *LABELS["bystander"], *LABELS["loaders"]}
+ALONE = {("pageable", "both"), ("mapped", "h2d"), *LABELS["locking"], *LABELS["bystander"], *LABELS["loaders"]}
 """Figures that no peer can stand beside."""
 
 
@@ -175,9 +179,18 @@ def test_a_record_of_steps_says_how_many_were_verified(quick_records: list[recor
             assert details["over_bound"] == pytest.approx(1 / record["of_limit"], rel=0.01)
 
 
+def test_random_arrays_meet_their_limit(quick_records: list[records.Record]) -> None:
+    (record,) = [record for record in quick_records if record["label"] == "random arrays"]
+    details = record["details"]
+    assert details["arrays"] == record["batch"] * record["seconds"]["n"]
+    assert details["refused"] > 0
+    # Nothing can be page-locked here.
+    assert details["pinned_peak_nbytes"] == details["pinned_after_trim"] == 0
+
+
 def test_every_step_beside_staging_is_in_the_histogram(quick_records: list[records.Record]) -> None:
     found = [record for record in quick_records if record["case"] == "bystander"]
-    assert len(found) == 2
+    assert len(found) == 4
     for record in found:
         assert sum(record["details"]["histogram"]["staging"].values()) == record["seconds"]["n"]
 

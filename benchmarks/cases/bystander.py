@@ -5,7 +5,9 @@ Question: do threads that stage pageable memory disturb the thread that trains? 
 Isolated: the step time of the calling thread. Two kinds of it, neither with a transfer. A "training step" is what a training loop
 does on the host: some Python, the launch of a step of ten milliseconds on the device, the wait for the step before. A "Python step"
 never rests: half a millisecond of Python and small NumPy arrays, each of which gives the interpreter up and wants it back: the
-worst that can stand beside other threads. Beside either a thread puts one pageable batch after another and waits for each.
+worst that can stand beside other threads. Beside either a thread puts one pageable batch after another and waits for each. Each
+kind runs with the interpreter's default switch interval of 5 ms and with 1 ms: a thread that waits for the interpreter, and was not
+quick enough when it was free, looks again after so long.
 
 Method: quiet and staging turns, one after the other, ten of each, of a second. `seconds` are the steps beside staging; the limit is
 the quiet step, so `of_limit` is quiet median over staging median. `details` has both medians and 99th percentiles, their ratios, by
@@ -17,11 +19,14 @@ Command: python benchmarks/run.py --case bystander --backend jax --json
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -45,6 +50,8 @@ TURNS, QUICK_TURNS = 10, 2
 TURN_SECONDS, QUICK_TURN_SECONDS = 1.0, 0.1
 WORDS = 4000
 """Of a Python step; a training step has a tenth of them."""
+INTERVALS = {"": 5e-3, ", switch interval 1 ms": 1e-3}
+"""Seconds for which a thread that waits for the interpreter sleeps before it looks again, by what the label says of it."""
 COMPUTE_SECONDS, QUICK_COMPUTE_SECONDS = 10e-3, 1e-3
 COMPUTE_NBYTES = 1 << 20
 MOST_ROUNDS = 1 << 20
@@ -69,21 +76,34 @@ class _Staging:
 
 
 def run(bench: Bench) -> Iterator[Record]:
-    """Yield a record per kind of step."""
+    """Yield a record per kind of step and switch interval."""
     nbytes = QUICK_NBYTES if bench.quick else NBYTES
     turns, seconds = (QUICK_TURNS, QUICK_TURN_SECONDS) if bench.quick else (TURNS, TURN_SECONDS)
     compute = bench.device.compute(COMPUTE_NBYTES, bench.device.streams[0])
     with bench.open_stager() as stager, compute.current():
         batches = pipeline.random_batches(empty_pageable, nbytes, BATCHES, SEED)
-        for label, step in (("training step", _training_step(bench, compute)), ("Python step", _python_step())):
+        kinds = (("training step", _training_step(bench, compute)), ("Python step", _python_step()))
+        for (kind, step), (how, interval) in itertools.product(kinds, INTERVALS.items()):
+            label = f"{kind} beside staging{how}"
             bench.say(f"{NAME}: {label}, {turns} turns of {seconds} s, quiet and staging")
             quiet, beside, staging = Timing(), Timing(), _Staging()
-            _steps(step, seconds)
-            _stage_beside(bench.device, stager, batches, step, seconds, _Staging())
-            for _ in range(turns):
-                quiet.add(_steps(step, seconds))
-                beside.add(_stage_beside(bench.device, stager, batches, step, seconds, staging))
-            yield _record(bench, stager, f"{label} beside staging", quiet, beside, staging, nbytes)
+            with _switching(interval):
+                _steps(step, seconds)
+                _stage_beside(bench.device, stager, batches, step, seconds, _Staging())
+                for _ in range(turns):
+                    quiet.add(_steps(step, seconds))
+                    beside.add(_stage_beside(bench.device, stager, batches, step, seconds, staging))
+            yield _record(bench, stager, label, quiet, beside, staging, nbytes)
+
+
+@contextmanager
+def _switching(interval: float) -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(interval)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _python_step() -> Step:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, final
 
+import numpy as np
+
 from benchmarks.devices.link import link
 from benchmarks.ways import Call, Direction, Way
 
@@ -38,6 +40,9 @@ class Bare(Protocol):
 
     def synchronize_all(self) -> None:
         """Block until the device has nothing to do."""
+
+    def host_alloc(self, nbytes: int) -> Call:
+        """Allocate memory that copies are fastest from, and return the call that frees it."""
 
 
 def way(
@@ -105,6 +110,10 @@ class CudaCopies:
     def synchronize_all(self) -> None:
         self._call(self.driver.cuCtxSynchronize())
 
+    def host_alloc(self, nbytes: int) -> Call:
+        address = self._call(self.driver.cuMemHostAlloc(nbytes, self.driver.CU_MEMHOSTALLOC_PORTABLE))
+        return lambda: self._call(self.driver.cuMemFreeHost(address))
+
     def _call(self, answer: tuple[Any, ...]) -> Any:
         status, *values = answer
         if status != self.driver.CUresult.CUDA_SUCCESS:
@@ -133,3 +142,7 @@ class CpuCopies:
 
     def synchronize_all(self) -> None:
         """Do nothing."""
+
+    def host_alloc(self, nbytes: int) -> Call:
+        memory = [np.ones(nbytes, np.uint8)]
+        return memory.clear

@@ -100,8 +100,8 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("backend", f"{report['backend']} on {report['device']}"),
         ("frames", f"{frames}, in batches of {report['batch_frames']:,}, depth {report['depth']}"),
         ("threads", f"{report['threads']} to read, {report['threads']} to write"),
-        ("H2D", f"{_bytes(report['h2d_nbytes'])}, {report['h2d_gbps']:.2f} GB/s"),
-        ("D2H", f"{_bytes(report['d2h_nbytes'])}, {report['d2h_gbps']:.2f} GB/s"),
+        ("H2D", f"{_bytes(report['h2d_nbytes'])}, {report['h2d_gbps']:.2f} GB/s over the whole run"),
+        ("D2H", f"{_bytes(report['d2h_nbytes'])}, {report['d2h_gbps']:.2f} GB/s over the whole run"),
         ("total", f"{report['total_seconds']:.3f} s"),
     ]
     for name, seconds in stages.items():
