@@ -366,7 +366,7 @@ def _close_all() -> None:
 atexit.register(_close_all)
 
 
-def check_stager(stager: object, before: object) -> None:
+def check_stager(stager: object, before: object = None) -> None:
     """Raise `TypeError` unless this is a stager. `before`: the argument before it, where it may stand by mistake."""
     if isinstance(stager, Stager):
         return

@@ -385,6 +385,14 @@ def test_a_stager_in_the_wrong_place_or_a_name_of_one_is_refused_in_words(stager
             begin(stager, wrong)
 
 
+def test_a_name_of_a_stager_is_refused_in_words_by_rings_and_drains() -> None:
+    spec: Any = {"x": ((4,), np.float32)}
+    opened: list[Any] = [xferlib.Drain, partial(xferlib.Ring, spec=spec), partial(xferlib.SharedRing, spec=spec)]
+    for make in opened:
+        with pytest.raises(TypeError, match=r"stager='host': expected a stager\. Open one with xferlib\.stager\('host'\)"):
+            make("host")
+
+
 def test_a_single_batch_is_not_taken_for_a_source_of_them(stager: xferlib.Stager) -> None:
     with pytest.raises(TypeError, match=r"batches is a dict, .*Pass \[batch\]"):
         xferlib.prefetch(batch(0), stager)

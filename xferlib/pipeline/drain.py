@@ -16,7 +16,7 @@ from typing import Any, final
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.bill import Bill, Charge, in_words, tree_nbytes
 from xferlib.pipeline.rows import Rows
-from xferlib.stager import Stager
+from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 
 __all__ = ["Drain", "Results"]
@@ -38,6 +38,7 @@ class Drain:
     """
 
     def __init__(self, stager: Stager, depth: int = 2, *, out: Any = None) -> None:
+        check_stager(stager)
         if depth < 1:
             raise ValueError(f"depth={depth!r}: expected 1 or more")
         self.depth = depth

@@ -26,7 +26,7 @@ from xferlib.memory.arrays import Array
 from xferlib.pipeline.bill import Bill, Charge, in_words
 from xferlib.pipeline.ends import End, end_of, reap_all, under_way
 from xferlib.pipeline.shared.layout import Layout
-from xferlib.stager import Stager
+from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import flatten, unflatten
 
@@ -56,6 +56,7 @@ class Ring:
     """
 
     def __init__(self, stager: Stager, spec: Any, slots: int = 3) -> None:
+        check_stager(stager)
         if slots < 1:
             raise ValueError(f"slots={slots!r}: expected 1 or more")
         self._layout = layout = Layout(spec)

@@ -31,7 +31,7 @@ from xferlib.pipeline.shared.process import Worker
 from xferlib.pipeline.shared.run import OnDeath, Run
 from xferlib.pipeline.shared.slots import Bell, Slots
 from xferlib.pipeline.shared.worker import serve
-from xferlib.stager import Stager
+from xferlib.stager import Stager, check_stager
 
 __all__ = ["SharedRing"]
 
@@ -54,6 +54,7 @@ class SharedRing:
     def __init__(self, stager: Stager, spec: Any, *, slots: int = 8) -> None:
         self._refusal: XferError | None = None
         self._pin: Pin | None = None
+        check_stager(stager)
         if slots < 2:
             raise ValueError(f"a ring of {slots!r} slots: expected 2 or more, since a consumer holds one while the next is filled")
         self._layout = layout = Layout(spec)
