@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from bisect import bisect_right
 from collections import deque
 from contextlib import ExitStack
 from types import TracebackType
@@ -65,6 +66,9 @@ class Pins:
         # Reentrant: a finalizer may pin while its thread is in here.
         self._lock = threading.RLock()
         self._ranges: dict[int, int] = {}
+        """By start, sizes. They are apart."""
+        self._starts: tuple[int, ...] = ()
+        """In order; replaced as a whole, so that it can be read without the lock."""
         forget_in_child(self)
 
     def add(self, array: object) -> Pin:
@@ -77,14 +81,16 @@ class Pins:
             raise ValueError("the array is not contiguous: pin the array that it is a view of")
         address = address_of(array)
         with self._lock:
-            if any(address < start + nbytes and start < address + array.nbytes for start, nbytes in self._ranges.copy().items()):
+            if self._meets(address, array.nbytes):
                 raise ValueError("this memory is pinned already. Keep the first pin open for as long as any part is needed")
             self._ranges[address] = array.nbytes
+            self._sort()
         try:
             self._lock_pages(address, array.nbytes)
         except BaseException:
             with self._lock:
                 del self._ranges[address]
+                self._sort()
             raise
         return Pin(self, array, address)
 
@@ -115,6 +121,7 @@ class Pins:
             if address in self._ranges:
                 self._backend.unpin(address)
                 del self._ranges[address]
+                self._sort()
 
     def holds(self, address: int) -> bool:
         """Tell whether a range that starts here is locked. Takes no lock."""
@@ -122,13 +129,22 @@ class Pins:
 
     def splits(self, address: int, nbytes: int) -> bool:
         """Tell whether a range that is locked begins or ends inside this memory. Takes no lock."""
-        if not self._ranges:
-            return False
-        end = address + nbytes
-        return any(
-            start < end and address < start + size and not start <= address <= end <= start + size
-            for start, size in self._ranges.copy().items()
-        )
+        return bool(self._starts) and self._meets(address, nbytes, but_around=True)
+
+    def _meets(self, address: int, nbytes: int, *, but_around: bool = False) -> bool:
+        """Tell whether a range has bytes of this memory. `but_around`: one that has all of them does not count."""
+        starts, end = self._starts, address + nbytes
+        after = bisect_right(starts, address)
+        if after:
+            start = starts[after - 1]
+            # Gone meanwhile: it was unlocked beside this call.
+            reaches = start + self._ranges.get(start, 0)
+            if reaches > address:
+                return not (but_around and reaches >= end)
+        return after < len(starts) and starts[after] < end
+
+    def _sort(self) -> None:
+        self._starts = tuple(sorted(self._ranges))
 
     def sweep(self) -> None:
         """Unlock what was dropped without being closed."""
@@ -145,16 +161,19 @@ class Pins:
         """Unlock everything, each range whatever the others raise; nothing is in flight."""
         with ExitStack() as steps:
             # Last: the backend is closed next, and what it refused to unlock it is not asked for again.
-            steps.callback(self._ranges.clear)
-            steps.callback(self.dropped.clear)
+            steps.callback(self._clear)
             for address in list(self._ranges):
                 steps.callback(self.remove, address)
 
     def forget(self) -> None:
         """See `Forgetful`."""
-        self._ranges.clear()
-        self.dropped.clear()
+        self._clear()
         self._lock = threading.RLock()
+
+    def _clear(self) -> None:
+        self._ranges.clear()
+        self._starts = ()
+        self.dropped.clear()
 
     @property
     def nbytes(self) -> int:

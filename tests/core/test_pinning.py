@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import combinations
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,23 @@ def test_memory_with_a_hole_between_two_pins_is_staged() -> None:
             stager.mapped(array)
         assert np.array_equal(stager.put(array[2100:2900]).value, array[2100:2900])
         assert stager.stats().synchronous == 2
+
+
+def test_every_part_of_memory_with_pins_is_known_for_what_it_is(stager: xferlib.Stager) -> None:
+    array = np.arange(12.0)
+    pins = {places: stager.pin(array[slice(*places)]) for places in ((7, 10), (2, 4), (4, 5))}
+    while pins:
+        for first, end in combinations(range(13), 2):
+            part = array[first:end]
+            met = [(start, stop) for start, stop in pins if first < stop and start < end]
+            split = any(not start <= first < end <= stop for start, stop in met)
+            assert stager._pins.splits(part.ctypes.data, part.nbytes) is split
+            if met:
+                with pytest.raises(ValueError, match="pinned already"):
+                    stager.pin(part)
+            else:
+                stager.pin(part).close()
+        pins.popitem()[1].close()
 
 
 @pytest.mark.parametrize(
