@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Literal, NoReturn, final
 
@@ -41,7 +41,7 @@ from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
 
-__all__ = ["Stager", "check_stager"]
+__all__ = ["Stager", "check_stager", "open_stagers"]
 
 
 @final
@@ -355,10 +355,18 @@ class _PinnedAllocator:
 _live: weakref.WeakSet[Stager] = weakref.WeakSet()
 
 
+def open_stagers() -> list[Stager]:
+    """Return the stagers of this process that are not closed. Any thread."""
+    while True:
+        # One may be opened meanwhile.
+        with suppress(RuntimeError):
+            return list(_live)
+
+
 def _close_all() -> None:
     """Close what was never closed, while the workers still run."""
     with ExitStack() as steps:
-        for stager in list(_live):
+        for stager in open_stagers():
             steps.callback(stager.close)
             steps.callback(stager._warn)
 

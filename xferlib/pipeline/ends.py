@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol, final
 
 from xferlib.protocol import Event
-from xferlib.stager import Stager, _live
+from xferlib.stager import open_stagers
 from xferlib.transfer import Transfer
 
 __all__ = ["End", "Ends", "Started", "end_of", "reap_all", "under_way"]
@@ -64,7 +64,7 @@ class Ends:
 
 def under_way() -> Ends:
     """Return the end of everything that any stager has started so far, as far as it uses host memory of the caller's."""
-    return Ends([event for stager in _stagers() for event in stager._traffic.under_way()])
+    return Ends([event for stager in open_stagers() for event in stager._traffic.under_way()])
 
 
 def reap_all() -> None:
@@ -72,12 +72,5 @@ def reap_all() -> None:
 
     For whoever waits for memory that any of them may have read: where copies are small, they seldom look by themselves.
     """
-    for stager in _stagers():
+    for stager in open_stagers():
         stager._traffic.reap()
-
-
-def _stagers() -> list[Stager]:
-    while True:
-        # One may be opened meanwhile.
-        with suppress(RuntimeError):
-            return list(_live)
