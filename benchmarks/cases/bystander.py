@@ -32,7 +32,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from benchmarks import ours, pipeline, records
+from benchmarks import ours, pipeline
 from benchmarks.bench import Bench, Case
 from benchmarks.harness import Timing
 from benchmarks.memory import empty_pageable
@@ -210,7 +210,7 @@ def _record(bench: Bench, stager: Stager, label: str, quiet: Timing, beside: Tim
         "staging_gbps": round(staging.nbytes / staging.seconds / 1e9, 3),
         "histogram": {"quiet": _histogram(quiet.values), "staging": _histogram(beside.values)},
     }
-    return records.make(
+    return bench.record(
         case=NAME,
         backend=stager.name,
         direction="h2d",
@@ -218,10 +218,7 @@ def _record(bench: Bench, stager: Stager, label: str, quiet: Timing, beside: Tim
         label=label,
         ours=beside,
         limit=quiet,
-        peers={},
         details=details,
-        machine=bench.machine,
-        versions=bench.versions,
     )
 
 

@@ -39,7 +39,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import xferlib
-from benchmarks import memory, ours, pipeline, records
+from benchmarks import memory, ours, pipeline
 from benchmarks.bench import Bench, Case
 from benchmarks.harness import Timing
 from benchmarks.mapped import Mapped, mapped
@@ -174,7 +174,7 @@ def _measure(bench: Bench, stager: Stager, loop: _Loop, regime: str) -> Iterator
     writers = median(loop.writers(steps) for _ in range(samples))
     for name, timing in timings.items():
         limited = _limited(timing, result, writers) if name.endswith("workers") else {}
-        yield records.make(
+        yield bench.record(
             case=NAME,
             backend=stager.name,
             direction="h2d",
@@ -184,8 +184,6 @@ def _measure(bench: Bench, stager: Stager, loop: _Loop, regime: str) -> Iterator
             limit=result.bound,
             peers=result.timings,
             details={**result.details(timing, rounds=rounds), **_beside(timing, result), **limited},
-            machine=bench.machine,
-            versions=bench.versions,
         )
 
 

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks import records
 from benchmarks.bench import Bench, Case
 from benchmarks.devices.bare import Bare, CpuCopies, CudaCopies
 from benchmarks.harness import Timing
@@ -68,8 +67,8 @@ def _large(bench: Bench, nbytes: int) -> Iterator[Record]:
         array.fill(1)
         for index in range(ROUNDS):
             bench.say(f"{NAME}: {nbytes} bytes, round {index + 1} of {ROUNDS}")
-            limit.add([_seconds(lambda: bare.host_alloc(nbytes), _call)])
-            fresh.add([_seconds(lambda: stager.empty_pinned(nbytes, np.uint8), None)])
+            limit.add([_seconds(lambda: bare.host_alloc(nbytes), lambda free: free())])
+            fresh.add([_seconds(lambda: stager.empty_pinned(nbytes, np.uint8))])
             stager.trim()
             if stager.capabilities.register:
                 touched.add([_seconds(lambda: stager.pin(array), lambda pin: pin.close())])
@@ -86,17 +85,12 @@ def _locked_for(stager: Stager, nbytes: int) -> int:
     return locked
 
 
-def _seconds(make: Callable[[], Any], undo: Callable[[Any], object] | None) -> float:
+def _seconds(make: Callable[[], Any], undo: Callable[[Any], object] = lambda _: None) -> float:
     begin = time.perf_counter()
     made = make()
     seconds = time.perf_counter() - begin
-    if undo is not None:
-        undo(made)
+    undo(made)
     return seconds
-
-
-def _call(free: Callable[[], object]) -> None:
-    free()
 
 
 def _many(bench: Bench, count: int, limit_nbytes: int) -> Record:
@@ -166,7 +160,7 @@ def _little_garbage() -> Iterator[None]:
 
 
 def _record(bench: Bench, stager: Stager, label: str, nbytes: int, ours: Timing, limit: Timing, details: dict[str, Any]) -> Record:
-    return records.make(
+    return bench.record(
         case=NAME,
         backend=stager.name,
         direction="none",
@@ -174,10 +168,7 @@ def _record(bench: Bench, stager: Stager, label: str, nbytes: int, ours: Timing,
         label=label,
         ours=ours,
         limit=limit,
-        peers={},
         details=details,
-        machine=bench.machine,
-        versions=bench.versions,
     )
 
 

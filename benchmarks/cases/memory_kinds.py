@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import memory, ours, records
+from benchmarks import memory, ours
 from benchmarks.arena import SHIFTS, STEP, Arena
 from benchmarks.bench import LIMIT, Bench, Case, ways_of
 from benchmarks.harness import time_bandwidth
@@ -103,7 +103,7 @@ def _measure(bench: Bench, stager: Stager, kind: _Kind, pinned: Arena) -> Record
         (kind.way,), (bench.device.raw("h2d"),), [(way,) for way in kind.peers], arena=kind.arena, pinned=pinned, nbytes=nbytes
     )
     timings = time_bandwidth(contenders, nbytes=nbytes, effort=bench.effort, level=False)
-    return records.make(
+    return bench.record(
         case=NAME,
         backend=stager.name,
         direction="h2d",
@@ -112,8 +112,6 @@ def _measure(bench: Bench, stager: Stager, kind: _Kind, pinned: Arena) -> Record
         ours=timings.pop(ours.NAME),
         limit=timings.pop(LIMIT),
         peers=timings,
-        machine=bench.machine,
-        versions=bench.versions,
     )
 
 

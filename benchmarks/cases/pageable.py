@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import memory, ours, pipeline, records
+from benchmarks import memory, ours, pipeline
 from benchmarks.arena import SHIFTS, STEP, Arena
 from benchmarks.bench import LIMIT, Bench, Case, ways_of
 from benchmarks.harness import Timing, time_bandwidth
@@ -134,7 +134,7 @@ def _record(
     peers: dict[str, Timing],
     details: dict[str, Any],
 ) -> Record:
-    return records.make(
+    return bench.record(
         case=NAME,
         backend=stager.name,
         direction=direction,
@@ -144,8 +144,6 @@ def _record(
         limit=limit,
         peers=peers,
         details=details,
-        machine=bench.machine,
-        versions=bench.versions,
     )
 
 
