@@ -97,6 +97,30 @@ def tampered(**replaced: Any) -> Any:
     return Tampered(replaced)
 
 
+class Gated:
+    """A host backend of which copies to the device stop at a gate before they start: all, or those for which `when` is true.
+
+    `once`: only the first of them. `entered` is set when one has come to the gate.
+    """
+
+    def __init__(self, when: Callable[[], bool] = lambda: True, *, once: bool = False) -> None:
+        self.backend = tampered(copy_h2d=self._copy)
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self._when = when
+        self._once = once
+
+    def _copy(self, dst: int, src: int, nbytes: int) -> None:
+        if self._when() and not (self._once and self.entered.is_set()):
+            self.entered.set()
+            self.gate.wait(WATCHDOG)
+        self.backend.inner.copy_h2d(dst, src, nbytes)
+
+
+def off_main() -> bool:
+    """Tell whether this is another thread than the test's."""
+    return threading.current_thread() is not threading.main_thread()
+
+
 class Point:
     """An event that the test moves."""
 

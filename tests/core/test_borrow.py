@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
+from tests.core.fakes import Gated, held, on_thread, tampered
 from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20
@@ -20,18 +19,6 @@ RING = StagingProfile(4, MIB, MIB // 2)
 
 def numbers(nbytes: int, first: int = 0) -> np.ndarray[Any, Any]:
     return np.arange(first, first + nbytes // 4, dtype=np.uint32)
-
-
-class Gated:
-    """A host backend whose copies to the device do not start before the gate is set."""
-
-    def __init__(self) -> None:
-        self.backend = tampered(copy_h2d=self.copy)
-        self.gate = threading.Event()
-
-    def copy(self, dst: int, src: int, nbytes: int) -> None:
-        self.gate.wait(10)
-        self.backend.inner.copy_h2d(dst, src, nbytes)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
+from tests.core.fakes import Gated, held, off_main, on_thread, tampered
 from xferlib.staging import land
 from xferlib.staging.parts import pick_up
 from xferlib.staging.profile import StagingProfile
@@ -92,26 +92,17 @@ def test_two_threads_that_find_no_room_do_not_wait_for_each_other(way: str) -> N
 
 
 def test_a_put_waits_for_a_chunk_that_another_thread_has() -> None:
-    backend = tampered()
-    entered, go = threading.Event(), threading.Event()
-
-    def copy(dst: int, src: int, nbytes: int) -> None:
-        if threading.current_thread() is not threading.main_thread() and not entered.is_set():
-            entered.set()
-            go.wait(SECONDS)
-        backend.inner.copy_h2d(dst, src, nbytes)
-
-    backend.copy_h2d = copy
-    with xferlib.stager(backend, pinned_limit=2 * MIB, staging=StagingProfile(1, MIB, 64 << 10)) as stager:
+    gated = Gated(off_main, once=True)
+    with xferlib.stager(gated.backend, pinned_limit=2 * MIB, staging=StagingProfile(1, MIB, 64 << 10)) as stager:
         source = numbers(3 * MIB)
         large = on_thread(lambda: stager.put(source).result())
-        assert entered.wait(SECONDS)
+        assert gated.entered.wait(SECONDS)
         # The chunks that are idle come back at once, that one does not.
         array = stager.empty_pinned(2 * MIB - stager._staging._chunks.nbytes, np.uint8)
         small = on_thread(lambda: stager.put(source[:9]).result())
         with pytest.raises(TimeoutError):
             small.result(0.2)
-        go.set()
+        gated.gate.set()
         assert np.array_equal(small.result(SECONDS), source[:9])
         assert np.array_equal(large.result(SECONDS), source)
         del array
@@ -148,21 +139,12 @@ def test_many_tiny_leaves_count_with_what_their_alignment_adds() -> None:
 
 
 def test_a_thread_that_asks_for_its_first_chunk_waits_for_another_s() -> None:
-    backend = tampered()
-    entered, go = threading.Event(), threading.Event()
-
-    def copy(dst: int, src: int, nbytes: int) -> None:
-        if threading.current_thread() is not threading.main_thread() and not entered.is_set():
-            entered.set()
-            go.wait(SECONDS)
-        backend.inner.copy_h2d(dst, src, nbytes)
-
-    backend.copy_h2d = copy
-    with xferlib.stager(backend, pinned_limit=LIMIT, staging=RING) as stager:
+    gated = Gated(off_main, once=True)
+    with xferlib.stager(gated.backend, pinned_limit=LIMIT, staging=RING) as stager:
         # Room for one chunk, once both have found that there is none.
         arrays = [stager.empty_pinned(LIMIT // 8, np.uint8) for _ in range(8)]
         source = numbers(3 * MIB)
-        with held(backend.inner.h2d) as gate:
+        with held(gated.backend.inner.h2d) as gate:
             transfer = stager.put(arrays[0])
             both = [on_thread(lambda: stager.put(source).result()) for _ in range(2)]
             for call in both:
@@ -170,33 +152,25 @@ def test_a_thread_that_asks_for_its_first_chunk_waits_for_another_s() -> None:
                     call.result(0.1)
             arrays.pop()
             gate.set()
-        assert entered.wait(SECONDS)
+        assert gated.entered.wait(SECONDS)
         for call in both:
             with pytest.raises(TimeoutError):
                 call.result(0.1)
-        go.set()
+        gated.gate.set()
         for call in both:
             assert np.array_equal(call.result(SECONDS), source)
         transfer.synchronize()
 
 
 def test_memory_on_its_way_into_flight_is_waited_for() -> None:
-    backend = tampered()
-    entered, go = threading.Event(), threading.Event()
-
-    def copy(dst: int, src: int, nbytes: int) -> None:
-        entered.set()
-        go.wait(SECONDS)
-        backend.inner.copy_h2d(dst, src, nbytes)
-
-    backend.copy_h2d = copy
-    with xferlib.stager(backend, pinned_limit=LIMIT, staging=RING) as stager:
+    gated = Gated()
+    with xferlib.stager(gated.backend, pinned_limit=LIMIT, staging=RING) as stager:
         small = on_thread(lambda: stager.put(numbers(MIB)).result())
-        assert entered.wait(SECONDS)
+        assert gated.entered.wait(SECONDS)
         array = on_thread(lambda: stager.empty_pinned(LIMIT, np.uint8))
         with pytest.raises(TimeoutError):
             array.result(0.2)
-        go.set()
+        gated.gate.set()
         assert np.array_equal(small.result(SECONDS), numbers(MIB))
         assert array.result(SECONDS).nbytes == LIMIT
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
+from tests.core.fakes import Gated, held, on_thread, tampered
 from xferlib.staging.crew import CREWS
 from xferlib.staging.profile import StagingProfile
 
@@ -139,24 +139,15 @@ def test_a_lent_put_whose_end_cannot_be_recorded_keeps_its_device_memory() -> No
 
 
 def test_closing_a_pin_waits_for_a_lent_put_that_has_more_to_start() -> None:
-    backend = tampered()
-    entered, go = threading.Event(), threading.Event()
-
-    def copy(dst: int, src: int, nbytes: int) -> None:
-        if threading.current_thread().name == "xferlib-feeding":
-            entered.set()
-            go.wait(SECONDS)
-        backend.inner.copy_h2d(dst, src, nbytes)
-
-    backend.copy_h2d = copy
-    with xferlib.stager(backend, pinned_limit=64 * MIB, staging=RING) as stager:
+    gated = Gated(lambda: threading.current_thread().name == "xferlib-feeding")
+    with xferlib.stager(gated.backend, pinned_limit=64 * MIB, staging=RING) as stager:
         mine = np.full(MIB, 7, np.uint8)
         pin = stager.pin(mine)
-        with held(backend.inner.h2d) as gate:
+        with held(gated.backend.inner.h2d) as gate:
             transfer = stager.put({"pinned": mine, "lent": numbers(2 * MIB)}, borrow=True)
-            assert entered.wait(SECONDS)
+            assert gated.entered.wait(SECONDS)
             closing = on_thread(pin.close)
-            go.set()
+            gated.gate.set()
             with pytest.raises(TimeoutError):
                 closing.result(0.3)
             gate.set()
@@ -166,26 +157,18 @@ def test_closing_a_pin_waits_for_a_lent_put_that_has_more_to_start() -> None:
 
 
 def test_close_gives_back_what_a_lent_put_used() -> None:
-    backend = tampered()
-    entered, go = threading.Event(), threading.Event()
-
-    def copy(dst: int, src: int, nbytes: int) -> None:
-        entered.set()
-        go.wait(SECONDS)
-        backend.inner.copy_h2d(dst, src, nbytes)
-
-    backend.copy_h2d = copy
-    stager = xferlib.stager(backend, pinned_limit=64 * MIB, staging=RING)
-    with held(backend.inner.h2d) as gate:
+    gated = Gated()
+    stager = xferlib.stager(gated.backend, pinned_limit=64 * MIB, staging=RING)
+    with held(gated.backend.inner.h2d) as gate:
         stager.put(numbers(2 * MIB), borrow=True)
-        assert entered.wait(SECONDS)
+        assert gated.entered.wait(SECONDS)
         closing = on_thread(stager.close)
-        go.set()
+        gated.gate.set()
         with pytest.raises(TimeoutError):
             closing.result(0.3)
         gate.set()
     closing.result(SECONDS)
-    calls = backend.inner.memory.calls()
+    calls = gated.backend.inner.memory.calls()
     assert calls.pinned_frees == calls.pinned_allocations > 0
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread, succeeds, tampered
+from tests.core.fakes import Gated, held, off_main, on_thread, succeeds, tampered
 from xferlib.landing import Landing
 from xferlib.staging.profile import StagingProfile
 
@@ -279,23 +279,14 @@ def test_who_is_told_that_a_piece_is_over_finds_its_memory(
 
 def test_room_is_waited_for_while_another_thread_is_between_taking_and_starting() -> None:
     """Neither in flight nor the caller's: that pinned memory comes back by itself, so nobody may be told that the pool is full."""
-    backend = tampered()
-    entered, go = threading.Event(), threading.Event()
-
-    def copy(dst: int, src: int, nbytes: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            entered.set()
-            go.wait(10)
-        backend.inner.copy_h2d(dst, src, nbytes)
-
-    backend.copy_h2d = copy
-    with xferlib.stager(backend, pinned_limit=PIECE, staging=StagingProfile(1, PIECE, PIECE)) as stager:
+    gated = Gated(off_main)
+    with xferlib.stager(gated.backend, pinned_limit=PIECE, staging=StagingProfile(1, PIECE, PIECE)) as stager:
         source = numbers(PIECE)
         other = on_thread(lambda: stager.put(source))
-        assert entered.wait(10)
+        assert gated.entered.wait(10)
         mine = on_thread(lambda: stager.put(source + 1))
         with pytest.raises(TimeoutError):
             mine.result(0.2)
-        go.set()
+        gated.gate.set()
         assert np.array_equal(other.result(10).value, source)
         assert np.array_equal(mine.result(10).value, source + 1)
