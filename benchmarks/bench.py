@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-from benchmarks import ours, records
+from benchmarks import ours
 from benchmarks.arena import Arena
-from benchmarks.harness import Absences, Contender, Effort, Timing, able, sample
+from benchmarks.harness import Absences, Contender, Effort, able, sample
 from benchmarks.pipeline import Pipe
 from benchmarks.records import Record
 from benchmarks.ways import Corrupted, Device, Direction, Kind, Peer, Way
@@ -38,34 +38,6 @@ class Bench:
     quick: bool
     absences: Absences
     say: Callable[[str], None]
-
-    def record(
-        self,
-        *,
-        case: str,
-        backend: str,
-        direction: str,
-        nbytes: int,
-        label: str,
-        ours: Timing,
-        limit: Timing,
-        peers: Mapping[str, Timing] | None = None,
-        details: dict[str, Any] | None = None,
-    ) -> Record:
-        """Return a record of this run; see `records.make`."""
-        return records.make(
-            case=case,
-            backend=backend,
-            direction=direction,
-            nbytes=nbytes,
-            label=label,
-            ours=ours,
-            limit=limit,
-            peers=peers or {},
-            machine=self.machine,
-            versions=self.versions,
-            details=details,
-        )
 
     def open_peers(self, names: Iterable[str]) -> list[Peer]:
         """Open those of these peers that the device knows; the reasons of those that cannot run are noted."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from benchmarks.harness import Timing
 
-__all__ = ["Record", "check", "make", "merge"]
+__all__ = ["Record", "Run", "check", "make", "merge"]
 
 
 class Seconds(TypedDict):
@@ -53,7 +53,18 @@ TABLES: dict[str, type] = {"peers": float, "peers_seconds": float, "machine": st
 DIRECTIONS = ("h2d", "d2h", "both", "none")
 
 
+class Run(Protocol):
+    """Where and with what a record came about."""
+
+    @property
+    def machine(self) -> dict[str, str]: ...
+
+    @property
+    def versions(self) -> dict[str, str]: ...
+
+
 def make(
+    run: Run,
     *,
     case: str,
     backend: str,
@@ -62,13 +73,12 @@ def make(
     label: str,
     ours: Timing,
     limit: Timing,
-    peers: Mapping[str, Timing],
-    machine: dict[str, str],
-    versions: dict[str, str],
+    peers: Mapping[str, Timing] | None = None,
     details: dict[str, Any] | None = None,
 ) -> Record:
     """Return a record. `nbytes` is per direction; the rates of both at once count both."""
     moved = (2 if direction == "both" else 1) * nbytes
+    rivals = peers or {}
 
     def gbps(timing: Timing) -> float:
         return round(moved / timing.median / 1e9, 6)
@@ -84,10 +94,10 @@ def make(
         gbps=gbps(ours),
         limit_gbps=gbps(limit),
         of_limit=round(ours.share_of(limit), 4),
-        peers={name: gbps(timing) for name, timing in peers.items()},
-        peers_seconds={name: timing.median for name, timing in peers.items()},
-        machine=machine,
-        versions=versions,
+        peers={name: gbps(timing) for name, timing in rivals.items()},
+        peers_seconds={name: timing.median for name, timing in rivals.items()},
+        machine=run.machine,
+        versions=run.versions,
     )
     if details is not None:
         record["details"] = details

@@ -32,7 +32,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from benchmarks import ours, pipeline
+from benchmarks import ours, pipeline, records
 from benchmarks.bench import Bench, Case
 from benchmarks.harness import Timing
 from benchmarks.memory import empty_pageable
@@ -210,7 +210,8 @@ def _record(bench: Bench, stager: Stager, label: str, quiet: Timing, beside: Tim
         "staging_gbps": round(staging.nbytes / staging.seconds / 1e9, 3),
         "histogram": {"quiet": _histogram(quiet.values), "staging": _histogram(beside.values)},
     }
-    return bench.record(
+    return records.make(
+        bench,
         case=NAME,
         backend=stager.name,
         direction="h2d",

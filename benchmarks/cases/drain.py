@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks import ours, pipeline
+from benchmarks import ours, pipeline, records
 from benchmarks.bench import Bench, Case
 from benchmarks.pipeline import Alone, Pipe
 from benchmarks.records import Record
@@ -68,7 +68,8 @@ def _measure(
         pipes = [Pipe(way.name, partial(pipeline.drain, compute, way, pairs, targets, rounds), way.share) for way in drains]
         result = pipeline.measure(bench.able_pipes(pipes), alone, steps=frames, samples=QUICK_SAMPLES if bench.quick else SAMPLES)
     timing = result.timings.pop(ours.NAME)
-    return bench.record(
+    return records.make(
+        bench,
         case=NAME,
         backend=stager.name,
         direction="d2h",

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import memory, ours
+from benchmarks import memory, ours, records
 from benchmarks.arena import Arena
 from benchmarks.bench import LIMIT, Bench, Case, ways_of
 from benchmarks.harness import Contender, able, sample, time_bandwidth
@@ -62,7 +62,8 @@ def _measure(bench: Bench, stager: Stager, mine: Way, rivals: Sequence[Way], nby
     contenders = able(contenders, bench.absences, partial(sample, nbytes=nbytes, count=1, index=-2))
     effort = bench.effort if bench.quick else replace(bench.effort, samples=SAMPLES)
     timings = time_bandwidth(contenders, nbytes=nbytes, effort=effort, level=False, warm=True)
-    return bench.record(
+    return records.make(
+        bench,
         case=NAME,
         backend=stager.name,
         direction="h2d",

@@ -24,7 +24,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks import memory, ours
+from benchmarks import memory, ours, records
 from benchmarks.arena import SHIFTS, STEP, Arena
 from benchmarks.bench import LIMIT, Bench, Case
 from benchmarks.harness import Contender, time_bandwidth
@@ -133,7 +133,8 @@ def _measure(bench: Bench, stager: Stager, contenders: Sequence[Contender], lap:
         # The first start and the last wait cost tens of microseconds in all: they must not be a share of the link's figure.
         effort = replace(effort, sample_seconds=max(effort.sample_seconds, LARGE_SAMPLE_SECONDS))
     timings = time_bandwidth(contenders, nbytes=lap.nbytes, effort=effort, level=lap.kind != "pageable")
-    return bench.record(
+    return records.make(
+        bench,
         case=NAME,
         backend=stager.name,
         direction=lap.direction,

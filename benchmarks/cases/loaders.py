@@ -39,7 +39,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import xferlib
-from benchmarks import memory, ours, pipeline
+from benchmarks import memory, ours, pipeline, records
 from benchmarks.bench import Bench, Case
 from benchmarks.harness import Timing
 from benchmarks.mapped import Mapped, mapped
@@ -174,7 +174,8 @@ def _measure(bench: Bench, stager: Stager, loop: _Loop, regime: str) -> Iterator
     writers = median(loop.writers(steps) for _ in range(samples))
     for name, timing in timings.items():
         limited = _limited(timing, result, writers) if name.endswith("workers") else {}
-        yield bench.record(
+        yield records.make(
+            bench,
             case=NAME,
             backend=stager.name,
             direction="h2d",

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks import records
 from benchmarks.bench import Bench, Case
 from benchmarks.devices.bare import Bare, CpuCopies, CudaCopies
 from benchmarks.harness import Timing
@@ -160,7 +161,8 @@ def _little_garbage() -> Iterator[None]:
 
 
 def _record(bench: Bench, stager: Stager, label: str, nbytes: int, ours: Timing, limit: Timing, details: dict[str, Any]) -> Record:
-    return bench.record(
+    return records.make(
+        bench,
         case=NAME,
         backend=stager.name,
         direction="none",

@@ -23,7 +23,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks import ours, pipeline
+from benchmarks import ours, pipeline, records
 from benchmarks.bench import Bench, Case
 from benchmarks.pipeline import Alone, Pipe
 from benchmarks.records import Record
@@ -68,7 +68,8 @@ def _measure(bench: Bench, stager: Stager, peers: Sequence[Peer], slots: Sequenc
         pipes = bench.able_pipes([_pipe(compute, feed, slots, rounds) for feed in feeds])
         result = pipeline.measure(pipes, alone, steps=steps, samples=QUICK_SAMPLES if bench.quick else SAMPLES)
     timing = result.timings.pop(ours.NAME)
-    return bench.record(
+    return records.make(
+        bench,
         case=NAME,
         backend=stager.name,
         direction="h2d",

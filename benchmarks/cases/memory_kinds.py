@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import memory, ours
+from benchmarks import memory, ours, records
 from benchmarks.arena import SHIFTS, STEP, Arena
 from benchmarks.bench import LIMIT, Bench, Case, ways_of
 from benchmarks.harness import time_bandwidth
@@ -103,7 +103,8 @@ def _measure(bench: Bench, stager: Stager, kind: _Kind, pinned: Arena) -> Record
         (kind.way,), (bench.device.raw("h2d"),), [(way,) for way in kind.peers], arena=kind.arena, pinned=pinned, nbytes=nbytes
     )
     timings = time_bandwidth(contenders, nbytes=nbytes, effort=bench.effort, level=False)
-    return bench.record(
+    return records.make(
+        bench,
         case=NAME,
         backend=stager.name,
         direction="h2d",

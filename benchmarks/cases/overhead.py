@@ -23,7 +23,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks import ours
+from benchmarks import ours, records
 from benchmarks.arena import Arena, fitted
 from benchmarks.bench import Bench, Case, ways_of
 from benchmarks.harness import Contender, Timing, able, time_calls
@@ -119,7 +119,8 @@ def _records(
 ) -> Iterator[Record]:
     peers = {name: timing for name, timing in timings.items() if name not in labels}
     for label in labels:
-        yield bench.record(
+        yield records.make(
+            bench,
             case=NAME,
             backend=stager.name,
             direction=direction,

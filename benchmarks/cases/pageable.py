@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import memory, ours, pipeline
+from benchmarks import memory, ours, pipeline, records
 from benchmarks.arena import SHIFTS, STEP, Arena
 from benchmarks.bench import LIMIT, Bench, Case, ways_of
 from benchmarks.harness import Timing, time_bandwidth
@@ -134,7 +134,8 @@ def _record(
     peers: dict[str, Timing],
     details: dict[str, Any],
 ) -> Record:
-    return bench.record(
+    return records.make(
+        bench,
         case=NAME,
         backend=stager.name,
         direction=direction,
