@@ -22,7 +22,6 @@ from typing import Any, final
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.pinning import Pin
-from xferlib.pipeline.ends import reap_all
 from xferlib.pipeline.shared.crew import Crew
 from xferlib.pipeline.shared.layout import Layout
 from xferlib.pipeline.shared.memory import SharedMemory
@@ -128,7 +127,6 @@ class SharedRing:
             self,
             self._crew,
             self._places,
-            reap_all,
             begin,
             iterator,
             workers=workers,

@@ -11,9 +11,10 @@ import pickle
 import reprlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
+from xferlib.pipeline.ends import reap_all
 from xferlib.pipeline.shared.crew import Answer, Crew, Death
 from xferlib.pipeline.shared.failures import WorkerDiedError, WorkerError, WorkerTraceback
 from xferlib.pipeline.shared.layout import Parts
@@ -57,7 +58,6 @@ class Run(Iterator[Any]):
         owner: object,
         crew: Crew,
         slots: Slots,
-        reap: Callable[[], object],
         begin: Begin,
         tasks: Iterator[Any],
         *,
@@ -69,7 +69,6 @@ class Run(Iterator[Any]):
         self._owner = owner
         self._crew = crew
         self._slots = slots
-        self._reap = reap
         self._begin = begin
         self._tasks = tasks
         self._workers = workers
@@ -171,7 +170,7 @@ class Run(Iterator[Any]):
         slot = self._slots.take()
         if slot is None:
             # A copy may be done that nobody has asked about since.
-            self._reap()
+            reap_all()
             slot = self._slots.take()
         if slot is None:
             self._starved = True
