@@ -83,14 +83,15 @@ class Pins:
         with self._lock:
             if self._meets(address, array.nbytes):
                 raise ValueError("this memory is pinned already. Keep the first pin open for as long as any part is needed")
+            starts = tuple(sorted((*self._starts, address)))
+            # Nothing is called in between: an interrupt leaves both or none.
             self._ranges[address] = array.nbytes
-            self._sort()
+            self._starts = starts
         try:
             self._lock_pages(address, array.nbytes)
         except BaseException:
             with self._lock:
-                del self._ranges[address]
-                self._sort()
+                self._drop(address)
             raise
         return Pin(self, array, address)
 
@@ -120,8 +121,7 @@ class Pins:
         with self._lock:
             if address in self._ranges:
                 self._backend.unpin(address)
-                del self._ranges[address]
-                self._sort()
+                self._drop(address)
 
     def holds(self, address: int) -> bool:
         """Tell whether a range that starts here is locked. Takes no lock."""
@@ -137,14 +137,16 @@ class Pins:
         after = bisect_right(starts, address)
         if after:
             start = starts[after - 1]
-            # Gone meanwhile: it was unlocked beside this call.
+            # It may have been unlocked beside this call.
             reaches = start + self._ranges.get(start, 0)
             if reaches > address:
                 return not (but_around and reaches >= end)
         return after < len(starts) and starts[after] < end
 
-    def _sort(self) -> None:
-        self._starts = tuple(sorted(self._ranges))
+    def _drop(self, address: int) -> None:
+        starts = tuple([start for start in self._starts if start != address])
+        del self._ranges[address]
+        self._starts = starts
 
     def sweep(self) -> None:
         """Unlock what was dropped without being closed."""
