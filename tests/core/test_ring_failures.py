@@ -209,3 +209,18 @@ def test_an_interrupt_while_a_get_waits_for_its_turn_leaves_nothing_to_wait_for(
         stager.get(numbers(MIB), out=np.zeros(MIB // 4, np.uint32))
     stager._staging._landing = turn
     on_thread(stager.close).result(SECONDS)
+
+
+def test_gets_that_have_copies_to_start_stay_in_one_list() -> None:
+    """Another thread may add to it at any moment; one that took its place would have lost that."""
+    backend = tampered()
+    with xferlib.stager(backend, pinned_limit=64 * MIB, staging=RING) as stager:
+        ring = stager._staging
+        with held(backend.inner.d2h):
+            transfer = stager.get(numbers(16 * MIB), out=np.zeros(4 * MIB, np.uint32))
+            entries = ring._unissued
+            assert len(entries) == 1
+        transfer.synchronize()
+        ring.wait_issued()
+        assert ring._unissued is entries
+        assert not entries
