@@ -46,6 +46,7 @@ LAWS = {
     11: "Flags are honest both ways",
     12: "Failures surface",
     13: "Steady state is quiet: nothing is allocated, freed, pinned or unpinned",
+    14: "Ownership: what the library took is released once, when nobody holds it any more; memory of others is never written",
 }
 
 ArrayT = TypeVar("ArrayT")
@@ -77,7 +78,7 @@ class Capabilities:
 class Stream(NamedTuple):
     """A stream of the framework, resolved: `handle` tells streams apart, `keepalive` keeps the stream from being destroyed.
 
-    No keepalive: the user gave a bare handle, and may destroy the stream when the arrays that it was named for are gone.
+    No keepalive: the user gave a bare handle, and promises that the stream stays valid until the stager is closed.
     """
 
     handle: int
@@ -111,7 +112,7 @@ class Event(Protocol):
 
 
 class DeviceBlock(Protocol):
-    """Device memory that the core reuses. It is freed when the last reference goes, also after `close()`, on any thread."""
+    """Device memory that the core reuses. A table of the core's owns it: it has no finalizer, and `free_device` frees it."""
 
     @property
     def address(self) -> int:
@@ -224,14 +225,25 @@ class HostStager(Protocol[ArrayT]):
         """Raise `TypeError`, saying what to do, if an array of this dtype cannot be had or would be narrowed. Asked once each."""
 
     def alloc_device(self, nbytes: int) -> DeviceBlock:
-        """Return new device memory of exactly this size, contents undefined. Never in steady state; may block for a new size."""
+        """Return new device memory of exactly this size, contents undefined. Never in steady state; may block for a new size.
+
+        Called on a thread that no interrupt comes to.
+        """
+
+    def free_device(self, block: DeviceBlock) -> None:
+        """Free what `alloc_device` returned. May wait for the GPU. Works after `close()`.
+
+        Called once for each block, by ordinary code and never by a finalizer, when no array can reach it. Work of the user's that
+        reads the memory may still be under way where nobody could tell: frees of this kind wait for it, or are ordered behind it.
+        """
 
     def as_array(
         self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
     ) -> ArrayT:
         """Make the framework's array over part of the block, without a copy. `offset` is a multiple of 256.
 
-        Holds `lease` until no array, view, alias or donated result can reach the memory; several arrays may share one lease.
+        Holds `lease`, an opaque object, until no array, view, alias or donated result can reach the memory; several arrays may
+        share one. It is released by dropping the last reference, on any thread, and by nothing else.
         Frameworks whose arrays order themselves order every use after `after`; the others ignore it.
         A zero-size array takes no memory: `block` is then any block, perhaps a smaller one.
         """
@@ -251,13 +263,15 @@ class HostStager(Protocol[ArrayT]):
         """
 
     def sweep(self) -> None:
-        """Let go of leases whose arrays are gone, where the framework tells so only when asked. Cheap; any thread."""
+        """Let go of leases whose arrays are gone, where the framework tells so only when asked. Cheap; any thread.
+
+        Works after `close()`.
+        """
 
     def retire(self, streams: Iterable[Stream]) -> Event | None:
         """Return an event that is reached when the work enqueued on these streams so far is done; None: nothing to wait for.
 
-        Called when a lease has ended; the streams are those that `stream_wait` returned for its transfer. Usually by the next put;
-        where one of them has no keepalive at once, by a finalizer: takes no lock that a caller of this backend may hold.
+        Called by a later put, when a lease has ended; the streams are those that `stream_wait` returned for its transfer.
         A stream that is being captured now is recorded later, inside `done`, when the capture has ended.
         """
 
@@ -267,7 +281,8 @@ class HostStager(Protocol[ArrayT]):
     def close(self) -> None:
         """Give back streams and workers. Called once, with nothing in flight.
 
-        Afterwards `free_pinned`, `unpin`, events, arrays and blocks still work, for as long as anyone holds them.
+        Afterwards `free_pinned`, `unpin`, `free_device` and `sweep` still work, and events and arrays for as long as anyone holds
+        them.
         """
 
 

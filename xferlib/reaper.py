@@ -1,0 +1,139 @@
+"""What goes on when nobody calls: the daemon thread that settles what closed stagers left, and calls that no interrupt cuts.
+
+Arrays outlive their stager. When the last of them is gone, no call of the stager comes that would give their memory back, so a
+thread of the process looks now and then, for as long as anything is left. It may wait in the driver, which no finalizer may.
+
+Python raises an interrupt (Ctrl-C, a signal's handler) on the main thread alone, and loses the result of the call that it comes
+behind. What takes memory or gives it back runs on another thread, then, and the main thread waits: an interrupt ends the waiting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["Remains", "close_later", "uninterrupted", "watch"]
+
+LOOK_SECONDS = 0.2
+"""How often is looked while a closed stager's memory is still held."""
+
+T = TypeVar("T")
+
+
+class Remains(Protocol):
+    """A table of a closed stager that still has rows."""
+
+    def settle(self) -> bool:
+        """Give back what nobody holds any more; tell whether anything is left. Called by the reaper alone, and may wait."""
+
+
+class Closable(Protocol):
+    """A stager, or something else that nobody closed."""
+
+    def close(self) -> None: ...
+
+
+_remains: dict[int, Remains] = {}
+_dropped: SimpleQueue[Closable | None] = SimpleQueue()
+_thread: threading.Thread | None = None
+_starting = threading.Lock()
+_over = False
+
+
+def start() -> None:
+    """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
+    global _thread
+    if _thread is not None or _over:
+        return
+    with _starting:
+        if _thread is None:
+            thread = threading.Thread(target=_run, name="xferlib-reaper", daemon=True)
+            thread.start()
+            _thread = thread
+
+
+def watch(remains: Remains) -> None:
+    """Settle the table from now on until nothing is left in it. It is kept alive meanwhile."""
+    _remains[id(remains)] = remains
+    _dropped.put(None)
+
+
+def close_later(thing: Closable) -> None:
+    """Close something that is being finalized. Called by its finalizer: puts it into a queue, and does nothing else."""
+    _dropped.put(thing)
+
+
+def uninterrupted(call: Callable[[], T]) -> T:
+    """Call, and return what it returns, or raise what it raises. An interrupt of the caller lets the call go on to its end."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    outcome: list[tuple[T | None, BaseException | None]] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append((call(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+        finally:
+            ended.set()
+
+    try:
+        threading.Thread(target=run, name="xferlib-memory", daemon=True).start()
+    except RuntimeError:
+        # No thread is to be had, as when the interpreter ends.
+        return call()
+    ended.wait()
+    value, error = outcome.pop()
+    try:
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]  # Where there is no error it is the call's.
+    finally:
+        # Its traceback leads to this frame, and back.
+        del error
+
+
+def _run() -> None:
+    while not _over:
+        with suppress(Empty):
+            dropped = _dropped.get(timeout=LOOK_SECONDS if _remains else None)
+            if dropped is not None:
+                _attempt(dropped.close)
+            del dropped
+        for key, remains in list(_remains.items()):
+            if not _over and not _attempt(remains.settle):
+                _remains.pop(key, None)
+            del remains
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
+    """Call; what it raises is said as what threads raise is. A failure counts as nothing left."""
+    try:
+        return call()
+    except Exception as error:
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
+        return False
+
+
+def _end() -> None:
+    """At interpreter exit, before modules are taken apart: what is left goes with the process."""
+    global _over
+    _over = True
+    _dropped.put(None)
+
+
+def _forget() -> None:
+    """In a forked child: what is left is the parent's, and there is no thread."""
+    global _thread, _starting, _dropped, _remains
+    _thread, _starting = None, threading.Lock()
+    _dropped, _remains = SimpleQueue(), {}
+
+
+atexit.register(_end)
+os.register_at_fork(after_in_child=_forget)
