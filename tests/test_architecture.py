@@ -18,7 +18,8 @@ CORE = ROOT / "xferlib"
 FLOORS = [
     {"xferlib.errors", "xferlib.forks", "xferlib.reaper", "xferlib.tickets"},
     {"xferlib.protocol"},
-    {"xferlib.landing", "xferlib.tree", "xferlib.views", "xferlib.memory.arrays", "xferlib.memory.ranges"},
+    {"xferlib.landing", "xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.ranges"},
+    {"xferlib.views"},
     {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
     {"xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.device", "xferlib.inflight", "xferlib.memory.pool", "xferlib.stats"},

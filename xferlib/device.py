@@ -1,25 +1,32 @@
 """Device memory that puts take and give back: blocks, leases, and when a block may be written again.
 
-A lease stands for "some array may reach this block". It ends on any thread, inside the garbage collector, so its end takes no lock:
-it appends to a deque. The next put turns ended leases into idle blocks, each with an event for the work that may still read it.
-A fresh block and an idle one are the same thing: a block with an optional event.
+The cache is the table that owns the blocks: only it frees one, when no lease names it. A lease stands for "some array may reach
+this block"; it is a ticket, whose end posts a number. The next put turns ended leases into idle blocks, each with an event for the
+work that may still read it. A fresh block and an idle one are the same thing: a block with an optional event.
+
+An interrupt may come anywhere. So what is true of a block stands in its row, and changes in one step; lists of idle blocks and sums
+are derived from the rows, and derived anew after a call that did not come to its end.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
+from xferlib.reaper import uninterrupted, watch
+from xferlib.tickets import Returns
 
 __all__ = ["BlockCache", "Lease", "Streams"]
+
+T = TypeVar("T")
 
 READERS_BEHIND = 8
 """Blocks of one size that may wait for their readers before a put waits for the oldest of them, and does not take one more."""
@@ -28,10 +35,6 @@ WORTH_WAITING = 64 << 20
 
 Streams: TypeAlias = dict[int, Stream]
 """By handle: the streams that were told to wait for a transfer, and so may read its arrays."""
-Ended: TypeAlias = tuple[DeviceBlock, Streams]
-"""The block of a lease that has ended, and the streams that may still read it."""
-Cell: TypeAlias = deque[tuple[DeviceBlock, Event | None]]
-"""Idle blocks of one size, oldest first, each with the event after which it may be written."""
 
 
 class Flow(Protocol):
@@ -44,21 +47,29 @@ class Flow(Protocol):
 
 @final
 class Lease:
-    """The right to a block while an array may reach it."""
+    """The right to a block while an array may reach it. It ends when the last reference to it is gone."""
 
-    __slots__ = ("__weakref__", "_cache", "_streams", "block")
+    __slots__ = ("_ticket", "block")
 
-    def __init__(self, cache: BlockCache, block: DeviceBlock, streams: Streams) -> None:
+    def __init__(self, block: DeviceBlock, ticket: object) -> None:
         self.block = block
-        self._cache = cache
-        self._streams = streams
+        self._ticket = ticket
 
-    def __del__(self) -> None:
-        for stream in self._streams.values():
-            if stream.keepalive is None:
-                self._cache.end_now(self.block, self._streams)
-                return
-        self._cache.end((self.block, self._streams))
+
+@final
+class _Row:
+    """A block: leased, or idle, or about to be freed."""
+
+    __slots__ = ("block", "doomed", "fence", "freed", "key", "lease", "streams")
+
+    def __init__(self, key: int, block: DeviceBlock) -> None:
+        self.key = key
+        self.block = block
+        self.fence = block.ready
+        """The block may not be written before this; None: at once."""
+        self.lease: int | None = None
+        self.streams: Streams = {}
+        self.doomed = self.freed = False
 
 
 @final
@@ -71,97 +82,102 @@ class BlockCache:
     """
 
     def __init__(self, backend: HostStager[Any], flow: Flow, limit: int | None) -> None:
-        self.ended: deque[Ended] = deque()
-        self.end: Callable[[Ended], None] = self.ended.append
-        self.fenced: Cell = deque()
         self.limit = limit
         self.peak_nbytes = self.waits = 0
         self._backend = backend
+        self._failures = backend.failures
         self._flow = flow
+        # Reentrant: a foreign finalizer may put while its thread is in here; it finds `_inside`, and is refused.
         self._lock = threading.RLock()
-        self._inside = self._over = False
-        self._changes = self._nbytes = 0
-        self._dropped: deque[int] = deque()
-        """Bytes that were let go of without the lock, still to be taken off the account."""
-        self._idle: dict[int, Cell] = {}
-        self._live: dict[int, tuple[int, Streams]] = {}
+        self._inside = self._torn = self._closed = False
+        self._count = itertools.count().__next__
+        self._changes = 0
+        self._returns = Returns()
+        self._rows: dict[int, _Row] = {}
+        self._growing: dict[int, int] = {}
+        """Bytes that are being allocated, by the number of the lease."""
+        self._given_up: dict[int, None] = {}
+        """Leases that ended before their block was there."""
+        # Derived from the rows.
+        self._leased: dict[int, _Row] = {}
+        self._places: dict[int, _Row] = {}
+        """By address, what is leased."""
+        self._idle: dict[int, deque[_Row]] = {}
+        """By size, oldest first."""
+        self._doomed: deque[_Row] = deque()
         forget_in_child(self)
 
     @property
     def nbytes(self) -> int:
         """Bytes taken from the framework, in use or idle."""
-        return self._nbytes - sum(self._dropped.copy())
+        return sum([row.block.nbytes for row in list(self._rows.values())]) + sum(list(self._growing.values()))
 
     def lease(self, nbytes: int, streams: Streams) -> Lease:
         """Lease a block of at least `nbytes` that copies started from now on may write. Raises `AllocationError`."""
         size = size_class(nbytes)
-        block = self._idle_now(size) or self._find(size) or self._grow(size)
-        self._live[block.address] = (block.address + block.nbytes, streams)
-        return Lease(self, block, streams)
+        number = self._count()
+        # First: whatever happens from here on, what the lease has by then goes back.
+        ticket = self._returns.ticket(number)
+        row = self._idle_now(size, number, streams) or self._find(size, number, streams)
+        return Lease(row.block, ticket)
+
+    def owns(self, source: Source) -> bool:
+        """Tell whether this memory is in a block that is leased. Takes no lock."""
+        return source.address in self._places or any(
+            row.block.address <= source.address < row.block.address + row.block.nbytes for row in list(self._leased.values())
+        )
+
+    @property
+    def entered(self) -> bool:
+        """Whether the calling thread is in here already, and so is a finalizer now."""
+        return self._inside and self._lock._is_owned()  # type: ignore[attr-defined]  # As `threading.Condition` asks.
 
     def streams_of(self, target: Source) -> Streams:
         """Return the streams of the lease whose block this memory is in; new ones if it is not ours."""
-        found = self._live.get(target.address)
+        found = self._places.get(target.address)
         if found is not None:
-            return found[1]
-        for start, (end, streams) in self._live.copy().items():
-            if start <= target.address < end:
-                return streams
+            return found.streams
+        for row in list(self._leased.values()):
+            if row.block.address <= target.address < row.block.address + row.block.nbytes:
+                return row.streams
         return {}
-
-    def end_now(self, block: DeviceBlock, streams: Streams) -> None:
-        """End a lease with a stream known by its bare handle, which its owner may destroy as soon as the arrays are gone.
-
-        Called by finalizers: takes no lock.
-        """
-        if self._over:
-            # The backend is asked nothing any more.
-            self.end((block, streams))
-            return
-        self._fence(block, streams, self.fenced)
 
     def trim(self) -> None:
         """Free every idle block. May wait for kernels."""
-        with self._lock:
-            if self._inside:
-                # In a finalizer that runs inside another request, which is looking through these very cells.
-                return
-            self._inside = True
-            try:
-                self._collect()
-                idle: Cell = deque(chain.from_iterable(self._idle.values()))
-                self._idle.clear()
-            finally:
-                self._inside = False
-        if idle:
-            self._free(idle)
+        if not self.entered:
+            uninterrupted(self._trim)
 
     def close(self) -> None:
-        """Free what is idle; a block that an array still reaches is freed when its lease ends."""
-        with suppress(*self._backend.failures):
-            self._backend.sweep()
-        self._over = True
-        # From here on the end of a lease is the end of its block, and only the account is kept.
-        dropped = self._dropped
-        self.end = lambda entry: dropped.append(entry[0].nbytes)
-        ended, self.ended = self.ended, deque(maxlen=0)
-        fenced, self.fenced = self.fenced, deque(maxlen=0)
-        with self._lock:
-            self._shelve(ended, fenced)
-        self.trim()
+        """Free what is idle; a block that an array still reaches is freed when its lease ends.
+
+        Nothing is in flight. Called on a thread that no interrupt comes to.
+        """
+        self._trim()
+        self._closed = True
+        if self.settle():
+            watch(self)
+
+    def settle(self) -> bool:
+        """After `close`, free what no lease names any more; tell whether any lease is left. See `Remains`."""
+        self._trim()
+        return bool(self._rows or self._growing)
 
     def forget(self) -> None:
         """See `Forgetful`."""
-        self._over = True
-        # What ends in the child is left, too; after close the old one would keep nothing.
-        later: deque[Ended] = deque()
-        leave(self._idle, self.ended, self.fenced, later)
-        self.ended, self.end = later, later.append
+        leave(self._rows, self._idle, self._doomed, self._returns)
+        self._closed = True
+        self._rows, self._growing, self._leased, self._places, self._idle = {}, {}, {}, {}, {}
+        self._doomed = deque()
+        self._returns = Returns()
         self._lock = threading.RLock()
         self._inside = False
 
-    def _idle_now(self, size: int) -> DeviceBlock | None:
-        """Return an idle block that may be written, if there is one."""
+    def _idle_now(self, size: int, number: int, streams: Streams) -> _Row | None:
+        """Lease an idle block that may be written, if there is one."""
+        return self._alone(lambda: self._reuse(size, number, streams), size)
+
+    def _alone(self, step: Callable[[], T], size: int = 0) -> T:
+        """Take a step with the lock, after settling what has ended. Raises `AllocationError` inside another step."""
         with self._lock:
             if self._inside:
                 raise AllocationError(
@@ -169,27 +185,90 @@ class BlockCache:
                 )
             self._inside = True
             try:
-                self._collect()
-                return self._reuse(size)
+                if self._torn:
+                    self._mend()
+                # An interrupt, or an error, leaves it so.
+                self._torn = True
+                self._settle_ended()
+                outcome = step()
+                self._torn = False
+                return outcome
             finally:
                 self._inside = False
 
-    def _find(self, size: int) -> DeviceBlock | None:
-        """Return a block to be written, or None after counting one to be allocated."""
+    def _mend(self) -> None:
+        """Derive anew what follows from the rows."""
+        self._leased, self._places, self._idle, self._doomed = {}, {}, {}, deque()
+        for row in list(self._rows.values()):
+            if row.doomed:
+                self._doomed.append(row)
+            elif row.lease is None:
+                self._shelve(row)
+            else:
+                self._note(row, row.lease)
+
+    def _note(self, row: _Row, number: int) -> None:
+        self._leased[number] = row
+        self._places[row.block.address] = row
+
+    def _shelve(self, row: _Row) -> None:
+        cell = self._idle.get(row.block.nbytes)
+        if cell is None:
+            cell = self._idle[row.block.nbytes] = deque()
+        cell.append(row)
+
+    def _settle_ended(self) -> None:
+        """Turn ended leases into idle blocks."""
+        # What cannot be swept now is swept by a later call.
+        with suppress(*self._failures):
+            self._backend.sweep()
+        if not self._returns:
+            return
+        for number in self._returns.unsettled():
+            row = self._leased.get(number)
+            if row is not None and row.lease == number:
+                self._end(row)
+                self._leased.pop(number, None)
+                self._places.pop(row.block.address, None)
+            elif number in self._growing:
+                self._given_up[number] = None
+            self._returns.settled(number)
+            self._changes += 1
+
+    def _end(self, row: _Row) -> None:
+        fence = row.fence
+        # A block that never was ordered behind its fence has no readers.
+        doomed = self._closed
+        if fence is None and not doomed:
+            try:
+                fence = self._backend.retire(row.streams.values())
+            except self._failures:
+                # Nobody can say when its readers are done. The framework's own free waits for them.
+                doomed = True
+        row.fence, row.lease, row.streams, row.doomed = fence, None, {}, doomed
+        if doomed:
+            self._doomed.append(row)
+        else:
+            self._shelve(row)
+
+    def _find(self, size: int, number: int, streams: Streams) -> _Row:
+        """Lease a block for which there was none idle: wait for one, make room, or allocate."""
         # Copies that are done may hold the last reference to an array, and so to its block.
         self._flow.reap()
         collected = False
         while True:
             changes = self._changes
-            block = self._idle_now(size)
-            if block is not None:
-                return block
-            block, victims, reserved = self._make_room(size)
-            if block is not None or reserved:
-                return block
-            if victims:
-                self._free(victims)
-            elif self._flow.wait_oldest() or changes != self._changes or self.ended or self.fenced:
+            row = self._idle_now(size, number, streams)
+            if row is not None:
+                return row
+            row, reserved = self._alone(lambda: self._make_room(size, number, streams), size)
+            if row is not None:
+                return row
+            if reserved:
+                return self._grow(size, number, streams)
+            if self._doomed:
+                uninterrupted(self._free_doomed)
+            elif self._flow.wait_oldest() or changes != self._changes or self._returns:
                 continue
             elif collected:
                 raise self._full(size)
@@ -197,197 +276,188 @@ class BlockCache:
                 gc.collect()
                 collected = True
 
-    def _make_room(self, size: int) -> tuple[DeviceBlock | None, Cell, bool]:
-        """Return a block whose readers the H2D stream waits for, or idle blocks to be freed first, or whether one was counted."""
-        with self._lock:
-            self._inside = True
-            try:
-                behind = len(self._idle.get(size, ()))
-                if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:
-                    # A program that never waits for the device would else take all of its memory: let the copies wait instead.
-                    with suppress(CapabilityError):
-                        return self._oldest(size), deque(), False
-                if self._reserve(size):
-                    return None, deque(), True
-                victims = self._others(size, reached=True)
-                block = None if victims else self._oldest(size)
-                if not victims and block is None:
-                    victims = self._others(size, reached=False)
-                return block, victims, False
-            finally:
-                self._inside = False
+    def _make_room(self, size: int, number: int, streams: Streams) -> tuple[_Row | None, bool]:
+        """Lease a block whose readers the H2D stream waits for, or say whether one may be allocated, or doom others first."""
+        behind = len(self._idle.get(size, ()))
+        if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:
+            # A program that never waits for the device would else take all of its memory: let the copies wait instead.
+            with suppress(CapabilityError):
+                return self._oldest(size, number, streams), False
+        if self._reserve(size, number):
+            return None, True
+        if self._doomed or self._doom_others(size, reached=True):
+            return None, False
+        row = self._oldest(size, number, streams)
+        if row is None:
+            self._doom_others(size, reached=False)
+        return row, False
 
-    def _collect(self) -> None:
-        self._backend.sweep()
-        self._shelve(self.ended, self.fenced)
-        while self._dropped:
-            self._nbytes -= self._dropped.popleft()
-            self._changes += 1
+    def _reuse(self, size: int, number: int, streams: Streams) -> _Row | None:
+        """Lease an idle block whose readers are done. Oldest first: those are the likeliest."""
+        cell = self._idle.get(size)
+        index = 0
+        while cell and index < len(cell):
+            row = cell[index]
+            reached = self._reached(row.fence)
+            if reached is None or self._backend.lost(row.block):
+                row.doomed = True
+                del cell[index]
+                self._doomed.append(row)
+            elif reached:
+                row.fence = None
+                return self._leased_to(row, cell, index, number, streams)
+            else:
+                index += 1
+        return None
 
-    def _shelve(self, ended: deque[Ended], fenced: Cell) -> None:
-        while ended:
-            block, streams = ended.popleft()
-            self._fence(block, streams, fenced)
-        while fenced:
-            entry = fenced.popleft()
-            block = entry[0]
-            self._live.pop(block.address, None)
-            cell = self._idle.get(block.nbytes)
-            if cell is None:
-                cell = self._idle[block.nbytes] = deque()
-            cell.append(entry)
-            self._changes += 1
-
-    def _fence(self, block: DeviceBlock, streams: Streams, fenced: Cell) -> None:
-        try:
-            fence = self._backend.retire(streams.values())
-        except BaseException as error:
-            # Nobody can say when its readers are done. The framework's own free waits for them.
-            self._live.pop(block.address, None)
-            self._dropped.append(block.nbytes)
-            if not isinstance(error, self._backend.failures):
-                raise
-            return
-        fenced.append((block, fence))
-
-    def _reuse(self, size: int) -> DeviceBlock | None:
-        """Return an idle block whose readers are done."""
+    def _oldest(self, size: int, number: int, streams: Streams) -> _Row | None:
+        """Lease the oldest idle block of this size, which the H2D stream was told to wait for."""
         cell = self._idle.get(size)
         if not cell:
             return None
-        # Oldest first: its readers are the likeliest to be done, so one question is the rule.
-        block, fence = cell[0]
-        if fence is None and not self._backend.lost(block):
-            cell.popleft()
-            return block
-        waiting: Cell = deque()
-        found = None
-        try:
-            while cell and found is None:
-                block, fence = cell[0]
-                reached = self._reached(fence)
-                lost = reached is None or self._backend.lost(block)
-                # Only now, and the others go back whatever happens: an interrupt must lose none.
-                cell.popleft()
-                if lost:
-                    self._nbytes -= size
-                elif reached:
-                    found = block
-                else:
-                    waiting.append((block, fence))
-        finally:
-            cell.extendleft(reversed(waiting))
-        return found
+        row = cell[0]
+        if row.fence is not None:
+            self._backend.order_h2d(row.fence)
+            row.fence = None
+            self.waits += 1
+        return self._leased_to(row, cell, 0, number, streams)
+
+    def _leased_to(self, row: _Row, cell: deque[_Row], index: int, number: int, streams: Streams) -> _Row:
+        row.lease, row.streams = number, streams
+        del cell[index]
+        self._note(row, number)
+        return row
 
     def _reached(self, fence: Event | None) -> bool | None:
         """Tell whether a block's readers are done; None if that failed, and nobody can say."""
         try:
             return fence is None or fence.done()
-        except self._backend.failures:
+        except self._failures:
             return None
 
-    def _reserve(self, size: int) -> bool:
+    def _reserve(self, size: int, number: int) -> bool:
         """Count a block to be allocated, if the limit has room."""
-        if self.limit is not None and self._nbytes + size > self.limit:
+        if self.limit is not None and self.nbytes + size > self.limit:
             return False
-        self._nbytes += size
+        self._growing[number] = size
         return True
 
-    def _oldest(self, size: int) -> DeviceBlock | None:
-        """Return the oldest idle block of this size, which the H2D stream was told to wait for."""
-        cell = self._idle.get(size)
-        if not cell:
-            return None
-        block, fence = cell[0]
-        if fence is not None:
-            self._backend.order_h2d(fence)
-            self.waits += 1
-        cell.popleft()
-        return block
-
-    def _others(self, size: int, *, reached: bool) -> Cell:
-        """Take idle blocks of other sizes out of the cache, enough to make room under the limit; none if there are not enough."""
+    def _doom_others(self, size: int, *, reached: bool) -> bool:
+        """Have idle blocks of other sizes freed, enough to make room under the limit; tell whether there were enough."""
         assert self.limit is not None
-        excess = self._nbytes + size - self.limit
-        chosen: Cell = deque()
+        excess = self.nbytes + size - self.limit
+        chosen: list[_Row] = []
         for other, cell in self._idle.items():
-            if other == size:
-                continue
-            for block, fence in cell:
-                if excess > 0 and (not reached or self._reached(fence)):
-                    chosen.append((block, fence))
+            for row in cell if other != size else ():
+                if excess > 0 and (not reached or self._reached(row.fence)):
+                    chosen.append(row)
                     excess -= other
         if excess > 0:
-            return deque()
-        for entry in chosen:
-            self._idle[entry[0].nbytes].remove(entry)
-        return chosen
+            return False
+        self._doom(chosen)
+        return True
 
-    def _free(self, cell: Cell) -> None:
-        """Wait for the readers of blocks and drop them. Outside the lock."""
-        try:
-            for fence in [fence for _, fence in cell if fence is not None]:
-                with suppress(*self._backend.failures):
-                    fence.synchronize()
-        finally:
-            # Interrupted, too: the framework's own free waits for the readers.
-            nbytes = sum(block.nbytes for block, _ in cell)
-            cell.clear()
-            self._forget_nbytes(nbytes)
+    def _doom(self, rows: list[_Row]) -> None:
+        for row in rows:
+            row.doomed = True
+            self._idle[row.block.nbytes].remove(row)
+            self._doomed.append(row)
 
-    def _grow(self, size: int) -> DeviceBlock:
-        block = self._allocate(size)
-        if block.ready is not None:
-            self._backend.order_h2d(block.ready)
+    def _trim(self) -> None:
+        self._alone(lambda: self._doom([row for cell in self._idle.values() for row in cell]))
+        self._free_doomed()
+
+    def _free_doomed(self) -> None:
+        """Wait for the readers of doomed blocks and free them. Without the lock, on a thread that no interrupt comes to."""
+        if self._doomed and not self._closed:
+            # A copy to a block whose lease ended at once may still be under way.
+            with suppress(*self._failures):
+                self._backend.record_h2d().synchronize()
+        while True:
+            try:
+                row = self._doomed.popleft()
+            except IndexError:
+                return
+            if row.freed:
+                continue
+            row.freed = True
+            with suppress(*self._failures):
+                if row.fence is not None and not self._closed:
+                    row.fence.synchronize()
+            # What the framework refuses to free is its own again, or nobody's.
+            with suppress(*self._failures):
+                self._backend.free_device(row.block)
+            self._rows.pop(row.key, None)
+            self._changes += 1
+
+    def _grow(self, size: int, number: int, streams: Streams) -> _Row:
+        row = uninterrupted(lambda: self._grown(size, number, streams))
+        if row.fence is not None:
+            self._backend.order_h2d(row.fence)
+            row.fence = None
             # Such a framework may still be reading the memory that it gave us: have the next one ready ahead of need.
             self._add_spare(size)
-        return block
+        return row
 
-    def _allocate(self, size: int) -> DeviceBlock:
+    def _grown(self, size: int, number: int, streams: Streams) -> _Row:
+        """Allocate a block that was counted. On a thread that no interrupt comes to."""
         try:
-            try:
-                return self._had(self._backend.alloc_device(size))
-            except self._backend.failures:
-                # Idle blocks of other sizes may be all that stands in the way.
-                self.trim()
-                return self._had(self._backend.alloc_device(size))
+            block = self._allocated(size)
         except BaseException as error:
-            self._forget_nbytes(size)
-            if not isinstance(error, self._backend.failures):
+            self._growing.pop(number, None)
+            self._changes += 1
+            if not isinstance(error, self._failures):
                 raise
             raise AllocationError(
-                f"the device has no {size} bytes left ({self._nbytes} are taken by puts): {error}. Drop arrays, use smaller "
+                f"the device has no {size} bytes left ({self.nbytes} are taken by puts): {error}. Drop arrays, use smaller "
                 "batches, or free memory that other libraries hold"
             ) from error
+        return self._enter(_Row(number, block), number, streams)
+
+    def _enter(self, row: _Row, number: int | None, streams: Streams) -> _Row:
+        """Enter a new block, leased or, where nobody waits for it any more, idle."""
+
+        def step() -> None:
+            self._rows[row.key] = row
+            self._growing.pop(row.key, None)
+            if number is None or number in self._given_up:
+                self._shelve(row)
+                self._given_up.pop(row.key, None)
+            else:
+                row.lease, row.streams = number, streams
+                self._note(row, number)
+            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+        self._alone(step)
+        return row
+
+    def _allocated(self, size: int) -> DeviceBlock:
+        try:
+            return self._backend.alloc_device(size)
+        except self._failures:
+            # Idle blocks of other sizes may be all that stands in the way.
+            self._trim()
+            return self._backend.alloc_device(size)
 
     def _add_spare(self, size: int) -> None:
+        number = self._count()
         with self._lock:
-            if self._idle.get(size) or not self._reserve(size):
+            if self._idle.get(size) or not self._reserve(size, number):
                 return
-        try:
-            block = self._had(self._backend.alloc_device(size))
-        except BaseException as error:
-            self._forget_nbytes(size)
-            if not isinstance(error, self._backend.failures):
-                raise
-            return
-        with self._lock:
-            self._idle.setdefault(size, deque()).append((block, block.ready))
 
-    def _had(self, block: DeviceBlock) -> DeviceBlock:
-        """Note that a block was allocated, not only asked for."""
-        with self._lock:
-            self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
-        return block
+        def allocate() -> None:
+            try:
+                self._enter(_Row(number, self._backend.alloc_device(size)), None, {})
+            finally:
+                self._growing.pop(number, None)
 
-    def _forget_nbytes(self, nbytes: int) -> None:
-        with self._lock:
-            self._nbytes -= nbytes
-            self._changes += 1
+        # Nobody needs it yet.
+        with suppress(*self._failures):
+            uninterrupted(allocate)
 
     def _full(self, size: int) -> AllocationError:
         return AllocationError(
-            f"device memory is full: {size} bytes asked, {self._nbytes} of device_limit={self.limit} taken by arrays that can "
+            f"device memory is full: {size} bytes asked, {self.nbytes} of device_limit={self.limit} taken by arrays that can "
             "still be reached. Raise device_limit, or drop arrays that earlier puts returned"
         )
 

@@ -1,34 +1,64 @@
 """What copies under way still need: sources, destinations and blocks, held until the copies' event is done.
 
 Invariant: an entry leaves only when its event is done or has failed, whatever the caller dropped in the meantime.
-Events of one direction are reached in the order in which they were recorded, so one that is done answers for all before it.
 
-The garbage collector may run a foreign finalizer anywhere in here, and that may start a transfer: on the same thread, inside the
-lock. What it adds goes to a list of its own, since its place in the order is not known.
+There is no lock in here: tables change in single steps. The garbage collector may run a foreign finalizer anywhere, which may
+start a transfer on the same thread, or wait for a thread that is in here; an interrupt may come anywhere, and leaves nothing held.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
 from xferlib.forks import forget_in_child, leave
 from xferlib.landing import Landing
+from xferlib.memory.arrays import Array, address_of
 from xferlib.protocol import Event, HostStager, Source
+from xferlib.reaper import watch
 from xferlib.views import Views
 
-__all__ = ["InFlight", "Landings", "Traffic"]
+__all__ = ["Entry", "Flow", "InFlight", "Landings", "Traffic", "all_traffic", "reap_all", "wait_for_others"]
 
 LOOK_EVERY = 16
 """Transfers. Asking the driver costs as much as starting a small copy does."""
 LARGE = 64 << 10
 """Bytes. Above this the copy outweighs the question, and the memory held is worth asking for."""
 
+Concerns: TypeAlias = Callable[["Entry"], bool]
+"""Tells whether an entry is waited for."""
 
-_Entry: TypeAlias = tuple[Event, object, Sequence[Source]]
-"""Event, keepalive, and the device memory that is read."""
+
+@final
+class Entry:
+    """Copies behind which an event was recorded, and what they need."""
+
+    __slots__ = ("asked", "device", "event", "host", "keepalive", "recorded")
+
+    def __init__(
+        self, asked: int, event: Event, recorded: int, host: Sequence[Array], device: Sequence[Source], keepalive: object
+    ) -> None:
+        self.asked = asked
+        self.recorded = recorded
+        """Points of one count, before and after the event was recorded: of two entries that do not overlap, the order is known."""
+        self.event = event
+        self.host = host
+        """What copies read or write directly; what was staged is not in here."""
+        self.device = device
+        """Arrays of the user's that copies read or write."""
+        self.keepalive = keepalive
+
+    def uses_host(self, address: int, nbytes: int) -> bool:
+        """Tell whether a copy may still read or write part of this host memory."""
+        return any(_meet(address_of(array), array.nbytes, address, nbytes) for array in self.host)
+
+    def uses_device(self, target: Source) -> bool:
+        """Tell whether a copy may still read or write part of this device memory."""
+        return any(_meet(source.address, source.nbytes, target.address, target.nbytes) for source in self.device)
 
 
 @final
@@ -39,40 +69,35 @@ class InFlight:
         self.nbytes = 0
         self._record = record
         self._failures = failures
-        self._lock = threading.RLock()
-        self._inside = False
-        self._entries: list[_Entry] = []
-        self._unordered: list[_Entry] = []
+        self._count = itertools.count().__next__
+        self._entries: dict[int, Entry] = {}
         self._stuck: list[object] = []
         forget_in_child(self)
 
     @property
     def busy(self) -> bool:
         """Whether anything may be in flight."""
-        return bool(self._entries or self._unordered)
+        return bool(self._entries)
 
-    def add(self, nbytes: int, keepalive: object, sources: Sequence[Source] = ()) -> Event:
-        """Record an event behind everything started so far, and hold `keepalive` and `sources` until it is done."""
-        with self._lock:
-            if self._inside:
-                return self._add_unordered(nbytes, keepalive, sources)
-            self._inside = True
-            try:
-                # Under the lock, so that the entries are in the order of their events.
-                event = self._record()
-                self._entries.append((event, keepalive, sources))
-            finally:
-                self._inside = False
-            self.nbytes += nbytes
-            look = nbytes >= LARGE or len(self._entries) % LOOK_EVERY == 0
-        if look:
+    def entries(self) -> list[Entry]:
+        """Return what may be in flight, about in the order of its start."""
+        return list(self._entries.values())
+
+    def add(self, nbytes: int, host: Sequence[Array], device: Sequence[Source] = (), keepalive: object = None) -> Event:
+        """Record an event behind everything started so far, and hold all that until it is done. See `Entry`."""
+        asked = self._count()
+        event = self._record()
+        recorded = self._count()
+        self._entries[asked] = Entry(asked, event, recorded, host, device, keepalive)
+        self.nbytes += nbytes
+        if nbytes >= LARGE or len(self._entries) % LOOK_EVERY == 0:
             self.reap()
         return event
 
     def settle(self, keepalive: object) -> bool:
         """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good."""
         try:
-            event = self.add(0, keepalive)
+            event = self.add(0, (), (), keepalive)
         except self._failures:
             # Better to lose the memory than to have it written under its next owner.
             self._stuck.append(keepalive)
@@ -81,105 +106,65 @@ class InFlight:
             event.synchronize()
         return True
 
-    def readers(self, target: Source) -> list[Event]:
-        """Return the events after which nothing that is in flight now reads this memory."""
-        found = [event for event, _, sources in self._unordered.copy() if _reads(sources, target)]
-        for event, _, sources in reversed(self._entries.copy()):
-            if _reads(sources, target):
-                return [*found, event]
-        return found
-
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
-        # Whoever has the lock is adding or reaping: nothing is missed for long.
-        if not self._lock.acquire(blocking=False):
-            return False
-        gone: list[_Entry] = []
-        try:
-            if not self._inside:
-                self._inside = True
-                try:
-                    gone = self._take_done()
-                finally:
-                    self._inside = False
-        finally:
-            self._lock.release()
-        # What is let go of now may run foreign finalizers, which may come back here: so outside the lock.
-        return bool(gone)
+        # What is let go of here may run foreign finalizers, which may come back here.
+        return bool(self._take_done())
 
-    def wait_oldest(self) -> bool:
-        """Block until the oldest entry is done. Returns False if there was none, or none that this thread can wait for."""
-        entries = self._entries or self._unordered
-        try:
-            event = entries[0][0]
-        except IndexError:
-            return False
-        self._wait(event)
-        if self.entered():
-            # Nothing can be let go of before this finalizer returns.
-            return False
-        self.reap()
-        return True
-
-    def entered(self) -> bool:
-        """Tell whether the calling thread is in here, and so is a finalizer now."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            return self._inside
-        finally:
-            self._lock.release()
+    def wait_oldest(self, concerns: Concerns = lambda entry: True) -> bool:
+        """Block until the oldest entry that `concerns` the caller is done. Returns False if there was none."""
+        for entry in self.entries():
+            if concerns(entry):
+                self._wait(entry.event)
+                self._entries.pop(entry.asked, None)
+                return True
+        return False
 
     def wait_all(self) -> None:
         """Block until everything added before the call is done."""
-        for event, _, _ in self._unordered + self._entries[-1:]:
-            self._wait(event)
+        # The last first: the others are done then, or nearly.
+        for entry in reversed(self.entries()):
+            self._wait(entry.event)
         self.reap()
 
     def forget(self) -> None:
         """See `Forgetful`."""
-        leave(self._entries, self._unordered, self._stuck)
-        self._entries, self._unordered, self._stuck = [], [], []
-        self._lock = threading.RLock()
-        self._inside = False
+        leave(self._entries, self._stuck)
+        self._entries, self._stuck = {}, []
 
     def _wait(self, event: Event) -> None:
         with suppress(*self._failures):
             event.synchronize()
 
-    def _add_unordered(self, nbytes: int, keepalive: object, sources: Sequence[Source]) -> Event:
-        event = self._record()
-        self._unordered.append((event, keepalive, sources))
-        self.nbytes += nbytes
-        return event
-
-    def _take_done(self) -> list[_Entry]:
-        low, high = 0, len(self._entries)
+    def _take_done(self) -> list[Entry]:
+        entries = self.entries()
+        low, high = 0, len(entries)
         while low < high:
             middle = (low + high) // 2
-            if self._ended(self._entries[middle]):
+            if self._ended(entries[middle]):
                 low = middle + 1
             else:
                 high = middle
-        gone = self._entries[:low]
-        del self._entries[:low]
-        for entry in self._unordered.copy():
-            if self._ended(entry):
-                self._unordered.remove(entry)
-                gone.append(entry)
+        if not low:
+            return []
+        last = entries[low - 1]
+        # Events of one direction are reached in the order in which they were recorded, so one that is done answers for all that
+        # were recorded before it. Those of other threads that were recorded meanwhile wait for the next look.
+        gone = [entry for entry in entries[:low] if entry is last or entry.recorded < last.asked]
+        for entry in gone:
+            self._entries.pop(entry.asked, None)
         return gone
 
-    def _ended(self, entry: _Entry) -> bool:
+    def _ended(self, entry: Entry) -> bool:
         try:
-            return entry[0].done()
+            return entry.event.done()
         except self._failures:
             # A failed copy writes no more; its transfer says so to whoever asks.
             return True
 
 
-def _reads(sources: Sequence[Source], target: Source) -> bool:
-    end = target.address + target.nbytes
-    return any(source.address < end and target.address < source.address + source.nbytes for source in sources)
+def _meet(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
+    return one < other + other_nbytes and other < one + one_nbytes
 
 
 @final
@@ -188,7 +173,8 @@ class Landings:
 
     def __init__(self) -> None:
         # Changed in single steps: a finalizer may add while its thread is in here.
-        self._entries: list[Landing] = []
+        self._entries: dict[int, Landing] = {}
+        self._count = itertools.count().__next__
 
     @property
     def busy(self) -> bool:
@@ -197,15 +183,14 @@ class Landings:
 
     def unreached(self) -> list[Landing]:
         """Return those that are not reached."""
-        return [landing for landing in self._entries.copy() if not landing.reached()]
+        return [landing for landing in list(self._entries.values()) if not landing.reached()]
 
     def add(self, landing: Landing) -> None:
         """Count a landing as in flight until it is reached."""
-        self._entries.append(landing)
-        for entry in self._entries.copy():
+        self._entries[self._count()] = landing
+        for number, entry in list(self._entries.items()):
             if entry.reached():
-                with suppress(ValueError):
-                    self._entries.remove(entry)
+                self._entries.pop(number, None)
 
     def wait_oldest(self, *, pinned: bool = False) -> bool:
         """Block until the oldest landing that this thread can wait for is reached. Returns False if there was none.
@@ -225,7 +210,7 @@ class Landings:
 
     def _waited_for(self) -> list[Landing]:
         me = threading.get_ident()
-        return [landing for landing in self._entries.copy() if landing.owner != me]
+        return [landing for landing in list(self._entries.values()) if landing.owner != me]
 
 
 @final
@@ -237,11 +222,21 @@ class Traffic:
         self.d2h = InFlight(backend.record_d2h, backend.failures)
         self.landings = Landings()
         self.views = Views(backend)
+        self.place = (backend.name, backend.device)
+        """Which backend and device: the events of two stagers of one place can be waited for by each other's streams."""
+        self.wait_issued: Callable[[Source], None] = lambda target: None
+        """Blocks until the copies that read this memory, and are not started yet, are started."""
+        _open[id(self)] = self
 
     @property
     def busy(self) -> bool:
         """Whether anything may be in flight."""
         return self.h2d.busy or self.d2h.busy or self.landings.busy or self.views.busy
+
+    def entries(self) -> Iterator[Entry]:
+        """Iterate the copies of both directions that may be in flight."""
+        yield from self.h2d.entries()
+        yield from self.d2h.entries()
 
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
@@ -253,15 +248,12 @@ class Traffic:
         # What is done in one direction must not wait for the other.
         if self.reap() or self.h2d.wait_oldest() or self.d2h.wait_oldest():
             return True
-        # Another thread may need our lock to get to its landing.
-        if not (self.h2d.entered() or self.d2h.entered()) and self.landings.wait_oldest(pinned=pinned):
-            return True
-        return self.views.wait_oldest()
+        return self.landings.wait_oldest(pinned=pinned) or self.views.wait_oldest()
 
     def under_way(self) -> list[Event]:
         """Return events after which nothing that was started before the call uses host memory of the caller's."""
         events: list[Event] = [*self.landings.unreached()]
-        return events + [direction.add(0, None) for direction in (self.h2d, self.d2h) if direction.busy]
+        return events + [direction.add(0, ()) for direction in (self.h2d, self.d2h) if direction.busy]
 
     def wait_all(self) -> None:
         """Block until everything started before the call is done."""
@@ -270,3 +262,51 @@ class Traffic:
         self.h2d.wait_all()
         self.d2h.wait_all()
         self.views.wait_all()
+
+    def close(self) -> None:
+        """Nothing is in flight, and nothing will be."""
+        _open.pop(id(self), None)
+        self.views.close()
+        if self.views.settle():
+            watch(self.views)
+
+
+_open: dict[int, Traffic] = {}
+"""Of every stager of this process that is not closed: a stager that is dropped is closed, too, if later."""
+# What is in flight stayed with the parent.
+os.register_at_fork(after_in_child=_open.clear)
+
+
+def all_traffic() -> list[Traffic]:
+    """Return what the stagers of this process have in flight. Any thread."""
+    return list(_open.values())
+
+
+def reap_all() -> bool:
+    """Have every stager let go of what its copies are done with, and tell whether there was anything. Never blocks."""
+    found = [traffic.reap() for traffic in all_traffic()]
+    return any(found)
+
+
+def wait_for_others(own: Traffic, concerns: Concerns) -> bool:
+    """Block until the oldest copy of another stager that `concerns` the caller is done. Returns False if there was none."""
+    others = [traffic for traffic in all_traffic() if traffic is not own]
+    return any(traffic.h2d.wait_oldest(concerns) or traffic.d2h.wait_oldest(concerns) for traffic in others)
+
+
+@final
+class Flow:
+    """What may hold device memory of one stager: transfers in flight, of whatever stager."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self.owns: Callable[[Source], bool] = lambda source: False
+        """Whether memory is the stager's."""
+
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
+        return reap_all()
+
+    def wait_oldest(self) -> bool:
+        """Block until something has ended. Returns False if nothing was in flight."""
+        return self._traffic.wait_oldest() or wait_for_others(self._traffic, lambda entry: any(map(self.owns, entry.device)))

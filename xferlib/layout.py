@@ -38,7 +38,9 @@ class Layout:
         self.sizes: list[int] = []
         self.indices: list[list[int]] = []
         self.places: list[tuple[Place, ...]] = []
-        self._where: list[tuple[int, int]] = []
+        self.numbers: list[int] = []
+        """Of each leaf its block's."""
+        self._offsets: list[int] = []
         shared: list[Place] = []
         shared_at = -1
         for index, (shape, dtype) in enumerate(leaves):
@@ -46,12 +48,14 @@ class Layout:
             if nbytes > PACK_UP_TO:
                 self._add(nbytes, [index])
                 self.places[-1] = (Place(0, shape, dtype),)
-                self._where.append((len(self.sizes) - 1, 0))
+                self.numbers.append(len(self.sizes) - 1)
+                self._offsets.append(0)
                 continue
             if shared_at < 0:
                 shared_at = self._add(0, [])
             self.indices[shared_at].append(index)
-            self._where.append((shared_at, self.sizes[shared_at]))
+            self.numbers.append(shared_at)
+            self._offsets.append(self.sizes[shared_at])
             shared.append(Place(self.sizes[shared_at], shape, dtype))
             self.sizes[shared_at] += max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         if shared_at >= 0:
@@ -59,7 +63,7 @@ class Layout:
 
     def addresses(self, blocks: Sequence[int]) -> list[int]:
         """Return each leaf's address, given the blocks'."""
-        return [blocks[number] + offset for number, offset in self._where]
+        return [blocks[number] + offset for number, offset in zip(self.numbers, self._offsets, strict=True)]
 
     def _add(self, nbytes: int, indices: list[int]) -> int:
         self.sizes.append(nbytes)

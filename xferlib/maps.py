@@ -30,10 +30,10 @@ class Maps:
         plain = host_array(array)
         self._host.check_dtype(plain.dtype)
         address = self._address(plain)
-        lease = self._views.lease(plain)
+        row, lease = self._views.lease(plain)
         backend = cast("MapsMemory[Any]", self._backend)
         try:
-            view, lease.stream = backend.as_mapped(address, plain.shape, plain.dtype, stream=stream, lease=lease)
+            view, row.stream = backend.as_mapped(address, plain.shape, plain.dtype, stream=stream, lease=lease)
         except self._backend.failures as error:
             raise TransferError(f"the device could not be given a view of {plain.nbytes} bytes: {error}") from error
         return view

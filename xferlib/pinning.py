@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 import warnings
 from bisect import bisect_right
-from collections import deque
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from xferlib.errors import AllocationError
-from xferlib.forks import forget_in_child
+from xferlib.forks import forget_in_child, leave
 from xferlib.inflight import Traffic
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.memory.mappings import why_unlockable
+from xferlib.memory.pool import PinnedPool
 from xferlib.protocol import HostStager
+from xferlib.reaper import uninterrupted
+from xferlib.tickets import Returns
 
-__all__ = ["Pin", "Pins"]
+__all__ = ["Pin", "Pins", "splits"]
 
 
 @final
@@ -27,17 +31,19 @@ class Pin:
     A context manager that gives the array. Closing waits for the transfers in flight, since one of them may use the memory.
     """
 
-    def __init__(self, pins: Pins, array: Array, address: int) -> None:
+    def __init__(self, pins: Pins, array: Array, number: int, ticket: object) -> None:
         self.array = array
         self._pins = pins
-        self._address: int | None = address
+        self._number = number
+        self._ticket = ticket
+        self._open = True
 
     def close(self) -> None:
         """Unlock the memory. Twice is fine."""
-        if self._address is not None:
+        if self._open:
             # Interrupted here, or refused, it may be called again.
-            self._pins.remove(self._address)
-            self._address = None
+            self._pins.remove(self._number)
+            self._open = False
 
     def __enter__(self) -> Array:
         return self.array
@@ -46,54 +52,75 @@ class Pin:
         self.close()
 
     def __del__(self) -> None:
-        address = getattr(self, "_address", None)
-        if address is None or not self._pins.holds(address):
-            return
-        # Unlocking waits for transfers, and a finalizer may run anywhere: the next call that pins or trims does it.
-        self._address = None
-        self._pins.dropped.append((address, self.array))
-        warnings.warn(f"pin of {self.array.nbytes} bytes was never closed. Use it as a context manager", ResourceWarning, 2)
+        # Unlocking waits for transfers, and a finalizer may run anywhere: by the ticket the next call that pins or trims does it.
+        if getattr(self, "_open", False) and not self._pins.closed:
+            # First: where warnings are errors, what is raised keeps this object.
+            del self._ticket
+            warnings.warn(f"pin of {self.array.nbytes} bytes was never closed. Use it as a context manager", ResourceWarning, 2)
+
+
+@final
+class _Row(NamedTuple):
+    """A range that is locked, or about to be. The array holds its memory."""
+
+    address: int
+    nbytes: int
+    array: Array
 
 
 @final
 class Pins:
     """The ranges that one stager has page-locked for callers. Any thread."""
 
-    def __init__(self, backend: HostStager[Any], traffic: Traffic) -> None:
-        self.dropped: deque[tuple[int, Array]] = deque()
+    def __init__(self, backend: HostStager[Any], traffic: Traffic, pool: PinnedPool) -> None:
+        self.closed = False
         self._backend = backend
         self._traffic = traffic
+        self._pool = pool
         # Reentrant: a finalizer may pin while its thread is in here.
         self._lock = threading.RLock()
-        self._ranges: dict[int, int] = {}
-        """By start, sizes. They are apart."""
-        self._starts: tuple[int, ...] = ()
-        """In order; replaced as a whole, so that it can be read without the lock."""
+        self._count = itertools.count().__next__
+        self._returns = Returns()
+        self._rows: dict[int, _Row] = {}
+        self._unlocking = threading.RLock()
+        """Held while the driver unlocks, by threads that no interrupt comes to."""
+        self._starts: tuple[tuple[int, int], ...] = ()
+        """Start and end of each, in order; replaced as a whole, so that it can be read without the lock. They are apart."""
+        _open[id(self)] = self
         forget_in_child(self)
 
     def add(self, array: object) -> Pin:
-        """Page-lock an array's memory. Raises `ValueError` for memory that cannot be locked, or is locked already."""
+        """Page-lock an array's memory, which counts against the pool's limit until it is unlocked.
+
+        Raises `ValueError` for memory that cannot be locked, or is locked already, and `AllocationError`.
+        """
         self.sweep()
         array = host_array(array)
         if array.nbytes == 0:
             raise ValueError("an empty array has no memory to pin")
         if not (array.flags.c_contiguous or array.flags.f_contiguous):
             raise ValueError("the array is not contiguous: pin the array that it is a view of")
-        address = address_of(array)
+        number = self._count()
+        # First: whatever happens from here on, what is locked by then is unlocked by a later call.
+        ticket = self._returns.ticket(number)
+        row = _Row(address_of(array), array.nbytes, array)
         with self._lock:
-            if self._meets(address, array.nbytes):
+            if self._meets(row.address, row.nbytes):
                 raise ValueError("this memory is pinned already. Keep the first pin open for as long as any part is needed")
-            starts = tuple(sorted((*self._starts, address)))
-            # Nothing is called in between: an interrupt leaves both or none.
-            self._ranges[address] = array.nbytes
-            self._starts = starts
+            self._rows[number] = row
+            self._sort()
+        uninterrupted(lambda: self._locked(number, row))
+        return Pin(self, array, number, ticket)
+
+    def _locked(self, number: int, row: _Row) -> None:
+        """Lock a range that is entered, or take it out again. On a thread that no interrupt comes to."""
         try:
-            self._lock_pages(address, array.nbytes)
+            self._pool.reserve(row.address, row.nbytes)
+            self._lock_pages(row.address, row.nbytes)
+            self._pool.note_locked()
         except BaseException:
-            with self._lock:
-                self._drop(address)
+            self._drop(number, row)
             raise
-        return Pin(self, array, address)
 
     def _lock_pages(self, address: int, nbytes: int) -> None:
         reason = why_unlockable(address, nbytes)
@@ -113,19 +140,21 @@ class Pins:
                 "into stager.empty_pinned(...)"
             ) from error
 
-    def remove(self, address: int) -> None:
-        """Unlock a range once nothing is in flight."""
-        if address not in self._ranges:
+    def remove(self, number: int) -> None:
+        """Unlock a range once nothing is in flight. Twice is fine."""
+        if number not in self._rows:
             return
         self._traffic.wait_all()
-        with self._lock:
-            if address in self._ranges:
-                self._backend.unpin(address)
-                self._drop(address)
+        uninterrupted(lambda: self._unlocked(number))
 
-    def holds(self, address: int) -> bool:
-        """Tell whether a range that starts here is locked. Takes no lock."""
-        return address in self._ranges
+    def _unlocked(self, number: int) -> None:
+        """Unlock a range that nothing uses. On a thread that no interrupt comes to."""
+        with self._unlocking:
+            row = self._rows.get(number)
+            if row is None:
+                return
+            self._backend.unpin(row.address)
+            self._drop(number, row)
 
     def splits(self, address: int, nbytes: int) -> bool:
         """Tell whether a range that is locked begins or ends inside this memory. Takes no lock."""
@@ -133,51 +162,58 @@ class Pins:
 
     def _meets(self, address: int, nbytes: int, *, but_around: bool = False) -> bool:
         """Tell whether a range has bytes of this memory. `but_around`: one that has all of them does not count."""
-        starts, end = self._starts, address + nbytes
-        after = bisect_right(starts, address)
-        if after:
-            start = starts[after - 1]
-            # It may have been unlocked beside this call.
-            reaches = start + self._ranges.get(start, 0)
-            if reaches > address:
-                return not (but_around and reaches >= end)
-        return after < len(starts) and starts[after] < end
+        ranges, end = self._starts, address + nbytes
+        after = bisect_right(ranges, (address, sys.maxsize))
+        if after and ranges[after - 1][1] > address:
+            return not (but_around and ranges[after - 1][1] >= end)
+        return after < len(ranges) and ranges[after][0] < end
 
-    def _drop(self, address: int) -> None:
-        starts = tuple([start for start in self._starts if start != address])
-        del self._ranges[address]
-        self._starts = starts
+    def _drop(self, number: int, row: _Row) -> None:
+        self._pool.unreserve(row.address)
+        self._rows.pop(number, None)
+        self._sort()
+
+    def _sort(self) -> None:
+        # Made anew from the rows, so that an interrupt leaves at worst what the next call puts right.
+        self._starts = tuple(sorted([(row.address, row.address + row.nbytes) for row in list(self._rows.values())]))
 
     def sweep(self) -> None:
         """Unlock what was dropped without being closed."""
-        while self.dropped:
-            pin = self.dropped.popleft()
-            try:
-                self.remove(pin[0])
-            except BaseException:
-                # Still locked, so its array must be held: the next call tries again.
-                self.dropped.append(pin)
-                raise
+        if not self._returns:
+            return
+        for number in self._returns.unsettled():
+            self.remove(number)
+            self._returns.settled(number)
 
     def close(self) -> None:
         """Unlock everything, each range whatever the others raise; nothing is in flight."""
+        self.closed = True
         with ExitStack() as steps:
             # Last: the backend is closed next, and what it refused to unlock it is not asked for again.
             steps.callback(self._clear)
-            for address in list(self._ranges):
-                steps.callback(self.remove, address)
+            for number in list(self._rows):
+                steps.callback(self._unlocked, number)
 
     def forget(self) -> None:
         """See `Forgetful`."""
-        self._clear()
-        self._lock = threading.RLock()
+        self.closed = True
+        leave(self._rows)
+        self._rows, self._starts = {}, ()
+        self._lock, self._unlocking = threading.RLock(), threading.RLock()
+        _open.pop(id(self), None)
 
     def _clear(self) -> None:
-        self._ranges.clear()
+        _open.pop(id(self), None)
+        for row in list(self._rows.values()):
+            self._pool.unreserve(row.address)
+        self._rows.clear()
         self._starts = ()
-        self.dropped.clear()
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes locked now."""
-        return sum(self._ranges.copy().values())
+
+_open: dict[int, Pins] = {}
+"""Of every stager of this process that is not closed."""
+
+
+def splits(address: int, nbytes: int) -> bool:
+    """Tell whether a range that any stager has locked begins or ends inside this memory, and so perhaps what is not locked."""
+    return any(pins.splits(address, nbytes) for pins in list(_open.values()))

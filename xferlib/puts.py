@@ -14,12 +14,13 @@ from typing import Any, final
 from xferlib.checks import check_alike, check_apart, checked_at
 from xferlib.device import BlockCache, Lease, Streams
 from xferlib.errors import CapabilityError
-from xferlib.inflight import Traffic
+from xferlib.inflight import Traffic, all_traffic
 from xferlib.layout import Layout, Layouts
 from xferlib.loud import Loud
 from xferlib.memory.arrays import Array
 from xferlib.memory.host import HostLeaf, HostMemory
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
+from xferlib.staging.parts import Placed
 from xferlib.staging.ring import Staging
 from xferlib.transfer import Later, Transfer
 from xferlib.tree import Spec, flatten, flatten_like, path, unflatten
@@ -51,8 +52,8 @@ class Puts:
         self._staging = staging
         self._loud = loud
         self._layouts = Layouts()
+        self._traffic = traffic
         self._h2d = traffic.h2d
-        self._d2h = traffic.d2h
 
     def start(self, tree: Any, into: Any, stream: object | None, borrow: bool) -> Transfer:
         """Put a tree."""
@@ -86,7 +87,7 @@ class Puts:
         streams: Streams = {}
         lease = self._blocks.lease(array.nbytes, streams)
         block = lease.block
-        event = self._begin_one(block.address, array, address, block, pads=True)
+        event = self._begin_one(block.address, array, address, lease, ())
         try:
             value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=lease)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
@@ -105,9 +106,8 @@ class Puts:
             self._loud.put([(array, address)], into=True)
         self._check_target(target, array)
         place = self._as_target(target, stream)
-        if self._d2h.busy or self._staging.reads_ahead:
-            self._order_after_reads(place)
-        event = self._begin_one(place[0], array, address, place, pads=False)
+        self._order_after_users(place)
+        event = self._begin_one(place[0], array, address, place, (place,))
         try:
             transfer = Transfer(target, event, self._failures, False, partial(self._name, (place,)))
             if stream is not None:
@@ -124,15 +124,16 @@ class Puts:
             self._host.check_dtype(array.dtype)
         return self._address(array)
 
-    def _begin_one(self, destination: int, array: Array, address: int | None, keepalive: object, *, pads: bool) -> Event:
+    def _begin_one(self, destination: int, array: Array, address: int | None, target: object, places: Sequence[Source]) -> Event:
+        """Start one copy. `target`: what is to be kept if nobody can say when it ends; `places`: memory of the caller's."""
         if not address:
-            return self._begin([destination], [(array, address)], keepalive, pads=pads)
+            return self._begin([destination], [(array, address)], (0,), target, places)
         nbytes = array.nbytes
         try:
             self._copy_h2d(destination, address, nbytes)
-            return self._h2d.add(nbytes, (array, keepalive))
+            return self._h2d.add(nbytes, (array,), places)
         except BaseException:
-            self._h2d.settle((array, keepalive))
+            self._h2d.settle((array, target))
             raise
 
     def _name(self, places: Sequence[Source], handle: int, stream: Stream) -> None:
@@ -143,8 +144,8 @@ class Puts:
     def _into(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
         places = self._places(sources, spec, flatten_like(spec, into, name="into"), stream)
         for place in places:
-            self._order_after_reads(place)
-        event = self._begin([place.address for place in places], sources, places, pads=False)
+            self._order_after_users(place)
+        event = self._begin([place.address for place in places], sources, range(len(places)), places, places)
         try:
             transfer = Transfer(into, event, self._failures, False, partial(self._name, places))
             if stream is not None:
@@ -179,7 +180,7 @@ class Puts:
         layout = self._layouts.of(sources)
         leases = self._leases(layout, streams)
         blocks = [lease.block for lease in leases]
-        event = self._begin(layout.addresses([block.address for block in blocks]), sources, blocks, pads=True)
+        event = self._begin(layout.addresses([block.address for block in blocks]), sources, layout.numbers, leases, ())
         try:
             value = self._made(layout, leases, spec, event)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
@@ -203,20 +204,19 @@ class Puts:
         leases = self._leases(layout, streams)
         blocks = [lease.block for lease in leases]
         addresses = layout.addresses([block.address for block in blocks])
-        staged: list[tuple[int, Array]] = []
+        staged: list[Placed] = []
         pinned: list[Array] = []
         try:
-            for destination, (array, address) in zip(addresses, sources, strict=True):
+            for destination, number, (array, address) in zip(addresses, layout.numbers, sources, strict=True):
                 if address is None:
-                    staged.append((destination, array))
+                    staged.append(Placed(destination, array, number))
                 elif address:
-                    self._copy_h2d(destination, address, array.nbytes)
                     pinned.append(array)
+                    self._copy_h2d(destination, address, array.nbytes)
             # The leases until then: a block that is used again before its last copy is started would be overwritten by it.
-            beside = sum([array.nbytes for array in pinned])
-            lent = self._staging.lend(staged, until_started=leases, until_done=(pinned, blocks), beside=beside)
+            lent = self._staging.lend(staged, until_started=leases, beside=pinned)
         except BaseException:
-            self._h2d.settle((pinned, blocks))
+            self._h2d.settle((pinned, leases))
             raise
 
         def make() -> Any:
@@ -267,28 +267,44 @@ class Puts:
         except AttributeError:
             raise TypeError(f"expected a device array of backend {self._backend.name!r} to put into, got {target!r}") from None
 
-    def _order_after_reads(self, place: Source) -> None:
-        """Let the copy wait for earlier gets that still read what it will overwrite: the user's streams know nothing of them."""
-        self._staging.wait_issued(place)
-        for read in self._d2h.readers(place):
-            self._backend.order_h2d(read)
+    def _order_after_users(self, place: Source) -> None:
+        """Let the copy wait for earlier copies that still use what it will overwrite: the user's streams know nothing of them.
 
-    def _begin(self, addresses: Sequence[int], sources: list[HostLeaf], keepalive: object, *, pads: bool) -> Event:
+        Those of a stager of another backend or device the host waits for: no stream of this one could.
+        """
+        for traffic in all_traffic():
+            traffic.wait_issued(place)
+            if not traffic.d2h.busy and (traffic is self._traffic or not traffic.h2d.busy):
+                continue
+            for entry in traffic.d2h.entries() if traffic is self._traffic else traffic.entries():
+                if not entry.uses_device(place):
+                    continue
+                if traffic.place == self._traffic.place:
+                    self._backend.order_h2d(entry.event)
+                else:
+                    with suppress(Exception):
+                        # What failed uses it no more, and is said to whoever holds the transfer.
+                        entry.event.synchronize()
+
+    def _begin(
+        self, addresses: Sequence[int], sources: list[HostLeaf], blocks: Sequence[int], target: object, places: Sequence[Source]
+    ) -> Event:
+        """Start copies; see `_begin_one`. `blocks`: of each leaf the number of the piece of memory that its address is in."""
         nbytes = 0
         held: list[Array] = []
-        staged: list[tuple[int, Array]] = []
+        staged: list[Placed] = []
         try:
-            for destination, (array, address) in zip(addresses, sources, strict=True):
+            for destination, number, (array, address) in zip(addresses, blocks, sources, strict=True):
                 nbytes += array.nbytes
                 if address is None:
-                    staged.append((destination, array))
+                    staged.append(Placed(destination, array, number))
                 elif address:
                     # Staged leaves are the caller's again as soon as they are staged; these are not.
                     held.append(array)
                     self._copy_h2d(destination, address, array.nbytes)
             if staged:
-                self._staging.stage(staged, pads=pads)
-            return self._h2d.add(nbytes, (held, keepalive))
+                self._staging.stage(staged)
+            return self._h2d.add(nbytes, held, places)
         except BaseException:
-            self._h2d.settle((held, keepalive))
+            self._h2d.settle((held, target))
             raise

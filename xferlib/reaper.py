@@ -17,7 +17,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Remains", "close_later", "uninterrupted", "watch"]
+__all__ = ["Remains", "close_later", "start_reaper", "uninterrupted", "watch"]
 
 LOOK_SECONDS = 0.2
 """How often is looked while a closed stager's memory is still held."""
@@ -45,7 +45,7 @@ _starting = threading.Lock()
 _over = False
 
 
-def start() -> None:
+def start_reaper() -> None:
     """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
     global _thread
     if _thread is not None or _over:

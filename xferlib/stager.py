@@ -24,7 +24,7 @@ from xferlib.device import BlockCache
 from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.forks import forget_in_child
 from xferlib.gets import Gets
-from xferlib.inflight import Traffic
+from xferlib.inflight import Flow, Traffic
 from xferlib.loud import Loud
 from xferlib.maps import Maps
 from xferlib.memory.arrays import Array, check_dtype
@@ -33,9 +33,10 @@ from xferlib.memory.host import HostMemory
 from xferlib.memory.limits import default_pinned_limit
 from xferlib.memory.pages import HostPages
 from xferlib.memory.pool import PinnedPool
-from xferlib.pinning import Pin, Pins
+from xferlib.pinning import Pin, Pins, splits
 from xferlib.protocol import Capabilities, HostStager
 from xferlib.puts import Puts
+from xferlib.reaper import close_later, start_reaper, uninterrupted
 from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
@@ -62,7 +63,7 @@ class Stager:
         staging: StagingProfile | str | None = None,
     ) -> None:
         self._refusal: XferError | None = None
-        self._closing = threading.RLock()
+        self._closing, self._giving_back = threading.RLock(), threading.RLock()
         self._closed = False
         self.backend = backend
         self._failures = backend.failures
@@ -71,7 +72,7 @@ class Stager:
         locks = self._capabilities.pinned and self._capabilities.register
         # Faster than what a driver allocates, and on the right node; where nothing is locked there is nothing to gain.
         pages = HostPages(backend) if locks else None
-        room = Room(traffic)
+        room, flow = Room(traffic), Flow(traffic)
         self._pool = pool = PinnedPool(
             allocate=_PinnedAllocator(backend, "alloc_pinned") if pages is None else pages.allocate,
             combine=_PinnedAllocator(backend, "alloc_write_combined") if backend.capabilities.write_combined else None,
@@ -81,16 +82,18 @@ class Stager:
             when_full=when_full,
         )
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
-        self._blocks = BlockCache(backend, traffic, device_limit)
+        self._blocks = BlockCache(backend, flow, device_limit)
         self._staging = ring = Staging(backend, pool, traffic, as_profile(staging))
-        room.release, room.wait_for_rest = ring.release, ring.wait_for_rest
-        self._pins = Pins(backend, traffic)
-        host = HostMemory(backend, pool, self._pins.splits)
+        room.release, room.wait_for_rest, room.contains = ring.release, ring.wait_for_rest, pool.contains
+        flow.owns, traffic.wait_issued = self._blocks.owns, ring.wait_issued
+        self._pins = Pins(backend, traffic, pool)
+        host = HostMemory(backend, pool, splits)
         self._maps = Maps(backend, host, traffic.views)
         self._puts = Puts(backend, host, self._blocks, ring, traffic, Loud(strict=strict))
         self._gets = Gets(backend, host, pool, ring, traffic)
         _live.add(self)
         forget_in_child(self)
+        start_reaper()
 
     @property
     def name(self) -> str:
@@ -144,8 +147,11 @@ class Stager:
         a megabyte (`xferlib doctor` tells from which transfer on). Memory that another library has locked needs no pin: it is
         transferred as it is.
 
+        It counts against `pinned_limit`, also where the backend locks nothing in fact: a program meets the same limit everywhere.
+        Idle memory of the pool makes room for it.
+
         Raises `CapabilityError` where the backend cannot; `ValueError` for memory that is locked already, not contiguous, or a
-        writable shared mapping of a file on disk; `AllocationError` where the driver refuses.
+        writable shared mapping of a file on disk; `AllocationError` where the limit has no room or the driver refuses.
         """
         if self._refusal is not None:
             self._refuse()
@@ -222,14 +228,13 @@ class Stager:
     def stats(self) -> Stats:
         """Return the figures of this moment. Cheap; works after `close()`."""
         pool = self._pool.usage()
-        own = self._pins.nbytes
         locks = 1 if self._capabilities.pinned else 0
         return Stats(
-            pinned_nbytes=locks * (pool.pinned + own),
+            pinned_nbytes=locks * pool.pinned,
             pinned_peak_nbytes=locks * pool.peak,
             pinned_limit_nbytes=self._pool.limit,
             pinned_used_nbytes=locks * pool.used,
-            pinned_asked_nbytes=locks * (pool.asked + own),
+            pinned_asked_nbytes=locks * pool.asked,
             pinned_asked_peak_nbytes=locks * pool.asked_peak,
             pool_hits=self._pool.hits,
             pool_misses=self._pool.misses,
@@ -260,14 +265,22 @@ class Stager:
         Arrays that are still reachable stay valid, and pinned ones pinned, until their last reference goes.
         No other thread may be inside a call.
         """
+        if self._blocks.entered or self._pool.entered:
+            # In a finalizer that runs inside another call: that must come to its end first.
+            close_later(self)
+            return
         with self._closing:
             if self._closed or isinstance(self._refusal, BackendUnavailableError):
                 return
             self._refusal = ClosedError("this stager is closed. Open another one with xferlib.stager(...)")
             # Interrupted here, it may be called again.
             self._traffic.wait_all()
+            uninterrupted(self._give_back)
+
+    def _give_back(self) -> None:
+        """Take everything apart, once. On a thread that no interrupt comes to."""
+        with self._giving_back:
             if self._closed:
-                # A finalizer on this thread was faster.
                 return
             self._closed = True
             _live.discard(self)
@@ -275,11 +288,11 @@ class Stager:
                 # Last in, first out, and each of them whatever those before it raise.
                 for step in (self.backend.close, self._blocks.close, self._pool.close, self._pins.close, self._staging.close):
                     steps.callback(step)
-                steps.callback(self._traffic.views.close)
+                steps.callback(self._traffic.close)
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
-        self._closing = threading.RLock()
+        self._closing = self._giving_back = threading.RLock()
         self._refusal = BackendUnavailableError(
             f"backend {self.name!r} cannot run here: this process was forked after the stager was opened. "
             "Open stagers in the child, and start processes with the spawn or forkserver method"
@@ -295,14 +308,9 @@ class Stager:
         # `_gets` is not set if the constructor refused its arguments. At interpreter exit waiting for workers would hang.
         if getattr(self, "_gets", None) is None or self._refusal is not None or sys.is_finalizing():
             return
-        try:
-            self._warn()
-        finally:
-            if self._traffic.busy:
-                # The collector may run on the very thread that has to finish what is in flight.
-                threading.Thread(target=self.close, name="xferlib-close").start()
-            else:
-                self.close()
+        # Closing waits, and the collector may run on the very thread that it would wait for.
+        close_later(self)
+        self._warn()
 
     def check_stream(self, stream: object) -> None:
         """Raise what naming this stream to a transfer would raise, and do nothing else."""

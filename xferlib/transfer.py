@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, final
@@ -20,22 +19,21 @@ Name: TypeAlias = Callable[[int, Stream], None]
 
 @final
 class Later:
-    """Arrays that can be made only when their copies are started. Any thread; made once."""
+    """Arrays that can be made only when their copies are started. Any thread; all get the same."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make: Callable[[], Any] | None = make
-        self._value: Any = None
-        self._making = threading.Lock()
+        self._made: dict[None, Any] = {}
 
     def __call__(self) -> Any:
         """Return the arrays."""
-        if self._make is not None:
-            with self._making:
-                if self._make is not None:
-                    self._value = self._make()
-                    # With it goes what only making needs, the lease among it: from now on the arrays hold it.
-                    self._make = None
-        return self._value
+        make = self._make
+        if make is not None:
+            # No lock: a finalizer may ask while its thread is in here. Of what two make at once the first is kept.
+            self._made.setdefault(None, make())
+            # With it goes what only making needs, the lease among it: from now on the arrays hold it.
+            self._make = None
+        return self._made[None]
 
 
 FIRST_NAP = 20e-6

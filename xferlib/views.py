@@ -1,57 +1,35 @@
 """Device views of host memory: what holds the memory until no work on the device may use it any more.
 
-A lease stands for "some view may reach this memory". It ends on any thread, inside the garbage collector, so its end takes no lock:
-it appends to a deque. The next look turns ended leases into memory behind an event, for the work that was enqueued before the end,
-and lets it go when the event is done.
+A ticket stands for "some view may reach this memory". The next look after its end turns it into memory behind an event, for the
+work that was enqueued before, and lets the memory go when the event is done. There is no lock in here: see `inflight`.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import deque
+import itertools
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
 from xferlib.forks import forget_in_child, leave
+from xferlib.memory.arrays import Array, address_of
 from xferlib.protocol import Event, HostStager, Stream
+from xferlib.tickets import Returns
 
-__all__ = ["ViewLease", "Views"]
+__all__ = ["View", "Views"]
 
-Entry: TypeAlias = tuple[object, Event]
+Fenced: TypeAlias = tuple[Array, Event]
 """Memory, and the event after which it may be let go."""
 
 
 @final
-class _Ended:
-    """A lease that has ended. Compared by identity, so that it can be taken out from among others that are added meanwhile."""
+class View:
+    """A row: the memory of a view. `stream` is where work on the view is enqueued; None: nothing is to be waited for."""
 
     __slots__ = ("memory", "stream")
 
-    def __init__(self, memory: object, stream: Stream) -> None:
-        self.memory = memory
-        self.stream = stream
-
-
-@final
-class ViewLease:
-    """The hold of a view on host memory. `stream` is where work on the view is enqueued; None: nothing is to be waited for."""
-
-    __slots__ = ("__weakref__", "_views", "memory", "stream")
-
-    def __init__(self, views: Views, memory: object) -> None:
-        self._views = views
+    def __init__(self, memory: Array) -> None:
         self.memory = memory
         self.stream: Stream | None = None
-
-    def __del__(self) -> None:
-        if self.stream is None:
-            return
-        if self.stream.keepalive is None:
-            # Its owner may destroy the stream as soon as the view is gone.
-            self._views.fence(self.memory, self.stream)
-            return
-        self._views.ended.append(_Ended(self.memory, self.stream))
 
 
 @final
@@ -59,105 +37,107 @@ class Views:
     """The views of one stager. Any thread. What is in flight, for whoever waits for memory: see `Flow` of the pool."""
 
     def __init__(self, backend: HostStager[Any]) -> None:
-        self.ended: deque[_Ended] = deque()
         self._backend = backend
         self._failures = backend.failures
-        self._fenced: deque[Entry] = deque()
-        self._stuck: deque[object] = deque()
-        self._live: weakref.WeakSet[ViewLease] = weakref.WeakSet()
+        self._returns = Returns()
+        self._count = itertools.count().__next__
+        self._rows: dict[int, View] = {}
+        self._fenced: dict[int, Fenced] = {}
+        self._stuck: list[object] = []
         self._over = False
-        # Never waited for: whoever has it is looking, and may be this very thread, interrupted by a finalizer.
-        self._looking = threading.Lock()
-        self._adding = threading.RLock()
         forget_in_child(self)
 
     @property
     def busy(self) -> bool:
         """Whether work on views that are gone may be under way."""
-        return bool(self.ended or self._fenced)
+        return bool(self._returns or self._fenced)
 
-    def lease(self, memory: object) -> ViewLease:
-        """Return a lease that a view of this memory is to hold."""
-        lease = ViewLease(self, memory)
-        with self._adding:
-            self._live.add(lease)
-        return lease
+    def lease(self, memory: Array) -> tuple[View, object]:
+        """Enter memory that a view will reach, and return its row and what the view is to hold."""
+        number = self._count()
+        ticket = self._returns.ticket(number)
+        view = self._rows[number] = View(memory)
+        return view, ticket
 
-    def fence(self, memory: object, stream: Stream) -> None:
-        """Hold memory until the work enqueued on the stream so far is done. Takes no lock."""
-        if self._over:
-            # The backend is asked nothing any more; its own free waits for the work.
-            return
-        try:
-            event = self._backend.retire((stream,))
-        except self._failures:
-            # Nobody can say any more when the work ends: better to lose the memory than to have it written under its next owner.
-            self._stuck.append(memory)
-            return
-        if event is not None:
-            self._fenced.append((memory, event))
+    def held(self, address: int, nbytes: int) -> bool:
+        """Tell whether a view that is not gone reaches part of this memory: work on it may be enqueued at any time."""
+        self._fence_ended()
+        return any(_meets(view.memory, address, nbytes) for view in list(self._rows.values()))
+
+    def readers(self, address: int, nbytes: int) -> list[Event]:
+        """Return the events after which no view that is gone uses part of this memory."""
+        self._fence_ended()
+        return [event for memory, event in list(self._fenced.values()) if _meets(memory, address, nbytes)]
 
     def reap(self) -> bool:
         """Let go of memory whose work is done, and tell whether there was any. Never blocks."""
-        if not self.busy or not self._looking.acquire(blocking=False):
+        if not self.busy:
             return False
-        gone: list[Entry] = []
-        try:
-            self._fence_ended()
-            fenced = self._fenced
-            for _ in range(len(fenced)):
-                # In place, and turned in one step: what is not over must be found by whoever waits meanwhile.
-                if self._is_over(fenced[0][1]):
-                    gone.append(fenced.popleft())
-                else:
-                    fenced.rotate(-1)
-        finally:
-            self._looking.release()
-        # What is let go of now may run foreign finalizers, which may come back here: so outside the lock.
-        return bool(gone)
+        self._fence_ended()
+        gone = [self._fenced.pop(number, None) for number, (_, event) in list(self._fenced.items()) if self._is_over(event)]
+        # What is let go of now may run foreign finalizers, which may come back here.
+        return any(gone)
 
     def wait_oldest(self) -> bool:
-        """Block until some memory is let go of. Returns False if there was none that this thread can wait for."""
+        """Block until some memory is let go of. Returns False if there was none."""
         self._fence_ended()
-        try:
-            event = self._fenced[0][1]
-        except IndexError:
-            return False
-        self._wait(event)
-        return self.reap()
+        for number, (_, event) in list(self._fenced.items()):
+            self._wait(event)
+            return self._fenced.pop(number, None) is not None
+        return False
 
     def wait_all(self) -> None:
         """Block until the work enqueued before the call is done, on views that are gone and on those that are not."""
         self._fence_ended()
-        with self._adding:
-            live = [lease.stream for lease in self._live]
+        live = [view.stream for view in list(self._rows.values())]
         for stream in {stream.handle: stream for stream in live if stream is not None}.values():
             with suppress(*self._failures):
                 event = self._backend.retire((stream,))
                 if event is not None:
                     event.synchronize()
-        for _, event in self._fenced.copy():
+        for _, event in list(self._fenced.values()):
             self._wait(event)
         self.reap()
 
     def close(self) -> None:
-        """Ask the backend nothing any more: from here on the end of a lease is the end of its hold."""
+        """Ask the backend nothing any more: from here on a view that goes lets its memory go. Nothing is in flight."""
         self._over = True
-        self.ended, self._fenced = deque(maxlen=0), deque(maxlen=0)
+        self._fence_ended()
+        self._fenced.clear()
+
+    def settle(self) -> bool:
+        """Let go of what views have let go of; tell whether any view is left. See `Remains`."""
+        self._fence_ended()
+        return bool(self._rows)
 
     def forget(self) -> None:
         """See `Forgetful`."""
-        leave(self.ended, self._fenced, self._stuck)
+        leave(self._rows, self._fenced, self._stuck)
         self._over = True
-        self.ended, self._fenced = deque(), deque()
-        self._looking, self._adding = threading.Lock(), threading.RLock()
+        self._rows, self._fenced = {}, {}
 
     def _fence_ended(self) -> None:
-        for end in self.ended.copy():
-            self.fence(end.memory, end.stream)
-            # Not before: whoever waits meanwhile must find it. Two threads may do the same, and memory held twice is held.
-            with suppress(ValueError):
-                self.ended.remove(end)
+        if not self._returns:
+            return
+        for number in self._returns.unsettled():
+            view = self._rows.get(number)
+            if view is not None:
+                self._fence(number, view)
+            # In this order: whoever waits meanwhile must find it. Two threads may do the same, and memory held twice is held.
+            self._rows.pop(number, None)
+            self._returns.settled(number)
+
+    def _fence(self, number: int, view: View) -> None:
+        if self._over or view.stream is None:
+            return
+        try:
+            event = self._backend.retire((view.stream,))
+        except self._failures:
+            # Nobody can say any more when the work ends: better to lose the memory than to have it written under its next owner.
+            self._stuck.append(view.memory)
+            return
+        if event is not None:
+            self._fenced[number] = (view.memory, event)
 
     def _is_over(self, event: Event) -> bool:
         try:
@@ -168,3 +148,8 @@ class Views:
     def _wait(self, event: Event) -> None:
         with suppress(*self._failures):
             event.synchronize()
+
+
+def _meets(memory: Array, address: int, nbytes: int) -> bool:
+    start = address_of(memory)
+    return start < address + nbytes and address < start + memory.nbytes

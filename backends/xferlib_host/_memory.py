@@ -96,6 +96,11 @@ class Memory:
             self._device_made += 1
         return Block(address, nbytes, memory, self._device)
 
+    def free_device(self, block: Block) -> None:
+        if self._device.pop(block.address, None) is None:
+            raise MemoryCallError(f"no device memory is at {block.address:#x}. Free what alloc_device returned, once")
+        block._memory = None
+
     def calls(self) -> Calls:
         """Count. What was made and is not in its table any more was given back."""
         with self._lock:
@@ -128,9 +133,6 @@ class Block:
         self._memory = memory
         self._live = live
 
-    def __del__(self) -> None:
-        # Before the memory itself goes, while nobody else can be given this address.
-        del self._live[self.address]
 
 
 @final

@@ -82,6 +82,9 @@ class NumpyStager:
     def alloc_device(self, nbytes: int) -> Block:
         return self.memory.alloc_device(nbytes)
 
+    def free_device(self, block: protocol.DeviceBlock) -> None:
+        self.memory.free_device(cast("Block", block))
+
     def as_array(
         self,
         block: protocol.DeviceBlock,
@@ -92,7 +95,7 @@ class NumpyStager:
         after: protocol.Event,
         lease: object,
     ) -> npt.NDArray[Any]:
-        return array_over(block.address + offset, shape, dtype, block=block, lease=lease)
+        return array_over(block.address + offset, shape, dtype, block=None, lease=lease)
 
     def as_mapped(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, stream: object | None, lease: object

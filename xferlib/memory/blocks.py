@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, TypeAlias, final, get_args
 
-__all__ = ["Flow", "HostBlock", "Owner", "Returned", "Usage", "Wanted", "WhenFull", "check_when_full"]
+__all__ = ["Flow", "HostBlock", "Usage", "Wanted", "WhenFull", "check_when_full", "in_words", "round_up"]
 
 WhenFull: TypeAlias = Literal["wait", "raise", "stage"]
 """What happens to an array for which the limit has no room: it waits while transfers in flight will make some, and fails if none
 will; or fails at once; or lies in ordinary memory, which is staged. Pieces of staging itself come back by themselves and wait.
 """
-Returned: TypeAlias = tuple[int, int, int, bool]
-"""Address, nbytes, bytes asked for, and whether an array asked."""
 
 
 def check_when_full(when_full: str) -> None:
@@ -21,16 +19,26 @@ def check_when_full(when_full: str) -> None:
         raise ValueError(f"when_full is 'wait', 'raise' or 'stage', got {when_full!r}")
 
 
+def round_up(nbytes: int, step: int) -> int:
+    """Return the next multiple of `step`."""
+    return -(-nbytes // step) * step
+
+
+def in_words(nbytes: int) -> str:
+    """Say a size to people."""
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes} bytes"
+
+
 @final
 class Usage(NamedTuple):
-    """Bytes of one pool."""
+    """Bytes of one pool, and of what is reserved beside it, but for `used`."""
 
     pinned: int
     peak: int
     used: int
-    """Handed out now."""
+    """Handed out now, of the pool alone."""
     asked: int
-    """The same without what alignment adds."""
+    """The same without what alignment adds, and what is reserved."""
     asked_peak: int
 
 
@@ -57,25 +65,14 @@ class Flow(Protocol):
     def wait_oldest(self) -> bool: ...
 
 
-class Owner(Protocol):
-    """The pool."""
-
-    def _give_back(self, returned: Returned) -> None: ...
-
-
 @final
 class HostBlock:
-    """Pinned bytes, given back to the pool when the last array over them dies."""
+    """Pinned bytes, given back to the pool when the last array over them is gone."""
 
-    __slots__ = ("__array_interface__", "_for_array", "_pool", "address", "asked", "nbytes")
+    __slots__ = ("__array_interface__", "_ticket", "address", "nbytes")
 
-    def __init__(self, pool: Owner, address: int, wanted: Wanted) -> None:
-        self._pool = pool
-        self._for_array = wanted.for_array
+    def __init__(self, address: int, nbytes: int, ticket: object) -> None:
         self.address = address
-        self.asked = wanted.asked
-        self.nbytes = nbytes = wanted.size
+        self.nbytes = nbytes
+        self._ticket = ticket
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-    def __del__(self) -> None:
-        self._pool._give_back((self.address, self.nbytes, self.asked, self._for_array))

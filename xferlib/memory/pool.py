@@ -1,36 +1,40 @@
 """The bounded pool of pinned host memory.
 
-Invariants: the bytes pinned never exceed the limit; memory that a copy may still read or write is never handed out again, because
-what is in flight holds the `HostBlock`; nothing is pinned or unpinned while requests fit what is already there, since both may
-wait for kernels. Sizes are exact up to alignment. Memory goes back to the system by `trim()`, by `close()`, and to make room under
-the limit; never by a timer. Nobody waits for what nothing will end: see `WhenFull`.
+Invariants: the bytes pinned, here and beside the pool by `reserve`, never exceed the limit; memory that a copy may still read or
+write is never handed out again, because what is in flight holds the `HostBlock`; nothing is pinned or unpinned while requests fit
+what is already there, since both may wait for kernels. Sizes are exact up to alignment. Memory goes back to the system by `trim()`,
+by `close()`, and to make room under the limit; never by a timer. Nobody waits for what nothing will end: see `WhenFull`.
 
-A `HostBlock` may die on any thread, inside the garbage collector, while that thread holds the pool's lock. So its finalizer takes
-no lock: it appends to a deque, which is drained at the next request.
+A `HostBlock` holds a ticket, whose end posts a number; the next request takes the memory back. An interrupt may come anywhere: what
+is true stands in the tables of segments and rows, which change in one step; free ranges and sums are derived from them, and derived
+anew after a call that did not come to its end.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
-import sys
 import threading
 import time
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.memory.arrays import Array
-from xferlib.memory.blocks import Flow, HostBlock, Returned, Usage, Wanted, WhenFull, check_when_full
+from xferlib.memory.blocks import Flow, HostBlock, Usage, Wanted, WhenFull, check_when_full, in_words, round_up
 from xferlib.memory.ranges import Ranges
+from xferlib.reaper import uninterrupted, watch
+from xferlib.tickets import Returns
 
 __all__ = ["HostBlock", "PinnedPool"]
+
+T = TypeVar("T")
 
 ALIGNMENT = 256
 """Bytes. What device memory is aligned to, so that a packed block has one layout on both sides."""
@@ -42,9 +46,30 @@ STAGING_SHARE = 64 << 20
 """Bytes, or half of the limit where that is less. What arrays leave to staging where they give way to it."""
 
 
-_Segments: TypeAlias = list[tuple[Ranges, int, int]]
-"""Each with its class, start and nbytes."""
 _Growth: TypeAlias = tuple[Ranges, int]
+
+
+@final
+class _Segment:
+    """Page-locked memory. `freeing`: it is about to be unlocked, and nothing is handed out of it; `claimed`: somebody does it."""
+
+    __slots__ = ("claimed", "freeing", "nbytes", "ranges", "start")
+
+    def __init__(self, start: int, nbytes: int, ranges: Ranges) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        self.ranges = ranges
+        self.freeing = self.claimed = False
+
+
+@final
+class _Row(NamedTuple):
+    """What is handed out."""
+
+    address: int
+    size: int
+    asked: int
+    for_array: bool
 
 
 @final
@@ -72,23 +97,37 @@ class PinnedPool:
         self._combine = combine
         self._free = free
         self._flow = flow
+        # Reentrant: a foreign finalizer may ask while its thread is in here; it finds `_inside`, and is refused.
         self._lock = threading.RLock()
-        self._inside = False
+        self._inside = self._torn = self._closed = False
+        self._count = itertools.count().__next__
         self._changes = 0
         """How often there was more room than before. Who found none looks again if that was meanwhile."""
-        self._returned: deque[Returned] = deque()
-        self._large = Ranges()
-        self._small = Ranges()
-        self._combined = Ranges()
+        self._returns = Returns()
+        self._segments: dict[int, _Segment] = {}
+        self._rows: dict[int, _Row] = {}
+        self._growing: dict[int, int] = {}
+        """Bytes that are being page-locked, by the number of the request."""
+        self._given_up: dict[int, None] = {}
+        """Requests that were given up before their memory was there."""
+        self._reserved: dict[int, int] = {}
+        """Bytes that are locked beside the pool, by their address."""
+        self._freeing = threading.RLock()
+        """Held while the driver unlocks, by threads that no interrupt comes to."""
+        # Derived from segments and rows.
+        self._large, self._small, self._combined = Ranges(), Ranges(), Ranges()
         self._index: tuple[list[int], list[int]] = ([], [])
-        self._closed = False
-        # By name in the instance: at interpreter exit modules lose theirs.
-        self._is_finalizing = sys.is_finalizing
+        self.used_nbytes = self._asked = self._arrays = 0
         self.hits = self.misses = self.waits = self.fallbacks = 0
         self.wait_seconds = 0.0
-        self.nbytes = self.peak_nbytes = self.used_nbytes = 0
-        self._asked = self._asked_peak = self._arrays = 0
+        self.peak_nbytes = self._asked_peak = 0
         forget_in_child(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are page-locked, or about to be."""
+        segments = sum([segment.nbytes for segment in list(self._segments.values())])
+        return segments + sum([*self._growing.values(), *self._reserved.values()])
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, combined: bool = False) -> Array:
         """Return an array in pinned memory, contents undefined; see `WhenFull`. Raises `AllocationError`, saying what to do."""
@@ -113,29 +152,42 @@ class PinnedPool:
 
     def try_take(self, nbytes: int) -> HostBlock | None:
         """Return `nbytes` bytes for staging as `take` does, where that neither waits for a transfer nor unpins."""
-        wanted = Wanted(_round_up(nbytes, ALIGNMENT), nbytes, None, False, False)
-        block, growth, _ = self._look(wanted, may_grow=True, may_evict=False)
-        return self._grow(wanted, *growth) if growth is not None else block
+        wanted = Wanted(round_up(nbytes, ALIGNMENT), nbytes, None, False, False)
+        number, ticket = self._numbered()
+        row, growth = self._look(wanted, number, may_grow=True, may_evict=False)
+        if growth is not None:
+            row = self._grow(wanted, number, *growth)
+        return None if row is None else HostBlock(row.address, row.size, ticket)
+
+    def _numbered(self) -> tuple[int, object]:
+        """Return a number for a row, and the ticket: before the row is there, so that it goes back whatever happens."""
+        number = self._count()
+        return number, self._returns.ticket(number)
 
     def _take(self, nbytes: int, taken: Callable[[], None] | None, *, combined: bool, for_array: bool) -> HostBlock:
-        size = _round_up(nbytes, ALIGNMENT)
-        if _round_up(size, PAGE) > self.limit:
+        size = round_up(nbytes, ALIGNMENT)
+        if round_up(size, PAGE) > self.limit:
             raise AllocationError(
-                f"{_mib(nbytes)} of pinned memory asked, more than pinned_limit={self.limit} ({_mib(self.limit)}). "
+                f"{in_words(nbytes)} of pinned memory asked, more than pinned_limit={self.limit} ({in_words(self.limit)}). "
                 "Raise pinned_limit, or use smaller arrays"
             )
         wanted = Wanted(size, nbytes, taken, combined, for_array)
-        waits = not for_array or self.when_full == "wait"
+        number, ticket = self._numbered()
+        row = self._found(wanted, number)
+        return HostBlock(row.address, row.size, ticket)
+
+    def _found(self, wanted: Wanted, number: int) -> _Row:
+        waits = not wanted.for_array or self.when_full == "wait"
         reaped = yielded = collected = False
         while True:
             changes = self._changes
-            block, growth, victims = self._look(wanted, may_grow=reaped)
-            if block is not None:
-                return block
+            row, growth = self._look(wanted, number, may_grow=reaped)
+            if row is not None:
+                return row
             if growth is not None:
-                return self._grow(wanted, *growth)
-            if victims:
-                self._release(victims)
+                return self._grow(wanted, number, *growth)
+            if self._freeable():
+                uninterrupted(self._release)
             elif not reaped:
                 # Copies that are done may hold the last reference to what is asked for.
                 self._flow.reap()
@@ -144,14 +196,43 @@ class PinnedPool:
                 # What is only kept for later comes before any wait.
                 self._flow.yield_idle()
                 yielded = True
-            elif (waits and self._wait()) or changes != self._changes or self._returned:
+            elif (waits and self._wait()) or changes != self._changes or self._returns:
                 continue
-            elif collected or (for_array and self.when_full == "stage"):
-                raise self._full(nbytes)
+            elif collected or (wanted.for_array and self.when_full == "stage"):
+                raise self._full(wanted.asked)
             else:
                 # Arrays in reference cycles hold pinned memory until the collector runs, and it knows nothing of the limit.
                 gc.collect()
                 collected = True
+
+    def reserve(self, address: int, nbytes: int) -> None:
+        """Count memory that is about to be page-locked beside the pool, until `unreserve`.
+
+        Idle memory is unpinned first, where that makes room. It waits for no transfer. Raises `AllocationError`, saying what to do.
+        """
+        for make_room in (self._flow.reap, self._flow.yield_idle, gc.collect, None):
+            while not self._alone(lambda: self._try_reserve(address, nbytes), nbytes):
+                if not self._freeable():
+                    break
+                uninterrupted(self._release)
+            else:
+                return
+            if make_room is not None:
+                make_room()
+        raise AllocationError(
+            f"{in_words(nbytes)} to be page-locked, and pinned_limit has no room for them: {self._in_use()}. "
+            "Raise pinned_limit, close pins or rings, or drop pinned arrays"
+        )
+
+    def note_locked(self) -> None:
+        """Note that what was reserved is locked now: a refused lock was never had."""
+        with self._lock:
+            self._note_peaks()
+
+    def unreserve(self, address: int) -> None:
+        """Count it no more: it is unlocked. Twice is fine."""
+        self._reserved.pop(address, None)
+        self._changes += 1
 
     @property
     def lends_arrays(self) -> bool:
@@ -166,213 +247,247 @@ class PinnedPool:
 
     def usage(self) -> Usage:
         """Return the figures of this moment."""
-        with self._lock:
-            if not self._inside:
-                self._inside = True
-                try:
-                    self._drain()
-                finally:
-                    self._inside = False
-            figures = Usage(self.nbytes, self.peak_nbytes, self.used_nbytes, self._asked, self._asked_peak)
-        if self._closed:
-            self._drain_closed()
-        return figures
+        if not self.entered:
+            self._alone(lambda: None)
+        reserved = sum(list(self._reserved.values()))
+        return Usage(self.nbytes, self.peak_nbytes, self.used_nbytes, self._asked + reserved, self._asked_peak)
 
     def trim(self) -> None:
         """Unpin every segment that is wholly idle. May wait for kernels."""
-        with self._lock:
-            victims = self._evict_all()
-        self._release(victims)
+        if not self.entered:
+            uninterrupted(self._trim)
 
     def close(self) -> None:
-        """Unpin what is idle now; what arrays still hold is unpinned when the last of them dies."""
+        """Unpin what is idle now; what arrays still hold is unpinned when the last of them is gone. No interrupt comes here."""
         self._closed = True
-        self.trim()
-        self._drain_closed()
+        try:
+            self._trim()
+        finally:
+            if self._rows or self._growing:
+                watch(self)
+
+    def settle(self) -> bool:
+        """After `close`, unpin what no array holds any more; tell whether any array is left. See `Remains`."""
+        self._trim()
+        return bool(self._rows or self._growing)
 
     def forget(self) -> None:
         """See `Forgetful`."""
         self._free = _leave
+        self._returns = Returns()
         self._lock = threading.RLock()
         self._inside = False
+
+    @property
+    def entered(self) -> bool:
+        """Whether the calling thread is in here already, and so is a finalizer now."""
+        return self._inside and self._lock._is_owned()  # type: ignore[attr-defined]  # As `threading.Condition` asks.
+
+    def _alone(self, step: Callable[[], T], nbytes: int = 0) -> T:
+        """Take a step with the lock, after taking back what was given back. Raises `AllocationError` inside another step."""
+        with self._lock:
+            if self._inside:
+                raise AllocationError(
+                    f"{nbytes} bytes of pinned memory asked by a finalizer that ran inside another request. Ask from ordinary code"
+                )
+            self._inside = True
+            try:
+                if self._torn:
+                    self._mend()
+                # An interrupt, or an error, leaves it so.
+                self._torn = True
+                self._take_back()
+                outcome = step()
+                self._torn = False
+                return outcome
+            finally:
+                self._inside = False
+
+    def _mend(self) -> None:
+        """Derive anew what follows from the segments and the rows."""
+        rows = sorted(self._rows.copy().values())
+        self.used_nbytes = sum([row.size for row in rows])
+        self._asked = sum([row.asked for row in rows])
+        self._arrays = sum([row.size for row in rows if row.for_array])
+        for ranges in (self._large, self._small, self._combined):
+            ranges.clear()
+        for segment in list(self._segments.values()):
+            if not segment.freeing:
+                end = segment.start + segment.nbytes
+                used = [(row.address, row.size) for row in rows if segment.start <= row.address < end]
+                segment.ranges.add_used_segment(segment.start, segment.nbytes, used)
+        self._reindex()
+
+    def _take_back(self) -> None:
+        if not self._returns:
+            return
+        for number in self._returns.unsettled():
+            row = self._rows.pop(number, None)
+            if row is not None:
+                self._account(row, -1)
+                starts, _ = self._index
+                segment = self._segments[starts[bisect_right(starts, row.address) - 1]]
+                segment.ranges.give_back(row.address, row.size)
+            elif number in self._growing:
+                self._given_up[number] = None
+            self._returns.settled(number)
+            self._changes += 1
 
     def _wait(self) -> bool:
         """Block until something in flight has ended. Returns False if nothing could."""
         start = time.perf_counter()
         if not self._flow.wait_oldest():
             return False
-        with self._lock:
-            self.waits += 1
-            self.wait_seconds += time.perf_counter() - start
+        self.waits += 1
+        self.wait_seconds += time.perf_counter() - start
         return True
 
-    def _look(
-        self, wanted: Wanted, *, may_grow: bool, may_evict: bool = True
-    ) -> tuple[HostBlock | None, _Growth | None, _Segments]:
-        """Return a block from idle memory, or a new segment that has been counted, or idle ones to be unpinned first."""
-        with self._lock:
-            if self._inside:
-                raise AllocationError(
-                    f"{wanted.size} bytes of pinned memory asked by a finalizer that ran inside another request. "
-                    "Ask from ordinary code"
-                )
-            self._inside = True
-            try:
-                self._drain()
-                if wanted.for_array and self._arrays + wanted.size > self._arrays_limit:
-                    return None, None, []
-                ranges = self._combined if wanted.combined else self._class_of(wanted.size)
-                address = ranges.take(wanted.size)
-                if address is not None:
-                    self.hits += 1
-                    return self._handed_out(address, wanted), None, []
-                return (None, *self._room(ranges, wanted.size, may_evict=may_evict)) if may_grow else (None, None, [])
-            finally:
-                self._inside = False
+    def _look(self, wanted: Wanted, number: int, *, may_grow: bool, may_evict: bool = True) -> tuple[_Row | None, _Growth | None]:
+        """Enter a row in idle memory, or return what new segment was counted; else idle ones may be freeable now."""
+        return self._alone(lambda: self._looked(wanted, number, may_grow, may_evict), wanted.size)
 
-    def _room(self, ranges: Ranges, size: int, *, may_evict: bool) -> tuple[_Growth | None, _Segments]:
-        """Count a new segment if the limit has room; else name idle ones that make room, if there are enough."""
-        exact = _round_up(size, PAGE)
+    def _looked(self, wanted: Wanted, number: int, may_grow: bool, may_evict: bool) -> tuple[_Row | None, _Growth | None]:
+        if wanted.for_array and self._arrays + wanted.size > self._arrays_limit:
+            return None, None
+        ranges = self._combined if wanted.combined else self._class_of(wanted.size)
+        address = ranges.take(wanted.size)
+        if address is not None:
+            self.hits += 1
+            return self._handed_out(address, wanted, number), None
+        if not may_grow:
+            return None, None
+        exact = round_up(wanted.size, PAGE)
         for nbytes in (SHARED_SEGMENT, exact) if ranges is self._small else (exact,):
             excess = self.nbytes + nbytes - self.limit
             if excess <= 0:
-                self.nbytes += nbytes
-                return (ranges, nbytes), []
-            if may_evict and excess <= sum(idle for part in (self._large, self._small, self._combined) for _, idle in part.whole()):
-                victims = self._evict(self._large, excess)
-                for part in (self._small, self._combined):
-                    victims += self._evict(part, excess - sum(idle for _, _, idle in victims))
-                return None, victims
-        return None, []
+                self._growing[number] = nbytes
+                return None, (ranges, nbytes)
+            if may_evict and self._evict(excess):
+                break
+        return None, None
 
-    def _grow(self, wanted: Wanted, ranges: Ranges, nbytes: int) -> HostBlock:
+    def _try_reserve(self, address: int, nbytes: int) -> bool:
+        """Reserve, or else have idle segments freed, if they are enough."""
+        excess = self.nbytes + nbytes - self.limit
+        if excess > 0:
+            self._evict(excess)
+            return False
+        self._reserved[address] = nbytes
+        return True
+
+    def _grow(self, wanted: Wanted, number: int, ranges: Ranges, nbytes: int) -> _Row:
         # Outside the lock: page-locking takes milliseconds, and other threads may find idle memory meanwhile.
+        return uninterrupted(lambda: self._grown(wanted, number, ranges, nbytes))
+
+    def _grown(self, wanted: Wanted, number: int, ranges: Ranges, nbytes: int) -> _Row:
+        """Page-lock a segment that was counted, and enter the row at its start. On a thread that no interrupt comes to."""
         try:
             allocate = self._combine if ranges is self._combined else self._allocate
             assert allocate is not None
             start = allocate(nbytes)
         except BaseException:
-            self._shrink(nbytes)
+            self._growing.pop(number, None)
+            self._changes += 1
             raise
-        with self._lock:
-            self._inside = True
-            try:
-                # Only now: a refused one was never had.
-                self.misses += 1
-                self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-                ranges.add_segment(start, nbytes)
-                self._reindex()
-                # Out of the new segment, not the best fit: another thread may have asked meanwhile.
-                ranges.take_at(start, wanted.size)
-                self._changes += 1
-                return self._handed_out(start, wanted)
-            finally:
-                self._inside = False
+        return self._alone(lambda: self._entered(_Segment(start, nbytes, ranges), wanted, number))
 
-    def _handed_out(self, address: int, wanted: Wanted) -> HostBlock:
-        self.used_nbytes += wanted.size
-        self._asked += wanted.asked
-        self._asked_peak = max(self._asked_peak, self._asked)
-        self._arrays += wanted.size * wanted.for_array
+    def _entered(self, segment: _Segment, wanted: Wanted, number: int) -> _Row:
+        """Enter a new segment, and at its start the row, where somebody still waits for it."""
+        self._segments[segment.start] = segment
+        self._growing.pop(number, None)
+        # Only now: a refused one was never had.
+        self.misses += 1
+        self._note_peaks()
+        segment.ranges.add_segment(segment.start, segment.nbytes)
+        self._reindex()
+        self._changes += 1
+        if number in self._given_up:
+            self._given_up.pop(number, None)
+            return _Row(segment.start, 0, 0, False)
+        # Out of the new segment, not the best fit: another thread may have asked meanwhile.
+        segment.ranges.take_at(segment.start, wanted.size)
+        return self._handed_out(segment.start, wanted, number)
+
+    def _handed_out(self, address: int, wanted: Wanted, number: int) -> _Row:
+        row = self._rows[number] = _Row(address, wanted.size, wanted.asked, wanted.for_array)
+        self._account(row, 1)
+        self._asked_peak = max(self._asked_peak, self._asked + sum(list(self._reserved.values())))
         if wanted.taken is not None:
             wanted.taken()
-        return HostBlock(self, address, wanted)
+        return row
+
+    def _account(self, row: _Row, sign: int) -> None:
+        self.used_nbytes += sign * row.size
+        self._asked += sign * row.asked
+        self._arrays += sign * row.size * row.for_array
+
+    def _note_peaks(self) -> None:
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        self._asked_peak = max(self._asked_peak, self._asked + sum(list(self._reserved.values())))
 
     def _class_of(self, size: int) -> Ranges:
         return self._small if size < SMALL and self.limit >= 2 * SHARED_SEGMENT else self._large
 
-    def _evict(self, ranges: Ranges, excess: int | None) -> _Segments:
-        """Forget idle segments until `excess` bytes are gone (None: all of them) and return them to be unpinned."""
-        victims: _Segments = []
-        for start, nbytes in ranges.whole():
+    def _evict(self, excess: int | None) -> bool:
+        """Have idle segments freed until so many bytes are gone (None: all). False, and none are, where all would not be enough."""
+        idle = [(ranges, *whole) for ranges in (self._large, self._small, self._combined) for whole in ranges.whole()]
+        if excess is not None and excess > sum([nbytes for _, _, nbytes in idle]):
+            return False
+        for ranges, start, nbytes in idle:
             if excess is not None:
                 if excess <= 0:
                     break
                 excess -= nbytes
+            self._segments[start].freeing = True
             ranges.remove_segment(start)
-            victims.append((ranges, start, nbytes))
-        if victims:
-            self._reindex()
-        return victims
+        self._reindex()
+        return bool(idle)
 
-    def _evict_all(self) -> _Segments:
-        if self._inside:
-            return []
-        self._inside = True
-        try:
-            self._drain()
-            return [victim for part in (self._large, self._small, self._combined) for victim in self._evict(part, None)]
-        finally:
-            self._inside = False
+    def _trim(self) -> None:
+        self._alone(lambda: self._evict(None))
+        self._release()
 
-    def _release(self, victims: _Segments) -> None:
-        """Unpin segments, each whatever the others raise."""
+    def _freeable(self) -> list[_Segment]:
+        return [segment for segment in list(self._segments.values()) if segment.freeing and not segment.claimed]
+
+    def _release(self) -> None:
+        """Unpin the segments that nothing is handed out of, each whatever the others raise. On a thread without interrupts."""
         with ExitStack() as steps:
-            for victim in victims:
-                steps.callback(self._unpin, *victim)
+            for segment in self._freeable():
+                steps.callback(self._unpin, segment)
 
-    def _unpin(self, ranges: Ranges, start: int, nbytes: int) -> None:
+    def _unpin(self, segment: _Segment) -> None:
         """Unpin a segment, and only then take it off the account: the limit holds at every moment."""
-        try:
-            self._free(start)
-        except Exception:
-            # Refused: it is still there, and the next request or trim finds it.
-            self._restore(ranges, start, nbytes)
-            raise
-        except BaseException:
-            # An interrupt is raised when the driver has returned: what may be gone is handed out to nobody.
-            self._shrink(nbytes)
-            raise
-        self._shrink(nbytes)
-
-    def _restore(self, ranges: Ranges, start: int, nbytes: int) -> None:
-        with self._lock:
-            self._inside = True
+        with self._freeing:
+            if segment.claimed:
+                # Another thread was faster, or this one is in a finalizer in the middle of it.
+                return
+            segment.claimed = True
             try:
-                ranges.add_segment(start, nbytes)
-                self._reindex()
-                self._changes += 1
-            finally:
-                self._inside = False
-
-    def _shrink(self, nbytes: int) -> None:
-        with self._lock:
-            self.nbytes -= nbytes
+                self._free(segment.start)
+            except Exception:
+                # Refused: it is still there, and the next request or trim finds it.
+                self._restore(segment)
+                raise
+            self._segments.pop(segment.start, None)
             self._changes += 1
 
-    def _give_back(self, returned: Returned) -> None:
-        self._returned.append(returned)
-        # At interpreter exit modules are taken apart, the backend's too; the memory goes with the process.
-        if self._closed and not self._is_finalizing():
-            self._drain_closed()
-
-    def _drain_closed(self) -> None:
-        # After close nobody asks any more. Whoever cannot have the lock leaves the work to its holder, who looks again.
-        while self._returned and self._lock.acquire(blocking=False):
-            try:
-                if self._inside:
-                    return
-                victims = self._evict_all()
-            finally:
-                self._lock.release()
-            self._release(victims)
-
-    def _drain(self) -> None:
-        while self._returned:
-            address, nbytes, asked, for_array = self._returned.popleft()
-            self.used_nbytes -= nbytes
-            self._asked -= asked
-            self._arrays -= nbytes * for_array
-            self._changes += 1
-            starts, _ = self._index
-            segment = starts[bisect_right(starts, address) - 1]
-            parts = (self._large, self._small, self._combined)
-            next(part for part in parts if segment in part.segments).give_back(address, nbytes)
+    def _restore(self, segment: _Segment) -> None:
+        segment.freeing = segment.claimed = False
+        with self._lock:
+            # What is free follows from the segments.
+            self._torn = True
+        self._changes += 1
 
     def _reindex(self) -> None:
-        segments = sorted((self._large.segments | self._small.segments | self._combined.segments).items())
+        segments = sorted((segment.start, segment.nbytes) for segment in list(self._segments.values()) if not segment.freeing)
         # One assignment: `contains` reads without the lock.
         self._index = [start for start, _ in segments], [start + nbytes for start, nbytes in segments]
+
+    def _in_use(self) -> str:
+        reserved = sum(list(self._reserved.values()))
+        beside = f", {in_words(reserved)} by pins and shared rings" if reserved else ""
+        return f"{in_words(self.used_nbytes)} of {in_words(self.limit)} in use{beside}"
 
     def _full(self, nbytes: int) -> AllocationError:
         why = (
@@ -381,18 +496,10 @@ class PinnedPool:
             else f"when_full={self.when_full!r} waits for nothing"
         )
         return AllocationError(
-            f"pinned memory is full: {_mib(nbytes)} asked, {_mib(self.used_nbytes)} of {_mib(self.limit)} in use, and {why}. "
-            "Raise pinned_limit, lower the depth, or drop pinned arrays"
+            f"pinned memory is full: {in_words(nbytes)} asked, {self._in_use()}, and {why}. "
+            "Raise pinned_limit, lower the depth, drop pinned arrays, or close pins and shared rings"
         )
 
 
 def _leave(address: int) -> None:
     """Stand in for `free` in a forked child."""
-
-
-def _round_up(nbytes: int, step: int) -> int:
-    return -(-nbytes // step) * step
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes} bytes"

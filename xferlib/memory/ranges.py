@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from operator import itemgetter
 
 __all__ = ["Ranges"]
@@ -23,10 +24,25 @@ class Ranges:
         self._whole: dict[int, int] = {}
         """Start and nbytes of segments no part of which is handed out. Kept, since a full pool asks for them at each request."""
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self.__init__()  # type: ignore[misc]  # There is nothing to keep.
+
     def add_segment(self, start: int, nbytes: int) -> None:
         """Add new memory, all of it free."""
         self.segments[start] = nbytes
         self._insert(start, start + nbytes)
+
+    def add_used_segment(self, start: int, nbytes: int, used: Iterable[tuple[int, int]]) -> None:
+        """Add memory of which parts are handed out: (start, nbytes) of each, in order."""
+        self.segments[start] = nbytes
+        free = start
+        for part, size in used:
+            if part > free:
+                self._insert(free, part)
+            free = part + size
+        if free < start + nbytes:
+            self._insert(free, start + nbytes)
 
     def remove_segment(self, start: int) -> None:
         """Forget a segment that `whole()` named."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from xferlib.memory.arrays import Array, pieces
 
-__all__ = ["ALIGNMENT", "LEAST", "Part", "cut", "flat_bytes", "lay", "pick_up", "run_of"]
+__all__ = ["ALIGNMENT", "LEAST", "Part", "Placed", "cut", "flat_bytes", "lay", "pick_up", "run_of"]
 
 ALIGNMENT = 256
 BYTES = np.dtype(np.uint8)
@@ -26,6 +26,15 @@ class Part(NamedTuple):
     address: int
     nbytes: int
     arrays: Sequence[Array]
+
+
+class Placed(NamedTuple):
+    """A pageable array and the device address that it goes to."""
+
+    address: int
+    array: Array
+    block: int
+    """Arrays of one number lie in one piece of device memory. Others may lie side by side all the same: no copy may span two."""
 
 
 def cut(address: int, array: Array, *, largest: int, ways: int, begins: bool = False) -> list[Part]:
@@ -50,22 +59,21 @@ def cut(address: int, array: Array, *, largest: int, ways: int, begins: bool = F
     return parts
 
 
-def run_of(leaves: Iterable[tuple[int, Array]], *, largest: int, pads: bool) -> list[Part]:
-    """Join small arrays into parts of at most `largest` bytes, where they follow each other.
+def run_of(leaves: Iterable[Placed], *, largest: int) -> list[Part]:
+    """Join small arrays into parts of at most `largest` bytes, where they follow each other in one block.
 
-    `pads`: the bytes between them, fewer than 256, may be overwritten.
+    The bytes between them, fewer than 256, are overwritten.
     """
-    gaps = ALIGNMENT if pads else 1
     parts: list[Part] = []
     arrays: list[Array] = []
-    start = end = 0
-    for address, array in leaves:
+    start = end = last = 0
+    for address, array, block in leaves:
         nbytes = array.nbytes
         gap = address - end
-        if not arrays or not 0 <= gap < gaps or address + nbytes - start > largest:
+        if not arrays or block != last or not 0 <= gap < ALIGNMENT or address + nbytes - start > largest:
             if arrays:
                 parts.append(Part(start, end - start, arrays))
-            arrays, start = [], address
+            arrays, start, last = [], address, block
         elif gap:
             arrays.append(_PADS[gap])
         # The time of a tree of many leaves is spent here.

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.errors import AllocationError
-from xferlib.inflight import Traffic
+from xferlib.inflight import Entry, Traffic, reap_all, wait_for_others
 from xferlib.landing import Landing
-from xferlib.memory.arrays import Array
+from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.pool import PAGE, HostBlock, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.calibration import measured_profile
@@ -28,7 +28,7 @@ from xferlib.staging.crew import CREWS, Leader
 from xferlib.staging.fill import filling
 from xferlib.staging.job import Job
 from xferlib.staging.land import Lander
-from xferlib.staging.parts import ALIGNMENT, LEAST, Part, cut, lay, run_of
+from xferlib.staging.parts import ALIGNMENT, LEAST, Part, Placed, cut, lay, run_of
 from xferlib.staging.profile import StagingProfile, given_profile
 from xferlib.staging.saved import saved_profile
 
@@ -47,7 +47,7 @@ SMALL = 256 << 10
 """Bytes. Arrays up to this size travel together where they lie side by side on the device."""
 
 Staged: TypeAlias = tuple[int, Array]
-"""A device address, and the pageable array that goes there."""
+"""A device address, and the pageable array that is to have what is there."""
 
 
 @final
@@ -82,16 +82,18 @@ class Lent:
 
 @final
 class Room:
-    """What may make room in the pinned pool: chunks that are idle, and transfers that will end."""
+    """What may make room in the pinned pool: chunks that are idle, and transfers that will end, of whatever stager."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
         self.release: Callable[[], bool] = bool
         self.wait_for_rest: Callable[[], bool] = bool
+        self.contains: Callable[[int, int], bool] = lambda address, nbytes: False
+        """Whether memory is the pool's."""
 
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
-        return self._traffic.reap()
+        return reap_all()
 
     def yield_idle(self) -> bool:
         """Give memory back that is kept for later, and tell whether there was any. Never blocks."""
@@ -99,7 +101,12 @@ class Room:
 
     def wait_oldest(self) -> bool:
         """Block until something has ended. Returns False if nothing was in flight."""
-        return self.release() or self._traffic.wait_oldest(pinned=True) or self.wait_for_rest()
+        if self.release() or self._traffic.wait_oldest(pinned=True) or self.wait_for_rest():
+            return True
+        return wait_for_others(self._traffic, self._concerns)
+
+    def _concerns(self, entry: Entry) -> bool:
+        return any(self.contains(address_of(array), array.nbytes) for array in entry.host)
 
 
 @final
@@ -138,18 +145,18 @@ class Staging:
         """Whether gets may still have copies to start."""
         return bool(self._unissued)
 
-    def stage(self, leaves: Sequence[Staged], *, pads: bool) -> None:
+    def stage(self, leaves: Sequence[Placed]) -> None:
         """Start the copies of pageable arrays; their memory is free on return.
 
-        `pads`: the bytes behind a leaf, up to the next multiple of 256, may be overwritten.
+        Bytes between leaves of one block, up to the next multiple of 256, may be overwritten.
         """
         self._count(len(leaves))
-        nbytes = _nbytes(leaves)
+        nbytes = _bytes_of([leaf.array for leaf in leaves])
         if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce:
-            for part in _few_parts(leaves, nbytes, pads=pads):
+            for part in _few_parts(leaves, nbytes):
                 self._bounced(part)
             return
-        parts = self._parts(leaves, nbytes, ways=self.profile.threads, pads=pads)
+        parts = self._parts(leaves, nbytes, ways=self.profile.threads)
         self._chunks.expect(H2D, len(parts))
         job = Job(parts, self._fill, owner=threading.get_ident())
         try:
@@ -159,22 +166,22 @@ class Staging:
             job.fail(error)
         job.run()
 
-    def lend(self, leaves: Sequence[Staged], *, until_started: object, until_done: object, beside: int) -> Lent:
+    def lend(self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array]) -> Lent:
         """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
 
-        Holds the one object until the last copy is started, the other until it is done. The bytes behind a leaf may be overwritten,
-        as with `pads`. `beside`: the bytes of the same transfer that the caller has started himself.
+        Holds an object until the last copy is started. `beside`: the arrays of the same transfer whose copies the caller has
+        started, held until all are done.
         """
-        nbytes = _nbytes(leaves)
+        nbytes = _bytes_of([leaf.array for leaf in leaves])
         # All threads need not end together: those that have nothing left go on with the next one.
-        parts = self._parts(leaves, nbytes, ways=1, pads=True)
+        parts = self._parts(leaves, nbytes, ways=1)
         lent = Lent()
 
         def end(_: Job, held: object = until_started) -> None:
             try:
-                lent.event = self._traffic.h2d.add(nbytes + beside, until_done)
+                lent.event = self._traffic.h2d.add(nbytes + _bytes_of(beside), beside)
             except BaseException:
-                self._traffic.h2d.settle((until_done, held))
+                self._traffic.h2d.settle((beside, held))
                 raise
 
         self._chunks.expect(H2D, len(parts))
@@ -201,7 +208,7 @@ class Staging:
         being read.
         """
         self._count(len(transfers))
-        nbytes = _nbytes(transfers)
+        nbytes = _bytes_of([array for _, array in transfers])
         parts: list[Part] = []
         if nbytes > self._bounce:
             ways, largest = self.profile.threads, self._chunks.nbytes
@@ -209,7 +216,7 @@ class Staging:
                 parts += cut(address, array, largest=largest, ways=ways, begins=not parts)
 
         def note() -> None:
-            self._traffic.d2h.add(nbytes, sources, sources)
+            self._traffic.d2h.add(nbytes, (), sources)
 
         def end(job: Job) -> None:
             # What was started and never landed, because something failed.
@@ -282,19 +289,19 @@ class Staging:
         self._chunks.shape(nbytes=nbytes, count=max(LEAST_CHUNKS, count))
         self._bounce = min(profile.hand_off_nbytes, max(PAGE, limit // 2))
 
-    def _parts(self, leaves: Sequence[Staged], nbytes: int, *, ways: int, pads: bool) -> list[Part]:
+    def _parts(self, leaves: Sequence[Placed], nbytes: int, *, ways: int) -> list[Part]:
         # The profile first: it gives the chunks their size.
         share = nbytes // (2 * self.profile.threads)
         largest = min(self._chunks.nbytes, max(LEAST, share))
-        small: list[Staged] = []
+        small: list[Placed] = []
         parts: list[Part] = []
-        for address, array in leaves:
-            if array.nbytes <= min(SMALL, largest):
-                small.append((address, array))
+        for leaf in leaves:
+            if leaf.array.nbytes <= min(SMALL, largest):
+                small.append(leaf)
             else:
                 # What is lent follows what was lent before.
-                parts += cut(address, array, largest=largest, ways=ways, begins=ways > 1 and not parts)
-        return parts + run_of(small, largest=largest, pads=pads)
+                parts += cut(leaf.address, leaf.array, largest=largest, ways=ways, begins=ways > 1 and not parts)
+        return parts + run_of(small, largest=largest)
 
     def _ask(self, direction: int, job: Job, parts: int, *, many: bool = False) -> None:
         helpers = min(self.profile.threads, parts, THREADS_FOR_MANY if many else parts) - 1
@@ -340,7 +347,7 @@ class Staging:
             lay(part, np.asarray(block)[: part.nbytes])
             self._backend.copy_h2d(part.address, block.address, part.nbytes)
             # Whose bytes they are is counted by who puts them: these have pads.
-            self._traffic.h2d.add(0, block)
+            self._traffic.h2d.add(0, (), (), block)
         except BaseException:
             self._traffic.h2d.settle(block)
             raise
@@ -359,15 +366,15 @@ class Staging:
             raise
 
 
-def _few_parts(leaves: Sequence[Staged], nbytes: int, *, pads: bool) -> list[Part]:
+def _few_parts(leaves: Sequence[Placed], nbytes: int) -> list[Part]:
     if len(leaves) == 1:
-        ((address, array),) = leaves
+        ((address, array, _),) = leaves
         return [Part(address, nbytes, (array,))]
-    return run_of(leaves, largest=nbytes + len(leaves) * ALIGNMENT, pads=pads)
+    return run_of(leaves, largest=nbytes + len(leaves) * ALIGNMENT)
 
 
-def _nbytes(leaves: Sequence[Staged]) -> int:
-    return sum([array.nbytes for _, array in leaves])
+def _bytes_of(arrays: Sequence[Array]) -> int:
+    return sum([array.nbytes for array in arrays])
 
 
 def _overlap(one: Source, other: Source) -> bool:
