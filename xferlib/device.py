@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias, TypeVar, final
+from typing import Any, Protocol, TypeAlias, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
@@ -27,6 +27,7 @@ from xferlib.tickets import Returns
 __all__ = ["BlockCache", "Lease", "Streams"]
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 READERS_BEHIND = 8
 """Blocks of one size that may wait for their readers before a put waits for the oldest of them, and does not take one more."""
@@ -86,6 +87,7 @@ class BlockCache:
         self.peak_nbytes = self.waits = 0
         self._backend = backend
         self._failures = backend.failures
+        self._sweep = backend.sweep
         self._flow = flow
         # Reentrant: a foreign finalizer may put while its thread is in here; it finds `_inside`, and is refused.
         self._lock = threading.RLock()
@@ -174,15 +176,13 @@ class BlockCache:
 
     def _idle_now(self, size: int, number: int, streams: Streams) -> _Row | None:
         """Lease an idle block that may be written, if there is one."""
-        return self._alone(lambda: self._reuse(size, number, streams), size)
+        return self._alone(self._reuse, size, number, streams)
 
-    def _alone(self, step: Callable[[], T], size: int = 0) -> T:
+    def _alone(self, step: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """Take a step with the lock, after settling what has ended. Raises `AllocationError` inside another step."""
         with self._lock:
             if self._inside:
-                raise AllocationError(
-                    f"{size} bytes of device memory asked by a finalizer that ran inside another put. Put from ordinary code"
-                )
+                raise AllocationError("device memory asked by a finalizer that ran inside another put. Put from ordinary code")
             self._inside = True
             try:
                 if self._torn:
@@ -190,7 +190,7 @@ class BlockCache:
                 # An interrupt, or an error, leaves it so.
                 self._torn = True
                 self._settle_ended()
-                outcome = step()
+                outcome = step(*arguments)
                 self._torn = False
                 return outcome
             finally:
@@ -219,12 +219,15 @@ class BlockCache:
 
     def _settle_ended(self) -> None:
         """Turn ended leases into idle blocks."""
-        # What cannot be swept now is swept by a later call.
-        with suppress(*self._failures):
-            self._backend.sweep()
-        if not self._returns:
+        try:
+            self._sweep()
+        except self._failures:
+            # What cannot be swept now is swept by a later call.
+            self._changes += 1
+        returns = self._returns
+        if not returns:
             return
-        for number in self._returns.unsettled():
+        for number in returns.unsettled():
             row = self._leased.get(number)
             if row is not None and row.lease == number:
                 self._end(row)
@@ -232,7 +235,7 @@ class BlockCache:
                 self._places.pop(row.block.address, None)
             elif number in self._growing:
                 self._given_up[number] = None
-            self._returns.settled(number)
+            returns.settled(number)
             self._changes += 1
 
     def _end(self, row: _Row) -> None:
@@ -261,7 +264,7 @@ class BlockCache:
             row = self._idle_now(size, number, streams)
             if row is not None:
                 return row
-            row, reserved = self._alone(lambda: self._make_room(size, number, streams), size)
+            row, reserved = self._alone(self._make_room, size, number, streams)
             if row is not None:
                 return row
             if reserved:
@@ -363,8 +366,11 @@ class BlockCache:
             self._idle[row.block.nbytes].remove(row)
             self._doomed.append(row)
 
+    def _doom_all(self) -> None:
+        self._doom([row for cell in self._idle.values() for row in cell])
+
     def _trim(self) -> None:
-        self._alone(lambda: self._doom([row for cell in self._idle.values() for row in cell]))
+        self._alone(self._doom_all)
         self._free_doomed()
 
     def _free_doomed(self) -> None:

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from xferlib.forks import forget_in_child, leave
 from xferlib.landing import Landing
@@ -34,23 +34,18 @@ Concerns: TypeAlias = Callable[["Entry"], bool]
 
 
 @final
-class Entry:
+class Entry(NamedTuple):
     """Copies behind which an event was recorded, and what they need."""
 
-    __slots__ = ("asked", "device", "event", "host", "keepalive", "recorded")
-
-    def __init__(
-        self, asked: int, event: Event, recorded: int, host: Sequence[Array], device: Sequence[Source], keepalive: object
-    ) -> None:
-        self.asked = asked
-        self.recorded = recorded
-        """Points of one count, before and after the event was recorded: of two entries that do not overlap, the order is known."""
-        self.event = event
-        self.host = host
-        """What copies read or write directly; what was staged is not in here."""
-        self.device = device
-        """Arrays of the user's that copies read or write."""
-        self.keepalive = keepalive
+    asked: int
+    event: Event
+    recorded: int
+    """Points of one count, before and after the event was recorded: of two entries that do not overlap, the order is known."""
+    host: Sequence[Array]
+    """What copies read or write directly; what was staged is not in here."""
+    device: Sequence[Source]
+    """Arrays of the user's that copies read or write."""
+    keepalive: object
 
     def uses_host(self, address: int, nbytes: int) -> bool:
         """Tell whether a copy may still read or write part of this host memory."""
@@ -59,6 +54,10 @@ class Entry:
     def uses_device(self, target: Source) -> bool:
         """Tell whether a copy may still read or write part of this device memory."""
         return any(_meet(source.address, source.nbytes, target.address, target.nbytes) for source in self.device)
+
+
+_NEW = tuple.__new__
+"""A third of what the constructor of a named tuple takes."""
 
 
 @final
@@ -87,8 +86,7 @@ class InFlight:
         """Record an event behind everything started so far, and hold all that until it is done. See `Entry`."""
         asked = self._count()
         event = self._record()
-        recorded = self._count()
-        self._entries[asked] = Entry(asked, event, recorded, host, device, keepalive)
+        self._entries[asked] = _NEW(Entry, (asked, event, self._count(), host, device, keepalive))
         self.nbytes += nbytes
         if nbytes >= LARGE or len(self._entries) % LOOK_EVERY == 0:
             self.reap()
@@ -137,6 +135,11 @@ class InFlight:
             event.synchronize()
 
     def _take_done(self) -> list[Entry]:
+        for first in self._entries.values():
+            # Mostly there is nothing to let go of, and one question tells.
+            if not self._ended(first):
+                return []
+            break
         entries = self.entries()
         low, high = 0, len(entries)
         while low < high:

@@ -12,7 +12,7 @@ tickets are hidden from the garbage collector: they are gone when the last refer
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import deque
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, final
@@ -22,20 +22,18 @@ import numpy as np
 __all__ = ["Returns"]
 
 _OBJECT = np.dtype(object)
+_NEW = tuple.__new__
+"""A third of what a constructor of Python's takes, which every small transfer would pay for."""
 
 
 @final
-class _Ticket:
+class _Ticket(tuple[Any, int]):
     """Posts a number when it is gone."""
 
-    __slots__ = ("_number", "_post")
-
-    def __init__(self, post: Callable[[int], None], number: int) -> None:
-        self._post = post
-        self._number = number
+    __slots__ = ()
 
     def __del__(self) -> None:
-        self._post(self._number)
+        self[0](self[1])
 
 
 @final
@@ -45,7 +43,8 @@ class Returns:
     def __init__(self) -> None:
         self._posted: SimpleQueue[int] = SimpleQueue()
         self._post = self._posted.put
-        self._unsettled: dict[int, None] = {}
+        self._take = self._posted.get_nowait
+        self._unsettled: deque[int] = deque()
 
     def ticket(self, number: int) -> object:
         """Return an object that names a row; the number is posted when the last reference to the object is gone.
@@ -54,19 +53,23 @@ class Returns:
         """
         # An array's elements are not visited by the collector, so what is inside cannot be part of what it finds unreachable.
         hidden: Any = np.empty((), _OBJECT)
-        hidden[()] = _Ticket(self._post, number)
+        hidden[()] = _NEW(_Ticket, (self._post, number))
         return hidden
 
     def __bool__(self) -> bool:
-        return bool(self._unsettled) or not self._posted.empty()
+        return not self._posted.empty() or bool(self._unsettled)
 
     def unsettled(self) -> list[int]:
         """Return the numbers that were posted and not settled yet, oldest first. Each comes again until `settled`."""
-        with suppress(Empty):
+        try:
             # One call, which an interrupt does not cut: taken out of one container, each number is in the other.
-            self._unsettled.update(zip(iter(self._posted.get_nowait, None), itertools.repeat(None)))
+            self._unsettled.extend(itertools.islice(iter(self._take, None), self._posted.qsize()))
+        except Empty:
+            # Another thread takes them, too, and has left fewer.
+            return self.unsettled()
         return list(self._unsettled)
 
     def settled(self, number: int) -> None:
         """Forget a number. Twice is fine."""
-        self._unsettled.pop(number, None)
+        with suppress(ValueError):
+            self._unsettled.remove(number)

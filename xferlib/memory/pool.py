@@ -20,7 +20,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple, final
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from xferlib.tickets import Returns
 __all__ = ["HostBlock", "PinnedPool"]
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 ALIGNMENT = 256
 """Bytes. What device memory is aligned to, so that a packed block has one layout on both sides."""
@@ -112,6 +113,7 @@ class PinnedPool:
         """Requests that were given up before their memory was there."""
         self._reserved: dict[int, int] = {}
         """Bytes that are locked beside the pool, by their address."""
+        self._reserved_asked = 0
         self._freeing = threading.RLock()
         """Held while the driver unlocks, by threads that no interrupt comes to."""
         # Derived from segments and rows.
@@ -211,7 +213,7 @@ class PinnedPool:
         Idle memory is unpinned first, where that makes room. It waits for no transfer. Raises `AllocationError`, saying what to do.
         """
         for make_room in (self._flow.reap, self._flow.yield_idle, gc.collect, None):
-            while not self._alone(lambda: self._try_reserve(address, nbytes), nbytes):
+            while not self._alone(self._try_reserve, address, nbytes):
                 if not self._freeable():
                     break
                 uninterrupted(self._release)
@@ -226,12 +228,12 @@ class PinnedPool:
 
     def note_locked(self) -> None:
         """Note that what was reserved is locked now: a refused lock was never had."""
-        with self._lock:
-            self._note_peaks()
+        self._note_peaks()
 
     def unreserve(self, address: int) -> None:
         """Count it no more: it is unlocked. Twice is fine."""
         self._reserved.pop(address, None)
+        self._reserved_asked = sum(list(self._reserved.values()))
         self._changes += 1
 
     @property
@@ -248,7 +250,7 @@ class PinnedPool:
     def usage(self) -> Usage:
         """Return the figures of this moment."""
         if not self.entered:
-            self._alone(lambda: None)
+            self._alone(bool)
         reserved = sum(list(self._reserved.values()))
         return Usage(self.nbytes, self.peak_nbytes, self.used_nbytes, self._asked + reserved, self._asked_peak)
 
@@ -283,13 +285,11 @@ class PinnedPool:
         """Whether the calling thread is in here already, and so is a finalizer now."""
         return self._inside and self._lock._is_owned()  # type: ignore[attr-defined]  # As `threading.Condition` asks.
 
-    def _alone(self, step: Callable[[], T], nbytes: int = 0) -> T:
+    def _alone(self, step: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """Take a step with the lock, after taking back what was given back. Raises `AllocationError` inside another step."""
         with self._lock:
             if self._inside:
-                raise AllocationError(
-                    f"{nbytes} bytes of pinned memory asked by a finalizer that ran inside another request. Ask from ordinary code"
-                )
+                raise AllocationError("pinned memory asked by a finalizer that ran inside another request. Ask from ordinary code")
             self._inside = True
             try:
                 if self._torn:
@@ -297,7 +297,7 @@ class PinnedPool:
                 # An interrupt, or an error, leaves it so.
                 self._torn = True
                 self._take_back()
-                outcome = step()
+                outcome = step(*arguments)
                 self._torn = False
                 return outcome
             finally:
@@ -344,7 +344,7 @@ class PinnedPool:
 
     def _look(self, wanted: Wanted, number: int, *, may_grow: bool, may_evict: bool = True) -> tuple[_Row | None, _Growth | None]:
         """Enter a row in idle memory, or return what new segment was counted; else idle ones may be freeable now."""
-        return self._alone(lambda: self._looked(wanted, number, may_grow, may_evict), wanted.size)
+        return self._alone(self._looked, wanted, number, may_grow, may_evict)
 
     def _looked(self, wanted: Wanted, number: int, may_grow: bool, may_evict: bool) -> tuple[_Row | None, _Growth | None]:
         if wanted.for_array and self._arrays + wanted.size > self._arrays_limit:
@@ -389,7 +389,7 @@ class PinnedPool:
             self._growing.pop(number, None)
             self._changes += 1
             raise
-        return self._alone(lambda: self._entered(_Segment(start, nbytes, ranges), wanted, number))
+        return self._alone(self._entered, _Segment(start, nbytes, ranges), wanted, number)
 
     def _entered(self, segment: _Segment, wanted: Wanted, number: int) -> _Row:
         """Enter a new segment, and at its start the row, where somebody still waits for it."""
@@ -411,7 +411,8 @@ class PinnedPool:
     def _handed_out(self, address: int, wanted: Wanted, number: int) -> _Row:
         row = self._rows[number] = _Row(address, wanted.size, wanted.asked, wanted.for_array)
         self._account(row, 1)
-        self._asked_peak = max(self._asked_peak, self._asked + sum(list(self._reserved.values())))
+        if self._asked + self._reserved_asked > self._asked_peak:
+            self._asked_peak = self._asked + self._reserved_asked
         if wanted.taken is not None:
             wanted.taken()
         return row
@@ -423,7 +424,8 @@ class PinnedPool:
 
     def _note_peaks(self) -> None:
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        self._asked_peak = max(self._asked_peak, self._asked + sum(list(self._reserved.values())))
+        self._reserved_asked = sum(list(self._reserved.values()))
+        self._asked_peak = max(self._asked_peak, self._asked + self._reserved_asked)
 
     def _class_of(self, size: int) -> Ranges:
         return self._small if size < SMALL and self.limit >= 2 * SHARED_SEGMENT else self._large
@@ -444,7 +446,7 @@ class PinnedPool:
         return bool(idle)
 
     def _trim(self) -> None:
-        self._alone(lambda: self._evict(None))
+        self._alone(self._evict, None)
         self._release()
 
     def _freeable(self) -> list[_Segment]:
