@@ -264,6 +264,8 @@ class BlockCache:
             row = self._idle_now(size, number, streams)
             if row is not None:
                 return row
+            if self._doomed:
+                uninterrupted(self._free_doomed)
             row, reserved = self._alone(self._make_room, size, number, streams)
             if row is not None:
                 return row
@@ -387,14 +389,21 @@ class BlockCache:
             if row.freed:
                 continue
             row.freed = True
-            with suppress(*self._failures):
+            try:
                 if row.fence is not None and not self._closed:
                     row.fence.synchronize()
-            # What the framework refuses to free is its own again, or nobody's.
-            with suppress(*self._failures):
-                self._backend.free_device(row.block)
-            self._rows.pop(row.key, None)
-            self._changes += 1
+            except self._failures:
+                # What failed reads no more.
+                pass
+            finally:
+                self._free(row)
+
+    def _free(self, row: _Row) -> None:
+        # What the framework refuses to free is its own again, or nobody's.
+        with suppress(*self._failures):
+            self._backend.free_device(row.block)
+        self._rows.pop(row.key, None)
+        self._changes += 1
 
     def _grow(self, size: int, number: int, streams: Streams) -> _Row:
         row = uninterrupted(lambda: self._grown(size, number, streams))

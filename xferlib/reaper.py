@@ -21,6 +21,7 @@ __all__ = ["Remains", "close_later", "start_reaper", "uninterrupted", "watch"]
 
 LOOK_SECONDS = 0.2
 """How often is looked while a closed stager's memory is still held."""
+SLICE_SECONDS = 0.05
 
 T = TypeVar("T")
 
@@ -88,7 +89,9 @@ def uninterrupted(call: Callable[[], T]) -> T:
     except RuntimeError:
         # No thread is to be had, as when the interpreter ends.
         return call()
-    ended.wait()
+    while not ended.wait(SLICE_SECONDS):
+        # A signal that comes a moment before a thread waits does not wake it.
+        pass
     value, error = outcome.pop()
     try:
         if error is not None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -116,6 +117,16 @@ class Gated:
         self.backend.inner.copy_h2d(dst, src, nbytes)
 
 
+def until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Wait for what is bound to come, and tell whether it came."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
 def off_main() -> bool:
     """Tell whether this is another thread than the test's."""
     return threading.current_thread() is not threading.main_thread()
@@ -162,6 +173,8 @@ class Device:
 
     def __init__(self) -> None:
         self.allocated: list[int] = []
+        self.made: list[Slab] = []
+        self.freed: list[Slab] = []
         self.ordered: list[object] = []
         self.retired: list[list[Stream]] = []
         self.fences: list[Point | None] = []
@@ -178,7 +191,15 @@ class Device:
         if refusal is not None:
             raise refusal
         self.allocated.append(nbytes)
-        return Slab(len(self.allocated) << 30, nbytes, None if self.fresh_is_ready else Point())
+        self.made.append(Slab(len(self.allocated) << 30, nbytes, None if self.fresh_is_ready else Point()))
+        return self.made[-1]
+
+    def free_device(self, block: Slab) -> None:
+        assert block not in self.freed, "freed twice"
+        self.freed.append(block)
+
+    def record_h2d(self) -> Point:
+        return Point(reached=True)
 
     def retire(self, streams: Iterable[Stream]) -> Point | None:
         if self.retire_error is not None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-import weakref
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.fakes import Device, Flow, Point, on_thread
+from tests.core.fakes import Device, Flow, Point, on_thread, until
 from xferlib.device import READERS_BEHIND, WORTH_WAITING, BlockCache, Lease, size_class
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.protocol import DeviceBlock, Source, Stream
+from xferlib.reaper import start_reaper
 
 MIB = 1 << 20
 
@@ -105,39 +105,41 @@ def test_streams_that_are_named_for_memory_inside_a_block_are_those_of_its_lease
     assert device.retired[1:] == [[], []]
 
 
-def test_a_lease_whose_stream_may_be_destroyed_is_fenced_by_its_end() -> None:
+def test_a_stream_known_by_its_handle_is_waited_for_as_any_other() -> None:
+    """The caller promises that it stays valid, so no finalizer need ask about it."""
     device = Device()
     blocks = cache(device)
-    readers = [Point(), Point()]
-    device.fences = [*readers]
-    kept, bare = Stream(7, "kept"), Stream(9, None)
-    held, dropped = blocks.lease(MIB, {7: kept}), blocks.lease(MIB, {7: kept, 9: bare})
-    del held
+    device.fences = [Point()]
+    bare = Stream(9, None)
+    lease = blocks.lease(MIB, {9: bare})
+    first = lease.block
+    del lease
     assert device.retired == []
-    first = dropped.block
-    del dropped
-    assert device.retired == [[kept, bare]]
-    readers[0].reached = True
-    assert blocks.lease(MIB, {}).block is first
-    assert device.retired == [[kept, bare], [kept]]
+    assert blocks.lease(MIB, {}).block is not first
+    assert device.retired[0] == [bare]
 
 
-def test_a_lease_that_ends_by_itself_takes_no_lock_of_the_cache() -> None:
-    blocks = cache(Device())
+def test_a_lease_that_ends_by_itself_takes_no_lock_and_asks_nothing_of_the_backend() -> None:
+    device = Device()
+    blocks = cache(device)
     lease = [blocks.lease(MIB, {9: Stream(9, None)}), blocks.lease(MIB, {})]
     with blocks._lock:
         on_thread(lease.clear).result(10)
+    assert device.retired == device.freed == []
 
 
-def test_the_backend_is_asked_nothing_for_a_lease_that_ends_after_close() -> None:
+def test_a_lease_that_ends_after_close_is_freed_by_the_reaper_and_nothing_else_is_asked() -> None:
     device = Device()
     blocks = cache(device)
     lease = blocks.lease(MIB, {9: Stream(9, None)})
-    block = weakref.ref(lease.block)
+    block = lease.block
+    start_reaper()
     blocks.close()
+    assert device.freed == []
     del lease
+    assert until(lambda: device.freed == [block])
     assert device.retired == []
-    assert block() is None
+    assert blocks.nbytes == 0
 
 
 def test_room_that_was_made_while_nothing_was_in_flight_is_found() -> None:
@@ -160,7 +162,6 @@ def test_room_that_was_made_while_nothing_was_in_flight_is_found() -> None:
 
 def test_a_finalizer_inside_the_cache_is_refused_and_harms_nothing() -> None:
     device = Device()
-    blocks = cache(device)
     refused: list[str] = []
 
     def sweep() -> None:
@@ -170,23 +171,10 @@ def test_a_finalizer_inside_the_cache_is_refused_and_harms_nothing() -> None:
             refused.append(str(error))
 
     device.sweep = sweep  # type: ignore[method-assign]  # stands in for the collector
+    blocks = cache(device)
     lease = blocks.lease(MIB, {})
     assert lease.block.nbytes == blocks.nbytes == MIB
     assert "finalizer" in refused[0]
-
-
-def test_an_interrupted_wait_for_readers_leaves_the_accounts_right() -> None:
-    class Interrupted(Point):
-        def synchronize(self) -> None:
-            raise KeyboardInterrupt
-
-    device = Device()
-    blocks = Blocks(device)
-    device.fences = [Interrupted()]
-    blocks.give_back(blocks.take(MIB))
-    with pytest.raises(KeyboardInterrupt):
-        blocks.cache.trim()
-    assert blocks.cache.nbytes == 0
 
 
 def test_at_the_limit_the_stream_waits_and_not_the_host() -> None:
@@ -374,10 +362,9 @@ def test_a_fresh_block_that_is_not_ready_is_ordered_and_a_spare_is_kept() -> Non
     first = blocks.take(MIB)
     assert device.ordered == [first.ready]
     assert device.allocated == [MIB, MIB]
-    (spare,) = blocks.cache._idle[MIB]
-    assert isinstance(spare[1], Point)
-    spare[1].reached = True
-    assert blocks.take(MIB) is spare[0]
+    assert isinstance(device.made[1].ready, Point)
+    device.made[1].ready.reached = True
+    assert blocks.take(MIB) is device.made[1]
     assert device.ordered == [first.ready]
 
 
@@ -403,20 +390,25 @@ def test_trim_frees_what_is_idle_after_its_readers() -> None:
     blocks.give_back(dropped)
     blocks.cache.trim()
     assert reader.synchronized == 1
+    assert device.freed == [dropped]
     assert blocks.cache.nbytes == kept.nbytes
     assert blocks.cache.peak_nbytes == 3 * MIB
 
 
-def test_close_frees_what_is_idle_and_later_leases_end_by_themselves() -> None:
+def test_close_frees_what_is_idle_and_only_that() -> None:
     device = Device()
     blocks = Blocks(device)
     lease = blocks.cache.lease(MIB, {})
-    blocks.give_back(blocks.take(2 * MIB))
+    idle = blocks.take(2 * MIB)
+    blocks.give_back(idle)
     blocks.cache.close()
     assert blocks.cache.nbytes == MIB
+    assert device.freed == [idle]
+    assert blocks.cache.settle()
+    assert device.freed == [idle]
     del lease
-    assert not blocks.cache.ended
-    assert not blocks.cache._idle
+    assert not blocks.cache.settle()
+    assert blocks.cache.nbytes == 0
 
 
 @pytest.mark.parametrize("limit", [4 * MIB, 8 * MIB])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.core.fakes import Device, Flow, Point
-from xferlib.device import BlockCache, Lease
+import xferlib
+from tests.core.fakes import WATCHDOG, Device, Flow, Point, held, on_thread, until
+from xferlib.device import BlockCache
 from xferlib.errors import AllocationError
 from xferlib.protocol import Stream
 
@@ -24,15 +28,6 @@ def leave_idle(blocks: BlockCache, device: Device, *fences: Point, nbytes: int =
     leases = [blocks.lease(nbytes, {}) for _ in fences]
     device.fences = [*fences]
     return [leases.pop(0).block.address for _ in fences]
-
-
-class InterruptedWait(Point):
-    """Interrupts the first that waits for it."""
-
-    def synchronize(self) -> None:
-        super().synchronize()
-        if self.synchronized == 1:
-            raise KeyboardInterrupt
 
 
 class Asked(Point):
@@ -53,25 +48,65 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_trim_forgets_every_block_that_it_drops() -> None:
-    device = Device()
-    blocks = cache(device, 6 * MIB)
-    leave_idle(blocks, device, Point(), InterruptedWait(), Point(), Point())
-    leave_idle(blocks, device, Point(), nbytes=2 * MIB)
+class Slow(Point):
+    """Waits for a gate, and says when somebody waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.entered.set()
+        assert self.gate.wait(WATCHDOG)
+        super().synchronize()
+
+
+def interrupted_while_it_waits(call: Callable[[], object], slow: Slow) -> None:
+    """Interrupt a call of the main thread, by a signal, while another thread waits for it."""
+
+    def send() -> None:
+        assert slow.entered.wait(WATCHDOG)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    sending = on_thread(send)
     with pytest.raises(KeyboardInterrupt):
-        blocks.trim()
-    assert blocks.nbytes == 0
-    assert blocks.lease(6 * MIB, {}).block.nbytes == 6 * MIB
+        call()
+    sending.result(WATCHDOG)
 
 
-def test_an_interrupted_wait_for_room_forgets_every_block_that_it_drops() -> None:
+@pytest.mark.parametrize("call", ["trim", "lease"])
+def test_an_interrupt_ends_the_wait_for_readers_and_the_blocks_are_freed_all_the_same(call: str) -> None:
     device = Device()
     blocks = cache(device, 4 * MIB)
-    leave_idle(blocks, device, InterruptedWait(), Point(), Point(), Point())
-    with pytest.raises(KeyboardInterrupt):
-        blocks.lease(4 * MIB, {})
-    assert blocks.nbytes == 0
+    slow = Slow()
+    leave_idle(blocks, device, slow, Point(), Point(), Point())
+    interrupted_while_it_waits(blocks.trim if call == "trim" else lambda: blocks.lease(4 * MIB, {}), slow)
+    assert device.freed == []
+    slow.gate.set()
+    assert until(lambda: blocks.nbytes == 0)
+    assert device.freed == device.made[:4]
     assert blocks.lease(4 * MIB, {}).block.nbytes == 4 * MIB
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupt_ends_the_wait_for_new_memory_which_is_then_idle(fails: bool) -> None:
+    slow = Slow()
+
+    class Waits(Device):
+        def alloc_device(self, nbytes: int) -> Any:
+            slow.synchronize()
+            return super().alloc_device(nbytes)
+
+    device = Waits()
+    blocks = cache(device, MIB)
+    device.refusals = [OSError("full"), OSError("full")] if fails else []
+    interrupted_while_it_waits(lambda: blocks.lease(MIB, {}), slow)
+    assert blocks.nbytes == MIB
+    slow.gate.set()
+    assert until(lambda: not blocks._growing)
+    assert blocks.nbytes == (0 if fails else MIB)
+    assert blocks.lease(MIB, {}).block is device.made[0]
+    assert blocks.nbytes == MIB
 
 
 def test_an_interrupted_question_loses_no_block() -> None:
@@ -99,19 +134,25 @@ def test_a_trim_by_a_finalizer_inside_a_request_loses_no_block() -> None:
     assert blocks.nbytes == MIB
 
 
-def test_a_block_about_whose_readers_the_question_was_interrupted_is_let_go() -> None:
+def test_a_block_about_whose_readers_the_question_was_interrupted_is_asked_about_again() -> None:
     class Refuses(Device):
-        def retire(self, streams: object) -> Point | None:
-            raise KeyboardInterrupt
+        def retire(self, streams: Iterable[Stream]) -> Point | None:
+            if not asked:
+                asked.append(None)
+                raise KeyboardInterrupt
+            return super().retire(streams)
 
-    blocks = cache(Refuses())
-    lease = [blocks.lease(MIB, {})]
-    block = weakref.ref(lease[0].block)
+    asked: list[None] = []
+    device = Refuses()
+    blocks = cache(device)
+    streams = {7: Stream(7, "seven")}
+    lease = [blocks.lease(MIB, streams)]
     lease.clear()
+    device.fences = [Point()]
     with pytest.raises(KeyboardInterrupt):
-        blocks.trim()
-    assert block() is None
-    assert blocks.nbytes == 0
+        blocks.lease(MIB, {})
+    assert blocks.lease(MIB, {}).block is not device.made[0]
+    assert device.retired[0] == [streams[7]]
 
 
 def test_what_was_refused_does_not_count_for_the_peak() -> None:
@@ -132,33 +173,46 @@ def test_what_was_refused_does_not_count_for_the_peak() -> None:
 
 
 @pytest.mark.parametrize("streams", [{}, {7: Stream(7, "kept")}, {9: Stream(9, None)}])
-def test_leases_that_end_after_close_are_taken_off_the_account(streams: dict[int, Stream]) -> None:
+def test_leases_that_end_after_close_are_freed_and_taken_off_the_account(streams: dict[int, Stream]) -> None:
     device = Device()
     blocks = cache(device)
     leases = [blocks.lease(MIB, streams), blocks.lease(2 * MIB, streams)]
-    freed = [weakref.ref(lease.block) for lease in leases]
     blocks.close()
     assert blocks.nbytes == 3 * MIB
     del leases[0]
+    assert blocks.settle()
     assert blocks.nbytes == 2 * MIB
     leases.clear()
+    assert not blocks.settle()
     assert blocks.nbytes == 0
-    assert [block() for block in freed] == [None, None]
+    assert device.freed == device.made
 
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_forked_child_frees_no_block_of_a_lease_that_has_ended_or_will(closed: bool) -> None:
-    def block_of(lease: Lease) -> weakref.ref[object]:
-        return weakref.ref(lease.block)
-
-    blocks = cache(Device())
+    device = Device()
+    blocks = cache(device)
     leases = [blocks.lease(MIB, {}), blocks.lease(MIB, {})]
-    found = [block_of(lease) for lease in leases]
     if closed:
         blocks.close()
     else:
         del leases[0]
     blocks.forget()
     leases.clear()
-    del blocks
-    assert None not in [block() for block in found]
+    blocks.settle()
+    blocks.trim()
+    assert device.freed == []
+
+
+def test_a_block_whose_lease_ended_at_once_is_not_freed_while_a_copy_to_it_is_in_flight() -> None:
+    with xferlib.stager("host") as stager:
+        source = stager.empty_pinned(MIB, np.uint8)
+        backend: Any = stager.backend
+        with held(backend.h2d) as gate:
+            stager.put(source)
+            trimming = on_thread(stager.trim)
+            until(lambda: trimming.done(), 0.1)
+            assert backend.memory.calls().device_frees == 0
+            gate.set()
+            trimming.result(WATCHDOG)
+        assert backend.memory.calls().device_frees == 1
