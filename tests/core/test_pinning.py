@@ -285,8 +285,8 @@ def test_a_writable_shared_mapping_of_a_file_is_refused_before_the_driver_is_ask
             stager.pin(array[100:])
         backend.pin = backend.inner.pin
         with stager.pin(np.ones(10)):
-            assert stager._pins.nbytes == 80
-        assert stager._pins.nbytes == 0
+            assert stager._pool.usage().asked == 80
+        assert stager._pool.usage().asked == 0
 
 
 def test_a_writable_shared_mapping_of_a_file_in_memory_is_pinned(

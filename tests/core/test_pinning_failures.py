@@ -36,7 +36,7 @@ def test_closing_that_was_interrupted_may_be_finished(stager: xferlib.Stager, mo
     assert pinned(stager, array)
     pin.close()
     assert not pinned(stager, array)
-    assert stager._pins.nbytes == 0
+    assert stager._pool.usage().asked == 0
 
 
 def test_closing_that_was_refused_may_be_tried_again() -> None:
@@ -47,9 +47,9 @@ def test_closing_that_was_refused_may_be_tried_again() -> None:
         pin = stager.pin(array)
         with pytest.raises(OSError, match="713"):
             pin.close()
-        assert (pinned(stager, array), stager._pins.nbytes) == (True, 80)
+        assert (pinned(stager, array), stager._pool.usage().asked) == (True, 80)
         pin.close()
-        assert (pinned(stager, array), stager._pins.nbytes) == (False, 0)
+        assert (pinned(stager, array), stager._pool.usage().asked) == (False, 0)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])

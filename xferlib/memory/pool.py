@@ -471,8 +471,15 @@ class PinnedPool:
                 # Refused: it is still there, and the next request or trim finds it.
                 self._restore(segment)
                 raise
-            self._segments.pop(segment.start, None)
-            self._changes += 1
+            except BaseException:
+                # What may be gone is handed out to nobody.
+                self._forget(segment)
+                raise
+            self._forget(segment)
+
+    def _forget(self, segment: _Segment) -> None:
+        self._segments.pop(segment.start, None)
+        self._changes += 1
 
     def _restore(self, segment: _Segment) -> None:
         segment.freeing = segment.claimed = False
