@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.ma import MaskedArray
 
 from xferlib.tree import Spec, path
 
@@ -59,7 +60,7 @@ def check_alike(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Non
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise `TypeError` or `ValueError` unless a copy of this shape and dtype may be written to `out` as it lies."""
-    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
+    if not isinstance(out, np.ndarray) or isinstance(out, MaskedArray):
         raise TypeError(f"out: expected a NumPy array, got {type(out).__module__}.{type(out).__qualname__}")
     if out.shape != shape:
         raise ValueError(f"out has the wrong shape: expected {shape}, got {out.shape}")

@@ -97,9 +97,9 @@ class BlockCache:
         self._returns = Returns()
         self._rows: dict[int, _Row] = {}
         self._growing: dict[int, int] = {}
-        """Bytes that are being allocated, by the number of the lease."""
-        self._given_up: dict[int, None] = {}
-        """Leases that ended before their block was there."""
+        """Bytes that are about to be allocated, by the number of the lease."""
+        self._wanted: dict[int, bool] = {}
+        """Of those whose allocation has begun, whether the lease has not ended meanwhile."""
         # Derived from the rows.
         self._leased: dict[int, _Row] = {}
         self._places: dict[int, _Row] = {}
@@ -233,8 +233,10 @@ class BlockCache:
                 self._end(row)
                 self._leased.pop(number, None)
                 self._places.pop(row.block.address, None)
-            elif number in self._growing:
-                self._given_up[number] = None
+            elif number in self._wanted:
+                self._wanted[number] = False
+            else:
+                self._growing.pop(number, None)
             returns.settled(number)
             self._changes += 1
 
@@ -416,9 +418,13 @@ class BlockCache:
 
     def _grown(self, size: int, number: int, streams: Streams) -> _Row:
         """Allocate a block that was counted. On a thread that no interrupt comes to."""
+        if not self._alone(self._begin, number):
+            # Interrupted before: nobody will look at what is returned.
+            raise AllocationError("nobody waits for this memory any more")
         try:
             block = self._allocated(size)
         except BaseException as error:
+            self._wanted.pop(number, None)
             self._growing.pop(number, None)
             self._changes += 1
             if not isinstance(error, self._failures):
@@ -429,18 +435,24 @@ class BlockCache:
             ) from error
         return self._enter(_Row(number, block), number, streams)
 
+    def _begin(self, number: int) -> bool:
+        """Begin an allocation that was counted; False: its lease has ended."""
+        if number not in self._growing:
+            return False
+        self._wanted[number] = True
+        return True
+
     def _enter(self, row: _Row, number: int | None, streams: Streams) -> _Row:
         """Enter a new block, leased or, where nobody waits for it any more, idle."""
 
         def step() -> None:
             self._rows[row.key] = row
             self._growing.pop(row.key, None)
-            if number is None or number in self._given_up:
-                self._shelve(row)
-                self._given_up.pop(row.key, None)
-            else:
+            if number is not None and self._wanted.pop(number, False):
                 row.lease, row.streams = number, streams
                 self._note(row, number)
+            else:
+                self._shelve(row)
             self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
         self._alone(step)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import final
 
 from xferlib.errors import CapabilityError
+from xferlib.latch import SLICE_SECONDS, Latch
 from xferlib.protocol import Stream
 
 __all__ = ["Landing"]
@@ -19,12 +19,14 @@ class Landing:
     comes back when it is reached.
     """
 
-    __slots__ = ("_error", "_reached", "holds", "owner")
+    __slots__ = ("_error", "_reached", "given_up", "holds", "owner")
 
     def __init__(self, owner: int | None = None, *, holds: bool = False) -> None:
         self.owner = owner
         self.holds = holds
-        self._reached = threading.Event()
+        self.given_up = False
+        """Set by an owner that may have been interrupted on its way to `reach`: an assignment is not. Reached then, too."""
+        self._reached = Latch()
         self._error: BaseException | None = None
 
     @property
@@ -39,19 +41,20 @@ class Landing:
 
     def reach(self) -> None:
         """Mark the point as reached. Its owner only."""
-        self._reached.set()
+        self._reached.open()
 
     def wait(self) -> None:
         """Block until the point is reached, failed or not."""
-        self._reached.wait()
+        while not self.given_up and not self._reached.wait(SLICE_SECONDS):
+            pass
 
     def reached(self) -> bool:
         """Tell whether the point is reached, failed or not."""
-        return self._reached.is_set()
+        return self.given_up or self._reached.is_open()
 
     def done(self) -> bool:
         """See `Event.done`."""
-        if not self._reached.is_set():
+        if not self.reached():
             return False
         if self._error is not None:
             raise self._error
@@ -59,7 +62,7 @@ class Landing:
 
     def synchronize(self) -> None:
         """See `Event.synchronize`."""
-        self._reached.wait()
+        self.wait()
         if self._error is not None:
             raise self._error
 

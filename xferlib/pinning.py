@@ -82,8 +82,10 @@ class Pins:
         self._count = itertools.count().__next__
         self._returns = Returns()
         self._rows: dict[int, _Row] = {}
-        self._unlocking = threading.RLock()
-        """Held while the driver unlocks, by threads that no interrupt comes to."""
+        self._changing = threading.RLock()
+        """Held while the driver locks or unlocks, by threads that no interrupt comes to."""
+        self._locks: dict[int, None] = {}
+        """The rows that are locked in fact."""
         self._starts: tuple[tuple[int, int], ...] = ()
         """Start and end of each, in order; replaced as a whole, so that it can be read without the lock. They are apart."""
         _open[id(self)] = self
@@ -114,13 +116,18 @@ class Pins:
 
     def _locked(self, number: int, row: _Row) -> None:
         """Lock a range that is entered, or take it out again. On a thread that no interrupt comes to."""
-        try:
-            self._pool.reserve(row.address, row.nbytes)
-            self._lock_pages(row.address, row.nbytes)
-            self._pool.note_locked()
-        except BaseException:
-            self._drop(number, row)
-            raise
+        with self._changing:
+            if number not in self._rows:
+                # Given up before it began.
+                return
+            try:
+                self._pool.reserve(row.address, row.nbytes)
+                self._lock_pages(row.address, row.nbytes)
+                self._pool.note_locked()
+            except BaseException:
+                self._drop(number, row)
+                raise
+            self._locks[number] = None
 
     def _lock_pages(self, address: int, nbytes: int) -> None:
         reason = why_unlockable(address, nbytes)
@@ -149,11 +156,12 @@ class Pins:
 
     def _unlocked(self, number: int) -> None:
         """Unlock a range that nothing uses. On a thread that no interrupt comes to."""
-        with self._unlocking:
+        with self._changing:
             row = self._rows.get(number)
             if row is None:
                 return
-            self._backend.unpin(row.address)
+            if number in self._locks:
+                self._backend.unpin(row.address)
             self._drop(number, row)
 
     def splits(self, address: int, nbytes: int) -> bool:
@@ -170,6 +178,7 @@ class Pins:
 
     def _drop(self, number: int, row: _Row) -> None:
         self._pool.unreserve(row.address)
+        self._locks.pop(number, None)
         self._rows.pop(number, None)
         self._sort()
 
@@ -199,7 +208,7 @@ class Pins:
         self.closed = True
         leave(self._rows)
         self._rows, self._starts = {}, ()
-        self._lock, self._unlocking = threading.RLock(), threading.RLock()
+        self._lock, self._changing = threading.RLock(), threading.RLock()
         _open.pop(id(self), None)
 
     def _clear(self) -> None:
@@ -207,6 +216,7 @@ class Pins:
         for row in list(self._rows.values()):
             self._pool.unreserve(row.address)
         self._rows.clear()
+        self._locks.clear()
         self._starts = ()
 
 

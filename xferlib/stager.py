@@ -253,11 +253,20 @@ class Stager:
         """Give idle pinned and device memory back. May wait for kernels, so not inside a loop that should overlap."""
         if self._refusal is not None:
             self._refuse()
+        if not self._entered:
+            uninterrupted(self._trim)
+
+    def _trim(self) -> None:
         self._pins.sweep()
         self._traffic.reap()
         self._staging.release()
         self._pool.trim()
         self._blocks.trim()
+
+    @property
+    def _entered(self) -> bool:
+        """Whether this is a finalizer that runs inside another call of this thread, which must come to its end first."""
+        return self._blocks.entered or self._pool.entered
 
     def close(self) -> None:
         """Wait for what is in flight and give everything back; twice is fine.
@@ -265,8 +274,7 @@ class Stager:
         Arrays that are still reachable stay valid, and pinned ones pinned, until their last reference goes.
         No other thread may be inside a call.
         """
-        if self._blocks.entered or self._pool.entered:
-            # In a finalizer that runs inside another call: that must come to its end first.
+        if self._entered:
             close_later(self)
             return
         with self._closing:

@@ -13,27 +13,37 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 
-__all__ = ["Returns"]
+__all__ = ["Returns", "ticket"]
+
+T = TypeVar("T")
 
 _OBJECT = np.dtype(object)
-_NEW = tuple.__new__
-"""A third of what a constructor of Python's takes, which every small transfer would pay for."""
 
 
 @final
-class _Ticket(tuple[Any, int]):
-    """Posts a number when it is gone."""
+class _Ticket:
+    """Calls what it has as `__del__` when it is gone."""
 
-    __slots__ = ()
+    # An attribute and no method: no Python code is run, at whose entry an interrupt would cut it off, and the post be lost.
+    __slots__ = ("__del__",)
 
-    def __del__(self) -> None:
-        self[0](self[1])
+
+def ticket(post: Callable[[T], object], value: T) -> object:
+    """Return an object; `post(value)` is called when the last reference to it is gone. `post` is the `put` of a `SimpleQueue`."""
+    told: Any = _Ticket()
+    told.__del__ = partial(post, value)
+    # An array's elements are not visited by the collector, so what is inside cannot be part of what it finds unreachable.
+    hidden: Any = np.empty((), _OBJECT)
+    hidden[()] = told
+    return hidden
 
 
 @final
@@ -51,10 +61,7 @@ class Returns:
 
         To be made before the row is entered: whatever happens then, the row is given back.
         """
-        # An array's elements are not visited by the collector, so what is inside cannot be part of what it finds unreachable.
-        hidden: Any = np.empty((), _OBJECT)
-        hidden[()] = _NEW(_Ticket, (self._post, number))
-        return hidden
+        return ticket(self._post, number)
 
     def __bool__(self) -> bool:
         return not self._posted.empty() or bool(self._unsettled)

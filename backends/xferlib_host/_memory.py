@@ -134,7 +134,6 @@ class Block:
         self._live = live
 
 
-
 @final
 class _Bytes:
     """Bytes that NumPy can look at; every array and view over them keeps this object, and so the lease and the block."""

@@ -8,6 +8,7 @@ from typing import Any, Final, cast, final
 
 import numpy as np
 import numpy.typing as npt
+from numpy.ma import MaskedArray
 
 from xferlib import protocol
 from xferlib_host._engine import Engine
@@ -141,7 +142,7 @@ class NumpyStager:
         self.d2h.close()
 
     def _check_array(self, array: object) -> None:
-        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+        if not isinstance(array, np.ndarray) or isinstance(array, MaskedArray):
             raise TypeError(
                 f"the device arrays of backend 'host' are NumPy arrays without a mask, not {type(array)!r}. Convert it first"
             )

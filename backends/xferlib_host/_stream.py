@@ -15,6 +15,7 @@ from typing import Any, final
 
 from xferlib import protocol
 from xferlib.errors import ClosedError
+from xferlib.latch import Latch
 from xferlib_host._worker import Worker
 
 __all__ = ["AllEvents", "CopyError", "Event", "Stream", "resolve"]
@@ -31,24 +32,24 @@ class Event:
     __slots__ = ("_cause", "_reached")
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
+        self._reached = Latch()
         self._cause: BaseException | None = None
 
     def reach(self, cause: BaseException | None = None) -> None:
         """Mark the point as reached, or as failed for this cause. Once, by the thread that runs the stream or engine."""
         self._cause = cause
-        self._reached.set()
+        self._reached.open()
 
     def done(self) -> bool:
         """Tell whether the point is reached. Raises `CopyError` if a copy before it failed."""
-        if not self._reached.is_set():
+        if not self._reached.is_open():
             return False
         self._raise_if_failed()
         return True
 
     def synchronize(self) -> None:
         """Block the calling thread, without the GIL, until the point is reached. Raises as `done` does."""
-        if not self._reached.is_set():
+        if not self._reached.is_open():
             self._reached.wait()
         self._raise_if_failed()
 

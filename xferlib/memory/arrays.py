@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.ma import MaskedArray
 
 __all__ = ["Array", "address_of", "check_dtype", "host_array", "pieces"]
 
@@ -34,7 +35,7 @@ def host_array(leaf: object, *, advice: str = "") -> Array:
 
     `advice`: what to do about a leaf of which nothing better is known.
     """
-    if isinstance(leaf, np.ma.MaskedArray):
+    if isinstance(leaf, MaskedArray):
         raise TypeError("masked arrays cannot be transferred: the mask would be lost. Transfer array.filled() or array.data")
     if isinstance(leaf, np.generic):
         leaf = np.asarray(leaf)

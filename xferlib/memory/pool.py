@@ -20,6 +20,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple, final
 
 import numpy as np
@@ -54,9 +55,10 @@ _Growth: TypeAlias = tuple[Ranges, int]
 class _Segment:
     """Page-locked memory. `freeing`: it is about to be unlocked, and nothing is handed out of it; `claimed`: somebody does it."""
 
-    __slots__ = ("claimed", "freeing", "nbytes", "ranges", "start")
+    __slots__ = ("claimed", "freeing", "nbytes", "number", "ranges", "start")
 
-    def __init__(self, start: int, nbytes: int, ranges: Ranges) -> None:
+    def __init__(self, number: int, start: int, nbytes: int, ranges: Ranges) -> None:
+        self.number = number
         self.start = start
         self.nbytes = nbytes
         self.ranges = ranges
@@ -106,11 +108,12 @@ class PinnedPool:
         """How often there was more room than before. Who found none looks again if that was meanwhile."""
         self._returns = Returns()
         self._segments: dict[int, _Segment] = {}
+        """By a number: an address may be another segment's as soon as the driver has freed it."""
         self._rows: dict[int, _Row] = {}
         self._growing: dict[int, int] = {}
-        """Bytes that are being page-locked, by the number of the request."""
-        self._given_up: dict[int, None] = {}
-        """Requests that were given up before their memory was there."""
+        """Bytes that are about to be page-locked, by the number of the request."""
+        self._wanted: dict[int, bool] = {}
+        """Of those whose page-locking has begun, whether the request was not given up meanwhile."""
         self._reserved: dict[int, int] = {}
         """Bytes that are locked beside the pool, by their address."""
         self._reserved_asked = 0
@@ -118,7 +121,8 @@ class PinnedPool:
         """Held while the driver unlocks, by threads that no interrupt comes to."""
         # Derived from segments and rows.
         self._large, self._small, self._combined = Ranges(), Ranges(), Ranges()
-        self._index: tuple[list[int], list[int]] = ([], [])
+        self._index: tuple[list[int], list[int], list[_Segment]] = ([], [], [])
+        """Starts and ends of the segments, in order, and the segments."""
         self.used_nbytes = self._asked = self._arrays = 0
         self.hits = self.misses = self.waits = self.fallbacks = 0
         self.wait_seconds = 0.0
@@ -243,7 +247,7 @@ class PinnedPool:
 
     def contains(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside one segment of this pool. Takes no lock."""
-        starts, ends = self._index
+        starts, ends, _ = self._index
         index = bisect_right(starts, address) - 1
         return index >= 0 and address + nbytes <= ends[index]
 
@@ -325,11 +329,11 @@ class PinnedPool:
             row = self._rows.pop(number, None)
             if row is not None:
                 self._account(row, -1)
-                starts, _ = self._index
-                segment = self._segments[starts[bisect_right(starts, row.address) - 1]]
-                segment.ranges.give_back(row.address, row.size)
-            elif number in self._growing:
-                self._given_up[number] = None
+                self._segment_of(row.address).ranges.give_back(row.address, row.size)
+            elif number in self._wanted:
+                self._wanted[number] = False
+            else:
+                self._growing.pop(number, None)
             self._returns.settled(number)
             self._changes += 1
 
@@ -381,19 +385,30 @@ class PinnedPool:
 
     def _grown(self, wanted: Wanted, number: int, ranges: Ranges, nbytes: int) -> _Row:
         """Page-lock a segment that was counted, and enter the row at its start. On a thread that no interrupt comes to."""
+        if not self._alone(self._begin, number):
+            # Interrupted before: nobody will look at what is returned.
+            raise AllocationError("nobody waits for this memory any more")
         try:
             allocate = self._combine if ranges is self._combined else self._allocate
             assert allocate is not None
             start = allocate(nbytes)
         except BaseException:
+            self._wanted.pop(number, None)
             self._growing.pop(number, None)
             self._changes += 1
             raise
-        return self._alone(self._entered, _Segment(start, nbytes, ranges), wanted, number)
+        return self._alone(self._entered, _Segment(number, start, nbytes, ranges), wanted, number)
+
+    def _begin(self, number: int) -> bool:
+        """Begin to page-lock what was counted; False: the request was given up."""
+        if number not in self._growing:
+            return False
+        self._wanted[number] = True
+        return True
 
     def _entered(self, segment: _Segment, wanted: Wanted, number: int) -> _Row:
         """Enter a new segment, and at its start the row, where somebody still waits for it."""
-        self._segments[segment.start] = segment
+        self._segments[segment.number] = segment
         self._growing.pop(number, None)
         # Only now: a refused one was never had.
         self.misses += 1
@@ -401,8 +416,7 @@ class PinnedPool:
         segment.ranges.add_segment(segment.start, segment.nbytes)
         self._reindex()
         self._changes += 1
-        if number in self._given_up:
-            self._given_up.pop(number, None)
+        if not self._wanted.pop(number, False):
             return _Row(segment.start, 0, 0, False)
         # Out of the new segment, not the best fit: another thread may have asked meanwhile.
         segment.ranges.take_at(segment.start, wanted.size)
@@ -440,7 +454,7 @@ class PinnedPool:
                 if excess <= 0:
                     break
                 excess -= nbytes
-            self._segments[start].freeing = True
+            self._segment_of(start).freeing = True
             ranges.remove_segment(start)
         self._reindex()
         return bool(idle)
@@ -478,7 +492,7 @@ class PinnedPool:
             self._forget(segment)
 
     def _forget(self, segment: _Segment) -> None:
-        self._segments.pop(segment.start, None)
+        self._segments.pop(segment.number, None)
         self._changes += 1
 
     def _restore(self, segment: _Segment) -> None:
@@ -488,10 +502,16 @@ class PinnedPool:
             self._torn = True
         self._changes += 1
 
+    def _segment_of(self, address: int) -> _Segment:
+        starts, _, segments = self._index
+        return segments[bisect_right(starts, address) - 1]
+
     def _reindex(self) -> None:
-        segments = sorted((segment.start, segment.nbytes) for segment in list(self._segments.values()) if not segment.freeing)
+        segments = [segment for segment in list(self._segments.values()) if not segment.freeing]
+        segments.sort(key=attrgetter("start"))
+        ends = [segment.start + segment.nbytes for segment in segments]
         # One assignment: `contains` reads without the lock.
-        self._index = [start for start, _ in segments], [start + nbytes for start, nbytes in segments]
+        self._index = [segment.start for segment in segments], ends, segments
 
     def _in_use(self) -> str:
         reserved = sum(list(self._reserved.values()))

@@ -58,8 +58,10 @@ class Chunks:
         self._failures = failures
         self._idle: tuple[deque[Chunk], deque[Chunk]] = (deque(), deque())
         self._owned = [0, 0]
-        # Reentrant: a finalizer may transfer while its thread is in here.
-        self._room = threading.Condition(threading.RLock())
+        # Reentrant: a finalizer may transfer while its thread is in here. Entered by itself: an interrupt inside a condition's
+        # own `__enter__`, which is Python, would leave it held.
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
         self._waiting = 0
         self._users: list[int] = []
         self._asking: list[int] = []
@@ -116,7 +118,7 @@ class Chunks:
         self._idle[direction].append(chunk)
         # After the chunk can be seen: who is about to wait looks once more.
         if self._waiting:
-            with self._room:
+            with self._lock:
                 self._room.notify_all()
 
     def lose(self, direction: int, chunk: Chunk) -> None:
@@ -137,7 +139,7 @@ class Chunks:
     def wait_for_rest(self) -> bool:
         """Block until a chunk that is with a thread, or busy, is at rest. Returns False if there is none to wait for."""
         me = threading.get_ident()
-        with self._room:
+        with self._lock:
             self._waiting += 1
             try:
                 idle = [chunk for queue in self._idle for chunk in queue.copy()]
@@ -157,7 +159,7 @@ class Chunks:
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any. Never blocks."""
         found = False
-        with self._room:
+        with self._lock:
             for direction in (H2D, D2H):
                 idle = self._idle[direction]
                 for _ in range(len(idle)):
@@ -197,7 +199,7 @@ class Chunks:
 
     def _wait_for_one(self, direction: int) -> bool:
         """Wait until there may be a chunk; False: there are none anywhere."""
-        with self._room:
+        with self._lock:
             if not sum(self._owned):
                 return False
             self._waiting += 1
@@ -209,7 +211,7 @@ class Chunks:
         return True
 
     def _grown(self, direction: int) -> Chunk | None:
-        with self._room:
+        with self._lock:
             if sum(self._owned) >= self.count or self._owned[direction] >= max(1, self._goal[direction]):
                 return None
             self._owned[direction] += 1
@@ -224,7 +226,7 @@ class Chunks:
         return None if block is None else Chunk(block, kept=True)
 
     def _asked(self, direction: int) -> Chunk:
-        with self._room:
+        with self._lock:
             self._owned[direction] += 1
             self._asking.append(threading.get_ident())
         block = None
@@ -232,7 +234,7 @@ class Chunks:
             block = self._pool.take(self.nbytes)
             return Chunk(block, kept=True)
         finally:
-            with self._room:
+            with self._lock:
                 self._asking.remove(threading.get_ident())
             if block is None:
                 self._disown(direction)
@@ -240,7 +242,7 @@ class Chunks:
     def _stolen(self, direction: int) -> Chunk | None:
         """Take one that the other direction does not use."""
         other = 1 - direction
-        with self._room:
+        with self._lock:
             if self._owned[direction] >= self._share:
                 return None
             try:
@@ -257,7 +259,7 @@ class Chunks:
     def _hand_over(self, direction: int, chunk: Chunk) -> None:
         """Give a chunk that is at rest to the other direction, until each has half."""
         other = 1 - direction
-        with self._room:
+        with self._lock:
             self._owned[direction] -= 1
             self._owned[other] += 1
             self._wanting[other] = self._owned[other] < self.count // 2
@@ -265,7 +267,7 @@ class Chunks:
             self._room.notify_all()
 
     def _disown(self, direction: int) -> None:
-        with self._room:
+        with self._lock:
             self._owned[direction] -= 1
             self._room.notify_all()
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias, final
 
 from xferlib.landing import Landing
+from xferlib.latch import Latch
 from xferlib.protocol import Event
 from xferlib.staging.chunks import Chunk
 from xferlib.staging.parts import Part
@@ -47,8 +48,8 @@ class Job:
         `end` is called whatever failed, when nobody is at any part.
         """
         self.over = Landing(owner)
-        self.issued = threading.Event()
-        """Set when every part's copy to the host was started."""
+        self.issued = Latch()
+        """Open when every part's copy to the host was started."""
         self.started: deque[Started] = deque()
         self.error: BaseException | None = None
         self._parts = parts
@@ -83,7 +84,7 @@ class Job:
         when_begun, self._when_begun = self._when_begun, None
         if when_begun is not None:
             when_begun()
-        self.issued.set()
+        self.issued.open()
 
     def fail(self, error: BaseException) -> None:
         """Note the first failure; what is left need not be done."""
@@ -132,7 +133,7 @@ class Job:
             self.fail(error)
         self._parts = ()
         self._before = self._when_begun = self._end = None
-        self.issued.set()
+        self.issued.open()
         if self.error is not None:
             self.over.fail(self.error)
         self.over.reach()

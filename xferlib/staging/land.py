@@ -75,7 +75,7 @@ class Lander:
         return True
 
     def _claim(self, job: Job, started: deque[Started], *, wait: bool) -> bool:
-        if job.issued.is_set():
+        if job.issued.is_open():
             return False
         chunk = self._chunks.take(D2H, wait=wait)
         if chunk is None:

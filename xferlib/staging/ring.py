@@ -240,7 +240,7 @@ class Staging:
             except BaseException:
                 # The caller's memory must be at rest before he hears of the failure.
                 self._lander.abandon(job)
-                job.issued.set()
+                job.issued.open()
                 job.over.reach()
                 raise
         return job.over
@@ -257,7 +257,7 @@ class Staging:
                 job.issued.wait()
         # One by one: another thread may add meanwhile.
         for entry in self._unissued.copy():
-            if entry[0].issued.is_set():
+            if entry[0].issued.is_open():
                 with suppress(ValueError):
                     self._unissued.remove(entry)
 
@@ -321,7 +321,7 @@ class Staging:
             self._lander.begin(job, wait=True)
             while self._lander.begin(job, wait=False):
                 pass
-        if not job.issued.is_set():
+        if not job.issued.is_open():
             self._unissued.append((job, sources))
 
     def _start_few(self, job: Job, transfers: Sequence[Staged]) -> None:
@@ -342,8 +342,11 @@ class Staging:
             return self._pool.take(nbytes)
 
     def _bounced(self, part: Part) -> None:
-        block, filled = self._taken(part.nbytes)
+        # Counts as in flight before another thread finds neither room nor anything to wait for.
+        filled = Landing(threading.get_ident(), holds=True)
+        block: HostBlock | None = None
         try:
+            block = self._pool.take(part.nbytes, lambda: self._traffic.landings.add(filled))
             lay(part, np.asarray(block)[: part.nbytes])
             self._backend.copy_h2d(part.address, block.address, part.nbytes)
             # Whose bytes they are is counted by who puts them: these have pads.
@@ -353,17 +356,8 @@ class Staging:
             raise
         finally:
             # Before anyone is told: who waits for room must find it, and this frame may live on for a while.
-            del block
+            block, filled.given_up = None, True
             filled.reach()
-
-    def _taken(self, nbytes: int) -> tuple[HostBlock, Landing]:
-        """Take a block that counts as in flight before another thread finds neither room nor anything to wait for."""
-        point = Landing(threading.get_ident(), holds=True)
-        try:
-            return self._pool.take(nbytes, lambda: self._traffic.landings.add(point)), point
-        except BaseException:
-            point.reach()
-            raise
 
 
 def _few_parts(leaves: Sequence[Placed], nbytes: int) -> list[Part]:
