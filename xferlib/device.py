@@ -379,26 +379,31 @@ class BlockCache:
 
     def _free_doomed(self) -> None:
         """Wait for the readers of doomed blocks and free them. Without the lock, on a thread that no interrupt comes to."""
-        if self._doomed and not self._closed:
-            # A copy to a block whose lease ended at once may still be under way.
-            with suppress(*self._failures):
-                self._backend.record_h2d().synchronize()
-        while True:
-            try:
+        rows: list[_Row] = []
+        with suppress(IndexError):
+            while True:
+                # Another thread may take the others, and each is freed once.
                 row = self._doomed.popleft()
-            except IndexError:
-                return
-            if row.freed:
-                continue
-            row.freed = True
-            try:
-                if row.fence is not None and not self._closed:
-                    row.fence.synchronize()
-            except self._failures:
-                # What failed reads no more.
-                pass
-            finally:
+                if not row.freed:
+                    row.freed = True
+                    rows.append(row)
+        try:
+            self._wait_for_users(rows)
+        finally:
+            for row in rows:
                 self._free(row)
+
+    def _wait_for_users(self, rows: list[_Row]) -> None:
+        if not rows or self._closed:
+            return
+        # A copy to a block whose lease ended at once may still be under way. Asked now, when no more of them can begin.
+        with suppress(*self._failures):
+            self._backend.record_h2d().synchronize()
+        for row in rows:
+            # What failed reads no more.
+            with suppress(*self._failures):
+                if row.fence is not None:
+                    row.fence.synchronize()
 
     def _free(self, row: _Row) -> None:
         # What the framework refuses to free is its own again, or nobody's.
