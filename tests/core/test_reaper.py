@@ -1,0 +1,178 @@
+"""What goes on when nobody calls: memory that comes back after close, stagers that nobody closed, calls that no interrupt cuts."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import WATCHDOG, on_thread, succeeds, tampered, until
+from xferlib import reaper
+
+SECOND = 1.0
+"""Within this the memory of a closed stager is back: law 14."""
+
+
+def held(backend: Any) -> tuple[int, int, int]:
+    """Return what the host backend has given out and not got back."""
+    calls = backend.memory.calls()
+    return (
+        calls.pinned_allocations - calls.pinned_frees,
+        calls.pins - calls.unpins,
+        calls.device_allocations - calls.device_frees,
+    )
+
+
+@pytest.mark.parametrize("what", ["device", "pinned", "result", "view"])
+def test_the_memory_of_a_closed_stager_is_back_within_a_second_of_the_last_array(what: str) -> None:
+    with xferlib.stager("host") as stager:
+        backend = stager.backend
+        array: Any = stager.empty_pinned(1000, np.uint8)
+        if what == "device":
+            array = stager.put(array).result()
+        if what == "result":
+            array = stager.get(stager.put(array).value).result()
+        if what == "view":
+            array = stager.mapped(array)
+    del stager
+    part = array[3:5]
+    del array
+    gc.collect()
+    assert not until(lambda: held(backend) == (0, 0, 0), 0.5), "memory was given back that an array still reaches"
+    del part
+    assert until(lambda: held(backend) == (0, 0, 0), SECOND)
+
+
+@pytest.mark.parametrize("finalizer", [False, True])
+def test_a_stager_that_dies_in_a_cycle_with_its_arrays_gives_everything_back(finalizer: bool) -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.me = self
+
+    class Looks(Node):
+        def __del__(self) -> None:
+            seen.append(int(self.array.sum()))
+
+    seen: list[int] = []
+    node: Any = Looks() if finalizer else Node()
+    node.stager = xferlib.stager("host")
+    backend = node.stager.backend
+    node.pinned = node.stager.empty_pinned(1000, np.uint8)
+    node.pinned[:] = 2
+    node.transfer = node.stager.put(node.pinned)
+    node.array = node.transfer.value
+    node.pin = node.stager.pin(np.zeros(100))
+    del node
+    with pytest.warns(ResourceWarning, match="never closed"):
+        gc.collect()
+    assert until(lambda: held(backend) == (0, 0, 0))
+    assert seen == ([2000] if finalizer else [])
+
+
+def test_what_a_table_raises_is_said_and_the_others_are_settled() -> None:
+    class Broken:
+        def settle(self) -> bool:
+            raise OSError("broken on purpose")
+
+    class Fine:
+        def settle(self) -> bool:
+            settled.set()
+            return False
+
+    settled, said, before = threading.Event(), list[str](), threading.excepthook
+    threading.excepthook = lambda args: said.append(str(args.exc_value))
+    try:
+        reaper.start_reaper()
+        reaper.watch(Broken())
+        reaper.watch(Fine())
+        assert settled.wait(WATCHDOG)
+        assert until(lambda: said == ["broken on purpose"])
+    finally:
+        threading.excepthook = before
+
+
+def test_a_stager_that_a_finalizer_inside_its_own_call_closes_is_closed_when_the_call_has_ended() -> None:
+    backend = tampered()
+    done: list[object] = []
+
+    def sweep() -> None:
+        if not done:
+            done.append(stager.close())
+        backend.inner.sweep()
+
+    stager = xferlib.stager(backend)
+    backend.sweep = stager._blocks._sweep = sweep
+    with suppress(xferlib.ClosedError):
+        on_thread(lambda: stager.put(np.ones(3))).result(WATCHDOG)
+    assert until(lambda: "closed" in repr(stager))
+    stager.close()
+
+
+def test_an_interrupt_ends_the_waiting_and_not_the_call() -> None:
+    begun, gate, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        assert gate.wait(WATCHDOG)
+        ended.set()
+
+    def interrupt() -> None:
+        assert begun.wait(WATCHDOG)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    interrupting = on_thread(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        reaper.uninterrupted(call)
+    interrupting.result(WATCHDOG)
+    assert not ended.is_set()
+    gate.set()
+    assert ended.wait(WATCHDOG)
+
+
+def test_what_an_uninterrupted_call_returns_or_raises_comes_back() -> None:
+    def fail() -> None:
+        raise LookupError("no")
+
+    assert reaper.uninterrupted(lambda: 3) == 3
+    with pytest.raises(LookupError, match="no"):
+        reaper.uninterrupted(fail)
+    # Interrupts come to the main thread alone.
+    assert on_thread(lambda: reaper.uninterrupted(threading.get_ident) == threading.get_ident()).result(WATCHDOG)
+
+
+def test_a_forked_child_settles_nothing_and_opens_stagers_of_its_own() -> None:
+    succeeds("""
+        import os, time, numpy as np, xferlib
+        from tests.core.fakes import until
+        s = xferlib.stager("host")
+        backend, array = s.backend, s.put(np.ones(1000)).result()
+        s.close()
+        child = os.fork()
+        if child == 0:
+            before = backend.memory.calls()
+            del array
+            time.sleep(0.5)
+            assert backend.memory.calls() == before
+            with xferlib.stager("host") as own:
+                kept = own.put(np.ones(1000)).result()
+            del kept
+            assert until(lambda: own.backend.memory.calls().device_frees == 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        del array
+        assert until(lambda: backend.memory.calls().device_frees == 1)
+    """)
+
+
+def test_the_interpreter_ends_while_arrays_of_closed_stagers_live() -> None:
+    succeeds("""
+        import numpy as np, xferlib
+        with xferlib.stager("host") as s:
+            kept = s.put(np.ones(1000)).result(), s.empty_pinned(10, np.uint8)
+    """)

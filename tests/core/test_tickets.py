@@ -1,0 +1,147 @@
+"""Tickets: posted once, when the last reference is gone, whatever the garbage collector and its finalizers do."""
+
+from __future__ import annotations
+
+import gc
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from tests.core.fakes import on_thread, succeeds
+from xferlib.tickets import Returns, ticket
+
+kept: list[Any] = []
+
+
+class Cyclic:
+    """Garbage in a reference cycle, with a finalizer that looks at what it holds, and may bring it back."""
+
+    def __init__(self, returns: Returns, number: int, seen: list[list[int]], *, comes_back: bool = False) -> None:
+        self.me = self
+        self.ticket = returns.ticket(number)
+        self._returns = returns
+        self._seen = seen
+        self._comes_back = comes_back
+
+    def __del__(self) -> None:
+        self._seen.append(self._returns.unsettled())
+        if self._comes_back:
+            kept.append(self)
+
+
+def test_a_ticket_posts_its_number_when_the_last_reference_is_gone() -> None:
+    returns = Returns()
+    first = returns.ticket(1)
+    second, alias = first, returns.ticket(2)
+    assert not returns
+    del first
+    assert returns.unsettled() == []
+    del second
+    assert returns.unsettled() == [1]
+    del alias
+    assert returns.unsettled() == [1, 2]
+
+
+def test_what_was_not_settled_comes_again() -> None:
+    returns = Returns()
+    for number in range(4):
+        returns.ticket(number)
+    assert returns.unsettled() == [0, 1, 2, 3]
+    returns.settled(1)
+    returns.settled(1)
+    assert returns.unsettled() == [0, 2, 3]
+    for number in (0, 2, 3):
+        assert returns
+        returns.settled(number)
+    assert not returns
+
+
+def test_a_finalizer_of_the_same_cycle_finds_the_row_still_held() -> None:
+    returns, seen = Returns(), list[list[int]]()
+    Cyclic(returns, 7, seen)
+    gc.collect()
+    assert seen == [[]]
+    assert returns.unsettled() == [7]
+
+
+def test_a_row_that_a_finalizer_brings_back_is_held_until_it_is_gone_again() -> None:
+    returns, seen = Returns(), list[list[int]]()
+    Cyclic(returns, 7, seen, comes_back=True)
+    gc.collect()
+    (back,) = kept
+    assert returns.unsettled() == []
+    kept.clear()
+    back.me = None
+    del back
+    assert returns.unsettled() == [7]
+
+
+def test_the_collector_knows_nothing_of_a_ticket() -> None:
+    assert not gc.is_tracked(ticket(SimpleQueue[int]().put, 1))
+
+
+def test_tickets_end_on_any_thread_while_others_settle() -> None:
+    returns = Returns()
+    tickets = {number: returns.ticket(number) for number in range(2000)}
+    settled: list[int] = []
+
+    def drop(start: int) -> None:
+        for number in range(start, 2000, 2):
+            del tickets[number]
+
+    def settle() -> None:
+        while len(settled) < 1000:
+            for number in returns.unsettled():
+                returns.settled(number)
+                settled.append(number)
+
+    for future in [on_thread(lambda start=start: drop(start)) for start in range(2)]:  # type: ignore[misc]  # A default binds.
+        future.result(20)
+    on_thread(settle).result(20)
+    while returns:
+        for number in returns.unsettled():
+            returns.settled(number)
+            settled.append(number)
+    assert sorted(settled) == list(range(2000))
+
+
+@pytest.mark.parametrize("how", ["drop", "unsettled"])
+def test_no_interrupt_loses_a_number(how: str) -> None:
+    """A signal whose handler raises, as Ctrl-C's does, thousands of times, at any moment."""
+    succeeds(f"""
+        import random, signal
+        from xferlib.tickets import Returns
+        class Interrupt(BaseException): pass
+        armed = False
+        def handler(*_):
+            if armed: raise Interrupt
+        signal.signal(signal.SIGALRM, handler)
+        rng, returns, hits, seen = random.Random(1), Returns(), 0, set()
+        made = 0
+        while hits < 1500:
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-6, 6e-5))
+                while True:
+                    if {how!r} == "drop":
+                        made += 1
+                        returns.ticket(made)
+                    else:
+                        returns.unsettled()
+            except Interrupt:
+                armed = False
+                hits += 1
+            if {how!r} == "unsettled":
+                for _ in range(5):
+                    made += 1
+                    returns.ticket(made)
+        last = returns.unsettled()
+        # One may not have been made: its number was drawn, and the call interrupted before.
+        missing = made - len(last)
+        assert missing <= (hits if {how!r} == "drop" else 0), (missing, made)
+        if {how!r} == "drop":
+            import gc
+            live = [o for o in gc.get_objects() if type(o).__name__ == "_Ticket"]
+            assert not live, len(live)
+    """)
