@@ -12,30 +12,62 @@ tickets are hidden from the garbage collector: they are gone when the last refer
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 
-__all__ = ["Returns"]
+__all__ = ["Returns", "ticket", "unreferenced"]
+
+T = TypeVar("T")
 
 _OBJECT = np.dtype(object)
 
 
 @final
 class _Ticket:
-    """Posts a number when it is gone."""
+    """Calls what it has as `__del__` when it is gone."""
 
-    __slots__ = ("_number", "_post")
+    # An attribute and no method: no Python code is run, at whose entry an interrupt would cut it off, and the post be lost.
+    __slots__ = ("__del__",)
 
-    def __init__(self, post: Callable[[int], None], number: int) -> None:
-        self._post = post
-        self._number = number
 
-    def __del__(self) -> None:
-        self._post(self._number)
+def ticket(post: Callable[[T], object], value: T) -> object:
+    """Return an object; `post(value)` is called when the last reference to it is gone. `post` is the `put` of a `SimpleQueue`."""
+    told: Any = _Ticket()
+    told.__del__ = partial(post, value)
+    # An array's elements are not visited by the collector, so what is inside cannot be part of what it finds unreachable.
+    hidden: Any = np.empty((), _OBJECT)
+    hidden[()] = told
+    return hidden
+
+
+def unreferenced(owned: list[T]) -> Iterator[T]:
+    """Return those that nobody refers to but the list, in no other way than by being gone through.
+
+    For objects that stand for native handles: the list owns them for good, whoever uses one refers to it, and nothing has to be
+    given back. To be handed to one call in C, such as `deque.extend`: no other thread, no finalizer and no interrupt comes between.
+    """
+    return itertools.compress(owned, map(_UNREFERENCED.__eq__, _references(owned)))
+
+
+def _references(owned: list[Any]) -> Iterator[int]:
+    return map(sys.getrefcount, owned)
+
+
+def _count_of_an_unreferenced_one() -> int:
+    """Ask, since what the interpreter itself adds while it goes through a list is its own affair."""
+    counts: list[int] = []
+    owned = [object()]
+    list(itertools.compress(owned, map(counts.append, _references(owned))))
+    return counts[0]
+
+
+_UNREFERENCED = _count_of_an_unreferenced_one()
 
 
 @final
@@ -52,10 +84,7 @@ class Returns:
 
         To be made before the row is entered: whatever happens then, the row is given back.
         """
-        # An array's elements are not visited by the collector, so what is inside cannot be part of what it finds unreachable.
-        hidden: Any = np.empty((), _OBJECT)
-        hidden[()] = _Ticket(self._post, number)
-        return hidden
+        return ticket(self._post, number)
 
     def __bool__(self) -> bool:
         return bool(self._unsettled) or not self._posted.empty()

@@ -28,28 +28,34 @@ class CopyError(Exception):
 class Event:
     """A point in a stream or in a copy engine. Any thread may call any method; it needs neither the stream nor the stager."""
 
-    __slots__ = ("_cause", "_reached")
+    # No `threading.Event`: it has a lock that an interrupt leaves held, and then the thread that reaches the point never would.
+    __slots__ = ("_cause", "_latch", "_reached")
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
+        self._latch = threading.Lock()
+        self._latch.acquire()
+        self._reached = False
         self._cause: BaseException | None = None
 
     def reach(self, cause: BaseException | None = None) -> None:
         """Mark the point as reached, or as failed for this cause. Once, by the thread that runs the stream or engine."""
         self._cause = cause
-        self._reached.set()
+        self._reached = True
+        self._latch.release()
 
     def done(self) -> bool:
         """Tell whether the point is reached. Raises `CopyError` if a copy before it failed."""
-        if not self._reached.is_set():
+        if not self._reached:
             return False
         self._raise_if_failed()
         return True
 
     def synchronize(self) -> None:
         """Block the calling thread, without the GIL, until the point is reached. Raises as `done` does."""
-        if not self._reached.is_set():
-            self._reached.wait()
+        if not self._reached:
+            # Whoever waits lets the next one through.
+            with self._latch:
+                pass
         self._raise_if_failed()
 
     def stream_wait(self, stream: object | None = None) -> protocol.Stream | None:
