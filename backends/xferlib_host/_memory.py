@@ -1,14 +1,16 @@
 """Host memory as a driver would hand it out: "pinned" memory, memory pinned in place, device blocks; and the count of such calls.
 
-Invariant: what was handed out is in a table until it is given back, and the tables are never wrong about live memory.
-Giving back takes no lock, because finalisers do it, on any thread, also inside the garbage collector: one step on a dictionary.
+Invariant: what was handed out is in a table until it is given back, and the tables alone own it: an array over a block that was
+freed reads whatever lies there then. No lock: a finaliser of the caller's may come back in here, and a table changes in one step.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
-import threading
+import operator
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, final
 
@@ -18,6 +20,8 @@ import numpy.typing as npt
 __all__ = ["Block", "Calls", "Memory", "MemoryCallError", "array_over"]
 
 _ALIGNMENT = 256
+_FREED = 0xA5
+"""What freed memory holds, so that whoever still reads it does not find the right values by luck."""
 
 
 class MemoryCallError(Exception):
@@ -36,15 +40,49 @@ class Calls(NamedTuple):
 
 
 @final
-class Memory:
-    """The tables of one stager. It outlives `close()`, and its blocks outlive it."""
+class _Count:
+    """A number that goes up by one. Each method is one step, since neither a thread nor a finaliser may come between."""
+
+    __slots__ = ("_left",)
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # For what adds to a table; never taken to remove.
+        self._left = itertools.repeat(None, sys.maxsize)
+
+    def add(self) -> None:
+        next(self._left)
+
+    def value(self) -> int:
+        return sys.maxsize - operator.length_hint(self._left)
+
+
+@final
+class Block:
+    """Device memory. Its table owns the bytes; the block says where they are."""
+
+    __slots__ = ("__weakref__", "address", "nbytes", "ready")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.ready = None
+
+
+class _Row(NamedTuple):
+    """A block that is not freed, and its memory."""
+
+    block: Block
+    memory: npt.NDArray[np.uint8]
+
+
+@final
+class Memory:
+    """The tables of one stager. It outlives `close()`."""
+
+    def __init__(self) -> None:
         self._pinned: dict[int, tuple[int, mmap.mmap]] = {}  # Where each range ends, and its pages.
-        self._registered: dict[int, int] = {}  # Where each range ends.
-        self._device: dict[int, int] = {}  # How many bytes each block has.
-        self._pinned_made = self._registered_made = self._device_made = 0
+        self._registered: dict[int, tuple[int]] = {}  # Where each range ends.
+        self._device: dict[int, _Row] = {}
+        self._counts = {kind: _Count() for kind in Calls._fields}
 
     def alloc_pinned(self, nbytes: int) -> int:
         try:
@@ -53,9 +91,8 @@ class Memory:
             raise MemoryCallError(f"the system has no {nbytes!r} bytes for pinned memory. Ask for less") from error
         # The export ends with this line: pages with an exported buffer could not be unmapped later.
         address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-        with self._lock:
-            self._pinned[address] = (address + nbytes, pages)
-            self._pinned_made += 1
+        self._pinned[address] = (address + nbytes, pages)
+        self._counts["pinned_allocations"].add()
         return address
 
     def free_pinned(self, address: int) -> None:
@@ -63,18 +100,24 @@ class Memory:
         if found is None:
             raise MemoryCallError(f"no pinned memory starts at {address:#x}. Free what alloc_pinned returned, once")
         found[1].close()
+        self._counts["pinned_frees"].add()
 
     def pin(self, address: int, nbytes: int) -> None:
         end = address + nbytes
-        with self._lock:
-            if any(start < end and address < stop for start, stop in self._ranges()):
-                raise MemoryCallError(f"memory from {address:#x} to {end:#x} is pinned already, all or part of it. Unpin it first")
-            self._registered[address] = end
-            self._registered_made += 1
+        taken = MemoryCallError(f"memory from {address:#x} to {end:#x} is pinned already, all or part of it. Unpin it first")
+        mine = (end,)
+        # Entered before the look at the others: of two that overlap, and come at once, one at least sees the other.
+        if self._registered.setdefault(address, mine) is not mine:
+            raise taken
+        if sum(start < end and address < stop for start, stop in self._ranges()) > 1:
+            self._registered.pop(address, None)
+            raise taken
+        self._counts["pins"].add()
 
     def unpin(self, address: int) -> None:
         if self._registered.pop(address, None) is None:
             raise MemoryCallError(f"no memory was pinned at {address:#x}. Unpin what was given to pin, once")
+        self._counts["unpins"].add()
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
         last = address + max(nbytes, 1) - 1
@@ -90,66 +133,47 @@ class Memory:
         except MemoryError as error:
             raise MemoryCallError(f"the system has no {nbytes!r} bytes for device memory. Ask for less") from error
         start: int = memory.__array_interface__["data"][0]
-        address = -(-start // _ALIGNMENT) * _ALIGNMENT
-        with self._lock:
-            self._device[address] = nbytes
-            self._device_made += 1
-        return Block(address, nbytes, memory, self._device)
+        block = Block(-(-start // _ALIGNMENT) * _ALIGNMENT, nbytes)
+        self._device[block.address] = _Row(block, memory)
+        self._counts["device_allocations"].add()
+        return block
 
-    def free_device(self, block: Block) -> None:
-        if self._device.pop(block.address, None) is None:
-            raise MemoryCallError(f"no device memory is at {block.address:#x}. Free what alloc_device returned, once")
-        block._memory = None
+    def free_device(self, block: object) -> None:
+        """Free a block, whoever may still read it."""
+        address = getattr(block, "address", 0)
+        found = self._device.get(address)
+        # By identity: at the address of one that was freed another may lie by now.
+        if found is None or found.block is not block or self._device.pop(address, None) is None:
+            raise MemoryCallError(f"no device memory of {block!r} at {address:#x}. Free what alloc_device returned, once")
+        found.memory.fill(_FREED)
+        self._counts["device_frees"].add()
 
     def calls(self) -> Calls:
-        """Count. What was made and is not in its table any more was given back."""
-        with self._lock:
-            return Calls(
-                self._pinned_made,
-                self._pinned_made - len(self._pinned),
-                self._registered_made,
-                self._registered_made - len(self._registered),
-                self._device_made,
-                self._device_made - len(self._device),
-            )
+        return Calls(**{kind: count.value() for kind, count in self._counts.items()})
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         # Copies, made in one step: another thread, or a finaliser on this one, may change a table at any time.
         for start, (stop, _) in self._pinned.copy().items():
             yield start, stop
-        yield from self._registered.copy().items()
-
-
-@final
-class Block:
-    """Device memory that is freed when the last reference goes."""
-
-    __slots__ = ("__weakref__", "_live", "_memory", "address", "nbytes", "ready")
-
-    def __init__(self, address: int, nbytes: int, memory: npt.NDArray[np.uint8], live: dict[int, int]) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.ready = None
-        self._memory = memory
-        self._live = live
+        for start, (stop,) in self._registered.copy().items():
+            yield start, stop
 
 
 @final
 class _Bytes:
-    """Bytes that NumPy can look at; every array and view over them keeps this object, and so the lease and the block."""
+    """Bytes that NumPy can look at; every array and view over them keeps this object, and so the lease, but not the memory."""
 
-    __slots__ = ("__array_interface__", "_block", "_lease")
+    __slots__ = ("__array_interface__", "_lease")
 
-    def __init__(self, block: object, lease: object, address: int, nbytes: int) -> None:
+    def __init__(self, lease: object, address: int, nbytes: int) -> None:
         self.__array_interface__: Mapping[str, Any] = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
-        self._block = block
         self._lease = lease
 
 
-def array_over(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, block: object, lease: object) -> npt.NDArray[Any]:
-    """Make an array over memory of the block. As bytes first: the array interface cannot spell the dtypes of extensions."""
+def array_over(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, lease: object) -> npt.NDArray[Any]:
+    """Make an array over memory that its owner keeps. As bytes first: the array interface cannot spell the dtypes of extensions."""
     nbytes = dtype.itemsize
     for length in shape:
         nbytes *= length
-    raw = np.asarray(_Bytes(block, lease, address, nbytes))
+    raw = np.asarray(_Bytes(lease, address, nbytes))
     return np.ndarray(shape, dtype, raw)

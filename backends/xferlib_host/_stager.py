@@ -84,7 +84,7 @@ class NumpyStager:
         return self.memory.alloc_device(nbytes)
 
     def free_device(self, block: protocol.DeviceBlock) -> None:
-        self.memory.free_device(cast("Block", block))
+        self.memory.free_device(block)
 
     def as_array(
         self,
@@ -96,14 +96,14 @@ class NumpyStager:
         after: protocol.Event,
         lease: object,
     ) -> npt.NDArray[Any]:
-        return array_over(block.address + offset, shape, dtype, block=None, lease=lease)
+        return array_over(block.address + offset, shape, dtype, lease=lease)
 
     def as_mapped(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, stream: object | None, lease: object
     ) -> tuple[npt.NDArray[Any], protocol.Stream | None]:
         on = resolve(stream)
         found = None if on is None else protocol.Stream(on.handle, on)
-        return array_over(address, shape, dtype, block=None, lease=lease), found
+        return array_over(address, shape, dtype, lease=lease), found
 
     def as_source(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
         self._check_array(array)

@@ -49,8 +49,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Block the calling thread, without the GIL, until the point is reached. Raises as `done` does."""
-        if not self._reached.is_open():
-            self._reached.wait()
+        self._reached.wait()
         self._raise_if_failed()
 
     def stream_wait(self, stream: object | None = None) -> protocol.Stream | None:

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, final
 
 from xferlib.errors import ClosedError
+from xferlib.tickets import ticket
 
 __all__ = ["Job", "Worker"]
 
@@ -26,11 +27,13 @@ _EXIT_SECONDS = 2.0
 
 @final
 class Worker:
-    """Owns the thread, which ends at `close()` or, when the worker is dropped, after the last job."""
+    """Owns the thread, which ends at `close()` or, when nobody can put a job any more, after the last one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        # No finaliser: others that die in one reference cycle with this may have theirs put jobs, and wait for them.
+        self._end = ticket(self._queue.put, None)
         # Reentrant: the garbage collector may run a finaliser that puts a job while this thread is inside `put`.
         self._lock = threading.RLock()
         self._open = True
@@ -39,9 +42,6 @@ class Worker:
         self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
         _WORKERS.add(self)
-
-    def __del__(self) -> None:
-        self._queue.put(None)
 
     @property
     def open(self) -> bool:
@@ -63,9 +63,10 @@ class Worker:
         if os.getpid() != self._pid:
             return  # A forked child has no thread, and its copy of the lock may be held by one that it does not have.
         with self._lock:
-            if self._open and last is not None:
+            # In this order: an interrupted call is made again, and `last` is run once.
+            first, self._open = self._open, False
+            if first and last is not None:
                 self._queue.put(last)
-            self._open = False
             self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -174,14 +174,12 @@ class GivesNothingBack(BrokenBackend):
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.blocks: list[object] = []
 
     def free_pinned(self, address: int) -> None:
         pass
 
-    def alloc_device(self, nbytes: int) -> Any:
-        self.blocks.append(self.inner.alloc_device(nbytes))
-        return self.blocks[-1]
+    def free_device(self, block: Any) -> None:
+        pass
 
 
 @broken_backend("test_law10_arrays_outlive_the_stager", hooks=Host)

@@ -1,0 +1,168 @@
+"""Finalizers and interrupts at any moment: what dies in one reference cycle may still be used, and nobody is left waiting."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from xferlib_host import Stream, open_stager
+from xferlib_host._stager import NumpyStager
+from xferlib_host._stream import Event
+from xferlib_host._worker import Worker
+
+from tests.host.work import SECONDS, Gate, address, until, within
+
+
+class Interrupt(BaseException):
+    """What a signal's handler raises."""
+
+
+class Last:
+    """Runs a function when it is finalized, in a cycle of its own or with others."""
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+        self.others: list[Any] = [self]
+
+    def __del__(self) -> None:
+        self.act()
+
+
+@pytest.mark.parametrize("order", ["finalized_first", "finalized_last"])
+def test_a_finalizer_may_use_a_stream_that_dies_with_it(order: str) -> None:
+    seen: list[int] = []
+
+    def die() -> list[int]:
+        # Finalizers run in the order in which the objects were made.
+        early = Stream() if order == "finalized_last" else None
+        last = Last(lambda: None)
+        stream = early or Stream()
+
+        def use(stream: Stream = stream) -> None:
+            stream.submit(seen.append, 1)
+            stream.synchronize()
+            seen.append(2)
+
+        last.act = use
+        name = f"xferlib-host-stream-{stream.handle}"
+        del early, last, stream, use
+        gc.collect()
+        # Only now nobody can use it any more.
+        until(lambda: name not in {thread.name for thread in threading.enumerate()})
+        return [len(seen)]
+
+    within(SECONDS, die)
+    assert seen == [1, 2]
+
+
+def test_a_finalizer_may_use_a_stager_that_dies_with_it() -> None:
+    source, target = np.arange(8), np.zeros(8, int)
+
+    def die() -> list[None]:
+        stager = open_stager()
+
+        def use(stager: NumpyStager = stager) -> None:
+            stager.copy_h2d(address(target), address(source), source.nbytes)
+            stager.record_h2d().synchronize()
+
+        last = Last(use)
+        del stager, last, use
+        gc.collect()
+        return [None]
+
+    within(SECONDS, die)
+    assert target.tolist() == source.tolist()
+
+
+def test_a_finalizer_sees_an_event_that_dies_with_it_as_it_is(stager: NumpyStager, gate: Gate) -> None:
+    seen: list[bool] = []
+    stager.h2d.submit(gate.stand)
+    event = stager.record_h2d()
+    last = Last(lambda event=event: seen.append(event.done()))
+    del event, last
+    gc.collect()
+    gate.open()
+    assert seen == [False]
+
+
+def interrupted_at(step: int, call: Any) -> bool:
+    """Call, and raise where the `step`-th interrupt may come: at the entry of a function, or behind a call, whose result is lost.
+
+    Tells whether there were so many such places.
+    """
+    steps = iter(range(step))
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "return", "c_return") and next(steps, None) is None:
+            sys.setprofile(None)
+            raise Interrupt
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("method", ["done", "synchronize"])
+def test_whoever_asks_an_event_may_be_interrupted_anywhere(method: str) -> None:
+    step = 0
+    went_on = True
+    while went_on:
+        event = Event()
+        opener = threading.Timer(0 if method == "done" else 0.01, event.reach)
+        if method == "synchronize":
+            opener.start()
+        went_on = interrupted_at(step, getattr(event, method))
+        # Reached on another thread, which an interrupted one must not have locked out.
+        if method == "done":
+            opener.start()
+        within(SECONDS, lambda event=event: [event.synchronize()])  # type: ignore[misc]  # A default binds the loop's variable.
+        assert event.done()
+        opener.join(SECONDS)
+        assert not opener.is_alive()
+        step += 1
+    assert step > 2
+
+
+def test_a_signal_ends_a_wait_and_the_point_is_reached_all_the_same(stager: NumpyStager, gate: Gate) -> None:
+    def raise_interrupt(*_: object) -> None:
+        raise Interrupt
+
+    stager.h2d.submit(gate.stand)
+    event = stager.record_h2d()
+    before = signal.signal(signal.SIGALRM, raise_interrupt)
+    try:
+        # Nothing else ends the wait: the gate is shut.
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Interrupt):
+            event.synchronize()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not event.done()
+    gate.open()
+    event.synchronize()
+    assert event.done()
+
+
+def test_a_close_that_was_interrupted_anywhere_is_made_again() -> None:
+    step = 0
+    went_on = True
+    while went_on:
+        ended: list[int] = []
+        worker = Worker(f"test-{step}")
+        went_on = interrupted_at(step, lambda: worker.close(lambda: ended.append(1)))  # noqa: B023  (called at once)
+        within(SECONDS, lambda: worker.close(lambda: ended.append(2)))  # noqa: B023  (called at once)
+        assert len(ended) == 1
+        step += 1
+    assert step > 5
