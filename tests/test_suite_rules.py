@@ -58,8 +58,8 @@ def test_what_the_laws_are_written_with_cannot_be_overridden(name: str) -> None:
 
 
 def test_a_law_cannot_be_invented() -> None:
-    with pytest.raises(TypeError, match="Hard defines test_law14_no_such_law"):
-        type("Hard", (Host,), {"test_law14_no_such_law": lambda self: None})
+    with pytest.raises(TypeError, match="Hard defines test_law15_no_such_law"):
+        type("Hard", (Host,), {"test_law15_no_such_law": lambda self: None})
 
 
 def test_a_subclass_may_have_tests_and_a_deadline_of_its_own() -> None:

@@ -172,16 +172,11 @@ class NeverUnlocks(BrokenBackend):
 class GivesNothingBack(BrokenBackend):
     """Keeps all memory that it ever had."""
 
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.blocks: list[object] = []
-
     def free_pinned(self, address: int) -> None:
         pass
 
-    def alloc_device(self, nbytes: int) -> Any:
-        self.blocks.append(self.inner.alloc_device(nbytes))
-        return self.blocks[-1]
+    def free_device(self, block: Any) -> None:
+        pass
 
 
 @broken_backend("test_law10_arrays_outlive_the_stager", hooks=Host)
@@ -190,16 +185,20 @@ class FreesTooEarly(BrokenBackend):
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.blocks: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.blocks: dict[int, Any] = {}
 
     def alloc_device(self, nbytes: int) -> Any:
         block = self.inner.alloc_device(nbytes)
-        self.blocks.add(block)
+        self.blocks[block.address] = block
         return block
+
+    def free_device(self, block: Any) -> None:
+        self.blocks.pop(block.address, None)
+        self.inner.free_device(block)
 
     def close(self) -> None:
         self.inner.close()
-        for block in self.blocks:
+        for block in self.blocks.values():
             ctypes.memset(block.address, 0, block.nbytes)
 
 
@@ -207,6 +206,7 @@ class FreesTooEarly(BrokenBackend):
 def closes_at_once(patch: pytest.MonkeyPatch) -> None:
     """Closing waits for nothing."""
     patch.setattr(Traffic, "wait_all", lambda traffic: None)
+    patch.setattr("xferlib.device.BlockCache.close", lambda blocks: None)
     patch.setattr("xferlib.staging.ring.Staging.close", lambda staging: None)
     patch.setattr("xferlib_host._engine.Engine.close", lambda engine: None)
 

@@ -137,6 +137,14 @@ class Laws(Hooks):
             time.sleep(POLL_SECONDS)
         assert hold.held
 
+    def assert_comes(self, true: Callable[[], bool], otherwise: Callable[[], str]) -> None:
+        """Assert that something becomes true by itself; `otherwise` says what is the case instead."""
+        __tracebackhide__ = True
+        deadline = time.monotonic() + self.deadline_seconds
+        while not true():
+            assert time.monotonic() < deadline, otherwise()
+            time.sleep(POLL_SECONDS)
+
     def pinned(self, stager: Stager, values: Array) -> Array:
         """Return a copy of the values in memory from `empty_pinned`."""
         copy = stager.empty_pinned(values.shape, values.dtype)

@@ -20,6 +20,7 @@ from xferlib.conformance.laws.freedom import FreedomLaws
 from xferlib.conformance.laws.mapped import MappedLaws
 from xferlib.conformance.laws.order import OrderLaws
 from xferlib.conformance.laws.overlap import OverlapLaws
+from xferlib.conformance.laws.ownership import OwnershipLaws
 from xferlib.conformance.laws.pinned import PinnedLaws
 from xferlib.conformance.laws.quiet import QuietLaws
 from xferlib.conformance.laws.reuse import ReuseLaws
@@ -33,6 +34,7 @@ EXCUSES = {"skip", "skipif", "xfail"}
 
 class StagerConformance(
     # Backwards: pytest runs what is inherited last first.
+    OwnershipLaws,
     MappedLaws,
     QuietLaws,
     FailureLaws,
