@@ -118,6 +118,7 @@ class _HeldJaxArray:
     def __init__(self, hold: JaxHold, array: Any) -> None:
         self._hold = hold
         self.array = array
+        self.token = hold.token
         self.release = hold.release
 
     @property

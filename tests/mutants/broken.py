@@ -15,12 +15,23 @@ import pytest
 from xferlib import protocol
 from xferlib.conformance import StagerConformance
 
-__all__ = ["DEADLINE_SECONDS", "MUTANTS", "BrokenBackend", "BrokenEvent", "BrokenEvents", "Mutant", "broken_backend", "broken_core"]
+__all__ = [
+    "DEADLINE_SECONDS",
+    "MUTANTS",
+    "BrokenBackend",
+    "BrokenEvent",
+    "BrokenEvents",
+    "Mutant",
+    "broken_backend",
+    "broken_core",
+    "broken_hooks",
+]
 
 DEADLINE_SECONDS = 0.5
 """A mutant that never gets there is waited for no longer. That an honest one gets there is for the honest ones to show."""
 
 C = TypeVar("C", bound=type)
+H = TypeVar("H", bound=type[StagerConformance])
 F = TypeVar("F", bound=Callable[[pytest.MonkeyPatch], None])
 
 
@@ -36,7 +47,7 @@ class Mutant:
 
     @property
     def laws(self) -> set[int]:
-        return {int(test.removeprefix("test_law")[:2]) for test in self.tests}
+        return {int(test.removeprefix("test_law")[:2]) for test in self.tests if test.startswith("test_law")}
 
     def make_tests(self, name: str) -> type[StagerConformance]:
         """Return the class that pytest is to collect."""
@@ -65,6 +76,17 @@ def broken_backend(*tests: str, hooks: type[StagerConformance]) -> Callable[[C],
         assert wall.__doc__, "a mutant says what it does wrong"
         MUTANTS[f"Test{wall.__name__}"] = Mutant(tests=tests, hooks=hooks, wall=wall)
         return wall
+
+    return listed
+
+
+def broken_hooks(*tests: str) -> Callable[[H], H]:
+    """List hooks as the mutant by which these tests of an honest backend fail."""
+
+    def listed(hooks: H) -> H:
+        assert hooks.__doc__, "a mutant says what it does wrong"
+        MUTANTS[f"Test{hooks.__name__}"] = Mutant(tests=tests, hooks=hooks)
+        return hooks
 
     return listed
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.mutants import host_copies, host_maps, host_memory, host_ownership, host_waits
+from tests.mutants import host_copies, host_hooks, host_maps, host_memory, host_ownership, host_waits
 from tests.mutants.broken import MUTANTS
 
 __all__ = ["MODULES"]
 
-MODULES = (host_copies, host_maps, host_memory, host_ownership, host_waits)
+MODULES = (host_copies, host_hooks, host_maps, host_memory, host_ownership, host_waits)
 
 for _name, _mutant in MUTANTS.items():
     globals()[_name] = _mutant.make_tests(_name)

@@ -229,11 +229,12 @@ class OwnershipLaws(Laws):
         array = self.pinned(stager, words(1))
         got = stager.get(self.put_values(stager, words(2))).result()
         own = [words(3, LARGE), words(4, LARGE)]
+        # Left to `close`.
+        pins: list[object] = []
         if stager.capabilities.register:
             with stager.pin(own[0]):
                 stager.put(own[0]).synchronize()
-            # Left to `close`.
-            stager.pin(own[1])
+            pins.append(stager.pin(own[1]))
             assert memory.left["pin"] >= 1
         else:
             with pytest.raises(CapabilityError):
