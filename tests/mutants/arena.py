@@ -13,6 +13,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple, final
 
 import numpy as np
+from xferlib_host._stream import CopyError
 from xferlib_host.conformance import TestHost
 
 from tests.mutants.broken import BrokenBackend
@@ -71,6 +72,10 @@ class Arena:
             self.calls += 1
             self._idle[nbytes].append(address)
 
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Tell whether the range lies in one allocation."""
+        return any(start <= address and address + nbytes <= start + had for start, had in self._taken.copy().items())
+
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], lease: object) -> DeviceArray:
         raw: Any = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
         array = DeviceArray(shape, dtype, raw)
@@ -90,6 +95,11 @@ class ArenaBackend(BrokenBackend):
 
     def free_device(self, block: Any) -> None:
         self.arena.give_back(block.address)
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        if not self.arena.holds(dst, nbytes):
+            raise CopyError("invalid argument: the destination lies in no allocation, or in several")
+        self.inner.copy_h2d(dst, src, nbytes)
 
     def as_array(self, block: Any, offset: int, shape: Any, dtype: Any, *, after: Any, lease: object) -> Any:
         return self.arena.array(block.address + offset, shape, dtype, lease)

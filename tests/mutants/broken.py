@@ -6,7 +6,7 @@ the test runs. It names the tests that must fail by it. All else about it is hon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -25,6 +25,7 @@ __all__ = [
     "broken_backend",
     "broken_core",
     "broken_hooks",
+    "honest",
 ]
 
 DEADLINE_SECONDS = 0.5
@@ -60,13 +61,23 @@ class Mutant:
         def break_core(self: StagerConformance, monkeypatch: pytest.MonkeyPatch) -> None:
             mutant.patch(monkeypatch)
 
-        made = type(name, (hooks,), {"deadline_seconds": DEADLINE_SECONDS, "open": open_broken, "break_core": break_core})
+        deadline = hooks.deadline_seconds if name.startswith("TestHonest") else DEADLINE_SECONDS
+        made = type(name, (hooks,), {"deadline_seconds": deadline, "open": open_broken, "break_core": break_core})
         assert issubclass(made, StagerConformance)
         return made
 
 
 MUTANTS: dict[str, Mutant] = {}
 """By the name of the class that is collected."""
+
+
+def honest(mutants: Mapping[str, Mutant]) -> dict[str, Mutant]:
+    """Return, by the name of a class to be collected, the hooks that mutants are built on, with the tests that the mutants fail."""
+    tests: dict[type[StagerConformance], dict[str, None]] = {}
+    for mutant in mutants.values():
+        if not any(test.startswith("test_hook_") for test in mutant.tests):
+            tests.setdefault(mutant.hooks, {}).update(dict.fromkeys(mutant.tests))
+    return {f"TestHonest{hooks.__name__}": Mutant(tests=tuple(names), hooks=hooks) for hooks, names in tests.items()}
 
 
 def broken_backend(*tests: str, hooks: type[StagerConformance]) -> Callable[[C], C]:

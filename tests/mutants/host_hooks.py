@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -281,6 +281,22 @@ class WritesNothing(Host):
 
     def write(self, array: Any, values: np.ndarray) -> None:
         super().write(array.copy(), values)
+
+
+@broken_hooks("test_hook_layouts_have_the_values")
+class LaysOutZeros(Host):
+    """Its arrays of other layouts have other values."""
+
+    def layouts(self, values: np.ndarray) -> Iterable[tuple[str, Any]]:
+        yield "Fortran order", np.zeros_like(values, order="F")
+
+
+@broken_hooks("test_hook_current_makes_a_stream_the_current_one")
+class MakesNothingCurrent(Host):
+    """Enters no stream."""
+
+    def current(self, stream: object) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 @broken_hooks("test_hook_aliases_share_the_memory_of_the_array")

@@ -20,7 +20,7 @@ import pytest
 
 from xferlib.conformance.hooks import Hold, Hooks
 from xferlib.conformance.values import Array, pattern
-from xferlib.errors import BackendUnavailableError, SynchronousTransferWarning
+from xferlib.errors import BackendUnavailableError, SynchronousTransferWarning, TransferError
 from xferlib.protocol import HostStager
 from xferlib.registry import GROUP
 from xferlib.stager import Stager
@@ -111,6 +111,14 @@ class Laws(Hooks):
         wait([call], self.deadline_seconds)
         assert call.done(), f"the call has not returned after {self.deadline_seconds} s: it waits for what is held"
         return call.result()
+
+    def assert_arrives(self, start: Callable[[], Transfer]) -> Any:
+        """Assert that a transfer can be started, does not fail, and is done at some time; return its arrays."""
+        __tracebackhide__ = True
+        try:
+            return start().result(self.deadline_seconds)
+        except (TransferError, TimeoutError) as error:
+            pytest.fail(f"{type(error).__name__}: {error}")
 
     def assert_completes(self, transfer: Transfer) -> None:
         """Assert that the transfer gets done by itself: nobody synchronizes, somebody asks."""

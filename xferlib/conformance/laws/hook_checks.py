@@ -169,6 +169,29 @@ class HookChecks(Laws):
         self.write(array, words(2))
         assert same(self.to_numpy(array), words(2)), "the hook write left the array as it was"
 
+    def test_hook_layouts_have_the_values(self, stager: Stager) -> None:
+        values = pattern((12, 10), np.dtype(np.int32), 3)
+        for name, array in self.layouts(values):
+            assert same(self.to_numpy(array), values), f"the hook layouts: {name!r} has other values"
+        assert stager.stats().h2d_nbytes == 0, "the hook layouts makes its arrays with the stager"
+
+    def test_hook_current_makes_a_stream_the_current_one(self, stager: Stager) -> None:
+        values = words(1)
+        self.warm(stager, values)
+        if not stager.capabilities.streams:
+            with pytest.raises(CapabilityError):
+                stager.put(values, stream=object())
+            return
+        with self.held_array(stager.backend, values) as held:
+            inside = self.current(held.stream)
+            if inside is None:
+                return
+            with inside:
+                # A get waits for the current stream.
+                transfer = stager.get(held.array)
+            self.assert_holds(lambda: not transfer.done(), held, "current")
+        assert_same(transfer.result(), values)
+
     def test_hook_aliases_share_the_memory_of_the_array(self, stager: Stager) -> None:
         array = self.from_numpy(words(1))
         aliases = dict(self.aliases(array))
