@@ -118,8 +118,9 @@ def holds_only_what_is_enqueued(patch: pytest.MonkeyPatch) -> None:
     """The core lets go of a block that a borrowed source is still to be copied to."""
     lend = Staging.lend
 
-    def lend_without(staging: Staging, staged: Any, *, until_started: object, until_done: object, **rest: Any) -> Any:
-        return lend(staging, staged, until_started=None, until_done=None, **rest)
+    def lend_without(staging: Staging, staged: Any, **given: Any) -> Any:
+        held: dict[str, Any] = {name: None if name.startswith("until") else what for name, what in given.items()}
+        return lend(staging, staged, **held)
 
     patch.setattr(Staging, "lend", lend_without)
 

@@ -15,7 +15,7 @@ import pytest
 from tests.mutants.arena import ArenaHost
 from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
 from xferlib.stager import Stager
-from xferlib.tickets import Returns, _Ticket
+from xferlib.tickets import Returns
 
 __all__: list[str] = []
 
@@ -42,6 +42,14 @@ def stand_before(patch: pytest.MonkeyPatch, wall: Callable[[Any], Any]) -> None:
     patch.setattr(Stager, "__init__", set_up_behind)
 
 
+class EndsWhenFinalized:
+    def __init__(self, ticket: object) -> None:
+        self.ticket: object = ticket
+
+    def __del__(self) -> None:
+        self.ticket = None
+
+
 @broken_core(
     f"{IN_A_CYCLE}[{BEFORE}-here]",
     f"{IN_A_CYCLE}[{AFTER}-here]",
@@ -51,7 +59,8 @@ def stand_before(patch: pytest.MonkeyPatch, wall: Callable[[Any], Any]) -> None:
 )
 def lets_the_collector_end_leases(patch: pytest.MonkeyPatch) -> None:
     """A lease is a plain object with a finalizer, which runs among those of everything in its cycle."""
-    patch.setattr(Returns, "ticket", lambda returns, number: _Ticket(returns._post, number))
+    ticket = Returns.ticket
+    patch.setattr(Returns, "ticket", lambda returns, number: EndsWhenFinalized(ticket(returns, number)))
 
 
 class Leaseless(BrokenBackend):
@@ -68,7 +77,13 @@ def frees_while_leased(patch: pytest.MonkeyPatch) -> None:
 @broken_core(f"{BY_TRIM}[small]", f"{BY_TRIM}[large]", f"{BY_TRIM}[tree]", f"{CLOSED}[array]", REACHED, FAILED, hooks=ArenaHost)
 def leases_for_ever(patch: pytest.MonkeyPatch) -> None:
     """The core does not hear of the end of a lease."""
-    patch.setattr(Returns, "ticket", lambda returns, number: object())
+    ticket, for_ever = Returns.ticket, []
+
+    def ticket_for_ever(returns: Returns, number: int) -> object:
+        for_ever.append(ticket(returns, number))
+        return for_ever[-1]
+
+    patch.setattr(Returns, "ticket", ticket_for_ever)
 
 
 class FreesTwice(BrokenBackend):
