@@ -138,6 +138,7 @@ class HookChecks(Laws):
             kept.append(act())
             return self.memory_calls(stager.backend) - before
 
+        self.let_go()
         kept: list[object] = []
         values = words(1, LARGE)
         source = self.pinned(stager, values)

@@ -53,6 +53,7 @@ class OwnershipLaws(Laws):
     @pytest.fixture
     def recorded(self, stager: Stager) -> Iterator[Recorded]:
         """A stager beside the other, whose calls are recorded. After each test all is given back, once."""
+        self.let_go()
         memory = RecordingBackend(self._open_or_skip())
         recorded = Recorded(Stager(memory), memory)
         yield recorded
