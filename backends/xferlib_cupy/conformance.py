@@ -110,6 +110,15 @@ class TestCupy(StagerConformance):
     def write_combined(self, address: int) -> bool:
         return cuda.write_combined(address)
 
+    def current(self, stream: Any) -> AbstractContextManager[object]:
+        current: AbstractContextManager[object] = stream
+        return current
+
+    def layouts(self, values: Array) -> Iterable[tuple[str, Any]]:
+        yield "Fortran order", bench().array(np.ascontiguousarray(values.T)).T
+        yield "backwards", bench().array(np.ascontiguousarray(values[::-1, ::-1]))[::-1, ::-1]
+        yield "columns of a wider one", bench().array(np.pad(values, ((0, 0), (1, 2))))[:, 1:-2]
+
     def aliases(self, array: Any) -> Iterable[tuple[str, Any]]:
         cupy = bench().cupy
         yield "slice", array[1:]

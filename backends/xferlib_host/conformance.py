@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast, final
 
 import numpy as np
@@ -123,6 +123,15 @@ class TestHost(StagerConformance):
         with Stream() as stream:
             stream.submit(np.copyto, array, values)
             stream.close()
+
+    def current(self, stream: object) -> AbstractContextManager[object]:
+        return cast("Stream", stream)
+
+    def layouts(self, values: np.ndarray) -> Iterable[tuple[str, Array]]:
+        yield "Fortran order", np.asfortranarray(values)
+        yield "backwards", values[::-1, ::-1].copy()[::-1, ::-1]
+        yield "columns of a wider one", np.pad(values, ((0, 0), (1, 2)))[:, 1:-2]
+        yield "every other row of a longer one", np.repeat(values, 2, axis=0)[::2]
 
     def aliases(self, array: Array) -> Iterable[tuple[str, Array]]:
         yield "slice", array[1:]

@@ -80,6 +80,12 @@ class TestJax(StagerConformance):
     def write_combined(self, address: int) -> bool:
         return cuda.write_combined(address)
 
+    def layouts(self, values: Array) -> Iterable[tuple[str, Any]]:
+        from jax.experimental.layout import Format, Layout
+
+        by_columns = Format(Layout(major_to_minor=(1, 0)), bench().jax.sharding.SingleDeviceSharding(bench().device))
+        yield "by columns", bench().jax.device_put(values.copy(), by_columns).block_until_ready()
+
     def aliases(self, array: Any) -> Iterable[tuple[str, Any]]:
         jax = bench().jax
         yield "slice", array[1:]
@@ -118,6 +124,7 @@ class _HeldJaxArray:
     def __init__(self, hold: JaxHold, array: Any) -> None:
         self._hold = hold
         self.array = array
+        self.token = hold.token
         self.release = hold.release
 
     @property

@@ -101,6 +101,10 @@ class TestNumba(StagerConformance):
     def write_combined(self, address: int) -> bool:
         return cuda.write_combined(address)
 
+    def layouts(self, values: Array) -> Iterable[tuple[str, Any]]:
+        yield "columns of a wider one", bench().array(np.pad(values, ((0, 0), (1, 2))))[:, 1:-2]
+        yield "every other row of a longer one", bench().array(np.repeat(values, 2, axis=0))[::2]
+
     def aliases(self, array: Any) -> Iterable[tuple[str, Any]]:
         yield "slice", array[1:]
         yield "slice of a slice", array[1:][1:]

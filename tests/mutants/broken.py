@@ -6,7 +6,7 @@ the test runs. It names the tests that must fail by it. All else about it is hon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -15,12 +15,24 @@ import pytest
 from xferlib import protocol
 from xferlib.conformance import StagerConformance
 
-__all__ = ["DEADLINE_SECONDS", "MUTANTS", "BrokenBackend", "BrokenEvent", "BrokenEvents", "Mutant", "broken_backend", "broken_core"]
+__all__ = [
+    "DEADLINE_SECONDS",
+    "MUTANTS",
+    "BrokenBackend",
+    "BrokenEvent",
+    "BrokenEvents",
+    "Mutant",
+    "broken_backend",
+    "broken_core",
+    "broken_hooks",
+    "honest",
+]
 
 DEADLINE_SECONDS = 0.5
 """A mutant that never gets there is waited for no longer. That an honest one gets there is for the honest ones to show."""
 
 C = TypeVar("C", bound=type)
+H = TypeVar("H", bound=type[StagerConformance])
 F = TypeVar("F", bound=Callable[[pytest.MonkeyPatch], None])
 
 
@@ -36,7 +48,7 @@ class Mutant:
 
     @property
     def laws(self) -> set[int]:
-        return {int(test.removeprefix("test_law")[:2]) for test in self.tests}
+        return {int(test.removeprefix("test_law")[:2]) for test in self.tests if test.startswith("test_law")}
 
     def make_tests(self, name: str) -> type[StagerConformance]:
         """Return the class that pytest is to collect."""
@@ -49,13 +61,23 @@ class Mutant:
         def break_core(self: StagerConformance, monkeypatch: pytest.MonkeyPatch) -> None:
             mutant.patch(monkeypatch)
 
-        made = type(name, (hooks,), {"deadline_seconds": DEADLINE_SECONDS, "open": open_broken, "break_core": break_core})
+        deadline = hooks.deadline_seconds if name.startswith("TestHonest") else DEADLINE_SECONDS
+        made = type(name, (hooks,), {"deadline_seconds": deadline, "open": open_broken, "break_core": break_core})
         assert issubclass(made, StagerConformance)
         return made
 
 
 MUTANTS: dict[str, Mutant] = {}
 """By the name of the class that is collected."""
+
+
+def honest(mutants: Mapping[str, Mutant]) -> dict[str, Mutant]:
+    """Return, by the name of a class to be collected, the hooks that mutants are built on, with the tests that the mutants fail."""
+    tests: dict[type[StagerConformance], dict[str, None]] = {}
+    for mutant in mutants.values():
+        if not any(test.startswith("test_hook_") for test in mutant.tests):
+            tests.setdefault(mutant.hooks, {}).update(dict.fromkeys(mutant.tests))
+    return {f"TestHonest{hooks.__name__}": Mutant(tests=tuple(names), hooks=hooks) for hooks, names in tests.items()}
 
 
 def broken_backend(*tests: str, hooks: type[StagerConformance]) -> Callable[[C], C]:
@@ -65,6 +87,17 @@ def broken_backend(*tests: str, hooks: type[StagerConformance]) -> Callable[[C],
         assert wall.__doc__, "a mutant says what it does wrong"
         MUTANTS[f"Test{wall.__name__}"] = Mutant(tests=tests, hooks=hooks, wall=wall)
         return wall
+
+    return listed
+
+
+def broken_hooks(*tests: str) -> Callable[[H], H]:
+    """List hooks as the mutant by which these tests of an honest backend fail."""
+
+    def listed(hooks: H) -> H:
+        assert hooks.__doc__, "a mutant says what it does wrong"
+        MUTANTS[f"Test{hooks.__name__}"] = Mutant(tests=tests, hooks=hooks)
+        return hooks
 
     return listed
 

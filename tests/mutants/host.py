@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from tests.mutants import host_copies, host_maps, host_memory, host_waits
-from tests.mutants.broken import MUTANTS
+from tests.mutants import host_copies, host_hooks, host_maps, host_memory, host_ownership, host_waits
+from tests.mutants.broken import MUTANTS, honest
 
-__all__ = ["MODULES"]
+__all__ = ["HONEST", "MODULES"]
 
-MODULES = (host_copies, host_maps, host_memory, host_waits)
+MODULES = (host_copies, host_hooks, host_maps, host_memory, host_ownership, host_waits)
 
-for _name, _mutant in MUTANTS.items():
+HONEST = honest(MUTANTS)
+
+for _name, _mutant in {**MUTANTS, **HONEST}.items():
     globals()[_name] = _mutant.make_tests(_name)

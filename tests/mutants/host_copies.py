@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,21 @@ import pytest
 from xferlib_host._stream import CopyError
 from xferlib_host.conformance import TestHost as Host
 
+from tests.mutants.arena import ArenaHost
 from tests.mutants.broken import DEADLINE_SECONDS, BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
+from tests.mutants.host_ownership import stand_before
+from xferlib.conformance.moves import WAYS
+from xferlib.errors import TransferError
 from xferlib.inflight import InFlight
 from xferlib.protocol import Event, Source
+from xferlib.stager import Stager
 from xferlib.transfer import Transfer
 
 __all__: list[str] = []
 
+SIDE_BY_SIDE = "test_law01_leaves_that_lie_side_by_side_arrive_whole"
+STARTS_NOTHING = "test_law01_a_tree_with_a_leaf_that_is_refused_starts_nothing"
+POISONS = "test_law12_a_failure_poisons_nothing_but_itself"
 SLOW_SECONDS = 1e-3
 """How long an engine takes that loses races for certain."""
 PUT_KEEPS = "test_law01_put_keeps_values_shape_and_dtype"
@@ -76,7 +84,11 @@ class FlattensScalars(BrokenBackend):
         return self.inner.as_array(block, offset, shape or (1,), dtype, **rest)
 
 
-@broken_backend("test_law01_trees_keep_their_structure", hooks=Host)
+@broken_backend(
+    "test_law01_trees_keep_their_structure",
+    *(f"test_law01_put_takes_any_layout[{memory}]" for memory in ("pinned", "pageable", "registered", "file")),
+    hooks=Host,
+)
 class IgnoresOffsets(BrokenBackend):
     """Makes every array at the start of its block."""
 
@@ -84,7 +96,7 @@ class IgnoresOffsets(BrokenBackend):
         return self.inner.as_array(block, 0, shape, dtype, **rest)
 
 
-@broken_backend("test_law01_get_takes_views_and_aliases", hooks=Host)
+@broken_backend("test_law01_get_takes_views_and_aliases", "test_law01_get_takes_any_layout", hooks=Host)
 class IgnoresStrides(BrokenBackend):
     """Reads a view that is not contiguous as if it were."""
 
@@ -92,12 +104,64 @@ class IgnoresStrides(BrokenBackend):
         return Source(array.__array_interface__["data"][0], array.nbytes, array)
 
 
-@broken_backend("test_law01_put_takes_any_layout[pinned]", hooks=Host)
+@broken_backend("test_law01_put_takes_any_layout[pinned]", "test_law01_put_takes_any_layout[registered]", hooks=Host)
 class WantsAlignment(BrokenBackend):
     """Rounds source addresses down to what its engine likes."""
 
     def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
         self.inner.copy_h2d(dst, src & ~3, nbytes)
+
+
+class Joining(BrokenBackend):
+    """Makes one copy of several whose sources and destinations lie one behind the other."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.kept: tuple[int, int, int] | None = None
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        if self.kept is not None and self.kept[0] + self.kept[2] == dst:
+            self.kept = *self.kept[:2], self.kept[2] + nbytes
+            return
+        self.flush()
+        self.kept = dst, src, nbytes
+
+    def record_h2d(self) -> Event:
+        self.flush()
+        event: Event = self.inner.record_h2d()
+        return event
+
+    def flush(self) -> None:
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            self.inner.copy_h2d(*kept)
+
+
+@broken_core(f"{SIDE_BY_SIDE}[pageable]", f"{SIDE_BY_SIDE}[pinned]", hooks=ArenaHost)
+def joins_what_lies_side_by_side(patch: pytest.MonkeyPatch) -> None:
+    """The core makes one copy over two allocations, which a driver refuses."""
+    stand_before(patch, Joining)
+
+
+@broken_core(f"{STARTS_NOTHING}[put]", f"{STARTS_NOTHING}[put_into]", f"{STARTS_NOTHING}[get]", hooks=Host)
+def starts_what_it_can(patch: pytest.MonkeyPatch) -> None:
+    """The core starts one leaf after the other, and raises at the first that it refuses."""
+    put, get = Stager.put, Stager.get
+
+    def put_one_by_one(stager: Stager, tree: Any, *, into: Any = None, **options: Any) -> Any:
+        if isinstance(tree, list):
+            for index, leaf in enumerate(tree):
+                put(stager, leaf, into=None if into is None else into[index], **options).synchronize()
+        return put(stager, tree, into=into, **options)
+
+    def get_one_by_one(stager: Stager, tree: Any, *, out: Any = None, **options: Any) -> Any:
+        if isinstance(tree, list):
+            for index, leaf in enumerate(tree):
+                get(stager, leaf, out=None if out is None else out[index], **options).synchronize()
+        return get(stager, tree, out=out, **options)
+
+    patch.setattr(Stager, "put", put_one_by_one)
+    patch.setattr(Stager, "get", get_one_by_one)
 
 
 @broken_backend("test_law01_threads_do_not_mix_their_data", hooks=Host)
@@ -259,6 +323,82 @@ class CannotBeClosed(BrokenBackend):
     def close(self) -> None:
         threading.Event().wait(4 * DEADLINE_SECONDS)
         self.inner.close()
+
+
+class MendingBackend(BrokenBackend):
+    """Honest: its copies fail while they are broken, and work again afterwards, as a driver's that were given a wrong address."""
+
+    broken = False
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self.refuse()
+        self.inner.copy_h2d(dst, src, nbytes)
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        self.refuse()
+        self.inner.copy_d2h(dst, src, nbytes)
+
+    def refuse(self) -> None:
+        if self.broken:
+            raise CopyError("invalid argument")
+
+
+class MendingHost(Host):
+    """Honest hooks for it."""
+
+    def open(self) -> Any:
+        return MendingBackend(super().open())
+
+    @contextmanager
+    def break_copies(self, stager: Any) -> Iterator[None]:
+        stager.broken = True
+        yield
+        stager.broken = False
+
+
+def refuse_after_a_failure(patch: pytest.MonkeyPatch, blamed: Callable[[Stager], object]) -> None:
+    """Let a stager refuse once a transfer of somebody who is blamed with it has failed."""
+    failed: list[object] = []
+
+    def tried(start: Callable[..., Any]) -> Callable[..., Any]:
+        def try_it(stager: Stager, *what: Any, **options: Any) -> Any:
+            if blamed(stager) in failed:
+                raise TransferError("an earlier transfer has failed")
+            try:
+                return start(stager, *what, **options)
+            except TransferError:
+                failed.append(blamed(stager))
+                raise
+
+        return try_it
+
+    patch.setattr(Stager, "put", tried(Stager.put))
+    patch.setattr(Stager, "get", tried(Stager.get))
+
+
+@broken_core(*(f"{POISONS}[{way}]" for way in WAYS), hooks=MendingHost)
+def blames_the_stager(patch: pytest.MonkeyPatch) -> None:
+    """After a failure the core takes the whole stager for lost, though its backend is not."""
+    refuse_after_a_failure(patch, id)
+
+
+@broken_core(f"{POISONS}[put]", hooks=MendingHost)
+def blames_all_stagers(patch: pytest.MonkeyPatch) -> None:
+    """After a failure the core takes every stager for lost."""
+    refuse_after_a_failure(patch, lambda stager: stager.name)
+
+
+@broken_core(f"{POISONS}[put]", f"{POISONS}[get_out]", "test_law12_a_failed_transfer_raises_each_time_it_is_asked[get]", hooks=Host)
+def tells_a_failure_once(patch: pytest.MonkeyPatch) -> None:
+    """Who asks again after a failure is told that all is done."""
+    failed = Transfer._failed
+
+    def failed_once(transfer: Transfer, cause: Exception) -> Exception:
+        error = failed(transfer, cause)
+        transfer._finished = True
+        return error
+
+    patch.setattr(Transfer, "_failed", failed_once)
 
 
 SMALL_AND_LARGE = [

@@ -12,16 +12,21 @@ import numpy as np
 import pytest
 from xferlib_host.conformance import TestHost as Host
 
-from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
-from tests.mutants.locking import LockingHost
+from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
+from tests.mutants.host_copies import holds_nothing_in_flight
+from tests.mutants.locking import LockingBackend, LockingHost
+from xferlib.device import BlockCache
 from xferlib.inflight import InFlight, Traffic
 from xferlib.protocol import Capabilities, Event, Source, Stream
 from xferlib.stager import Stager
+from xferlib.staging.ring import Staging
 from xferlib.stats import Stats
 
 __all__: list[str] = []
 
 UNDER_A_READER = "test_law08_memory_of_a_dropped_array_is_not_rewritten_under_a_reader"
+INTO_WAITS = "test_law08_put_into_waits_for_gets_of_any_stager"
+NAMED = "test_law08_work_on_a_stream_that_was_named_is_waited_for"
 BOTH_ENDS = "test_law09_pinned_arrays_are_page_locked_at_both_ends"
 LARGE = 3145740
 
@@ -41,6 +46,83 @@ class WaitsForOneReader(BrokenBackend):
     def retire(self, streams: Iterable[Stream]) -> Event | None:
         event: Event | None = self.inner.retire(list(streams)[:1])
         return event
+
+
+class NotesNoCurrentStream(BrokenEvent):
+    def stream_wait(self, stream: object | None = None) -> Stream | None:
+        found = self.inner.stream_wait(stream)
+        return None if stream is None else found
+
+
+@broken_backend(f"{NAMED}[value]", f"{NAMED}[result]", hooks=Host)
+class ForgetsTheCurrentStream(BrokenEvents):
+    """Says of no current stream that it was told to wait."""
+
+    event = NotesNoCurrentStream
+
+
+class NotesNoNamedStream(BrokenEvent):
+    def stream_wait(self, stream: object | None = None) -> Stream | None:
+        found = self.inner.stream_wait(stream)
+        return found if stream is None else None
+
+
+@broken_backend(*(f"{NAMED}[{name}]" for name in ("value_on", "stream=", "stream_wait", "put(into=)")), hooks=Host)
+class ForgetsNamedStreams(BrokenEvents):
+    """Says of no stream that was named that it was told to wait."""
+
+    event = NotesNoNamedStream
+
+
+@broken_core(f"{NAMED}[put(into=)]", hooks=Host)
+def forgets_readers_of_what_was_overwritten(patch: pytest.MonkeyPatch) -> None:
+    """The core does not note who reads an array that the caller had overwritten, though its memory is the core's."""
+    patch.setattr(BlockCache, "streams_of", lambda blocks, place: {})
+
+
+@broken_backend(f"{INTO_WAITS}[the same stager-get]", f"{INTO_WAITS}[another stager-get]", hooks=Host)
+class OverwritesAtOnce(BrokenBackend):
+    """Lets no copy to the device wait for an event."""
+
+    def order_h2d(self, after: Event) -> None:
+        pass
+
+
+@broken_core(f"{INTO_WAITS}[the same stager-get_pageable_out]", f"{INTO_WAITS}[another stager-get_pageable_out]", hooks=Host)
+def overlooks_what_is_not_enqueued(patch: pytest.MonkeyPatch) -> None:
+    """The core looks for those who read an array among the copies that are enqueued, and not among those that will be."""
+    patch.setattr(Staging, "wait_issued", lambda staging, *what: None)
+
+
+@broken_core("test_law08_a_pinned_slot_is_nobody_elses_while_another_stager_uses_it[put]", hooks=LockingHost)
+def holds_no_slot_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """The core holds nothing while a copy uses it, whoever's it is."""
+    holds_nothing_in_flight(patch)
+
+
+@broken_backend(
+    "test_law08_memory_that_another_stager_reads_is_not_rewritten[get]",
+    "test_law08_memory_that_another_stager_reads_is_not_rewritten[get_pageable_out]",
+    hooks=Host,
+)
+class ReadsForOthersOnly(BrokenBackend):
+    """Gives the core nothing to hold while it reads an array that lies in memory of some stager's."""
+
+    def as_source(self, array: Any, stream: object | None = None) -> Source:
+        source: Source = self.inner.as_source(array, stream)
+        return source._replace(keepalive=None)
+
+
+@broken_core("test_law08_memory_for_a_put_that_is_not_enqueued_yet_is_nobody_elses", hooks=Host)
+def holds_only_what_is_enqueued(patch: pytest.MonkeyPatch) -> None:
+    """The core lets go of a block that a borrowed source is still to be copied to."""
+    lend = Staging.lend
+
+    def lend_without(staging: Staging, staged: Any, **given: Any) -> Any:
+        held: dict[str, Any] = {name: None if name.startswith("until") else what for name, what in given.items()}
+        return lend(staging, staged, **held)
+
+    patch.setattr(Staging, "lend", lend_without)
 
 
 @broken_backend("test_law08_views_and_aliases_keep_the_memory", hooks=Host)
@@ -140,7 +222,7 @@ class PinsInWordsOnly(BrokenBackend):
 def stages_everything(patch: pytest.MonkeyPatch) -> None:
     """The core takes all memory for pageable."""
     patch.setattr("xferlib.memory.pool.PinnedPool.contains", lambda pool, address, nbytes: False)
-    patch.setattr("xferlib_host._stager.NumpyStager.is_pinned", lambda backend, address, nbytes: False)
+    patch.setattr(LockingBackend, "is_pinned", lambda backend, address, nbytes: False)
 
 
 @broken_backend("test_law10_pinned_memory_stays_pinned_until_its_last_reference_goes", hooks=LockingHost)
@@ -172,9 +254,6 @@ class NeverUnlocks(BrokenBackend):
 class GivesNothingBack(BrokenBackend):
     """Keeps all memory that it ever had."""
 
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-
     def free_pinned(self, address: int) -> None:
         pass
 
@@ -188,23 +267,28 @@ class FreesTooEarly(BrokenBackend):
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.blocks: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.blocks: dict[int, Any] = {}
 
     def alloc_device(self, nbytes: int) -> Any:
         block = self.inner.alloc_device(nbytes)
-        self.blocks.add(block)
+        self.blocks[block.address] = block
         return block
+
+    def free_device(self, block: Any) -> None:
+        self.blocks.pop(block.address, None)
+        self.inner.free_device(block)
 
     def close(self) -> None:
         self.inner.close()
-        for block in self.blocks:
+        for block in self.blocks.values():
             ctypes.memset(block.address, 0, block.nbytes)
 
 
-@broken_core("test_law10_close_waits_for_what_is_in_flight", hooks=Host)
+@broken_core("test_law10_close_waits_for_what_is_in_flight", "test_law10_close_after_an_interrupt_waits_as_ever", hooks=Host)
 def closes_at_once(patch: pytest.MonkeyPatch) -> None:
     """Closing waits for nothing."""
     patch.setattr(Traffic, "wait_all", lambda traffic: None)
+    patch.setattr("xferlib.device.BlockCache.close", lambda blocks: None)
     patch.setattr("xferlib.staging.ring.Staging.close", lambda staging: None)
     patch.setattr("xferlib_host._engine.Engine.close", lambda engine: None)
 
@@ -221,6 +305,24 @@ def closes_once(patch: pytest.MonkeyPatch) -> None:
         close(stager)
 
     patch.setattr(Stager, "close", close_once)
+
+
+@broken_core("test_law10_close_after_an_interrupt_waits_as_ever", hooks=Host)
+def closes_by_halves(patch: pytest.MonkeyPatch) -> None:
+    """An interrupt while it waits counts as the end of closing."""
+    close = Stager.close
+    over: list[Stager] = []
+
+    def close_unless_interrupted(stager: Stager) -> None:
+        if stager in over:
+            return
+        try:
+            close(stager)
+        except KeyboardInterrupt:
+            over.append(stager)
+            raise
+
+    patch.setattr(Stager, "close", close_unless_interrupted)
 
 
 @broken_core("test_law10_a_stager_that_was_never_closed_says_so", hooks=Host)

@@ -16,15 +16,18 @@ __all__ = ["LockingBackend", "LockingHost"]
 
 
 class LockingBackend(BrokenBackend):
-    """Keeps its own table of what is locked, from start to end: what a driver would know."""
+    """Keeps a table of what is locked, from start to end: what a driver would know, whoever had it locked."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, locked: dict[int, int]) -> None:
         super().__init__(inner)
         self.capabilities = dataclasses.replace(inner.capabilities, pinned=True)
-        self.locked: dict[int, int] = {}
+        self.locked = locked
 
     def knows(self, address: int) -> bool:
         return any(start <= address < end for start, end in self.locked.copy().items())
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        return self.knows(address) and self.knows(address + nbytes - 1)
 
     def alloc_pinned(self, nbytes: int) -> int:
         address: int = self.inner.alloc_pinned(nbytes)
@@ -57,11 +60,14 @@ class LockingBackend(BrokenBackend):
 class LockingHost(TestHost):
     """Honest hooks for it."""
 
-    opened: LockingBackend
+    @property
+    def locked(self) -> dict[int, int]:
+        """What all stagers of a test have locked."""
+        table: dict[int, int] = self.__dict__.setdefault("_locked", {})
+        return table
 
     def open(self) -> Any:
-        self.opened = LockingBackend(super().open())
-        return self.opened
+        return LockingBackend(super().open(), self.locked)
 
     def page_locked(self, address: int) -> bool:
-        return self.opened.knows(address)
+        return any(start <= address < end for start, end in self.locked.copy().items())

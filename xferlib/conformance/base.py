@@ -20,8 +20,9 @@ import pytest
 
 from xferlib.conformance.hooks import Hold, Hooks
 from xferlib.conformance.values import Array, pattern
-from xferlib.errors import BackendUnavailableError, SynchronousTransferWarning
+from xferlib.errors import BackendUnavailableError, SynchronousTransferWarning, TransferError
 from xferlib.protocol import HostStager
+from xferlib.reaper import watch
 from xferlib.registry import GROUP
 from xferlib.stager import Stager
 from xferlib.transfer import Transfer
@@ -33,6 +34,8 @@ REQUIRE = "XFERLIB_REQUIRE"
 
 POLL_SECONDS = 0.001
 WINDOW_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+"""How long the reaper may take to give back what closed stagers left."""
 MOST_PUTS = 100
 """More than the blocks of one size that any law leaves idle: who still finds one free is given the same memory again and again."""
 
@@ -69,6 +72,18 @@ def _run(functions: list[Callable[[], T]], call: Future[T]) -> None:
         call.set_exception(error)
     else:
         call.set_result(value)
+
+
+@final
+class _Look:
+    """The last thing that the reaper looks at, in the order of asking: when it has come here, all before it is settled."""
+
+    def __init__(self) -> None:
+        self.taken = threading.Event()
+
+    def settle(self) -> bool:
+        self.taken.set()
+        return False
 
 
 class Laws(Hooks):
@@ -112,6 +127,14 @@ class Laws(Hooks):
         assert call.done(), f"the call has not returned after {self.deadline_seconds} s: it waits for what is held"
         return call.result()
 
+    def assert_arrives(self, start: Callable[[], Transfer]) -> Any:
+        """Assert that a transfer can be started, does not fail, and is done at some time; return its arrays."""
+        __tracebackhide__ = True
+        try:
+            return start().result(self.deadline_seconds)
+        except (TransferError, TimeoutError) as error:
+            pytest.fail(f"{type(error).__name__}: {error}")
+
     def assert_completes(self, transfer: Transfer) -> None:
         """Assert that the transfer gets done by itself: nobody synchronizes, somebody asks."""
         __tracebackhide__ = True
@@ -136,6 +159,14 @@ class Laws(Hooks):
             assert true(), "it came to pass while what it must wait for was held"
             time.sleep(POLL_SECONDS)
         assert hold.held
+
+    def assert_comes(self, true: Callable[[], bool], otherwise: Callable[[], str]) -> None:
+        """Assert that something becomes true by itself; `otherwise` says what is the case instead."""
+        __tracebackhide__ = True
+        deadline = time.monotonic() + self.deadline_seconds
+        while not true():
+            assert time.monotonic() < deadline, otherwise()
+            time.sleep(POLL_SECONDS)
 
     def pinned(self, stager: Stager, values: Array) -> Array:
         """Return a copy of the values in memory from `empty_pinned`."""
@@ -167,8 +198,7 @@ class Laws(Hooks):
 
         What it leaves behind in that memory are other bytes than the values.
         """
-        # What exceptions of earlier tests still hold: collected under a hold, it would be freed, and that waits for the held work.
-        gc.collect()
+        self.let_go()
         others = pattern(values.shape, values.dtype, 99)
         arrays = [self.put_values(stager, others) for _ in range(8)]
         results = [stager.get(array).result() for array in arrays]
@@ -182,6 +212,16 @@ class Laws(Hooks):
             held.release()
         del arrays, results, read, held, hold
         gc.collect()
+
+    def let_go(self) -> None:
+        """Let what earlier tests left behind be given back now, what their exceptions hold included.
+
+        Under a hold that would wait for the held work, and elsewhere be counted.
+        """
+        gc.collect()
+        look = _Look()
+        watch(look)
+        look.taken.wait(LOOK_SECONDS)
 
     def _open_or_skip(self) -> HostStager[Any]:
         try:

@@ -110,6 +110,17 @@ class Hooks(ABC):
         """Ask the driver, not the stager, whether the address is in write-combined memory. Needed where it is declared."""
         raise NotImplementedError(f"{type(self).__name__} declares write-combined memory: override write_combined")
 
+    def current(self, stream: object) -> AbstractContextManager[object] | None:
+        """Return a context inside which a hold's stream is the calling thread's current one; None where there is no such thing."""
+        return None
+
+    def layouts(self, values: np.ndarray) -> Iterable[tuple[str, Any]]:
+        """Yield named device arrays with these values, of two dimensions, that do not lie in C order, made without the stager.
+
+        One for each way in which the framework lets an array lie in memory; none where all lie in C order.
+        """
+        return ()
+
     def aliases(self, array: Any) -> Iterable[tuple[str, Any]]:
         """Yield named views and aliases of a one-dimensional array, each keeping the same memory reachable."""
         yield "slice", array[1:]

@@ -17,9 +17,11 @@ from xferlib.conformance.laws.done import DoneLaws
 from xferlib.conformance.laws.failures import FailureLaws
 from xferlib.conformance.laws.flags import FlagLaws
 from xferlib.conformance.laws.freedom import FreedomLaws
+from xferlib.conformance.laws.hook_checks import HookChecks
 from xferlib.conformance.laws.mapped import MappedLaws
 from xferlib.conformance.laws.order import OrderLaws
 from xferlib.conformance.laws.overlap import OverlapLaws
+from xferlib.conformance.laws.ownership import OwnershipLaws
 from xferlib.conformance.laws.pinned import PinnedLaws
 from xferlib.conformance.laws.quiet import QuietLaws
 from xferlib.conformance.laws.reuse import ReuseLaws
@@ -28,11 +30,14 @@ __all__ = ["StagerConformance"]
 
 YOURS = {"deadline_seconds"}
 """What the suite defines and a subclass may set."""
+OURS = ("test_law", "test_hook")
+"""How tests of the suite begin."""
 EXCUSES = {"skip", "skipif", "xfail"}
 
 
 class StagerConformance(
     # Backwards: pytest runs what is inherited last first.
+    OwnershipLaws,
     MappedLaws,
     QuietLaws,
     FailureLaws,
@@ -45,6 +50,7 @@ class StagerConformance(
     DoneLaws,
     FreedomLaws,
     ContentLaws,
+    HookChecks,
 ):
     """The laws, for a backend whose `Hooks` a subclass writes. Name the subclass `Test...`, and pytest collects it.
 
@@ -69,9 +75,12 @@ def _check_overrides(cls: type[StagerConformance]) -> None:
             f"{cls.__name__} replaces {', '.join(replaced)} of the suite: a law is not overridden. List a test that fails in "
             "known_failures, with the reason"
         )
-    invented = sorted(name for name in dir(cls) if name.startswith("test_law") and name not in suite)
+    invented = sorted(name for name in dir(cls) if name.startswith(OURS) and name not in suite)
     if invented:
-        raise TypeError(f"{cls.__name__} defines {', '.join(invented)}: test_law... names laws. Give tests of yours other names")
+        raise TypeError(
+            f"{cls.__name__} defines {', '.join(invented)}: test_law... and test_hook... are names of the suite. "
+            "Give tests of yours other names"
+        )
 
 
 def _check_excuses(cls: type[StagerConformance]) -> None:
@@ -90,7 +99,7 @@ def _check_excuses(cls: type[StagerConformance]) -> None:
 def _test_names() -> Iterator[str]:
     """Yield what known_failures may name: every test, and every case of one as pytest spells it."""
     for name in dir(StagerConformance):
-        if not name.startswith("test_law"):
+        if not name.startswith(OURS):
             continue
         yield name
         marks = [mark for mark in _marks(getattr(StagerConformance, name)) if mark.name == "parametrize"]

@@ -64,7 +64,6 @@ class Queue:
 class Block(NamedTuple):
     address: int
     nbytes: int
-    memory: np.ndarray
     ready: Event | None = None
 
 
@@ -95,6 +94,7 @@ class ToyStager:
         self.copy_d2h = lambda dst, src, nbytes: self.d2h.run(ctypes.memmove, dst, src, nbytes)
         self.record_h2d, self.record_d2h = self.h2d.record, self.d2h.record
         self._host: dict[int, np.ndarray] = {}
+        self._blocks: dict[int, np.ndarray] = {}
         self.memory_calls = 0
 
     def alloc_pinned(self, nbytes: int) -> int:
@@ -125,7 +125,13 @@ class ToyStager:
     def alloc_device(self, nbytes: int) -> Block:
         self.memory_calls += 1
         memory = np.empty(nbytes + 256, np.uint8)
-        return Block(-(-memory.ctypes.data // 256) * 256, nbytes, memory)
+        block = Block(-(-memory.ctypes.data // 256) * 256, nbytes)
+        self._blocks[block.address] = memory
+        return block
+
+    def free_device(self, block: DeviceBlock) -> None:
+        self.memory_calls += 1
+        del self._blocks[block.address]
 
     def as_array(
         self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from xferlib.conformance.base import Laws
+from xferlib.conformance.base import WINDOW_SECONDS, Laws
+from xferlib.conformance.hooks import Hold
 from xferlib.conformance.values import LARGE, assert_same, words
 from xferlib.errors import ClosedError
 from xferlib.stager import Stager
@@ -38,6 +42,30 @@ class CloseLaws(Laws):
             stager.put(words(1)).synchronize()
         stager.close()
         stager.close()
+
+    def test_law10_close_after_an_interrupt_waits_as_ever(self, stager: Stager) -> None:
+        values = words(1)
+        self.warm(stager, values)
+        array, source, pageable = self.from_numpy(values), self.pinned(stager, values), words(2)
+        with self.hold_copies(stager.backend) as hold:
+            transfers = [stager.put(source), stager.get(array, out=pageable)]
+            raised = threading.Event()
+            interrupting = self.calls.start(lambda: self.interrupt(hold, raised))
+            with pytest.raises(KeyboardInterrupt):
+                stager.close()
+                # One that returned at once is interrupted here.
+                interrupting.result(self.deadline_seconds)
+                raised.wait(self.deadline_seconds)
+            raised.set()
+            if hold.held:
+                again = self.calls.start(stager.close)
+                self.assert_stays(lambda: not again.done(), hold)
+        self.assert_returns(stager.close)
+        assert all(transfer.done() for transfer in transfers)
+        assert_same(self.to_numpy(transfers[0].value), values)
+        assert_same(pageable, values)
+        with pytest.raises(ClosedError):
+            stager.put(source)
 
     def test_law10_arrays_outlive_the_stager(self, stager: Stager) -> None:
         values = words(1, LARGE)
@@ -73,7 +101,8 @@ class CloseLaws(Laws):
         assert not self.page_locked(gone + LARGE - 1)
         del view
         gc.collect()
-        assert not self.page_locked(start)
+        # Nobody calls the stager any more.
+        self.assert_comes(lambda: not self.page_locked(start), lambda: "still page-locked")
 
     def test_law10_memory_pinned_in_place_is_unpinned_by_close(self, stager: Stager) -> None:
         array = words(1, LARGE)
@@ -115,3 +144,10 @@ class CloseLaws(Laws):
             with pytest.raises(ClosedError):
                 call()
                 pytest.fail(f"{name} was not refused")
+
+    def interrupt(self, hold: Hold, raised: threading.Event) -> None:
+        """Interrupt the main thread, which waits; and where it hears nothing as it waits, let it have waited."""
+        time.sleep(WINDOW_SECONDS)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if not raised.wait(WINDOW_SECONDS):
+            hold.release()

@@ -6,6 +6,8 @@ of other laws.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,10 @@ __all__ = ["ContentLaws"]
 
 THREADS = 4
 ROUNDS = 10
+MEMORY = ("pinned", "pageable", "registered", "file")
+"""Where sources lie: `registered` is memory of the caller's that was pinned in place."""
+SIDE_BY_SIDE = ((2, 128 << 10), (12, 128 << 10), (3, 72 << 10), (4, 256 << 10), (9, (128 << 10) - 8))
+"""Leaves, and bytes of each: too large to share a block, so small that their blocks may lie one behind the other."""
 
 
 class Pair(NamedTuple):
@@ -71,31 +77,85 @@ class ContentLaws(Laws):
         transfer.synchronize()
         assert_same(move.read(transfer), move.values)
 
+    @pytest.mark.parametrize("memory", MEMORY)
+    def test_law01_put_takes_any_layout(self, stager: Stager, memory: str, tmp_path: Path) -> None:
+        values = pattern((12, 10), np.dtype(np.int32), 3)
+        with ExitStack() as stack:
+            raw = self.memory(stager, memory, 2 * values.nbytes + 1, tmp_path, stack)
+            if raw is None:
+                return
+            base = raw[: values.nbytes].view(np.int32).reshape(values.shape)
+            base[...] = values
+            unaligned = raw[values.nbytes + 1 :].view(np.int32)
+            unaligned[...] = values.reshape(-1)
+            frozen = base[2:]
+            frozen.flags.writeable = False
+            layouts = {
+                "part": base[3:7],
+                "columns": base[:, 2:5],
+                "every third row": base[::3],
+                "backwards": base[::-1, ::-1],
+                "transposed": base.T,
+                "unaligned": unaligned,
+                "unaligned and strided": unaligned[::2],
+                "repeated": np.broadcast_to(base[0], (4, 10)),
+                "read-only": frozen,
+            }
+            for layout, source in layouts.items():
+                array = stager.put(source).result()
+                assert np.array_equal(self.to_numpy(array), source), layout
+                assert tuple(array.shape) == source.shape, layout
+            arrays = stager.put(layouts).result()
+            assert list(arrays) == list(layouts)
+            for layout, source in layouts.items():
+                assert np.array_equal(self.to_numpy(arrays[layout]), source), f"{layout}, as a leaf"
+
+    def test_law01_get_takes_any_layout(self, stager: Stager) -> None:
+        values = pattern((12, 10), np.dtype(np.int32), 3)
+        arrays = dict(self.layouts(values))
+        for layout, array in arrays.items():
+            out = stager.empty_pinned(values.shape, values.dtype), np.empty_like(values)
+            assert np.array_equal(stager.get(array).result(), values), layout
+            for place in out:
+                assert np.array_equal(stager.get(array, out=place).result(), values), layout
+        if arrays:
+            for layout, got in stager.get(arrays).result().items():
+                assert_same(np.ascontiguousarray(got), values)
+                assert got.shape == values.shape, layout
+
     @pytest.mark.parametrize("memory", ["pinned", "pageable"])
-    def test_law01_put_takes_any_layout(self, stager: Stager, memory: str) -> None:
-        base = pattern((12, 10), np.dtype(np.int32), 3)
-        if memory == "pinned":
-            base = self.pinned(stager, base)
-        room = np.zeros(base.nbytes + 1, np.uint8)
-        unaligned = (self.pinned(stager, room) if memory == "pinned" else room)[1:].view(np.int32)
-        unaligned[...] = base.reshape(-1)
-        frozen = base[2:]
-        frozen.flags.writeable = False
-        layouts = {
-            "part": base[3:7],
-            "columns": base[:, 2:5],
-            "every third row": base[::3],
-            "backwards": base[::-1, ::-1],
-            "transposed": base.T,
-            "unaligned": unaligned,
-            "unaligned and strided": unaligned[::2],
-            "repeated": np.broadcast_to(base[0], (4, 10)),
-            "read-only": frozen,
-        }
-        for layout, source in layouts.items():
-            array = stager.put(source).result()
-            assert np.array_equal(self.to_numpy(array), source), layout
-            assert tuple(array.shape) == source.shape, layout
+    def test_law01_leaves_that_lie_side_by_side_arrive_whole(self, stager: Stager, memory: str) -> None:
+        for leaves, nbytes in SIDE_BY_SIDE:
+            values = [words(seed, nbytes) for seed in range(leaves)]
+            sources = [self.pinned(stager, value) if memory == "pinned" else value.copy() for value in values]
+            for _ in range(2):
+                arrays = self.assert_arrives(lambda: stager.put(sources))  # noqa: B023  # Called at once.
+                for array, value in zip(arrays, values, strict=True):
+                    assert_same(self.to_numpy(array), value)
+            for got, value in zip(self.assert_arrives(lambda: stager.get(arrays)), values, strict=True):  # noqa: B023
+                assert_same(got, value)
+
+    @pytest.mark.parametrize("way", ["put", "get", "put_into"])
+    def test_law01_a_tree_with_a_leaf_that_is_refused_starts_nothing(self, stager: Stager, way: str) -> None:
+        good, old = self.pinned(stager, words(1)), words(2)
+        wrong: list[Any] = [np.array([None, "no number"]), np.zeros(3, [("a", "i4"), ("b", "f8")]), np.zeros(3, ">i4")]
+        wrong += [pattern((8,), dtype_named(name), 1) for name in DTYPES if not self.accepts(stager, name)]
+        device, out = self.from_numpy(words(1)), self.pinned(stager, old)
+        for leaf in wrong:
+            for order in (1, -1):
+                with pytest.raises((TypeError, ValueError, CapabilityError)):
+                    if way == "get":
+                        stager.get([device, device][::order], out=[out, leaf][::order])
+                    elif way == "put_into":
+                        stager.put([good, leaf][::order], into=[device, device][::order])
+                    else:
+                        stager.put([good, leaf][::order])
+        stats = stager.stats()
+        assert (stats.h2d_nbytes, stats.d2h_nbytes, stats.device_nbytes) == (0, 0, 0)
+        # Whatever was queued would have to run before these are done.
+        stager.get(stager.put(good).result()).synchronize()
+        assert_same(out, old)
+        assert_same(self.to_numpy(device), words(1))
 
     @pytest.mark.parametrize("memory", ["pinned", "pageable"])
     def test_law01_get_fills_what_it_is_given_and_nothing_else(self, stager: Stager, memory: str) -> None:
@@ -152,6 +212,21 @@ class ContentLaws(Laws):
         calls = [self.calls.start(lambda thread=thread: work(thread)) for thread in range(THREADS)]  # type: ignore[misc]  # default
         for call in calls:
             call.result(6 * self.deadline_seconds)
+
+    def memory(self, stager: Stager, kind: str, nbytes: int, folder: Path, stack: ExitStack) -> Array | None:
+        """Return bytes of this kind of memory; None, after asserting the refusal, where the backend has none."""
+        if kind == "pinned":
+            return stager.empty_pinned(nbytes, np.uint8)
+        if kind == "file":
+            return np.memmap(folder / "values", np.uint8, "w+", shape=(nbytes,))
+        array: Array = np.empty(nbytes, np.uint8)
+        if kind == "registered":
+            if not stager.capabilities.register:
+                with pytest.raises(CapabilityError):
+                    stager.pin(array)
+                return None
+            stack.enter_context(stager.pin(array))
+        return array
 
     def accepts(self, stager: Stager, dtype: str) -> bool:
         """Tell whether the backend promises this dtype."""

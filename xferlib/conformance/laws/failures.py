@@ -43,11 +43,58 @@ class FailureLaws(Laws):
         transfer.synchronize()
         assert_same(before, move.values)
 
+    @pytest.mark.parametrize("way", WAYS)
+    def test_law12_a_failure_poisons_nothing_but_itself(self, stager: Stager, way: str) -> None:
+        move = prepare(self, stager, way, words(1))
+        with self.break_copies(stager.backend):
+            failed = self.start_or_fail(stager, move)
+            if failed is not None:
+                self.await_failure(failed)
+        for direction in ("put", "get"):
+            if self.can_go_on(stager, direction):
+                self.assert_moves(stager, direction)
+        with self.new_stager() as other:
+            self.assert_moves(other, "put")
+            self.assert_moves(other, "get")
+        if failed is not None:
+            # What went well since then has not made up for it.
+            for question in (failed.synchronize, failed.done):
+                with pytest.raises(TransferError):
+                    question()
+
     def test_law12_a_stager_whose_copies_failed_can_be_closed(self, stager: Stager) -> None:
         move = prepare(self, stager, "put", words(1))
         with self.break_copies(stager.backend):
             self.start_or_fail(stager, move)
         self.assert_returns(stager.close)
+
+    def can_go_on(self, stager: Stager, direction: str) -> bool:
+        """Tell whether the backend's own copies of this direction still work, asked without the core."""
+        source, target = self.pinned(stager, words(3)), self.from_numpy(words(4))
+        try:
+            place = stager.backend.as_source(target)
+            if direction == "put":
+                stager.backend.copy_h2d(place.address, source.ctypes.data, source.nbytes)
+                stager.backend.record_h2d().synchronize()
+            else:
+                stager.backend.copy_d2h(source.ctypes.data, place.address, source.nbytes)
+                stager.backend.record_d2h().synchronize()
+        except stager.backend.failures:
+            return False
+        return True
+
+    def assert_moves(self, stager: Stager, way: str) -> None:
+        """Assert that transfers of every kind arrive, one after the other."""
+        values = words(5)
+        array, pinned, pageable = self.from_numpy(values), self.pinned(stager, values), values.copy()
+        outs = (None, self.pinned(stager, words(6)), words(6))
+        for _ in range(2):
+            if way == "put":
+                for source in (pinned, pageable):
+                    assert_same(self.to_numpy(self.assert_arrives(lambda: stager.put(source))), values)  # noqa: B023
+            else:
+                for out in outs:
+                    assert_same(self.assert_arrives(lambda: stager.get(array, out=out)), values)  # noqa: B023
 
     def assert_fails(self, stager: Stager, move: Move) -> None:
         """Start the move where copies fail, and assert that nobody can take it for done."""

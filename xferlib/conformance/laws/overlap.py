@@ -9,7 +9,7 @@ import pytest
 
 from xferlib.conformance.base import Laws
 from xferlib.conformance.moves import FROM_PINNED, WAYS, prepare
-from xferlib.conformance.values import SIZES, assert_same, words
+from xferlib.conformance.values import LARGE, SIZES, SMALL, assert_same, words
 from xferlib.errors import CapabilityError
 from xferlib.stager import Stager
 
@@ -37,6 +37,23 @@ class OverlapLaws(Laws):
             assert hold.held
         transfer.synchronize()
         assert_same(move.read(transfer), move.values)
+
+    @pytest.mark.parametrize("what", ["array", "tree"])
+    def test_law05_the_first_put_of_a_size_returns_while_compute_is_held(self, stager: Stager, what: str) -> None:
+        self.warm(stager, words(1))
+        sizes = (5 * SMALL,) if what == "array" else (2 * SMALL, 64, LARGE, 3 * SMALL)
+        values = [words(seed, nbytes) for seed, nbytes in enumerate(sizes)]
+        sources = [self.pinned(stager, value) for value in values]
+        taken = stager.stats().device_nbytes
+        with self.hold_compute(stager.backend) as hold:
+            # Device memory of this size there is none yet.
+            transfer = self.assert_returns(lambda: stager.put(sources[0] if what == "array" else sources))
+            assert stager.stats().device_nbytes > taken
+            self.assert_completes(transfer)
+            assert hold.held
+        arrays = [transfer.value] if what == "array" else transfer.value
+        for array, value in zip(arrays, values, strict=True):
+            assert_same(self.to_numpy(array), value)
 
     def test_law05_get_returns_while_its_producer_is_held(self, stager: Stager) -> None:
         values = words(1)

@@ -7,18 +7,25 @@ pinned memory the addresses tell. A reader is on a stream that the transfer was 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 
-from xferlib.conformance.base import WINDOW_SECONDS, Laws
+from xferlib.conformance.base import MOST_PUTS, WINDOW_SECONDS, Laws
 from xferlib.conformance.hooks import Hold
-from xferlib.conformance.values import SIZES, Array, assert_same, words
+from xferlib.conformance.values import LARGE, SIZES, Array, assert_same, words
+from xferlib.errors import CapabilityError
 from xferlib.stager import Stager
 from xferlib.transfer import Transfer
 
 __all__ = ["ReuseLaws"]
+
+NAMES = ("value", "result", "value_on", "stream=", "stream_wait", "put(into=)")
+"""How a program tells that a stream reads what was put. The first two name the calling thread's current stream."""
 
 
 class ReuseLaws(Laws):
@@ -119,6 +126,165 @@ class ReuseLaws(Laws):
             stager.put(source).synchronize()
             del source
         assert len(addresses) < 100
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_law08_work_on_a_stream_that_was_named_is_waited_for(self, stager: Stager, name: str) -> None:
+        values = words(1)
+        self.warm(stager, values)
+        source = self.pinned(stager, values)
+        with self.hold_compute(stager.backend) as hold:
+            array = self.put_naming(stager, source, hold, name)
+            if array is None:
+                return
+            read = self.read_later(array, hold)
+            del array
+            gc.collect()
+            kept = self.put_others(stager, values)
+            assert hold.held
+            hold.release()
+            assert_same(read(), values)
+        del kept
+
+    @pytest.mark.parametrize("way", ["get", "get_pageable_out"])
+    @pytest.mark.parametrize("reader", ["the same stager", "another stager"])
+    def test_law08_put_into_waits_for_gets_of_any_stager(self, stager: Stager, reader: str, way: str) -> None:
+        old, new = words(1, LARGE), words(2, LARGE)
+        array, source = self.from_numpy(old), self.pinned(stager, new)
+        if not stager.capabilities.put_into:
+            with pytest.raises(CapabilityError):
+                stager.put(source, into=array)
+            return
+        with self.another(stager, reader) as reading:
+            for one in (stager, reading):
+                self.warm(one, old)
+            out = np.empty_like(old) if way == "get_pageable_out" else None
+            with self.hold_copies(reading.backend, "d2h") as hold:
+                got = reading.get(array, out=out)
+                # What is not enqueued yet can be waited for by the host alone.
+                putting = self.calls.start(lambda: stager.put(source, into=array))
+                self.assert_stays(lambda: not (putting.done() and putting.result().done()), hold)
+            putting.result(self.deadline_seconds).synchronize()
+            assert_same(got.result(), old)
+            assert_same(self.to_numpy(array), new)
+
+    @pytest.mark.parametrize("way", ["get", "get_pageable_out"])
+    def test_law08_memory_that_another_stager_reads_is_not_rewritten(self, stager: Stager, way: str) -> None:
+        values = words(1, LARGE)
+        with self.another(stager, "another stager") as reading:
+            for one in (stager, reading):
+                self.warm(one, values)
+            array = self.put_values(stager, values)
+            out = np.empty_like(values) if way == "get_pageable_out" else None
+            with self.hold_copies(reading.backend, "d2h") as hold:
+                got = reading.get(array, out=out)
+                del array
+                gc.collect()
+                kept = self.put_others(stager, values)
+                assert hold.held
+            assert_same(got.result(), values)
+            del kept
+
+    @pytest.mark.parametrize("way", ["put", "get"])
+    def test_law08_a_pinned_slot_is_nobody_elses_while_another_stager_uses_it(self, stager: Stager, way: str) -> None:
+        values = words(1)
+        with self.another(stager, "another stager") as using:
+            for one in (stager, using):
+                self.warm(one, values)
+            slot, array = self.pinned(stager, values), self.from_numpy(values)
+            others = [words(seed) for seed in range(50, 56)]
+            with self.hold_copies(using.backend) as hold:
+                transfer = using.put(slot) if way == "put" else using.get(array, out=slot).end
+                del slot
+                gc.collect()
+                # What was handed out too early is rewritten by these, or rewrites them.
+                fresh = [self.pinned(stager, other) for other in others]
+                assert hold.held
+            transfer.synchronize()
+            if way == "put":
+                assert_same(self.to_numpy(transfer.value), values)
+            for memory, other in zip(fresh, others, strict=True):
+                assert_same(memory, other)
+
+    def test_law08_memory_for_a_put_that_is_not_enqueued_yet_is_nobody_elses(self, stager: Stager) -> None:
+        values = words(1, LARGE)
+        self.warm(stager, values)
+        borrowed, source = words(90, LARGE), self.pinned(stager, values)
+        with self.hold_copies(stager.backend, "h2d") as hold:
+            stager.put(borrowed, borrow=True)
+            gc.collect()
+            taken, transfers = stager.stats().device_nbytes, [stager.put(source)]
+            # Until no memory of this size is free: what was taken for free is now to be written by one of these.
+            while stager.stats().device_nbytes == taken:
+                assert len(transfers) < MOST_PUTS
+                transfers.append(stager.put(source))
+            assert hold.held
+        for transfer in transfers:
+            transfer.synchronize()
+        # Whatever of the borrowed one came later would have to run before this is done.
+        stager.put(borrowed, borrow=True).synchronize()
+        for transfer in transfers:
+            assert_same(self.to_numpy(transfer.value), values)
+
+    @pytest.mark.parametrize("view", ["alive", "dropped"])
+    def test_law08_a_pin_is_not_closed_under_a_reader_of_its_views(self, stager: Stager, view: str) -> None:
+        values = words(1, LARGE)
+        if not (stager.capabilities.register and stager.capabilities.mapped):
+            with pytest.raises(CapabilityError), stager.pin(values):
+                stager.mapped(values)
+            return
+        self.warm(stager, values)
+        pin = stager.pin(values)
+        with self.hold_compute(stager.backend) as hold:
+            mapped: Any = stager.mapped(values, stream=hold.stream)
+            read = self.read_later(mapped, hold)
+            if view == "dropped":
+                mapped = None
+                gc.collect()
+            closing = self.calls.start(pin.close)
+            self.assert_stays(lambda: not closing.done(), hold)
+            hold.release()
+            assert_same(read(), words(1, LARGE))
+        closing.result(self.deadline_seconds)
+        del mapped
+
+    def put_naming(self, stager: Stager, source: Array, hold: Hold, name: str) -> Any:
+        """Put the source and name the hold's stream in this way; None where there is no such way, after asserting the refusal."""
+        inside = None
+        if not stager.capabilities.streams:
+            with pytest.raises(CapabilityError):
+                stager.put(source, stream=object())
+        elif name in ("value", "result"):
+            inside = self.current(hold.stream)
+            if inside is None:
+                return None
+        if name == "stream=" and stager.capabilities.streams:
+            return self.completed(stager.put(source, stream=hold.stream)).value
+        transfer = self.completed(stager.put(source))
+        if name == "put(into=)" and stager.capabilities.put_into:
+            # Its memory is ours, though the array is now the caller's.
+            transfer = self.completed(stager.put(source, into=transfer.value))
+        if not stager.capabilities.streams:
+            return transfer.value
+        if name == "value_on":
+            return transfer.value_on(hold.stream)
+        if inside is not None:
+            with inside:
+                return transfer.value if name == "value" else transfer.result()
+        transfer.stream_wait(hold.stream)
+        return transfer.value
+
+    def completed(self, transfer: Transfer) -> Transfer:
+        self.assert_completes(transfer)
+        return transfer
+
+    @contextmanager
+    def another(self, stager: Stager, which: str) -> Iterator[Stager]:
+        """Give a stager beside this one, or this one itself."""
+        if which == "the same stager":
+            yield stager
+            return
+        with self.new_stager() as other:
+            yield other
 
     def read_on(self, stager: Stager, transfer: Transfer, hold: Hold) -> Callable[[], Array]:
         """Enqueue a reader of what was put, on the stream of the hold, which the transfer is told of."""

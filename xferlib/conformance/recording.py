@@ -1,0 +1,101 @@
+"""A backend behind a proxy that records which memory the core took and gave back. For the law about ownership.
+
+What was taken is recorded when the call has returned, what is given back when the call begins: whatever waits in between, a block
+that is given back too early is seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, final
+
+from xferlib.protocol import DeviceBlock
+
+__all__ = ["RecordingBackend"]
+
+
+@final
+class RecordingBackend:
+    """Passes everything on. Any thread.
+
+    `inner` is for hooks that replace parts of the backend.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.wrong: list[str] = []
+        """What was given back without being had, in words."""
+        self.written: int | None = None
+        """The address of the block that the last copy to the device goes to; None: to memory that is not the core's."""
+        self.sizes: set[int] = set()
+        """Of all device blocks that there were."""
+        self._lock = threading.Lock()
+        self._had: dict[str, dict[int, int]] = {"device": {}, "pinned": {}, "pin": {}}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @property
+    def blocks(self) -> set[int]:
+        """The addresses of the device memory that is not given back."""
+        with self._lock:
+            return set(self._had["device"])
+
+    @property
+    def left(self) -> dict[str, int]:
+        """How many of each kind are not given back: device blocks, pinned memory, pins. Empty: all is."""
+        with self._lock:
+            return {kind: len(had) for kind, had in self._had.items() if had}
+
+    def block_of(self, array: Any) -> int | None:
+        """Return the address of the device block that this array is in."""
+        return self._block_at(self.inner.as_source(array).address)
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self.written = self._block_at(dst)
+        self.inner.copy_h2d(dst, src, nbytes)
+
+    def alloc_device(self, nbytes: int) -> DeviceBlock:
+        block: DeviceBlock = self.inner.alloc_device(nbytes)
+        self._take("device", block.address, block.nbytes)
+        self.sizes.add(block.nbytes)
+        return block
+
+    def free_device(self, block: DeviceBlock) -> None:
+        self._give_back("device", block.address)
+        self.inner.free_device(block)
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        address: int = self.inner.alloc_pinned(nbytes)
+        self._take("pinned", address, nbytes)
+        return address
+
+    def alloc_write_combined(self, nbytes: int) -> int:
+        address: int = self.inner.alloc_write_combined(nbytes)
+        self._take("pinned", address, nbytes)
+        return address
+
+    def free_pinned(self, address: int) -> None:
+        self._give_back("pinned", address)
+        self.inner.free_pinned(address)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.inner.pin(address, nbytes)
+        self._take("pin", address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        self._give_back("pin", address)
+        self.inner.unpin(address)
+
+    def _block_at(self, address: int) -> int | None:
+        with self._lock:
+            return next((start for start, nbytes in self._had["device"].items() if start <= address < start + nbytes), None)
+
+    def _take(self, kind: str, address: int, nbytes: int) -> None:
+        with self._lock:
+            self._had[kind][address] = nbytes
+
+    def _give_back(self, kind: str, address: int) -> None:
+        with self._lock:
+            if self._had[kind].pop(address, None) is None:
+                self.wrong.append(f"{kind} memory at {address:#x} was given back, and was not had: perhaps it was given back twice")
