@@ -15,6 +15,7 @@ from xferlib.forks import forget_in_child
 from xferlib.inflight import Traffic
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.memory.mappings import why_unlockable
+from xferlib.memory.pool import PinnedPool
 from xferlib.protocol import HostStager
 
 __all__ = ["Pin", "Pins"]
@@ -59,10 +60,11 @@ class Pin:
 class Pins:
     """The ranges that one stager has page-locked for callers. Any thread."""
 
-    def __init__(self, backend: HostStager[Any], traffic: Traffic) -> None:
+    def __init__(self, backend: HostStager[Any], traffic: Traffic, pool: PinnedPool) -> None:
         self.dropped: deque[tuple[int, Array]] = deque()
         self._backend = backend
         self._traffic = traffic
+        self._pool = pool
         # Reentrant: a finalizer may pin while its thread is in here.
         self._lock = threading.RLock()
         self._ranges: dict[int, int] = {}
@@ -72,7 +74,10 @@ class Pins:
         forget_in_child(self)
 
     def add(self, array: object) -> Pin:
-        """Page-lock an array's memory. Raises `ValueError` for memory that cannot be locked, or is locked already."""
+        """Page-lock an array's memory, which counts against the pool's limit until it is unlocked.
+
+        Raises `ValueError` for memory that cannot be locked, or is locked already, and `AllocationError`.
+        """
         self.sweep()
         array = host_array(array)
         if array.nbytes == 0:
@@ -88,7 +93,9 @@ class Pins:
             self._ranges[address] = array.nbytes
             self._starts = starts
         try:
+            self._pool.reserve(address, array.nbytes)
             self._lock_pages(address, array.nbytes)
+            self._pool.note_locked()
         except BaseException:
             with self._lock:
                 self._drop(address)
@@ -144,6 +151,7 @@ class Pins:
         return after < len(starts) and starts[after] < end
 
     def _drop(self, address: int) -> None:
+        self._pool.unreserve(address)
         starts = tuple([start for start in self._starts if start != address])
         del self._ranges[address]
         self._starts = starts
@@ -173,6 +181,8 @@ class Pins:
         self._lock = threading.RLock()
 
     def _clear(self) -> None:
+        for address in self._starts:
+            self._pool.unreserve(address)
         self._ranges.clear()
         self._starts = ()
         self.dropped.clear()

@@ -84,7 +84,7 @@ class Stager:
         self._blocks = BlockCache(backend, traffic, device_limit)
         self._staging = ring = Staging(backend, pool, traffic, as_profile(staging))
         room.release, room.wait_for_rest = ring.release, ring.wait_for_rest
-        self._pins = Pins(backend, traffic)
+        self._pins = Pins(backend, traffic, pool)
         host = HostMemory(backend, pool, self._pins.splits)
         self._maps = Maps(backend, host, traffic.views)
         self._puts = Puts(backend, host, self._blocks, ring, traffic, Loud(strict=strict))
@@ -144,8 +144,11 @@ class Stager:
         a megabyte (`xferlib doctor` tells from which transfer on). Memory that another library has locked needs no pin: it is
         transferred as it is.
 
+        It counts against `pinned_limit`, also where the backend locks nothing in fact: a program meets the same limit everywhere.
+        Idle memory of the pool makes room for it.
+
         Raises `CapabilityError` where the backend cannot; `ValueError` for memory that is locked already, not contiguous, or a
-        writable shared mapping of a file on disk; `AllocationError` where the driver refuses.
+        writable shared mapping of a file on disk; `AllocationError` where the limit has no room or the driver refuses.
         """
         if self._refusal is not None:
             self._refuse()
@@ -222,14 +225,13 @@ class Stager:
     def stats(self) -> Stats:
         """Return the figures of this moment. Cheap; works after `close()`."""
         pool = self._pool.usage()
-        own = self._pins.nbytes
         locks = 1 if self._capabilities.pinned else 0
         return Stats(
-            pinned_nbytes=locks * (pool.pinned + own),
+            pinned_nbytes=locks * pool.pinned,
             pinned_peak_nbytes=locks * pool.peak,
             pinned_limit_nbytes=self._pool.limit,
             pinned_used_nbytes=locks * pool.used,
-            pinned_asked_nbytes=locks * (pool.asked + own),
+            pinned_asked_nbytes=locks * pool.asked,
             pinned_asked_peak_nbytes=locks * pool.asked_peak,
             pool_hits=self._pool.hits,
             pool_misses=self._pool.misses,

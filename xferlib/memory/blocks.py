@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, TypeAlias, final, get_args
 
-__all__ = ["Flow", "HostBlock", "Owner", "Returned", "Usage", "Wanted", "WhenFull", "check_when_full"]
+__all__ = ["Flow", "HostBlock", "Owner", "Returned", "Usage", "Wanted", "WhenFull", "check_when_full", "in_words", "round_up"]
 
 WhenFull: TypeAlias = Literal["wait", "raise", "stage"]
 """What happens to an array for which the limit has no room: it waits while transfers in flight will make some, and fails if none
@@ -21,16 +21,26 @@ def check_when_full(when_full: str) -> None:
         raise ValueError(f"when_full is 'wait', 'raise' or 'stage', got {when_full!r}")
 
 
+def round_up(nbytes: int, step: int) -> int:
+    """Return the next multiple of `step`."""
+    return -(-nbytes // step) * step
+
+
+def in_words(nbytes: int) -> str:
+    """Say a size to people."""
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes} bytes"
+
+
 @final
 class Usage(NamedTuple):
-    """Bytes of one pool."""
+    """Bytes of one pool, and of what is reserved beside it, but for `used`."""
 
     pinned: int
     peak: int
     used: int
-    """Handed out now."""
+    """Handed out now, of the pool alone."""
     asked: int
-    """The same without what alignment adds."""
+    """The same without what alignment adds, and what is reserved."""
     asked_peak: int
 
 

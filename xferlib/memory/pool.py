@@ -1,9 +1,9 @@
 """The bounded pool of pinned host memory.
 
-Invariants: the bytes pinned never exceed the limit; memory that a copy may still read or write is never handed out again, because
-what is in flight holds the `HostBlock`; nothing is pinned or unpinned while requests fit what is already there, since both may
-wait for kernels. Sizes are exact up to alignment. Memory goes back to the system by `trim()`, by `close()`, and to make room under
-the limit; never by a timer. Nobody waits for what nothing will end: see `WhenFull`.
+Invariants: the bytes pinned, here and beside the pool by `reserve`, never exceed the limit; memory that a copy may still read or
+write is never handed out again, because what is in flight holds the `HostBlock`; nothing is pinned or unpinned while requests fit
+what is already there, since both may wait for kernels. Sizes are exact up to alignment. Memory goes back to the system by `trim()`,
+by `close()`, and to make room under the limit; never by a timer. Nobody waits for what nothing will end: see `WhenFull`.
 
 A `HostBlock` may die on any thread, inside the garbage collector, while that thread holds the pool's lock. So its finalizer takes
 no lock: it appends to a deque, which is drained at the next request.
@@ -26,9 +26,10 @@ import numpy as np
 
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
+from xferlib.memory.account import Account, asked_inside
 from xferlib.memory.arrays import Array
-from xferlib.memory.blocks import Flow, HostBlock, Returned, Usage, Wanted, WhenFull, check_when_full
-from xferlib.memory.ranges import Ranges
+from xferlib.memory.blocks import Flow, HostBlock, Returned, Usage, Wanted, WhenFull, check_when_full, round_up
+from xferlib.memory.ranges import Ranges, Segment, evict
 
 __all__ = ["HostBlock", "PinnedPool"]
 
@@ -40,10 +41,6 @@ SHARED_SEGMENT = 2 << 20
 SMALL = 1 << 20
 STAGING_SHARE = 64 << 20
 """Bytes, or half of the limit where that is less. What arrays leave to staging where they give way to it."""
-
-
-_Segments: TypeAlias = list[tuple[Ranges, int, int]]
-"""Each with its class, start and nbytes."""
 _Growth: TypeAlias = tuple[Ranges, int]
 
 
@@ -80,14 +77,14 @@ class PinnedPool:
         self._large = Ranges()
         self._small = Ranges()
         self._combined = Ranges()
+        self._parts = (self._large, self._small, self._combined)
         self._index: tuple[list[int], list[int]] = ([], [])
         self._closed = False
         # By name in the instance: at interpreter exit modules lose theirs.
         self._is_finalizing = sys.is_finalizing
         self.hits = self.misses = self.waits = self.fallbacks = 0
         self.wait_seconds = 0.0
-        self.nbytes = self.peak_nbytes = self.used_nbytes = 0
-        self._asked = self._asked_peak = self._arrays = 0
+        self._account = Account(limit)
         forget_in_child(self)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, combined: bool = False) -> Array:
@@ -113,17 +110,14 @@ class PinnedPool:
 
     def try_take(self, nbytes: int) -> HostBlock | None:
         """Return `nbytes` bytes for staging as `take` does, where that neither waits for a transfer nor unpins."""
-        wanted = Wanted(_round_up(nbytes, ALIGNMENT), nbytes, None, False, False)
+        wanted = Wanted(round_up(nbytes, ALIGNMENT), nbytes, None, False, False)
         block, growth, _ = self._look(wanted, may_grow=True, may_evict=False)
         return self._grow(wanted, *growth) if growth is not None else block
 
     def _take(self, nbytes: int, taken: Callable[[], None] | None, *, combined: bool, for_array: bool) -> HostBlock:
-        size = _round_up(nbytes, ALIGNMENT)
-        if _round_up(size, PAGE) > self.limit:
-            raise AllocationError(
-                f"{_mib(nbytes)} of pinned memory asked, more than pinned_limit={self.limit} ({_mib(self.limit)}). "
-                "Raise pinned_limit, or use smaller arrays"
-            )
+        size = round_up(nbytes, ALIGNMENT)
+        if round_up(size, PAGE) > self.limit:
+            raise self._account.too_large(nbytes)
         wanted = Wanted(size, nbytes, taken, combined, for_array)
         waits = not for_array or self.when_full == "wait"
         reaped = yielded = collected = False
@@ -147,16 +141,43 @@ class PinnedPool:
             elif (waits and self._wait()) or changes != self._changes or self._returned:
                 continue
             elif collected or (for_array and self.when_full == "stage"):
-                raise self._full(nbytes)
+                raise self._account.full(nbytes, self.when_full)
             else:
                 # Arrays in reference cycles hold pinned memory until the collector runs, and it knows nothing of the limit.
                 gc.collect()
                 collected = True
 
+    def reserve(self, address: int, nbytes: int) -> None:
+        """Count memory that is about to be page-locked beside the pool, until `unreserve`.
+
+        Idle memory is unpinned first, where that makes room. It waits for no transfer. Raises `AllocationError`, saying what to do.
+        """
+        for make_room in (self._flow.reap, self._flow.yield_idle, gc.collect, None):
+            reserved, victims = self._try_reserve(address, nbytes)
+            while victims:
+                self._release(victims)
+                reserved, victims = self._try_reserve(address, nbytes)
+            if reserved:
+                return
+            if make_room is not None:
+                make_room()
+        raise self._account.no_room(nbytes)
+
+    def note_locked(self) -> None:
+        """Note that what was reserved is locked now: a refused lock was never had."""
+        with self._lock:
+            self._account.note_peaks()
+
+    def unreserve(self, address: int) -> None:
+        """Count it no more: it is unlocked. Twice is fine."""
+        with self._lock:
+            self._account.unreserve(address)
+            self._changes += 1
+
     @property
     def lends_arrays(self) -> bool:
         """Whether any array over this pool may be alive."""
-        return self._arrays > 0
+        return self._account.arrays > 0
 
     def contains(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside one segment of this pool. Takes no lock."""
@@ -173,7 +194,7 @@ class PinnedPool:
                     self._drain()
                 finally:
                     self._inside = False
-            figures = Usage(self.nbytes, self.peak_nbytes, self.used_nbytes, self._asked, self._asked_peak)
+            figures = self._account.usage()
         if self._closed:
             self._drain_closed()
         return figures
@@ -208,18 +229,15 @@ class PinnedPool:
 
     def _look(
         self, wanted: Wanted, *, may_grow: bool, may_evict: bool = True
-    ) -> tuple[HostBlock | None, _Growth | None, _Segments]:
+    ) -> tuple[HostBlock | None, _Growth | None, list[Segment]]:
         """Return a block from idle memory, or a new segment that has been counted, or idle ones to be unpinned first."""
         with self._lock:
             if self._inside:
-                raise AllocationError(
-                    f"{wanted.size} bytes of pinned memory asked by a finalizer that ran inside another request. "
-                    "Ask from ordinary code"
-                )
+                raise asked_inside(wanted.size)
             self._inside = True
             try:
                 self._drain()
-                if wanted.for_array and self._arrays + wanted.size > self._arrays_limit:
+                if wanted.for_array and self._account.arrays + wanted.size > self._arrays_limit:
                     return None, None, []
                 ranges = self._combined if wanted.combined else self._class_of(wanted.size)
                 address = ranges.take(wanted.size)
@@ -230,20 +248,34 @@ class PinnedPool:
             finally:
                 self._inside = False
 
-    def _room(self, ranges: Ranges, size: int, *, may_evict: bool) -> tuple[_Growth | None, _Segments]:
+    def _room(self, ranges: Ranges, size: int, *, may_evict: bool) -> tuple[_Growth | None, list[Segment]]:
         """Count a new segment if the limit has room; else name idle ones that make room, if there are enough."""
-        exact = _round_up(size, PAGE)
+        exact = round_up(size, PAGE)
         for nbytes in (SHARED_SEGMENT, exact) if ranges is self._small else (exact,):
-            excess = self.nbytes + nbytes - self.limit
+            excess = self._account.excess(nbytes)
             if excess <= 0:
-                self.nbytes += nbytes
+                self._account.segments += nbytes
                 return (ranges, nbytes), []
-            if may_evict and excess <= sum(idle for part in (self._large, self._small, self._combined) for _, idle in part.whole()):
-                victims = self._evict(self._large, excess)
-                for part in (self._small, self._combined):
-                    victims += self._evict(part, excess - sum(idle for _, _, idle in victims))
+            victims = self._evict(excess) if may_evict else []
+            if victims:
                 return None, victims
         return None, []
+
+    def _try_reserve(self, address: int, nbytes: int) -> tuple[bool, list[Segment]]:
+        """Reserve, or return idle segments to be unpinned first, if they are enough."""
+        with self._lock:
+            if self._inside:
+                raise asked_inside(nbytes)
+            self._inside = True
+            try:
+                self._drain()
+                excess = self._account.excess(nbytes)
+                if excess > 0:
+                    return False, self._evict(excess)
+                self._account.reserve(address, nbytes)
+                return True, []
+            finally:
+                self._inside = False
 
     def _grow(self, wanted: Wanted, ranges: Ranges, nbytes: int) -> HostBlock:
         # Outside the lock: page-locking takes milliseconds, and other threads may find idle memory meanwhile.
@@ -259,7 +291,7 @@ class PinnedPool:
             try:
                 # Only now: a refused one was never had.
                 self.misses += 1
-                self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+                self._account.note_peaks()
                 ranges.add_segment(start, nbytes)
                 self._reindex()
                 # Out of the new segment, not the best fit: another thread may have asked meanwhile.
@@ -270,10 +302,7 @@ class PinnedPool:
                 self._inside = False
 
     def _handed_out(self, address: int, wanted: Wanted) -> HostBlock:
-        self.used_nbytes += wanted.size
-        self._asked += wanted.asked
-        self._asked_peak = max(self._asked_peak, self._asked)
-        self._arrays += wanted.size * wanted.for_array
+        self._account.hand_out(wanted)
         if wanted.taken is not None:
             wanted.taken()
         return HostBlock(self, address, wanted)
@@ -281,31 +310,24 @@ class PinnedPool:
     def _class_of(self, size: int) -> Ranges:
         return self._small if size < SMALL and self.limit >= 2 * SHARED_SEGMENT else self._large
 
-    def _evict(self, ranges: Ranges, excess: int | None) -> _Segments:
-        """Forget idle segments until `excess` bytes are gone (None: all of them) and return them to be unpinned."""
-        victims: _Segments = []
-        for start, nbytes in ranges.whole():
-            if excess is not None:
-                if excess <= 0:
-                    break
-                excess -= nbytes
-            ranges.remove_segment(start)
-            victims.append((ranges, start, nbytes))
+    def _evict(self, excess: int | None) -> list[Segment]:
+        """Forget idle segments and return them to be unpinned; see `evict`."""
+        victims = evict(self._parts, excess)
         if victims:
             self._reindex()
         return victims
 
-    def _evict_all(self) -> _Segments:
+    def _evict_all(self) -> list[Segment]:
         if self._inside:
             return []
         self._inside = True
         try:
             self._drain()
-            return [victim for part in (self._large, self._small, self._combined) for victim in self._evict(part, None)]
+            return self._evict(None)
         finally:
             self._inside = False
 
-    def _release(self, victims: _Segments) -> None:
+    def _release(self, victims: list[Segment]) -> None:
         """Unpin segments, each whatever the others raise."""
         with ExitStack() as steps:
             for victim in victims:
@@ -337,7 +359,7 @@ class PinnedPool:
 
     def _shrink(self, nbytes: int) -> None:
         with self._lock:
-            self.nbytes -= nbytes
+            self._account.segments -= nbytes
             self._changes += 1
 
     def _give_back(self, returned: Returned) -> None:
@@ -359,40 +381,19 @@ class PinnedPool:
 
     def _drain(self) -> None:
         while self._returned:
-            address, nbytes, asked, for_array = self._returned.popleft()
-            self.used_nbytes -= nbytes
-            self._asked -= asked
-            self._arrays -= nbytes * for_array
+            returned = self._returned.popleft()
+            self._account.take_back(returned)
+            address, nbytes, _, _ = returned
             self._changes += 1
             starts, _ = self._index
             segment = starts[bisect_right(starts, address) - 1]
-            parts = (self._large, self._small, self._combined)
-            next(part for part in parts if segment in part.segments).give_back(address, nbytes)
+            next(part for part in self._parts if segment in part.segments).give_back(address, nbytes)
 
     def _reindex(self) -> None:
-        segments = sorted((self._large.segments | self._small.segments | self._combined.segments).items())
+        segments = sorted(segment for part in self._parts for segment in part.segments.items())
         # One assignment: `contains` reads without the lock.
         self._index = [start for start, _ in segments], [start + nbytes for start, nbytes in segments]
-
-    def _full(self, nbytes: int) -> AllocationError:
-        why = (
-            "nothing is in flight that could free more"
-            if self.when_full == "wait"
-            else f"when_full={self.when_full!r} waits for nothing"
-        )
-        return AllocationError(
-            f"pinned memory is full: {_mib(nbytes)} asked, {_mib(self.used_nbytes)} of {_mib(self.limit)} in use, and {why}. "
-            "Raise pinned_limit, lower the depth, or drop pinned arrays"
-        )
 
 
 def _leave(address: int) -> None:
     """Stand in for `free` in a forked child."""
-
-
-def _round_up(nbytes: int, step: int) -> int:
-    return -(-nbytes // step) * step
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes} bytes"

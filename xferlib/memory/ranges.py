@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from operator import itemgetter
+from typing import TypeAlias
 
-__all__ = ["Ranges"]
+__all__ = ["Ranges", "Segment", "evict"]
 
 
 class Ranges:
@@ -80,3 +82,23 @@ class Ranges:
         del self._start_to_end[start]
         del self._end_to_start[end]
         self._whole.pop(start, None)
+
+
+Segment: TypeAlias = tuple[Ranges, int, int]
+"""Where it belongs, its start and nbytes."""
+
+
+def evict(parts: Sequence[Ranges], excess: int | None) -> list[Segment]:
+    """Forget idle segments until so many bytes are gone (None: all of them), and return them. None go if all are too few."""
+    idle = [(ranges, start, nbytes) for ranges in parts for start, nbytes in ranges.whole()]
+    if excess is not None and excess > sum(nbytes for _, _, nbytes in idle):
+        return []
+    victims: list[Segment] = []
+    for ranges, start, nbytes in idle:
+        if excess is not None:
+            if excess <= 0:
+                break
+            excess -= nbytes
+        ranges.remove_segment(start)
+        victims.append((ranges, start, nbytes))
+    return victims

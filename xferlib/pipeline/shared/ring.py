@@ -63,7 +63,7 @@ class SharedRing:
         self._check_bill(stager)
         self._memory = memory = SharedMemory(self.nbytes)
         if stager.capabilities.register:
-            self._pin = stager.pin(memory.raw)
+            self._pin = self._pinned(stager)
         self._bell = bell = Bell()
         self._places = Slots(memory.raw, layout, slots, bell)
         self._crew = Crew(partial(Worker, serve, (memory.descriptor, layout, slots)), bell)
@@ -190,13 +190,19 @@ class SharedRing:
             run.end(reason)
         self._bell.ring()
 
+    def _pinned(self, stager: Stager) -> Pin:
+        try:
+            return stager.pin(self._memory.raw)
+        except AllocationError as error:
+            error.add_note(f"for {self.slots} slots of {self.slot_nbytes} bytes. Use fewer or smaller slots")
+            raise
+
     def _check_bill(self, stager: Stager) -> None:
         stats = stager.stats()
-        if self.nbytes > stats.pinned_limit_nbytes - stats.pinned_nbytes:
+        if self.nbytes > stats.pinned_limit_nbytes:
             raise AllocationError(
-                f"{self.slots} slots of {self.slot_nbytes} bytes are {self.nbytes} bytes of pinned memory; "
-                f"{stats.pinned_nbytes} of pinned_limit={stats.pinned_limit_nbytes} are in use. "
-                "Raise pinned_limit, or use fewer or smaller slots"
+                f"{self.slots} slots of {self.slot_nbytes} bytes are {self.nbytes} bytes of pinned memory, "
+                f"more than pinned_limit={stats.pinned_limit_nbytes}. Raise pinned_limit, or use fewer or smaller slots"
             )
 
 
