@@ -16,7 +16,7 @@ CORE = ROOT / "xferlib"
 
 # A module may import modules of the core that stand further up only.
 FLOORS = [
-    {"xferlib.errors", "xferlib.forks"},
+    {"xferlib.errors", "xferlib.forks", "xferlib.tickets"},
     {"xferlib.protocol"},
     {"xferlib.landing", "xferlib.tree", "xferlib.views", "xferlib.memory.arrays", "xferlib.memory.ranges"},
     {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
@@ -31,7 +31,7 @@ FLOORS = [
     {"xferlib.gets", "xferlib.puts"},
     {"xferlib.stager"},
     {f"xferlib.pipeline{part}" for part in ("", ".bill", ".clock", ".ends", ".report", ".rows", ".shared.layout")},
-    {f"xferlib.pipeline.shared{part}" for part in ("", ".failures", ".memory", ".messages", ".slots")},
+    {f"xferlib.pipeline.shared{part}" for part in ("", ".channel", ".failures", ".memory", ".messages", ".servant", ".slots")},
     {"xferlib.pipeline.shared.process"},
     {"xferlib.pipeline.shared.crew", "xferlib.pipeline.shared.worker"},
     {"xferlib.pipeline.shared.run"},
