@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import final
 
 from xferlib.errors import CapabilityError
@@ -16,14 +17,15 @@ class Landing:
     """The event of a get that ends with a CPU copy.
 
     `owner`: the thread that will reach it and so must not wait for it; None: a worker of ours. `holds`: a block of pinned memory
-    comes back when it is reached.
+    comes back when it is reached. `memory`: the ranges of the caller's that are used until then.
     """
 
-    __slots__ = ("_error", "_reached", "holds", "owner")
+    __slots__ = ("_error", "_reached", "holds", "memory", "owner")
 
     def __init__(self, owner: int | None = None, *, holds: bool = False) -> None:
         self.owner = owner
         self.holds = holds
+        self.memory: Sequence[tuple[int, int]] = ()
         self._reached = threading.Event()
         self._error: BaseException | None = None
 

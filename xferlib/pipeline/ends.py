@@ -5,15 +5,20 @@ Whoever only waits must not hold the device arrays: their memory could not be us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, final
 
+import numpy as np
+
+from xferlib.memory.arrays import extent
 from xferlib.protocol import Event
 from xferlib.stager import open_stagers
 from xferlib.transfer import Transfer
+from xferlib.views import ViewLease
 
-__all__ = ["End", "Ends", "Started", "end_of", "reap_all", "under_way"]
+__all__ = ["End", "Ends", "Started", "end_of", "reap_all", "users_of"]
 
 
 class End(Protocol):
@@ -62,9 +67,54 @@ class Ends:
                 end.synchronize()
 
 
-def under_way() -> Ends:
-    """Return the end of everything that any stager has started so far, as far as it uses host memory of the caller's."""
-    return Ends([event for stager in open_stagers() for event in stager._traffic.under_way()])
+@final
+class _Use:
+    """The use of memory by a device view that lives."""
+
+    def __init__(self, lease: weakref.ref[ViewLease]) -> None:
+        self._lease = lease
+
+    def done(self) -> bool:
+        """Tell whether the view is gone. Work on it may be under way then."""
+        return self._lease() is None
+
+    def synchronize(self) -> None:
+        """Return at once: whoever has the view can let go of it, and nobody else."""
+
+
+def users_of(address: int, nbytes: int) -> list[End | Event]:
+    """Return what may still use this host memory: copies of any stager, and device views of it.
+
+    Each is done no sooner than its use is over. A view that lives is not done, and nobody can wait for it.
+    """
+    users: list[End | Event] = []
+    for stager in open_stagers():
+        traffic = stager._traffic
+        # Views that are gone become events.
+        traffic.reap()
+        for direction in (traffic.h2d, traffic.d2h):
+            for entries in (direction._entries, direction._unordered):
+                users += [
+                    event for event, kept, _ in entries.copy() if _overlaps(kept, address, nbytes) and not Ends([event]).done()
+                ]
+        users += [landing for landing in traffic.landings.unreached() if _meets(landing.memory, address, nbytes)]
+        views = traffic.views
+        users += [event for memory, event in views._fenced.copy() if _overlaps(memory, address, nbytes)]
+        with views._adding:
+            live = [lease for lease in views._live if _overlaps(lease.memory, address, nbytes)]
+        users += [_Use(weakref.ref(lease)) for lease in live]
+    return users
+
+
+def _overlaps(kept: object, address: int, nbytes: int) -> bool:
+    """Tell whether an array among these has bytes of the memory."""
+    if isinstance(kept, np.ndarray):
+        return _meets([extent(kept)], address, nbytes)
+    return isinstance(kept, (tuple, list)) and any(_overlaps(each, address, nbytes) for each in kept)
+
+
+def _meets(memory: Iterable[tuple[int, int]], address: int, nbytes: int) -> bool:
+    return any(start < address + nbytes and address < start + size for start, size in memory)
 
 
 def reap_all() -> None:
