@@ -1,19 +1,22 @@
 """Tickets: how a table learns that nobody holds a row of it any more.
 
-A native resource is owned by a table, and users hold tickets that name its rows. A ticket does one thing when it is gone: it posts
-its row's number to a queue whose `put` is reentrant by contract. It takes no lock, waits for nothing, calls no framework, and may
-be gone on any thread, inside any allocation. Whoever calls next settles what was posted, in ordinary code.
+A native resource is owned by a table, and users hold tickets that name its rows. When a ticket is gone, one thing happens: its
+number is posted to a queue whose `put` is reentrant by contract. No lock is taken, nothing is waited for, no framework is called,
+and it may happen on any thread, inside any allocation. Whoever calls next settles what was posted, in ordinary code.
 
 Python runs the finalizers of all objects that become unreachable together, in any order, and each of them may still use the others,
 or bring them back (PEP 442). A ticket that was finalized among them would give memory back that such a finalizer still reads. So
-tickets are hidden from the garbage collector: they are gone when the last reference is, and never before.
+tickets are hidden from the garbage collector: they are gone when the last reference is, and never before. And a `__del__` is Python
+code, at whose beginning an interrupt may be raised, and ignored: nothing would be posted. So what posts is the callback of a weak
+reference, and that is the queue's own `put`: no line of Python is run.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import weakref
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, final
 
@@ -21,22 +24,8 @@ import numpy as np
 
 __all__ = ["Returns"]
 
-_OBJECT = np.dtype(object)
-NOBODY = -1
-
-
-@final
-class _Ticket:
-    """Posts a number when it is gone."""
-
-    __slots__ = ("_number", "_post")
-
-    def __init__(self, post: Callable[[int], None], number: int) -> None:
-        self._post = post
-        self._number = number
-
-    def __del__(self) -> None:
-        self._post(self._number)
+_NOBODY = -1
+"""No row has this number."""
 
 
 @final
@@ -45,7 +34,7 @@ class Returns:
 
     def __init__(self) -> None:
         self._posted: SimpleQueue[int] = SimpleQueue()
-        self._post = self._posted.put
+        self._watching: dict[int, weakref.ref[Any]] = {}
         self._unsettled: dict[int, None] = {}
 
     def ticket(self, number: int) -> object:
@@ -53,19 +42,20 @@ class Returns:
 
         To be made before the row is entered: whatever happens then, the row is given back.
         """
-        # An array's elements are not visited by the collector, so what is inside cannot be part of what it finds unreachable.
-        hidden: Any = np.empty((), _OBJECT)
-        hidden[()] = _Ticket(self._post, number)
-        return hidden
+        # The collector does not know of arrays, so it cannot find one unreachable, nor its weak references.
+        ticket = np.empty(0, np.uint8)
+        # Called with the reference as well, which `put` takes for an argument that it ignores.
+        self._watching[number] = weakref.ref(ticket, partial(self._posted.put, number))
+        return ticket
 
     def post(self) -> None:
-        """Wake whoever waits, with a number that no row has. Any thread, finalizers too."""
-        self._post(NOBODY)
+        """Wake whoever waits."""
+        self._posted.put(_NOBODY)
 
     def wait(self, seconds: float) -> None:
-        """Block until a number is posted, or so many seconds have passed."""
+        """Block until something is posted, or so many seconds have passed."""
         with suppress(Empty):
-            # One call, as below: what was taken out of the queue is in the other container, whatever comes in between.
+            # One call, as below.
             self._unsettled.update(zip(map(self._posted.get, (True,), (seconds,)), itertools.repeat(None)))
 
     def __bool__(self) -> bool:
@@ -80,4 +70,5 @@ class Returns:
 
     def settled(self, number: int) -> None:
         """Forget a number. Twice is fine."""
+        self._watching.pop(number, None)
         self._unsettled.pop(number, None)

@@ -103,10 +103,8 @@ def test_a_stager_to_which_the_slot_is_ordinary_memory(stager: xferlib.Stager, e
     ):
         slot = ring.acquire()
         slot.tree[:] = 1
-        if way == "put":
-            transfer = other.put(slot.tree, borrow=True)
-        else:
-            transfer = other.get(np.full(nbytes, 7, np.uint8), out=slot.tree)
+        device = np.full(nbytes, 7, np.uint8)
+        transfer = other.put(slot.tree, borrow=True) if way == "put" else other.get(device, out=slot.tree)
         end(slot)
         following = waiting(ring)
         up.set()
