@@ -54,7 +54,12 @@ def put(ring: xferlib.Ring) -> None:
 def put_and_wait_for_the_oldest(ring: xferlib.Ring) -> None:
     with held(h2d(ring.stager)) as gate:
         kept = [ring.acquire().put(), ring.acquire().put()]
-        opening = on_thread(lambda: until(lambda: busy(ring._waiting)) or gate.set())
+
+        def open_gate() -> None:
+            until(lambda: busy(ring._waiting))
+            gate.set()
+
+        opening = on_thread(open_gate)
         ring.acquire()
         opening.result(PATIENCE)
     del kept

@@ -120,6 +120,7 @@ class SharedRing:
         self._holdings = holdings = _Holdings(stager, layout, slots)
         holdings.words = repr(self)
         self._servant = servant = Servant(holdings.dropped)
+        self._ticket = servant.start()
         try:
             self._crew, self._places = servant.call(partial(holdings.open, servant))
         except BaseException:
@@ -163,7 +164,8 @@ class SharedRing:
         with a warning, up to `retries` times; after that, and at once with `on_death="raise"`, `WorkerDiedError` is raised in
         place of it. The iteration may go on after any of these.
 
-        One run at a time: if the one before has not ended, it raises `RuntimeError` from now on.
+        One run at a time: if the one before has not ended, it raises `RuntimeError` from now on. So does one that an interrupt has
+        come into, such as Ctrl-C while it waited: its workers are killed, and the next run starts others.
         """
         if self._refusal is not None:
             raise type(self._refusal)(*self._refusal.args)
@@ -218,12 +220,6 @@ class SharedRing:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        # The servant does the rest. What refused its arguments has none.
-        servant = getattr(self, "_servant", None)
-        if servant is not None:
-            servant.drop()
 
     def __repr__(self) -> str:
         state = "" if self._refusal is None else ", closed"
