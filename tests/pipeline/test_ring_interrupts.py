@@ -184,3 +184,24 @@ def test_a_slot_that_a_finalizer_brings_back_to_life_stays_out(stager: xferlib.S
         assert not following.done()
         alive.clear()
         following.result(PATIENCE)
+
+
+@pytest.mark.parametrize("end", [xferlib.Slot.put, xferlib.Slot.release])
+def test_a_slot_of_which_an_interrupt_cut_the_end_is_its_holder_s_or_the_ring_s(
+    stager: xferlib.Stager, end: Callable[[xferlib.Slot], object]
+) -> None:
+    for number in itertools.count(1):
+        with xferlib.Ring(stager, SPEC, slots=2) as ring:
+            slots = [ring.acquire()]
+            kept = slots[0]["x"]
+            cut = at_line(number, FILES, lambda: end(slots[0]))  # noqa: B023
+            stager.put(np.zeros(3)).synchronize()
+            others = [ring.acquire()["x"] for _ in range(2) if ring._idle or ring._put or ring._used]
+            # Whoever may write to it has it for himself.
+            assert not (kept.flags.writeable and any(np.shares_memory(kept, other) for other in others))
+            assert cut or not kept.flags.writeable
+            del kept, others
+            slots.clear()
+        if not cut:
+            break
+    assert number > 5
