@@ -234,6 +234,14 @@ def test_a_shared_ring_finds_no_room_beside_arrays_and_room_beside_idle_memory(s
         assert figures(stager) == (60, 60)
 
 
+def test_what_pins_lock_alone_was_asked_for(stager: xferlib.Stager) -> None:
+    with stager.pin(ordinary(30)):
+        pass
+    stats = stager.stats()
+    assert (stats.pinned_asked_nbytes, stats.pinned_asked_peak_nbytes) == (0, 30 * MIB)
+    assert stats.waste_at_peak == 0
+
+
 def test_the_share_that_nobody_asked_for_counts_pins_as_asked_for(stager: xferlib.Stager) -> None:
     with stager.pin(ordinary(30)):
         idle = pinned(stager, 10)
