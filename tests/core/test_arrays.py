@@ -116,14 +116,14 @@ def test_an_item_is_not_cut() -> None:
 def test_the_extent_of_an_array_is_that_of_all_its_elements() -> None:
     base = np.zeros((6, 8), np.int32)
     start = base.ctypes.data
-    cases = {
-        (0, 192): base,
-        (32, 64): base[1:3],
-        (4, 164): base[:, 1:2],
-        (0, 192): base[::-1, ::-1],
-        (32, 100): base[4:0:-1, 0].reshape(4, 1),
-        (8, 4): base[0, 2:3].reshape(()),
-    }
-    for (offset, nbytes), array in cases.items():
+    cases = [
+        (0, 192, base),
+        (32, 64, base[1:3]),
+        (4, 164, base[:, 1:2]),
+        (0, 192, base[::-1, ::-1]),
+        (32, 100, base[4:0:-1, 0].reshape(4, 1)),
+        (8, 4, base[0, 2:3].reshape(())),
+    ]
+    for offset, nbytes, array in cases:
         assert extent(array) == (start + offset, nbytes)
     assert extent(base[:0])[1] == 0

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import random
+import signal
 from collections import Counter
 from functools import partial
 from multiprocessing import resource_tracker
@@ -23,6 +24,7 @@ from tests.pipeline.steps import busy, until
 from tests.shared import fills
 from tests.shared.conftest import first
 from tests.shared.test_worker_deaths import descriptors
+from xferlib.pipeline.shared.process import Worker
 from xferlib.pipeline.shared.ring import SharedRing
 
 SHARED = tuple(f"shared/{name}.py" for name in ("channel", "crew", "memory", "process", "ring", "run", "servant", "slots"))
@@ -87,6 +89,25 @@ def test_real_signals_lose_no_slot_and_no_worker(stager: xferlib.Stager, before:
             # Inside the start of a worker, or while batches come.
             by_signal(rng.uniform(0.0005, 0.01) if number % 3 else rng.uniform(0.5, 1.0), partial(epoch, ring))
             judge(ring, stager)
+    ring.close()
+    del ring
+    until(lambda: footprint(stager) == before)
+
+
+def test_a_signal_inside_the_start_of_a_worker_loses_no_process(
+    stager: xferlib.Stager, before: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Worker._start
+
+    def interrupted(worker: Worker) -> None:
+        start(worker)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    with SharedRing(stager, SPEC, slots=3) as ring:
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "_start", interrupted)
+            by_signal(100.0, partial(next, ring.run(fills.number, range(3), workers=1)))
+        judge(ring, stager)
     ring.close()
     del ring
     until(lambda: footprint(stager) == before)
