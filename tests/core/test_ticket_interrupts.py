@@ -79,7 +79,7 @@ def test_an_interrupt_in_front_of_any_line_loses_no_number() -> None:
     numbers = itertools.count()
     for line in itertools.count(1):
         returns, entered = Returns(), list[int]()
-        if not at_line(line, ("xferlib/tickets.py", "test_tickets.py"), lambda: use(returns, entered, numbers)):  # noqa: B023
+        if not at_line(line, ("xferlib/tickets.py", "test_ticket_interrupts.py"), lambda: use(returns, entered, numbers)):  # noqa: B023
             break
         assert set(entered) <= set(returns.unsettled())
     assert line > 8
