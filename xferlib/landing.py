@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from xferlib.errors import CapabilityError
@@ -16,14 +17,15 @@ class Landing:
     """The event of a get that ends with a CPU copy.
 
     `owner`: the thread that will reach it and so must not wait for it; None: a worker of ours. `holds`: a block of pinned memory
-    comes back when it is reached.
+    comes back when it is reached. `memory`: the ranges of the caller's that are used until then.
     """
 
-    __slots__ = ("_error", "_reached", "given_up", "holds", "owner")
+    __slots__ = ("_error", "_reached", "given_up", "holds", "memory", "owner")
 
     def __init__(self, owner: int | None = None, *, holds: bool = False) -> None:
         self.owner = owner
         self.holds = holds
+        self.memory: Sequence[tuple[int, int]] = ()
         self.given_up = False
         """Set by an owner that may have been interrupted on its way to `reach`: an assignment is not. Reached then, too."""
         self._reached = Latch()

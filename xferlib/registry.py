@@ -42,12 +42,12 @@ def stager(
     """Open a stager.
 
     `backend` is a name from `backends()`, "auto", or a `HostStager` of your own. "auto" takes the first by name that is ready on a
-    GPU, else the first that declares itself a fallback. `device` counts as the framework counts. `pinned_limit` and
-    `device_limit` are bytes: of pinned host memory (None: an eighth of the memory this process may use, or half of what is
-    available) and of device memory that puts may take (None: what the device has). `when_full`, for arrays in pinned memory that
-    find no room: "wait" while transfers in flight will make some, else raise `AllocationError`; "raise" at once; or "stage": take
-    ordinary memory, which is transferred by way of the pinned memory that is then kept for it. `strict`: a put
-    that would make its caller wait for a CPU copy raises `ValueError`, where otherwise the first of a line issues a
+    GPU, else the first that declares itself a fallback. `device` counts as the framework counts. `pinned_limit` and `device_limit`
+    are bytes: of pinned host memory, the pool's and what `pin` and `SharedRing` lock (None: an eighth of the memory this process
+    may use, or half of what is available), and of device memory that puts may take (None: what the device has). `when_full`, for
+    arrays in pinned memory that find no room: "wait" while transfers in flight will make some, else raise `AllocationError`;
+    "raise" at once; or "stage": take ordinary memory, which is transferred by way of the pinned memory that is then kept for it.
+    `strict`: a put that would make its caller wait for a CPU copy raises `ValueError`, where otherwise the first of a line issues a
     `SynchronousTransferWarning`. `staging`: how ordinary memory is staged, as "8x4MiB", threads and chunk size, or a
     `StagingProfile`; None: what `XFERLIB_STAGING` says, else what `xferlib doctor` has kept, else what is measured.
 

@@ -12,16 +12,17 @@ class Stats:
     """A stager's figures at one moment; bytes unless said otherwise."""
 
     pinned_nbytes: int
-    """Page-locked now: the pool, and memory locked by `pin`. 0 where the backend cannot page-lock."""
+    """Page-locked now: the pool, and memory locked by `pin` and by shared rings. 0 where the backend cannot page-lock."""
     pinned_peak_nbytes: int
-    """The pool's largest size so far."""
+    """The most of `pinned_nbytes` so far."""
     pinned_limit_nbytes: int
+    """What `pinned_nbytes` never exceeds."""
     pinned_used_nbytes: int
     """Of the pool, what arrays and copies in flight hold."""
     pinned_asked_nbytes: int
     """Of `pinned_nbytes`, what was asked for and is in use: without idle memory, alignment and what is left of pages."""
     pinned_asked_peak_nbytes: int
-    """The most that was in use of the pool at a time."""
+    """The most of `pinned_asked_nbytes` at a time."""
     pool_hits: int
     """Requests for pinned memory that found some idle."""
     pool_misses: int
@@ -51,7 +52,7 @@ class Stats:
 
     @property
     def waste_at_peak(self) -> float:
-        """The share of the most that the pool ever page-locked which was never in use at the same time."""
+        """The share of the most that was ever page-locked which was never in use at the same time."""
         return _share_left(self.pinned_asked_peak_nbytes, self.pinned_peak_nbytes)
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from xferlib.memory.arrays import address_of, check_dtype, host_array, pieces
+from xferlib.memory.arrays import address_of, check_dtype, extent, host_array, pieces
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,19 @@ def test_pieces_of_a_view_that_is_not_contiguous_are_bounded_too(array: np.ndarr
 def test_an_item_is_not_cut() -> None:
     assert [piece.tolist() for piece in pieces(np.arange(3.0), 4)] == [[0], [1], [2]]
     assert [piece.shape for piece in pieces(np.array(3.0), 4)] == [()]
+
+
+def test_the_extent_of_an_array_is_that_of_all_its_elements() -> None:
+    base = np.zeros((6, 8), np.int32)
+    start = base.ctypes.data
+    cases = [
+        (0, 192, base),
+        (32, 64, base[1:3]),
+        (4, 164, base[:, 1:2]),
+        (0, 192, base[::-1, ::-1]),
+        (32, 100, base[4:0:-1, 0].reshape(4, 1)),
+        (8, 4, base[0, 2:3].reshape(())),
+    ]
+    for offset, nbytes, array in cases:
+        assert extent(array) == (start + offset, nbytes)
+    assert extent(base[:0])[1] == 0

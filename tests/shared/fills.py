@@ -127,6 +127,23 @@ def stamp(task: Stamp, slot: Any) -> int:
     return task.rows
 
 
+class Large(NamedTuple):
+    """A task of some size, the reply to which is of another size. Where it has a gate, that is before the reply."""
+
+    number: int
+    load: bytes
+    reply: int
+    gate: Gate | None = None
+
+
+def large(task: Large, slot: Any) -> Any:
+    """Write the task's number everywhere, and return the slot under a name of the size that the task says."""
+    slot[...] = task.number
+    if task.gate is not None:
+        task.gate.stand()
+    return {"x" * task.reply: slot}
+
+
 def rows(task: int, slot: Any) -> int:
     """Fill as many rows as the task says."""
     for leaf in slot.values():

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered
+from tests.pipeline.steps import until
 from tests.shared import fills
 from tests.shared.conftest import first
 from tests.shared.fills import Gate
@@ -330,10 +332,14 @@ def test_a_ring_that_was_never_closed_says_so_and_is_closed(stager: xferlib.Stag
     ring = SharedRing(stager, (64, np.int64), slots=2)
     next(ring.run(fills.number, [1], workers=1))
     crew = weakref.ref(ring._crew)
-    with pytest.warns(ResourceWarning, match="never closed"):
-        del ring
-    for thread in threading.enumerate():
-        if thread.name == "xferlib-close":
-            thread.join(10)
-    gc.collect()
-    assert crew() is None
+    pids = ring.pids
+    rings = [ring]
+    del ring
+
+    def gone() -> bool:
+        rings.clear()
+        return crew() is None
+
+    with pytest.warns(ResourceWarning, match=r"<SharedRing 2 slots of 4096 bytes> was never closed"):
+        until(gone)
+    assert not any(psutil.pid_exists(pid) for pid in pids)

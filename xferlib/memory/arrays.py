@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.ma import MaskedArray
 
-__all__ = ["Array", "address_of", "check_dtype", "host_array", "pieces"]
+__all__ = ["Array", "address_of", "check_dtype", "extent", "host_array", "pieces"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -28,6 +28,15 @@ def address_of(array: Array) -> int:
         return ADDRESS(BYTE(array))
     except (TypeError, ValueError, BufferError):
         return array.ctypes.data
+
+
+def extent(array: Array) -> tuple[int, int]:
+    """Return the lowest address of an array's elements, and the bytes from there to the end of the highest."""
+    if array.nbytes == 0:
+        return array.ctypes.data, 0
+    reaches = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    low = sum(reach for reach in reaches if reach < 0)
+    return array.ctypes.data + low, sum(map(abs, reaches)) + array.itemsize
 
 
 def host_array(leaf: object, *, advice: str = "") -> Array:

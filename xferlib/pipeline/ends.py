@@ -5,15 +5,16 @@ Whoever only waits must not hold the device arrays: their memory could not be us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, final
 
+from xferlib.inflight import all_traffic
 from xferlib.protocol import Event
-from xferlib.stager import open_stagers
 from xferlib.transfer import Transfer
+from xferlib.views import Views
 
-__all__ = ["End", "Ends", "Started", "end_of", "reap_all", "under_way"]
+__all__ = ["End", "Ends", "Started", "end_of", "users_of"]
 
 
 class End(Protocol):
@@ -62,15 +63,40 @@ class Ends:
                 end.synchronize()
 
 
-def under_way() -> Ends:
-    """Return the end of everything that any stager has started so far, as far as it uses host memory of the caller's."""
-    return Ends([event for stager in open_stagers() for event in stager._traffic.under_way()])
+@final
+class _Use:
+    """The use of memory by device views that live."""
+
+    def __init__(self, views: Views, address: int, nbytes: int) -> None:
+        self._views = views
+        self._address = address
+        self._nbytes = nbytes
+
+    def done(self) -> bool:
+        """Tell whether the views are gone. Work on them may be under way then."""
+        return not self._views.held(self._address, self._nbytes)
+
+    def synchronize(self) -> None:
+        """Return at once: whoever has the view can let go of it, and nobody else."""
 
 
-def reap_all() -> None:
-    """Have every stager let go of what its copies are done with. Never blocks.
+def users_of(address: int, nbytes: int) -> list[End | Event]:
+    """Return what may still use this host memory: copies of any stager, and device views of it.
 
-    For whoever waits for memory that any of them may have read: where copies are small, they seldom look by themselves.
+    Each is done no sooner than its use is over. A view that lives is not done, and nobody can wait for it.
     """
-    for stager in open_stagers():
-        stager._traffic.reap()
+    users: list[End | Event] = []
+    for traffic in all_traffic():
+        traffic.reap()
+        users += [entry.event for entry in traffic.entries() if entry.uses_host(address, nbytes)]
+        users += [landing for landing in traffic.landings.unreached() if _meets(landing.memory, address, nbytes)]
+        views = traffic.views
+        # In this order: a view that goes meanwhile is in the second.
+        if views.held(address, nbytes):
+            users.append(_Use(views, address, nbytes))
+        users += views.readers(address, nbytes)
+    return users
+
+
+def _meets(memory: Iterable[tuple[int, int]], address: int, nbytes: int) -> bool:
+    return any(start < address + nbytes and address < start + size for start, size in memory)

@@ -1,32 +1,35 @@
 """Pinned slots that batches are written into where they lie, over and over: no host copy at all.
 
-Invariants: a slot is free, or with whoever acquired it, or in flight; one in flight is free again when its copy is done, and is
-handed out no sooner. What was acquired and dropped, arrays and all, comes back by itself.
+Invariants: a slot is idle, or with whoever acquired it, or put; one that was put is idle again when its copy is done and nothing
+else uses its memory, and is handed out no sooner. What was acquired and dropped, arrays and all, comes back by itself.
+
+A slot is acquired under a number that is never used again. It comes back once, whoever finds first that it may: the number is taken
+out of one table, and the slot put into the other, in one step, so that an interrupt or a finalizer in between loses nothing.
 """
 
 from __future__ import annotations
 
 import gc
-import queue
+import itertools
 import threading
 import time
 import warnings
-import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, final
 
 import numpy as np
 
 from xferlib.errors import AllocationError, ClosedError, TransferError
-from xferlib.memory.arrays import Array
+from xferlib.inflight import reap_all
+from xferlib.memory.arrays import Array, address_of
 from xferlib.pipeline.bill import Bill, Charge, in_words
-from xferlib.pipeline.ends import End, end_of, reap_all, under_way
+from xferlib.pipeline.ends import End, Ends, end_of, users_of
 from xferlib.pipeline.shared.layout import Layout
 from xferlib.stager import Stager, check_stager
+from xferlib.tickets import Returns
 from xferlib.transfer import Transfer
 from xferlib.tree import flatten, unflatten
 
@@ -64,12 +67,16 @@ class Ring:
         self.slots = slots
         self.bill = Bill((Charge("pinned", slots, layout.nbytes, "slots"),))
         self._check(stager)
-        self._places = [stager.empty_pinned(layout.nbytes, np.uint8) for _ in range(slots)]
-        self._free: SimpleQueue[int | None] = SimpleQueue()
-        for index in range(slots):
-            self._free.put(index)
-        # Appended to and taken from in single steps.
-        self._flying: deque[tuple[int, End]] = deque()
+        self._places = {index: stager.empty_pinned(layout.nbytes, np.uint8) for index in range(slots)}
+        self._idle = deque(range(slots))
+        self._out: dict[int, int] = {}
+        """The slots that are acquired or put, by the numbers under which they are."""
+        self._put: dict[int, End] = {}
+        """The copies of those that are put, in this order."""
+        self._used: dict[int, Ends] = {}
+        """Of those that come back when nobody uses their memory, what did when it was last asked."""
+        self._numbers = itertools.count()
+        self._returns = Returns()
         self._acquired_by = [0] * slots
         """Threads."""
         self._waiting = threading.RLock()
@@ -78,7 +85,7 @@ class Ring:
     def acquire(self) -> Slot:
         """Return a slot to be written, its contents undefined.
 
-        Where none is free it waits for the oldest one in flight; where none is in flight either, for one to be put or let go of by
+        Where none is idle it waits for the oldest one in flight; where none is in flight either, for one to be put or let go of by
         whoever has it, with a `RuntimeWarning` after ten seconds. Raises `ClosedError`.
         """
         began = time.perf_counter()
@@ -87,75 +94,121 @@ class Ring:
         with self._waiting:
             while True:
                 self._check_open()
-                index = self._free_now()
-                if index is not None:
-                    self._acquired_by[index] = threading.get_ident()
-                    seconds = time.perf_counter() - began if waited else 0.0
-                    return Slot(self, self._layout, _Lease(self._free, index, self._places[index]), seconds)
+                lease = self._taken()
+                if lease is not None:
+                    return Slot(self, self._layout, lease, time.perf_counter() - began if waited else 0.0)
                 waited = True
-                if self._flying:
+                if self._put:
                     self._wait_oldest()
                 else:
                     self._wait_for_holders()
 
     def close(self) -> None:
-        """Wait for the copies in flight and give the memory back; twice is fine. Slots that are held stay valid until they go."""
+        """Wait for the copies of slots that were put, and give the memory back; twice is fine.
+
+        Slots that are held stay valid until they go, and so do those that something else uses.
+        """
         self._closed = True
-        # For whoever waits in acquire.
-        self._free.put(None)
-        while self._flying:
+        # Whoever waits in acquire is told.
+        self._returns.post()
+        while self._put:
             self._wait_oldest()
         self._places.clear()
 
-    def _in_flight(self, lease: _Lease, end: End) -> None:
-        """Note that a slot comes back when something is done."""
-        lease.disarm()
-        self._flying.append((lease.index, end))
+    def _in_flight(self, number: int, end: End) -> None:
+        """Have a slot come back when something is done, and nothing else uses its memory."""
+        self._put[number] = end
         # Somebody may wait for a slot to be let go of: now there is a copy to wait for.
-        self._free.put(None)
+        self._returns.post()
 
-    def _free_now(self) -> int | None:
+    def _let_go(self, number: int) -> None:
+        """Have a slot come back as soon as nothing uses its memory, if it has not by itself."""
+        self._settle()
+        if number in self._out:
+            self._land(number)
+            self._returns.post()
+
+    def _taken(self) -> _Lease | None:
+        """Take an idle slot; None if there is none."""
         self._reap()
-        with suppress(queue.Empty):
-            while True:
-                index = self._free.get_nowait()
-                if index is not None:
-                    return index
-        return None
+        if not self._idle:
+            return None
+        number = next(self._numbers)
+        # First what gives it back, then the slot, in one step: whatever comes in between.
+        ticket = self._returns.ticket(number)
+        with suppress(IndexError):
+            self._out.update(zip((number,), iter(self._idle.popleft, None), strict=False))
+        index = self._out.get(number)
+        place = None if index is None else self._places.get(index)
+        if index is None or place is None:
+            return None
+        self._acquired_by[index] = threading.get_ident()
+        return _Lease(number, place, ticket)
+
+    def _come_back(self, number: int) -> None:
+        with suppress(KeyError):
+            self._idle.extend(map(self._out.pop, (number,)))
+        self._put.pop(number, None)
+        self._used.pop(number, None)
+
+    def _settle(self) -> None:
+        """Take back the slots of which no array is left."""
+        for number in self._returns.unsettled():
+            self._come_back(number)
+            self._returns.settled(number)
 
     def _reap(self) -> None:
-        """Take back the slots whose copies are done."""
-        while self._flying:
+        """Take back the slots that nothing uses any more."""
+        self._settle()
+        for number, end in self._put.copy().items():
             try:
-                index, end = self._flying[0]
                 if not end.done():
-                    return
-            except IndexError:
-                return
+                    break
             except TransferError:
                 # It reads no more. Who holds the transfer is told.
                 pass
-            self._land(index, end)
+            self._land(number)
+        for number, ends in self._used.copy().items():
+            if ends.done():
+                self._land(number)
+
+    def _land(self, number: int) -> None:
+        """Take a slot back whose own copy is done, or note what else uses its memory."""
+        index = self._out.get(number)
+        place = None if index is None else self._places.get(index)
+        users = [] if place is None else users_of(address_of(place), place.nbytes)
+        if not users:
+            self._come_back(number)
+            return
+        self._used[number] = Ends(users)
+        self._put.pop(number, None)
+
+    def _wait_oldest(self) -> None:
+        for number, end in self._put.copy().items():
+            with suppress(TransferError):
+                end.synchronize()
+            self._land(number)
+            return
 
     def _wait_for_holders(self) -> None:
-        """Wait until a slot is put or let go of, or the ring is closed."""
+        """Wait until a slot is put or comes back, or the ring is closed."""
         nap = FIRST_NAP
         began = time.monotonic()
         collect_at, tell_at = began + COLLECT_AFTER, began + STUCK
         while True:
             # Its arrays may be held by copies that were not started by `Slot.put`: until somebody asks whether they are done.
             reap_all()
-            try:
-                self._free.put(self._free.get(timeout=nap))
+            self._reap()
+            if self._idle or self._put or self._closed:
                 return
-            except queue.Empty:
-                nap = min(2 * nap, LONGEST_NAP)
+            self._returns.wait(nap)
+            nap = min(2 * nap, LONGEST_NAP)
             now = time.monotonic()
             if now >= collect_at:
                 # One in a reference cycle comes back when the collector runs.
                 gc.collect()
                 collect_at = now + COLLECT_AFTER
-            if now >= tell_at and self._free.empty():
+            if now >= tell_at and not self._returns:
                 tell_at = float("inf")
                 self._tell()
 
@@ -164,28 +217,11 @@ class Ring:
         holders = Counter(repr(names[ident]) if ident in names else "a thread that has ended" for ident in self._acquired_by)
         warnings.warn(
             f"no slot has come back for {STUCK:.0f} seconds: all {self.slots} are held, by whoever acquired them ("
-            f"{', '.join(f'{count} on {name}' for name, count in holders.items())}) or by copies under way. "
+            f"{', '.join(f'{count} on {name}' for name, count in holders.items())}) or by copies under way and device views. "
             "Put or release one before another is acquired, let go of its arrays, or give the ring more slots",
             RuntimeWarning,
             4,
         )
-
-    def _wait_oldest(self) -> None:
-        try:
-            index, end = self._flying[0]
-        except IndexError:
-            return
-        with suppress(TransferError):
-            end.synchronize()
-        self._land(index, end)
-
-    def _land(self, index: int, end: End) -> None:
-        try:
-            self._flying.remove((index, end))
-        except (ValueError, IndexError):
-            # Another thread, in `close`, was faster.
-            return
-        self._free.put(index)
 
     def _check(self, stager: Stager) -> None:
         limit = stager.stats().pinned_limit_nbytes
@@ -199,8 +235,6 @@ class Ring:
 
     def _check_open(self) -> None:
         if self._closed:
-            # For the next one who waits.
-            self._free.put(None)
             raise ClosedError("this ring is closed. Make another Ring")
 
     def __enter__(self) -> Ring:
@@ -218,8 +252,8 @@ class Slot:
     """One pinned slot, to be written and then put, once.
 
     `slot["image"]` and `slot.tree` are its arrays. One that is dropped without a put goes back to its ring, when the last view of
-    its arrays is gone; as a context manager it goes back at the end of the block. Where its arrays are held then, and copies are
-    under way that may be of them, it goes back when these are done.
+    its arrays is gone; as a context manager it goes back at the end of the block. Where copies of any stager, or device views, use
+    its memory then, and after a put as well, it goes back when they do not.
     """
 
     def __init__(self, ring: Ring, layout: Layout, lease: _Lease, waited_seconds: float) -> None:
@@ -268,10 +302,11 @@ class Slot:
         leaves, spec = flatten(self._tree)
         sent = leaves if self._rows is None else [leaf[: self._rows] for leaf in leaves]
         transfer = self.ring.stager.put(unflatten(spec, sent), stream=stream)
+        # Let go of first: what is interrupted here comes back when the copy does.
         self._lease = None
         _freeze(leaves)
         del self._tree
-        self.ring._in_flight(lease, end_of(transfer))
+        self.ring._in_flight(lease.number, end_of(transfer))
         return transfer
 
     def release(self) -> None:
@@ -279,17 +314,12 @@ class Slot:
         if self._lease is None:
             return
         _freeze(flatten(self._tree)[0])
-        lease = weakref.ref(self._lease)
-        del self._tree
+        number = self._lease.number
         self._lease = None
         self._done = "given back"
-        # It goes back by itself if nobody holds it, and what is done with it must not.
-        if lease() is not None:
-            reap_all()
-        held = lease()
-        if held is not None:
-            # By somebody who is told not to write to it any more, or by a copy that was not started by `put`.
-            self.ring._in_flight(held, under_way())
+        del self._tree
+        # Its arrays may be held by somebody who is told not to write to them any more, or by copies that were not started by `put`.
+        self.ring._let_go(number)
 
     def _check(self) -> _Lease:
         if self._lease is None:
@@ -313,23 +343,12 @@ def _freeze(arrays: Sequence[Array]) -> None:
 
 @final
 class _Lease:
-    """The bytes of a slot while somebody may write them, for arrays to be based on. Its end, on any thread, takes no lock."""
+    """The bytes of a slot while somebody may write them, for arrays to be based on. With the last array the ticket goes."""
 
-    def __init__(self, free: SimpleQueue[int | None], index: int, place: Array) -> None:
-        self.index = index
-        self._free: SimpleQueue[int | None] | None = free
+    __slots__ = ("__array_interface__", "_place", "_ticket", "number")
+
+    def __init__(self, number: int, place: Array, ticket: object) -> None:
+        self.number = number
         self._place = place
+        self._ticket = ticket
         self.__array_interface__ = {"shape": place.shape, "typestr": "|u1", "data": (place.ctypes.data, False), "version": 3}
-
-    def disarm(self) -> None:
-        """Come back no more by itself."""
-        self._free = None
-
-    def end(self) -> None:
-        """Give the slot back, once."""
-        free, self._free = self._free, None
-        if free is not None:
-            free.put(self.index)
-
-    def __del__(self) -> None:
-        self.end()

@@ -19,7 +19,7 @@ import numpy as np
 from xferlib.errors import AllocationError
 from xferlib.inflight import Entry, Traffic, reap_all, wait_for_others
 from xferlib.landing import Landing
-from xferlib.memory.arrays import Array, address_of
+from xferlib.memory.arrays import Array, address_of, extent
 from xferlib.memory.pool import PAGE, HostBlock, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.calibration import measured_profile
@@ -186,6 +186,7 @@ class Staging:
 
         self._chunks.expect(H2D, len(parts))
         lent.job = job = Job(parts, self._fill, end=end)
+        job.over.memory = [extent(array) for _, array in leaves]
         self._traffic.landings.add(job.over)
         try:
             self._leaders[H2D].submit(job)
@@ -226,6 +227,7 @@ class Staging:
 
         owner = threading.get_ident()
         job = Job(parts, self._lander, owner=owner, before=self._when_flowing, when_begun=note, end=end)
+        job.over.memory = [extent(array) for _, array in transfers]
         with self._landing:
             try:
                 # An interrupt before this leaves nothing behind that anybody would wait for.

@@ -30,9 +30,10 @@ STEP = 64 << 20
 
 @final
 class SharedMemory:
-    """New memory, all zero, mapped in this process. `raw` stays valid until the last array over it goes."""
+    """New memory, all zero, mapped in this process. `raw` stays valid until the last array over it goes. To be closed."""
 
     def __init__(self, nbytes: int) -> None:
+        self.descriptor = Descriptor(-1)
         try:
             self.descriptor = Descriptor(os.memfd_create("xferlib", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.ftruncate(self.descriptor.number, nbytes)
@@ -40,6 +41,7 @@ class SharedMemory:
             fcntl.fcntl(self.descriptor.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self.raw = map_shared(self.descriptor, nbytes)
         except OSError as error:
+            self.close()
             words = f"{nbytes} bytes of shared memory could not be had: {error}"
             raise AllocationError(f"{words}. Use fewer or smaller slots") from error
 
@@ -50,7 +52,7 @@ class SharedMemory:
 
 @final
 class Descriptor:
-    """A file descriptor that a spawned process receives by pickle, as a number of its own."""
+    """A file descriptor that a spawned process receives by pickle, as a number of its own. To be closed by its owner."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -60,9 +62,6 @@ class Descriptor:
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
-
-    def __del__(self) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Callable[[Any], Descriptor], tuple[Any]]:
         return _received, (reduction.DupFd(self.number),)

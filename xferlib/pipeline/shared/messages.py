@@ -1,7 +1,4 @@
-"""What is said between the parent and a worker, each over a pipe of its own.
-
-A pipe that only two hold cannot be left locked by one of them that is killed; a shared queue can.
-"""
+"""What is said between the parent and a worker."""
 
 from __future__ import annotations
 

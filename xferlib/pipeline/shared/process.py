@@ -1,15 +1,21 @@
-"""One worker process, as its parent sees it."""
+"""One worker process, as its parent sees it.
+
+It is started and ended on the ring's servant, where no interrupt comes; the rest is the iterating thread's.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
 from typing import NamedTuple, final
 
+from xferlib.pipeline.shared.channel import Channel
 from xferlib.pipeline.shared.messages import Begin, Order, Ready, Reply
 
 __all__ = ["Assignment", "Worker", "ended", "watch"]
@@ -24,62 +30,65 @@ class Assignment(NamedTuple):
 
 @final
 class Worker:
-    """A spawned process, and the pipe to it.
+    """A spawned process, and the socket to it.
 
     `assigned` is what it was ordered and has not answered, oldest first: the first is the one it may be filling now.
     """
 
     def __init__(self, target: Callable[..., None], arguments: tuple[object, ...]) -> None:
-        context = get_context("spawn")
-        ours, theirs = context.Pipe()
-        self.connection = ours
+        ours, theirs = socket.socketpair()
         self.ready = False
-        self.gone = False
-        """It has hung up. It may be dead, or about to be."""
         self.assigned: deque[Assignment] = deque()
         self._run = -1
-        self._process = context.Process(target=target, args=(os.getpid(), *arguments, theirs), name="xferlib-worker", daemon=True)
+        self._process = get_context("spawn").Process(
+            target=target, args=(os.getpid(), *arguments, theirs), name="xferlib-worker", daemon=True
+        )
+        with theirs:
+            try:
+                self._start()
+            except BaseException:
+                ours.close()
+                raise
+        self.channel = Channel(ours)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.death = io.FileIO(watch(self.pid, self._process.sentinel))
+        """Readable when the process has ended."""
+
+    def _start(self) -> None:
         # Until it can ignore it, Ctrl-C would end it with a traceback of its own.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-        self.death = watch(self.pid, self._process.sentinel)
+
+    @property
+    def gone(self) -> bool:
+        """Whether one side has hung up. The process may be dead, or about to be."""
+        return self.channel.over
 
     def order(self, begin: Begin, assignment: Assignment) -> None:
-        """Send an order. If the worker is gone, `assigned` says what is left undone."""
+        """Send an order, without waiting. If the worker is gone, `assigned` says what is left undone."""
         self.assigned.append(assignment)
-        try:
-            if self._run != begin.run:
-                self.connection.send(begin)
-                self._run = begin.run
-            self.connection.send(assignment.order)
-        except OSError:
-            self.gone = True
+        if self._run != begin.run:
+            self.channel.send(begin)
+            self._run = begin.run
+        self.channel.send(assignment.order)
 
     def replies(self) -> list[tuple[Assignment, Reply]]:
         """Return what it has answered since, without waiting."""
         answered: list[tuple[Assignment, Reply]] = []
-        try:
-            while self.connection.poll():
-                reply = self.connection.recv()
-                if isinstance(reply, Ready):
-                    self.ready = True
-                else:
-                    answered.append((self.assigned.popleft(), reply))
-        except (EOFError, OSError):
-            self.gone = True
+        for reply in self.channel.receive():
+            if isinstance(reply, Ready):
+                self.ready = True
+            else:
+                answered.append((self.assigned.popleft(), reply))
         return answered
 
     def hang_up(self) -> None:
         """Let it end when it has finished what it is doing. Twice is fine."""
-        self.gone = True
-        with suppress(OSError):
-            self.connection.close()
+        self.channel.close()
 
     def end(self, patience: float) -> int | None:
         """Hang up, wait so many seconds for it to end, kill it if it does not, and return its exit code, if anybody knows it."""
@@ -92,7 +101,7 @@ class Worker:
         # Refused where somebody else has waited for the process.
         with suppress(ValueError):
             self._process.close()
-        os.close(self.death)
+        self.death.close()
         return code
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import reprlib
-import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -28,7 +26,8 @@ from xferlib.pipeline.shared.memory import SharedMemory
 from xferlib.pipeline.shared.messages import Begin
 from xferlib.pipeline.shared.process import Worker
 from xferlib.pipeline.shared.run import OnDeath, Run
-from xferlib.pipeline.shared.slots import Bell, Slots
+from xferlib.pipeline.shared.servant import Servant
+from xferlib.pipeline.shared.slots import Slots
 from xferlib.pipeline.shared.worker import serve
 from xferlib.stager import Stager, check_stager
 
@@ -36,6 +35,62 @@ __all__ = ["SharedRing"]
 
 FINISHING = 1.0
 """Seconds that `close()` gives workers to finish what they are filling."""
+
+
+@final
+class _Holdings:
+    """What one ring has of the system, taken and given back on the servant. It refers to no ring, so that a ring can be dropped."""
+
+    def __init__(self, stager: Stager, layout: Layout, slots: int) -> None:
+        self.words = ""
+        """Of the ring, for a warning."""
+        self.memory: SharedMemory | None = None
+        self.crew: Crew | None = None
+        self._stager = stager
+        self._layout = layout
+        self._slots = slots
+        self._pin: Pin | None = None
+
+    def open(self, servant: Servant) -> tuple[Crew, Slots]:
+        """Take everything but the workers. Raises `AllocationError`; `close` must follow then, too."""
+        layout, slots = self._layout, self._slots
+        self.memory = memory = SharedMemory(slots * layout.nbytes)
+        if self._stager.capabilities.register:
+            try:
+                self._pin = self._stager.pin(memory.raw)
+            except AllocationError as error:
+                error.add_note(f"for {slots} slots of {layout.nbytes} bytes. Use fewer or smaller slots")
+                raise
+        self.crew = crew = Crew(partial(Worker, serve, (memory.descriptor, layout, slots)), servant)
+        return crew, Slots(memory.raw, layout, slots)
+
+    def close(self) -> None:
+        """Give everything back. Twice is fine; what was refused may be tried again."""
+        with ExitStack() as steps:
+            # Last in, first out.
+            if self.memory is not None:
+                steps.callback(self.memory.close)
+            if self._pin is not None:
+                steps.callback(self._pin.close)
+            if self.crew is not None:
+                steps.callback(self.crew.close, FINISHING)
+        self.memory = self.crew = self._pin = None
+
+    def dropped(self) -> None:
+        """Close what nobody has closed, and say so."""
+        try:
+            if self.crew is not None:
+                warnings.warn(f"{self.words} was never closed. Use it as a context manager", ResourceWarning, 2)
+        finally:
+            self.close()
+
+    def forget(self) -> None:
+        """Let go of everything in a forked child."""
+        leave(self._pin)
+        if self.memory is not None:
+            self.memory.close()
+        if self.crew is not None:
+            self.crew.forget()
 
 
 @final
@@ -52,7 +107,6 @@ class SharedRing:
 
     def __init__(self, stager: Stager, spec: Any, *, slots: int = 8) -> None:
         self._refusal: XferError | None = None
-        self._pin: Pin | None = None
         check_stager(stager)
         if slots < 2:
             raise ValueError(f"a ring of {slots!r} slots: expected 2 or more, since a consumer holds one while the next is filled")
@@ -61,15 +115,18 @@ class SharedRing:
         self.nbytes = slots * layout.nbytes
         """Of all slots: what the ring costs in pinned memory."""
         self._check_bill(stager)
-        self._memory = memory = SharedMemory(self.nbytes)
-        if stager.capabilities.register:
-            self._pin = stager.pin(memory.raw)
-        self._bell = bell = Bell()
-        self._places = Slots(memory.raw, layout, slots, bell)
-        self._crew = Crew(partial(Worker, serve, (memory.descriptor, layout, slots)), bell)
         self._runs = itertools.count()
         self._run: weakref.ref[Run] | None = None
-        self._opened = True
+        self._holdings = holdings = _Holdings(stager, layout, slots)
+        holdings.words = repr(self)
+        self._servant = servant = Servant(holdings.dropped)
+        self._ticket = servant.start()
+        try:
+            self._crew, self._places = servant.call(partial(holdings.open, servant))
+        except BaseException:
+            servant.call(holdings.close)
+            servant.end()
+            raise
         forget_in_child(self)
 
     @property
@@ -107,7 +164,8 @@ class SharedRing:
         with a warning, up to `retries` times; after that, and at once with `on_death="raise"`, `WorkerDiedError` is raised in
         place of it. The iteration may go on after any of these.
 
-        One run at a time: if the one before has not ended, it raises `RuntimeError` from now on.
+        One run at a time: if the one before has not ended, it raises `RuntimeError` from now on. So does one that an interrupt has
+        come into, such as Ctrl-C while it waited: its workers are killed, and the next run starts others.
         """
         if self._refusal is not None:
             raise type(self._refusal)(*self._refusal.args)
@@ -123,6 +181,7 @@ class SharedRing:
         begin = Begin(next(self._runs), _pickled(fill))
         # Not refused: the run before may have ended in an exception whose traceback still holds it.
         self._end_run(RuntimeError("a later run of this ring has begun. Use another ring for two at a time"))
+        self._crew.bell.ring()
         run = Run(
             self,
             self._crew,
@@ -146,34 +205,21 @@ class SharedRing:
         if isinstance(self._refusal, BackendUnavailableError):
             return
         self._end(ClosedError("this ring is closed. Make another SharedRing"))
-        with self._crew.lock, ExitStack() as steps:
-            # Last in, first out.
-            steps.callback(self._memory.close)
-            if self._pin is not None:
-                steps.callback(self._pin.close)
-            steps.callback(self._crew.close, FINISHING)
+        self._crew.bell.ring()
+        with self._crew.lock:
+            self._servant.call(self._holdings.close)
+            self._servant.end()
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
         self._end(BackendUnavailableError("this ring cannot be used here: this process was forked after the ring was made"))
-        self._crew.forget()
-        leave(self._pin)
+        self._holdings.forget()
 
     def __enter__(self) -> SharedRing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        # At interpreter exit the workers hear that the parent hangs up.
-        if not getattr(self, "_opened", False) or self._refusal is not None or sys.is_finalizing():
-            return
-        try:
-            warnings.warn(f"{self!r} was never closed. Use it as a context manager", ResourceWarning, 2, source=self)
-        finally:
-            # Closing waits, and the collector may run on the very thread that it would wait for.
-            threading.Thread(target=self.close, name="xferlib-close").start()
 
     def __repr__(self) -> str:
         state = "" if self._refusal is None else ", closed"
@@ -188,15 +234,13 @@ class SharedRing:
         run = None if self._run is None else self._run()
         if run is not None:
             run.end(reason)
-        self._bell.ring()
 
     def _check_bill(self, stager: Stager) -> None:
         stats = stager.stats()
-        if self.nbytes > stats.pinned_limit_nbytes - stats.pinned_nbytes:
+        if self.nbytes > stats.pinned_limit_nbytes:
             raise AllocationError(
-                f"{self.slots} slots of {self.slot_nbytes} bytes are {self.nbytes} bytes of pinned memory; "
-                f"{stats.pinned_nbytes} of pinned_limit={stats.pinned_limit_nbytes} are in use. "
-                "Raise pinned_limit, or use fewer or smaller slots"
+                f"{self.slots} slots of {self.slot_nbytes} bytes are {self.nbytes} bytes of pinned memory, "
+                f"more than pinned_limit={stats.pinned_limit_nbytes}. Raise pinned_limit, or use fewer or smaller slots"
             )
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
-from xferlib.pipeline.ends import reap_all
+from xferlib.inflight import reap_all
 from xferlib.pipeline.shared.crew import Answer, Crew, Death
 from xferlib.pipeline.shared.failures import WorkerDiedError, WorkerError, WorkerTraceback
 from xferlib.pipeline.shared.layout import Parts
@@ -38,9 +38,27 @@ class _Task(NamedTuple):
     data: bytes
 
 
-class _Batch(NamedTuple):
+class _Filled(NamedTuple):
     slot: int
     parts: Parts | None
+
+
+class _Batch(NamedTuple):
+    tree: Any
+
+
+class _Raised(NamedTuple):
+    error: Exception
+
+
+class _Words(NamedTuple):
+    """To be said as a warning, before the run goes on."""
+
+    text: str
+
+
+_Outcome: TypeAlias = _Batch | _Raised | _Words
+"""Of one step. Whatever else comes out of it is an interrupt."""
 
 
 @final
@@ -81,24 +99,48 @@ class Run(Iterator[Any]):
         """The next, which has no slot yet."""
         self._again: list[Assignment] = []
         self._tries: dict[int, int] = {}
-        self._outcomes: dict[int, _Batch | Exception] = {}
+        self._outcomes: dict[int, _Filled | Exception] = {}
         self._unsaid: list[str] = []
         self._starved = False
         self._starved_since = 0.0
         self._nap = FIRST_NAP
 
     def __next__(self) -> Any:
-        self._refuse()
+        while True:
+            outcome = self._step()
+            if isinstance(outcome, _Words):
+                warnings.warn(outcome.text, RuntimeWarning, 2)
+            elif isinstance(outcome, _Raised):
+                try:
+                    raise outcome.error
+                finally:
+                    # Its traceback leads to this frame, and back.
+                    del outcome
+            else:
+                return outcome.tree
+
+    def _step(self) -> _Outcome:
         with self._crew.lock:
+            if self._crew.cut:
+                self._mend()
+            if self._ended is not None:
+                return _Raised(self._refusal())
+            self._crew.cut = True
             try:
-                return self._advance()
-            except Exception:
-                raise
+                outcome = self._advance()
             except BaseException:
-                # Interrupted anywhere, nothing here is known to be whole. What matters is outside: no worker writes any more.
-                self.close()
-                self._crew.dismiss(0)
+                # An interrupt. If another one comes in here, the next step finds the crew cut.
+                self._mend()
                 raise
+            self._crew.cut = False
+            return outcome
+
+    def _mend(self) -> None:
+        """Bring things in order behind an interrupt of a step: of this run, or of one before it."""
+        self._crew.mend()
+        if self._begun:
+            self.end(RuntimeError("this run was interrupted, and batches of it are lost. Begin another run"))
+        self._crew.cut = False
 
     def close(self) -> None:
         """End the iteration. Workers finish what they are filling; nobody will see it. Twice is fine."""
@@ -115,39 +157,39 @@ class Run(Iterator[Any]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
+    def _refusal(self) -> Exception:
+        assert self._ended is not None
+        # A new one each time: several threads may be refused at once, and an exception carries one traceback.
+        return type(self._ended)(*self._ended.args)
 
-    def _refuse(self) -> None:
-        if self._ended is not None:
-            raise type(self._ended)(*self._ended.args)
-
-    def _advance(self) -> Any:
+    def _advance(self) -> _Outcome:
         if not self._begun:
             self._slots.keep_only(self._crew.taken())
             self._begun = True
         while True:
-            self._refuse()
-            self._say()
+            if self._ended is not None:
+                return _Raised(self._refusal())
+            if self._unsaid:
+                return _Words(self._unsaid.pop(0))
+            try:
+                self._crew.enlist(self._workers)
+            except WorkerDiedError as error:
+                self.close()
+                return _Raised(error)
+            except Exception as error:
+                # The system has no further process now.
+                return _Raised(error)
+            self._crew.flush()
             self._deal()
             number = self._next_answered()
             if number is not None:
-                return self._give(self._outcomes.pop(number))
+                return self._given_out(self._outcomes.pop(number))
             if self._exhausted and self._given == self._taken:
                 self.close()
                 continue
             self._listen()
 
-    def _say(self) -> None:
-        while self._unsaid:
-            warnings.warn(self._unsaid.pop(0), RuntimeWarning, 4)
-
     def _deal(self) -> None:
-        try:
-            self._crew.enlist(self._workers)
-        except WorkerDiedError:
-            self.close()
-            raise
         was_starved, self._starved = self._starved, False
         while (worker := self._crew.pick(self._workers)) is not None:
             assignment = self._next_assignment()
@@ -205,18 +247,17 @@ class Run(Iterator[Any]):
             return next(iter(self._outcomes), None)
         return self._given if self._given in self._outcomes else None
 
-    def _give(self, outcome: _Batch | Exception) -> Any:
+    def _given_out(self, outcome: _Filled | Exception) -> _Outcome:
         self._given += 1
-        if isinstance(outcome, _Batch):
-            return self._slots.lease(*outcome)
-        try:
-            raise outcome
-        finally:
-            # Its traceback leads to this frame, and back.
-            del outcome
+        return _Batch(self._slots.lease(*outcome)) if isinstance(outcome, _Filled) else _Raised(outcome)
 
     def _listen(self) -> None:
-        for heard in self._crew.listen(self._patience()):
+        patience = self._patience()
+        if patience is not None and self._slots.all_held:
+            # No worker has anything to fill, and so nothing to say.
+            self._slots.wait(patience)
+            patience = 0.0
+        for heard in self._crew.listen(patience):
             if isinstance(heard, Answer):
                 self._answered(heard)
             else:
@@ -243,7 +284,7 @@ class Run(Iterator[Any]):
         if order.run != self._begin.run:
             self._slots.give_back(order.slot)
         elif isinstance(reply, Filled):
-            self._outcomes[order.number] = _Batch(order.slot, reply.parts)
+            self._outcomes[order.number] = _Filled(order.slot, reply.parts)
         elif isinstance(reply, Failed):
             self._slots.give_back(order.slot)
             self._outcomes[order.number] = _error(reply, assignment.words)

@@ -1,105 +1,87 @@
 """The slots of a ring: who has each, and how one comes back.
 
 Invariant: a slot that a worker may write is reachable by no consumer and by no copy. A consumer's arrays, and whatever is in flight
-from them, hold a lease; when the last of them goes, on any thread, the slot is free.
+from them, hold a lease; when the last of them is gone, on any thread, the slot is free.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
-from functools import partial
-from typing import Any, Final, final
+import itertools
+from collections.abc import Collection
+from typing import Any, final
 
 import numpy as np
 
 from xferlib.pipeline.shared.layout import Bytes, Layout, Parts
+from xferlib.tickets import Returns
 
-__all__ = ["Bell", "Slots"]
+__all__ = ["Slots"]
 
-FREE, FILLING, LEASED = range(3)
-
-
-@final
-class Bell:
-    """Wakes who waits for `number` to be readable. Any thread, finalizers too."""
-
-    def __init__(self) -> None:
-        self.number: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # By name in the instance: at interpreter exit modules lose theirs.
-        self.ring: Final = partial(os.eventfd_write, self.number, 1)
-        self._close = partial(os.close, self.number)
-
-    def hush(self) -> None:
-        """Be silent until rung again."""
-        try:
-            os.eventfd_read(self.number)
-        except BlockingIOError:
-            return
-
-    def __del__(self) -> None:
-        self._close()
+FREE, FILLING = 0, -1
 
 
 @final
 class Slots:
     """All slots of one ring. One thread at a time, but leases end on any."""
 
-    def __init__(self, raw: Bytes, layout: Layout, count: int, bell: Bell) -> None:
+    def __init__(self, raw: Bytes, layout: Layout, count: int) -> None:
         self._layout = layout
         self._bytes = [raw[start : start + layout.nbytes] for start in range(0, count * layout.nbytes, layout.nbytes)]
-        self._states = [FREE] * count
-        self._bell = bell
+        self._holders = [FREE] * count
+        """`FREE`, `FILLING`, or the number of the lease. No two leases have the same, so a late one frees nobody else's slot."""
+        self._numbers = itertools.count(1)
+        self._returns = Returns()
 
     def take(self) -> int | None:
         """Return a free slot to be filled; None if there is none."""
-        for index, state in enumerate(self._states):
-            if state == FREE:
-                self._states[index] = FILLING
-                return index
-        return None
+        self._settle()
+        if FREE not in self._holders:
+            return None
+        index = self._holders.index(FREE)
+        self._holders[index] = FILLING
+        return index
 
     def give_back(self, index: int) -> None:
         """Have a slot free again that was taken and not leased."""
-        self._states[index] = FREE
+        self._holders[index] = FREE
 
     def keep_only(self, taken: Collection[int]) -> None:
         """Have every slot free again that was taken, except these."""
-        for index, state in enumerate(self._states):
-            if state == FILLING and index not in taken:
-                self._states[index] = FREE
+        for index, holder in enumerate(self._holders):
+            if holder == FILLING and index not in taken:
+                self._holders[index] = FREE
 
     def lease(self, index: int, parts: Parts | None) -> Any:
         """Return the tree of arrays in a filled slot. The slot is free when none of them, and no view of any, is left."""
-        self._states[index] = LEASED
-        try:
-            lease = _Lease(self._bytes[index], partial(self._end, index))
-        except BaseException:
-            self._states[index] = FREE
-            raise
+        number = next(self._numbers)
+        lease = _Lease(self._bytes[index], self._returns.ticket(number))
+        self._holders[index] = number
         return (parts or self._layout.whole).views(np.asarray(lease))
 
     @property
     def all_held(self) -> bool:
         """Whether every slot is leased."""
-        return all(state == LEASED for state in self._states)
+        self._settle()
+        return all(holder > FREE for holder in self._holders)
 
-    def _end(self, index: int) -> None:
-        # A finalizer, on any thread: no lock, single steps.
-        self._states[index] = FREE
-        self._bell.ring()
+    def wait(self, seconds: float) -> None:
+        """Block until a lease ends, or so many seconds have passed."""
+        self._returns.wait(seconds)
+
+    def _settle(self) -> None:
+        for number in self._returns.unsettled():
+            if number in self._holders:
+                self._holders[self._holders.index(number)] = FREE
+            self._returns.settled(number)
 
 
 @final
 class _Lease:
     """The bytes of one slot, for arrays to be based on."""
 
-    __slots__ = ("__array_interface__", "_end", "_raw")
+    __slots__ = ("__array_interface__", "_raw", "_ticket")
 
-    def __init__(self, raw: Bytes, end: Callable[[], None]) -> None:
+    def __init__(self, raw: Bytes, ticket: object) -> None:
         self._raw = raw
-        self._end = end
+        self._ticket = ticket
         self.__array_interface__ = {"shape": raw.shape, "typestr": "|u1", "data": (raw.ctypes.data, False), "version": 3}
-
-    def __del__(self) -> None:
-        self._end()

@@ -11,12 +11,13 @@ import os
 import pickle
 import select
 import signal
+import socket
 import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn, final
 
+from xferlib.pipeline.shared.channel import receive, send
 from xferlib.pipeline.shared.layout import Bytes, Layout
 from xferlib.pipeline.shared.memory import Descriptor, map_shared
 from xferlib.pipeline.shared.messages import Begin, Failed, Filled, Order, Ready, Reply
@@ -25,10 +26,10 @@ from xferlib.pipeline.shared.process import watch
 __all__ = ["serve"]
 
 LONGEST_TEXT = 16_000
-"""Characters of a traceback. More than a pipe holds, and a worker would wait for its parent to listen."""
+"""Characters of a traceback that people read."""
 
 
-def serve(parent: int, descriptor: Descriptor, layout: Layout, slots: int, connection: Connection) -> None:
+def serve(parent: int, descriptor: Descriptor, layout: Layout, slots: int, connection: socket.socket) -> None:
     """Fill orders until the parent hangs up."""
     # The parent is told of Ctrl-C as well, and decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -38,13 +39,13 @@ def serve(parent: int, descriptor: Descriptor, layout: Layout, slots: int, conne
     descriptor.close()
     filler = _Filler(layout, [raw[start : start + layout.nbytes] for start in range(0, slots * layout.nbytes, layout.nbytes)])
     try:
-        connection.send(Ready())
+        send(connection, Ready())
         while True:
-            message = connection.recv()
+            message = receive(connection)
             if isinstance(message, Begin):
                 filler.begin(message.fill)
             else:
-                connection.send(filler.reply(message))
+                send(connection, filler.reply(message))
     except (EOFError, ConnectionError):
         return
 
