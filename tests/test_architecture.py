@@ -30,6 +30,7 @@ FLOORS = [
     {"xferlib.staging.ring"},
     {"xferlib.gets", "xferlib.puts"},
     {"xferlib.stager"},
+    {"xferlib.pipeline.failed", "xferlib.pipeline.wakeup"},
     {f"xferlib.pipeline{part}" for part in ("", ".bill", ".clock", ".ends", ".report", ".rows", ".shared.layout")},
     {f"xferlib.pipeline.shared{part}" for part in ("", ".failures", ".memory", ".messages", ".slots")},
     {"xferlib.pipeline.shared.process"},

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Literal, NoReturn, final
@@ -41,7 +41,7 @@ from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
 
-__all__ = ["Stager", "check_stager", "open_stagers"]
+__all__ = ["Stager", "before_closing", "check_stager", "open_stagers"]
 
 
 @final
@@ -260,6 +260,8 @@ class Stager:
         Arrays that are still reachable stay valid, and pinned ones pinned, until their last reference goes.
         No other thread may be inside a call.
         """
+        for wait in before_closing:
+            wait()
         with self._closing:
             if self._closed or isinstance(self._refusal, BackendUnavailableError):
                 return
@@ -352,6 +354,8 @@ class _PinnedAllocator:
             ) from error
 
 
+before_closing: list[Callable[[], None]] = []
+"""Each is called before a stager closes, to wait until threads that nobody holds any more are inside none of its calls."""
 _live: weakref.WeakSet[Stager] = weakref.WeakSet()
 
 

@@ -91,27 +91,14 @@ def test_a_loop_that_another_thread_closes_while_it_starts_a_result_says_so(
     assert closed.is_set()
 
 
-class Overtaken:
-    """The queue of a feed, whose next item is dropped by a thread that closes just before the taker gets one."""
+class Overtaken(deque[Any]):
+    """The queue of a feed that another thread closes when the taker has one item of it, and before it sees that."""
 
-    def __init__(self, items: Any, close: Callable[[], object]) -> None:
-        self._items = items
-        self._close = close
-        self._popped, self._resumed = threading.Event(), threading.Event()
-        self.empty, self.put, self.qsize = items.empty, items.put, items.qsize
+    close: Callable[[], object]
 
-    def get_nowait(self) -> Any:
-        self.closer = on_thread(self._close)
-        assert self._popped.wait(PATIENCE)
-        try:
-            return self._items.get_nowait()
-        finally:
-            self._resumed.set()
-
-    def get(self) -> Any:
-        item = self._items.get()
-        self._popped.set()
-        assert self._resumed.wait(PATIENCE)
+    def popleft(self) -> Any:
+        item = super().popleft()
+        on_thread(self.close).result(PATIENCE)
         return item
 
 
@@ -121,10 +108,10 @@ def test_a_taker_that_a_closing_thread_overtakes_gets_nothing_from_behind_a_gap(
     loop = xferlib.prefetch([np.full(4, number) for number in range(9)], stager, 3, rewrites=False)
     assert next(loop)[0] == 0
     shared = loop._feed._shared
-    until(lambda: shared.items.qsize() == 3)
-    overtaken = Overtaken(shared.items, loop._feed.close)
+    until(lambda: len(shared.items) == 3)
+    overtaken = Overtaken(shared.items)
+    overtaken.close = loop._feed.close
     monkeypatch.setattr(shared, "items", overtaken)
-    with pytest.raises(StopIteration):
+    with pytest.raises(xferlib.ClosedError, match="before its end"):
         next(loop)
-    overtaken.closer.result(PATIENCE)
     loop.close()

@@ -1,38 +1,42 @@
 """A source that is iterated on a thread of its own, a bounded number of items ahead of whoever takes them.
 
 Invariants: the thread refers to no `Feed`, so that dropping the feed ends it; whatever the source or the start of an item raises
-comes out behind the items before it, once; at most `depth` items are started and not taken. What an item is, and what starting one
-means, is the caller's business.
+comes out in the place of that item, and nothing is asked for or started until a taker comes for what is behind it; at most
+`depth` items are started and not taken. What an item is, and what starting one means, is the caller's business.
 
-The two sides talk by queues that may be written to anywhere, also inside the garbage collector: there is no lock in here.
+The two sides share state that changes in single steps, and wake each other to look at it: there is no lock in here that an
+interrupt could leave held, or that a finalizer could meet.
 """
 
 from __future__ import annotations
 
 import atexit
 import itertools
-import queue
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
 from queue import SimpleQueue
 from types import GeneratorType
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, final
 
-from xferlib.errors import AllocationError, BackendUnavailableError
+from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
 from xferlib.forks import forget_in_child
 from xferlib.pipeline.clock import Clock
+from xferlib.pipeline.failed import Failed
+from xferlib.pipeline.wakeup import Wakeup
+from xferlib.stager import before_closing
 
 __all__ = ["Feed"]
 
 T = TypeVar("T")
+Work: TypeAlias = "tuple[Iterable[Any], Callable[[Any, Clock], T], Callable[[Clock], None]]"
 
 CLOSE_SECONDS = 2.0
 """How long `close()` waits for a source that is inside its own `next`: nothing can interrupt it there."""
 LET_GO_SECONDS = 1.0
-"""How long a feed that was dropped waits for an item that is being started at this moment."""
+"""How long whoever closes a stager waits for a feed that was dropped while it started an item."""
 
 
 @final
@@ -61,14 +65,20 @@ class Feed(Generic[T]):
             raise TypeError(f"expected something to iterate, got {source!r}")
         if depth < 1:
             raise ValueError(f"depth={depth!r}: expected 1 or more")
-        self._shared: _Shared[T] = _Shared(depth)
-        self._over = False
+        self._shared: _Shared[T] = _Shared(depth, (source, start, before_next))
+        # The finalizer is the queue's own `put`: it tells the thread, and does nothing else.
+        self._shared.owner = weakref.ref(self, self._shared.inbox.put)
+        self._spent = False
         name = f"{name}-{next(_numbers)}"
-        self._thread = threading.Thread(target=_run, args=(self._shared, source, start, before_next), name=name, daemon=True)
+        self._shared.thread = self._thread = threading.Thread(target=_run, args=(self._shared,), name=name, daemon=True)
         _live.add(self._shared)
-        self._shared.thread = self._thread
-        self._thread.start()
-        weakref.finalize(self, _let_go, self._shared).atexit = False
+        try:
+            self._thread.start()
+        except BaseException:
+            # A thread that was interrupted as it began may never get to its work, and must not keep the source and the stager.
+            self._shared.work = None
+            self._shared.stop()
+            raise
 
     @property
     def clock(self) -> Clock:
@@ -87,8 +97,18 @@ class Feed(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether `take` would return at once."""
-        return not self._shared.items.empty()
+        """Whether `take` would return, or raise, at once."""
+        return self._shared.may_take()
+
+    @property
+    def spent(self) -> bool:
+        """Whether a taker was told that there is no more."""
+        return self._spent
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._shared.closed
 
     @property
     def forked(self) -> bool:
@@ -97,40 +117,51 @@ class Feed(Generic[T]):
 
     def seen(self) -> None:
         """Block until the source has given its first item, or has ended."""
-        self._shared.seen.wait()
+        shared = self._shared
+        shared.changed.wait(lambda: shared.begun or shared.ended or shared.closed or shared.forked)
 
     def take(self) -> T:
-        """Return the next item. Raises what the source raised, in its place, and `StopIteration` when there is no more."""
-        if self._over:
-            raise StopIteration
-        entry = self._next()
-        if isinstance(entry, _End):
-            self._over = True
-            # For other takers; what was raised is raised once.
-            self._shared.items.put(_End(None))
-            if threading.current_thread() is not self._thread:
-                self._thread.join(CLOSE_SECONDS)
-            if entry.error is None:
-                raise StopIteration
-            try:
-                raise entry.error
-            finally:
-                del entry
-        if self._shared.stopping:
-            # Another thread closes, and has dropped items before this one, perhaps.
-            raise StopIteration
-        self._shared.tokens.put(_Token.PLACE)
-        return entry
+        """Return the next item. Raises what the source or the start of the item raised, in its place.
 
-    def close(self) -> list[T]:
-        """End the thread and return what was started and not taken. Twice is fine; any thread.
+        `StopIteration` when there is no more; `ClosedError` when the feed was closed before that, by whatever thread.
+        """
+        shared = self._shared
+        while True:
+            if self._spent:
+                raise StopIteration
+            if shared.forked:
+                raise BackendUnavailableError(
+                    "this pipeline cannot go on here: the process was forked after it had begun. Begin it in the child"
+                )
+            # Asked before the queue is: what came before the end is in there then.
+            ended = shared.ended
+            try:
+                entry = shared.items.popleft()
+            except IndexError:
+                self._refuse_closed()
+                if ended:
+                    self._end()
+                shared.sleep()
+                continue
+            # By another thread, perhaps, which has dropped items before this one.
+            self._refuse_closed()
+            shared.inbox.put(None)
+            return entry.value if isinstance(entry, Failed) else entry
+
+    def pause(self) -> None:
+        """Return when no item is being started; the next is when somebody waits for it in `take`."""
+        shared = self._shared
+        shared.paused = True
+        shared.changed.wait(lambda: not shared.starting or shared.forked)
+
+    def close(self) -> None:
+        """End the thread and drop what was started and not taken. Twice is fine; any thread.
 
         A source inside its own `next` cannot be interrupted: after two seconds it is left to a thread that ends when it comes back,
         with a `ResourceWarning`.
         """
         shared = self._shared
         shared.stop()
-        self._over = True
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_SECONDS)
             if self._thread.is_alive() and shared.clock.part == "source":
@@ -140,41 +171,18 @@ class Feed(Generic[T]):
                     ResourceWarning,
                     stacklevel=2,
                 )
-        left = []
-        while not shared.items.empty():
-            entry = shared.items.get()
-            if not isinstance(entry, _End):
-                left.append(entry)
-        shared.items.put(_End(None))
-        return left
+        shared.items.clear()
 
-    def _next(self) -> T | _End:
-        shared = self._shared
-        try:
-            return shared.items.get_nowait()
-        except queue.Empty:
-            pass
-        shared.hungry = True
-        shared.tokens.put(_Token.HUNGRY)
-        try:
-            return shared.items.get()
-        finally:
-            shared.hungry = False
+    def _refuse_closed(self) -> None:
+        if self._shared.closed:
+            raise ClosedError("this pipeline was closed before its end. Make another one")
 
-
-class _Token(Enum):
-    """What the taker tells the thread."""
-
-    PLACE = 1
-    HUNGRY = 2
-    """It waits, and may have let go of something."""
-    STOP = 3
-
-
-@final
-class _End:
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
+    def _end(self) -> NoReturn:
+        """Remember that a taker is told of the end, and wait for the thread."""
+        self._spent = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_SECONDS)
+        raise StopIteration
 
 
 class _Stopped(Exception):
@@ -186,149 +194,198 @@ class _Shared(Generic[T]):
     """What the thread and the feed both hold."""
 
     thread: threading.Thread
+    owner: weakref.ref[Feed[T]]
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, work: Work[T]) -> None:
+        self.work: Work[T] | None = work
         self.clock = Clock()
         self.depth = depth
         self.lowered: AllocationError | None = None
-        self.items: SimpleQueue[T | _End] = SimpleQueue()
-        self.tokens: SimpleQueue[_Token] = SimpleQueue()
-        self.seen = threading.Event()
-        self.hungry = self.stopping = self.starting = self.forked = False
-        for _ in range(depth):
-            self.tokens.put(_Token.PLACE)
+        self.begun = self.ended = self.closed = self.starting = self.forked = False
+        self.paused = False
+        """Whether the thread waits for a taker to wait before it goes on."""
+        self._begin()
         forget_in_child(self)
 
+    def _begin(self) -> None:
+        self.items: deque[T | Failed] = deque()
+        self.inbox: SimpleQueue[object] = SimpleQueue()
+        """Wakes the thread."""
+        self.changed = Wakeup()
+        """Wakes takers."""
+        self.takers: dict[object, None] = {}
+        """One for each that waits."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the thread is to begin nothing new: the feed was closed or dropped."""
+        return self.closed or self.owner() is None
+
+    @property
+    def starving(self) -> bool:
+        """Whether somebody waits for an item and there is none."""
+        return bool(self.takers) and not self.items
+
+    def may_take(self) -> bool:
+        """Tell whether a taker has something to take, or to be told."""
+        return bool(self.items) or self.ended or self.closed or self.forked
+
     def stop(self) -> None:
-        """Let the thread begin nothing new. Takes no lock: finalizers call it."""
-        self.stopping = True
-        self.tokens.put(_Token.STOP)
+        """Let the thread begin nothing new, and tell takers. Takes no lock."""
+        self.closed = True
+        self.inbox.put(None)
+        self.changed.wake()
 
     def forget(self) -> None:
         """See `Forgetful`."""
         self.forked = True
         # The child has no thread, and these may be in the middle of a change that nobody will finish.
-        self.items, self.tokens, self.seen = SimpleQueue(), SimpleQueue(), threading.Event()
-        self.seen.set()
-        self.items.put(
-            _End(
-                BackendUnavailableError(
-                    "this pipeline cannot go on here: the process was forked after it had begun. Begin it in the child"
-                )
-            )
-        )
+        self._begin()
+
+    def sleep(self) -> None:
+        """Wait, as a taker, until there may be something to take."""
+        # Not the thread's number: a finalizer may take on this very thread, meanwhile.
+        taker = object()
+        try:
+            self.takers[taker] = None
+            self.inbox.put(None)
+            self.changed.wait(self.may_take)
+        finally:
+            self.takers.pop(taker, None)
+
+    def give(self, entry: T | Failed) -> None:
+        """Have an entry taken behind the others."""
+        self.items.append(entry)
+        self.begun = True
+        self.changed.wake()
+
+    def wait(self, reached: Callable[[], bool]) -> None:
+        """Wait, on the thread, until something is so. Raises `_Stopped`."""
+        while True:
+            # All before the look: what is told after it comes behind.
+            while not self.inbox.empty():
+                self.inbox.get()
+            if self.stopping:
+                raise _Stopped
+            if reached():
+                return
+            self.inbox.get()
 
     def place(self) -> None:
-        """Wait for a place. Raises `_Stopped`."""
+        """Wait until another item may be asked for. Raises `_Stopped`."""
         self.clock.turn("place")
-        while True:
-            token = self.tokens.get()
-            if token is _Token.STOP or self.stopping:
-                raise _Stopped
-            if token is _Token.PLACE:
-                return
+        self.wait(lambda: self.going() and len(self.items) < self.depth)
+
+    def going(self) -> bool:
+        """Tell whether the thread need not wait for a taker; if one waits, it need not any more."""
+        if self.paused and self.starving:
+            self.paused = False
+        return not self.paused
 
     def started(self, start: Callable[[Any, Clock], T], item: Any) -> T:
         """Start an item; where there is no memory for it, after others have been taken."""
-        fits = max(1, self.items.qsize())
-        given = 0
-        token = None
+        fits = max(1, len(self.items))
+        lower = False
         while True:
+            # Before the try: whoever waits has let go of all that it will.
+            starving = self.starving
             try:
                 started = self._start(start, item)
                 break
             except AllocationError as error:
-                if token is _Token.HUNGRY:
+                if starving:
                     raise
                 self.lowered = error.with_traceback(None)
-            token = self._relief()
-            given += token is _Token.PLACE
-        if token is not None:
-            self._lower(min(fits, self.depth), given)
+                lower = True
+            ahead = len(self.items)
+            self.clock.turn("place")
+            self.wait(lambda ahead=ahead: len(self.items) < ahead or self.starving)  # type: ignore[misc]
+        if lower:
+            self.depth = min(fits, self.depth)
         return started
 
-    def _lower(self, depth: int, given: int) -> None:
-        """Go on with fewer places. `given`: how many were given up on the way, as many at least."""
-        for _ in range(given - (self.depth - depth)):
-            self.tokens.put(_Token.PLACE)
-        self.depth = depth
-
     def _start(self, start: Callable[[Any, Clock], T], item: Any) -> T:
-        # First the mark, then the question: a feed that is let go of asks in the opposite order.
-        self.starting = True
+        while True:
+            # First the mark, then the question: whoever pauses, closes or drops the feed asks in the opposite order.
+            self.starting = True
+            if self.going() and not self.stopping:
+                break
+            self.starting = False
+            self.changed.wake()
+            self.wait(self.going)
         try:
-            if self.stopping:
-                raise _Stopped
             self.clock.turn("start")
             return start(item, self.clock)
         finally:
             self.starting = False
-
-    def _relief(self) -> _Token:
-        """Wait until an item was taken, or the taker waits and there is none."""
-        self.clock.turn("place")
-        while True:
-            token = self.tokens.get()
-            if token is _Token.STOP or self.stopping:
-                raise _Stopped
-            if token is _Token.PLACE or (self.hungry and self.items.empty()):
-                return token
+            self.changed.wake()
 
 
-def _run(shared: _Shared[T], source: Iterable[Any], start: Callable[[Any, Clock], T], before_next: Callable[[Clock], None]) -> None:
-    end = _End(None)
+def _run(shared: _Shared[Any]) -> None:
     try:
-        _work(shared, source, start, before_next)
+        _work(shared)
     except _Stopped:
         pass
     except BaseException as error:  # Whatever it is, the taker must not wait for ever.
-        end.error = error
+        shared.give(Failed(error))
     shared.clock.stop()
-    shared.seen.set()
-    shared.items.put(end)
-    # Its traceback leads back to this frame.
-    del end
+    shared.ended = True
+    if shared.stopping:
+        shared.items.clear()
+    shared.changed.wake()
 
 
-def _work(
-    shared: _Shared[T], source: Iterable[Any], start: Callable[[Any, Clock], T], before_next: Callable[[Clock], None]
-) -> None:
+def _work(shared: _Shared[Any]) -> None:
+    work, shared.work = shared.work, None
+    if work is None:
+        return
+    source, start, before_next = work
     iterator: Iterator[Any] = iter(source)
-    del source
+    del source, work
     try:
-        while True:
+        while not _finished(iterator):
             shared.place()
-            before_next(shared.clock)
-            shared.clock.turn("source")
             try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            shared.items.put(shared.started(start, item))
-            shared.seen.set()
-            del item
+                before_next(shared.clock)
+                shared.clock.turn("source")
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                shared.give(shared.started(start, item))
+            except _Stopped:
+                raise
+            except BaseException as error:
+                # Nothing new until somebody wants what is behind it: many a taker goes no further.
+                shared.paused = True
+                shared.give(Failed(error))
+            item = None
     finally:
         if isinstance(iterator, GeneratorType):
             iterator.close()
 
 
-def _let_go(shared: _Shared[Any]) -> None:
-    """End the thread of a feed that nobody holds any more. A finalizer, on any thread: waits for nothing that could wait for it."""
-    shared.stop()
-    if shared.starting and threading.current_thread() is not shared.thread:
-        # Its owner may be about to close what the item is started on. Bounded, because the collector may have run inside a call
-        # that the start waits for.
-        shared.thread.join(LET_GO_SECONDS)
+def _finished(iterator: Iterator[Any]) -> bool:
+    """Tell whether the iterator has no more to give for sure: a generator that raised."""
+    return isinstance(iterator, GeneratorType) and iterator.gi_frame is None
+
+
+def _wait_for_dropped() -> None:
+    """Wait until no feed that was dropped is starting an item: who dropped one may close what items are started on."""
+    for shared in list(_live):
+        if shared.stopping and shared.starting and threading.current_thread() is not shared.thread:
+            # Bounded: whoever closes may be somebody that the start waits for.
+            shared.thread.join(LET_GO_SECONDS)
 
 
 def _stop_all() -> None:
     """At interpreter exit, before what is below is taken apart."""
     for shared in list(_live):
         shared.stop()
-    for shared in list(_live):
-        _let_go(shared)
+    _wait_for_dropped()
 
 
 _numbers = itertools.count(1)
 _live: weakref.WeakSet[_Shared[Any]] = weakref.WeakSet()
 atexit.register(_stop_all)
+before_closing.append(_wait_for_dropped)

@@ -1,0 +1,46 @@
+"""Waiting for another thread to change something, without a lock.
+
+An interrupt may come anywhere in here, and a finalizer may run anywhere in here and come back: nothing is held that they could
+meet. What is waited for is state that is looked at again after every wake, so a wake too many does no harm.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import final
+
+__all__ = ["Wakeup"]
+
+
+@final
+class Wakeup:
+    """Threads that wait for changes, and threads that tell of changes. Any number of each."""
+
+    def __init__(self) -> None:
+        self._sleepers: deque[SimpleQueue[None]] = deque()
+
+    @property
+    def sleepers(self) -> int:
+        """How many threads sleep now; perhaps more, never fewer."""
+        return len(self._sleepers)
+
+    def wait(self, reached: Callable[[], object]) -> None:
+        """Sleep until this is true. It is asked on the calling thread, each time that somebody calls `wake`."""
+        while not reached():
+            sleeper: SimpleQueue[None] = SimpleQueue()
+            self._sleepers.append(sleeper)
+            # Again: it may have changed before anybody could know of the sleeper.
+            if reached():
+                return
+            sleeper.get()
+
+    def wake(self) -> None:
+        """Have all who wait look again. Called behind the change. Never blocks."""
+        for sleeper in self._sleepers.copy():
+            # In this order an interrupt in between leaves one that is woken twice, and none that sleeps on.
+            sleeper.put(None)
+            with suppress(ValueError, IndexError):
+                self._sleepers.remove(sleeper)
