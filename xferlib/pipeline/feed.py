@@ -10,6 +10,7 @@ interrupt could leave held, or that a finalizer could meet.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import itertools
 import threading
@@ -72,13 +73,8 @@ class Feed(Generic[T]):
         name = f"{name}-{next(_numbers)}"
         self._shared.thread = self._thread = threading.Thread(target=_run, args=(self._shared,), name=name, daemon=True)
         _live.add(self._shared)
-        try:
-            self._thread.start()
-        except BaseException:
-            # A thread that was interrupted as it began may never get to its work, and must not keep the source and the stager.
-            self._shared.work = None
-            self._shared.stop()
-            raise
+        # By a thread of its own: `Thread.start` waits, and an interrupt there leaves a lock held that the new thread needs.
+        _thread.start_new_thread(_begin, (self._shared,))
 
     @property
     def clock(self) -> Clock:
@@ -162,15 +158,13 @@ class Feed(Generic[T]):
         """
         shared = self._shared
         shared.stop()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_SECONDS)
-            if self._thread.is_alive() and shared.clock.part == "source":
-                warnings.warn(
-                    f"the source of {self._thread.name!r} did not come back within {CLOSE_SECONDS} seconds. "
-                    "Its thread ends when it does",
-                    ResourceWarning,
-                    stacklevel=2,
-                )
+        if not self._join() and shared.clock.part == "source":
+            warnings.warn(
+                f"the source of {self._thread.name!r} did not come back within {CLOSE_SECONDS} seconds. "
+                "Its thread ends when it does",
+                ResourceWarning,
+                stacklevel=2,
+            )
         shared.items.clear()
 
     def _refuse_closed(self) -> None:
@@ -180,9 +174,19 @@ class Feed(Generic[T]):
     def _end(self) -> NoReturn:
         """Remember that a taker is told of the end, and wait for the thread."""
         self._spent = True
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_SECONDS)
+        self._join()
         raise StopIteration
+
+    def _join(self) -> bool:
+        """Wait for the thread, if this is another one, and not for ever. Returns whether it has ended."""
+        shared, mine = self._shared, threading.current_thread() is self._thread
+        if mine or shared.forked:
+            return True
+        # Not by `Thread.join` alone: an interrupt there has a thread taken for ended that is not.
+        if not shared.changed.wait(lambda: shared.ended, CLOSE_SECONDS):
+            return False
+        self._thread.join(CLOSE_SECONDS)
+        return True
 
 
 class _Stopped(Exception):
@@ -321,6 +325,17 @@ class _Shared(Generic[T]):
             self.changed.wake()
 
 
+def _begin(shared: _Shared[Any]) -> None:
+    """Start the thread, on another one."""
+    try:
+        shared.thread.start()
+    except RuntimeError as error:
+        # There are too many.
+        shared.give(Failed(error))
+        shared.ended = True
+        shared.changed.wake()
+
+
 def _run(shared: _Shared[Any]) -> None:
     try:
         _work(shared)
@@ -373,9 +388,9 @@ def _finished(iterator: Iterator[Any]) -> bool:
 def _wait_for_dropped() -> None:
     """Wait until no feed that was dropped is starting an item: who dropped one may close what items are started on."""
     for shared in list(_live):
-        if shared.stopping and shared.starting and threading.current_thread() is not shared.thread:
+        if shared.stopping and threading.current_thread() is not shared.thread:
             # Bounded: whoever closes may be somebody that the start waits for.
-            shared.thread.join(LET_GO_SECONDS)
+            shared.changed.wait(lambda shared=shared: not shared.starting or shared.forked, LET_GO_SECONDS)  # type: ignore[misc]
 
 
 def _stop_all() -> None:

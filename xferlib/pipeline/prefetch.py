@@ -166,6 +166,8 @@ class Prefetch:
         self._clock.turn("wait")
         try:
             value = self._next()
+            self._clock.turn("work")
+            return value
         except StopIteration:
             self.close()
             raise
@@ -175,8 +177,6 @@ class Prefetch:
         except BaseException:
             self.close()
             raise
-        self._clock.turn("work")
-        return value
 
     def __enter__(self) -> Prefetch:
         return self

@@ -160,6 +160,8 @@ class Drained:
             self._first = (self._clock.read(), self._late)
         try:
             result = self._next()
+            self._clock.turn("work")
+            return result
         except StopIteration:
             self._spent = True
             self.close()
@@ -170,8 +172,6 @@ class Drained:
         except BaseException:
             self.close()
             raise
-        self._clock.turn("work")
-        return result
 
     def __enter__(self) -> Drained:
         return self

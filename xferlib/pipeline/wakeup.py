@@ -6,6 +6,8 @@ meet. What is waited for is state that is looked at again after every wake, so a
 
 from __future__ import annotations
 
+import queue
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,15 +29,23 @@ class Wakeup:
         """How many threads sleep now; perhaps more, never fewer."""
         return len(self._sleepers)
 
-    def wait(self, reached: Callable[[], object]) -> None:
-        """Sleep until this is true. It is asked on the calling thread, each time that somebody calls `wake`."""
+    def wait(self, reached: Callable[[], object], seconds: float | None = None) -> bool:
+        """Sleep until this is true, or so many seconds have gone; return whether it is.
+
+        It is asked on the calling thread, each time that somebody calls `wake`.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
         while not reached():
             sleeper: SimpleQueue[None] = SimpleQueue()
             self._sleepers.append(sleeper)
             # Again: it may have changed before anybody could know of the sleeper.
             if reached():
-                return
-            sleeper.get()
+                break
+            try:
+                sleeper.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return bool(reached())
+        return True
 
     def wake(self) -> None:
         """Have all who wait look again. Called behind the change. Never blocks."""
