@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 import xferlib_host
 
 import xferlib
 from tests.core.fakes import on_thread
 from tests.interrupts.harness import COUNT, PATIENCE, SEED, at_rest, interrupted, until_free
-
-NUMBERS = range(6)
-SHAPE = (64, 100)
+from tests.pipeline.passes import NUMBERS, PASSES, Pass, arrays, number_in
 
 PIPELINE = Path(xferlib.__file__).parent / "pipeline"
 CORE = (str(Path(xferlib.__file__).parent), str(Path(xferlib_host.__file__).parent))
 
-Run = Callable[[], None]
-Maker = Callable[[xferlib.Stager], Run]
+Maker = Callable[[xferlib.Stager], Pass]
 
 
 def in_pipelines(frame: FrameType | None) -> bool:
@@ -36,97 +32,7 @@ def in_pipelines(frame: FrameType | None) -> bool:
     return True
 
 
-def arrays() -> Iterator[np.ndarray]:
-    return (np.full(SHAPE, number, np.int32) for number in NUMBERS)
-
-
-def whole(taken: list[int]) -> None:
-    assert taken == list(NUMBERS)
-
-
-def number_in(array: Any) -> int:
-    """Return the number that an array is full of."""
-    least, most = int(array.min()), int(array.max())
-    assert least == most
-    return least
-
-
-def ordinary(stager: xferlib.Stager) -> Run:
-    def run() -> None:
-        with xferlib.prefetch(arrays(), stager) as loop:
-            whole([number_in(batch) for batch in loop])
-
-    return run
-
-
-def lent(stager: xferlib.Stager) -> Run:
-    def run() -> None:
-        with xferlib.prefetch(list(arrays()), stager, rewrites=False) as loop:
-            whole([number_in(batch) for batch in loop])
-
-    return run
-
-
-def pinned(stager: xferlib.Stager) -> Run:
-    def source() -> Iterator[np.ndarray]:
-        array = stager.empty_pinned(SHAPE, np.int32)
-        for number in NUMBERS:
-            array[:] = number
-            yield array
-
-    def run() -> None:
-        with xferlib.prefetch(source(), stager) as loop:
-            whole([number_in(batch) for batch in loop])
-
-    return run
-
-
-def slots(stager: xferlib.Stager) -> Run:
-    ring = xferlib.Ring(stager, (SHAPE, np.int32), 3)
-
-    def source() -> Iterator[xferlib.Slot]:
-        for number in NUMBERS:
-            slot = ring.acquire()
-            slot.tree[:] = number
-            yield slot
-
-    def run() -> None:
-        with xferlib.prefetch(source(), stager) as loop:
-            whole([number_in(batch) for batch in loop])
-
-    return run
-
-
-def drained(stager: xferlib.Stager) -> Run:
-    def run() -> None:
-        with xferlib.drain(arrays(), stager) as loop:
-            whole([number_in(result) for result in loop])
-
-    return run
-
-
-def drained_into_arrays(stager: xferlib.Stager) -> Run:
-    def run() -> None:
-        out = np.empty((len(NUMBERS), *SHAPE), np.int32)
-        with xferlib.drain(arrays(), stager, out=out) as loop:
-            whole([number_in(result) for result in loop])
-        whole([number_in(row) for row in out])
-
-    return run
-
-
-def mapped(stager: xferlib.Stager) -> Run:
-    def run() -> None:
-        with xferlib.stream_map(lambda batch: batch + 1, arrays(), stager) as loop:
-            whole([number_in(result) - 1 for result in loop])
-
-    return run
-
-
-PIPELINES = pytest.mark.parametrize("make", [ordinary, lent, pinned, slots, drained, drained_into_arrays, mapped])
-
-
-@PIPELINES
+@PASSES
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.filterwarnings("ignore::xferlib.SynchronousTransferWarning")
 def test_an_interrupted_pipeline_leaves_nothing_held_and_nothing_behind(make: Maker, twice: bool) -> None:

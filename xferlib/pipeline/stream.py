@@ -107,7 +107,7 @@ class Drained:
         self._clock = Clock()
         self._waiting: Any = None
         """A result for which there was no memory yet."""
-        self._exhausted = self._spent = self._closed = False
+        self._exhausted = self._spent = self._closed = self._inside = False
         self._taken = self._late = 0
         self._first: tuple[Mapping[str, float], int] | None = None
         """What the first result took, which pays for what is done once, and whether it was late."""
@@ -182,11 +182,17 @@ class Drained:
     def _next(self) -> Any:
         if self._closed:
             raise ClosedError("this loop was closed before its end. Make another one")
-        self._clock.turn("launch")
-        self._fill()
-        self._clock.turn("wait")
-        late = not self._drain.oldest_done
-        result = self._drain.take()
+        if self._inside:
+            raise RuntimeError("this loop is inside its own next, here or on another thread: it has one consumer. Share a Drain")
+        self._inside = True
+        try:
+            self._clock.turn("launch")
+            self._fill()
+            self._clock.turn("wait")
+            late = not self._drain.oldest_done
+            result = self._drain.take()
+        finally:
+            self._inside = False
         self._late += late
         self._taken += 1
         return result
