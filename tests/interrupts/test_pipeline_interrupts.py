@@ -15,6 +15,7 @@ import xferlib
 from tests.core.fakes import on_thread
 from tests.interrupts.harness import COUNT, PATIENCE, SEED, at_rest, interrupted, until_free
 from tests.pipeline.passes import NUMBERS, PASSES, Pass, arrays, number_in
+from tests.pipeline.steps import until
 
 PIPELINE = Path(xferlib.__file__).parent / "pipeline"
 CORE = (str(Path(xferlib.__file__).parent), str(Path(xferlib_host.__file__).parent))
@@ -50,11 +51,8 @@ def test_an_interrupted_pipeline_leaves_nothing_held_and_nothing_behind(make: Ma
 
 
 def no_threads() -> None:
-    """Wait until no loop's thread is left."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("xferlib-prefetch") and thread.ident is not None:
-            thread.join(PATIENCE)
-            assert not thread.is_alive(), thread
+    """Wait until no loop's thread is left, one that has not begun included."""
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("xferlib-prefetch")])
 
 
 @pytest.mark.parametrize("make", [xferlib.prefetch, xferlib.drain])

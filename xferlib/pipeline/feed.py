@@ -75,6 +75,7 @@ class Feed(Generic[T]):
         _live.add(self._shared)
         # By a thread of its own: `Thread.start` waits, and an interrupt there leaves a lock held that the new thread needs.
         _thread.start_new_thread(_begin, (self._shared,))
+        self._shared.changed.wait(lambda: self._shared.running or self._shared.ended)
 
     @property
     def clock(self) -> Clock:
@@ -205,7 +206,7 @@ class _Shared(Generic[T]):
         self.clock = Clock()
         self.depth = depth
         self.lowered: AllocationError | None = None
-        self.begun = self.ended = self.closed = self.starting = self.forked = False
+        self.running = self.begun = self.ended = self.closed = self.starting = self.forked = False
         self.paused = False
         """Whether the thread waits for a taker to wait before it goes on."""
         self._begin()
@@ -337,6 +338,8 @@ def _begin(shared: _Shared[Any]) -> None:
 
 
 def _run(shared: _Shared[Any]) -> None:
+    shared.running = True
+    shared.changed.wake()
     try:
         _work(shared)
     except _Stopped:
