@@ -86,7 +86,7 @@ def test_a_loop_that_another_thread_closes_while_it_starts_a_result_says_so(
         start(tree, stream)
 
     monkeypatch.setattr(loop._drain, "start", late)
-    with pytest.raises(xferlib.ClosedError):
+    with pytest.raises(xferlib.ClosedError, match="this loop was closed"):
         next(loop)
     assert closed.is_set()
 

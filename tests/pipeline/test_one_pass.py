@@ -420,6 +420,28 @@ def test_a_drain_into_arrays_goes_on_behind_a_copy_that_failed() -> None:
         assert out[:, 0].tolist() == [0, 1, 2, 3]
 
 
+def test_a_failure_that_nobody_took_is_told_at_the_end_of_the_block() -> None:
+    with xferlib.stager(failing_copies("d2h", {0, 2})) as stager:
+        out = stager.empty_pinned((4, 3), np.int64)
+
+        def fill(drain: xferlib.Drain, *, take: bool) -> None:
+            with drain:
+                results = drain.results()
+                drain.submit(np.zeros(3, np.int64))
+                if take:
+                    with pytest.raises(xferlib.TransferError):
+                        next(results)
+                drain.submit(np.ones(3, np.int64))
+
+        fill(xferlib.Drain(stager, 3, out=out), take=True)
+        assert out[:2, 0].tolist() == [0, 1]
+        drain = xferlib.Drain(stager, 3, out=out)
+        with pytest.raises(xferlib.TransferError, match="lost"):
+            fill(drain, take=False)
+        with pytest.raises(xferlib.ClosedError):
+            drain.submit(np.ones(3, np.int64))
+
+
 def test_a_result_that_is_refused_takes_no_rows(stager: xferlib.Stager) -> None:
     out = np.zeros((3, 4))
     with xferlib.Drain(stager, 1, out=out) as drain:

@@ -244,6 +244,15 @@ def test_two_consumers_share_the_batches(stager: xferlib.Stager) -> None:
     assert sorted(taken[0] + taken[1]) == list(range(50))
 
 
+def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
+    shared = feed.Feed(range(1000), lambda item, clock: item, depth=2)
+    for number in range(1000):
+        assert shared.take() == number
+        assert shared._shared.inbox.qsize() <= 8
+        assert shared._shared.changed.sleepers <= 2
+    shared.close()
+
+
 def test_two_takers_of_a_feed_both_hear_of_its_end() -> None:
     gate = threading.Event()
 

@@ -43,7 +43,8 @@ class Drain:
     A result that fails is told to whoever takes it, in its place, and those behind it follow. One whose copy could not be started
     takes no rows of `out`; one whose copy failed leaves its rows undefined.
 
-    A context manager; `close()` waits for what is in flight. One thread submits at a time, any number may take.
+    A context manager; `close()` waits for what is in flight. The end of a `with` block raises as `synchronize` where `out` was
+    given, since nobody else may be told. One thread submits at a time, any number may take.
     """
 
     def __init__(self, stager: Stager, depth: int = 2, *, out: Any = None) -> None:
@@ -194,7 +195,11 @@ class Drain:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            if error is None and self._rows is not None and not self._closed:
+                self.synchronize()
+        finally:
+            self.close()
 
     def _into_rows(self, rows: Rows, tree: Any, stream: object | None) -> Transfer:
         out, count = rows.next(tree)
@@ -230,6 +235,9 @@ class Drain:
             self._pending.remove(transfer)
         except ValueError:
             return False
+        if isinstance(transfer, Transfer):
+            with suppress(ValueError):
+                self._flying.remove(transfer)
         self._taken += 1
         self._changed.wake()
         return True

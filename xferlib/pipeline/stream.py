@@ -180,8 +180,7 @@ class Drained:
         self.close()
 
     def _next(self) -> Any:
-        if self._closed:
-            raise ClosedError("this loop was closed before its end. Make another one")
+        self._refuse_closed()
         if self._inside:
             raise RuntimeError("this loop is inside its own next, here or on another thread: it has one consumer. Share a Drain")
         self._inside = True
@@ -191,11 +190,19 @@ class Drained:
             self._clock.turn("wait")
             late = not self._drain.oldest_done
             result = self._drain.take()
+        except ClosedError:
+            # Of the drain in here, of which the consumer knows nothing.
+            self._refuse_closed()
+            raise
         finally:
             self._inside = False
         self._late += late
         self._taken += 1
         return result
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ClosedError("this loop was closed before its end. Make another one") from None
 
     def _fill(self) -> None:
         # Behind a failure nothing new until it was told: many a consumer goes no further.
