@@ -245,8 +245,17 @@ def test_two_consumers_share_the_batches(stager: xferlib.Stager) -> None:
 
 
 def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
-    shared = feed.Feed(range(1000), lambda item, clock: item, depth=2)
-    for number in range(1000):
+    asked = threading.Semaphore(0)
+
+    def slow() -> Iterator[int]:
+        """Give an item when it is wanted, so that the thread never waits for a place."""
+        for number in range(100):
+            assert asked.acquire(timeout=PATIENCE)
+            yield number
+
+    shared = feed.Feed(slow(), lambda item, clock: item, depth=1000)
+    for number in range(100):
+        asked.release()
         assert shared.take() == number
         assert shared._shared.inbox.qsize() <= 8
         assert shared._shared.changed.sleepers <= 2
