@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -304,6 +305,30 @@ def test_a_batch_that_cannot_be_taken_costs_itself_alone_and_nothing_is_begun_me
     until(lambda: part(loop) == "place" and loop._feed._shared.inbox.empty())
     assert begun == seen
     assert outcomes(loop) == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_consumer_whose_take_failed_is_told_when_nobody_is_inside_a_put(stager: xferlib.Stager) -> None:
+    """Many a consumer goes no further, and closes the stager."""
+    inside, gate = threading.Event(), threading.Event()
+
+    def put(tree: Any) -> xferlib.Transfer:
+        if tree[0] == 1:
+            inside.set()
+            assert gate.wait(PATIENCE)
+        return stager.put(tree)
+
+    def take(transfer: Any) -> Any:
+        assert inside.wait(PATIENCE)
+        raise Lost
+
+    with xferlib.Prefetch([np.full(3, number) for number in range(3)], put, depth=2, take=take) as loop:
+        taker = on_thread(lambda: next(loop))
+        shared = loop._feed._shared
+        until(lambda: shared.paused and (shared.changed.sleepers or taker.done()))
+        assert not taker.done()
+        gate.set()
+        with pytest.raises(Lost):
+            taker.result(PATIENCE)
 
 
 def test_a_result_that_fn_fails_for_is_told_in_its_place(stager: xferlib.Stager) -> None:
