@@ -20,7 +20,19 @@ from tests.pipeline.passes import PASSES, Pass
 from tests.pipeline.steps import PATIENCE
 
 PIPELINE = str(Path(xferlib.__file__).parent / "pipeline")
-FILES = {"feed.py", "prefetch.py", "drain.py", "stream.py", "wakeup.py", "failed.py", "report.py", "clock.py", "rows.py", "bill.py"}
+FILES = {
+    "feed.py",
+    "source_thread.py",
+    "prefetch.py",
+    "drain.py",
+    "stream.py",
+    "wakeup.py",
+    "failed.py",
+    "report.py",
+    "clock.py",
+    "rows.py",
+    "bill.py",
+}
 
 
 class Garbage:

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import on_thread, tampered
+from tests.core.fakes import on_thread
+from tests.pipeline.failing import Lost, failing_copies, outcomes
 from tests.pipeline.steps import PATIENCE, Source, part, thread_of, until
 from xferlib.pipeline.stream import Drained
 
 Loop = xferlib.Prefetch | Drained
 Maker = Callable[[Any, xferlib.Stager, int], Loop]
-
-
-class Lost(Exception):
-    """What these sources raise."""
 
 
 class Stumbling(Iterator[np.ndarray]):
@@ -54,22 +51,6 @@ def mapped(source: Any, stager: xferlib.Stager, depth: int) -> Loop:
 
 
 LOOPS = pytest.mark.parametrize("make", [prefetched, drained, mapped])
-
-
-def outcomes(loop: Any) -> list[int | str]:
-    """Take all there is, going on behind every error; say its class, or the number that a batch is full of."""
-    found: list[int | str] = []
-    while len(found) < 99:
-        try:
-            taken = next(loop)
-        except StopIteration:
-            return found
-        except Exception as error:
-            found.append(type(error).__name__)
-        else:
-            assert len(set(np.asarray(taken).ravel().tolist())) == 1
-            found.append(int(np.asarray(taken).ravel()[0]))
-    raise AssertionError(f"it does not end: {found}")
 
 
 @LOOPS
@@ -229,39 +210,6 @@ def test_an_interrupted_loop_is_closed_and_says_so(make: Maker, stager: xferlib.
         assert not thread_of(loop).is_alive()
 
 
-class FailedCopy:
-    """The event of a copy that failed, in all else like the one that it stands for."""
-
-    def __init__(self, event: Any, error: Exception) -> None:
-        self.event = event
-        self.error = error
-
-    def done(self) -> bool:
-        if self.event.done():
-            raise self.error
-        return False
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-        raise self.error
-
-    def stream_wait(self, stream: object | None = None) -> None:
-        self.synchronize()
-
-
-def failing_copies(direction: str, failing: set[int]) -> Any:
-    """Return a host backend of whose copies in a direction some fail, by number, and nothing else."""
-    record = f"record_{direction}"
-    numbers = itertools.count()
-
-    def recorded() -> Any:
-        event = getattr(backend.inner, record)()
-        return FailedCopy(event, backend.inner.failures[0]("lost")) if next(numbers) in failing else event
-
-    backend = tampered(**{record: recorded})
-    return backend
-
-
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("rewrites", [True, False])
 def test_a_copy_to_the_device_that_fails_costs_its_batch_alone(depth: int, rewrites: bool) -> None:
@@ -302,6 +250,7 @@ def test_a_batch_that_cannot_be_taken_costs_itself_alone_and_nothing_is_begun_me
     with pytest.raises(Lost):
         next(loop)
     seen = begun.copy()
+    # The source has given the next one, perhaps, which is not put.
     until(lambda: part(loop) == "place" and loop._feed._shared.inbox.empty())
     assert begun == seen
     assert outcomes(loop) == [2, 3, 4, 5, 6, 7, 8]
@@ -392,87 +341,3 @@ def test_a_generator_that_another_loop_is_inside_of_is_asked_again(stager: xferl
     source.gate.set()
     found = [*outcomes(tree["label"][:1] for tree in first), *outcomes(tree["label"][:1] for tree in second)]
     assert sorted(map(int, found)) == [0, 1, 2]
-
-
-def test_the_results_of_a_drain_come_once(stager: xferlib.Stager) -> None:
-    with xferlib.Drain(stager, 3) as drain:
-        results = drain.results()
-        for number in range(2):
-            drain.submit(np.full(3, number))
-        drain.fail(Lost())
-        drain.end()
-        assert outcomes(results) == [0, 1, "Lost"]
-        assert next(results, None) is None
-        with pytest.raises(xferlib.ClosedError, match="spent"):
-            iter(results)
-    # All was taken before it was closed.
-    assert next(results, None) is None
-
-
-def test_a_drain_that_is_closed_with_results_left_says_so(stager: xferlib.Stager) -> None:
-    with xferlib.Drain(stager, 3) as drain:
-        results = drain.results()
-        drain.submit(np.zeros(3))
-        drain.submit(np.zeros(3))
-        drain.end()
-        next(results)
-    with pytest.raises(xferlib.ClosedError, match="everything was taken"):
-        next(results)
-
-
-def test_a_drain_tells_of_the_first_failure_when_all_is_done() -> None:
-    backend = failing_copies("d2h", {1, 2})
-    with xferlib.stager(backend) as stager, xferlib.Drain(stager, 4) as drain:
-        for number in range(4):
-            drain.submit(np.full(3, number))
-        left = list(drain._pending)
-        with pytest.raises(xferlib.TransferError, match="lost"):
-            drain.synchronize()
-        assert left[3].done()
-        drain.end()
-        assert outcomes(drain.results()) == [0, "TransferError", "TransferError", 3]
-
-
-def test_a_drain_into_arrays_goes_on_behind_a_copy_that_failed() -> None:
-    backend = failing_copies("d2h", {1})
-    with xferlib.stager(backend) as stager:
-        out = stager.empty_pinned((4, 3), np.int64)
-        with xferlib.Drain(stager, 1, out=out) as drain:
-            for number in range(4):
-                drain.submit(np.full(3, number))
-            drain.end()
-            assert outcomes(drain.results()) == [0, "TransferError", 2, 3]
-        assert out[:, 0].tolist() == [0, 1, 2, 3]
-
-
-def test_a_failure_that_nobody_took_is_told_at_the_end_of_the_block() -> None:
-    with xferlib.stager(failing_copies("d2h", {0, 2})) as stager:
-        out = stager.empty_pinned((4, 3), np.int64)
-
-        def fill(drain: xferlib.Drain, *, take: bool) -> None:
-            with drain:
-                results = drain.results()
-                drain.submit(np.zeros(3, np.int64))
-                if take:
-                    with pytest.raises(xferlib.TransferError):
-                        next(results)
-                drain.submit(np.ones(3, np.int64))
-
-        fill(xferlib.Drain(stager, 3, out=out), take=True)
-        assert out[:2, 0].tolist() == [0, 1]
-        drain = xferlib.Drain(stager, 3, out=out)
-        with pytest.raises(xferlib.TransferError, match="lost"):
-            fill(drain, take=False)
-        with pytest.raises(xferlib.ClosedError):
-            drain.submit(np.ones(3, np.int64))
-
-
-def test_a_result_that_is_refused_takes_no_rows(stager: xferlib.Stager) -> None:
-    out = np.zeros((3, 4))
-    with xferlib.Drain(stager, 1, out=out) as drain:
-        drain.submit(np.full(4, 1.0))
-        with pytest.raises(ValueError, match="dtype"):
-            drain.submit(np.full(4, 2, np.int32))
-        drain.submit(np.full(4, 3.0))
-        drain.synchronize()
-    assert out[:, 0].tolist() == [1, 3, 0]

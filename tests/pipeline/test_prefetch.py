@@ -145,34 +145,6 @@ def test_dropping_in_a_reference_cycle_ends_the_thread(stager: xferlib.Stager) -
     assert not thread.is_alive()
 
 
-def test_a_stager_that_closes_waits_for_a_put_that_a_dropped_iterator_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "LET_GO_SECONDS", PATIENCE)
-    inside, gate, put = threading.Event(), threading.Event(), threading.Event()
-
-    def slow_put(tree: Any) -> xferlib.Transfer:
-        inside.set()
-        assert gate.wait(PATIENCE)
-        transfer = stager.put(tree)
-        put.set()
-        return transfer
-
-    with xferlib.stager("host") as stager:
-        batches = xferlib.Prefetch([batch(0)], slow_put)
-        thread = thread_of(batches)
-        assert inside.wait(PATIENCE)
-        shared = batches._feed._shared
-        # Waits for nothing: it may be the collector that drops it, anywhere.
-        del batches
-        assert shared.stopping
-        closing = on_thread(stager.close)
-        until(lambda: shared.changed.sleepers or closing.done())
-        assert not closing.done()
-        gate.set()
-        closing.result(PATIENCE)
-        assert put.is_set()
-        assert not thread.is_alive()
-
-
 def test_close_returns_when_nothing_is_in_flight(stager: xferlib.Stager) -> None:
     with held(h2d(stager)) as gate:
         batches = xferlib.prefetch(Source(9), stager)
@@ -242,40 +214,6 @@ def test_two_consumers_share_the_batches(stager: xferlib.Stager) -> None:
     halves = [on_thread(lambda: [number_of(tree) for tree in batches]) for _ in range(2)]
     taken = [half.result(PATIENCE) for half in halves]
     assert sorted(taken[0] + taken[1]) == list(range(50))
-
-
-def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
-    asked = threading.Semaphore(0)
-
-    def slow() -> Iterator[int]:
-        """Give an item when it is wanted, so that the thread never waits for a place."""
-        for number in range(100):
-            assert asked.acquire(timeout=PATIENCE)
-            yield number
-
-    shared = feed.Feed(slow(), lambda item, clock: item, depth=1000)
-    for number in range(100):
-        asked.release()
-        assert shared.take() == number
-        assert shared._shared.inbox.qsize() <= 8
-        assert shared._shared.changed.sleepers <= 2
-    shared.close()
-
-
-def test_two_takers_of_a_feed_both_hear_of_its_end() -> None:
-    gate = threading.Event()
-
-    def source() -> Iterator[int]:
-        yield 1
-        assert gate.wait(PATIENCE)
-
-    shared = feed.Feed(source(), lambda item, clock: item, depth=1)
-    assert shared.take() == 1
-    both = [on_thread(lambda: list(iter(shared.take, None))) for _ in range(2)]
-    until(lambda: len(shared._shared.takers) == 2)
-    gate.set()
-    for taker in both:
-        assert taker.result(PATIENCE) == []
 
 
 def rewriting(array: np.ndarray, asked: list[int]) -> Iterator[np.ndarray]:
