@@ -31,10 +31,11 @@ class Between:
         return self.transfers[-1]
 
 
+@pytest.mark.parametrize("out", [None, np.zeros((3, 4))], ids=["pinned", "into arrays"])
 def test_a_result_that_is_submitted_while_another_thread_closes_is_given_to_nobody(
-    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, out: Any
 ) -> None:
-    drain = xferlib.Drain(stager, 3)
+    drain = xferlib.Drain(stager, 3, out=out)
     results = drain.results()
     drain.submit(np.zeros(4))
     between = Between(stager, drain.close)
@@ -42,6 +43,7 @@ def test_a_result_that_is_submitted_while_another_thread_closes_is_given_to_nobo
     with pytest.raises(xferlib.ClosedError):
         drain.submit(np.ones(4))
     assert drain.pending == 0
+    assert not drain._flying
     assert between.transfers[-1].done()
     with pytest.raises(xferlib.ClosedError):
         next(results)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from typing import Any
+
 import numpy as np
 import pytest
 
 import xferlib
+from tests.core.fakes import on_thread
 from tests.pipeline.failing import Lost, failing_copies, outcomes
+from tests.pipeline.steps import PATIENCE, d2h, until
 
 
 def test_the_results_of_a_drain_come_once(stager: xferlib.Stager) -> None:
@@ -35,15 +41,40 @@ def test_a_drain_that_is_closed_with_results_left_says_so(stager: xferlib.Stager
         next(results)
 
 
+class Noted:
+    """A transfer that says when it has been waited for."""
+
+    def __init__(self, transfer: xferlib.Transfer) -> None:
+        self.waited_for = threading.Event()
+        self._transfer = transfer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transfer, name)
+
+    def synchronize(self) -> None:
+        try:
+            self._transfer.synchronize()
+        finally:
+            self.waited_for.set()
+
+
 def test_a_drain_tells_of_the_first_failure_when_all_is_done() -> None:
-    backend = failing_copies("d2h", {1, 2})
-    with xferlib.stager(backend) as stager, xferlib.Drain(stager, 4) as drain:
+    gate = threading.Event()
+    with xferlib.stager(failing_copies("d2h", {1, 2})) as stager, xferlib.Drain(stager, 4) as drain:
         for number in range(4):
+            if number == 3:
+                d2h(stager).submit(lambda: gate.wait(PATIENCE))
             drain.submit(np.full(3, number))
-        left = list(drain._pending)
+        pending: deque[Any] = drain._pending
+        pending[2] = third = Noted(pending[2])
+        last = pending[3]
+        told = on_thread(drain.synchronize)
+        until(lambda: third.waited_for.is_set() or told.done())
+        assert not told.done()
+        gate.set()
         with pytest.raises(xferlib.TransferError, match="lost"):
-            drain.synchronize()
-        assert left[3].done()
+            told.result(PATIENCE)
+        assert last.done()
         drain.end()
         assert outcomes(drain.results()) == [0, "TransferError", "TransferError", 3]
 

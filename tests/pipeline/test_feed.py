@@ -74,3 +74,40 @@ def test_two_takers_of_a_feed_both_hear_of_its_end() -> None:
     gate.set()
     for taker in both:
         assert taker.result(PATIENCE) == []
+
+
+def test_an_item_that_is_started_behind_a_close_that_could_not_wait_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "CLOSE_SECONDS", 0.05)
+    inside, gate = threading.Event(), threading.Event()
+
+    def start(item: object, clock: xferlib.Clock) -> object:
+        inside.set()
+        assert gate.wait(PATIENCE)
+        return item
+
+    items = feed.Feed([object()], start, depth=1)
+    assert inside.wait(PATIENCE)
+    items.close()
+    gate.set()
+    until(lambda: items._shared.ended)
+    assert not items._shared.items
+
+
+def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -> None:
+    inside, gate = threading.Event(), threading.Event()
+
+    def start(item: int, clock: xferlib.Clock) -> int:
+        if item == 1:
+            inside.set()
+            assert gate.wait(PATIENCE)
+            raise xferlib.AllocationError("full")
+        return item
+
+    items = feed.Feed(range(2), start, depth=2)
+    assert inside.wait(PATIENCE)
+    pausing = on_thread(items.pause)
+    until(lambda: items._shared.changed.sleepers or pausing.done())
+    assert not pausing.done()
+    gate.set()
+    pausing.result(PATIENCE)
+    items.close()

@@ -126,6 +126,15 @@ def test_a_finalizer_that_takes_from_the_prefetch_it_interrupts_takes_what_is_ne
     assert told == []
 
 
+def test_a_finalizer_that_takes_from_the_drain_whose_taking_it_interrupts_takes_what_is_next(stager: xferlib.Stager) -> None:
+    with xferlib.Drain(stager, 40) as drain:
+        for number in range(40):
+            drain.submit(np.full(3, number))
+        taken, told = on_thread(lambda: take_while_finalizers_take(drain.results(), 36)).result(PATIENCE)
+    assert sorted(taken) == list(range(len(taken)))
+    assert told == []
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_finalizer_that_takes_from_the_drained_loop_it_interrupts_is_refused(depth: int, stager: xferlib.Stager) -> None:
     with xferlib.drain([np.full(3, number) for number in range(40)], stager, depth) as loop:
