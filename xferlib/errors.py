@@ -35,7 +35,7 @@ class CapabilityError(XferError):
 
 
 class ClosedError(XferError):
-    """Raised when a stager is used after `close()`."""
+    """Raised when a stager, a ring or a pipeline is used after `close()`, or a pipeline once more after its end."""
 
 
 class AllocationError(XferError, MemoryError):

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Literal, NoReturn, final
@@ -42,7 +42,7 @@ from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
 
-__all__ = ["Stager", "check_stager", "open_stagers"]
+__all__ = ["Stager", "before_closing", "check_stager", "open_stagers"]
 
 
 @final
@@ -277,6 +277,8 @@ class Stager:
         if self._entered:
             close_later(self)
             return
+        for wait in before_closing:
+            wait()
         with self._closing:
             if self._closed or isinstance(self._refusal, BackendUnavailableError):
                 return
@@ -368,6 +370,8 @@ class _PinnedAllocator:
             ) from error
 
 
+before_closing: list[Callable[[], None]] = []
+"""Each is called before a stager closes, to wait until threads that nobody holds any more are inside none of its calls."""
 _live: weakref.WeakSet[Stager] = weakref.WeakSet()
 
 

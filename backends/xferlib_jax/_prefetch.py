@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
+from operator import call
 from types import TracebackType
 from typing import Any, final
 
@@ -71,9 +73,10 @@ def prefetch_to_device(
 
 @final
 class ShardedPrefetch:
-    """An iterator of global arrays that are put ahead of time, on a thread. Made by `prefetch`.
+    """Global arrays that are put ahead of time, on a thread, for one pass. Made by `prefetch`.
 
-    It is a `xferlib.Prefetch` over several stagers, and ends as that does; with it goes its hold on them.
+    It is a `xferlib.Prefetch` over several stagers: it goes on behind an error, ends, and refuses a second pass as that does. With
+    its end goes its hold on the stagers.
     """
 
     def __init__(self, batches: Iterable[Any], sharding: Any, held: Hold, *, depth: int, rewrites: bool) -> None:
@@ -120,12 +123,21 @@ class ShardedPrefetch:
         self._puts.end()
         self._hold.release()
 
-    def __iter__(self) -> ShardedPrefetch:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
+        iter(self._loop)
+        # Neither the iterator of the other, which would not end this, nor itself: see `xferlib.Prefetch`.
+        return map(call, repeat(self.__next__))
 
     def __next__(self) -> Any:
         try:
             return next(self._loop)
+        except StopIteration:
+            self.close()
+            raise
+        except Exception:
+            # The batch of this error is the only one lost.
+            raise
         except BaseException:
             self.close()
             raise

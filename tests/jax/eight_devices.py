@@ -381,7 +381,55 @@ def test_exceptions_of_the_source_come_out_in_their_place_with_their_traceback()
     with pytest.raises(ArithmeticError, match="on purpose") as caught:
         next(loop)
     assert "broken_source" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert next(loop, None) is None
     assert _stagers._SHARED._users == {}
+
+
+class Stumbling(Iterator[Any]):
+    """Batches, of which the third cannot be had, and the fifth not be divided."""
+
+    asked = 0
+
+    def __next__(self) -> Any:
+        if self.asked == 6:
+            raise StopIteration
+        self.asked += 1
+        if self.asked == 3:
+            raise ArithmeticError("on purpose")
+        return random((11 if self.asked == 5 else 16, 4), seed=self.asked)
+
+
+def test_what_fails_for_a_batch_costs_that_batch_alone_and_a_second_pass_is_refused() -> None:
+    loop = xferlib_jax.prefetch(Stumbling(), over("a"))
+    for number in (1, 2):
+        assert_is(next(loop), random((16, 4), seed=number), over("a"))
+    with pytest.raises(ArithmeticError):
+        next(loop)
+    assert_is(next(loop), random((16, 4), seed=4), over("a"))
+    with pytest.raises(ValueError, match="cannot be divided"):
+        next(loop)
+    assert _stagers._SHARED._users != {}
+    (last,) = loop
+    assert_is(last, random((16, 4), seed=6), over("a"))
+    assert _stagers._SHARED._users == {}
+    with pytest.raises(xferlib.ClosedError, match="spent"):
+        list(loop)
+    assert next(loop, None) is None
+
+
+def test_an_interrupted_loop_is_closed_with_its_stagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = xferlib_jax.prefetch(Stumbling(), over("a"))
+    next(loop)
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop._loop, "_next", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(loop)
+    assert _stagers._SHARED._users == {}
+    with pytest.raises(xferlib.ClosedError):
+        iter(loop)
 
 
 def test_a_copy_that_fails_on_one_device_fails_the_batch(stagers: tuple[Stager, ...]) -> None:
@@ -437,7 +485,7 @@ def test_loops_share_stagers_which_are_closed_with_the_last() -> None:
     second.close()
     with pytest.raises(xferlib.ClosedError):
         second.stagers[0].empty_pinned(1, np.uint8)
-    with pytest.raises(StopIteration):
+    with pytest.raises(xferlib.ClosedError):
         next(second)
 
 

@@ -31,10 +31,11 @@ class Between:
         return self.transfers[-1]
 
 
+@pytest.mark.parametrize("out", [None, np.zeros((3, 4))], ids=["pinned", "into arrays"])
 def test_a_result_that_is_submitted_while_another_thread_closes_is_given_to_nobody(
-    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, out: Any
 ) -> None:
-    drain = xferlib.Drain(stager, 3)
+    drain = xferlib.Drain(stager, 3, out=out)
     results = drain.results()
     drain.submit(np.zeros(4))
     between = Between(stager, drain.close)
@@ -42,6 +43,7 @@ def test_a_result_that_is_submitted_while_another_thread_closes_is_given_to_nobo
     with pytest.raises(xferlib.ClosedError):
         drain.submit(np.ones(4))
     assert drain.pending == 0
+    assert not drain._flying
     assert between.transfers[-1].done()
     with pytest.raises(xferlib.ClosedError):
         next(results)
@@ -86,32 +88,19 @@ def test_a_loop_that_another_thread_closes_while_it_starts_a_result_says_so(
         start(tree, stream)
 
     monkeypatch.setattr(loop._drain, "start", late)
-    with pytest.raises(xferlib.ClosedError):
+    with pytest.raises(xferlib.ClosedError, match="this loop was closed"):
         next(loop)
     assert closed.is_set()
 
 
-class Overtaken:
-    """The queue of a feed, whose next item is dropped by a thread that closes just before the taker gets one."""
+class Overtaken(deque[Any]):
+    """The queue of a feed that another thread closes when the taker has one item of it, and before it sees that."""
 
-    def __init__(self, items: Any, close: Callable[[], object]) -> None:
-        self._items = items
-        self._close = close
-        self._popped, self._resumed = threading.Event(), threading.Event()
-        self.empty, self.put, self.qsize = items.empty, items.put, items.qsize
+    close: Callable[[], object]
 
-    def get_nowait(self) -> Any:
-        self.closer = on_thread(self._close)
-        assert self._popped.wait(PATIENCE)
-        try:
-            return self._items.get_nowait()
-        finally:
-            self._resumed.set()
-
-    def get(self) -> Any:
-        item = self._items.get()
-        self._popped.set()
-        assert self._resumed.wait(PATIENCE)
+    def popleft(self) -> Any:
+        item = super().popleft()
+        on_thread(self.close).result(PATIENCE)
         return item
 
 
@@ -121,10 +110,10 @@ def test_a_taker_that_a_closing_thread_overtakes_gets_nothing_from_behind_a_gap(
     loop = xferlib.prefetch([np.full(4, number) for number in range(9)], stager, 3, rewrites=False)
     assert next(loop)[0] == 0
     shared = loop._feed._shared
-    until(lambda: shared.items.qsize() == 3)
-    overtaken = Overtaken(shared.items, loop._feed.close)
+    until(lambda: len(shared.items) == 3)
+    overtaken = Overtaken(shared.items)
+    overtaken.close = loop._feed.close
     monkeypatch.setattr(shared, "items", overtaken)
-    with pytest.raises(StopIteration):
+    with pytest.raises(xferlib.ClosedError, match="before its end"):
         next(loop)
-    overtaken.closer.result(PATIENCE)
     loop.close()

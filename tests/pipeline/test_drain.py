@@ -292,7 +292,7 @@ def test_a_producer_waits_for_memory_that_the_taker_lets_go_of() -> None:
             del result
             if 2 <= len(taken) < 9:
                 # There is a place, and no memory.
-                until(lambda: drain.pending == 2 and vars(drain._changed)["_waiters"])
+                until(lambda: drain.pending == 2 and drain._changed.sleepers)
         producer.result(PATIENCE)
     assert taken == list(range(12))
 

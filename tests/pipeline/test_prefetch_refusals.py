@@ -17,6 +17,7 @@ def test_a_batch_that_cannot_be_put_is_refused_in_its_place(stager: xferlib.Stag
     assert number_of(next(batches)) == 0
     with pytest.raises(TypeError, match="cannot be transferred"):
         next(batches)
+    assert [number_of(tree) for tree in batches] == [2]
 
 
 class Foreign:
@@ -33,11 +34,11 @@ def test_what_is_no_array_is_named_with_its_place_and_its_batch(
     stager: xferlib.Stager, leaf: Any, good: int, rewrites: bool
 ) -> None:
     source = [*map(batch, range(good)), {"x": batch(0)["x"], "label": leaf}]
-    batches = xferlib.prefetch(source, stager, rewrites=rewrites)
-    for _ in range(good):
-        next(batches)
-    with pytest.raises(TypeError, match="expected a NumPy array") as caught:
-        next(batches)
+    with xferlib.prefetch(source, stager, rewrites=rewrites) as batches:
+        for _ in range(good):
+            next(batches)
+        with pytest.raises(TypeError, match="expected a NumPy array") as caught:
+            next(batches)
     where, which = caught.value.__notes__
     assert where.startswith("at tree.label")
     assert which == f"in batch {good} of the source, counted from 0"

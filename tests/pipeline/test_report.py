@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import held
-from tests.pipeline.steps import batch, h2d, part, until
+from tests.core.fakes import held, on_thread
+from tests.pipeline.steps import PATIENCE, batch, h2d, part, until
 from xferlib.pipeline import clock as clock_module
 from xferlib.pipeline.report import of_drain, of_prefetch, of_stream
 
@@ -45,37 +46,111 @@ def test_a_clock_adds_up_by_part(time: Time) -> None:
     clock.stop()
     time.now = 20
     assert clock.read() == {"a": 3, "b": 3}
+    assert clock.since({"a": 1}) == {"a": 2, "b": 3}
     clock.move(2, "a", "c")
     clock.move(9, "b", "c")
     assert clock.read() == {"a": 1, "b": 0, "c": 5}
 
 
 def test_a_slow_source_is_called_so(stager: xferlib.Stager, time: Time) -> None:
+    asked = threading.Semaphore(0)
+
     def source() -> Iterator[Any]:
         for number in range(5):
+            assert asked.acquire(timeout=PATIENCE)
             time.now += 2
             yield batch(number)
 
     batches = xferlib.prefetch(source(), stager, 1)
-    list(batches)
+    for _ in range(5):
+        # The consumer waits before the source has it: all of that time is a wait.
+        taker = on_thread(lambda: next(batches))
+        until(lambda: batches._feed._shared.takers)
+        asked.release()
+        taker.result(PATIENCE)
     report = batches.report()
+    batches.close()
     assert report.bound == "source"
     assert report.batches == 5
-    assert report.parts["source"] >= 8
+    assert report.seconds == report.parts["source"] == report.parts["wait"] == 8
     assert str(report).startswith("source-bound: batches come too slowly")
-    assert "5 batches in" in str(report)
+    assert "4 batches in 8.000 s, after a first one that took 2.000 s and is not counted" in str(report)
 
 
 def test_a_slow_consumer_is_called_compute(stager: xferlib.Stager, time: Time) -> None:
     batches = xferlib.prefetch((batch(number) for number in range(6)), stager, 2)
     for _ in itertools.islice(batches, 4):
-        until(lambda: part(batches) == "place")
+        until(lambda: len(batches._feed._shared.items) == 2 and part(batches) == "place")
         time.now += 3
     report = batches.report()
     batches.close()
     assert report.bound == "compute"
-    assert report.parts["place"] == report.parts["work"] == 12
-    assert "waiting for the consumer 12.000 s (100%)" in str(report)
+    assert report.parts["place"] == report.parts["work"] == 9
+    assert "waiting for the consumer 9.000 s (100%)" in str(report)
+
+
+def test_what_the_first_batch_pays_for_all_is_left_out(stager: xferlib.Stager, time: Time) -> None:
+    """The first put measures and page-locks, the first step compiles."""
+    put: list[int] = []
+    asked = threading.Event()
+
+    def slow_once(tree: Any) -> xferlib.Transfer:
+        if not put:
+            assert asked.wait(PATIENCE)
+            time.now += 100
+        put.append(1)
+        return stager.put(tree)
+
+    def settled(batches: xferlib.Prefetch, count: int) -> None:
+        until(lambda: len(put) == count and part(batches) in ("place", None))
+
+    batches = xferlib.Prefetch((batch(number) for number in range(6)), slow_once, device_waits=lambda: len(put))
+    taker = on_thread(lambda: next(batches))
+    until(lambda: batches._feed._shared.takers)
+    asked.set()
+    taker.result(PATIENCE)
+    settled(batches, 3)
+    time.now += 50
+    first = batches.report()
+    for number, _ in enumerate(batches, 1):
+        settled(batches, min(number + 3, 6))
+        time.now += 3
+    report = batches.report()
+    assert (first.bound, first.batches, first.seconds) == ("nothing yet", 1, 0)
+    assert str(first) == "one batch was taken, and the first tells nothing of the others"
+    assert (report.bound, report.batches, report.seconds) == ("compute", 6, 15)
+    assert report.parts == {**dict.fromkeys(report.parts, 0), "work": 15, "place": report.parts["place"]}
+    assert "after a first one that took 150.000 s" in str(report)
+    assert "3 puts waited on the device" in str(report)
+
+
+def test_what_the_first_result_pays_for_all_is_left_out(stager: xferlib.Stager, time: Time) -> None:
+    def results() -> Iterator[Any]:
+        for number in range(5):
+            time.now += 100 if number == 0 else 1
+            yield np.zeros(3)
+
+    loop = xferlib.drain(results(), stager, 1)
+    next(loop)
+    assert loop.report().bound == "nothing yet"
+    for _ in loop:
+        pass
+    report = loop.report()
+    assert (report.bound, report.batches, report.seconds, report.parts["launch"]) == ("source", 5, 3, 3)
+    assert "4 results in 3.000 s, after a first one that took 101.000 s and is not counted" in str(report)
+
+
+def test_copies_that_were_late_before_the_second_batch_do_not_count(stager: xferlib.Stager) -> None:
+    with Stream() as stream, held(h2d(stager)) as gate:
+        batches = xferlib.prefetch([batch(number) for number in range(3)], stager, 2)
+        until(lambda: len(batches._feed._shared.items) == 2)
+        next(batches)
+        assert batches._late == 1
+        gate.set()
+        until(lambda: all(end.done() for end in batches._starter._recent))
+        list(batches)
+    stream.close()
+    assert "the copy of 0 was not done" in str(batches.report())
 
 
 def test_slow_copies_are_called_so(stager: xferlib.Stager, time: Time) -> None:
@@ -83,13 +158,15 @@ def test_slow_copies_are_called_so(stager: xferlib.Stager, time: Time) -> None:
     with Stream() as stream, held(h2d(stager)) as gate:
         batches = xferlib.prefetch([slot] * 4, stager, 1)
         next(batches)
-        until(lambda: part(batches) == "copy")
+        until(lambda: part(batches) == "read")
+        taker = on_thread(lambda: next(batches))
+        until(lambda: batches._feed._shared.takers)
         time.now += 4
         gate.set()
-        next(batches)
+        taker.result(PATIENCE)
         report = batches.report()
         assert report.bound == "copy"
-        assert report.parts["copy"] == 4
+        assert report.parts["read"] == report.parts["wait"] == 4
         batches.close()
     stream.close()
 
@@ -97,11 +174,12 @@ def test_slow_copies_are_called_so(stager: xferlib.Stager, time: Time) -> None:
 def prefetched(**seconds: float) -> Any:
     taker: dict[str, float] = {name: seconds.pop(name) for name in ("wait", "work") if name in seconds}
     return of_prefetch(
-        batches=10,
+        batches=11,
         late=int(seconds.pop("late", 0)),
         taker=taker,
-        thread=seconds,
+        first=7,
         reader_waits=int(seconds.pop("reader_waits", 0)),
+        thread=seconds,
         notes=(),
     )
 
@@ -110,11 +188,23 @@ def prefetched(**seconds: float) -> Any:
     ("seconds", "bound"),
     [
         ({"wait": 9, "work": 1, "source": 9.5, "place": 0.2, "copy": 0.3}, "source"),
-        ({"wait": 9, "work": 1, "source": 4, "copy": 6}, "copy"),
-        ({"wait": 9, "work": 1, "source": 4, "slot": 6}, "copy"),
+        # The source and the putting add up on one thread: the larger part is what would help.
+        ({"wait": 9, "work": 1, "source": 7.4, "start": 2.6}, "source"),
+        ({"wait": 9, "work": 1, "source": 5.1, "start": 2.6, "read": 2.3}, "source"),
+        ({"wait": 9, "work": 1, "source": 4.9, "start": 2.6, "read": 2.5}, "copy"),
         ({"wait": 9, "work": 1, "source": 1, "start": 8, "place": 1}, "copy"),
+        # The copies run beside it: it waits for them only if they take longer.
+        ({"wait": 9, "work": 1, "source": 4, "copy": 6}, "copy"),
+        ({"wait": 9, "work": 1, "source": 7.4, "copy": 2.6}, "copy"),
+        ({"wait": 9, "work": 1, "source": 8.9, "slot": 1.1}, "copy"),
+        ({"wait": 9, "work": 1, "source": 9.1, "slot": 0.4, "copy": 0.5}, "source"),
+        # Whoever waits is not who is waited for.
         ({"wait": 0, "work": 10, "source": 4, "place": 6}, "compute"),
-        ({"wait": 9, "work": 1, "source": 1, "copy": 9, "reader_waits": 8}, "compute"),
+        ({"wait": 0, "work": 10, "source": 6, "place": 4}, "compute"),
+        ({"wait": 2, "work": 8, "source": 9, "place": 1}, "source"),
+        ({"wait": 1, "work": 9, "source": 1, "start": 7, "place": 2}, "compute"),
+        ({"wait": 9, "work": 1, "source": 1, "copy": 9, "reader_waits": 5}, "compute"),
+        ({"wait": 9, "work": 1, "source": 1, "copy": 9, "reader_waits": 4}, "copy"),
     ],
 )
 def test_the_verdict_names_who_never_waits(seconds: dict[str, float], bound: str) -> None:
@@ -123,7 +213,9 @@ def test_the_verdict_names_who_never_waits(seconds: dict[str, float], bound: str
 
 def test_a_report_says_what_it_cannot_see() -> None:
     assert "unseen here" in str(prefetched(wait=10, work=0.1, source=0, copy=10))
+    assert "unseen here" in str(prefetched(wait=10, work=0.1, source=10))
     assert "unseen here" not in str(prefetched(wait=6, work=4, source=0, copy=10))
+    assert "unseen here" not in str(prefetched(work=0, place=10))
     assert "device_limit was reached" in str(prefetched(wait=10, work=0.1, copy=10, reader_waits=8))
 
 
@@ -143,12 +235,12 @@ def test_nothing_taken_is_said(stager: xferlib.Stager) -> None:
     ],
 )
 def test_a_drain_says_who_is_waited_for(taker: dict[str, float], bound: str) -> None:
-    assert of_drain(batches=3, late=1, taker=taker, notes=()).bound == bound
+    assert of_drain(batches=3, late=1, taker=taker, first=0, notes=()).bound == bound
 
 
 def test_a_stream_looks_behind_the_prefetch_only_where_that_waits() -> None:
-    slow_sink = of_drain(batches=3, late=0, taker={"work": 9}, notes=())
-    slow_fn = of_drain(batches=3, late=0, taker={"launch": 9}, notes=())
+    slow_sink = of_drain(batches=3, late=0, taker={"work": 9}, first=0, notes=())
+    slow_fn = of_drain(batches=3, late=0, taker={"launch": 9}, first=0, notes=())
     waiting = prefetched(work=10, place=10)
     assert of_stream(prefetched(wait=10, source=10), slow_sink).bound == "source"
     assert of_stream(prefetched(wait=10, copy=10), slow_sink).bound == "copy"

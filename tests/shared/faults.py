@@ -110,9 +110,9 @@ DETAILS = {
     "close": ("first", "last", "run", "ring"),
 }
 FILES = {
-    "prefetch": ("prefetch.py", "feed.py", "shared/run.py"),
-    "stream_map": ("stream.py", "drain.py", "feed.py", "shared/run.py"),
-    "drain": ("stream.py", "drain.py", "feed.py", "shared/run.py"),
+    "prefetch": ("prefetch.py", "feed.py", "source_thread.py", "shared/run.py"),
+    "stream_map": ("stream.py", "drain.py", "source_thread.py", "shared/run.py"),
+    "drain": ("stream.py", "drain.py", "source_thread.py", "shared/run.py"),
     "hand": ("drain.py", "shared/run.py"),
 }
 

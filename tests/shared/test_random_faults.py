@@ -214,8 +214,8 @@ def ends(scenario: Scenario) -> dict[type[Exception] | None, range]:
         "worker: inside, raised": {WorkerDiedError: until_lost},
         "worker: outside, replaced": {None: whole},
         "worker: outside, raised": {None: whole, WorkerDiedError: later},
-        "close: first": {None: later, xferlib.ClosedError: later},
-        "close: last": {None: later, xferlib.ClosedError: later},
+        "close: first": {xferlib.ClosedError: later},
+        "close: last": {xferlib.ClosedError: later},
         "close: run": {None: later},
         "close: ring": {xferlib.ClosedError: later},
     }

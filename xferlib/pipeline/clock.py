@@ -46,6 +46,10 @@ class Clock:
         self._seconds[source] = self._seconds.get(source, 0.0) - seconds
         self._seconds[target] = self._seconds.get(target, 0.0) + seconds
 
+    def since(self, before: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the seconds by part since `read` returned this."""
+        return {part: max(0.0, seconds - before.get(part, 0.0)) for part, seconds in self.read().items()}
+
     def read(self) -> Mapping[str, float]:
         """Return the seconds by part, those of the running part included."""
         seconds = dict(self._seconds)

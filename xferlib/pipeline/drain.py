@@ -1,7 +1,9 @@
 """Results on their way to the host while later ones are computed.
 
 The copy of each result is started on the thread that made it, right behind the work, and waited for on the thread that takes it.
-Results come out in the order in which they were submitted.
+Results come out in the order in which they were submitted; what was raised instead of one comes out in its place.
+
+Both sides share state that changes in single steps, and wake each other to look at it: an interrupt leaves no lock held.
 """
 
 from __future__ import annotations
@@ -10,12 +12,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import repeat
+from operator import call
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.bill import Bill, Charge, in_words, tree_nbytes
+from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.rows import Rows
+from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 
@@ -34,7 +40,11 @@ class Drain:
     are more. `out`: a tree of arrays that results fill from the front, along the first axis (`numpy.lib.format.open_memmap` makes
     one of a file): results are views of it, and `depth` counts what is not yet copied, so nobody need take them.
 
-    A context manager; `close()` waits for what is in flight. One thread submits at a time, any number may take.
+    A result that fails is told to whoever takes it, in its place, and those behind it follow. One whose copy could not be started
+    takes no rows of `out`; one whose copy failed leaves its rows undefined.
+
+    A context manager; `close()` waits for what is in flight. The end of a `with` block raises as `synchronize` where `out` was
+    given, since nobody else may be told. One thread submits at a time, any number may take.
     """
 
     def __init__(self, stager: Stager, depth: int = 2, *, out: Any = None) -> None:
@@ -48,19 +58,27 @@ class Drain:
         """Why `depth` is less than asked, in words."""
         self._stager = stager
         self._rows = None if out is None else Rows(out)
-        self._changed = threading.Condition()
+        self._changed = Wakeup()
+        # Reentrant: a finalizer may take while its thread is in here.
         self._taking = threading.RLock()
-        self._pending: deque[Transfer] = deque()
+        self._pending: deque[Transfer | Failed] = deque()
         self._flying: deque[Transfer] = deque()
         self._taken = 0
         self._taker: int | None = None
-        self._asked = self._ended = self._closed = self._hungry = False
-        self._error: BaseException | None = None
+        self._asked = self._ended = self._closed = self._cut = self._hungry = False
 
     @property
     def pending(self) -> int:
         """How many results are submitted and not taken."""
         return len(self._pending)
+
+    @property
+    def failing(self) -> bool:
+        """Whether the newest result that is not taken is one that `fail` was told of."""
+        try:
+            return isinstance(self._pending[-1], Failed)
+        except IndexError:
+            return False
 
     def submit(self, tree: Any, *, stream: object | None = None) -> None:
         """Start copying a tree of device arrays to the host, after what `stream` (None: this thread's current one) has enqueued.
@@ -96,20 +114,24 @@ class Drain:
         if self._rows is None:
             transfer = self._stager.get(tree, stream=stream)
         else:
-            out, count = self._rows.next(tree)
-            transfer = self._stager.get(tree, out=out, stream=stream)
-            self._rows.filled += count
+            transfer = self._into_rows(self._rows, tree, stream)
             self._flying.append(transfer)
-        with self._changed:
-            late = self._closed
-            if not late:
-                self._pending.append(transfer)
-                self._changed.notify_all()
-        if late:
-            # Closed meanwhile, by another thread, which knew nothing of it: nobody is to take it behind a gap.
+        self._pending.append(transfer)
+        self._changed.wake()
+        if self._closed:
+            # Meanwhile, by another thread, which may know nothing of it: nobody is to take it behind a gap.
+            for queue in (self._pending, self._flying):
+                with suppress(ValueError):
+                    queue.remove(transfer)
             with suppress(XferError):
                 transfer.synchronize()
             self._check_open()
+
+    def fail(self, error: BaseException) -> None:
+        """Submit that there is no result: whoever takes it gets this error. Waits for nothing."""
+        self._check_open()
+        self._pending.append(Failed(error))
+        self._changed.wake()
 
     def results(self) -> Results:
         """Return an iterator of host trees, which ends after `end()`. Several share the results between them."""
@@ -118,42 +140,47 @@ class Drain:
 
     def end(self, error: BaseException | None = None) -> None:
         """Say that nothing more will be submitted; `error` is raised behind the last result."""
-        with self._changed:
-            if not self._ended:
-                self._ended, self._error = True, error
-            self._changed.notify_all()
+        if error is not None and not (self._closed or self._ended):
+            self._pending.append(Failed(error))
+        self._ended = True
+        self._changed.wake()
 
     def synchronize(self) -> None:
-        """Wait until everything submitted is on the host. Raises `TransferError`."""
+        """Wait until everything submitted is on the host. Raises `TransferError` of the first that failed and was not taken."""
+        failed: XferError | None = None
         for transfer in self._under_way():
-            transfer.synchronize()
+            try:
+                transfer.synchronize()
+            except XferError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
         """Wait for what is in flight and drop what was not taken; twice is fine. Whoever still takes gets `ClosedError`."""
-        with self._changed:
+        if not self._closed:
+            self._cut = not self._ended or bool(self._pending)
             self._closed = True
-            left = self._under_way()
-            self._pending.clear()
-            self._flying.clear()
-            self._changed.notify_all()
-        for transfer in left:
+        self._changed.wake()
+        for transfer in self._under_way():
             with suppress(XferError):
                 transfer.synchronize()
+        # Only now: one that is interrupted in here leaves what is in flight for the next.
+        self._pending.clear()
+        self._flying.clear()
 
     def take(self) -> Any:
-        """Wait for the oldest result and return it. Raises `StopIteration` when there is no more, and what `end` was given."""
+        """Wait for the oldest result and return it, or raise what is in its place. Raises `StopIteration` when there is no more."""
         # One at a time, so that whoever came first gets the oldest.
         with self._taking:
-            self._taker = threading.get_ident()
-            transfer = self._oldest()
-            # An interrupt leaves it where it is.
-            with suppress(XferError):
-                transfer.synchronize()
-            with self._changed:
-                if self._pending and self._pending[0] is transfer:
-                    self._pending.popleft()
-                self._taken += 1
-                self._changed.notify_all()
+            while True:
+                self._taker = threading.get_ident()
+                transfer = self._oldest()
+                # An interrupt leaves it where it is.
+                with suppress(XferError):
+                    transfer.synchronize()
+                if self._take_out(transfer):
+                    break
         return transfer.value
 
     @property
@@ -168,51 +195,84 @@ class Drain:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            if error is None and self._rows is not None and not self._closed:
+                self.synchronize()
+        finally:
+            self.close()
 
-    def _oldest(self) -> Transfer:
-        with self._changed:
-            while not self._pending:
-                if self._closed:
-                    raise ClosedError("this drain was closed before it was ended: call end() when everything is submitted")
-                if self._ended:
-                    error, self._error = self._error, None
-                    if error is not None:
-                        raise error
-                    raise StopIteration
-                self._hungry = True
-                self._changed.notify_all()
-                try:
-                    self._changed.wait()
-                finally:
-                    self._hungry = False
-            return self._pending[0]
+    def _into_rows(self, rows: Rows, tree: Any, stream: object | None) -> Transfer:
+        out, count = rows.next(tree)
+        # Before the copy: were it begun, and that lost to an interrupt, nothing else may be written to these rows.
+        rows.filled += count
+        try:
+            return self._stager.get(tree, out=out, stream=stream)
+        except (XferError, TypeError, ValueError):
+            rows.filled -= count
+            raise
+
+    def _oldest(self) -> Transfer | Failed:
+        while True:
+            # Asked before the queue is: what was submitted before the end is in there then.
+            ended = self._ended
+            if self._closed:
+                self._refuse_taking()
+            with suppress(IndexError):
+                return self._pending[0]
+            if ended:
+                raise StopIteration
+            self._hungry = True
+            try:
+                self._changed.wait(lambda: self._pending or self._ended or self._closed)
+            finally:
+                self._hungry = False
+
+    def _take_out(self, transfer: Transfer | Failed) -> bool:
+        """Take the oldest out of the queue. Returns False if it is there no more: closed, or taken by a finalizer."""
+        if self._closed:
+            self._refuse_taking()
+        try:
+            self._pending.remove(transfer)
+        except ValueError:
+            return False
+        if isinstance(transfer, Transfer):
+            with suppress(ValueError):
+                self._flying.remove(transfer)
+        self._taken += 1
+        self._changed.wake()
+        return True
+
+    def _refuse_taking(self) -> NoReturn:
+        if not self._cut:
+            raise StopIteration
+        raise ClosedError(
+            "this drain was closed before it was ended and everything was taken: call end() when everything is submitted"
+        )
 
     def _wait_taken(self, reached: Callable[[], bool]) -> bool:
         """Wait for whoever takes. Returns False where that is nobody, or this thread."""
-        with self._changed:
-            while not reached():
-                if not self._asked or self._taker == threading.get_ident():
-                    return False
-                self._changed.wait()
-                self._check_open()
-        return True
+        mine = threading.get_ident()
+        self._changed.wait(lambda: self._closed or reached() or not self._asked or self._taker == mine)
+        self._check_open()
+        return reached()
 
     def _land_until(self, count: int) -> None:
         """Wait until no more than so many copies are under way."""
         while len(self._flying) > count:
-            with suppress(IndexError):
-                # Another thread may close meanwhile, and drop them all.
-                self._flying[0].synchronize()
-                self._flying.popleft()
+            # Another thread may close meanwhile, and drop them all. Who takes the result is told of its failure.
+            with suppress(IndexError, ValueError):
+                transfer = self._flying[0]
+                with suppress(XferError):
+                    transfer.synchronize()
+                self._flying.remove(transfer)
 
     @property
     def _starving(self) -> bool:
         """Whether somebody waits for a result and there is none."""
         return self._hungry and not self._pending
 
-    def _under_way(self) -> list[Transfer]:
-        return [*self._flying, *self._pending]
+    def _under_way(self) -> list[Transfer | Failed]:
+        return [*self._flying.copy(), *self._pending.copy()]
 
     def _check_open(self) -> None:
         if self._closed or self._ended:
@@ -242,13 +302,21 @@ class Drain:
 
 @final
 class Results:
-    """The results of a `Drain`, in order."""
+    """The results of a `Drain`, in order, once: a new `for` behind the last one raises `ClosedError`."""
 
     def __init__(self, drain: Drain) -> None:
         self._drain = drain
+        self._spent = False
 
     def __iter__(self) -> Iterator[Any]:
-        return self
+        if self._spent:
+            raise ClosedError("these results are spent: all were taken, and none comes a second time. Make another Drain for more")
+        # Not itself: what takes results in groups asks its iterator for an iterator once more behind the last one.
+        return map(call, repeat(self.__next__))
 
     def __next__(self) -> Any:
-        return self._drain.take()
+        try:
+            return self._drain.take()
+        except StopIteration:
+            self._spent = True
+            raise

@@ -7,15 +7,17 @@ whose current stream is the one that will use the arrays, if no other is named.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import repeat
+from operator import call
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from xferlib.errors import XferError
+from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.memory.arrays import Array, address_of
 from xferlib.pipeline.bill import Bill, Charge, tree_nbytes
 from xferlib.pipeline.clock import Clock
@@ -71,18 +73,23 @@ def _value_on(stream: object, transfer: Transfer) -> Any:
 
 @final
 class Prefetch:
-    """An iterator of device trees that are put ahead of time, on a thread. Made by `prefetch`.
+    """Device trees that are put ahead of time, on a thread, for one pass: `for batch in loop`, or `next(loop)`. Made by `prefetch`.
 
     `put(batch)` is called on that thread for each item of `batches`, and returns a transfer; `take(transfer)` is called on the
     consumer's thread and returns what it gets. Where `in_place(batch)` is true, the source is asked for the next batch only when
     that transfer is done. `device_waits` counts the puts that waited on the device for work that still read an older batch.
-    Exceptions of source and put come out where their batch would have, with their traceback. Batches may be kept for as long as
-    wanted; a consumer that never waits for its own work on the device runs ahead of it, and `device_limit` of the stager then
-    bounds the memory.
+    Batches may be kept for as long as wanted; a consumer that never waits for its own work on the device runs ahead of it, and
+    `device_limit` of the stager then bounds the memory.
 
-    `close()`, the end of a `with` block, an exception and the end of the source leave no thread and nothing in flight. An iterator
-    that is dropped ends its thread soon after; what is in flight then ends by itself. A source that is inside its own `next` cannot
-    be interrupted: after two seconds `close` leaves it to a thread that ends when it comes back, with a `ResourceWarning`.
+    Exceptions of source, put and copy come out where their batch would have, with their traceback. That batch is the only one
+    lost: the source is asked for the next one, if it can go on, when the consumer asks again. An interrupt of the consumer, such as
+    `KeyboardInterrupt`, closes the loop. Whoever asks for more after `close()` gets `ClosedError`; after the end of the source
+    `next` says `StopIteration`, as iterators do, and a new `for` raises `ClosedError`: each epoch needs a prefetch of its own.
+
+    `close()`, the end of a `with` block and the end of the source leave no thread and nothing in flight; an exception leaves a
+    thread that starts nothing until it is asked. An iterator that is dropped ends its thread soon after; what is in flight then
+    ends by itself. A source that is inside its own `next` cannot be interrupted: after two seconds `close` leaves it to a thread
+    that ends when it comes back, with a `ResourceWarning`.
     """
 
     def __init__(
@@ -104,8 +111,9 @@ class Prefetch:
         self._device_waits = device_waits
         self._value = take
         self._clock = Clock()
-        self._before: Mapping[str, float] | None = None
         self._taken = self._late = 0
+        self._first: _Mark | None = None
+        """What the first batch took, which pays for what is done once."""
         self._starter = starter = _Starter(put, in_place, depth)
         self._feed: Feed[Started] = Feed(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
@@ -118,18 +126,18 @@ class Prefetch:
         return self._starter.bill
 
     def report(self) -> Report:
-        """Say who waited for whom so far. Any thread, also after the end."""
-        before = self._before or {}
-        now = self._feed.clock.read()
+        """Say who waited for whom since the second batch was asked for. Any thread, also after the end."""
+        first = self._first or _Mark({}, {}, 0, 0)
         depth, notes = self._feed.depth, self._starter.notes
         if depth < self._asked_depth:
             notes = (*notes, f"depth was lowered from {self._asked_depth} to {depth}: {self._feed.lowered}")
         return of_prefetch(
             batches=self._taken,
-            late=self._late,
-            taker=self._clock.read(),
-            thread={part: max(0.0, seconds - before.get(part, 0.0)) for part, seconds in now.items()} if self._taken else {},
-            reader_waits=self._device_waits(),
+            late=self._late - first.late,
+            taker=self._clock.since(first.taker),
+            thread=self._feed.clock.since(first.thread),
+            first=sum(first.taker.values()),
+            reader_waits=self._device_waits() - first.device_waits,
             notes=notes,
         )
 
@@ -140,31 +148,65 @@ class Prefetch:
         if not self._feed.forked:
             self._starter.settle()
 
-    def __iter__(self) -> Prefetch:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
+        if self._feed.spent:
+            raise ClosedError(
+                "this prefetch is spent: it goes over its source once, and all batches were taken. Make a new one for each epoch, "
+                "inside the loop over epochs"
+            )
+        if self._feed.closed:
+            raise ClosedError("this prefetch is closed. Make another one")
+        # Not itself: what takes batches in groups asks its iterator for an iterator once more behind the last one.
+        return map(call, repeat(self.__next__))
 
     def __next__(self) -> Any:
-        if self._before is None:
-            # What was done before the consumer came is no part of the loop.
-            self._before = self._feed.clock.read()
+        if self._first is None and self._taken:
+            self._first = _Mark(self._clock.read(), self._feed.clock.read(), self._late, self._device_waits())
         self._clock.turn("wait")
         try:
-            waiting = self._feed.ready
-            transfer = self._feed.take()
-            self._late += waiting and not transfer.done()
-            value = self._value(transfer)
+            value = self._next()
+            self._clock.turn("work")
+            return value
+        except StopIteration:
+            self.close()
+            raise
+        except Exception:
+            self._clock.turn(None if self._feed.closed else "work")
+            raise
         except BaseException:
             self.close()
             raise
-        self._taken += 1
-        self._clock.turn("work")
-        return value
 
     def __enter__(self) -> Prefetch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _next(self) -> Any:
+        waiting = self._feed.ready
+        transfer = self._feed.take()
+        try:
+            late = waiting and not transfer.done()
+            value = self._value(transfer)
+        except Exception:
+            # Many a consumer goes no further, and closes the stager: nobody may be inside a put of it then.
+            self._feed.pause()
+            raise
+        self._late += late
+        self._taken += 1
+        return value
+
+
+@final
+class _Mark(NamedTuple):
+    """Where a report begins."""
+
+    taker: Mapping[str, float]
+    thread: Mapping[str, float]
+    late: int
+    device_waits: int
 
 
 @final
@@ -179,7 +221,7 @@ class _Starter:
         self._reading: End | None = None
         self._depth = depth
         self._billed = False
-        self._started = 0
+        self._asked = 0
         self._recent: deque[End] = deque()
 
     def start(self, batch: Any, clock: Clock) -> Started:
@@ -191,16 +233,22 @@ class _Starter:
         while len(self._recent) >= self._depth:
             # A consumer that takes batches as fast as they come would have them all under way.
             clock.turn("copy")
-            self._recent[0].synchronize()
+            _wait_for(self._recent[0])
             self._recent.popleft()
         clock.turn("start")
         try:
             in_place = self._in_place(batch)
             started = self._put(batch)
-        except (TypeError, ValueError) as error:
-            error.add_note(f"in batch {self._started} of the source, counted from 0")
+        except AllocationError:
+            # It will be tried again.
             raise
-        self._started += 1
+        except Exception as error:
+            if isinstance(batch, Slot):
+                # Whoever keeps the error would keep the slot from its ring.
+                batch.release()
+            if isinstance(error, (TypeError, ValueError)):
+                error.add_note(f"in batch {self._asked - 1} of the source, counted from 0")
+            raise
         end = end_of(started)
         self._recent.append(end)
         self._reading = end if in_place else None
@@ -208,17 +256,16 @@ class _Starter:
 
     def before_next(self, clock: Clock) -> None:
         """Wait until the source may be asked for another batch."""
+        self._asked += 1
         reading, self._reading = self._reading, None
         if reading is not None:
-            clock.turn("copy")
-            reading.synchronize()
+            clock.turn("read")
+            _wait_for(reading)
 
     def settle(self) -> None:
         """Wait for what was started."""
-        for end in list(self._recent):
-            # Who took the batch is told.
-            with suppress(XferError):
-                end.synchronize()
+        for end in self._recent.copy():
+            _wait_for(end)
 
     def _charge(self, batch: Any) -> None:
         self._billed = True
@@ -232,6 +279,12 @@ class _Starter:
             self.bill = Bill((Charge("pinned", self._depth + 1, nbytes, "batches of the source's own"), device))
         else:
             self.bill = Bill((device,))
+
+
+def _wait_for(end: End) -> None:
+    # Whoever takes the batch is told of its failure.
+    with suppress(XferError):
+        end.synchronize()
 
 
 @final

@@ -28,9 +28,9 @@ class Report:
     """The state of a loop at one moment. `str()` of it is for people."""
 
     batches: int
-    """Taken by the consumer so far."""
+    """Taken by the consumer so far, the first among them."""
     seconds: float
-    """Since the consumer asked for the first."""
+    """Since the consumer asked for the second: the first pays for what is done once, and tells nothing of the others."""
     bound: Bound
     parts: Mapping[str, float]
     """Seconds by what was done or waited for; the words name each."""
@@ -46,64 +46,80 @@ def of_prefetch(
     late: int,
     taker: Mapping[str, float],
     thread: Mapping[str, float],
+    first: float,
     reader_waits: int,
     notes: tuple[str, ...],
 ) -> Report:
-    """Judge a prefetch. `late`: batches that waited in the queue and whose copy was not done yet when they were taken.
+    """Judge a prefetch. `batches`: taken in all. All else, but `first`, is since the second was asked for.
 
-    `taker`: seconds in "wait" (inside `next`) and "work" (outside). `thread`: in "source", "slot", "copy", "start" and "place".
-    `reader_waits`: puts that had to wait on the device for the readers of an older batch.
+    `late`: batches that waited in the queue and whose copy was not done yet when they were taken. `taker`: seconds in "wait"
+    (inside `next`) and "work" (outside). `thread`: in "source", "slot" (the source's wait for one), "start" (putting), "copy"
+    (waiting because `depth` copies are under way), "read" (waiting because a copy reads what the source would rewrite) and
+    "place". `first`: seconds of the first batch, from when it was asked for. `reader_waits`: puts that had to wait on the device
+    for the readers of an older batch.
     """
     seconds = sum(taker.values())
-    parts = {"wait": 0.0, "work": 0.0, "source": 0.0, "slot": 0.0, "copy": 0.0, "start": 0.0, "place": 0.0, **taker, **thread}
-    if not batches:
-        return Report(batches=0, seconds=seconds, bound="nothing yet", parts=parts, words=("no batch was taken yet", *notes))
-    bound = _bound_of_prefetch(parts, batches, reader_waits)
+    parts = {**dict.fromkeys(("wait", "work", "source", "slot", "copy", "read", "start", "place"), 0.0), **taker, **thread}
+    if batches < 2:
+        return _nothing_yet(batches, "batch", parts, notes)
+    bound = _bound_of_prefetch(parts, batches - 1, reader_waits)
     words = [f"{bound}-bound: {_ADVICE[bound]}"]
     words.append(
-        f"{batches} batches in {seconds:.3f} s; the consumer waited {_share(parts['wait'], seconds)} for them, "
-        f"and the copy of {late} was not done when it took them out of the queue"
+        f"{batches - 1} batches in {seconds:.3f} s, after a first one that took {first:.3f} s and is not counted; the consumer "
+        f"waited {_share(parts['wait'], seconds)} for them, and the copy of {late} was not done when it took them out of the queue"
     )
     total = sum(thread.values())
     words.append(
         f"the source took {_share(parts['source'], total)} of its thread's time, putting {_share(parts['start'], total)}, waiting "
-        f"for copies {_share(parts['copy'] + parts['slot'], total)}, waiting for the consumer {_share(parts['place'], total)}"
+        f"for copies {_share(parts['copy'] + parts['read'] + parts['slot'], total)}, waiting for the consumer "
+        f"{_share(parts['place'], total)}"
     )
     if reader_waits:
         words.append(f"{reader_waits} puts waited on the device for work that still read an older batch: device_limit was reached")
-    elif bound == "copy" and parts["work"] < IDLE * seconds:
-        words.append(
-            "the consumer never waited for its own work on the device: that may be further behind than the copies, unseen here"
-        )
+    elif bound != "compute" and parts["work"] < IDLE * seconds:
+        words.append("the consumer never waited for its own work on the device: that may be further behind, unseen here")
     return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=(*words, *notes))
 
 
-def of_drain(*, batches: int, late: int, taker: Mapping[str, float], notes: tuple[str, ...]) -> Report:
-    """Judge a drain. `taker`: seconds in "launch" (asking for results), "wait" (for the device) and "work" (outside)."""
+def of_drain(*, batches: int, late: int, taker: Mapping[str, float], first: float, notes: tuple[str, ...]) -> Report:
+    """Judge a drain. `taker`: seconds in "launch" (asking for results), "wait" (for the device) and "work" (outside).
+
+    The others as for `of_prefetch`.
+    """
     seconds = sum(taker.values())
     parts = {"launch": 0.0, "wait": 0.0, "work": 0.0, **taker}
-    if not batches:
-        return Report(batches=0, seconds=seconds, bound="nothing yet", parts=parts, words=("no result was taken yet", *notes))
+    if batches < 2:
+        return _nothing_yet(batches, "result", parts, notes)
     bound: Bound = "device"
+    # The device works beside this thread: it is waited for only if it takes longer.
     if parts["wait"] < HARDLY * seconds:
         bound = "source" if parts["launch"] >= parts["work"] else "consumer"
     words = (
         f"{bound}-bound: {_DRAIN_ADVICE[bound]}",
-        f"{batches} results in {seconds:.3f} s: asking for them took {_share(parts['launch'], seconds)}, waiting for the device "
-        f"{_share(parts['wait'], seconds)}, the consumer's own work {_share(parts['work'], seconds)}; {late} were not done when "
-        "it came for them",
+        f"{batches - 1} results in {seconds:.3f} s, after a first one that took {first:.3f} s and is not counted: asking for "
+        f"them took {_share(parts['launch'], seconds)}, waiting for the device {_share(parts['wait'], seconds)}, the consumer's "
+        f"own work {_share(parts['work'], seconds)}; {late} were not done when it came for them",
     )
     return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=(*words, *notes))
 
 
+def _nothing_yet(taken: int, what: str, parts: Mapping[str, float], notes: tuple[str, ...]) -> Report:
+    words = f"one {what} was taken, and the first tells nothing of the others" if taken else f"no {what} was taken yet"
+    return Report(batches=taken, seconds=0.0, bound="nothing yet", parts=dict.fromkeys(parts, 0.0), words=(words, *notes))
+
+
 def _bound_of_prefetch(parts: Mapping[str, float], batches: int, reader_waits: int) -> Bound:
-    copying = parts["copy"] + parts["slot"] + parts["start"]
-    total = parts["source"] + copying + parts["place"]
-    # Whoever never waits for the others is the one that they wait for.
-    if copying + parts["place"] <= HARDLY * total:
+    # Who waits more for the other is not what the loop waits for.
+    if parts["place"] > parts["wait"]:
+        return "compute"
+    # The copies run beside the source's thread, which waits for them only if they take longer than all that it does itself.
+    behind = parts["copy"] + parts["slot"]
+    # What it does itself, or stands still for, adds up: the largest part counts.
+    putting = parts["start"] + parts["read"]
+    if behind <= HARDLY * (parts["source"] + behind + putting + parts["place"]) and putting <= parts["source"]:
         return "source"
     # What waits for memory that is still read waits for the work that reads it.
-    return "copy" if copying > parts["place"] and 2 * reader_waits < batches else "compute"
+    return "copy" if 2 * reader_waits < batches else "compute"
 
 
 def _share(part: float, whole: float) -> str:
@@ -124,7 +140,7 @@ _DRAIN_ADVICE: Mapping[Bound, str] = {
 
 def of_stream(source: Report, after: Report) -> Report:
     """Judge a prefetch and the drain behind it as one."""
-    if not after.batches:
+    if after.bound == "nothing yet":
         return after
     # Until the prefetch waits for the consumer, what is behind it does not count.
     bound: Bound = after.bound if source.bound == "compute" else source.bound

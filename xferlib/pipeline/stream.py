@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
+from operator import call
 from types import TracebackType
 from typing import Any, final
 
-from xferlib.errors import AllocationError
+from xferlib.errors import AllocationError, ClosedError
 from xferlib.pipeline.bill import Bill
 from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.drain import Drain
@@ -47,18 +49,40 @@ def stream_map(
     """
     source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
-        # `map` keeps no batch between two steps.
-        return Drained(map(fn, source), stager, depth, out=out, stream=stream, source=source)
+        return Drained(_Mapped(fn, source), stager, depth, out=out, stream=stream, source=source)
     except BaseException:
         source.close()
         raise
 
 
 @final
-class Drained:
-    """An iterator of host trees whose copies were started ahead. Made by `drain` and `stream_map`; a context manager.
+class _Mapped(Iterator[Any]):
+    """`fn` of every batch, called when it is asked for. Keeps no batch between two steps, and goes on after an exception."""
 
-    `close()`, the end of a `with` block, an exception and the end of the results leave nothing in flight and no thread.
+    def __init__(self, fn: Callable[[Any], Any], source: Prefetch) -> None:
+        self._fn = fn
+        self._source = source
+
+    def __next__(self) -> Any:
+        batch = next(self._source)
+        try:
+            return self._fn(batch)
+        except StopIteration as error:
+            # It would end the loop, and nobody would hear why.
+            raise RuntimeError("fn raised StopIteration") from error
+
+
+@final
+class Drained:
+    """Host trees whose copies were started ahead, for one pass: `for result in loop`, or `next(loop)`. A context manager.
+
+    Made by `drain` and `stream_map`. What was raised for a result comes out in its place, and is all that is lost: the results are
+    asked for the next one, if they can go on, when the consumer asks again. An interrupt of the consumer, such as
+    `KeyboardInterrupt`, closes the loop. Whoever asks for more after `close()` gets `ClosedError`; after the last result `next`
+    says `StopIteration`, as iterators do, and a new `for` raises `ClosedError`.
+
+    `close()`, the end of a `with` block and the end of the results leave nothing in flight and no thread; an exception leaves
+    nothing that is asked for or started until the consumer asks.
     """
 
     def __init__(
@@ -83,8 +107,10 @@ class Drained:
         self._clock = Clock()
         self._waiting: Any = None
         """A result for which there was no memory yet."""
-        self._exhausted = self._over = False
+        self._exhausted = self._spent = self._closed = self._inside = False
         self._taken = self._late = 0
+        self._first: tuple[Mapping[str, float], int] | None = None
+        """What the first result took, which pays for what is done once, and whether it was late."""
 
     @property
     def bill(self) -> Bill:
@@ -93,14 +119,21 @@ class Drained:
         return before + (self._drain.bill or Bill())
 
     def report(self) -> Report:
-        """Say who waited for whom so far. Any thread, also after the end."""
+        """Say who waited for whom since the second result was asked for. Any thread, also after the end."""
         notes = () if self._drain.lowered is None else (self._drain.lowered,)
-        after = of_drain(batches=self._taken, late=self._late, taker=self._clock.read(), notes=notes)
+        taker, late = self._first or ({}, 0)
+        after = of_drain(
+            batches=self._taken,
+            late=self._late - late,
+            taker=self._clock.since(taker),
+            first=sum(taker.values()),
+            notes=notes,
+        )
         return after if self._source is None else of_stream(self._source.report(), after)
 
     def close(self) -> None:
         """End the loop. Twice is fine."""
-        self._over = True
+        self._closed = True
         self._clock.stop()
         self._waiting = None
         # Holds functions and frames of the caller's.
@@ -112,23 +145,33 @@ class Drained:
                 self._source.close()
 
     def __iter__(self) -> Iterator[Any]:
-        return self
+        """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
+        if self._spent:
+            raise ClosedError("this loop is spent: it gives each result once, and all were taken. Make a new one for another pass")
+        if self._closed:
+            raise ClosedError("this loop is closed. Make another one")
+        # Not itself: what takes results in groups asks its iterator for an iterator once more behind the last one.
+        return map(call, repeat(self.__next__))
 
     def __next__(self) -> Any:
-        if self._over:
+        if self._spent:
             raise StopIteration
+        if self._first is None and self._taken:
+            self._first = (self._clock.read(), self._late)
         try:
-            self._clock.turn("launch")
-            self._fill()
-            self._clock.turn("wait")
-            self._late += not self._drain.oldest_done
-            result = self._drain.take()
+            result = self._next()
+            self._clock.turn("work")
+            return result
+        except StopIteration:
+            self._spent = True
+            self.close()
+            raise
+        except Exception:
+            self._clock.turn(None if self._closed else "work")
+            raise
         except BaseException:
             self.close()
             raise
-        self._taken += 1
-        self._clock.turn("work")
-        return result
 
     def __enter__(self) -> Drained:
         return self
@@ -136,29 +179,58 @@ class Drained:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def _next(self) -> Any:
+        self._refuse_closed()
+        if self._inside:
+            raise RuntimeError("this loop is inside its own next, here or on another thread: it has one consumer. Share a Drain")
+        self._inside = True
+        try:
+            self._clock.turn("launch")
+            self._fill()
+            self._clock.turn("wait")
+            late = not self._drain.oldest_done
+            result = self._drain.take()
+        except ClosedError:
+            # Of the drain in here, of which the consumer knows nothing.
+            self._refuse_closed()
+            raise
+        finally:
+            self._inside = False
+        self._late += late
+        self._taken += 1
+        return result
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ClosedError("this loop was closed before its end. Make another one") from None
+
     def _fill(self) -> None:
-        while not self._exhausted and self._drain.pending < self._drain.depth:
+        # Behind a failure nothing new until it was told: many a consumer goes no further.
+        while not (self._exhausted or self._drain.failing) and self._drain.pending < self._drain.depth:
             try:
                 self._start_next()
-            except StopIteration:
-                self._finish(None)
             except AllocationError as error:
-                if self._waiting is None or not self._drain.pending:
-                    self._finish(error)
-                return
+                if self._waiting is not None and self._drain.pending:
+                    # When one is taken, there may be.
+                    return
+                self._fail(error)
             except Exception as error:
                 # Behind the results before it.
-                self._finish(error)
+                self._fail(error)
 
     def _start_next(self) -> None:
         # By a name of its own: `close` on another thread lets go of the other.
         waiting = self._waiting
         if waiting is None:
-            waiting = self._waiting = next(self._results)
+            try:
+                waiting = self._waiting = next(self._results)
+            except StopIteration:
+                self._exhausted = True
+                self._drain.end()
+                return
         self._drain.start(waiting, self._stream)
         self._waiting = None
 
-    def _finish(self, error: Exception | None) -> None:
-        self._exhausted = True
+    def _fail(self, error: Exception) -> None:
         self._waiting = None
-        self._drain.end(error)
+        self._drain.fail(error)

@@ -1,0 +1,113 @@
+"""The thread of a feed and whoever takes from it: what they tell each other, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import xferlib
+from tests.core.fakes import on_thread
+from tests.pipeline.steps import PATIENCE, batch, thread_of, until
+from xferlib.pipeline import feed, source_thread
+
+
+def test_a_stager_that_closes_waits_for_a_put_that_a_dropped_iterator_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_thread, "LET_GO_SECONDS", PATIENCE)
+    inside, gate, put = threading.Event(), threading.Event(), threading.Event()
+
+    def slow_put(tree: Any) -> xferlib.Transfer:
+        inside.set()
+        assert gate.wait(PATIENCE)
+        transfer = stager.put(tree)
+        put.set()
+        return transfer
+
+    with xferlib.stager("host") as stager:
+        batches = xferlib.Prefetch([batch(0)], slow_put)
+        thread = thread_of(batches)
+        assert inside.wait(PATIENCE)
+        shared = batches._feed._shared
+        # Waits for nothing: it may be the collector that drops it, anywhere.
+        del batches
+        assert shared.stopping
+        closing = on_thread(stager.close)
+        until(lambda: shared.changed.sleepers or closing.done())
+        assert not closing.done()
+        gate.set()
+        closing.result(PATIENCE)
+        assert put.is_set()
+        assert not thread.is_alive()
+
+
+def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
+    asked = threading.Semaphore(0)
+
+    def slow() -> Iterator[int]:
+        """Give an item when it is wanted, so that the thread never waits for a place."""
+        for number in range(100):
+            assert asked.acquire(timeout=PATIENCE)
+            yield number
+
+    shared = feed.Feed(slow(), lambda item, clock: item, depth=1000)
+    for number in range(100):
+        asked.release()
+        assert shared.take() == number
+        assert shared._shared.inbox.qsize() <= 8
+        assert shared._shared.changed.sleepers <= 2
+    shared.close()
+
+
+def test_two_takers_of_a_feed_both_hear_of_its_end() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        yield 1
+        assert gate.wait(PATIENCE)
+
+    shared = feed.Feed(source(), lambda item, clock: item, depth=1)
+    assert shared.take() == 1
+    both = [on_thread(lambda: list(iter(shared.take, None))) for _ in range(2)]
+    until(lambda: len(shared._shared.takers) == 2)
+    gate.set()
+    for taker in both:
+        assert taker.result(PATIENCE) == []
+
+
+def test_an_item_that_is_started_behind_a_close_that_could_not_wait_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "CLOSE_SECONDS", 0.05)
+    inside, gate = threading.Event(), threading.Event()
+
+    def start(item: object, clock: xferlib.Clock) -> object:
+        inside.set()
+        assert gate.wait(PATIENCE)
+        return item
+
+    items = feed.Feed([object()], start, depth=1)
+    assert inside.wait(PATIENCE)
+    items.close()
+    gate.set()
+    until(lambda: items._shared.ended)
+    assert not items._shared.items
+
+
+def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -> None:
+    inside, gate = threading.Event(), threading.Event()
+
+    def start(item: int, clock: xferlib.Clock) -> int:
+        if item == 1:
+            inside.set()
+            assert gate.wait(PATIENCE)
+            raise xferlib.AllocationError("full")
+        return item
+
+    items = feed.Feed(range(2), start, depth=2)
+    assert inside.wait(PATIENCE)
+    pausing = on_thread(items.pause)
+    until(lambda: items._shared.changed.sleepers or pausing.done())
+    assert not pausing.done()
+    gate.set()
+    pausing.result(PATIENCE)
+    items.close()

@@ -1,0 +1,249 @@
+"""The thread of a feed: its state, which whoever takes from it shares, and its work.
+
+The thread refers to no `Feed`. What is in here changes in single steps, and each side wakes the other to look at it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from types import GeneratorType
+from typing import Any, Generic, TypeAlias, TypeVar, final
+
+from xferlib.errors import AllocationError
+from xferlib.forks import forget_in_child
+from xferlib.pipeline.clock import Clock
+from xferlib.pipeline.failed import Failed
+from xferlib.pipeline.wakeup import Wakeup
+from xferlib.stager import before_closing
+
+__all__ = ["SourceThread", "begin", "live", "run"]
+
+T = TypeVar("T")
+Work: TypeAlias = "tuple[Iterable[Any], Callable[[Any, Clock], T], Callable[[Clock], None]]"
+
+LET_GO_SECONDS = 1.0
+"""How long whoever closes a stager waits for a feed that was dropped while it started an item."""
+
+
+class _Stopped(Exception):
+    """Raised on the thread where there is nothing more to do."""
+
+
+@final
+class SourceThread(Generic[T]):
+    """What the thread and the feed both hold. Its methods are the thread's, but for those that say so."""
+
+    thread: threading.Thread
+    owner: weakref.ref[Any]
+
+    def __init__(self, depth: int, work: Work[T]) -> None:
+        self.work: Work[T] | None = work
+        self.clock = Clock()
+        self.depth = depth
+        self.lowered: AllocationError | None = None
+        self.running = self.begun = self.ended = self.closed = self.starting = self.forked = False
+        self.paused = False
+        """Whether the thread waits for a taker to wait before it goes on."""
+        self._begin()
+        forget_in_child(self)
+
+    def _begin(self) -> None:
+        self.items: deque[T | Failed] = deque()
+        self.inbox: SimpleQueue[object] = SimpleQueue()
+        """Wakes the thread."""
+        self.changed = Wakeup()
+        """Wakes takers."""
+        self.takers: dict[object, None] = {}
+        """One for each that waits."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the thread is to begin nothing new: the feed was closed or dropped."""
+        return self.closed or self.owner() is None
+
+    @property
+    def starving(self) -> bool:
+        """Whether somebody waits for an item and there is none."""
+        return bool(self.takers) and not self.items
+
+    def may_take(self) -> bool:
+        """Tell whether a taker has something to take, or to be told."""
+        return bool(self.items) or self.ended or self.closed or self.forked
+
+    def stop(self) -> None:
+        """Let the thread begin nothing new, and tell takers. Takes no lock."""
+        self.closed = True
+        self.inbox.put(None)
+        self.changed.wake()
+
+    def forget(self) -> None:
+        """See `Forgetful`."""
+        self.forked = True
+        # The child has no thread, and these may be in the middle of a change that nobody will finish.
+        self._begin()
+
+    def sleep(self) -> None:
+        """Wait, as a taker, until there may be something to take."""
+        # Not the thread's number: a finalizer may take on this very thread, meanwhile.
+        taker = object()
+        try:
+            self.takers[taker] = None
+            self.inbox.put(None)
+            self.changed.wait(self.may_take)
+        finally:
+            self.takers.pop(taker, None)
+
+    def give(self, entry: T | Failed) -> None:
+        """Have an entry taken behind the others."""
+        self.items.append(entry)
+        self.begun = True
+        self.changed.wake()
+
+    def wait(self, reached: Callable[[], bool]) -> None:
+        """Wait, on the thread, until something is so. Raises `_Stopped`."""
+        while True:
+            # All before the look: what is told after it comes behind.
+            while not self.inbox.empty():
+                self.inbox.get()
+            if self.stopping:
+                raise _Stopped
+            if reached():
+                return
+            self.inbox.get()
+
+    def place(self) -> None:
+        """Wait until another item may be asked for. Raises `_Stopped`."""
+        self.clock.turn("place")
+        self.wait(lambda: self.going() and len(self.items) < self.depth)
+
+    def going(self) -> bool:
+        """Tell whether the thread need not wait for a taker; if one waits, it need not any more."""
+        if self.paused and self.starving:
+            self.paused = False
+        return not self.paused
+
+    def started(self, start: Callable[[Any, Clock], T], item: Any) -> T:
+        """Start an item; where there is no memory for it, after others have been taken."""
+        fits = max(1, len(self.items))
+        lower = False
+        while True:
+            # Before the try: whoever waits has let go of all that it will.
+            starving = self.starving
+            try:
+                started = self._start(start, item)
+                break
+            except AllocationError as error:
+                if starving:
+                    raise
+                self.lowered = error.with_traceback(None)
+                lower = True
+            ahead = len(self.items)
+            self.clock.turn("place")
+            self.wait(lambda ahead=ahead: len(self.items) < ahead or self.starving)  # type: ignore[misc]
+        if lower:
+            self.depth = min(fits, self.depth)
+        return started
+
+    def _start(self, start: Callable[[Any, Clock], T], item: Any) -> T:
+        while True:
+            # First the mark, then the question: whoever pauses, closes or drops the feed asks in the opposite order.
+            self.starting = True
+            if self.going() and not self.stopping:
+                break
+            self.starting = False
+            self.changed.wake()
+            self.clock.turn("place")
+            self.wait(self.going)
+        try:
+            self.clock.turn("start")
+            return start(item, self.clock)
+        finally:
+            self.starting = False
+            self.changed.wake()
+
+
+def begin(shared: SourceThread[Any]) -> None:
+    """Start the thread, on another one."""
+    try:
+        shared.thread.start()
+    except RuntimeError as error:
+        # There are too many.
+        shared.give(Failed(error))
+        shared.ended = True
+        shared.changed.wake()
+
+
+def run(shared: SourceThread[Any]) -> None:
+    shared.running = True
+    shared.changed.wake()
+    try:
+        _work(shared)
+    except _Stopped:
+        pass
+    except BaseException as error:  # Whatever it is, the taker must not wait for ever.
+        shared.give(Failed(error))
+    shared.clock.stop()
+    shared.ended = True
+    if shared.stopping:
+        shared.items.clear()
+    shared.changed.wake()
+
+
+def _work(shared: SourceThread[Any]) -> None:
+    work, shared.work = shared.work, None
+    if work is None:
+        return
+    source, start, before_next = work
+    iterator: Iterator[Any] = iter(source)
+    del source, work
+    try:
+        while not _finished(iterator):
+            shared.place()
+            try:
+                before_next(shared.clock)
+                shared.clock.turn("source")
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                shared.give(shared.started(start, item))
+            except _Stopped:
+                raise
+            except BaseException as error:
+                # Nothing new until somebody wants what is behind it: many a taker goes no further.
+                shared.paused = True
+                shared.give(Failed(error))
+            item = None
+    finally:
+        if isinstance(iterator, GeneratorType):
+            iterator.close()
+
+
+def _finished(iterator: Iterator[Any]) -> bool:
+    """Tell whether the iterator has no more to give for sure: a generator that raised."""
+    return isinstance(iterator, GeneratorType) and iterator.gi_frame is None
+
+
+def _wait_for_dropped() -> None:
+    """Wait until no feed that was dropped is starting an item: who dropped one may close what items are started on."""
+    for shared in list(live):
+        if shared.stopping and threading.current_thread() is not shared.thread:
+            # Bounded: whoever closes may be somebody that the start waits for.
+            shared.changed.wait(lambda shared=shared: not shared.starting or shared.forked, LET_GO_SECONDS)  # type: ignore[misc]
+
+
+def _stop_all() -> None:
+    """At interpreter exit, before what is below is taken apart."""
+    for shared in list(live):
+        shared.stop()
+    _wait_for_dropped()
+
+
+live: weakref.WeakSet[SourceThread[Any]] = weakref.WeakSet()
+atexit.register(_stop_all)
+before_closing.append(_wait_for_dropped)
