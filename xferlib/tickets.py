@@ -49,7 +49,7 @@ class Returns:
         self._unsettled: dict[int, None] = {}
 
     def ticket(self, number: int) -> object:
-        """Return an object that names a row; the number, which no other ticket has, is posted when the last reference to it is gone.
+        """Return an object that names a row; the number, which no other ticket has, is posted when the last reference is gone.
 
         To be made before the row is entered: whatever happens then, the row is given back.
         """

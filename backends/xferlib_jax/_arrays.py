@@ -107,12 +107,11 @@ def adopt(
     `lease` lives until JAX has let the buffer go.
     """
     code, bits = dlpack_code(dtype)
-    capsule, ticket = capsules.lend(address, shape, code, bits, device, lease)
-    try:
+
+    def take(capsule: Any) -> JaxArray:
         return jax.dlpack.from_dlpack(Exporter(capsule, device, order))
-    except BaseException:
-        capsules.withdraw(ticket)
-        raise
+
+    return capsules.lend(address, shape, code, bits, device, lease, take)
 
 
 def check_array(array: object, device: Any) -> None:

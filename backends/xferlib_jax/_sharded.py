@@ -129,7 +129,8 @@ class ShardedPuts:
         self._depth = depth
         self._rewrites = rewrites
         self._plans: Plans = OrderedDict()
-        self._putting = threading.Lock()
+        # Reentrant: a finalizer that ends the loop may run inside a put of its own thread.
+        self._putting = threading.RLock()
         self._over = False
 
     def put(self, batch: Any) -> ShardedTransfer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -60,16 +61,20 @@ def stagers() -> Iterator[tuple[Stager, ...]]:
 def nothing_left() -> Iterator[None]:
     """Fail where a thread of a loop, or a stager that a loop opened, outlives its test."""
     yield
+    assert_nothing_is_held()
+
+
+def assert_nothing_is_held() -> None:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith(("xferlib-prefetch", "xferlib-close")):
             thread.join(20)
             assert not thread.is_alive(), thread.name
-    gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("xferlib-close"):
-            thread.join(20)
-    assert _stagers._SHARED._users == {}
+    deadline = time.monotonic() + 20
+    while _stagers._SHARED._rows:
+        assert time.monotonic() < deadline, _stagers._SHARED._rows
+        gc.collect()
+        time.sleep(0.001)
 
 
 def pulled(stagers: tuple[Stager, ...]) -> int:
@@ -381,7 +386,7 @@ def test_exceptions_of_the_source_come_out_in_their_place_with_their_traceback()
     with pytest.raises(ArithmeticError, match="on purpose") as caught:
         next(loop)
     assert "broken_source" in "".join(traceback.format_tb(caught.value.__traceback__))
-    assert _stagers._SHARED._users == {}
+    assert _stagers._SHARED._rows == {}
 
 
 def test_a_copy_that_fails_on_one_device_fails_the_batch(stagers: tuple[Stager, ...]) -> None:
