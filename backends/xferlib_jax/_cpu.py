@@ -22,6 +22,7 @@ from xferlib_jax._imports import Imports
 from xferlib_jax._memory import Block, Memory, MemoryCallError
 from xferlib_jax._promise import Promises
 from xferlib_jax._reading import Readings
+from xferlib_jax._trees import put_together, take_apart
 
 __all__ = ["CpuStager"]
 
@@ -46,6 +47,9 @@ class CpuStager:
         "write_combined": "page-locks nothing where JAX computes on the CPU, which reads what it wrote. Leave write_combined out",
     }
     failures: Final[tuple[type[Exception], ...]] = (CopyError, MemoryCallError, jax.errors.JaxRuntimeError)
+
+    take_apart = staticmethod(take_apart)
+    put_together = staticmethod(put_together)
 
     def __init__(self, device: Any) -> None:
         cores = len(os.sched_getaffinity(0))

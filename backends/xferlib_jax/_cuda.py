@@ -29,6 +29,7 @@ from xferlib_jax._imports import Imports
 from xferlib_jax._layouts import laid_out
 from xferlib_jax._pinning import PinnedMemory
 from xferlib_jax._reading import Readings
+from xferlib_jax._trees import put_together, take_apart
 from xferlib_jax._unpack import unpack, zero
 
 __all__ = ["CudaStager"]
@@ -50,6 +51,9 @@ class CudaStager:
     capabilities = Capabilities(pinned=True, register=True, write_combined=True)
     refusals: ClassVar[dict[str, str]] = {"mapped": NOT_MAPPED}
     failures: ClassVar[tuple[type[Exception], ...]] = (CudaError, PoolError, jax.errors.JaxRuntimeError)
+
+    take_apart = staticmethod(take_apart)
+    put_together = staticmethod(put_together)
 
     def __init__(self, device: Any, driver: Driver) -> None:
         self.jax_device = device

@@ -71,7 +71,7 @@ class CpuEvent:
         return True
 
     def synchronize(self) -> None:
-        """See the protocol. Raises `CapabilityError` on a thread that copies, where only a finalizer can ask: it would wait for itself."""
+        """Block until the point is reached. On a thread that copies, where only a finalizer asks, raises `CapabilityError`."""
         if not self._is_reached and threading.get_ident() in _threads:
             raise CapabilityError(
                 "a finalizer that the garbage collector runs on a thread that copies cannot wait for copies there. Let it start "

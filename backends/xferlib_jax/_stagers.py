@@ -68,7 +68,7 @@ def hold(devices: Iterable[Device]) -> Hold:
 
 @final
 class Hold:
-    """Stagers by device, in use until `release` or until this is dropped. `number`, `ticket`: of the row of those of this process."""
+    """Stagers by device, in use until `release` or until this is dropped. `number`, `ticket`: of their row, if they are shared."""
 
     def __init__(self, stagers: Mapping[Device, xferlib.Stager], number: int | None = None, ticket: object = None) -> None:
         self.stagers = stagers

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import gc
-import signal
-import threading
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any
 
-import pytest
-
+from tests.interrupts import interrupted
 from xferlib.tickets import Returns
 
 
@@ -79,39 +73,7 @@ def test_a_ticket_that_a_finalizer_brings_back_is_not_posted() -> None:
     assert returns.unsettled() == [7]
 
 
-@pytest.fixture
-def interrupts() -> Iterator[Any]:
-    """Raise an exception on the main thread every so often, by a signal, while the block runs."""
-
-    class Interrupt(Exception):
-        pass
-
-    armed = False
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        if armed:
-            raise Interrupt
-
-    def run(work: Any) -> bool:
-        nonlocal armed
-        try:
-            armed = True
-            work()
-            armed = False
-        except Interrupt:
-            armed = False
-            return True
-        return False
-
-    before = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 200e-6, 200e-6)
-    yield run
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def test_no_interrupt_keeps_a_ticket_from_being_posted(interrupts: Any) -> None:
-    assert threading.current_thread() is threading.main_thread()
+def test_no_interrupt_keeps_a_ticket_from_being_posted() -> None:
     returns = Returns()
     rows: dict[int, None] = {}
     numbers = iter(range(10**9))
@@ -122,7 +84,5 @@ def test_no_interrupt_keeps_a_ticket_from_being_posted(interrupts: Any) -> None:
             rows[number] = None
             del ticket
 
-    hits = 0
-    while hits < 500:
-        hits += interrupts(work)
+    interrupted(work, 500)
     assert set(rows) <= set(returns.unsettled())

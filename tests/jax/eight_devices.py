@@ -191,6 +191,40 @@ def test_nodes_that_jax_was_told_of_are_trees() -> None:
     assert_is(found.label, batch.label, over("b"))
 
 
+def test_dataclasses_that_jax_was_not_told_of_are_trees_as_well() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Inner:
+        label: Any
+        none: Any = None
+
+    @dataclasses.dataclass
+    class Sample:
+        image: Any
+        rest: Any
+
+    batch = Sample(random((8, 4)), {"inner": [Inner(random((8,), np.int32))]})
+    for shardings in (over("a"), Sample(over("a"), over("a")), Sample(over("a"), {"inner": [Inner(over("a"))]})):
+        (found,) = all_of([batch], shardings)
+        assert isinstance(found, Sample)
+        assert_is(found.image, batch.image, over("a"))
+        inner = found.rest["inner"][0]
+        assert isinstance(inner, Inner)
+        assert inner.none is None
+        assert_is(inner.label, batch.rest["inner"][0].label, over("a"))
+    with pytest.raises(TypeError, match=r"batch\.rest\['inner'\]\[0\]\.label is a builtins\.str"):
+        all_of([Sample(random((8, 4)), {"inner": [Inner("text")]})], over("a"))
+
+
+def test_what_is_inside_of_a_node_is_billed() -> None:
+    @dataclasses.dataclass
+    class Sample:
+        image: Any
+
+    with xferlib_jax.prefetch(iter([Sample(random((16, 4)))]), over("a")) as loop:
+        # Over two of four groups: a half on each of eight devices.
+        assert loop.bill.device_nbytes == 4 * 8 * 128
+
+
 def test_contiguous_shards_of_pinned_memory_are_read_where_they_are(stagers: tuple[Stager, ...]) -> None:
     batch = random((64, 1 << 14))
     pins = [stager.pin(batch) for stager in stagers]
