@@ -223,8 +223,11 @@ class HostStager(Protocol[ArrayT]):
 
     # Device memory and arrays.
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raise `TypeError`, saying what to do, if an array of this dtype cannot be had or would be narrowed. Asked once each."""
+    def check_dtype(self, dtype: np.dtype[Any]) -> bool | None:
+        """Raise `TypeError`, saying what to do, if an array of this dtype cannot be had or would be narrowed.
+
+        Asked once each, but those for which it returns True: of them the answer may change, and it is asked each time.
+        """
 
     def alloc_device(self, nbytes: int) -> DeviceBlock:
         """Return new device memory of exactly this size, contents undefined. Never in steady state; may block for a new size.

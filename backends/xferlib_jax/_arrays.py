@@ -59,13 +59,13 @@ SUB_BYTE: Final = {
 }
 
 
-def check_dtype(dtype: np.dtype[Any]) -> None:
-    """Raise `TypeError` unless JAX's arrays can have this dtype, and keep it."""
+def check_dtype(dtype: np.dtype[Any]) -> bool:
+    """Raise `TypeError` unless JAX's arrays can have this dtype, and keep it. True: ask again, a switch of the thread decides."""
     if dtype in NARROWED:
         check_wide(dtype)
-        return
+        return True
     if dtype in CODES:
-        return
+        return False
     if dtype in SUB_BYTE:
         whole = SUB_BYTE[dtype]
         raise TypeError(

@@ -102,8 +102,8 @@ class CpuStager:
     def check_stream(self, stream: object) -> None:
         raise CapabilityError(f"JAX has no streams: got {stream!r}. Leave stream out")
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        check_dtype(dtype)
+    def check_dtype(self, dtype: np.dtype[Any]) -> bool:
+        return check_dtype(dtype)
 
     def alloc_device(self, nbytes: int) -> Block:
         return self.memory.alloc_device(nbytes)

@@ -136,8 +136,8 @@ class CudaStager:
     def check_stream(self, stream: object) -> None:
         raise CapabilityError(f"JAX has no streams: got {stream!r}. Leave stream out")
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        _arrays.check_dtype(dtype)
+    def check_dtype(self, dtype: np.dtype[Any]) -> bool:
+        return _arrays.check_dtype(dtype)
 
     def alloc_device(self, nbytes: int) -> DeviceBlock:
         return self._blocks.make(nbytes)
