@@ -21,7 +21,7 @@ class Gpu(LockingBackend):
     """A backend that says it is on a GPU, and counts locks of what is measured with."""
 
     def __init__(self) -> None:
-        super().__init__(open_stager())
+        super().__init__(open_stager(), {})
         self.on_gpu = True
         self.locked_by_caller = 0
 
@@ -61,7 +61,7 @@ def test_it_is_measured_with_locks_and_with_staging(monkeypatch: pytest.MonkeyPa
         assert stats.h2d_nbytes == 2 * puts * found.nbytes
         assert stats.pinned_peak_nbytes > 0, "nothing was staged"
         assert backend.locked_by_caller == puts + 1
-        assert stager._pins.nbytes == 0
+        assert stager._pool.usage().asked == 0
 
 
 def test_where_nothing_is_locked_nothing_is_measured() -> None:

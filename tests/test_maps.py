@@ -42,6 +42,9 @@ class Retiring:
 class Memory(np.ndarray[Any, np.dtype[np.uint8]]):
     """Host memory of which one sees when it is let go."""
 
+    gone: list[str]
+    name: str
+
     def __del__(self) -> None:
         self.gone.append(self.name)
 

@@ -14,7 +14,7 @@ from xferlib.memory.pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.ring import Staging
 from xferlib.transfer import Transfer
-from xferlib.tree import Spec, flatten, flatten_like, path, unflatten
+from xferlib.tree import Spec, path, trees_of, unflatten
 
 __all__ = ["Gets"]
 
@@ -29,16 +29,17 @@ class Gets:
         self._backend = backend
         self._failures = backend.failures
         self._host = host
+        self._trees = trees_of(backend)
         self._pool = pool
         self._staging = staging
         self._d2h = traffic.d2h
 
     def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
         """Get a tree."""
-        leaves, spec = flatten(tree)
+        leaves, spec = self._trees.flatten(tree)
         if not leaves:
             raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
-        given = None if out is None else flatten_like(spec, out, name="out")
+        given = None if out is None else self._trees.flatten_like(spec, out, name="out")
         alike = self._checked(leaves, spec, given)
         # What the arrays wait for now would hold up the copies that earlier gets still have to start.
         self._staging.wait_issued()

@@ -30,6 +30,8 @@ __all__ = [
     "Place",
     "Source",
     "Stream",
+    "TakenApart",
+    "TakesTreesApart",
 ]
 
 LAWS = {
@@ -221,8 +223,11 @@ class HostStager(Protocol[ArrayT]):
 
     # Device memory and arrays.
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raise `TypeError`, saying what to do, if an array of this dtype cannot be had or would be narrowed. Asked once each."""
+    def check_dtype(self, dtype: np.dtype[Any]) -> bool | None:
+        """Raise `TypeError`, saying what to do, if an array of this dtype cannot be had or would be narrowed.
+
+        Asked once each, but those for which it returns True: of them the answer may change, and it is asked each time.
+        """
 
     def alloc_device(self, nbytes: int) -> DeviceBlock:
         """Return new device memory of exactly this size, contents undefined. Never in steady state; may block for a new size.
@@ -315,6 +320,33 @@ class CombinesWrites(Protocol):
 
     def alloc_write_combined(self, nbytes: int) -> int:
         """Return memory as `alloc_pinned` does that the CPU writes past its caches, and hardly reads. `free_pinned` frees it."""
+
+
+class TakenApart(NamedTuple):
+    """A node of a tree, one level deep. `structure` equals that of every node that has the same parts.
+
+    `names` are those of the children, for errors: a `str` is an attribute, anything else is shown as an index.
+    """
+
+    children: Sequence[Any]
+    structure: Any
+    names: Sequence[Any]
+
+
+class TakesTreesApart(Protocol):
+    """What a backend may have besides, where classes are registered with its framework as trees.
+
+    The core itself knows dict, list, tuple, named tuple, dataclass and None; a dataclass that the framework knows is the
+    framework's. The methods are static: what the core learns of a class holds for the process.
+    """
+
+    @staticmethod
+    def take_apart(node: Any) -> TakenApart | None:
+        """Return what the framework takes an instance apart into, one level deep; None for what is no tree to it."""
+
+    @staticmethod
+    def put_together(structure: Any, children: Sequence[Any]) -> Any:
+        """Make a node of this structure again from other children, which may be anything."""
 
 
 class Opener(Protocol):

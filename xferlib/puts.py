@@ -23,7 +23,7 @@ from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stre
 from xferlib.staging.parts import Placed
 from xferlib.staging.ring import Staging
 from xferlib.transfer import Later, Transfer
-from xferlib.tree import Spec, flatten, flatten_like, path, unflatten
+from xferlib.tree import Spec, path, trees_of, unflatten
 
 __all__ = ["Puts"]
 
@@ -48,6 +48,7 @@ class Puts:
         self._as_target = backend.as_target
         self._copy_h2d = backend.copy_h2d
         self._as_arrays = getattr(backend, "as_arrays", self._one_by_one)
+        self._trees = trees_of(backend)
         self._blocks = blocks
         self._staging = staging
         self._loud = loud
@@ -57,7 +58,7 @@ class Puts:
 
     def start(self, tree: Any, into: Any, stream: object | None, borrow: bool) -> Transfer:
         """Put a tree."""
-        leaves, spec = flatten(tree)
+        leaves, spec = self._trees.flatten(tree)
         if not leaves:
             raise ValueError(f"there is no array in {tree!r}: expected a NumPy array, or a tree of them")
         sources = self._host.leaves(leaves)
@@ -142,7 +143,7 @@ class Puts:
             self._blocks.streams_of(place)[handle] = stream
 
     def _into(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
-        places = self._places(sources, spec, flatten_like(spec, into, name="into"), stream)
+        places = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
         for place in places:
             self._order_after_users(place)
         event = self._begin([place.address for place in places], sources, range(len(places)), places, places)

@@ -1,55 +1,114 @@
 """Trees of arrays: any nest of dict, list, tuple, named tuple, dataclass or None with arrays at the leaves.
 
-A bare array is the commonest tree, and never meets the tree library here.
+A backend whose framework knows more trees brings them: see `TakesTreesApart`. A dataclass that the framework knows is taken apart
+as the framework does. A bare array is the commonest tree, and never meets the tree library here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, TypeAlias, cast, final
 
 import numpy as np
 import optree
 
-__all__ = ["Spec", "flatten", "flatten_like", "path", "unflatten"]
+from xferlib.errors import CapabilityError
+from xferlib.protocol import HostStager, TakesTreesApart
+
+__all__ = ["PLAIN", "Spec", "Trees", "flatten", "flatten_like", "path", "trees_of", "unflatten"]
 
 Spec: TypeAlias = optree.PyTreeSpec | None
 """The shape of a tree; None is a bare leaf."""
 
-NAMESPACE = "xferlib"
 NUMPY = {np.ndarray}
-_bare: set[type] = {np.ndarray}
-"""Types that were leaves by themselves."""
-_registering = threading.Lock()
-_registered: set[type] = set()
 
 
-def flatten(tree: Any) -> tuple[list[Any], Spec]:
-    """Return the leaves, in a fixed order, and what `unflatten` needs."""
-    if type(tree) in _bare:
-        return [tree], None
-    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    kinds = set(map(type, leaves))
-    if kinds != NUMPY:
-        # One of each type is looked at: there may be hundreds of leaves.
-        records = {kind for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items() if _is_record(leaf)}
-        if records:
-            _register(records)
-            return flatten(tree)
-    if not spec.is_leaf():
-        return leaves, spec
-    _bare.add(type(tree))
-    return leaves, None
+@final
+class Trees:
+    """The trees that go through one backend's stagers. Any thread, also inside finalizers.
+
+    Classes are registered with the tree library as they come, each in the namespace of the backend that brought them.
+    """
+
+    def __init__(self, namespace: str, framework: TakesTreesApart | None = None) -> None:
+        self.namespace = namespace
+        # Without the backend, which would be kept for the process.
+        self._take_apart = None if framework is None else framework.take_apart
+        self._put_together = None if framework is None else framework.put_together
+        # Types that are leaves.
+        self._bare: set[type] = {np.ndarray, int}
+        self._registered: set[type] = set()
+
+    def flatten(self, tree: Any) -> tuple[list[Any], Spec]:
+        """Return the leaves, in a fixed order, and what `unflatten` needs."""
+        if type(tree) in self._bare:
+            return [tree], None
+        leaves, spec = optree.tree_flatten(tree, namespace=self.namespace)
+        kinds = set(map(type, leaves))
+        if kinds != NUMPY and not kinds <= self._bare and self._learn(kinds, leaves):
+            return self.flatten(tree)
+        return leaves, None if spec.is_leaf() else spec
+
+    def flatten_like(self, spec: Spec, tree: Any, *, name: str) -> list[Any]:
+        """Return the leaves of a tree that must have this shape. Raises `ValueError`, naming the argument."""
+        leaves, other = self.flatten(tree)
+        if other != spec:
+            raise ValueError(f"{name} has another structure: expected {_shown(spec)}, got {_shown(other)}")
+        return leaves
+
+    def _learn(self, kinds: set[type], leaves: list[Any]) -> bool:
+        """Look at leaves of types that are not known, one of each: there may be hundreds. Tell whether any can be taken apart."""
+        found = False
+        for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items():
+            if kind in self._bare or kind in self._registered:
+                continue
+            if self._take_apart is not None and self._put_together is not None and self._take_apart(leaf) is not None:
+                self._register(kind, self._take_apart, self._put_together)
+                found = True
+            elif _is_record(leaf):
+                self._register(kind, _fields, _rebuild)
+                found = True
+            elif hasattr(leaf, "dtype"):
+                # Of others a class may be registered with the framework later.
+                self._bare.add(kind)
+        return found
+
+    def _register(self, kind: type, apart: Callable[[Any], Any], together: Callable[[Any, Any], Any]) -> None:
+        thread = threading.get_ident()
+        if thread in _registering:
+            # The tree library holds a lock meanwhile, and would wait for itself.
+            raise CapabilityError(
+                f"{kind.__qualname__} is new, and a finalizer that the garbage collector runs while another class is being "
+                "learned cannot transfer it. Transfer it from ordinary code, or once before"
+            )
+        try:
+            _registering[thread] = None
+            # By another thread, in between.
+            with suppress(ValueError):
+                optree.register_pytree_node(kind, apart, together, namespace=self.namespace)
+        finally:
+            _registering.pop(thread, None)
+        self._registered.add(kind)
 
 
-def flatten_like(spec: Spec, tree: Any, *, name: str) -> list[Any]:
-    """Return the leaves of a tree that must have this shape. Raises `ValueError`, naming the argument."""
-    leaves, other = flatten(tree)
-    if other != spec:
-        raise ValueError(f"{name} has another structure: expected {_shown(spec)}, got {_shown(other)}")
-    return leaves
+_registering: dict[int, None] = {}
+"""The threads that are inside the tree library's registry."""
+PLAIN = Trees("xferlib")
+"""Those of backends that bring none of their own."""
+flatten = PLAIN.flatten
+flatten_like = PLAIN.flatten_like
+_by_namespace: dict[str, Trees] = {PLAIN.namespace: PLAIN}
+
+
+def trees_of(backend: HostStager[Any]) -> Trees:
+    """Return what takes the trees of a backend's stagers apart."""
+    if not hasattr(backend, "take_apart"):
+        return PLAIN
+    namespace = f"{PLAIN.namespace}.{backend.name}"
+    return _by_namespace.get(namespace) or _by_namespace.setdefault(namespace, Trees(namespace, cast("TakesTreesApart", backend)))
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
@@ -74,13 +133,6 @@ def _shown(spec: Spec) -> str:
 def _is_record(leaf: Any) -> bool:
     # A framework's array may be a dataclass as well; it is no nest of arrays for that.
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and not hasattr(leaf, "dtype")
-
-
-def _register(classes: set[type]) -> None:
-    with _registering:
-        for cls in classes - _registered:
-            optree.register_pytree_node(cls, _fields, _rebuild, namespace=NAMESPACE)
-            _registered.add(cls)
 
 
 def _fields(instance: Any) -> tuple[list[Any], Any, tuple[str, ...]]:

@@ -59,13 +59,13 @@ SUB_BYTE: Final = {
 }
 
 
-def check_dtype(dtype: np.dtype[Any]) -> None:
-    """Raise `TypeError` unless JAX's arrays can have this dtype, and keep it."""
+def check_dtype(dtype: np.dtype[Any]) -> bool:
+    """Raise `TypeError` unless JAX's arrays can have this dtype, and keep it. True: ask again, a switch of the thread decides."""
     if dtype in NARROWED:
         check_wide(dtype)
-        return
+        return True
     if dtype in CODES:
-        return
+        return False
     if dtype in SUB_BYTE:
         whole = SUB_BYTE[dtype]
         raise TypeError(
@@ -107,12 +107,11 @@ def adopt(
     `lease` lives until JAX has let the buffer go.
     """
     code, bits = dlpack_code(dtype)
-    capsule, ticket = capsules.lend(address, shape, code, bits, device, lease)
-    try:
+
+    def take(capsule: Any) -> JaxArray:
         return jax.dlpack.from_dlpack(Exporter(capsule, device, order))
-    except BaseException:
-        capsules.withdraw(ticket)
-        raise
+
+    return capsules.lend(address, shape, code, bits, device, lease, take)
 
 
 def check_array(array: object, device: Any) -> None:

@@ -1,11 +1,12 @@
 """Device memory out of JAX's own pool: blocks are ordinary JAX arrays that nobody else sees, so JAX counts them as its own.
 
-Invariant: a block is owned by its array, never by a capsule alone: a user who deletes every array of `jax.live_arrays()` then takes
-the memory of blocks that are idle, and nothing crashes; `lost` says so.
+Invariants: a block's array is in the table until `free`, and nowhere else. It is an array and never a capsule alone: a user who
+deletes every array of `jax.live_arrays()` then takes the memory of blocks that are idle, and nothing crashes; `lost` says so.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, final
 
 import jax
@@ -24,31 +25,50 @@ class PoolError(RuntimeError):
 
 @final
 class Block:
-    """Memory of an array that is never given out. It goes back to JAX's pool with the last reference."""
+    """Memory of an array that is never given out. `number`: of its row, since addresses are used again."""
 
-    __slots__ = ("__weakref__", "_freed", "address", "nbytes", "ready", "store")
+    __slots__ = ("__weakref__", "address", "nbytes", "number", "ready")
 
-    def __init__(self, store: Any, address: int, ready: Event, freed: list[None]) -> None:
-        self.store = store
+    def __init__(self, number: int, address: int, nbytes: int, ready: Event) -> None:
+        self.number = number
         self.address = address
-        self.nbytes: int = store.nbytes
+        self.nbytes = nbytes
         self.ready = ready
-        self._freed = freed
-
-    def __del__(self) -> None:
-        self._freed.append(None)
 
 
 @final
 class BlockMaker:
-    """Takes blocks on one device. `stream` is one of our own, which learns there when the memory may be written."""
+    """Takes blocks on one device. `stream` is one of our own, which learns there when the memory may be written. Any thread."""
 
     def __init__(self, device: Any, stream: int, events: EventPool) -> None:
         self._device = device
         self._stream = stream
         self._events = events
-        self.made = 0
-        self.freed: list[None] = []
+        self._numbers = itertools.count()
+        self._stores: dict[int, Any] = {}
+        self._made: list[None] = []  # One for each row that ever was: appending is a single step, adding to a number is not.
+
+    @property
+    def made(self) -> int:
+        """How many blocks were taken out of JAX's pool."""
+        return len(self._made)
+
+    @property
+    def freed(self) -> int:
+        """How many of them were given back."""
+        return len(self._made) - len(self._stores)
+
+    def free(self, block: Block) -> None:
+        """Give a block back to JAX's pool, which orders the next use of its memory behind what was launched. `PoolError` twice."""
+        try:
+            del self._stores[block.number]
+        except KeyError:
+            raise PoolError(f"the block at {block.address:#x} was freed already. Free what alloc_device returned, once") from None
+
+    def lost(self, block: Block) -> bool:
+        """Tell whether the memory was given back, by us or by somebody who deleted every array there is."""
+        store = self._stores.get(block.number)
+        return store is None or bool(store.is_deleted())
 
     def make(self, nbytes: int) -> Block:
         """Return a block. Raises `PoolError`, saying what to set."""
@@ -63,10 +83,11 @@ class BlockMaker:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise PoolError(self._full(nbytes)) from error
-        address, _ = exported(capsule)
         ready = self._events.record(self._stream)
-        self.made += 1
-        return Block(store, address, ready, self.freed)
+        block = Block(next(self._numbers), exported(capsule).address, nbytes, ready)
+        self._stores[block.number] = store
+        self._made.append(None)
+        return block
 
     def _full(self, nbytes: int) -> str:
         found = self._device.memory_stats() or {}

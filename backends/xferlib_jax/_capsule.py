@@ -10,24 +10,24 @@ function does no more than store the state of an unlocked lock (0, or 1 on x86) 
 the low half of the struct's `data`, which is never 0 or 1 before; the importer has read it by then. Compiled code of our own would
 do the same, and would turn a package that installs anywhere into one that needs a compiler.
 
-Invariants: a struct is given to one importer at a time; the memory of structs is never freed, so that a late call harms nobody.
+Invariants: a struct is given to one importer at a time; the memory of structs is never freed, so that a late call harms nobody; a
+struct that JAX has taken is in the table of those that are lent until its deleter was called, whatever interrupts the import.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import gc
 import struct
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, final
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 
-__all__ = ["Capsules", "Exporter", "Ticket", "capsules", "exported"]
+__all__ = ["Capsules", "Exporter", "Tensor", "capsules", "exported"]
 
 # DLManagedTensor of DLPack before version 1, the only one that JAX takes: data, device type and number, ndim, dtype code, bits and
 # lanes, shape, strides, byte offset, context, deleter.
@@ -41,7 +41,10 @@ _new = ctypes.pythonapi.PyCapsule_New
 _new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
 
+T = TypeVar("T")
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
 
 
@@ -54,7 +57,7 @@ class Slot(NamedTuple):
     number: int
 
 
-class Ticket(NamedTuple):
+class Loan(NamedTuple):
     """A struct in use: what lives until it is let go, and the shape that the importer reads."""
 
     slot: Slot
@@ -62,9 +65,12 @@ class Ticket(NamedTuple):
     shape: Any
 
 
+_SLOT = attrgetter("slot")
+
+
 @final
 class Capsules:
-    """The structs of this process, shared by all stagers: arrays outlive theirs. Any thread. Made by `capsules()`."""
+    """The structs of this process, shared by all stagers: arrays outlive theirs. Any thread. There is one: `capsules()`."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
@@ -76,71 +82,77 @@ class Capsules:
         self._mark = _unlocked_state(deleter)
         self._chunks: list[tuple[int, Words]] = []
         self._free: deque[Slot] = deque()
-        self._live: dict[int, Ticket] = {}
+        self._live: dict[int, Loan] = {}
         # One thread at a time: another could free a struct, and a third lend it, between a look at its mark and what follows.
         self._sweeping = threading.Lock()
-        # When no stager is left to sweep, arrays that it made may still be dropped.
-        gc.callbacks.append(self._collected)
 
     def lend(
-        self, address: int, shape: tuple[int, ...], code: int, bits: int, device: tuple[int, int], lease: object
-    ) -> tuple[Any, Ticket]:
-        """Return a capsule over memory at a multiple of 256, to be imported once, and the ticket to withdraw it by.
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        code: int,
+        bits: int,
+        device: tuple[int, int],
+        lease: object,
+        take: Callable[[Any], T],
+    ) -> T:
+        """Call `take` with a capsule over memory at a multiple of 256, to be imported once, and return what that returns.
 
-        `lease` lives until a `sweep` finds that the importer has let the memory go.
+        If it was imported, `lease` lives until a `sweep` finds that the importer has let the memory go.
         """
-        slot = self._take()
         lengths = (ctypes.c_int64 * len(shape))(*shape)
-        ticket = Ticket(slot, lease, lengths)
         where = ctypes.addressof(lengths)
-        LAYOUT.pack_into(
-            slot.raw,
-            slot.number * LAYOUT.size,
-            address - BIAS,
-            *device,
-            len(shape),
-            code,
-            bits,
-            1,
-            where,
-            0,
-            BIAS,
-            0,
-            self._deleter,
-        )
-        self._live[slot.start] = ticket
-        return _new(slot.start, NAME, None), ticket
-
-    def withdraw(self, ticket: Ticket) -> None:
-        """Let the lease go of a capsule whose import failed: nobody calls the deleter of a capsule that was not consumed.
-
-        The struct is not used again: whether it was consumed is not known.
-        """
-        self._live.pop(ticket.slot.start, None)
+        capsule = None
+        taken: list[Slot] = []
+        try:
+            self._take(taken)
+            slot = taken[0]
+            start = slot.number * LAYOUT.size
+            LAYOUT.pack_into(slot.raw, start, address - BIAS, *device, len(shape), code, bits, 1, where, 0, BIAS, 0, self._deleter)
+            self._live[slot.start] = Loan(slot, lease, lengths)
+            capsule = _new(slot.start, NAME, None)
+            return take(capsule)
+        except BaseException:
+            if capsule is None:
+                if taken:
+                    self._live.pop(taken[0].start, None)
+                    self._free.append(taken[0])
+            elif _is_valid(capsule, NAME):
+                # Whoever has imported a capsule has renamed it. Of an import that failed the deleter may be called all the same,
+                # at any time: the struct is not used again.
+                self._live.pop(taken[0].start, None)
+            raise
 
     def sweep(self) -> None:
-        """Let go of leases whose memory was let go. Any thread, also inside the garbage collector; 2 us for 512 structs."""
-        # Never waits: whoever sweeps misses nothing for long, and may be this very thread, in a finalizer.
-        if not self._sweeping.acquire(blocking=False):
-            return
+        """Let go of leases whose memory was let go. Any thread, also inside a finalizer; 2 us for 512 structs."""
+        # Never waits: whoever sweeps misses nothing for long, and may be this very thread, in a finalizer. One call takes the lock
+        # and notes it: an interrupt cannot come between the two.
+        taken: list[bool] = []
         try:
-            for base, words in self._chunks:
-                for number in np.flatnonzero(words == self._mark).tolist():
-                    self._let_go(base + number * LAYOUT.size, words, number)
+            taken.extend(map(self._sweeping.acquire, (False,)))
+            if taken[0]:
+                for base, words in self._chunks:
+                    for number in np.flatnonzero(words == self._mark).tolist():
+                        self._let_go(base + number * LAYOUT.size, words, number)
         finally:
-            self._sweeping.release()
+            if taken and taken[0]:
+                self._sweeping.release()
 
     def _let_go(self, start: int, words: Words, number: int) -> None:
-        # One that was withdrawn is not lent again.
-        words[number] = BIAS
-        ticket = self._live.pop(start, None)
-        if ticket is not None:
-            self._free.append(ticket.slot)
+        freed = map(_SLOT, map(self._live.pop, (start,)))
+        try:
+            # No call stands between the two, so no interrupt and no other thread does. Once it is free it may be lent again.
+            words[number] = BIAS
+            self._free.extend(freed)
+        except KeyError:
+            # Its import failed, and its deleter was called all the same.
+            pass
 
-    def _take(self) -> Slot:
-        while True:
+    def _take(self, taken: list[Slot]) -> None:
+        """Append a free struct, in one step."""
+        while not taken:
             try:
-                return self._free.pop()
+                taken.extend(map(deque.pop, (self._free,)))
             except IndexError:
                 self._grow()
 
@@ -154,11 +166,7 @@ class Capsules:
         words = np.frombuffer(raw, np.uint32)[:: LAYOUT.size // 4]
         words[:] = BIAS
         self._chunks.append((start, words))
-        self._free.extend(Slot(start + number * LAYOUT.size, words, raw, number) for number in range(CHUNK))
-
-    def _collected(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "stop":
-            self.sweep()
+        self._free.extend([Slot(start + number * LAYOUT.size, words, raw, number) for number in range(CHUNK)])
 
 
 @final
@@ -181,33 +189,32 @@ class Exporter:
         return self._capsule
 
 
-def exported(capsule: Any) -> tuple[int, bool]:
-    """Return the address of a tensor in a capsule that nobody imported, and whether it lies there in C order."""
+class Tensor(NamedTuple):
+    """What a capsule says of memory. `strides`: bytes, or None where it lies in C order."""
+
+    address: int
+    strides: tuple[int, ...] | None
+
+
+def exported(capsule: Any) -> Tensor:
+    """Say where a tensor in a capsule that nobody imported lies, and how."""
     start = _pointer(capsule, NAME)
     raw = (ctypes.c_uint8 * LAYOUT.size).from_address(start)
-    data, _, _, ndim, _, _, _, shape, strides, offset, _, _ = LAYOUT.unpack_from(raw)
+    data, _, _, ndim, _, bits, lanes, shape, strides, offset, _, _ = LAYOUT.unpack_from(raw)
     if ndim < 2 or not strides:
-        return data + offset, True
-    lengths, steps = ((ctypes.c_int64 * ndim).from_address(where) for where in (shape, strides))
+        return Tensor(data + offset, None)
+    lengths, steps = ((ctypes.c_int64 * ndim).from_address(where)[:] for where in (shape, strides))
     expected, in_order = 1, True
     for length, step in zip(reversed(lengths), reversed(steps), strict=True):
         in_order = in_order and (length <= 1 or step == expected)
         expected *= length
-    return data + offset, in_order or expected == 0
-
-
-@functools.cache
-def _made() -> Capsules:
-    return Capsules()
+    itemsize = bits * lanes // 8
+    return Tensor(data + offset, None if in_order or expected == 0 else tuple(step * itemsize for step in steps))
 
 
 def capsules() -> Capsules:
     """Return this process's structs."""
-    with _LOCK:
-        return _made()
-
-
-_LOCK = threading.Lock()
+    return _CAPSULES
 
 
 def _unlocked_state(deleter: int) -> int:
@@ -217,3 +224,6 @@ def _unlocked_state(deleter: int) -> int:
     if word.value not in (0, 1) or sys.byteorder != "little":
         raise OSError(f"pthread_spin_unlock left {word.value} in a lock on a {sys.byteorder}-endian machine, expected 0 or 1")
     return word.value
+
+
+_CAPSULES = Capsules()

@@ -22,10 +22,12 @@ from xferlib_jax._imports import Imports
 from xferlib_jax._memory import Block, Memory, MemoryCallError
 from xferlib_jax._promise import Promises
 from xferlib_jax._reading import Readings
+from xferlib_jax._trees import put_together, take_apart
 
 __all__ = ["CpuStager"]
 
 DLPACK_CPU = (1, 0)
+TRIAL_NBYTES = 256
 
 
 @final
@@ -46,6 +48,9 @@ class CpuStager:
     }
     failures: Final[tuple[type[Exception], ...]] = (CopyError, MemoryCallError, jax.errors.JaxRuntimeError)
 
+    take_apart = staticmethod(take_apart)
+    put_together = staticmethod(put_together)
+
     def __init__(self, device: Any) -> None:
         cores = len(os.sched_getaffinity(0))
         self.device: Final = f"JAX on the CPU ({cores} core{'s' if cores > 1 else ''})"
@@ -55,7 +60,9 @@ class CpuStager:
         self._promises = Promises(self._readings)
         self._capsules = capsules()
         self._imports = Imports(device, DLPACK_CPU, self._capsules, None)
-        self._imports.try_private_call(self.memory.alloc_device(256).address)
+        trial = self.memory.alloc_device(TRIAL_NBYTES)
+        self._imports.try_private_call(trial.address)
+        self.memory.free_device(trial.address)
         self.h2d: Final = Engine("xferlib-jax-h2d", self._promises)
         self.d2h: Final = Engine("xferlib-jax-d2h", self._promises)
 
@@ -95,11 +102,14 @@ class CpuStager:
     def check_stream(self, stream: object) -> None:
         raise CapabilityError(f"JAX has no streams: got {stream!r}. Leave stream out")
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        check_dtype(dtype)
+    def check_dtype(self, dtype: np.dtype[Any]) -> bool:
+        return check_dtype(dtype)
 
     def alloc_device(self, nbytes: int) -> Block:
         return self.memory.alloc_device(nbytes)
+
+    def free_device(self, block: protocol.DeviceBlock) -> None:
+        self.memory.free_device(block.address)
 
     def as_array(
         self,
@@ -117,11 +127,14 @@ class CpuStager:
         check_array(array, self.jax_device)
         if stream is not None:
             self.check_stream(stream)
-        if not array.is_ready():
-            promise = self._promises.make(array)
-            return protocol.Source(promise.start, array.nbytes, promise)
-        capsule = array.__dlpack__()
-        return protocol.Source(exported(capsule)[0], array.nbytes, self._readings.make(array, capsule))
+        capsule = None
+        if array.is_ready():
+            capsule = array.__dlpack__()
+            address, strides = exported(capsule)
+            if strides is None:
+                return protocol.Source(address, array.nbytes, self._readings.make(array, capsule))
+        promise = self._promises.make(array, capsule)
+        return protocol.Source(promise.start, array.nbytes, promise)
 
     def as_target(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
         raise CapabilityError("JAX arrays never change. Put into a new array")

@@ -9,8 +9,8 @@ Invariant: nothing but copies and waits enters the two copy streams, and none of
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
+from ctypes import c_void_p
 from typing import Any, ClassVar, TypeAlias, cast, final
 
 import jax
@@ -23,11 +23,13 @@ from xferlib_jax._arrays import NOT_MAPPED, JaxArray
 from xferlib_jax._blocks import Block, BlockMaker, PoolError
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._driver import CudaError, Driver
-from xferlib_jax._events import CudaEvent, EventPool
+from xferlib_jax._events import CudaEvent, event_pool
 from xferlib_jax._fence import Fences
 from xferlib_jax._imports import Imports
+from xferlib_jax._layouts import laid_out
 from xferlib_jax._pinning import PinnedMemory
 from xferlib_jax._reading import Readings
+from xferlib_jax._trees import put_together, take_apart
 from xferlib_jax._unpack import unpack, zero
 
 __all__ = ["CudaStager"]
@@ -50,28 +52,29 @@ class CudaStager:
     refusals: ClassVar[dict[str, str]] = {"mapped": NOT_MAPPED}
     failures: ClassVar[tuple[type[Exception], ...]] = (CudaError, PoolError, jax.errors.JaxRuntimeError)
 
+    take_apart = staticmethod(take_apart)
+    put_together = staticmethod(put_together)
+
     def __init__(self, device: Any, driver: Driver) -> None:
         self.jax_device = device
         self.device = f"{device.device_kind} (cuda:{driver.ordinal})"
         self.pci_bus_id = driver.pci_bus_id()
         self.copies: tuple[Copy, Copy] = (driver.copy_h2d, driver.copy_d2h)
-        self._events = EventPool(driver)
+        self._driver = driver
+        self._events = event_pool(driver)
         self._pinned = PinnedMemory(device.client, driver)
         self._capsules = capsules()
         self._imports = Imports(device, (CUDA, driver.ordinal), self._capsules, driver)
         self._readings = Readings(device)
         self._origin = zero(device)
-        streams = tuple(driver.create_stream() for _ in range(3))
-        self._give_back = weakref.finalize(self, driver.destroy_streams, streams)
-        # At interpreter exit the streams go with the process.
-        self._give_back.atexit = False
-        self.h2d, self.d2h, aside = streams
-        self._blocks = BlockMaker(device, aside, self._events)
-        trial = self._blocks.make(TRIAL_NBYTES)
-        trial.ready.synchronize()
-        self._imports.try_private_call(trial.address)
-        fences = Fences(device, aside, self._events)
-        self._fences = fences if fences.are_needed(driver, trial, self._imports, self._capsules) else None
+        self._streams: list[c_void_p] = []
+        try:
+            self.h2d, self.d2h, aside = (self._add_stream() for _ in range(3))
+            self._blocks = BlockMaker(device, aside, self._events)
+            self._fences = self._tried(aside)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def reuses_by_fence(self) -> bool:
@@ -91,7 +94,7 @@ class CudaStager:
     @property
     def blocks_freed(self) -> int:
         """How many of them were given back."""
-        return len(self._blocks.freed)
+        return self._blocks.freed
 
     def alloc_pinned(self, nbytes: int) -> int:
         return self._pinned.alloc(nbytes)
@@ -133,11 +136,14 @@ class CudaStager:
     def check_stream(self, stream: object) -> None:
         raise CapabilityError(f"JAX has no streams: got {stream!r}. Leave stream out")
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        _arrays.check_dtype(dtype)
+    def check_dtype(self, dtype: np.dtype[Any]) -> bool:
+        return _arrays.check_dtype(dtype)
 
     def alloc_device(self, nbytes: int) -> DeviceBlock:
         return self._blocks.make(nbytes)
+
+    def free_device(self, block: DeviceBlock) -> None:
+        self._blocks.free(cast("Block", block))
 
     def as_array(
         self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
@@ -161,9 +167,9 @@ class CudaStager:
         if kind in HOST_KINDS:
             raise ValueError(f"the array is in host memory ({kind}) already. Look at it with numpy.asarray(array)")
         capsule = array.__dlpack__(stream=self.d2h)
-        address, in_order = exported(capsule)
-        if not in_order:
-            array = _in_order(array)
+        address, strides = exported(capsule)
+        if strides is not None:
+            array = laid_out(array)
             capsule = array.__dlpack__(stream=self.d2h)
             address, _ = exported(capsule)
         return Source(address, array.nbytes, self._readings.make(array, capsule))
@@ -179,15 +185,29 @@ class CudaStager:
         return None if self._fences is None else self._fences.make()
 
     def lost(self, block: DeviceBlock) -> bool:
-        return bool(cast("Block", block).store.is_deleted())
+        return self._blocks.lost(cast("Block", block))
 
     def close(self) -> None:
-        self._give_back()
+        while self._streams:
+            stream = self._streams.pop().value
+            if stream is not None:
+                self._driver.destroy_stream(stream)
 
+    def _add_stream(self) -> int:
+        # Noted before it is there: an interrupt loses what is returned.
+        handle = c_void_p()
+        self._streams.append(handle)
+        self._driver.create_stream(handle)
+        assert handle.value is not None
+        return handle.value
 
-def _in_order(array: JaxArray) -> JaxArray:
-    """Return a copy that lies in C order, made by JAX."""
-    from jax.experimental.layout import Format, Layout
-
-    plain = Format(Layout(major_to_minor=tuple(range(array.ndim))), array.sharding)
-    return jax.jit(lambda same: same, out_shardings=plain)(array)
+    def _tried(self, aside: int) -> Fences | None:
+        """Find out how arrays are imported and when their memory may be written again, in a block for that."""
+        trial = self._blocks.make(TRIAL_NBYTES)
+        try:
+            trial.ready.synchronize()
+            self._imports.try_private_call(trial.address)
+            fences = Fences(self.jax_device, aside, self._events)
+            return fences if fences.are_needed(self._driver, trial, self._imports, self._capsules) else None
+        finally:
+            self._blocks.free(trial)

@@ -39,7 +39,6 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetPCIBusId": (_P, _I, _I),
     "cuDevicePrimaryCtxRetain": (_P, _I),
     "cuEventCreate": (_P, _I),
-    "cuEventDestroy_v2": (_P,),
     "cuEventQuery": (_P,),
     "cuEventRecord": (_P, _P),
     "cuEventSynchronize": (_P,),
@@ -89,7 +88,7 @@ class Driver:
         self._context = self._retain()
         # Written by every pop, read by none.
         self._popped = ctypes.byref(ctypes.c_void_p())
-        # A cell is swapped with the thread's mode. One in use belongs to one call: a finalizer may run inside another's.
+        # A cell is swapped with the thread's mode. One in use belongs to one call: the collector may run another's inside it.
         self._cells: deque[Any] = deque()
         self._pid = os.getpid()
         # By name in the instance: at interpreter exit modules lose theirs.
@@ -111,7 +110,6 @@ class Driver:
         self._create_stream = self._checked(self._slow, "cuStreamCreate")
         self._destroy_stream = self._checked(self._slow, "cuStreamDestroy_v2")
         self._create_event = self._checked(self._slow, "cuEventCreate")
-        self._destroy_event = self._checked(self._slow, "cuEventDestroy_v2")
 
     def wait(self, stream: int, event: int) -> None:
         """Make later work on a stream wait for an event."""
@@ -130,12 +128,15 @@ class Driver:
         with self.current():
             self._synchronize(event)
 
-    def create_event(self) -> int:
-        return self._created(self._create_event, DISABLE_TIMING)
+    def create_event(self, handle: ctypes.c_void_p) -> None:
+        """Create an event, and write its handle where the caller keeps it: an interrupt loses what is returned."""
+        with self.current():
+            self._create_event(ctypes.byref(handle), DISABLE_TIMING)
 
-    def create_stream(self) -> int:
-        """Return a stream that the legacy default stream does not stop."""
-        return self._created(self._create_stream, NON_BLOCKING)
+    def create_stream(self, handle: ctypes.c_void_p) -> None:
+        """Create a stream that the legacy default stream does not stop, likewise."""
+        with self.current():
+            self._create_stream(ctypes.byref(handle), NON_BLOCKING)
 
     def pci_bus_id(self) -> str:
         """Return where the device is on the PCI bus."""
@@ -194,15 +195,13 @@ class Driver:
             self._restore(cell)
             self._pop(self._popped)
 
-    def destroy_events(self, handles: deque[int]) -> None:
-        """Give events back, for a destructor: it has nobody to raise to, and a device that failed says so in the next call."""
-        while handles:
-            self._give_back(self._destroy_event, handles.pop())
-
-    def destroy_streams(self, handles: tuple[int, ...]) -> None:
-        """Give streams back, likewise."""
-        for handle in handles:
-            self._give_back(self._destroy_stream, handle)
+    def destroy_stream(self, handle: int) -> None:
+        """Give a stream back, when what it has to do is done. A device that failed says so in the next call."""
+        # In a forked child the handle is the parent's; at interpreter exit the driver may be gone.
+        if self._getpid() != self._pid or self._is_finalizing():
+            return
+        with suppress(CudaError), self.current():
+            self._destroy_stream(handle)
 
     def _reached(self, name: str, query: Call, handle: int) -> bool:
         push, pop = self._push, self._pop
@@ -216,20 +215,6 @@ class Driver:
         if status != NOT_READY:
             self._check(name, status)
         return False
-
-    def _created(self, create: Callable[..., None], flags: int) -> int:
-        handle = ctypes.c_void_p()
-        with self.current():
-            create(ctypes.byref(handle), flags)
-        assert handle.value is not None
-        return handle.value
-
-    def _give_back(self, release: Callable[[int], None], handle: int) -> None:
-        # In a forked child the handle is the parent's; at interpreter exit the driver may be gone.
-        if self._getpid() != self._pid or self._is_finalizing():
-            return
-        with suppress(CudaError), self.current():
-            release(handle)
 
     def _relax(self) -> Any:
         try:

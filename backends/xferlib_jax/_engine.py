@@ -12,15 +12,14 @@ import ctypes
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, cast, final
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError, ClosedError
-from xferlib_jax._promise import ComputeError, Promises
+from xferlib_jax._promise import ComputeError, Promise, Promises
 
 __all__ = ["CopyError", "CpuEvent", "Engine"]
 
@@ -49,27 +48,42 @@ class _Failure:
 class CpuEvent:
     """A point among the copies of one direction. Any thread may call any method; it needs neither the engine nor the stager."""
 
-    __slots__ = ("_failure", "_reached", "thread")
+    __slots__ = ("_failure", "_gate", "_is_reached", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self._reached = threading.Event()
+        self._is_reached = False
         self._failure: _Failure | None = None
+        # Whoever waits takes it and gives it back at once, in steps that neither an interrupt nor a finalizer comes between.
+        self._gate = threading.Lock()
+        self._gate.acquire()
 
     def reach(self, failure: _Failure | None) -> None:
         """Mark the point as reached, or as failed. Once, by the engine."""
         self._failure = failure
-        self._reached.set()
+        self._is_reached = True
+        self._gate.release()
 
     def done(self) -> bool:
-        if not self._reached.is_set():
+        if not self._is_reached:
             return False
         self._raise_if_failed()
         return True
 
     def synchronize(self) -> None:
-        if not self._reached.is_set():
-            self._reached.wait()
+        """Block until the point is reached. On a thread that copies, where only a finalizer asks, raises `CapabilityError`."""
+        if not self._is_reached and threading.get_ident() in _threads:
+            raise CapabilityError(
+                "a finalizer that the garbage collector runs on a thread that copies cannot wait for copies there. Let it start "
+                "them and not wait, or leave waiting to ordinary code"
+            )
+        self.wait()
+
+    def wait(self) -> None:
+        """As `synchronize`, also on another engine's thread."""
+        if not self._is_reached:
+            with self._gate:
+                pass
         self._raise_if_failed()
 
     def stream_wait(self, stream: object | None = None) -> protocol.Stream | None:
@@ -100,23 +114,22 @@ class Engine:
         self._name = name
         self._promises = promises
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        # Reentrant: the garbage collector may run a finalizer that starts a copy while this thread is inside `_put`.
-        self._lock = threading.RLock()
         self._open = True
         self._pid = os.getpid()
         self._broken: _Failure | None = None
         self._unmade: list[_Failure] = []
-        # The thread is given the queue and not the engine, which it would keep alive.
         self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
-        _ENGINES.add(self)
-
-    def __del__(self) -> None:
-        self._queue.put(None)
+        # As long as it is open: who drops an engine without closing it leaves its thread behind, and no copy hangs.
+        _engines[id(self)] = self
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Copy when all that was started before has ended."""
-        self._put(partial(self._copy, dst, src, nbytes))
+        promise, src = self._promises.find(src)
+        if promise is None:
+            self._put(partial(self._make, partial(ctypes.memmove, dst, src, nbytes)))
+        else:
+            self._put(partial(self._make, partial(_copy_promised, dst, promise, src, nbytes)))
 
     def submit(self, job: Job) -> None:
         """Run anything in the place of a copy: for tests of programs.
@@ -128,7 +141,7 @@ class Engine:
 
     def wait(self, event: protocol.Event) -> None:
         """Let later copies start only after the event; only this direction waits. If the event fails, so does the engine."""
-        self.submit(event.synchronize)
+        self.submit(cast("CpuEvent", event).wait)
 
     def record(self) -> CpuEvent:
         """Return an event that covers every copy whose start returned before this call."""
@@ -139,12 +152,12 @@ class Engine:
     def close(self) -> None:
         """End the thread when all that was started has ended."""
         if os.getpid() != self._pid:
-            return  # A forked child has no thread, and its copy of the lock may be held by one that it does not have.
-        with self._lock:
-            self._open = False
-            self._queue.put(None)
+            return  # A forked child has no thread.
+        self._open = False
+        self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        _engines.pop(id(self), None)
 
     def drain(self, seconds: float) -> None:
         """Wait until what was started has ended, but no longer than this."""
@@ -154,14 +167,12 @@ class Engine:
             ended.wait(seconds)
 
     def _put(self, job: Job) -> None:
-        # Without the lock a job could land behind the mark that ends the thread, and whoever waits for it would hang.
-        with self._lock:
-            if not self._open:
-                raise ClosedError(f"{self._name!r} is closed and copies nothing any more. Open a new stager")
+        if self._open:
             self._queue.put(job)
-
-    def _copy(self, dst: int, src: int, nbytes: int) -> None:
-        self._make(lambda: ctypes.memmove(dst, self._promises.resolve(src), nbytes))
+            if self._open:
+                return
+            # Closed meanwhile, as by a finalizer: it may lie behind the mark that ends the thread, and nobody is to wait for it.
+        raise ClosedError(f"{self._name!r} is closed and copies nothing any more. Open a new stager")
 
     def _make(self, job: Job) -> None:
         if self._broken is not None:
@@ -180,20 +191,38 @@ class Engine:
         event.reach(self._broken or next(mine, None))
 
 
+def _copy_promised(dst: int, promise: Promise, offset: int, nbytes: int) -> None:
+    ctypes.memmove(dst, promise.wait() + offset, nbytes)
+
+
 def _run(queue: SimpleQueue[Job | None]) -> None:
+    me = threading.get_ident()
+    _threads[me] = None
     while (job := queue.get()) is not None:
         job()
         del job  # What the job refers to must not live on until the next one comes.
+    # Numbers of threads are used again.
+    _threads.pop(me, None)
 
 
-_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+_threads: dict[int, None] = {}
+"""Those of engines, by number."""
+_engines: dict[int, Engine] = {}
+"""Those that are open."""
 
 
 def _drain_all() -> None:
     """Let copies end before the interpreter frees the memory under them; what waits for ever is left behind."""
     deadline = time.monotonic() + EXIT_SECONDS
-    for engine in list(_ENGINES):
+    for engine in list(_engines.values()):
         engine.drain(max(0.0, deadline - time.monotonic()))
 
 
+def _forget() -> None:
+    """In a forked child: the threads are the parent's."""
+    _threads.clear()
+    _engines.clear()
+
+
 atexit.register(_drain_all)
+os.register_at_fork(after_in_child=_forget)

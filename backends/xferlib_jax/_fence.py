@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from xferlib.errors import BackendUnavailableError
+from xferlib.tickets import Returns
 from xferlib_jax._blocks import Block
 from xferlib_jax._capsule import Capsules
 from xferlib_jax._driver import Driver
@@ -79,20 +80,20 @@ class Fences:
         assert sleep is not None
         driver.call_on(self._stream, sleep, HELD_MICROSECONDS)
         hold = self._events.record(self._stream)
-        lease = _Lease(block)
-        ended = lease.ended
+        leases = Returns()
+        lease = leases.ticket(0)
         array = imports.adopt(block.address, (TOKEN_NBYTES,), np.dtype(np.uint8), order=hold.hold_back, lease=lease)
         result = self.launch(array)
         del lease, array
-        deferred = self._outlives(hold, capsules, ended)
+        deferred = self._outlives(hold, capsules, leases)
         result.block_until_ready()
         return deferred
 
-    def _outlives(self, hold: CudaEvent, capsules: Capsules, ended: list[None]) -> bool:
+    def _outlives(self, hold: CudaEvent, capsules: Capsules, leases: Returns) -> bool:
         looks = 0
         while True:
             capsules.sweep()
-            has_ended = bool(ended)
+            has_ended = bool(leases)
             # Asked after the look: what was seen may have come to pass after the hold.
             if hold.done():
                 return looks > 0
@@ -113,15 +114,3 @@ def _launcher(device: Any) -> Any:
 def _token(device: Any) -> Any:
     with jax.ensure_compile_time_eval():
         return jax.device_put(np.zeros(TOKEN_NBYTES, np.uint8), device)
-
-
-@final
-class _Lease:
-    """Says when it ends."""
-
-    def __init__(self, block: object) -> None:
-        self.block = block
-        self.ended: list[None] = []
-
-    def __del__(self) -> None:
-        self.ended.append(None)

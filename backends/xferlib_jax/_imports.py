@@ -72,12 +72,12 @@ class Imports:
         stream = self._idle_stream()
         if order is not None:
             order(stream)
-        capsule, ticket = self._capsules.lend(address, shape, code, bits, self._dlpack, lease)
-        try:
-            return self._convert(capsule, self._device, stream, None, self._dlpack[0])
-        except BaseException:
-            self._capsules.withdraw(ticket)
-            raise
+        convert, on, platform = self._convert, self._device, self._dlpack[0]
+
+        def take(capsule: Any) -> JaxArray:
+            return convert(capsule, on, stream, None, platform)
+
+        return self._capsules.lend(address, shape, code, bits, self._dlpack, lease, take)
 
     def _idle_stream(self) -> int | None:
         """Return a stream to import on: the first that has nothing to do, or whichever is next after once around."""

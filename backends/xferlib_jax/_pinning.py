@@ -41,12 +41,13 @@ class PinnedMemory:
             raise CudaError("mmap", OUT_OF_MEMORY, str(error)) from error
         # The export ends with this line: pages with an exported buffer could not be unmapped later.
         address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        # Before they are locked: they must not be unmapped while they are.
+        self._pages[address] = pages
         try:
             self.pin(address, nbytes)
-        except BaseException:
-            pages.close()
+        except Exception:
+            del self._pages[address]
             raise
-        self._pages[address] = pages
         return address
 
     def alloc_write_combined(self, nbytes: int) -> int:
@@ -63,8 +64,9 @@ class PinnedMemory:
         if address in self._allocated:
             self._driver.free_host(self._allocated.pop(address))
             return
-        pages = self._pages.pop(address)
+        pages = self._pages[address]
         self.unpin(address)
+        del self._pages[address]
         pages.close()
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -82,7 +84,8 @@ class PinnedMemory:
             self._unlock[address] = self._driver.unregister
 
     def unpin(self, address: int) -> None:
-        self._unlock.pop(address)(address)
+        self._unlock[address](address)
+        del self._unlock[address]
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
         ask = self._driver.is_page_locked

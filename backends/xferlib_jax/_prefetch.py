@@ -22,6 +22,7 @@ import xferlib
 from xferlib_jax._sharded import ShardedPuts
 from xferlib_jax._spread import local_devices_of
 from xferlib_jax._stagers import Device, Hold, given, hold
+from xferlib_jax._trees import with_records
 
 __all__ = ["ShardedPrefetch", "prefetch", "prefetch_to_device"]
 
@@ -36,9 +37,9 @@ def prefetch(
 ) -> ShardedPrefetch:
     """Iterate batches as global JAX arrays; up to `depth` are being copied, or are there, while the consumer works.
 
-    `batches`: any iterable of trees of NumPy arrays, as JAX sees trees, or of slots of a `xferlib.Ring`. With several processes
-    each gives the data of its own devices, as for `jax.make_array_from_process_local_data`. `sharding`: one for all arrays, or a
-    tree of them that is a prefix of the batches'; it may be over devices of other processes besides.
+    `batches`: any iterable of trees of NumPy arrays, as JAX sees trees (and dataclasses besides), or of slots of a `xferlib.Ring`.
+    With several processes each gives the data of its own devices, as for `jax.make_array_from_process_local_data`. `sharding`: one
+    for all arrays, or a tree of them that is a prefix of the batches'; it may be over devices of other processes besides.
 
     What several devices of this process need alike crosses the bus once: each pulls a part, and the parts are gathered over the
     links between the GPUs, by a computation that `next` launches. So call `next` on the thread that launches the others. Arrays of
@@ -85,7 +86,12 @@ class ShardedPrefetch:
             self._puts = puts = ShardedPuts(sharding, held, depth=depth, rewrites=rewrites)
             waits = puts.device_waits()
             self._loop = xferlib.Prefetch(
-                batches, puts.put, depth=depth, in_place=puts.in_place, device_waits=lambda: puts.device_waits() - waits
+                batches,
+                puts.put,
+                depth=depth,
+                in_place=puts.in_place,
+                nbytes=puts.nbytes,
+                device_waits=lambda: puts.device_waits() - waits,
             )
         except BaseException:
             held.release()
@@ -151,7 +157,7 @@ class ShardedPrefetch:
 
 def _devices_of(sharding: Any) -> tuple[Device, ...]:
     """Return the local devices of all shardings of a tree. Raises `TypeError` and `ValueError`."""
-    shardings = jax.tree.leaves(sharding)
+    shardings = jax.tree.leaves(with_records(sharding))
     if not shardings:
         raise ValueError(f"there is no sharding in {sharding!r}. Give one for all arrays, or a tree with one for each")
     devices: dict[Device, None] = {}

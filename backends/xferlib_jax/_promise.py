@@ -1,19 +1,25 @@
-"""Memory of arrays that JAX on the CPU has yet to compute: addresses that stand for it until a copy engine gets there.
+"""Memory of arrays that a copy engine has to wait for, or to lay out in C order: addresses that stand for it until it gets there.
 
-Asking such an array where it lies waits for its computation, in `unsafe_buffer_pointer()` even with the GIL held, which stops every
-thread of Python. A promise gives out addresses that no process can have, and the engine, which may wait, finds out what they mean.
+Asking an array that JAX on the CPU has yet to compute where it lies waits for its computation, in `unsafe_buffer_pointer()` even
+with the GIL held, which stops every thread of Python. And memory that does not lie in C order must be copied once more, which the
+caller of a get does not wait for either. A promise gives out addresses that no process can have, and the engine, which may wait,
+finds out what they mean.
 
 Invariant: the addresses of a promise are never given out again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import weakref
 from typing import Any, final
 
-from xferlib_jax._capsule import exported
+import numpy as np
+
+from xferlib.tickets import Returns
+from xferlib_jax._capsule import Tensor, exported
 from xferlib_jax._reading import Reading, Readings
 
 __all__ = ["ComputeError", "Promise", "Promises"]
@@ -36,17 +42,21 @@ class ComputeError(Exception):
 
 @final
 class Promise:
-    """An array that is not computed yet, and the addresses that stand for its memory while this object lives."""
+    """An array, and the addresses that stand for its memory in C order while this object lives."""
 
-    __slots__ = ("__weakref__", "_reading", "start", "thread")
+    __slots__ = ("__weakref__", "_laid_out", "_reading", "_ticket", "start", "thread")
 
-    def __init__(self, reading: Reading, start: int) -> None:
+    def __init__(self, reading: Reading, start: int, ticket: object) -> None:
         self.start = start
         self.thread = threading.get_ident()
         self._reading = reading
+        self._laid_out: np.ndarray[Any, Any] | None = None
+        self._ticket = ticket
 
     def wait(self) -> int:
-        """Block until the array is computed and return its address. Raises `ComputeError`."""
+        """Block until the array is computed and return its address. Called by one thread. Raises `ComputeError`."""
+        if self._laid_out is not None:
+            return self._laid_out.ctypes.data
         reading = self._reading
         try:
             if reading.capsule is None:
@@ -54,7 +64,11 @@ class Promise:
                 reading.capsule = reading.array.__dlpack__()
         except Exception as error:  # The computation may be a Python function's.
             raise ComputeError(error, self.thread) from error
-        return exported(reading.capsule)[0]
+        tensor = exported(reading.capsule)
+        if tensor.strides is None:
+            return tensor.address
+        self._laid_out = np.ascontiguousarray(_seen(reading.array, tensor, tensor.strides))
+        return self._laid_out.ctypes.data
 
 
 @final
@@ -64,17 +78,40 @@ class Promises:
     def __init__(self, readings: Readings) -> None:
         self._readings = readings
         self._numbers = itertools.count()
-        self._live: weakref.WeakValueDictionary[int, Promise] = weakref.WeakValueDictionary()
+        self._returns = Returns()
+        self._live: dict[int, weakref.ref[Promise]] = {}
 
-    def make(self, array: Any) -> Promise:
+    def make(self, array: Any, capsule: Any = None) -> Promise:
+        """Promise the memory of an array. `capsule`: of its memory, where it is computed already."""
+        for number in self._returns.unsettled():
+            self._live.pop(number, None)
+            self._returns.settled(number)
         number = next(self._numbers)
-        promise = Promise(self._readings.make(array, None), FIRST + number * STEP)
-        self._live[number] = promise
+        ticket = self._returns.ticket(number)
+        promise = Promise(self._readings.make(array, capsule), FIRST + number * STEP, ticket)
+        self._live[number] = weakref.ref(promise)
         return promise
 
-    def resolve(self, address: int) -> int:
-        """Return the address itself, or what it stands for, waiting for it. Raises `ComputeError`."""
+    def find(self, address: int) -> tuple[Promise | None, int]:
+        """Return the promise that an address stands for and the offset there, or None and the address itself.
+
+        Asked by the thread that starts a copy, which holds the source; the promise is to be held until the copy is made.
+        """
         if address < FIRST:
-            return address
+            return None, address
         number, offset = divmod(address - FIRST, STEP)
-        return self._live[number].wait() + offset
+        found = self._live.get(number)
+        promise = None if found is None else found()
+        if promise is None:
+            raise LookupError(
+                f"nobody holds the source at {address:#x} any more. Hold what as_source returned until the copy is done"
+            )
+        return promise, offset
+
+
+def _seen(array: Any, tensor: Tensor, strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Look at memory as it lies. NumPy's own protocols would keep a copy in the array, or do not know the dtype."""
+    dtype = np.dtype(array.dtype)
+    nbytes = dtype.itemsize + sum((length - 1) * step for length, step in zip(array.shape, strides, strict=True))
+    memory = (ctypes.c_uint8 * nbytes).from_address(tensor.address)
+    return np.ndarray(array.shape, dtype, memory, strides=strides)

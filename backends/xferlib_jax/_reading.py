@@ -6,7 +6,10 @@ would then outlive its array by as long as nobody does.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, final
+
+from xferlib.tickets import Returns
 
 __all__ = ["Reading", "Readings"]
 
@@ -18,16 +21,13 @@ class Reading:
     Donating it fails loudly on a GPU, and on the CPU leaves the memory alone.
     """
 
-    __slots__ = ("_ended", "array", "capsule")
+    # Python lets go of them in the order of the alphabet: of the ticket last.
+    __slots__ = ("array", "capsule", "ticket")
 
-    def __init__(self, array: Any, capsule: Any, ended: list[None]) -> None:
+    def __init__(self, array: Any, capsule: Any, ticket: object) -> None:
         self.array = array
         self.capsule = capsule
-        self._ended = ended
-
-    def __del__(self) -> None:
-        self.capsule = self.array = None
-        self._ended.append(None)
+        self.ticket = ticket
 
 
 @final
@@ -35,15 +35,18 @@ class Readings:
     """The readings of one stager. Any thread."""
 
     def __init__(self, device: Any) -> None:
-        self._ended: list[None] = []
+        self._numbers = itertools.count()
+        self._ended = Returns()
         self._look = device.memory_stats
 
     def make(self, array: Any, capsule: Any) -> Reading:
-        return Reading(array, capsule, self._ended)
+        return Reading(array, capsule, self._ended.ticket(next(self._numbers)))
 
     def let_go(self) -> None:
         """Have JAX let go of what was read, if there was anything since the last call."""
         if self._ended:
-            self._ended.clear()
+            numbers = self._ended.unsettled()
             # The cheapest call that makes JAX look at its list: a microsecond.
             self._look()
+            for number in numbers:
+                self._ended.settled(number)

@@ -21,6 +21,7 @@ from xferlib_jax import _arrays
 from xferlib_jax._gather import gathers
 from xferlib_jax._spread import Array, LeafPlan, plan_leaf
 from xferlib_jax._stagers import Device, Hold
+from xferlib_jax._trees import with_records, without_records
 
 __all__ = ["First", "ShardedPuts", "ShardedTransfer"]
 
@@ -33,9 +34,10 @@ Plans: TypeAlias = "OrderedDict[tuple[Any, ...], BatchPlan]"
 class BatchPlan:
     """Where the leaves of batches of one structure go, and how they become whole."""
 
-    def __init__(self, tree: Any, leaves: Sequence[LeafPlan]) -> None:
+    def __init__(self, tree: Any, leaves: Sequence[LeafPlan], *, has_records: bool) -> None:
         self.leaves = leaves
         self._tree = tree
+        self._has_records = has_records
         self._gathers = gathers(leaves)
 
     @property
@@ -61,9 +63,10 @@ class BatchPlan:
             for number, shards in zip(numbers, gather([pieces[number] for number in numbers]), strict=True):
                 pieces[number] = shards
         make = jax.make_array_from_single_device_arrays
-        return self._tree.unflatten(
+        whole = self._tree.unflatten(
             make(leaf.shape, leaf.sharding, list(shards.values())) for leaf, shards in zip(self.leaves, pieces, strict=True)
         )
+        return without_records(whole) if self._has_records else whole
 
 
 @final
@@ -122,14 +125,15 @@ class ShardedPuts:
 
     def __init__(self, sharding: Any, hold: Hold, *, depth: int, rewrites: bool) -> None:
         self.first: First | None = None
-        self._sharding = sharding
+        self._sharding = with_records(sharding)
         # As long as somebody may put, also if that is only a thread whose loop was dropped.
         self._hold = hold
         self._stagers = hold.stagers
         self._depth = depth
         self._rewrites = rewrites
         self._plans: Plans = OrderedDict()
-        self._putting = threading.Lock()
+        # Reentrant: a finalizer that ends the loop may run inside a put of its own thread.
+        self._putting = threading.RLock()
         self._over = False
 
     def put(self, batch: Any) -> ShardedTransfer:
@@ -146,11 +150,13 @@ class ShardedPuts:
 
     def _put(self, batch: Any) -> ShardedTransfer:
         slot = batch if isinstance(batch, xferlib.Slot) else None
-        leaves, tree = jax.tree.flatten(batch if slot is None else slot.tree)
+        given = batch if slot is None else slot.tree
+        recorded = with_records(given)
+        leaves, tree = jax.tree.flatten(recorded)
         arrays = [_checked(leaf, tree, number) for number, leaf in enumerate(leaves)]
         if slot is not None and slot.rows is not None:
             arrays = [array[: slot.rows] for array in arrays]
-        plan = self._plan(tree, arrays)
+        plan = self._plan(tree, arrays, has_records=recorded is not given)
         if self.first is None:
             own = self._rewrites and slot is None and any(self._is_pinned(leaf) for leaf in leaves)
             self.first = First(plan.device_nbytes, pinned=own or slot is not None)
@@ -171,7 +177,11 @@ class ShardedPuts:
             return batch.ring.slots <= self._depth
         if not self._rewrites:
             return False
-        return self._lends or any(self._is_pinned(leaf) for leaf in jax.tree.leaves(batch))
+        return self._lends or any(self._is_pinned(leaf) for leaf in jax.tree.leaves(with_records(batch)))
+
+    def nbytes(self, batch: Any) -> int:
+        """Return the bytes of a batch's arrays. What is no array counts for nothing: it will be refused."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(with_records(batch)) if isinstance(leaf, np.ndarray | np.generic))
 
     def device_waits(self) -> int:
         """Return how many puts of all stagers waited on their device so far."""
@@ -186,11 +196,11 @@ class ShardedPuts:
             return False
         return any(stager.backend.is_pinned(leaf.ctypes.data, leaf.nbytes) for stager in self._stagers.values())
 
-    def _plan(self, tree: Any, arrays: Sequence[Array]) -> BatchPlan:
+    def _plan(self, tree: Any, arrays: Sequence[Array], *, has_records: bool) -> BatchPlan:
         key = (tree, *((array.shape, array.dtype) for array in arrays))
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = BatchPlan(tree, self._plan_leaves(tree, arrays))
+            plan = self._plans[key] = BatchPlan(tree, self._plan_leaves(tree, arrays), has_records=has_records)
             if len(self._plans) > KEPT_PLANS:
                 self._plans.popitem(last=False)
         return plan

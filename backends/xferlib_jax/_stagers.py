@@ -1,17 +1,22 @@
 """One stager for each local device: opened when a loop first wants it, shared by all loops of this process, closed after the last.
 
 Invariant: a stager is closed when nobody holds a `Hold` on it, and those that the caller gave are the caller's to close.
+
+A hold that is dropped says so by its ticket, to a thread that does nothing else: closing waits, which no finalizer may.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, TypeAlias, final
 
 import jax
+import numpy as np
 
 import xferlib
 
@@ -19,6 +24,8 @@ __all__ = ["Device", "Hold", "given", "hold", "local_stagers"]
 
 Device = Any
 """`jax.Device`."""
+Ticket: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+"""The cheapest thing there is that can be watched and that the garbage collector does not track."""
 
 
 def local_stagers(*, pinned_limit: int | None = None, device_limit: int | None = None) -> tuple[xferlib.Stager, ...]:
@@ -51,7 +58,7 @@ def given(stagers: Sequence[xferlib.Stager], devices: Iterable[Device]) -> Hold:
     missing = [device for device in devices if device not in by_device]
     if missing:
         raise ValueError(f"stagers: there is none on {missing}, over which the sharding goes. Open them with local_stagers()")
-    return Hold({device: by_device[device] for device in devices}, None)
+    return Hold({device: by_device[device] for device in devices})
 
 
 def hold(devices: Iterable[Device]) -> Hold:
@@ -61,31 +68,31 @@ def hold(devices: Iterable[Device]) -> Hold:
 
 @final
 class Hold:
-    """Stagers by device, in use until `release` or until this is dropped."""
+    """Stagers by device, in use until `release` or until this is dropped. `number`, `ticket`: of their row, if they are shared."""
 
-    def __init__(self, stagers: Mapping[Device, xferlib.Stager], shared: _Shared | None) -> None:
+    def __init__(self, stagers: Mapping[Device, xferlib.Stager], number: int | None = None, ticket: object = None) -> None:
         self.stagers = stagers
-        self._shared = shared
+        self._number = number
+        self._ticket = ticket
 
     def release(self) -> None:
         """Close those that nobody uses any more; waits for what is in flight there. Twice is fine."""
-        shared, self._shared = self._shared, None
-        if shared is not None:
-            _close(shared.let_go(self.stagers))
+        if self._number is not None:
+            _SHARED.let_go(self._number)
 
-    def __del__(self) -> None:
-        shared, self._shared = getattr(self, "_shared", None), None
-        if shared is None or sys.is_finalizing():
-            return
-        unused = shared.let_go(self.stagers)
-        if unused:
-            # The collector may run on the very thread that has to finish what is in flight.
-            threading.Thread(target=_close, args=(unused,), name="xferlib-close").start()
+
+@final
+class _Watch(weakref.ref[Ticket]):
+    """Is posted, by its callback, when the ticket of a row is gone. No Python runs for that, so no interrupt ends it."""
+
+    __slots__ = ("number",)
+
+    number: int
 
 
 @final
 class _Shared:
-    """The stagers of this process's loops, and how many use each. Any thread."""
+    """The stagers of this process's loops: a row for each hold, of what it uses. Any thread."""
 
     def __init__(self) -> None:
         self._begin()
@@ -93,37 +100,66 @@ class _Shared:
 
     def _begin(self) -> None:
         """Begin with none: also in a forked child, where the lock may be held by a thread that is not there."""
-        # Reentrant: a finalizer may let go while its thread is in here.
+        # Reentrant: a finalizer may let go while its thread is in here. Nothing is opened or closed while it is held.
         self._lock = threading.RLock()
-        self._users: dict[Device, tuple[xferlib.Stager, int]] = {}
+        self._numbers = itertools.count()
+        self._rows: dict[int, dict[Device, xferlib.Stager]] = {}
+        self._watches: dict[int, _Watch] = {}
+        self._dropped: SimpleQueue[_Watch] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def hold(self, devices: Sequence[Device]) -> Hold:
-        held: dict[Device, xferlib.Stager] = {}
-        with self._lock:
-            try:
-                for device in devices:
-                    stager, users = self._users.get(device) or (_open(device), 0)
-                    self._users[device] = (stager, users + 1)
-                    held[device] = stager
-            except BaseException:
-                _close(self.let_go(held))
-                raise
-        return Hold(held, self)
-
-    def let_go(self, devices: Iterable[Device]) -> list[xferlib.Stager]:
-        """Count one user less, and return the stagers that have none left."""
-        unused = []
-        with self._lock:
+        self._start()
+        number = next(self._numbers)
+        # Before the row is entered: whatever happens then, it is let go of.
+        ticket: Ticket = np.empty(0, np.uint8)
+        watch = _Watch(ticket, self._dropped.put)
+        watch.number = number
+        self._watches[number] = watch
+        row = self._rows[number] = {}
+        try:
             for device in devices:
-                found = self._users.pop(device, None)
-                if found is None:
-                    continue
-                stager, users = found
-                if users == 1:
-                    unused.append(stager)
-                else:
-                    self._users[device] = (stager, users - 1)
-        return unused
+                if not self._share(row, device):
+                    row[device] = _open(device)
+        except BaseException:
+            self.let_go(number)
+            raise
+        return Hold(row, number, ticket)
+
+    def let_go(self, number: int) -> None:
+        """Forget a row, and close the stagers that are in no other. Twice is fine."""
+        with self._lock:
+            row = self._rows.pop(number, {})
+            used = {id(stager) for other in self._rows.values() for stager in other.values()}
+        self._watches.pop(number, None)
+        _close(stager for stager in row.values() if id(stager) not in used)
+
+    def _share(self, row: dict[Device, xferlib.Stager], device: Device) -> bool:
+        """Enter a stager on the device that another row has, if there is one."""
+        with self._lock:
+            for other in list(self._rows.values()):
+                if device in other:
+                    row[device] = other[device]
+                    return True
+        return False
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(
+                target=_let_go_dropped, args=(self._dropped, self.let_go), name="xferlib-jax-holds", daemon=True
+            )
+            # Of two that are started at once, either may get what is dropped.
+            thread.start()
+            self._thread = thread
+
+
+def _let_go_dropped(dropped: SimpleQueue[_Watch], let_go: Callable[[int], None]) -> None:
+    while True:
+        number = dropped.get().number
+        try:
+            let_go(number)
+        except Exception as error:
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
 
 
 def _open(device: Device, *, pinned_limit: int | None = None, device_limit: int | None = None) -> xferlib.Stager:

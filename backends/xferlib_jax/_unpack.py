@@ -11,9 +11,9 @@ from a zero that is an argument.
 from __future__ import annotations
 
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeAlias, final
 
 import jax
@@ -59,7 +59,6 @@ class _Recipe:
 
 _recipes: OrderedDict[int, _Recipe] = OrderedDict()
 """By the identity of their places, which they keep alive: hashing hundreds of them takes a quarter of the time of a put."""
-_making = threading.Lock()
 
 
 def zero(device: Any) -> JaxArray:
@@ -79,9 +78,10 @@ def unpack(places: tuple[Place, ...], adopt: Adopt, origin: JaxArray) -> list[Ja
 
 
 def _made(places: tuple[Place, ...]) -> _Recipe:
-    with _making:
-        recipe = _recipes[id(places)] = _Recipe(places)
-        while len(_recipes) > KEPT:
+    # Without a lock, which a finalizer that puts could meet: of two threads that make it at once, the second one's is not kept.
+    recipe = _recipes.setdefault(id(places), _Recipe(places))
+    while len(_recipes) > KEPT:
+        with suppress(KeyError):
             _recipes.popitem(last=False)
     return recipe
 

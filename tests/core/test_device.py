@@ -125,7 +125,7 @@ def test_a_lease_that_ends_by_itself_takes_no_lock_and_asks_nothing_of_the_backe
     lease = [blocks.lease(MIB, {9: Stream(9, None)}), blocks.lease(MIB, {})]
     with blocks._lock:
         on_thread(lease.clear).result(10)
-    assert device.retired == device.freed == []
+    assert (device.retired, device.freed) == ([], [])
 
 
 def test_a_lease_that_ends_after_close_is_freed_by_the_reaper_and_nothing_else_is_asked() -> None:

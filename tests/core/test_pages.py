@@ -31,7 +31,7 @@ class Locking(LockingBackend):
     """Notes what it is asked, and may refuse."""
 
     def __init__(self) -> None:
-        super().__init__(open_stager())
+        super().__init__(open_stager(), {})
         self.pci_bus_id: str | None = None
         self.failures = (*self.inner.failures, ArithmeticError)
         self.pinned: list[tuple[int, int]] = []

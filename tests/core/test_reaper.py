@@ -52,6 +52,8 @@ def test_the_memory_of_a_closed_stager_is_back_within_a_second_of_the_last_array
 @pytest.mark.parametrize("finalizer", [False, True])
 def test_a_stager_that_dies_in_a_cycle_with_its_arrays_gives_everything_back(finalizer: bool) -> None:
     class Node:
+        array: Any
+
         def __init__(self) -> None:
             self.me = self
 
@@ -103,7 +105,8 @@ def test_a_stager_that_a_finalizer_inside_its_own_call_closes_is_closed_when_the
 
     def sweep() -> None:
         if not done:
-            done.append(stager.close())
+            done.append(None)
+            stager.close()
         backend.inner.sweep()
 
     stager = xferlib.stager(backend)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import optree
 import pytest
 
 import xferlib
-from xferlib.tree import flatten, flatten_like, path, unflatten
+from xferlib.protocol import TakenApart
+from xferlib.tree import PLAIN, flatten, flatten_like, path, trees_of, unflatten
 
 
 class Pair(NamedTuple):
@@ -139,3 +142,100 @@ def test_an_error_says_where_in_the_tree(stager: xferlib.Stager) -> None:
     with pytest.raises(TypeError, match=r"got builtins\.str") as caught:
         stager.put({"good": A, "bad": [B, "text"]})
     assert caught.value.__notes__ == ["at tree.bad[1]"]
+
+
+def test_a_finalizer_that_meets_the_registry_of_classes_is_refused_and_hangs_nobody(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree library holds a lock while it learns a class, and the collector may run inside."""
+
+    @dataclass
+    class Outer:
+        x: Any
+
+    @dataclass
+    class Inner:
+        x: Any
+
+    outcome: list[str] = []
+    learn = optree.register_pytree_node
+
+    def learn_and_collect(cls: type, *arguments: Any, **options: Any) -> Any:
+        if cls is Outer:
+            try:
+                stager.put(Inner(A))
+            except xferlib.CapabilityError as error:
+                outcome.append(str(error))
+        return learn(cls, *arguments, **options)
+
+    monkeypatch.setattr(optree, "register_pytree_node", learn_and_collect)
+    assert stager.put(Outer(A)).result().x.tolist() == A.tolist()
+    assert len(outcome) == 1
+    assert "Inner is new, and a finalizer" in outcome[0]
+    assert stager.put(Inner(A)).result().x.tolist() == A.tolist()
+
+
+def test_a_class_that_two_threads_learn_at_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Met:
+        x: Any
+
+    learn = optree.register_pytree_node
+    others: list[Any] = []
+
+    def learn_second(cls: type, *arguments: Any, **options: Any) -> Any:
+        if not others:
+            others.append(threading.Thread(target=lambda: others.append(flatten(Met(B))[0])))
+            others[0].start()
+            others[0].join()
+        return learn(cls, *arguments, **options)
+
+    monkeypatch.setattr(optree, "register_pytree_node", learn_second)
+    leaves, spec = flatten(Met(A))
+    assert leaves == [A]
+    assert others[1] == [B]
+    assert isinstance(unflatten(spec, [C]), Met)
+
+
+class Opaque:
+    """What only a framework takes apart."""
+
+    def __init__(self, *parts: Any, label: str = "") -> None:
+        self.parts, self.label = parts, label
+
+
+class Registry:
+    """A backend's, for what a framework knows."""
+
+    name = "framework"
+
+    @staticmethod
+    def take_apart(node: Any) -> TakenApart | None:
+        return TakenApart(node.parts, node.label, ["first", 1][: len(node.parts)]) if isinstance(node, Opaque) else None
+
+    @staticmethod
+    def put_together(structure: Any, children: Any) -> Any:
+        return Opaque(*children, label=structure)
+
+
+def test_a_backend_brings_trees_of_its_own() -> None:
+    trees = trees_of(Registry())  # type: ignore[arg-type]  # All that is asked of it.
+    assert trees_of(Registry()) is trees  # type: ignore[arg-type]
+    leaves, spec = trees.flatten({"z": Opaque(A, Frozen(B, Opaque(C, label="inner")), label="outer"), "a": None})
+    assert all(found is expected for found, expected in zip(leaves, (A, B, C), strict=True))
+    assert [path(spec, index) for index in range(3)] == ["tree.z.first", "tree.z[1].image", "tree.z[1].label.first"]
+    again = unflatten(spec, [1, 2, 3])
+    assert (again["z"].label, again["z"].parts[0], again["z"].parts[1].label.parts) == ("outer", 1, (3,))
+    assert trees.flatten_like(spec, again, name="out") == [1, 2, 3]
+    again["z"].label = "other"
+    with pytest.raises(ValueError, match="out has another structure"):
+        trees.flatten_like(spec, again, name="out")
+
+
+def test_trees_of_one_backend_are_leaves_to_the_others(stager: xferlib.Stager) -> None:
+    trees = trees_of(Registry())  # type: ignore[arg-type]
+    assert len(trees.flatten([Opaque(A, B)])[0]) == 2
+    assert trees_of(stager.backend) is PLAIN
+    (leaf,), spec = flatten(Opaque(A, B))
+    assert isinstance(leaf, Opaque)
+    assert spec is None

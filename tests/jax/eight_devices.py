@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -60,16 +61,20 @@ def stagers() -> Iterator[tuple[Stager, ...]]:
 def nothing_left() -> Iterator[None]:
     """Fail where a thread of a loop, or a stager that a loop opened, outlives its test."""
     yield
+    assert_nothing_is_held()
+
+
+def assert_nothing_is_held() -> None:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith(("xferlib-prefetch", "xferlib-close")):
             thread.join(20)
             assert not thread.is_alive(), thread.name
-    gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("xferlib-close"):
-            thread.join(20)
-    assert _stagers._SHARED._users == {}
+    deadline = time.monotonic() + 20
+    while _stagers._SHARED._rows:
+        assert time.monotonic() < deadline, _stagers._SHARED._rows
+        gc.collect()
+        time.sleep(0.001)
 
 
 def pulled(stagers: tuple[Stager, ...]) -> int:
@@ -184,6 +189,40 @@ def test_nodes_that_jax_was_told_of_are_trees() -> None:
     assert isinstance(found, Sample)
     assert_is(found.image, batch.image, over("a"))
     assert_is(found.label, batch.label, over("b"))
+
+
+def test_dataclasses_that_jax_was_not_told_of_are_trees_as_well() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Inner:
+        label: Any
+        none: Any = None
+
+    @dataclasses.dataclass
+    class Sample:
+        image: Any
+        rest: Any
+
+    batch = Sample(random((8, 4)), {"inner": [Inner(random((8,), np.int32))]})
+    for shardings in (over("a"), Sample(over("a"), over("a")), Sample(over("a"), {"inner": [Inner(over("a"))]})):
+        (found,) = all_of([batch], shardings)
+        assert isinstance(found, Sample)
+        assert_is(found.image, batch.image, over("a"))
+        inner = found.rest["inner"][0]
+        assert isinstance(inner, Inner)
+        assert inner.none is None
+        assert_is(inner.label, batch.rest["inner"][0].label, over("a"))
+    with pytest.raises(TypeError, match=r"batch\.rest\['inner'\]\[0\]\.label is a builtins\.str"):
+        all_of([Sample(random((8, 4)), {"inner": [Inner("text")]})], over("a"))
+
+
+def test_what_is_inside_of_a_node_is_billed() -> None:
+    @dataclasses.dataclass
+    class Sample:
+        image: Any
+
+    with xferlib_jax.prefetch(iter([Sample(random((16, 4)))]), over("a")) as loop:
+        # Over two of four groups: a half on each of eight devices.
+        assert loop.bill.device_nbytes == 4 * 8 * 128
 
 
 def test_contiguous_shards_of_pinned_memory_are_read_where_they_are(stagers: tuple[Stager, ...]) -> None:
@@ -382,7 +421,7 @@ def test_exceptions_of_the_source_come_out_in_their_place_with_their_traceback()
         next(loop)
     assert "broken_source" in "".join(traceback.format_tb(caught.value.__traceback__))
     assert next(loop, None) is None
-    assert _stagers._SHARED._users == {}
+    assert _stagers._SHARED._rows == {}
 
 
 class Stumbling(Iterator[Any]):
@@ -408,10 +447,10 @@ def test_what_fails_for_a_batch_costs_that_batch_alone_and_a_second_pass_is_refu
     assert_is(next(loop), random((16, 4), seed=4), over("a"))
     with pytest.raises(ValueError, match="cannot be divided"):
         next(loop)
-    assert _stagers._SHARED._users != {}
+    assert _stagers._SHARED._rows != {}
     (last,) = loop
     assert_is(last, random((16, 4), seed=6), over("a"))
-    assert _stagers._SHARED._users == {}
+    assert _stagers._SHARED._rows == {}
     with pytest.raises(xferlib.ClosedError, match="spent"):
         list(loop)
     assert next(loop, None) is None
@@ -427,7 +466,7 @@ def test_an_interrupted_loop_is_closed_with_its_stagers(monkeypatch: pytest.Monk
     monkeypatch.setattr(loop._loop, "_next", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(loop)
-    assert _stagers._SHARED._users == {}
+    assert _stagers._SHARED._rows == {}
     with pytest.raises(xferlib.ClosedError):
         iter(loop)
 

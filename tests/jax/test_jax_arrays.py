@@ -12,7 +12,7 @@ import pytest
 from xferlib_jax import conformance
 
 from xferlib.conformance.values import assert_same, pattern, words
-from xferlib.errors import AllocationError, CapabilityError
+from xferlib.errors import AllocationError, CapabilityError, TransferError
 from xferlib.stager import Stager
 
 WHOLE_BYTES = [
@@ -52,8 +52,15 @@ def test_a_wide_dtype_is_kept_where_it_is_on_and_refused_where_it_is_off(stager:
         array = stager.put(values).result()
         assert_same(stager.get(array).result(), values)
     with jax_of(stager).enable_x64(False), pytest.raises(TypeError, match="would narrow"):
-        # The core has asked before, and does not ask again.
         stager.put(values)
+    lent = pattern((1 << 18,), dtype_named(name), 1)
+    with jax_of(stager).enable_x64(False), pytest.raises(TypeError, match="would narrow"):
+        # Before anything starts, also where the arrays are made later.
+        stager.put(lent, borrow=True)
+    with jax_of(stager).enable_x64(False), pytest.raises(TypeError, match="would narrow"):
+        stager.put([lent] * 20)
+    with jax_of(stager).enable_x64(True):
+        assert_same(stager.get(stager.put([lent] * 20, borrow=True).result()[19]).result(), lent)
 
 
 @pytest.mark.parametrize("name", SUB_BYTE)
@@ -185,6 +192,28 @@ def test_the_source_of_a_get_may_be_deleted_and_is_not_given_away(stager: Stager
             assert_same(conformance.bench().values(donate(donated)), values + np.int32(1))
     for transfer in transfers:
         assert_same(transfer.result(), values)
+
+
+def test_the_source_of_a_get_that_is_donated_before_it_is_computed_is_refused_or_fails_the_get(stager: Stager) -> None:
+    bench = conformance.bench()
+    values = words(1)
+    donate = bench.donated
+    donate(bench.read(bench.array(values), bench.token)).block_until_ready()
+    stager.get(bench.array(values)).result()
+    with bench.hold() as hold:
+        array = bench.read(bench.array(values), hold.token)
+        transfer = stager.get(array)
+        if stager.on_gpu:
+            with pytest.raises(ValueError, match="external reference"):
+                donate(array)
+        else:
+            donate(array)
+    if stager.on_gpu:
+        assert_same(transfer.result(), values)
+    else:
+        with pytest.raises(TransferError, match="could not be computed"):
+            transfer.result()
+    assert_same(stager.get(bench.array(values)).result(), values)
 
 
 def test_deleting_every_live_array_harms_no_stager(stager: Stager) -> None:

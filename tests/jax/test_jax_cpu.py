@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import glob
 import os
 import subprocess
@@ -90,16 +89,6 @@ def test_a_source_that_is_deleted_before_it_is_computed_fails_loudly(cpu: Stager
     with pytest.raises(TransferError, match="could not be computed"):
         transfer.result()
     assert_same(cpu.get(on_cpu(values)).result(), values)
-
-
-def test_memory_is_freed_with_its_last_array(cpu: Stager) -> None:
-    backend: Any = cpu.backend
-    array = cpu.put(words(1, 1 << 20)).result()
-    cpu.close()
-    assert len(backend.memory._blocks) == 1
-    del array
-    gc.collect()
-    assert backend.memory._blocks == {}
 
 
 def test_only_the_first_device_of_the_cpu_is_there(stager: Stager) -> None:

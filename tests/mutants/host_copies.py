@@ -238,8 +238,8 @@ def holds_nothing_in_flight(patch: pytest.MonkeyPatch) -> None:
     """The core holds nothing while a copy uses it."""
     add = InFlight.add
 
-    def add_without(queue: InFlight, nbytes: int, *held: object) -> Event:
-        return add(queue, nbytes, None)
+    def add_without(queue: InFlight, nbytes: int, *held: object, **more: object) -> Event:
+        return add(queue, nbytes, ())
 
     patch.setattr(InFlight, "add", add_without)
 

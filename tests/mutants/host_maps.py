@@ -117,7 +117,7 @@ def keeps_what_was_mapped(patch: pytest.MonkeyPatch) -> None:
     """The core never lets go of memory that a view was made of."""
     lease, for_ever = Views.lease, []
 
-    def lease_for_ever(views: Views, memory: object) -> Any:
+    def lease_for_ever(views: Views, memory: Any) -> Any:
         for_ever.append(memory)
         return lease(views, memory)
 

@@ -96,8 +96,8 @@ class HostMemory:
         if dtype in self.dtypes:
             return
         check_dtype(dtype)
-        self._check_dtype(dtype)
-        self.dtypes.add(dtype)
+        if not self._check_dtype(dtype):
+            self.dtypes.add(dtype)
 
     def address(self, array: Array) -> int | None:
         """Return the array's address if a copy engine can use it directly; see `HostLeaf`."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from xferlib.tree import flatten
+from xferlib.tree import PLAIN, Trees
 
 __all__ = ["Bill", "Charge", "in_words", "tree_nbytes"]
 
@@ -60,9 +60,9 @@ def in_words(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 16 else f"{nbytes} bytes"
 
 
-def tree_nbytes(tree: Any) -> int:
+def tree_nbytes(tree: Any, trees: Trees = PLAIN) -> int:
     """Return the bytes of all arrays, host or device, of a tree. What cannot be moved counts for nothing: it will be refused."""
-    leaves, _ = flatten(tree)
+    leaves, _ = trees.flatten(tree)
     return sum(_nbytes(leaf) for leaf in leaves)
 
 

@@ -24,6 +24,7 @@ from xferlib.pipeline.rows import Rows
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
+from xferlib.tree import trees_of
 
 __all__ = ["Drain", "Results"]
 
@@ -57,7 +58,7 @@ class Drain:
         self.lowered: str | None = None
         """Why `depth` is less than asked, in words."""
         self._stager = stager
-        self._rows = None if out is None else Rows(out)
+        self._rows = None if out is None else Rows(out, trees_of(stager.backend))
         self._changed = Wakeup()
         # Reentrant: a finalizer may take while its thread is in here.
         self._taking = threading.RLock()
@@ -282,7 +283,7 @@ class Drain:
         """Learn from the first result what the loop costs, and have fewer under way where pinned_limit forbids so many."""
         if self.bill is not None:
             return
-        nbytes = tree_nbytes(tree)
+        nbytes = tree_nbytes(tree, trees_of(self._stager.backend))
         if self._rows is None and nbytes:
             limit = self._stager.stats().pinned_limit_nbytes
             # One is with the consumer.

@@ -27,7 +27,7 @@ from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
-from xferlib.tree import flatten
+from xferlib.tree import trees_of
 
 __all__ = ["Prefetch", "prefetch"]
 
@@ -58,6 +58,7 @@ def prefetch(
         putter.put,
         depth=depth,
         in_place=putter.in_place,
+        nbytes=putter.nbytes,
         device_waits=lambda: stager.stats().device_waits - waits,
         take=_value if stream is None else partial(_value_on, stream),
     )
@@ -77,9 +78,9 @@ class Prefetch:
 
     `put(batch)` is called on that thread for each item of `batches`, and returns a transfer; `take(transfer)` is called on the
     consumer's thread and returns what it gets. Where `in_place(batch)` is true, the source is asked for the next batch only when
-    that transfer is done. `device_waits` counts the puts that waited on the device for work that still read an older batch.
-    Batches may be kept for as long as wanted; a consumer that never waits for its own work on the device runs ahead of it, and
-    `device_limit` of the stager then bounds the memory.
+    that transfer is done. `nbytes(batch)` is for the bill. `device_waits` counts the puts that waited on the device for work that
+    still read an older batch. Batches may be kept for as long as wanted; a consumer that never waits for its own work on the device
+    runs ahead of it, and `device_limit` of the stager then bounds the memory.
 
     Exceptions of source, put and copy come out where their batch would have, with their traceback. That batch is the only one
     lost: the source is asked for the next one, if it can go on, when the consumer asks again. An interrupt of the consumer, such as
@@ -99,6 +100,7 @@ class Prefetch:
         *,
         depth: int = 2,
         in_place: Callable[[Any], bool] = lambda batch: False,
+        nbytes: Callable[[Any], int] = tree_nbytes,
         device_waits: Callable[[], int] = lambda: 0,
         take: Callable[[Any], Any] = _value,
     ) -> None:
@@ -114,7 +116,7 @@ class Prefetch:
         self._taken = self._late = 0
         self._first: _Mark | None = None
         """What the first batch took, which pays for what is done once."""
-        self._starter = starter = _Starter(put, in_place, depth)
+        self._starter = starter = _Starter(put, in_place, nbytes, depth)
         self._feed: Feed[Started] = Feed(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
@@ -213,11 +215,14 @@ class _Mark(NamedTuple):
 class _Starter:
     """Starts the items of one prefetch, on its thread: no more than `depth` copies are under way."""
 
-    def __init__(self, put: Callable[[Any], Started], in_place: Callable[[Any], bool], depth: int) -> None:
+    def __init__(
+        self, put: Callable[[Any], Started], in_place: Callable[[Any], bool], nbytes: Callable[[Any], int], depth: int
+    ) -> None:
         self.bill = Bill()
         self.notes: tuple[str, ...] = ()
         self._put = put
         self._in_place = in_place
+        self._nbytes = nbytes
         self._reading: End | None = None
         self._depth = depth
         self._billed = False
@@ -270,7 +275,7 @@ class _Starter:
     def _charge(self, batch: Any) -> None:
         self._billed = True
         slot = isinstance(batch, Slot)
-        nbytes = tree_nbytes(batch.tree if slot else batch)
+        nbytes = self._nbytes(batch.tree if slot else batch)
         # Ahead, with the consumer, and one whose readers are not done yet.
         device = Charge("device", self._depth + 2, nbytes, "batches")
         if slot:
@@ -308,11 +313,15 @@ class _Putter:
             return self._stager.put(batch, borrow=True)
         return self._stager.put(batch)
 
+    def nbytes(self, batch: Any) -> int:
+        """Return the bytes of a batch's arrays."""
+        return tree_nbytes(batch, trees_of(self._stager.backend))
+
     def in_place(self, batch: Any) -> bool:
         """Tell whether a copy reads the memory of a batch that the source may rewrite."""
         if not self._rewrites or isinstance(batch, Slot):
             return False
-        leaves, _ = flatten(batch)
+        leaves, _ = trees_of(self._stager.backend).flatten(batch)
         # What is no array is refused by the put, which says where it stands.
         return any(self._is_pinned(leaf) for leaf in leaves if isinstance(leaf, np.ndarray))
 

@@ -31,7 +31,7 @@ from xferlib.pipeline.shared.layout import Layout
 from xferlib.stager import Stager, check_stager
 from xferlib.tickets import Returns
 from xferlib.transfer import Transfer
-from xferlib.tree import flatten, unflatten
+from xferlib.tree import trees_of, unflatten
 
 __all__ = ["Ring", "Slot"]
 
@@ -62,7 +62,7 @@ class Ring:
         check_stager(stager)
         if slots < 1:
             raise ValueError(f"slots={slots!r}: expected 1 or more")
-        self._layout = layout = Layout(spec)
+        self._layout = layout = Layout(spec, trees_of(stager.backend))
         self.stager = stager
         self.slots = slots
         self.bill = Bill((Charge("pinned", slots, layout.nbytes, "slots"),))
@@ -261,7 +261,8 @@ class Slot:
         self._waited_seconds = waited_seconds
         self._acquired_by = threading.get_ident()
         self._lease: _Lease | None = lease
-        self._tree = layout.whole.views(np.asarray(lease))
+        self._trees = trees_of(ring.stager.backend)
+        self._tree = layout.views(np.asarray(lease))
         self._rows: int | None = None
         self._done = "put"
 
@@ -282,7 +283,7 @@ class Slot:
     @rows.setter
     def rows(self, rows: int | None) -> None:
         self._check()
-        leaves, _ = flatten(self._tree)
+        leaves, _ = self._trees.flatten(self._tree)
         room = min((len(leaf) if leaf.ndim else 0) for leaf in leaves)
         if rows is not None and not 0 <= rows <= room:
             raise ValueError(f"rows={rows!r}: the first axes of this slot have room for 0 to {room}")
@@ -299,7 +300,7 @@ class Slot:
         Its arrays are made read-only. Views that were taken of them before are not: do not write through those any more.
         """
         lease = self._check()
-        leaves, spec = flatten(self._tree)
+        leaves, spec = self._trees.flatten(self._tree)
         sent = leaves if self._rows is None else [leaf[: self._rows] for leaf in leaves]
         transfer = self.ring.stager.put(unflatten(spec, sent), stream=stream)
         # Let go of first: what is interrupted here comes back when the copy does.
@@ -313,7 +314,7 @@ class Slot:
         """Give the slot back; nothing if it was put or given back before."""
         if self._lease is None:
             return
-        _freeze(flatten(self._tree)[0])
+        _freeze(self._trees.flatten(self._tree)[0])
         number = self._lease.number
         self._lease = None
         self._done = "given back"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from xferlib.memory.arrays import Array
-from xferlib.tree import Spec, flatten, flatten_like, path, unflatten
+from xferlib.tree import Trees, path, unflatten
 
 __all__ = ["Rows"]
 
@@ -17,9 +17,10 @@ class Rows:
     A result with as many axes as its array takes as many rows as it has; one with an axis less takes one row.
     """
 
-    def __init__(self, out: Any) -> None:
+    def __init__(self, out: Any, trees: Trees) -> None:
         self.filled = 0
-        leaves, self._spec = flatten(out)
+        self._trees = trees
+        leaves, self._spec = trees.flatten(out)
         if not leaves:
             raise ValueError(f"out: there is no array in {out!r}")
         for index, leaf in enumerate(leaves):
@@ -30,7 +31,7 @@ class Rows:
 
     def next(self, result: Any) -> tuple[Any, int]:
         """Return the views that this result is to be copied to, and how many rows they are. Raises `ValueError`."""
-        leaves = _like(self._spec, result)
+        leaves = self._like(result)
         counts = {self._count(array, leaf, index) for index, (array, leaf) in enumerate(zip(self._arrays, leaves, strict=True))}
         if len(counts) > 1:
             raise ValueError(f"the arrays of one result have different numbers of rows: {sorted(counts)}")
@@ -55,10 +56,9 @@ class Rows:
             )
         return int(leaf.shape[0]) if axes == array.ndim else 1
 
-
-def _like(spec: Spec, result: Any) -> list[Any]:
-    leaves = flatten_like(spec, result, name="a result (compared with out)")
-    for leaf in leaves:
-        if not hasattr(leaf, "shape"):
-            raise TypeError(f"expected a device array, got {type(leaf).__module__}.{type(leaf).__qualname__}")
-    return leaves
+    def _like(self, result: Any) -> list[Any]:
+        leaves = self._trees.flatten_like(self._spec, result, name="a result (compared with out)")
+        for leaf in leaves:
+            if not hasattr(leaf, "shape"):
+                raise TypeError(f"expected a device array, got {type(leaf).__module__}.{type(leaf).__qualname__}")
+        return leaves

@@ -186,7 +186,7 @@ class Staging:
 
         self._chunks.expect(H2D, len(parts))
         lent.job = job = Job(parts, self._fill, end=end)
-        job.over.memory = [extent(array) for _, array in leaves]
+        job.over.memory = [extent(leaf.array) for leaf in leaves]
         self._traffic.landings.add(job.over)
         try:
             self._leaders[H2D].submit(job)

@@ -158,7 +158,7 @@ def takes_pinned_memory_from_cupy(patch: pytest.MonkeyPatch) -> None:
     add = InFlight.add
 
     def add_without(queue: InFlight, nbytes: int, keepalive: object, sources: object = ()) -> Event:
-        return add(queue, nbytes, None)
+        return add(queue, nbytes, ())
 
     def empty_pinned(stager: Stager, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         memory = bench().cupy.cuda.alloc_pinned_memory(math.prod(shape) * dtype.itemsize)

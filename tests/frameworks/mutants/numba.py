@@ -153,8 +153,8 @@ def holds_nothing_in_flight(patch: pytest.MonkeyPatch) -> None:
     """The core lets go of a copy's memory as soon as the copy is started."""
     add = InFlight.add
 
-    def add_without(queue: InFlight, nbytes: int, *held: object) -> Event:
-        return add(queue, nbytes, None)
+    def add_without(queue: InFlight, nbytes: int, *held: object, **more: object) -> Event:
+        return add(queue, nbytes, ())
 
     patch.setattr(InFlight, "add", add_without)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import optree
 
 from xferlib.memory.arrays import Array, check_dtype
-from xferlib.tree import NAMESPACE, flatten, path, unflatten
+from xferlib.tree import PLAIN, Trees, flatten, path, unflatten
 
 __all__ = ["ALIGNMENT", "Layout", "Part", "Parts"]
 
@@ -60,8 +60,8 @@ class Layout:
     Raises `TypeError` and `ValueError` for anything else.
     """
 
-    def __init__(self, spec: Any) -> None:
-        leaves, structure = flatten(_with_leaves(spec))
+    def __init__(self, spec: Any, trees: Trees = PLAIN) -> None:
+        leaves, structure = trees.flatten(_with_leaves(spec, trees))
         if not leaves:
             raise ValueError(f"there is no array in {spec!r}: expected a shape and dtype, or a tree of them")
         parts = []
@@ -73,10 +73,15 @@ class Layout:
             end += _round_up(math.prod(leaf.shape) * leaf.dtype.itemsize, ALIGNMENT)
         if not end:
             raise ValueError(f"every array in {spec!r} is empty: there is no memory to share")
+        self._structure = structure
         self.whole = Parts(unflatten(structure, range(len(parts))), tuple(parts))
         """The full batch."""
         self.nbytes = _round_up(end, PAGE)
         """Of one slot."""
+
+    def views(self, slot: Bytes) -> Any:
+        """Return the tree of arrays of the full batch over these bytes."""
+        return unflatten(self._structure, [part.view(slot) for part in self.whole.parts])
 
     def returned(self, value: Any, slot: Bytes) -> Parts | None:
         """Say where that lies which `fill` returned: None for all of the slot, a number of rows, or a tree of views of it."""
@@ -112,10 +117,10 @@ class _Leaf:
         self.dtype = dtype
 
 
-def _with_leaves(spec: Any) -> Any:
-    # Only to have its record types known as trees: the pairs in it are no leaves yet.
-    flatten(spec)
-    return optree.tree_map(_leaf, spec, is_leaf=_is_pair, namespace=NAMESPACE)
+def _with_leaves(spec: Any, trees: Trees) -> Any:
+    # Only to have its classes known as trees: the pairs in it are no leaves yet.
+    trees.flatten(spec)
+    return optree.tree_map(_leaf, spec, is_leaf=_is_pair, namespace=trees.namespace)
 
 
 def _leaf(given: Any) -> Any:
