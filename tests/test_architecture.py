@@ -19,7 +19,7 @@ FLOORS = [
     {"xferlib.errors", "xferlib.forks"},
     {"xferlib.protocol"},
     {"xferlib.landing", "xferlib.tree", "xferlib.views", "xferlib.memory.arrays", "xferlib.memory.ranges"},
-    {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
+    {"xferlib.debug"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
     {"xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.device", "xferlib.inflight", "xferlib.memory.pool", "xferlib.stats"},
     {"xferlib.memory.host", "xferlib.pinning", "xferlib.transfer"},

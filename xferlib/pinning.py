@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
 
+from xferlib.debug import verify_done
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.inflight import Traffic
@@ -118,6 +119,7 @@ class Pins:
         if address not in self._ranges:
             return
         self._traffic.wait_all()
+        verify_done()
         with self._lock:
             if address in self._ranges:
                 self._backend.unpin(address)

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from types import GeneratorType
 from typing import Any, Generic, TypeVar, final
 
+from xferlib.debug import act_for, caller
 from xferlib.errors import AllocationError, BackendUnavailableError
 from xferlib.forks import forget_in_child
 from xferlib.pipeline.clock import Clock
@@ -64,7 +65,9 @@ class Feed(Generic[T]):
         self._shared: _Shared[T] = _Shared(depth)
         self._over = False
         name = f"{name}-{next(_numbers)}"
-        self._thread = threading.Thread(target=_run, args=(self._shared, source, start, before_next), name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=_run, args=(self._shared, source, start, before_next, caller()), name=name, daemon=True
+        )
         _live.add(self._shared)
         self._shared.thread = self._thread
         self._thread.start()
@@ -275,7 +278,10 @@ class _Shared(Generic[T]):
                 return token
 
 
-def _run(shared: _Shared[T], source: Iterable[Any], start: Callable[[Any, Clock], T], before_next: Callable[[Clock], None]) -> None:
+def _run(
+    shared: _Shared[T], source: Iterable[Any], start: Callable[[Any, Clock], T], before_next: Callable[[Clock], None], begun_at: str
+) -> None:
+    act_for(begun_at)
     end = _End(None)
     try:
         _work(shared, source, start, before_next)

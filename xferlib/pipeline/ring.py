@@ -21,6 +21,7 @@ from typing import Any, final
 
 import numpy as np
 
+from xferlib.debug import verify_done
 from xferlib.errors import AllocationError, ClosedError, TransferError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.bill import Bill, Charge, in_words
@@ -89,6 +90,8 @@ class Ring:
                 self._check_open()
                 index = self._free_now()
                 if index is not None:
+                    # Whoever gets it may write to it.
+                    verify_done()
                     self._acquired_by[index] = threading.get_ident()
                     seconds = time.perf_counter() - began if waited else 0.0
                     return Slot(self, self._layout, _Lease(self._free, index, self._places[index]), seconds)
