@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ __all__ = [
     "describe",
     "positive_nbytes",
     "refuse_bare_zero",
+    "uncopied",
     "whole_shape",
 ]
 
@@ -29,6 +30,18 @@ def refuse_bare_zero(stream: object | None) -> None:
     """Raise `ValueError` for the int 0: some frameworks mean "synchronous" by it, others the default stream."""
     if type(stream) is int and stream == 0:
         raise ValueError("stream=0 is ambiguous. Pass the framework's own object for its default stream, or leave stream out")
+
+
+def uncopied(advice: str) -> Callable[[Any, SupportsIndex], NoReturn]:
+    """Return a `__reduce_ex__`, which `copy.copy`, `copy.deepcopy` and pickle all ask, that refuses and says what to do instead.
+
+    For what stands for memory, threads or work under way: a copy would end them a second time.
+    """
+
+    def refuse(self: Any, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"{self!r} cannot be copied or pickled. {advice}")
+
+    return refuse
 
 
 def checked_at(spec: Spec, index: int, check: Callable[[Any], T], leaf: Any) -> T:

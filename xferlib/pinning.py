@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
 
+from xferlib.checks import uncopied
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
@@ -27,6 +28,8 @@ class Pin:
 
     A context manager that gives the array. Closing waits for the transfers in flight, since one of them may use the memory.
     """
+
+    __reduce_ex__ = uncopied("Threads may share it; another process pins its memory itself")
 
     def __init__(self, pins: Pins, array: Array, address: int) -> None:
         self.array = array

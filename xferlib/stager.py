@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, final
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.checks import positive_nbytes, refuse_bare_zero, whole_shape
+from xferlib.checks import positive_nbytes, refuse_bare_zero, uncopied, whole_shape
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.device import BlockCache
 from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
@@ -51,6 +51,8 @@ class Stager:
 
     A context manager; `close()` waits for what is in flight. Arrays that it gave out may outlive it.
     """
+
+    __reduce_ex__ = uncopied("Threads may share it; another process opens one of its own with xferlib.stager(...)")
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, final
 
-from xferlib.checks import refuse_bare_zero
+from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
 from xferlib.protocol import Event, Stream
@@ -70,6 +70,8 @@ class Transfer:
     _finished = False
     _born = 0
     """How many forks there had been. Not set on each, since every small transfer would pay for it."""
+
+    __reduce_ex__ = uncopied("Copy its arrays, which value and result() return")
 
     def __init__(
         self, value: Any, event: Event, failures: tuple[type[Exception], ...], on_host: bool, name: Name | None = None

@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, final
 
+from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.bill import Bill, Charge, in_words, tree_nbytes
 from xferlib.pipeline.rows import Rows
@@ -36,6 +37,8 @@ class Drain:
 
     A context manager; `close()` waits for what is in flight. One thread submits at a time, any number may take.
     """
+
+    __reduce_ex__ = uncopied("Make another one")
 
     def __init__(self, stager: Stager, depth: int = 2, *, out: Any = None) -> None:
         check_stager(stager)

@@ -21,6 +21,7 @@ from typing import Any, final
 
 import numpy as np
 
+from xferlib.checks import uncopied
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError, ClosedError, TransferError
 from xferlib.memory.arrays import Array
@@ -55,6 +56,8 @@ class Ring:
 
     Raises `TypeError` and `ValueError` for the spec, and `AllocationError` where the stager's pinned_limit forbids so many slots.
     """
+
+    __reduce_ex__ = uncopied("Threads may share it; another process makes one of its own")
 
     def __init__(self, stager: Stager, spec: Any, slots: int = 3) -> None:
         check_stager(stager)
@@ -224,6 +227,8 @@ class Slot:
     its arrays is gone; as a context manager it goes back at the end of the block. Where its arrays are held then, and copies are
     under way that may be of them, it goes back when these are done.
     """
+
+    __reduce_ex__ = uncopied("Copy its arrays, or acquire another slot")
 
     def __init__(self, ring: Ring, layout: Layout, lease: _Lease, waited_seconds: float) -> None:
         self.ring = ring

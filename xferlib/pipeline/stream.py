@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, final
 
+from xferlib.checks import uncopied
 from xferlib.errors import AllocationError
 from xferlib.pipeline.bill import Bill
 from xferlib.pipeline.clock import Clock
@@ -60,6 +61,8 @@ class Drained:
 
     `close()`, the end of a `with` block, an exception and the end of the results leave nothing in flight and no thread.
     """
+
+    __reduce_ex__ = uncopied("Begin another with xferlib.drain(...) or xferlib.stream_map(...)")
 
     def __init__(
         self,
