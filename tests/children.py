@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["run"]
+__all__ = ["fork", "run"]
 
 GRACE_SECONDS = 5.0
 """For a process to show where it is."""
@@ -42,6 +43,14 @@ def run(
     else:
         out, err = process.communicate()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def fork() -> int:
+    """Fork this process, as `os.fork` does, where that is the point of the test."""
+    with warnings.catch_warnings():
+        # Python warns of a process with threads, and so does whatever framework another test has imported.
+        warnings.simplefilter("ignore")
+        return os.fork()
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

@@ -118,7 +118,7 @@ def test_each_phase_has_time_of_its_own_and_may_ask_for_more(tmp_path: Path) -> 
 def test_the_guard_ends_with_the_run_that_it_watches(tmp_path: Path) -> None:
     ended = pytest_run(
         tmp_path,
-        hanging(call="from xferlib.conformance import guard; print('guard', guard._running[0]._process.pid, 'end')"),
+        hanging(call="from xferlib.conformance import guard; print('guard', guard._running[0].pid, 'end')"),
     )
     assert ended.returncode == 0, ended.stderr
     number = int(ended.stdout.partition("guard ")[2].split()[0])

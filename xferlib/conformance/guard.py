@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Generator
@@ -43,17 +42,22 @@ class _Guard:
         # pytest puts files in its place while tests run.
         stderr = os.dup(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2)
         script = Path(__file__).with_name("guard_process.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(script), str(os.getpid())], stdin=subprocess.PIPE, stderr=stderr, bufsize=0
+        theirs, self._orders = os.pipe()
+        # It stays to the very end: of a `Popen` the interpreter would say then that it was left behind.
+        self.pid: Final = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-I", "-S", str(script), str(os.getpid())],
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, theirs, 0), (os.POSIX_SPAWN_DUP2, stderr, 2)],
         )
+        os.close(theirs)
         os.close(stderr)
 
     def restart(self, what: str | None = None, *, seconds: float | None = None) -> None:
         """Count from now. `what`: what is under way, in words."""
         self._what = self._what if what is None else what
         deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{deadline} {self._what}\n".encode())
+        os.write(self._orders, f"{deadline} {self._what}\n".encode())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
