@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
 
+from xferlib.errors import XferError
 from xferlib.tree import Spec, path
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "describe",
     "positive_nbytes",
     "refuse_bare_zero",
+    "translated",
     "uncopied",
     "whole_shape",
 ]
@@ -42,6 +45,17 @@ def uncopied(advice: str) -> Callable[[Any, SupportsIndex], NoReturn]:
         raise TypeError(f"{self!r} cannot be copied or pickled. {advice}")
 
     return refuse
+
+
+@contextmanager
+def translated(failures: tuple[type[Exception], ...], words: str) -> Iterator[None]:
+    """Raise `XferError` where one of the backend's failures is raised that no narrower class stands for."""
+    try:
+        yield
+    except XferError:
+        raise
+    except failures as error:
+        raise XferError(f"{words}: {error}") from error
 
 
 def checked_at(spec: Spec, index: int, check: Callable[[Any], T], leaf: Any) -> T:

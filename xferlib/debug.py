@@ -105,7 +105,10 @@ class Sources:
         self._untold: deque[Put] = deque()
 
     def look(self, tree: Any, *, borrow: bool) -> Put | None:
-        """Look at what a put is about to be given; None: nothing of it is read later. Raises what nobody can ask for any more."""
+        """Look at what a put is about to be given; None: nothing of it is read later. Raises what nobody can ask for any more.
+
+        Called before anything starts: whatever is written from then on is too early.
+        """
         verify_done()
         self._tell(only_dropped=True)
         sources, spec = self._read_later(tree, borrow)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, final
 
-from xferlib.checks import uncopied
+from xferlib.checks import translated, uncopied
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
@@ -125,7 +125,8 @@ class Pins:
         verify_done()
         with self._lock:
             if address in self._ranges:
-                self._backend.unpin(address)
+                with translated(self._backend.failures, "memory could not be unlocked"):
+                    self._backend.unpin(address)
                 self._drop(address)
 
     def holds(self, address: int) -> bool:

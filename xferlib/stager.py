@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, final
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.checks import positive_nbytes, refuse_bare_zero, uncopied, whole_shape
+from xferlib.checks import positive_nbytes, refuse_bare_zero, translated, uncopied, whole_shape
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.device import BlockCache
 from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
@@ -197,7 +197,6 @@ class Stager:
         if stream is not None:
             self._check_stream(stream)
         try:
-            # Before anything starts: whatever is written from now on is too early.
             before = None if self._sources is None else self._sources.look(tree, borrow=borrow and into is None)
             if type(tree) is not np.ndarray:
                 transfer = self._puts.start(tree, into, stream, borrow)
@@ -261,18 +260,18 @@ class Stager:
         """Give idle pinned and device memory back. May wait for kernels, so not inside a loop that should overlap."""
         if self._refusal is not None:
             self._refuse()
-        self._pins.sweep()
-        self._traffic.reap()
-        self._staging.release()
-        self._pool.trim()
-        self._blocks.trim()
+        with translated(self._failures, "idle memory could not be given back"):
+            self._pins.sweep()
+            self._traffic.reap()
+            self._staging.release()
+            self._pool.trim()
+            self._blocks.trim()
 
     def close(self) -> None:
         """Wait for what is in flight and give everything back; twice is fine.
 
         Arrays that are still reachable stay valid, and pinned ones pinned, until their last reference goes.
-        No other thread may be inside a call. In debug mode it raises `SourceRewrittenError`, when all that is done, for a rewrite
-        that nobody has been told of.
+        No other thread may be inside a call. In debug mode it raises `SourceRewrittenError` at last, if nobody was told of one.
         """
         with self._closing:
             if self._closed or isinstance(self._refusal, BackendUnavailableError):
@@ -285,7 +284,7 @@ class Stager:
                 return
             self._closed = True
             _live.discard(self)
-            with ExitStack() as steps:
+            with translated(self._failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
                 # Last in, first out, and each of them whatever those before it raise.
                 for step in (self.backend.close, self._blocks.close, self._pool.close, self._pins.close, self._staging.close):
                     steps.callback(step)
@@ -296,6 +295,7 @@ class Stager:
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
         self._closing = threading.RLock()
+        _live.discard(self)
         self._refusal = BackendUnavailableError(
             f"backend {self.name!r} cannot run here: this process was forked after the stager was opened. "
             "Open stagers in the child, and start processes with the spawn or forkserver method"
