@@ -157,15 +157,18 @@ def test_a_put_into_an_array_is_looked_at_too(stager: Stager, wrap: Callable[[An
 
 
 def test_a_get_that_ends_tells_that_the_puts_before_it_have(stager: Stager) -> None:
-    source = pinned(stager)
+    source, stream = pinned(stager), Stream()
     with xferlib.stager("host", debug=True) as other:
         for through in (stager, other):
             for value in range(3):
                 source[:] = value
-                # Dropped or not: what the put returned is never asked.
-                transfer = stager.put(source)
-                assert (through.get(transfer.value).result() == value).all()
+                with held(h2d(stager)):
+                    array = stager.put(source).value_on(stream)
+                    coming = through.get(array, stream=stream)
+                # What the put returned is asked by nobody.
+                assert (coming.result() == value).all()
                 source[:] = 99
+    stream.close()
 
 
 def test_a_rewrite_that_nobody_can_ask_for_is_raised_by_the_next_put_once(stager: Stager) -> None:
@@ -174,9 +177,10 @@ def test_a_rewrite_that_nobody_can_ask_for_is_raised_by_the_next_put_once(stager
         stager.put(source)
         stager.put(source)
         source[:] = 2
+        end = stager.put(another).end
+    end._event.synchronize()
     with pytest.raises(SourceRewrittenError, match=f"called at {__file__}") as told:
-        while True:
-            stager.put(another).synchronize()
+        stager.put(another)
     assert len(told.value.__notes__) == 1
     assert told.value.__notes__[0].startswith("besides: the source of a put")
     assert (stager.put(another).result() == 1).all()
@@ -226,6 +230,39 @@ def test_close_waits_for_the_copies_before_it_looks() -> None:
             closing.result(PATIENCE)
 
 
+class Late:
+    """An event that says no until it is waited for."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        self._waited = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._event, name)
+
+    def done(self) -> bool:
+        return self._waited
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+        self._waited = True
+
+
+def test_close_looks_also_where_events_are_late() -> None:
+    def record() -> Any:
+        return Late(backend.inner.record_h2d())
+
+    backend: Any = tampered(record_h2d=record)
+    stager = xferlib.stager(backend, debug=True)
+    source = pinned(stager)
+    stager.put(source)
+    source[:] = 2
+    # The last event of the direction is waited for, whatever those before it say.
+    stager.put(pinned(stager))
+    with pytest.raises(SourceRewrittenError):
+        stager.close()
+
+
 def test_memory_may_be_written_to_when_its_pin_has_ended(stager: Stager) -> None:
     array = np.ones(1 << 16, np.uint8)
     with stager.pin(array):
@@ -235,13 +272,21 @@ def test_memory_may_be_written_to_when_its_pin_has_ended(stager: Stager) -> None
 
 
 def test_a_source_that_is_dropped_is_given_back_while_nobody_asks(stager: Stager) -> None:
-    transfers = []
-    for _ in range(10):
-        transfers.append(stager.put(pinned(stager, 16 << 20)[:-1]))
-        transfers[-1]._event.synchronize()
-    assert stager.stats().pinned_peak_nbytes <= 64 << 20
-    assert stager._pool.usage().peak <= 64 << 20
-    for transfer in transfers:
+    transfer = stager.put(pinned(stager)[:-1])
+    transfer._event.synchronize()
+    stager.trim()
+    assert stager._pool.usage().used == 0
+    transfer.synchronize()
+
+
+def test_a_view_that_only_the_copy_held_is_looked_at_through_the_array_that_it_is_of(stager: Stager) -> None:
+    source = pinned(stager)
+    with held(h2d(stager)):
+        transfer = stager.put(source[8192:].reshape(-1, 4096)[1:])
+        source[12288 + 5000] = 2
+    transfer._event.synchronize()
+    stager.trim()
+    with pytest.raises(SourceRewrittenError, match="bytes 4096 to 8191 of 53248"):
         transfer.synchronize()
 
 
@@ -283,7 +328,7 @@ def test_who_looks_late_blames_nobody_for_what_was_written_after_the_first_look(
         return sums(array)
 
     monkeypatch.setattr(debug, "_sums", slow)
-    late = on_thread(debug.verify_done)
+    late = on_thread(transfer.synchronize)
     assert entered.wait(PATIENCE)
     assert transfer.done()
     source[:] = 2
@@ -343,8 +388,12 @@ def _forget(stager: Stager) -> None:
 
 @pytest.mark.parametrize("make", [pinned, lambda stager: np.ones(LARGE, np.uint8)], ids=["pinned", "pageable"])
 def test_a_source_that_is_not_said_to_keep_its_arrays_may_rewrite_them(stager: Stager, make: Callable[[Stager], Any]) -> None:
-    for value, batch in enumerate(xferlib.prefetch(Repeating(make(stager)), stager)):
-        assert (np.asarray(stager.get(batch["x"]).result()) == value).all()
+    source = Repeating(make(stager))
+    with xferlib.prefetch(source, stager) as loop:
+        # Before anybody has asked for the first batch.
+        assert source.rewrote.wait(PATIENCE)
+        for value, batch in enumerate(loop):
+            assert (np.asarray(stager.get(batch["x"]).result()) == value).all()
 
 
 def test_slots_go_round_and_nobody_is_told_anything(stager: Stager) -> None:
@@ -396,7 +445,7 @@ def test_debug_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
         assert _finds(not found) is not found
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ValueError, match="XFERLIB_DEBUG: expected '1', or '0' for none, got 'yes'"):
-        xferlib.stager("host")
+        xferlib.stager("no backend of that name")
     assert _finds(True)
 
 
@@ -419,6 +468,7 @@ def test_a_forked_child_looks_at_nothing_of_its_parents() -> None:
     succeeds(
         """
         import os, threading, numpy as np, xferlib
+        from xferlib import debug
         stager = xferlib.stager("host", debug=True)
         source = stager.empty_pinned(1000, np.uint8)
         source[:] = 1
@@ -428,6 +478,7 @@ def test_a_forked_child_looks_at_nothing_of_its_parents() -> None:
         child = os.fork()
         if child == 0:
             source[:] = 2
+            assert not debug._unverified
             with xferlib.stager("host", debug=True) as own:
                 assert (own.put(own.empty_pinned(10, np.uint8)).result().shape) == (10,)
             os._exit(0)

@@ -364,7 +364,7 @@ def test_a_forked_child_that_ends_by_itself_says_nothing_of_its_parents_stagers(
         """
         import os, sys, warnings, xferlib
         warnings.simplefilter("always", ResourceWarning)
-        with xferlib.stager("host"):
+        with xferlib.stager("host") as kept:
             pid = os.fork()
             if not pid:
                 sys.exit(0)
