@@ -21,7 +21,7 @@ FLOORS = [
     {"xferlib.protocol"},
     {"xferlib.landing", "xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.ranges"},
     {"xferlib.views"},
-    {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
+    {"xferlib.debug"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
     {"xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.device", "xferlib.inflight", "xferlib.memory.pool", "xferlib.stats"},
     {"xferlib.memory.host", "xferlib.pinning", "xferlib.transfer"},

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import xferlib
+from tests import children
 from xferlib.protocol import HostStager
 from xferlib.registry import open_backend
 
@@ -96,7 +97,7 @@ def open_short(direction: Direction, *, pinned_limit: int | None = None) -> xfer
 def benchmark(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *arguments]
     environment = {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    return children.run(command, seconds=100, env=environment)
 
 
 @pytest.fixture(scope="module")

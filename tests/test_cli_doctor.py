@@ -79,10 +79,27 @@ def test_a_broken_backend_is_a_finding_not_the_end(monkeypatch: pytest.MonkeyPat
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def opening(name: str) -> Any:
+    def opening(name: str, **_: object) -> Any:
         raise error
 
     monkeypatch.setattr(doctor, "stager", opening)
+
+
+@pytest.mark.parametrize(("name", "text"), [("XFERLIB_STAGING", "nonsense"), ("XFERLIB_DEBUG", "yes")])
+def test_a_setting_of_ours_that_cannot_be_read_is_a_finding_and_no_backends_fault(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, text)
+    report = json.loads(told(capsys, "--json", "--require", "host"))
+    (finding,) = report["findings"]
+    assert finding.startswith(f"{name}: expected")
+    assert f"got {text!r}. " in finding
+    (state,) = (state for state in report["backends"] if state["name"] == "host")
+    assert (state["ready"], state["reason"], state["staging"]) == (True, None, None)
+    assert report["auto"] == "host"
+    page = told(capsys)
+    assert name in page
+    assert "unknown, threads x chunk" in page
 
 
 @pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import xferlib
+from tests import children
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -32,7 +33,7 @@ LINKS = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)#:]+)\)
 def run(command: str, *, errors: str = "error") -> subprocess.CompletedProcess[str]:
     script, *options = command.split()
     line = [sys.executable, "-W", errors, str(EXAMPLES / script), "--quick", *options]
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=100)
+    return children.run(line, seconds=100)
 
 
 @pytest.mark.parametrize("command", [*ON_HOST, *ON_JAX])

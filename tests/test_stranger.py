@@ -9,15 +9,15 @@ from pathlib import Path
 
 import xferlib_host
 
+from tests import children
+
 STRANGER = Path(__file__).parent / "stranger"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     site = [str(STRANGER), str(Path(xferlib_host.__file__).parents[1]), str(Path(xferlib_host.__file__).parents[2])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(site), "XFERLIB_REQUIRE": "toy"}
-    return subprocess.run(
-        [sys.executable, "-m", "xferlib", *arguments], capture_output=True, text=True, env=environment, timeout=110, check=False
-    )
+    return children.run([sys.executable, "-m", "xferlib", *arguments], env=environment, seconds=110)
 
 
 def test_doctor_finds_it_ready() -> None:

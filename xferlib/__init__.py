@@ -4,6 +4,7 @@ from xferlib.errors import AllocationError as AllocationError
 from xferlib.errors import BackendUnavailableError as BackendUnavailableError
 from xferlib.errors import CapabilityError as CapabilityError
 from xferlib.errors import ClosedError as ClosedError
+from xferlib.errors import SourceRewrittenError as SourceRewrittenError
 from xferlib.errors import SynchronousTransferWarning as SynchronousTransferWarning
 from xferlib.errors import TransferError as TransferError
 from xferlib.errors import UnknownBackendError as UnknownBackendError

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.ma import MaskedArray
 
+from xferlib.errors import XferError
 from xferlib.tree import Spec, path
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "describe",
     "positive_nbytes",
     "refuse_bare_zero",
+    "translated",
+    "uncopied",
     "whole_shape",
 ]
 
@@ -30,6 +34,29 @@ def refuse_bare_zero(stream: object | None) -> None:
     """Raise `ValueError` for the int 0: some frameworks mean "synchronous" by it, others the default stream."""
     if type(stream) is int and stream == 0:
         raise ValueError("stream=0 is ambiguous. Pass the framework's own object for its default stream, or leave stream out")
+
+
+def uncopied(advice: str) -> Callable[[Any, SupportsIndex], NoReturn]:
+    """Return a `__reduce_ex__`, which `copy.copy`, `copy.deepcopy` and pickle all ask, that refuses and says what to do instead.
+
+    For what stands for memory, threads or work under way: a copy would end them a second time.
+    """
+
+    def refuse(self: Any, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"{self!r} cannot be copied or pickled. {advice}")
+
+    return refuse
+
+
+@contextmanager
+def translated(failures: tuple[type[Exception], ...], words: str) -> Iterator[None]:
+    """Raise `XferError` where one of the backend's failures is raised that no narrower class stands for."""
+    try:
+        yield
+    except XferError:
+        raise
+    except failures as error:
+        raise XferError(f"{words}: {error}") from error
 
 
 def checked_at(spec: Spec, index: int, check: Callable[[Any], T], leaf: Any) -> T:

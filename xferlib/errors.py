@@ -11,6 +11,7 @@ __all__ = [
     "BackendUnavailableError",
     "CapabilityError",
     "ClosedError",
+    "SourceRewrittenError",
     "SynchronousTransferWarning",
     "TransferError",
     "UnknownBackendError",
@@ -44,6 +45,13 @@ class AllocationError(XferError, MemoryError):
 
 class TransferError(XferError):
     """Raised when a copy failed, at once or from every later `synchronize`, `result` and `done` of its transfer."""
+
+
+class SourceRewrittenError(XferError, RuntimeError):
+    """Raised in debug mode where the source of a put was written to before its transfer was done: a fault of the program's.
+
+    No `TransferError`: the copy was made, so that trying again, as after one of those, would only hide it.
+    """
 
 
 class SynchronousTransferWarning(RuntimeWarning):

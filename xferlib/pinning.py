@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple, final
 
+from xferlib.checks import translated, uncopied
+from xferlib.debug import verify_done
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child, leave
 from xferlib.inflight import Traffic
@@ -30,6 +32,8 @@ class Pin:
 
     A context manager that gives the array. Closing waits for the transfers in flight, since one of them may use the memory.
     """
+
+    __reduce_ex__ = uncopied("Threads may share it; another process pins its memory itself")
 
     def __init__(self, pins: Pins, array: Array, number: int, ticket: object) -> None:
         self.array = array
@@ -152,6 +156,7 @@ class Pins:
         if number not in self._rows:
             return
         self._traffic.wait_all()
+        verify_done()
         uninterrupted(lambda: self._unlocked(number))
 
     def _unlocked(self, number: int) -> None:
@@ -161,7 +166,8 @@ class Pins:
             if row is None:
                 return
             if number in self._locks:
-                self._backend.unpin(row.address)
+                with translated(self._backend.failures, "memory could not be unlocked"):
+                    self._backend.unpin(row.address)
             self._drop(number, row)
 
     def splits(self, address: int, nbytes: int) -> bool:

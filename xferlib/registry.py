@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Literal, cast
 
 from xferlib.checks import positive_nbytes
+from xferlib.debug import wanted
 from xferlib.errors import BackendUnavailableError, UnknownBackendError
 from xferlib.memory.blocks import WhenFull, check_when_full
 from xferlib.protocol import Capabilities, HostStager, Opener
@@ -38,6 +39,7 @@ def stager(
     when_full: WhenFull = "wait",
     strict: bool = False,
     staging: StagingProfile | str | None = None,
+    debug: bool | None = None,
 ) -> Stager:
     """Open a stager.
 
@@ -49,7 +51,11 @@ def stager(
     "raise" at once; or "stage": take ordinary memory, which is transferred by way of the pinned memory that is then kept for it.
     `strict`: a put that would make its caller wait for a CPU copy raises `ValueError`, where otherwise the first of a line issues a
     `SynchronousTransferWarning`. `staging`: how ordinary memory is staged, as "8x4MiB", threads and chunk size, or a
-    `StagingProfile`; None: what `XFERLIB_STAGING` says, else what `xferlib doctor` has kept, else what is measured.
+    `StagingProfile`; None: what `XFERLIB_STAGING` says, else what `xferlib doctor` has kept, else what is measured. `debug`: find
+    sources of puts, pinned or borrowed, that are written to before their transfer is done, by sums over them, and raise
+    `SourceRewrittenError` with the line of the put: from the transfer, or, when nobody holds that any more, from the next put or
+    from `close()`. It costs a pass of the CPU over each source at the put and another when it is done. None: what `XFERLIB_DEBUG`
+    says, "1" or "0".
 
     Raises `UnknownBackendError`, or `BackendUnavailableError` with what to do about it.
     """
@@ -58,13 +64,22 @@ def stager(
             positive_nbytes(nbytes, name)
     check_when_full(when_full)
     profile = as_profile(staging)
+    debug = wanted(debug)
     if not isinstance(backend, str):
         opened = _checked(backend)
     elif backend == "auto":
         opened = _open_first(device)
     else:
         opened = open_backend(backend, device=device)
-    return Stager(opened, pinned_limit=pinned_limit, device_limit=device_limit, when_full=when_full, strict=strict, staging=profile)
+    return Stager(
+        opened,
+        pinned_limit=pinned_limit,
+        device_limit=device_limit,
+        when_full=when_full,
+        strict=strict,
+        staging=profile,
+        debug=debug,
+    )
 
 
 def open_backend(name: str, *, device: int = 0) -> HostStager[Any]:

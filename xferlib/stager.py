@@ -19,7 +19,8 @@ from typing import Any, Literal, NoReturn, final
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.checks import positive_nbytes, refuse_bare_zero, whole_shape
+from xferlib.checks import positive_nbytes, refuse_bare_zero, translated, uncopied, whole_shape
+from xferlib.debug import Sources, wanted, watch_get
 from xferlib.device import BlockCache
 from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.forks import forget_in_child
@@ -41,6 +42,7 @@ from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
+from xferlib.tree import trees_of
 
 __all__ = ["Stager", "before_closing", "check_stager", "open_stagers"]
 
@@ -52,6 +54,8 @@ class Stager:
     A context manager; `close()` waits for what is in flight. Arrays that it gave out may outlive it.
     """
 
+    __reduce_ex__ = uncopied("Threads may share it; another process opens one of its own with xferlib.stager(...)")
+
     def __init__(
         self,
         backend: HostStager[Any],
@@ -61,6 +65,7 @@ class Stager:
         when_full: WhenFull = "wait",
         strict: bool = False,
         staging: StagingProfile | str | None = None,
+        debug: bool | None = None,
     ) -> None:
         self._refusal: XferError | None = None
         self._closing, self._giving_back = threading.RLock(), threading.RLock()
@@ -90,6 +95,7 @@ class Stager:
         host = HostMemory(backend, pool, splits)
         self._maps = Maps(backend, host, traffic.views)
         self._puts = Puts(backend, host, self._blocks, ring, traffic, Loud(strict=strict))
+        self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
         self._gets = Gets(backend, host, pool, ring, traffic)
         _live.add(self)
         forget_in_child(self)
@@ -186,10 +192,11 @@ class Stager:
         it returns, which it does when the CPU has copied them: with a `SynchronousTransferWarning`, the first time in a line.
         `into`: device arrays of the same structure, shapes and dtypes to overwrite; the copy waits for what `stream` (None: the
         calling thread's current one) has enqueued, so earlier readers are safe. `stream`: it also waits for the copy, as by
-        `Transfer.stream_wait`. `borrow`: large pageable sources are lent until `done()` instead, and threads of ours copy them
-        after this has returned; `value` then waits on the host until the copies are started. It has no effect on `into`.
+        `Transfer.stream_wait`. `borrow`: pageable sources are lent until `done()` instead, and large ones are copied by threads of
+        ours after this has returned; `value` then waits on the host until the copies are started. It has no effect on `into`.
 
-        Raises before anything starts: `TypeError` and `ValueError` for arguments, `CapabilityError`, `AllocationError`.
+        Raises before anything starts: `TypeError` and `ValueError` for arguments, `CapabilityError`, `AllocationError`; in debug
+        mode `SourceRewrittenError` for an earlier put whose transfer nobody holds any more.
         Raises `TransferError` if a copy could not be started; nothing of it is under way then.
         """
         if self._refusal is not None:
@@ -197,9 +204,14 @@ class Stager:
         if stream is not None:
             self._check_stream(stream)
         try:
-            if type(tree) is np.ndarray:
-                return self._puts.one(tree, stream, borrow) if into is None else self._puts.one_into(tree, into, stream)
-            return self._puts.start(tree, into, stream, borrow)
+            before = None if self._sources is None else self._sources.look(tree, borrow=borrow and into is None)
+            if type(tree) is not np.ndarray:
+                transfer = self._puts.start(tree, into, stream, borrow)
+            elif into is None:
+                transfer = self._puts.one(tree, stream, borrow)
+            else:
+                transfer = self._puts.one_into(tree, into, stream)
+            return transfer if before is None else before.watch(transfer)
         except XferError:
             raise
         except self._failures as error:
@@ -219,7 +231,8 @@ class Stager:
         if stream is not None:
             self._check_stream(stream)
         try:
-            return self._gets.start(tree, out, stream)
+            transfer = self._gets.start(tree, out, stream)
+            return transfer if self._sources is None else watch_get(transfer)
         except XferError:
             raise
         except self._failures as error:
@@ -257,11 +270,12 @@ class Stager:
             uninterrupted(self._trim)
 
     def _trim(self) -> None:
-        self._pins.sweep()
-        self._traffic.reap()
-        self._staging.release()
-        self._pool.trim()
-        self._blocks.trim()
+        with translated(self._failures, "idle memory could not be given back"):
+            self._pins.sweep()
+            self._traffic.reap()
+            self._staging.release()
+            self._pool.trim()
+            self._blocks.trim()
 
     @property
     def _entered(self) -> bool:
@@ -272,7 +286,7 @@ class Stager:
         """Wait for what is in flight and give everything back; twice is fine.
 
         Arrays that are still reachable stay valid, and pinned ones pinned, until their last reference goes.
-        No other thread may be inside a call.
+        No other thread may be inside a call. In debug mode it raises `SourceRewrittenError` at last, if nobody was told of one.
         """
         if self._entered:
             close_later(self)
@@ -294,15 +308,18 @@ class Stager:
                 return
             self._closed = True
             _live.discard(self)
-            with ExitStack() as steps:
+            with translated(self._failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
                 # Last in, first out, and each of them whatever those before it raise.
                 for step in (self.backend.close, self._blocks.close, self._pool.close, self._pins.close, self._staging.close):
                     steps.callback(step)
                 steps.callback(self._traffic.close)
+                if self._sources is not None:
+                    steps.callback(self._sources.close)
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
         self._closing = self._giving_back = threading.RLock()
+        _live.discard(self)
         self._refusal = BackendUnavailableError(
             f"backend {self.name!r} cannot run here: this process was forked after the stager was opened. "
             "Open stagers in the child, and start processes with the spawn or forkserver method"
@@ -330,7 +347,7 @@ class Stager:
         self.backend.check_stream(stream)
 
     def __repr__(self) -> str:
-        state = "" if self._refusal is None else ", closed"
+        state = ("" if self._sources is None else ", debug") + ("" if self._refusal is None else ", closed")
         return f"<Stager {self.name!r} on {self.device}{state}>"
 
     def _refuse(self) -> NoReturn:

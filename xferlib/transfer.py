@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, final
 
-from xferlib.checks import refuse_bare_zero
+from xferlib.checks import refuse_bare_zero, uncopied
+from xferlib.debug import Check
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
 from xferlib.protocol import Event, Stream
 
@@ -57,13 +58,18 @@ class Transfer:
     """A transfer that has been started. Any thread; drop it at any time, the copy is safe.
 
     Holds the arrays. If a copy failed, `done`, `synchronize`, `result`, `value` and `value_on` raise `TransferError` each
-    time. In a child that was forked meanwhile they raise `BackendUnavailableError` where they would wait.
+    time. In debug mode they raise `SourceRewrittenError`, each time, for sources that were written to before the transfer was done.
+    In a child that was forked meanwhile they raise `BackendUnavailableError` where they would wait.
     """
 
     _error: Exception | None = None
+    _check: Check | None = None
+    """In debug mode."""
     _finished = False
     _born = 0
     """How many forks there had been. Not set on each, since every small transfer would pay for it."""
+
+    __reduce_ex__ = uncopied("Copy its arrays, which value and result() return")
 
     def __init__(
         self, value: Any, event: Event, failures: tuple[type[Exception], ...], on_host: bool, name: Name | None = None
@@ -105,6 +111,8 @@ class Transfer:
         """The same transfer without its arrays, for who waits and must not keep them: memory is used again when they are gone."""
         end = Transfer(None, self._event, self._failures, self._on_host)
         end._born = self._born
+        if self._check is not None:
+            end._check = self._check.quiet
         return end
 
     def result(self, timeout: float | None = None) -> Any:
@@ -124,10 +132,13 @@ class Transfer:
         if _forks and self._born != _forks:
             raise _forked()
         try:
-            self._finished = self._event.done()
+            finished = self._event.done()
         except self._failures as error:
             raise self._failed(error) from error
-        return self._finished
+        if finished and self._check is not None:
+            self._check()
+        self._finished = finished
+        return finished
 
     def synchronize(self) -> None:
         """Block the host, without the GIL, until the transfer is done."""
@@ -141,6 +152,8 @@ class Transfer:
             self._event.synchronize()
         except self._failures as error:
             raise self._failed(error) from error
+        if self._check is not None:
+            self._check()
         self._finished = True
 
     def stream_wait(self, stream: object | None = None) -> None:
@@ -177,12 +190,14 @@ class Transfer:
 
     def _arrays(self) -> Any:
         value = self._value
-        if not isinstance(value, Later):
-            return value
-        try:
-            return value()
-        except self._failures as error:
-            raise self._failed(error) from error
+        if isinstance(value, Later):
+            try:
+                value = value()
+            except self._failures as error:
+                raise self._failed(error) from error
+        if self._check is not None:
+            self.done()
+        return value
 
     def _poll(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

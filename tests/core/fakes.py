@@ -1,12 +1,10 @@
 """Stand-ins for the core's tests: gates, a host backend with methods replaced, and pieces of a backend that are played by hand.
 
-Nothing here waits for luck: what may hang runs on a thread of its own or in a process that ends itself with a traceback.
+Nothing here waits for luck: what may hang runs on a thread of its own, or in a process that is ended with a traceback.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -19,6 +17,7 @@ from typing import Any, TypeVar
 
 from xferlib_host import open_stager
 
+from tests.children import run
 from xferlib.protocol import Stream
 
 T = TypeVar("T")
@@ -53,23 +52,8 @@ def on_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def run_python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run a program; one that hangs is ended, if it does not fork with a traceback."""
-    # A child would inherit the guard without its thread, and wait for it as it exits.
-    guard = "" if "os.fork()" in code else "import faulthandler; faulthandler.dump_traceback_later(6, exit=True)\n"
-    process = subprocess.Popen(
-        [sys.executable, *flags, "-c", guard + textwrap.dedent(code)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=8)
-    except subprocess.TimeoutExpired:
-        # Its children hold the pipes, too.
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    """Run a program; one that hangs is ended."""
+    return run([sys.executable, *flags, "-c", textwrap.dedent(code)], seconds=8)
 
 
 def succeeds(code: str, *flags: str) -> str:

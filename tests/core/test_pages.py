@@ -7,7 +7,6 @@ import errno
 import gc
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from xferlib_host import open_stager
 
 import xferlib
+from tests import children
 from tests.mutants.locking import LockingBackend
 from xferlib.memory import nodes, pages
 from xferlib.memory.mappings import mappings
@@ -224,7 +224,7 @@ def test_a_fork_moves_nothing_from_under_the_lock(backend: Locking) -> None:
     memory = over(address, 3 * MIB)
     written, wait = os.pipe(), os.pipe()
     memory[:] = 1
-    child = fork()
+    child = children.fork()
     if not child:
         os.read(wait[0], 1)
         os.write(written[1], bytes([memory[0], memory[-1]]))
@@ -244,7 +244,7 @@ def test_a_child_unmaps_nothing_of_its_parent_s(backend: Locking) -> None:
     with xferlib.stager(backend, pinned_limit=64 * MIB) as stager:
         array = stager.empty_pinned(3 * MIB, np.uint8)
         array[:] = 5
-        child = fork()
+        child = children.fork()
         if not child:
             address = array.ctypes.data
             same = bool((array == 5).all())
@@ -255,13 +255,6 @@ def test_a_child_unmaps_nothing_of_its_parent_s(backend: Locking) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert (array == 5).all()
         assert backend.is_pinned(array.ctypes.data, array.nbytes)
-
-
-def fork() -> int:
-    with warnings.catch_warnings():
-        # Python warns of forking a process with threads: that is what this is about.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
 
 
 def test_65_mib_lock_at_most_67(backend: Locking) -> None:

@@ -362,6 +362,20 @@ with xferlib.stager(backend) as s, s.pin(np.ones(1000)) as x:
     assert said == ""
 
 
+def test_a_forked_child_that_ends_by_itself_says_nothing_of_its_parents_stagers() -> None:
+    succeeds(
+        """
+        import os, sys, warnings, xferlib
+        warnings.simplefilter("always", ResourceWarning)
+        with xferlib.stager("host") as kept:
+            pid = os.fork()
+            if not pid:
+                sys.exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        """
+    )
+
+
 def test_a_forked_child_asks_nothing_for_a_stream_known_by_its_handle() -> None:
     said = succeeds(
         FORK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,31 @@ def test_a_program_gives_the_shape_as_the_environment_does() -> None:
 def test_a_shape_given_wrong_is_refused_before_anything_is_opened(given: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         xferlib.stager("no backend of that name", staging=given)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"threads": 2.5}, "threads: expected an int, got 2.5"),
+        ({"threads": True}, "threads: expected an int, got True"),
+        ({"chunk_nbytes": 1048576.0}, "chunk_nbytes: expected an int, got 1048576.0"),
+        ({"hand_off_nbytes": "2"}, "hand_off_nbytes: expected an int, got '2'"),
+        ({"hand_off_nbytes": None}, "hand_off_nbytes: expected an int, got None"),
+        ({"hand_off_nbytes": -1}, "hand_off_nbytes: expected 0 or more, got -1"),
+        ({"color": "red"}, "color"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused_also_where_it_was_kept(
+    wrong: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"threads": 2, "chunk_nbytes": MIB, "hand_off_nbytes": 0} | wrong
+    with pytest.raises((TypeError, ValueError), match=words):
+        StagingProfile(**fields)
+    monkeypatch.setattr("xferlib.staging.saved._machine", lambda: "MACHINE")
+    saved_path().parent.mkdir()
+    saved_path().write_text(json.dumps({"MACHINE": fields}))
+    with pytest.warns(RuntimeWarning, match=f"staging.json cannot be used .*{words}"):
+        assert saved_profile() is None
 
 
 def test_what_is_measured_is_one_of_the_shapes_tried() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
+from tests import children
 from tests.frameworks.kits.every import CUDA_KITS, given
 from tests.frameworks.kits.kit import CudaKit, Kit
 from xferlib.stager import Stager
@@ -122,11 +122,6 @@ def test_an_error_of_the_device_is_raised_and_never_takes_for_ever(kit: CudaKit,
 
 def run(kit: Kit, *scripts: str) -> None:
     """Run the scripts behind the prelude, and assert that they end well and say nothing."""
-    child = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", PRELUDE.format(name=kit.name) + "".join(map(textwrap.dedent, scripts))],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
+    program = PRELUDE.format(name=kit.name) + "".join(map(textwrap.dedent, scripts))
+    child = children.run([sys.executable, "-c", program], seconds=LIMIT_SECONDS)
     assert (child.returncode, child.stdout + child.stderr) == (0, "")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+from tests import children
 from tests.host.work import SECONDS
 
 
 def run(program: str) -> str:
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS, check=False)
+    ended = children.run([sys.executable, "-c", program], seconds=SECONDS)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

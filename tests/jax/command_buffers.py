@@ -7,7 +7,6 @@ Arithmetic is exact: small whole numbers, and products with permutations.
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import json
 import random
 import sys
@@ -33,7 +32,6 @@ KEPT = 24
 """Inputs at most: so they come at more addresses than XLA remembers a capture for."""
 NEVER_SEEN_EVERY = 50
 TRIM_EVERY = 200
-LIMIT_SECONDS = 100.0
 
 # From cupti_driver_cbid.h.
 LAUNCHES = {514: "cuGraphLaunch", 515: "cuGraphLaunch_ptsz"}
@@ -202,6 +200,4 @@ def main(steps: int = STEPS) -> Outcome:
 
 
 if __name__ == "__main__":
-    # A hang ends with every thread's whereabouts.
-    faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     print(json.dumps(main()._asdict()))

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xferlib_jax import _gather, _prefetch, _spread, _stagers
 
 import xferlib
+from tests import children
 from xferlib.stager import Stager
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
@@ -546,7 +547,6 @@ def test_one_that_is_dropped_unused_ends() -> None:
 
 
 def test_a_program_that_forgets_its_loop_ends_without_a_word() -> None:
-    import subprocess
     import sys
 
     program = (
@@ -557,8 +557,8 @@ def test_a_program_that_forgets_its_loop_ends_without_a_word() -> None:
         "loop = xferlib_jax.prefetch(ones, NamedSharding(mesh, PartitionSpec('x')))\n"
         "next(loop)\n"
     )
-    child = subprocess.run([sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True, timeout=100, check=True)
-    assert child.stderr == ""
+    child = children.run([sys.executable, "-X", "dev", "-c", program], seconds=100)
+    assert (child.returncode, child.stderr) == (0, "")
 
 
 def test_without_the_private_import_arrays_are_moved_to_their_devices(stagers: tuple[Stager, ...]) -> None:

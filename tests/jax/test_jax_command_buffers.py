@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jax.command_buffers import LIMIT_SECONDS, STEPS, Outcome, main
+from tests import children
+from tests.jax.command_buffers import STEPS, Outcome, main
 from xferlib.stager import Stager
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,21 +23,19 @@ FLAGS = (
     "--xla_dump_hlo_as_text",
 )
 PLAN = re.compile(r"kCommandBuffer|command_buffer")
+LIMIT_SECONDS = 110.0
 
 
 def test_captures_of_xla_survive_transfers_and_polls_beside_them(stager: Stager, tmp_path: Path) -> None:
     if not stager.on_gpu:
         pytest.skip("XLA has command buffers on a GPU only")
     flags = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS, f"--xla_dump_to={tmp_path}"))
-    child = subprocess.run(
+    child = children.run(
         [sys.executable, "-m", "tests.jax.command_buffers"],
         cwd=ROOT,
         # This process holds most of the memory.
         env=os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS + 10,
-        check=False,
+        seconds=LIMIT_SECONDS,
     )
     assert child.returncode == 0, child.stdout + child.stderr
     outcome = Outcome(**json.loads(child.stdout.splitlines()[-1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from xferlib_jax import conformance
 
+from tests import children
 from xferlib.conformance.values import assert_same, words
 from xferlib.errors import BackendUnavailableError, TransferError
 from xferlib.stager import Stager
@@ -166,7 +166,5 @@ def test_a_missing_jax_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 def assert_runs(program: str, **environment: str) -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False, env=os.environ | environment
-    )
+    child = children.run([sys.executable, "-c", program], seconds=100, env=os.environ | environment)
     assert child.returncode == 0, child.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from xferlib_jax import conformance
 
+from tests import children
 from xferlib.conformance.values import assert_same, words
 from xferlib.stager import Stager
 
@@ -240,5 +240,5 @@ def test_a_process_ends_well_with_arrays_alive_and_work_under_way(stager: Stager
         "under_way = [f(x) for x in kept]; gets = [s.get(x) for x in under_way]\n"
         f"{'s.close()' if closed == 'closed' else ''}\n"
     )
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    child = children.run([sys.executable, "-c", program], seconds=100)
     assert child.returncode == 0, child.stderr

@@ -123,7 +123,8 @@ def test_no_interrupt_leaves_a_lease_or_the_sweep_behind(stager: Stager, by: str
 
     def all_ended() -> bool:
         backend.sweep()
-        return not [ticket for ticket in gc.get_objects() if isinstance(ticket, _Ticket) and ticket.__del__.func == leases._post]
+        tickets: list[Any] = [ticket for ticket in gc.get_objects() if isinstance(ticket, _Ticket)]
+        return not [ticket for ticket in tickets if ticket.__del__.func == leases._post]
 
     eventually(all_ended)
     grown = 512 * len(capsules._chunks) - len(capsules._free) - len(capsules._live)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
 from xferlib.stager import Stager
 
 HERE = Path(__file__).resolve().parent
@@ -24,7 +25,7 @@ SECONDS = 300
 
 def test_all_that_holds_on_eight_devices(stager: Stager) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "eight_devices.py")]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=ROOT, env=os.environ | EIGHT)
+    child = children.run(command, seconds=SECONDS, cwd=ROOT, env=os.environ | EIGHT)
     assert child.returncode == 0, child.stdout + child.stderr
 
 
@@ -70,9 +71,7 @@ def test_what_flax_would_have_given_comes_out(stager: Stager) -> None:
         "        assert all((p.data == q.data).all() and p.device == q.device\n"
         "                   for p, q in zip(a.addressable_shards, b.addressable_shards, strict=True))\n"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS, check=False, env=os.environ | EIGHT
-    )
+    child = children.run([sys.executable, "-c", program], seconds=SECONDS, env=os.environ | EIGHT)
     assert child.returncode == 0, child.stderr
 
 
@@ -89,4 +88,5 @@ def test_its_names_come_without_jax_until_they_are_asked_for() -> None:
         "else:\n"
         "    raise AssertionError('it was found')\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=SECONDS)
+    child = children.run([sys.executable, "-c", program], seconds=SECONDS)
+    assert child.returncode == 0, child.stderr

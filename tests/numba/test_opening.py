@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tests import children
 
 LIMIT_SECONDS = 90.0
 OPEN = """
@@ -31,14 +32,8 @@ needs_numba_cuda = pytest.mark.skipif(
 
 def outcome(arguments: str = "", before: str = "", **environment: str) -> str:
     """Return what opening says, with warnings as errors. `before` runs first; a module set to None there is not installed."""
-    child = subprocess.run(
-        [sys.executable, "-W", "error", "-c", OPEN.format(arguments=arguments, before=before)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
+    program = OPEN.format(arguments=arguments, before=before)
+    child = children.run([sys.executable, "-W", "error", "-c", program], env=os.environ | environment, seconds=LIMIT_SECONDS)
     assert (child.returncode, child.stderr) == (0, "")
     return child.stdout
 
@@ -77,4 +72,5 @@ def test_a_missing_package_is_named_with_what_to_type() -> None:
 
 def test_importing_the_package_imports_no_numba() -> None:
     script = "import sys, xferlib_numba, xferlib_numba.conformance; assert not {'numba', 'numba_cuda_mlir'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], timeout=LIMIT_SECONDS, check=True)
+    child = children.run([sys.executable, "-c", script], seconds=LIMIT_SECONDS)
+    assert child.returncode == 0, child.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import threading
 from collections.abc import Iterator
 
@@ -19,11 +18,9 @@ def stager() -> Iterator[xferlib.Stager]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Fail where a thread of a pipeline outlives its test; end a hang with a traceback."""
-    faulthandler.dump_traceback_later(60, exit=True)
+    """Fail where a thread of a pipeline outlives its test."""
     yield
     for thread in threading.enumerate():
         if thread.name.startswith("xferlib-prefetch"):
             thread.join(10)
             assert not thread.is_alive(), thread.name
-    faulthandler.cancel_dump_traceback_later()

@@ -6,7 +6,6 @@ with what those before it have left. `XFERLIB_FAULTS` says how many, `XFERLIB_SE
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import re
@@ -31,6 +30,7 @@ from tests.core.fakes import on_thread
 from tests.pipeline.steps import PATIENCE, until
 from tests.shared.faults import MARK, ROWS, SHARES, WORKERS, Boom, Pass, Scenario, planned, same
 from tests.shared.fills import STAMPED, OwnError, Stamp, stamp
+from xferlib.conformance.guard import allow
 from xferlib.pipeline.shared.failures import WorkerDiedError
 from xferlib.pipeline.shared.ring import SharedRing
 
@@ -55,23 +55,15 @@ def test_faults_at_random_moments_hang_nothing_leave_nothing_and_give_no_wrong_b
     with warnings_kept() as heard, xferlib.stager("host", pinned_limit=64 << 20) as stager:
         ground = Ground(stager, tmp_path, heard)
         for scenario in plan:
-            with guarded():
-                ground.stage(scenario)
-        with guarded():
-            ground.close()
+            # However many there are.
+            allow(3 * PATIENCE)
+            ground.stage(scenario)
+        allow(3 * PATIENCE)
+        ground.close()
     until(lambda: footprint() == before)
     assert set(os.listdir("/dev/shm")) <= names
     print(f"seed {seed}: {dict(sorted(ground.tally.items()))}, workers killed: {len(ground.killed)}")
     assert {kind: ground.tally[kind] for kind in SHARES} == {kind: [each.kind for each in plan].count(kind) for kind in SHARES}
-
-
-@contextmanager
-def guarded() -> Iterator[None]:
-    """End a hang with a traceback, whatever the count: pytest's own limit is for all of them."""
-    faulthandler.dump_traceback_later(3 * PATIENCE, exit=True)
-    # An exception leaves the guard to what is closed behind it; pytest takes it away.
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

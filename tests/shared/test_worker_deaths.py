@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 import xferlib
+from tests import children
 from tests.core.fakes import on_thread
 from tests.shared import fills
 from tests.shared.conftest import first
@@ -279,16 +280,15 @@ finally:
     ring.close(), stager.close()
 """
     )
-    shown = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=30)
+    shown = children.run([sys.executable, str(program)], seconds=30)
     assert shown.stdout.startswith("WorkerDiedError a worker process could not start: it left with code 1")
     assert 'if __name__ == "__main__"' in shown.stdout
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_is_refused_and_disturbs_nobody(ring: SharedRing) -> None:
     run = ring.run(fills.number, range(6), workers=1)
     assert first(next(run)) == 0
-    pid = os.fork()
+    pid = children.fork()
     if pid == 0:
         code = 1
         try:

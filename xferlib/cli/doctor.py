@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import psutil
@@ -20,12 +21,13 @@ from rich.table import Table
 from xferlib.cli.breakeven import BreakEven, break_even
 from xferlib.cli.companions import diagnosis, own_versions
 from xferlib.cli.errors import CommandError
+from xferlib.debug import wanted
 from xferlib.errors import BackendUnavailableError, XferError
 from xferlib.memory.limits import default_pinned_limit, memory_limit
 from xferlib.registry import backends, stager
 from xferlib.stager import Stager
 from xferlib.staging.calibration import measured_profile
-from xferlib.staging.profile import VARIABLE
+from xferlib.staging.profile import VARIABLE, StagingProfile, given_profile
 from xferlib.staging.saved import save_profile
 
 __all__ = ["examine", "keep_staging", "lacking", "print_json", "show"]
@@ -41,7 +43,10 @@ HARMFUL = {
 def examine() -> Report:
     """Return the findings as plain values: the schema of `doctor --json`."""
     memory = psutil.virtual_memory()
-    states = [_backend(name) for name in backends()]
+    unreadable = _unreadable()
+    # What is no backend's fault must not be laid at its door.
+    instead: Report = {"staging": StagingProfile(1, 1 << 20), "debug": False} if unreadable else {}
+    states = [_backend(name, instead) for name in backends()]
     return {
         "versions": own_versions(),
         "platform": platform.platform(),
@@ -52,9 +57,9 @@ def examine() -> Report:
             "limit_nbytes": memory_limit(),
             "pinned_limit_nbytes": default_pinned_limit(),
         },
-        "auto": _auto(),
+        "auto": _auto(instead),
         "backends": states,
-        "findings": _settings(),
+        "findings": _settings() + unreadable,
     }
 
 
@@ -102,19 +107,19 @@ def show(report: Report) -> None:
     for state in report["backends"]:
         if state["ready"]:
             console.print(f"[bold]pin[/bold]       {escape(state['name'])}: {escape(_pays(state))}", highlight=False)
-            shape = f"{state['name']}: {state['staging']}, threads x chunk, for ordinary memory. {VARIABLE} sets it"
+            shape = f"{state['name']}: {state['staging'] or 'unknown'}, threads x chunk, for ordinary memory. {VARIABLE} sets it"
             console.print(f"[bold]staging[/bold]   {escape(shape)}", highlight=False)
     for line in [*report["findings"], *(line for state in report["backends"] for line in state["findings"])]:
         console.print(f"[yellow]note[/yellow]      {escape(line)}", highlight=False)
 
 
-def _backend(name: str) -> Report:
+def _backend(name: str, instead: Report) -> Report:
     state: Report = {"name": name, "ready": False} | dict.fromkeys(("reason", "device", "on_gpu", "capabilities", "pin", "staging"))
     try:
-        with stager(name) as opened:
+        with stager(name, **instead) as opened:
             state |= {"ready": True, "device": opened.device, "on_gpu": opened.on_gpu, "capabilities": asdict(opened.capabilities)}
             state["pin"] = _measured(opened)
-            state["staging"] = str(opened.staging)
+            state["staging"] = None if instead else str(opened.staging)
     except XferError as error:
         state["reason"] = str(error)
     except Exception as error:
@@ -149,9 +154,9 @@ def _diagnosed(name: str) -> Report:
         return {"versions": {}, "findings": [f"the diagnosis of backend {name!r} is broken: {type(error).__name__}: {error}"]}
 
 
-def _auto() -> str | None:
+def _auto(instead: Report) -> str | None:
     try:
-        with stager("auto") as opened:
+        with stager("auto", **instead) as opened:
             return opened.name
     except BackendUnavailableError:
         return None
@@ -162,6 +167,17 @@ def _auto() -> str | None:
 
 def _settings() -> list[str]:
     return [f"{name}=1 is set: {effect}. Unset it" for name, effect in HARMFUL.items() if os.environ.get(name) == "1"]
+
+
+def _unreadable() -> list[str]:
+    """Return a sentence for each variable of ours that cannot be read: no stager opens that is not told otherwise."""
+    lines = []
+    for read in (given_profile, partial(wanted, None)):
+        try:
+            read()
+        except ValueError as error:
+            lines.append(f"{error}. Set it anew, or unset it: it keeps every backend from opening")
+    return lines
 
 
 def _words(state: Report) -> str:

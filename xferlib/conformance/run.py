@@ -12,7 +12,7 @@ from xferlib.registry import companion
 __all__ = ["run"]
 
 HANG_SECONDS = 300
-"""A test that takes longer is shown with a traceback of every thread, and ends the run: every hold has been given up long ago."""
+"""A setup, test or teardown that takes longer ends the run with a traceback of every thread: each hold was given up long ago."""
 
 
 def run(name: str, arguments: Sequence[str] = ()) -> int:
@@ -29,7 +29,7 @@ def run(name: str, arguments: Sequence[str] = ()) -> int:
         [
             *(sys.executable, "-m", "pytest"),
             *("-c", os.devnull, "--rootdir", root, "-p", "no:cacheprovider", "-ra"),
-            *("-o", f"faulthandler_timeout={HANG_SECONDS}", "-o", "faulthandler_exit_on_timeout=true", "-o", "xfail_strict=true"),
+            *("-p", "xferlib.conformance.guard", "-o", f"hang_seconds={HANG_SECONDS}", "-o", "xfail_strict=true"),
             *("-p", "xferlib.conformance.plugin", "--xferlib-backend", name),
             *("--pyargs", module.__name__),
             *arguments,

@@ -17,6 +17,7 @@ from operator import call
 from types import TracebackType
 from typing import Any, NoReturn, final
 
+from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.bill import Bill, Charge, in_words, tree_nbytes
 from xferlib.pipeline.failed import Failed
@@ -47,6 +48,8 @@ class Drain:
     A context manager; `close()` waits for what is in flight. The end of a `with` block raises as `synchronize` where `out` was
     given, since nobody else may be told. One thread submits at a time, any number may take.
     """
+
+    __reduce_ex__ = uncopied("Make another one")
 
     def __init__(self, stager: Stager, depth: int = 2, *, out: Any = None) -> None:
         check_stager(stager)

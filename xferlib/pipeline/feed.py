@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NoReturn, TypeVar, final
 
+from xferlib.debug import caller
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
 from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.failed import Failed
@@ -57,7 +58,7 @@ class Feed(Generic[T]):
             raise TypeError(f"expected something to iterate, got {source!r}")
         if depth < 1:
             raise ValueError(f"depth={depth!r}: expected 1 or more")
-        self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next))
+        self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next), begun_at=caller())
         # The finalizer is the queue's own `put`: it tells the thread, and does nothing else.
         self._shared.owner = weakref.ref(self, self._shared.inbox.put)
         self._spent = False

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.memory.arrays import Array, address_of
 from xferlib.pipeline.bill import Bill, Charge, tree_nbytes
@@ -92,6 +93,8 @@ class Prefetch:
     ends by itself. A source that is inside its own `next` cannot be interrupted: after two seconds `close` leaves it to a thread
     that ends when it comes back, with a `ResourceWarning`.
     """
+
+    __reduce_ex__ = uncopied("Begin another with xferlib.prefetch(...)")
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ from typing import Any, final
 
 import numpy as np
 
+from xferlib.checks import uncopied
+from xferlib.debug import verify_done
 from xferlib.errors import AllocationError, ClosedError, TransferError
 from xferlib.inflight import reap_all
 from xferlib.memory.arrays import Array, address_of
@@ -57,6 +59,8 @@ class Ring:
 
     Raises `TypeError` and `ValueError` for the spec, and `AllocationError` where the stager's pinned_limit forbids so many slots.
     """
+
+    __reduce_ex__ = uncopied("Threads may share it; another process makes one of its own")
 
     def __init__(self, stager: Stager, spec: Any, slots: int = 3) -> None:
         check_stager(stager)
@@ -96,6 +100,8 @@ class Ring:
                 self._check_open()
                 lease = self._taken()
                 if lease is not None:
+                    # Whoever gets it may write to it.
+                    verify_done()
                     return Slot(self, self._layout, lease, time.perf_counter() - began if waited else 0.0)
                 waited = True
                 if self._put:
@@ -255,6 +261,8 @@ class Slot:
     its arrays is gone; as a context manager it goes back at the end of the block. Where copies of any stager, or device views, use
     its memory then, and after a put as well, it goes back when they do not.
     """
+
+    __reduce_ex__ = uncopied("Copy its arrays, or acquire another slot")
 
     def __init__(self, ring: Ring, layout: Layout, lease: _Lease, waited_seconds: float) -> None:
         self.ring = ring

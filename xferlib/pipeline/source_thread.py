@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from types import GeneratorType
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
+from xferlib.debug import act_for
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.pipeline.clock import Clock
@@ -41,8 +42,10 @@ class SourceThread(Generic[T]):
     thread: threading.Thread
     owner: weakref.ref[Any]
 
-    def __init__(self, depth: int, work: Work[T]) -> None:
+    def __init__(self, depth: int, work: Work[T], *, begun_at: str) -> None:
+        """`begun_at`: see `caller` in `debug`."""
         self.work: Work[T] | None = work
+        self.begun_at = begun_at
         self.clock = Clock()
         self.depth = depth
         self.lowered: AllocationError | None = None
@@ -179,6 +182,7 @@ def begin(shared: SourceThread[Any]) -> None:
 
 
 def run(shared: SourceThread[Any]) -> None:
+    act_for(shared.begun_at)
     shared.running = True
     shared.changed.wake()
     try:

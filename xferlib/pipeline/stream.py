@@ -8,6 +8,7 @@ from operator import call
 from types import TracebackType
 from typing import Any, final
 
+from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError
 from xferlib.pipeline.bill import Bill
 from xferlib.pipeline.clock import Clock
@@ -84,6 +85,8 @@ class Drained:
     `close()`, the end of a `with` block and the end of the results leave nothing in flight and no thread; an exception leaves
     nothing that is asked for or started until the consumer asks.
     """
+
+    __reduce_ex__ = uncopied("Begin another with xferlib.drain(...) or xferlib.stream_map(...)")
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 __all__ = ["VARIABLE", "StagingProfile", "as_profile", "given_profile"]
 
@@ -25,10 +25,15 @@ class StagingProfile:
     """A transfer up to this size is copied by one thread: waking others would take longer."""
 
     def __post_init__(self) -> None:
+        for name, number in asdict(self).items():
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name}: expected an int, got {number!r}")
         if self.threads < 1:
             raise ValueError(f"threads: expected at least 1, got {self.threads!r}")
         if self.chunk_nbytes < MIN_CHUNK or self.chunk_nbytes % MIN_CHUNK:
             raise ValueError(f"chunk_nbytes: expected a multiple of {MIN_CHUNK}, got {self.chunk_nbytes!r}")
+        if self.hand_off_nbytes < 0:
+            raise ValueError(f"hand_off_nbytes: expected 0 or more, got {self.hand_off_nbytes!r}")
 
     @staticmethod
     def parse(text: str) -> StagingProfile:

@@ -17,6 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, final
 
+from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.pinning import Pin
@@ -104,6 +105,8 @@ class SharedRing:
     Raises `TypeError` and `ValueError` for the spec, and `AllocationError` for memory that cannot be had or that the stager's
     pinned_limit forbids.
     """
+
+    __reduce_ex__ = uncopied("Threads may share it; another process makes one of its own")
 
     def __init__(self, stager: Stager, spec: Any, *, slots: int = 8) -> None:
         self._refusal: XferError | None = None

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
+from xferlib.checks import uncopied
 from xferlib.inflight import reap_all
 from xferlib.pipeline.shared.crew import Answer, Crew, Death
 from xferlib.pipeline.shared.failures import WorkerDiedError, WorkerError, WorkerTraceback
@@ -70,6 +71,8 @@ class Run(Iterator[Any]):
 
     rewrites = False
     """A slot is written again only when nothing reads it: see `prefetch`."""
+
+    __reduce_ex__ = uncopied("Begin another with SharedRing.run(...)")
 
     def __init__(
         self,

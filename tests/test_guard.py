@@ -1,0 +1,168 @@
+"""The guard of a test run: what hangs is ended and shown, wherever it hangs and whatever has failed before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.children import run
+
+HANG = """
+import ctypes, subprocess, sys, time, multiprocessing, pytest
+
+def stuck_here():
+    time.sleep(1000)
+
+@pytest.fixture
+def around():
+    {before}
+    yield
+    {after}
+
+def test_it(around):
+    {call}
+
+def test_the_next():
+    print("the next one ran")
+"""
+CHILD = "def stuck_there(): import time; time.sleep(1000)\nstuck_there()"
+
+DEAF = "import signal; signal.signal(signal.SIGABRT, signal.SIG_IGN); signal.pause()"
+
+
+def pytest_run(folder: Path, source: str, *, seconds: float = 4) -> subprocess.CompletedProcess[str]:
+    """Run a module with the guard, which gives each phase so long."""
+    module = folder / "test_hanging.py"
+    module.write_text(source)
+    plugins = ["-p", "no:cacheprovider", "-p", "xferlib.conformance.guard"]
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", *plugins, "-o", f"hang_seconds={seconds}", "-rA", str(module)]
+    return run(command, seconds=60, env=os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))})
+
+
+def hanging(*, before: str = "pass", call: str = "pass", after: str = "pass") -> str:
+    return HANG.format(before=before, call=call, after=after)
+
+
+@pytest.mark.parametrize(
+    ("phase", "source"),
+    [
+        ("setup", hanging(before="stuck_here()")),
+        ("call", hanging(call="stuck_here()")),
+        ("teardown", hanging(call="assert False", after="stuck_here()")),
+    ],
+    ids=["setup", "call", "teardown after a failure"],
+)
+def test_a_phase_that_hangs_ends_the_run_with_its_traceback(tmp_path: Path, phase: str, source: str) -> None:
+    ended = pytest_run(tmp_path, source)
+    assert ended.returncode == -signal.SIGABRT, ended.stderr
+    assert f"It hangs: test_hanging.py::test_it ({phase})." in ended.stderr
+    assert "in stuck_here" in ended.stderr
+
+
+def test_a_test_that_blocks_with_the_gil_held_is_ended(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, hanging(call="ctypes.PyDLL(None).pause()"))
+    assert ended.returncode == -signal.SIGABRT, ended.stderr
+    assert "in test_it" in ended.stderr
+
+
+def test_threads_that_hold_up_the_end_of_the_process_are_ended(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, hanging(call="import threading; threading.Thread(target=stuck_here).start()"))
+    assert ended.returncode == -signal.SIGABRT, ended.stderr
+    assert "It hangs: the end of the process." in ended.stderr
+    assert "in stuck_here" in ended.stderr
+
+
+def test_a_child_that_hangs_is_ended_with_its_traceback_and_the_run_goes_on(tmp_path: Path) -> None:
+    call = f"print(subprocess.run([sys.executable, '-c', {CHILD!r}], stderr=subprocess.PIPE, text=True).stderr)"
+    ended = pytest_run(tmp_path, hanging(call=call))
+    assert ended.returncode == 0, ended.stderr
+    assert "Its children are ended: " in ended.stderr
+    assert "in stuck_there" in ended.stdout
+    assert "the next one ran" in ended.stdout
+
+
+def test_a_worker_that_hangs_is_ended_with_its_traceback(tmp_path: Path) -> None:
+    call = (
+        "context = multiprocessing.get_context('spawn'); worker = context.Process(target=time.sleep, args=(1000,)); "
+        "worker.start(); worker.join(); assert worker.exitcode == -6; stuck_here()"
+    )
+    ended = pytest_run(tmp_path, hanging(call=call))
+    assert ended.returncode == -signal.SIGABRT, ended.stderr
+    assert "in stuck_here" in ended.stderr
+    # What was said into pytest's file is shown before it is lost.
+    assert "multiprocessing/process.py" in ended.stderr
+
+
+def test_a_child_that_is_deaf_is_ended_and_does_not_save_a_test_that_hangs_itself(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    begin = f"child = subprocess.Popen([sys.executable, '-c', {DEAF!r}])"
+    call = f"{begin}; open({str(note)!r}, 'w').write(str(child.pid)); stuck_here()"
+    ended = pytest_run(tmp_path, hanging(call=call))
+    assert ended.returncode == -signal.SIGABRT, ended.stderr
+    # What nobody has waited for may still stand in the table.
+    number = int(note.read_text())
+    assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
+
+
+RECORDING = """
+import pytest
+from xferlib.conformance import guard
+
+class Recorder:
+    def __init__(self):
+        self.heard = []
+
+    def restart(self, what=None, *, seconds=None):
+        self.heard.append((what, seconds))
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(guard, "_running", [recorder])
+    yield recorder
+    print("heard", recorder.heard)
+
+def test_it(recorder):
+    guard.allow(7)
+"""
+
+
+def test_each_phase_has_time_of_its_own_and_may_ask_for_more(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, RECORDING, seconds=60)
+    assert ended.returncode == 0, ended.stderr
+    name = "test_hanging.py::test_it"
+    assert f"heard [('{name} (call)', None), (None, 7), ('{name} (teardown)', None)]" in ended.stdout
+
+
+def test_the_guard_ends_with_the_run_that_it_watches(tmp_path: Path) -> None:
+    ended = pytest_run(
+        tmp_path,
+        hanging(call="from xferlib.conformance import guard; print('guard', guard._running[0].pid, 'end')"),
+        seconds=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    number = int(ended.stdout.partition("guard ")[2].split()[0])
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{number}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_program_that_hangs_with_its_children_is_ended_with_their_tracebacks() -> None:
+    program = f"import subprocess, sys\ndef outer(): subprocess.run([sys.executable, '-c', {CHILD!r}])\nouter()"
+    ended = run([sys.executable, "-c", program], seconds=2)
+    assert ended.returncode == -signal.SIGABRT
+    assert "in outer" in ended.stderr
+    assert "in stuck_there" in ended.stderr
+
+
+def test_a_program_that_is_deaf_is_ended_too() -> None:
+    ended = run([sys.executable, "-c", DEAF], seconds=1)
+    assert ended.returncode == -signal.SIGKILL

@@ -1,0 +1,108 @@
+"""End a test run that hangs, and what it has started: a script that `guard` runs in a process of its own.
+
+It reads lines from stdin: until when the run has time, on the clock that all processes share, and what it is doing. It ends with
+the run. Only the standard library is imported here, so that it starts in a few milliseconds anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import stat
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["descendants"]
+
+PERIOD_SECONDS = 1.0
+GRACE_SECONDS = 5.0
+"""For a run to go on when its children are gone, and for a process to show where it is."""
+MOST_SHOWN = 100_000
+"""Bytes."""
+BESIDE = (b"conformance/guard_process.py", b"conformance/watchdog.py", b"multiprocessing.resource_tracker")
+"""Programs that stand beside a run, and hold nothing up."""
+
+
+def descendants(of: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have, the youngest generation first."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            # The name before it, in parentheses, may hold anything. A process may end meanwhile.
+            with suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents.setdefault(parent, []).append(int(entry.name))
+    found, generation = [], [of]
+    while generation:
+        generation = [child for parent in generation for child in parents.get(parent, []) if not _is_beside(child)]
+        found.append(generation)
+    return [process for generation in reversed(found) for process in generation]
+
+
+def main() -> None:
+    run = int(sys.argv[1])
+    deadline, what = float("inf"), ""
+    while os.getppid() == run:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            _end(run, what)
+            deadline = float("inf")
+            continue
+        if not select.select([sys.stdin], [], [], min(left, PERIOD_SECONDS))[0]:
+            continue
+        said = os.read(sys.stdin.fileno(), 1 << 16)
+        if not said:
+            return
+        # They come one at a time, unless this process was late.
+        seconds, _, what = said.decode().splitlines()[-1].partition(" ")
+        deadline = float(seconds)
+
+
+def _end(run: int, what: str) -> None:
+    children = descendants(run)
+    _say(f"It hangs: {what}.")
+    if children:
+        _say(f"Its children are ended: {', '.join(map(str, children))}.")
+        _signal(children, signal.SIGABRT)
+        if select.select([sys.stdin], [], [], GRACE_SECONDS)[0]:
+            # It waited for one of them.
+            return
+        _signal(descendants(run), signal.SIGKILL)
+    _show_captured(run)
+    _say("The run is ended.")
+    _signal([run], signal.SIGABRT)
+    if os.getppid() == run:
+        select.select([sys.stdin], [], [], GRACE_SECONDS)
+        _signal([run] if os.getppid() == run else [], signal.SIGKILL)
+
+
+def _show_captured(run: int) -> None:
+    """Show what the run has put aside of its stderr, which ends with it: what children say there as well."""
+    with suppress(OSError), open(f"/proc/{run}/fd/2", "rb") as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            _say("What it has captured of stderr:")
+            os.write(sys.stderr.fileno(), file.read(MOST_SHOWN) + b"\n")
+
+
+def _signal(processes: list[int], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _is_beside(process: int) -> bool:
+    with suppress(OSError):
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
+        return any(name in command for name in BESIDE)
+    return False
+
+
+def _say(text: str) -> None:
+    os.write(sys.stderr.fileno(), f"\n{text}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

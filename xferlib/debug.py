@@ -1,0 +1,348 @@
+"""Debug mode: finding who writes to the source of a put before the transfer is done.
+
+A put's sources that are read after it has returned (pinned ones, and all that are borrowed) are summed when it is called, and again
+as soon as the transfer is found done, by whoever finds it: before a caller is told that it may write again. Only what is found by
+us counts. Waiting by other means, as the framework's own, is not seen here: a source that is written to after such a wait, before
+`done()` is blamed. Not seen is what was put back meanwhile, and what writes to memory whose array is gone.
+
+Nothing here keeps a source alive, nor waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar, final
+
+import numpy as np
+
+from xferlib.errors import SourceRewrittenError
+from xferlib.memory.arrays import Array
+from xferlib.tree import Spec, Trees, path
+
+__all__ = ["VARIABLE", "Check", "Put", "Sources", "act_for", "caller", "verify_done", "wanted", "watch_get"]
+
+VARIABLE = "XFERLIB_DEBUG"
+PIECE = 4096
+"""Bytes that are summed at a time: a difference is found to this precision."""
+
+
+class Check(Protocol):
+    """What a transfer asks when it is done. Raises `SourceRewrittenError`, each time, where a source was written to too early."""
+
+    def __call__(self) -> None: ...
+
+    @property
+    def quiet(self) -> Check:
+        """The same, for whoever only waits: verifies and raises nothing."""
+
+
+class _Checkable(Protocol):
+    """A transfer, as far as it is looked at here."""
+
+    _check: Check | None
+    _event: Any
+
+
+T = TypeVar("T", bound=_Checkable)
+
+
+def wanted(debug: bool | None) -> bool:
+    """Return what the argument `debug` says; None: what the environment says. Raises `ValueError` for what cannot be read there."""
+    if debug is not None:
+        return bool(debug)
+    text = os.environ.get(VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}: expected '1', or '0' for none, got {text!r}")
+    return text == "1"
+
+
+def caller() -> str:
+    """Say where the innermost frame that is not ours stands. On a thread of ours: for whom it works."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_ours(str(frame.f_globals.get("__name__", ""))):
+        frame = frame.f_back
+    if frame.f_globals.get("__name__") == "threading" and hasattr(_thread, "begun_at"):
+        return f"{_thread.begun_at}, on the thread of the pipeline that was begun there"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def act_for(place: str) -> None:
+    """Note on whose behalf this thread, one of ours, works."""
+    _thread.begun_at = place
+
+
+def verify_done() -> None:
+    """Look at the sources of every put that is done: from now on they may be written to."""
+    for put in list(_unverified.values()):
+        if put.reached():
+            put.verify()
+
+
+def watch_get(transfer: T) -> T:
+    """Have sources verified when this get is done: that the puts before it are, is often learned in no other way."""
+    transfer._check = _AtGet()
+    return transfer
+
+
+@final
+class Sources:
+    """The sources of one stager's puts. Any thread.
+
+    A rewrite is told to whoever asks the transfer. Where nobody can any more, the stager's next put raises it, else its `close()`.
+    """
+
+    def __init__(self, leaf: Callable[[Any], tuple[Array, int | None]], trees: Trees) -> None:
+        """`leaf`: see `HostMemory`."""
+        self._leaf = leaf
+        self._trees = trees
+        self._untold: deque[Put] = deque()
+
+    def look(self, tree: Any, *, borrow: bool) -> Put | None:
+        """Look at what a put is about to be given; None: nothing of it is read later. Raises what nobody can ask for any more.
+
+        Called before anything starts: whatever is written from then on is too early.
+        """
+        verify_done()
+        self._tell(only_dropped=True)
+        sources, spec = self._read_later(tree, borrow)
+        return Put(sources, spec, caller(), borrow, self._untold) if sources else None
+
+    def close(self) -> None:
+        """Verify what is left, and raise what nobody was told. Nothing is in flight."""
+        for put in list(_unverified.values()):
+            if put.untold is self._untold:
+                put.end()
+        self._tell(only_dropped=False)
+
+    def _read_later(self, tree: Any, borrow: bool) -> tuple[list[_Source], Spec]:
+        """Return those leaves that are read after the put has returned."""
+        leaves, spec = self._trees.flatten(tree)
+        sources: list[_Source] = []
+        for index, given in enumerate(leaves):
+            try:
+                array, address = self._leaf(given)
+            except (TypeError, ValueError):
+                # Refused by the put itself, which says it better.
+                return [], spec
+            if address or (borrow and address is None):
+                sources.append(_Source(array, index))
+        return sources, spec
+
+    def _tell(self, *, only_dropped: bool) -> None:
+        """Raise the first rewrite that nobody was told of. `only_dropped`: of transfers that nobody can ask any more."""
+        error: SourceRewrittenError | None = None
+        for put in list(self._untold):
+            if only_dropped and not put.told and put.asker() is not None:
+                continue
+            try:
+                self._untold.remove(put)
+            except ValueError:
+                # Another thread was faster.
+                continue
+            if put.told:
+                continue
+            if error is None:
+                error = put.error()
+            else:
+                error.add_note(f"besides: {put.words}")
+        if error is not None:
+            raise error
+
+
+@final
+class _Source:
+    """One array that is read later, and what was in it."""
+
+    def __init__(self, array: Array, index: int) -> None:
+        owner = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        self.index = index
+        self.nbytes = array.nbytes
+        # Not the array: often it is a view that only we hold. Not what is below, either: memory may end before the object that it
+        # belongs to, but not before an array over it.
+        self._owner = weakref.ref(owner)
+        self._view = {
+            "data": (array.ctypes.data, True),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.itemsize}",
+            "version": 3,
+        }
+        self._before = _sums(array)
+
+    def rewritten(self) -> tuple[int, int] | None:
+        """Return the first and the last of the bytes that differ first; None: there are none, or nobody can have written."""
+        owner = self._owner()
+        if owner is None:
+            return None
+        view = _View()
+        view.__array_interface__ = self._view
+        differ = np.flatnonzero(self._before != _sums(np.asarray(view)))
+        if not len(differ):
+            return None
+        last = first = int(differ[0])
+        while last + 1 - first < len(differ) and differ[last + 1 - first] == last + 1:
+            last += 1
+        return first * PIECE, min((last + 1) * PIECE, self.nbytes) - 1
+
+
+class _View:
+    """Memory, for NumPy."""
+
+    __array_interface__: dict[str, Any]
+
+
+def _sums(array: Array) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    # What is not contiguous is copied for this, whole.
+    flat: Any = np.ravel(array, order="K").view(np.uint8)
+    data = memoryview(flat)
+    return np.array([zlib.crc32(data[start : start + PIECE]) for start in range(0, len(data), PIECE)], np.uint32)
+
+
+@final
+class Put:
+    """One put whose sources are read after it has returned."""
+
+    asker: Callable[[], Check | None]
+    """Gives what the transfer asks; None: nobody holds the transfer any more."""
+    _event: Any
+
+    def __init__(self, sources: list[_Source], spec: Spec, place: str, borrow: bool, untold: deque[Put]) -> None:
+        self.untold = untold
+        self.told = False
+        self._number = next(_numbers)
+        self._sources = sources
+        self._verdicts: list[str] = []
+        """The first counts: who had it may have told a caller, who has written to the sources since. Single steps, no lock."""
+        self._spec = spec
+        self._place = place
+        self._borrow = borrow
+
+    def watch(self, transfer: T) -> T:
+        """Have the sources verified when the transfer, which was started by this put, is done."""
+        self._event = transfer._event
+        transfer._check = check = _AtPut(self)
+        self.asker = weakref.ref(check)
+        _unverified[self._number] = self
+        return transfer
+
+    @property
+    def words(self) -> str:
+        """What was found, if anything."""
+        return self._verdicts[0] if self._verdicts else ""
+
+    def reached(self) -> bool:
+        """Tell whether the copies are done. Never blocks. Forgets what has failed: whoever asks the transfer is told that."""
+        try:
+            done: bool = self._event.done()
+            return done
+        except Exception:
+            self._decide("")
+            return False
+
+    def verify(self) -> None:
+        """Look at the sources, once. The copies are done."""
+        if not self._verdicts:
+            self._decide(self._compared(self._sources))
+
+    def end(self) -> None:
+        """Wait until the copies are done, and verify."""
+        with suppress(Exception):
+            self._event.synchronize()
+        if self.reached():
+            self.verify()
+
+    def error(self) -> SourceRewrittenError:
+        """Return what is to be raised, a new one each time."""
+        return SourceRewrittenError(self.words)
+
+    def _decide(self, words: str) -> None:
+        self._verdicts.append(words)
+        if words and self._verdicts[0] is words:
+            self.untold.append(self)
+        self._sources = []
+        _unverified.pop(self._number, None)
+
+    def _compared(self, sources: list[_Source]) -> str:
+        for source in sources:
+            differs = source.rewritten()
+            if differs is None:
+                continue
+            first, last = differs
+            remedy = "leave out borrow=True, or rewrites=False of prefetch" if self._borrow else "fill the slots of a Ring in turn"
+            return (
+                f"the source of a put was written to before its transfer was done: {path(self._spec, source.index)}, "
+                f"bytes {first} to {last} of {source.nbytes}. The put was called at {self._place}. "
+                "What has arrived may be the old values, the new, or a mixture. "
+                f"Write to it only after done() or synchronize(), or {remedy}"
+            )
+        return ""
+
+
+@final
+class _AtPut:
+    """See `Check`."""
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+
+    def __call__(self) -> None:
+        verify_done()
+        self._put.verify()
+        if self._put.words:
+            self._put.told = True
+            raise self._put.error()
+
+    @property
+    def quiet(self) -> Check:
+        return _AtEnd(self._put)
+
+
+@final
+class _AtEnd:
+    """The check of whoever only waits."""
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+
+    def __call__(self) -> None:
+        verify_done()
+        self._put.verify()
+
+    @property
+    def quiet(self) -> Check:
+        return self
+
+
+@final
+class _AtGet:
+    """The check of a get, which has no source of its own."""
+
+    def __call__(self) -> None:
+        verify_done()
+
+    @property
+    def quiet(self) -> Check:
+        return self
+
+
+def _is_ours(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package == "xferlib" or package.startswith("xferlib_")
+
+
+_thread = threading.local()
+_numbers = itertools.count()
+_unverified: dict[int, Put] = {}
+"""By number; changed in single steps."""
+# In a child nothing of the parent's is ever done.
+os.register_at_fork(after_in_child=_unverified.clear)
