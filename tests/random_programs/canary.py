@@ -5,14 +5,13 @@ They are of the framework's own, and of the bare runtime.
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from typing import Any, final
 
 import numpy as np
 
 from tests.random_programs.content import Array
-from tests.random_programs.driver import DRIVER
+from tests.random_programs.driver import DRIVER, bytes_at
 
 __all__ = ["ArenaCanary", "Canary", "CupyCanary", "DriverCanary", "JaxCanary", "NumbaCanary", "NumpyCanary"]
 
@@ -25,6 +24,7 @@ class Canary(ABC):
 
     def free(self) -> None:
         """Give it back, where it does not go by itself."""
+        return
 
 
 @final
@@ -40,7 +40,7 @@ class NumpyCanary(Canary):
 class ArenaCanary(Canary):
     def __init__(self, pattern: Array) -> None:
         self._address = DRIVER.allocate(pattern.nbytes)
-        self._array = np.frombuffer((ctypes.c_char * pattern.nbytes).from_address(self._address), np.uint8)
+        self._array: Array = bytes_at(self._address, pattern.nbytes)
         self._array[...] = pattern
 
     def read(self) -> Array:

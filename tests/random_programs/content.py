@@ -99,7 +99,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
     if name in EXTENSIONS:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
+        return np.dtype(getattr(ml_dtypes, name))  # type: ignore[no-any-return]  # getattr knows no type
     return np.dtype(name)
 
 

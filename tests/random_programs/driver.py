@@ -20,11 +20,16 @@ import numpy as np
 
 from tests.random_programs.content import Array
 
-__all__ = ["DRIVER", "Driver", "StrictStager"]
+__all__ = ["DRIVER", "Driver", "StrictStager", "bytes_at"]
 
 SEGMENT = 32 << 20
 ALIGNMENT = 256
 POISON = 0xDD
+
+
+def bytes_at(address: int, nbytes: int) -> Array:
+    """Return memory as an array of bytes."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 @final
@@ -38,6 +43,8 @@ class Driver:
         self._bounds: list[tuple[int, int]] = []
         self._free: list[tuple[int, int]] = []
         self._freed: deque[tuple[int, int]] = deque()
+        self._dirty: list[tuple[int, int]] = []
+        """What was freed since anybody looked."""
         self._live: dict[int, int] = {}
         self._starts: list[int] = []
         self._locked: dict[int, int] = {}
@@ -72,11 +79,13 @@ class Driver:
         self._freed.append((address, size))
 
     def look_at_freed(self) -> None:
-        """See whether anybody wrote to what is free."""
+        """See whether anybody wrote to what was freed, since the last look, and is free."""
         with self._lock:
             self._settle()
-            for start, size in self._free:
-                self._look_at_poison(start, size)
+            dirty, self._dirty = self._dirty, []
+            for start, size in dirty:
+                if any(low <= start and start + size <= low + free for low, free in self._free):
+                    self._look_at_poison(start, size)
 
     def allocated(self) -> int:
         """Count what is allocated."""
@@ -120,6 +129,7 @@ class Driver:
         while self._freed:
             start, size = self._freed.popleft()
             self._starts.remove(start)
+            self._dirty.append((start, size))
             self._put_back(start, size)
 
     def _put_back(self, start: int, size: int) -> None:
@@ -150,7 +160,7 @@ class Driver:
     def _look_at_poison(self, start: int, size: int) -> None:
         for low, high in self._bounds:
             if low <= start < high:
-                memory = np.frombuffer((ctypes.c_char * size).from_address(start), np.uint8)
+                memory = bytes_at(start, size)
                 if not (memory == POISON).all():
                     self.violations.append(f"device memory was written after it was freed: {size} bytes at {start:#x}")
                     ctypes.memset(start, POISON, size)

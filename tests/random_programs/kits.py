@@ -9,6 +9,7 @@ import functools
 from abc import ABC
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -17,7 +18,7 @@ import xferlib
 from tests.random_programs.canary import ArenaCanary, Canary, CupyCanary, DriverCanary, JaxCanary, NumbaCanary, NumpyCanary
 from tests.random_programs.content import EXTENSIONS, Array, dtype_named, viewed
 from tests.random_programs.driver import StrictStager
-from xferlib.registry import open_backend
+from xferlib.registry import companion
 
 __all__ = ["NAMES", "Kit", "kit_named"]
 
@@ -31,6 +32,8 @@ class Kit(ABC):
     name: ClassVar[str]
     canaries: dict[str, Callable[[Array], Canary]]
     devices = 1
+    holds = 2
+    """That may be open at once."""
     wait_holds_gil = False
     """Whether to wait for device work keeps other threads from running, so that none could release it meanwhile."""
     held_sizes: tuple[int, ...] = ()
@@ -39,11 +42,10 @@ class Kit(ABC):
     """Seconds that a step may be blocked by what is held, before it is released."""
 
     def __init__(self) -> None:
-        from xferlib.registry import companion
-
         module = companion(self.name, "conformance")
         (hooks,) = [kind for name, kind in vars(module).items() if name.startswith("Test") and kind.__module__ == module.__name__]
         self.hooks: Any = hooks()
+        self.opener: Any = import_module(module.__name__.rpartition(".")[0]).open_stager
         with xferlib.stager(self.name) as stager:
             self.flags = stager.capabilities
             self.on_gpu = stager.on_gpu
@@ -67,7 +69,7 @@ class Kit(ABC):
 
     def open(self, device: int, *, locks: bool) -> Any:
         """Open a backend for a stager."""
-        return open_backend(self.name, device=device)
+        return self.opener(device=device)
 
     def read(self, array: Any) -> Array:
         """Wait for the calling thread's current stream, and return what the array holds, without a stager."""
@@ -103,6 +105,7 @@ class Kit(ABC):
 
     def settle(self) -> None:
         """Wait for the device."""
+        return
 
 
 @final
@@ -116,7 +119,7 @@ class HostKit(Kit):
         self.canaries = {"numpy": NumpyCanary, "arena": ArenaCanary}
 
     def open(self, device: int, *, locks: bool) -> Any:
-        return StrictStager(open_backend(self.name), locks=locks)
+        return StrictStager(self.opener(), locks=locks)
 
     def read_later(self, array: Any, hold: Any) -> Callable[[], Array]:
         # As bytes: NumPy's array interface cannot spell the dtypes of extensions.
@@ -145,6 +148,8 @@ class JaxKit(Kit):
     name = "jax"
     views = ("same",)
     wait_holds_gil = True
+    # Each that is held has one of the few threads that compute, and what finds none left waits with the interpreter's lock held.
+    holds = 1
     held_sizes = (256, 4096, 300_000)
 
     def __init__(self) -> None:
@@ -161,7 +166,7 @@ class JaxKit(Kit):
             self.canaries["arena"] = ArenaCanary
 
     def open(self, device: int, *, locks: bool) -> Any:
-        backend = open_backend(self.name, device=device)
+        backend = self.opener(device=device)
         return backend if self.on_gpu else StrictStager(backend, locks=locks)
 
     def view(self, array: Any, how: str) -> Any:
@@ -229,7 +234,8 @@ class NumbaKit(Kit):
 
     def __init__(self) -> None:
         if not hasattr(np, "row_stack"):
-            np.row_stack = np.vstack  # type: ignore[attr-defined]  # Numba asks for it as it is imported.
+            # Numba asks for it as it is imported.
+            np.row_stack = np.vstack
         super().__init__()
         from xferlib_numba._module import load
 

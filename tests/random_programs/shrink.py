@@ -25,7 +25,7 @@ def shrink(failure: Failure, runner: Runner, *, seconds: float = 60.0, tries: in
         for _ in range(tries):
             if time.monotonic() > deadline:
                 return None
-            found = runner.run_text(shorter.to_json())
+            found = runner.run_text(shorter.to_json(), tidy=True)
             if found is not None and found.signature == failure.signature:
                 return found
         return None
@@ -37,6 +37,8 @@ def shrink(failure: Failure, runner: Runner, *, seconds: float = 60.0, tries: in
             program, found = _reduce(program, ways, fails)
             if found is not None:
                 changed, best = True, replace(found, seed=failure.seed, number=failure.number)
+    # The next program begins in a process of its own.
+    runner.close()
     return best
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -43,22 +44,25 @@ class Failure:
     @property
     def signature(self) -> str:
         """The same for failures that look alike."""
-        words = "".join("#" if letter.isdigit() else letter for letter in self.message.split("\n")[0])
-        while "##" in words:
-            words = words.replace("##", "#")
-        return words[:110]
+        words = self.message.split("\n")[0].split(";")[0]
+        return re.sub(r"[0-9]+", "#", re.sub(r"\b[a-z]+\d+[a-z0-9]*\b", "@", words))[:110]
 
 
 @final
 class Runner:
     """Runs programs in a process, another one after each failure. A context manager."""
 
-    def __init__(self, backend: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, backend: str, environment: dict[str, str] | None = None, *, root: Path = ROOT, defect: str | None = None
+    ) -> None:
+        """`root`: the checkout whose programs, and whose library, are run. `defect`: see `defects`."""
+        self._arguments = [backend] if defect is None else [backend, defect]
         self.backend = backend
         self.on_gpu = False
         self.rss: list[int] = []
         """Of the process that runs now, after each program."""
         self._environment = {**os.environ, **(environment or {})}
+        self._root = root
         self._process: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
 
@@ -66,9 +70,9 @@ class Runner:
         """Draw and run one program."""
         return self._run({"seed": seed, "number": number}, seed, number)
 
-    def run_text(self, program: str) -> Failure | None:
-        """Run a program that is given as JSON."""
-        return self._run({"program": program}, None, None)[1]
+    def run_text(self, program: str, *, tidy: bool = False) -> Failure | None:
+        """Run a program that is given as JSON. `tidy`: in the same process as the last, also after a failure."""
+        return self._run({"program": program, "tidy": tidy}, None, None)[1]
 
     def draw(self, seed: int, number: int) -> str:
         """Return the program as JSON, without running it."""
@@ -88,7 +92,8 @@ class Runner:
         self.rss.append(answer["rss"])
         if answer["failure"] is None:
             return answer, None
-        self.close()
+        if not request.get("tidy"):
+            self.close()
         return answer, Failure(seed, number, answer["failure"], answer["at"], answer["trace"], answer["program"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
@@ -102,15 +107,15 @@ class Runner:
         return self._line(process, SILENCE_SECONDS)
 
     def _start(self) -> subprocess.Popen[str]:
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # It is open as long as the process runs.
         self.rss.clear()
         process = self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.random_programs.worker", self.backend],
+            [sys.executable, "-m", "tests.random_programs.worker", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            cwd=ROOT,
+            cwd=self._root,
             env=self._environment,
         )
         first = self._line(process, START_SECONDS)

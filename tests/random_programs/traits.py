@@ -25,5 +25,6 @@ class Traits:
     layouts: tuple[str, ...]
     views: tuple[str, ...]
     canaries: tuple[str, ...]
+    holds: int
     held_sizes: tuple[int, ...]
     files: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The process that runs programs: requests in, a line each; outcomes out, a line each. A hang ends it with every thread's traceback."""
+"""The process that runs programs: requests in, outcomes out, a line each. A hang ends it, with every thread's traceback."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import warnings
 from typing import Any
 
+from tests.random_programs.defects import DEFECTS
 from tests.random_programs.draw import draw_program
 from tests.random_programs.kits import Kit, kit_named
 from tests.random_programs.program import Program
@@ -20,8 +21,8 @@ from xferlib.errors import BackendUnavailableError
 
 __all__ = ["serve"]
 
-HANG_SECONDS = 45.0
-"""Longer than any hold."""
+HANG_SECONDS = float(os.environ.get("XFERLIB_RANDOM_PROGRAMS_HANG_SECONDS", "45"))
+"""Of one program. Longer than any hold."""
 
 
 def traits_of(kit: Kit) -> Traits:
@@ -40,13 +41,14 @@ def traits_of(kit: Kit) -> Traits:
         layouts=kit.layouts,
         views=kit.views,
         canaries=tuple(sorted(kit.canaries)),
+        holds=kit.holds,
         held_sizes=kit.held_sizes,
         files=files,
     )
 
 
-def serve(backend: str) -> None:
-    """Run what is asked for on standard input until it ends."""
+def serve(backend: str, defect: str | None = None) -> None:
+    """Run what is asked for on standard input until it ends. `defect`: one of `DEFECTS`, to be planted first."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     # What anybody prints goes to the log.
     os.dup2(2, 1)
@@ -59,6 +61,8 @@ def serve(backend: str) -> None:
         return
     listen()
     kit.warm()
+    if defect is not None:
+        DEFECTS[defect]()
     traits = traits_of(kit)
     gc.collect()
     gc.freeze()
@@ -76,7 +80,7 @@ def _answer(request: dict[str, Any], kit: Kit, traits: Traits) -> dict[str, Any]
         return {"program": program.to_json()}
     # Read by whoever sees the log after a hang or a crash.
     faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-    outcome = run_program(program, kit)
+    outcome = run_program(program, kit, tidy=request.get("tidy", False))
     faulthandler.cancel_dump_traceback_later()
     answer: dict[str, Any] = {
         "failure": outcome.failure,
@@ -97,4 +101,4 @@ def _rss() -> int:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

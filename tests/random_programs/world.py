@@ -6,6 +6,7 @@ arrays may be used. It knows the documented rules only.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -178,7 +179,22 @@ class World:
         """Those that are closed, for the account at the end."""
         self.doing = ""
         self.finalized: list[str] = []
-        self.folder: Path = parent.folder if parent is not None else Path(tempfile.mkdtemp(prefix="xferlib-programs-"))
+        self._folder: Path | None = None
+        self._making = threading.Lock()
+
+    @property
+    def folder(self) -> Path:
+        """A folder for files, made when it is first wanted."""
+        if self.parent is not None:
+            return self.parent.folder
+        with self._making:
+            if self._folder is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="xferlib-programs-"))
+            return self._folder
+
+    def end(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def find(self, name: str, kind: type[T], *, own: bool = False) -> T:
         """Return a thing. `own`: it is to be changed, so it must not be another thread's too. Raises `Skip`."""
@@ -294,6 +310,9 @@ class World:
     def check_device(self, device: Device, what: str) -> None:
         """Look at device arrays without a stager."""
         self.on_host(device)
+        if device.foreign and self.kit.wait_holds_gil:
+            # It may be what held work makes, and nobody else runs while this thread waits.
+            self.release_all()
         for index, array in enumerate(device.arrays):
             assert_holds(self.kit.read(array), device.content(index), f"{what}, leaf {index}")
 

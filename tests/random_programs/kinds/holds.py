@@ -7,19 +7,18 @@ from contextlib import ExitStack
 from typing import Any, final
 
 from tests.random_programs.content import Content
+from tests.random_programs.kinds.hosts import Make
 from tests.random_programs.kinds.kind import Kind
+from tests.random_programs.kinds.puts import Put
 from tests.random_programs.program import Step
 from tests.random_programs.sketch import Sketch
 from tests.random_programs.world import HOST, Device, Hold, Reader, Skip, World
 
 __all__ = ["ALL"]
 
-MOST = 2
-"""Holds at once."""
-
 
 def enter(world: World, name: str, context: Any) -> Hold:
-    if len(world.holds) >= MOST:
+    if len(world.holds) >= world.kit.holds:
         raise Skip("enough is held")
     stack = ExitStack()
     hold = Hold(stack, stack.enter_context(context))
@@ -35,7 +34,7 @@ class HoldCopies(Kind):
 
     def draw(self, sketch: Sketch) -> list[Step]:
         stager = sketch.pick("stager", lambda seen: seen["device"] == 0)
-        if stager is None or len(sketch.names("hold")) >= MOST:
+        if stager is None or len(sketch.names("hold")) >= sketch.traits.holds:
             return []
         name = sketch.add(sketch.name("k"), "hold", compute=False)
         return [self.step(to=name, stager=stager, direction=sketch.random.choice(("h2d", "d2h", "both")))]
@@ -53,7 +52,7 @@ class HoldCompute(Kind):
 
     def draw(self, sketch: Sketch) -> list[Step]:
         stager = sketch.pick("stager", lambda seen: seen["device"] == 0)
-        if stager is None or len(sketch.names("hold")) >= MOST:
+        if stager is None or len(sketch.names("hold")) >= sketch.traits.holds:
             return []
         return [self.step(to=sketch.add(sketch.name("k"), "hold", compute=True), stager=stager)]
 
@@ -72,10 +71,10 @@ class HoldArray(Kind):
 
     def draw(self, sketch: Sketch) -> list[Step]:
         stager = sketch.pick("stager", lambda seen: seen["device"] == 0)
-        if stager is None or len(sketch.names("hold")) >= MOST:
+        if stager is None or len(sketch.names("hold")) >= sketch.traits.holds:
             return []
         nbytes = sketch.random.choice(sketch.traits.held_sizes or (257, 4096, 70_000))
-        hold = sketch.add(sketch.name("k"), "hold", compute=True)
+        hold = sketch.add(sketch.name("k"), "hold", compute=sketch.traits.streams)
         known = {"groups": [[1, "uint8", [nbytes], "C", "pinned"]], "form": "leaf", "device": 0, "foreign": True}
         array = sketch.add(sketch.name("d"), "device", **known, views=())
         return [self.step(to=array, hold=hold, stager=stager, nbytes=nbytes)]
@@ -122,11 +121,22 @@ class Read(Kind):
             return []
         leaves = sum(group[0] for group in sketch.seen(source)["groups"])
         step = self.step(hold=hold, source=source, index=sketch.random.randrange(leaves))
-        if sketch.chance(0.5):
-            # What dies while it is read is the matter.
-            sketch.gone(source)
-            return [step, Step("drop", {"names": [source]})]
-        return [step]
+        if not sketch.chance(0.6):
+            return [step]
+        # What dies while it is read is the matter, and what is put then, which must not lie in its place.
+        drop = [source, *sketch.names("transfer", lambda seen: seen.get("given") == source)]
+        seen = sketch.seen(source)
+        for name in drop:
+            sketch.gone(name)
+        steps = [step, Step("drop", {"names": drop})]
+        if seen.get("stager") in sketch.names("stager") and sketch.chance(0.7):
+            groups = [
+                [count, dtype, shape, "C", sketch.random.choice(("pinned", "pageable"))]
+                for count, dtype, shape, *_ in seen["groups"]
+            ]
+            steps.append(Make().made(sketch, seen["stager"], groups, seen["form"]))
+            steps.append(Put().of(sketch, seen["stager"], steps[-1].arguments["to"]))
+        return steps
 
     def run(self, world: World, **arguments: Any) -> None:
         hold, device, index = world.holds.get(arguments["hold"]), world.find(arguments["source"], Device), arguments["index"]

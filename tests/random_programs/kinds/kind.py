@@ -25,11 +25,11 @@ class Kind(ABC):
 
     @abstractmethod
     def draw(self, sketch: Sketch) -> list[Step]:
-        """Draw a step, with those that it needs before it, and note in the sketch what they make. None: there is nothing to do."""
+        """Draw a step, with those that it needs around it, and note in the sketch what they make. Empty: there is nothing to do."""
 
     @abstractmethod
     def run(self, world: World, **arguments: Any) -> None:
-        """Do it. Raises `Skip` where it cannot be done, since a step that it needs was left out; `Wrong` where a promise is broken."""
+        """Do it. Raises `Skip` where a step that it needs was left out, and `Wrong` where a promise is broken."""
 
     def step(self, **arguments: Any) -> Step:
         return Step(self.name, arguments)

@@ -221,6 +221,7 @@ class View(Kind):
             else shape
         )
         known = {"groups": [[1, dtype, new, "C", "pinned"]], "form": "list", "device": seen["device"], "foreign": False}
+        known["stager"] = seen.get("stager")
         name = sketch.add(sketch.name("d"), "device", **known, views=(how,))
         drop = sketch.chance(0.4)
         if drop:

@@ -105,7 +105,8 @@ class Prefetch(Kind):
             return []
         keep = None
         if source["count"]:
-            seen = {"groups": source["groups"], "form": source["form"], "device": sketch.seen(source["stager"])["device"]}
+            seen = {key: source[key] for key in ("groups", "form", "stager")}
+            seen["device"] = sketch.seen(source["stager"])["device"]
             keep = sketch.add(sketch.name("d"), "device", **seen, views=(), foreign=False)
         take = sketch.random.choice((source["count"], source["count"], 1))
         return [self.step(to=keep, **source, depth=sketch.random.randint(1, 3), take=take)]

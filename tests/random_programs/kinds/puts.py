@@ -22,18 +22,16 @@ class Put(Kind):
 
     def draw(self, sketch: Sketch) -> list[Step]:
         stager, source = sketch.pick("stager"), sketch.pick("host")
-        if stager is None or source is None:
-            return []
+        return [] if stager is None or source is None else [self.of(sketch, stager, source)]
+
+    def of(self, sketch: Sketch, stager: str, source: str) -> Step:
+        """Return the step that puts this."""
         seen, device = sketch.seen(source), sketch.seen(stager)["device"]
-        name = sketch.add(
-            sketch.name("t"), "transfer", groups=seen["groups"], form=seen["form"], device=device, to_host=False, into=None
-        )
+        known = {"groups": seen["groups"], "form": seen["form"], "device": device, "stager": stager}
+        name = sketch.add(sketch.name("t"), "transfer", **known, to_host=False, into=None)
         borrow = sketch.chance(0.25) or None
-        return [
-            self.step(
-                to=name, stager=stager, source=source, stream=sketch.stream(device), borrow=borrow, careless=sketch.chance(0.1)
-            )
-        ]
+        stream = sketch.stream(device)
+        return self.step(to=name, stager=stager, source=source, stream=stream, borrow=borrow, careless=sketch.chance(0.1))
 
     def run(self, world: World, **arguments: Any) -> None:
         opened, host = world.stager(arguments["stager"]), world.find(arguments["source"], Host)
@@ -81,7 +79,7 @@ class PutInto(Kind):
         groups = [[count, dtype, shape, "C", memory] for count, dtype, shape, *_ in seen["groups"]]
         make = Make().made(sketch, stager, groups, seen["form"])
         source = make.arguments["to"]
-        known = {"groups": groups, "form": seen["form"], "device": seen["device"]}
+        known = {"groups": groups, "form": seen["form"], "device": seen["device"], "stager": stager}
         name = sketch.add(sketch.name("t"), "transfer", **known, to_host=False, into=target)
         return [make, self.step(to=name, stager=stager, source=source, target=target, stream=sketch.stream(seen["device"]))]
 
@@ -147,7 +145,8 @@ class Value(Kind):
             known["groups"] = groups
             step.arguments["to"] = sketch.add(sketch.name("h"), "host", **known, stager=seen["stager"], slot=None)
         else:
-            step.arguments["to"] = sketch.add(sketch.name("d"), "device", **known, device=seen["device"], views=(), foreign=False)
+            known |= {"device": seen["device"], "stager": seen["stager"]}
+            step.arguments["to"] = seen["given"] = sketch.add(sketch.name("d"), "device", **known, views=(), foreign=False)
 
     def run(self, world: World, **arguments: Any) -> None:
         started = world.find(arguments["source"], Started, own=True)
@@ -173,7 +172,7 @@ class Value(Kind):
         device.started = started if arguments.get("keep") else None
 
     def _take(self, world: World, started: Started, arguments: dict[str, Any]) -> tuple[Any, set[str]]:
-        transfer, stream = started.transfer, arguments.get("stream")
+        transfer, stream = started.transfer, str(arguments.get("stream"))
         match arguments["how"]:
             case "value_on":
                 return transfer.value_on(world.stream(stream)), {stream}

@@ -106,7 +106,7 @@ class PutSlot(Kind):
         if sketch.chance(0.3):
             return [self.step(source=source, release=True)]
         device = sketch.seen(seen["slot"])["device"] if seen["slot"] in sketch.names("ring") else 0
-        known = {"groups": seen["groups"], "form": "dict", "device": device}
+        known = {"groups": seen["groups"], "form": "dict", "device": device, "stager": seen["stager"]}
         name = sketch.add(sketch.name("t"), "transfer", **known, to_host=False, into=None)
         return [self.step(to=name, source=source, stream=sketch.stream(device))]
 
