@@ -18,15 +18,15 @@ reference cycles, with and without finalizers, while the collector runs as often
 interrupts, failing copies, JAX's shardings and donation, graphs.
 
 What is checked: every byte that a transfer or a loop gives, past the stager and by it; that `done()` says yes only to what is
-there; readers on the device that are behind held work; canaries, memory of others beside ours; on host and on JAX's CPU a driver as strict
-as a GPU's, whose freed memory is poisoned (`driver`); that nothing hangs or crashes, that nothing is raised in finalizers and on
-threads; and that when all is dropped no memory and no thread is left. The model follows the documented rules: it rewrites a pinned
-source only when `done()` says so, and keeps what a stream reads that nobody named.
+there; readers on the device that are behind held work; canaries, memory of others beside ours; on host and on JAX's CPU a driver
+as strict as a GPU's, whose freed memory is poisoned (`driver`); that nothing hangs or crashes, that nothing is raised in finalizers
+and on threads; and that when all is dropped no memory and no thread is left. The model follows the documented rules: it rewrites a
+pinned source only when `done()` says so, and keeps what a stream reads that nobody named.
 
 How it is made: a program is drawn as data before any of it runs (`draw`, `sketch`, `sizes`), so that steps can be left out of one
 that fails (`shrink`); a step whose things are missing is skipped. One process runs programs (`worker`, `run`), another has them
-run (`supervise`), so that a crash or a hang is a failure with a traceback like any other. What is held is released as soon as a step has
-been blocked for some milliseconds (`release`): it may wait for just that.
+run (`supervise`), so that a crash or a hang is a failure with a traceback like any other. What is held is released as soon as a
+step has been blocked for some milliseconds (`release`): it may wait for just that.
 
 To add a kind of step: a subclass of `Kind` in a module of `kinds`, listed in its `ALL`. `draw` returns the step, with arguments that
 are JSON, and notes in the sketch what it makes; `run` does it and keeps the records of `world` true. `refusable` is for what a

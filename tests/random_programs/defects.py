@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 import xferlib
 
 __all__ = ["DEFECTS"]
@@ -15,9 +17,18 @@ __all__ = ["DEFECTS"]
 kept: list[Any] = []
 
 
-def done_early() -> None:
-    """A transfer says that it is done as soon as it is started."""
-    xferlib.Transfer.done = lambda self: True  # type: ignore[method-assign]
+def changes_a_byte() -> None:
+    """Every get of one array is waited for, and gives a byte that is not the array's."""
+    get = xferlib.Stager.get
+
+    def changing(self: xferlib.Stager, *arguments: Any, **named: Any) -> xferlib.Transfer:
+        transfer = get(self, *arguments, **named)
+        value = transfer.result()
+        if isinstance(value, np.ndarray) and value.nbytes and value.dtype != bool:
+            value.reshape(-1).view(np.uint8)[0] ^= 1
+        return transfer
+
+    xferlib.Stager.get = changing  # type: ignore[method-assign]
 
 
 def keeps_memory() -> None:
@@ -41,21 +52,28 @@ def hangs() -> None:
 
 
 def raises_on_a_thread() -> None:
-    def trim(self: xferlib.Stager) -> None:
+    def work() -> None:
         thread = threading.Thread(target=lambda: 1 // 0, name="ours")
         thread.start()
         thread.join()
 
-    xferlib.Stager.trim = trim  # type: ignore[method-assign]
+    _before_trim(work)
 
 
 def leaves_a_thread() -> None:
-    def trim(self: xferlib.Stager) -> None:
-        threading.Thread(target=time.sleep, args=(3600,), name="left", daemon=True).start()
+    _before_trim(lambda: threading.Thread(target=time.sleep, args=(3600,), name="left", daemon=True).start())
 
-    xferlib.Stager.trim = trim  # type: ignore[method-assign]
+
+def _before_trim(work: Callable[[], None]) -> None:
+    trim = xferlib.Stager.trim
+
+    def working(self: xferlib.Stager) -> None:
+        work()
+        trim(self)
+
+    xferlib.Stager.trim = working  # type: ignore[method-assign]
 
 
 DEFECTS: dict[str, Callable[[], None]] = {
-    defect.__name__: defect for defect in (done_early, keeps_memory, crashes, hangs, raises_on_a_thread, leaves_a_thread)
+    defect.__name__: defect for defect in (changes_a_byte, keeps_memory, crashes, hangs, raises_on_a_thread, leaves_a_thread)
 }

@@ -125,7 +125,8 @@ MUTANTS = (
         "memory of a closed stager is unlocked under its arrays",
         "xferlib/memory/pool.py",
         "        self._closed = True\n        self.trim()",
-        "        self._closed = True\n        [self._free(at) for part in (self._large, self._small) for at in part.segments]\n        self.trim()",
+        "        self._closed = True\n        [self._free(at) for part in (self._large, self._small) for at in part.segments]"
+        "\n        self.trim()",
     ),
     Mutant(
         "close does not wait",
@@ -143,7 +144,8 @@ MUTANTS = (
         "an array is adopted at another place",
         "xferlib/puts.py",
         "arrays[index] = array\n        return unflatten(spec, arrays)",
-        "arrays[index] = array\n        arrays[:2] = arrays[1::-1] if layout.count > 16 else arrays[:2]\n        return unflatten(spec, arrays)",
+        "arrays[index] = array\n        arrays[:2] = arrays[1::-1] if layout.count > 16 else arrays[:2]\n"
+        "        return unflatten(spec, arrays)",
     ),
     Mutant(
         "tensors of a file are taken from another place",

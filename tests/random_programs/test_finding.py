@@ -28,21 +28,29 @@ def first_failure(runner: Runner, message: str) -> Failure:
 @pytest.mark.parametrize(
     ("defect", "message"),
     [
-        ("done_early", "bytes are wrong"),
         ("keeps_memory", "memory is left"),
         ("crashes", "the process died"),
         ("raises_on_a_thread", "on thread ours: ZeroDivisionError"),
         ("leaves_a_thread", "threads are left: ['left'"),
     ],
 )
-def test_a_defect_is_found_and_its_program_made_short(defect: str, message: str) -> None:
+def test_a_defect_is_found_and_told_with_its_program(defect: str, message: str) -> None:
     with Runner("host", defect=defect) as runner:
         failure = first_failure(runner, message)
-        short = shrink(failure, runner, seconds=20, tries=2)
+        again = runner.run_text(failure.program)
+    assert again is not None
+    assert again.signature == failure.signature
+
+
+def test_a_program_that_fails_is_made_short() -> None:
+    with Runner("host", defect="changes_a_byte") as runner:
+        failure = first_failure(runner, "bytes are wrong")
+        short = shrink(failure, runner, seconds=30)
         again = runner.run_text(short.program)
     assert again is not None
     assert again.signature == short.signature == failure.signature
-    assert Program.from_json(short.program).count <= max(6, Program.from_json(failure.program).count // 2)
+    # A stager, an array, a get, and what looks at it; what makes the array may be two steps.
+    assert Program.from_json(short.program).count <= 6
 
 
 def test_a_hang_is_told_with_the_place_where_it_hangs() -> None:

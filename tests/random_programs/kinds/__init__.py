@@ -13,6 +13,7 @@ from tests.random_programs.kinds import (
     pipelines,
     puts,
     rings,
+    slices,
     stagers,
     threads,
 )
@@ -20,5 +21,5 @@ from tests.random_programs.kinds.kind import Kind
 
 __all__ = ["KINDS"]
 
-MODULES = (stagers, hosts, puts, gets, lifetime, holds, locks, rings, pipelines, files, canaries, threads)
+MODULES = (stagers, hosts, puts, slices, gets, lifetime, holds, locks, rings, pipelines, files, canaries, threads)
 KINDS: dict[str, Kind] = {kind.name: kind() for module in MODULES for kind in module.ALL}

@@ -104,7 +104,8 @@ class Cycle(Kind):
 
     def draw(self, sketch: Sketch) -> list[Step]:
         names = {sketch.pick(kind, _free, own=True) for kind in ("device", "transfer", "host", "device")}
-        chosen = sorted(name for name in names if name is not None and sketch.chance(0.7))
+        # In an order that is the same in every process.
+        chosen = [name for name in sorted(filter(None, names)) if sketch.chance(0.7)]
         for name in chosen:
             sketch.gone(name)
         stager = None
