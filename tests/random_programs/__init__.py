@@ -28,9 +28,9 @@ that fails (`shrink`); a step whose things are missing is skipped. One process r
 run (`supervise`), so that a crash or a hang is a failure with a traceback like any other. What is held is released as soon as a
 step has been blocked for some milliseconds (`release`): it may wait for just that.
 
-To add a kind of step: a subclass of `Kind` in a module of `kinds`, listed in its `ALL`. `draw` returns the step, with arguments that
-are JSON, and notes in the sketch what it makes; `run` does it and keeps the records of `world` true. `refusable` is for what a
-limit may refuse.
+To add a kind of step: a subclass of `Kind` in a module of `kinds`, listed in its `ALL`. `draw` returns the step, with arguments
+that are JSON, and notes in the sketch what it makes; `run` does it and keeps the records of `world` true. `refusable` is for what
+a limit may refuse.
 
 What failed once is kept: `failed_seeds.txt` has a line for each (backend, seed, number), and `regressions/` programs that were made
 short, by the backends in their name. Both are run by `test_random_programs`, with seeds by date.

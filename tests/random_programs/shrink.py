@@ -33,7 +33,7 @@ def shrink(failure: Failure, runner: Runner, *, seconds: float = 60.0, tries: in
     changed = True
     while changed and time.monotonic() < deadline:
         changed = False
-        for ways in (_fewer_steps, _fewer_in_branches, _fewer_leaves):
+        for ways in (_fewer_steps, _fewer_in_branches, _without_threads, _fewer_leaves):
             program, found = _reduce(program, ways, fails)
             if found is not None:
                 changed, best = True, replace(found, seed=failure.seed, number=failure.number)
@@ -79,6 +79,13 @@ def _fewer_in_branches(program: Program) -> Iterator[Program]:
             for start, end in _runs(len(branch)):
                 branches = (*step.branches[:number], branch[:start] + branch[end:], *step.branches[number + 1 :])
                 yield program.with_steps(_with(program.steps, index, replace(step, branches=branches)))
+
+
+def _without_threads(program: Program) -> Iterator[Program]:
+    """Let the steps of one thread be the program's own."""
+    for index, step in enumerate(program.steps):
+        for branch in step.branches:
+            yield program.with_steps((*program.steps[:index], *branch, *program.steps[index + 1 :]))
 
 
 def _fewer_leaves(program: Program) -> Iterator[Program]:

@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from typing import Any, final
 
 from tests.random_programs.content import Content
-from tests.random_programs.kinds.hosts import Make
 from tests.random_programs.kinds.kind import Kind
-from tests.random_programs.kinds.puts import Put
+from tests.random_programs.kinds.puts import put_alike
 from tests.random_programs.program import Step
 from tests.random_programs.sketch import Sketch
 from tests.random_programs.world import HOST, Device, Hold, Reader, Skip, World
@@ -129,13 +128,8 @@ class Read(Kind):
         for name in drop:
             sketch.gone(name)
         steps = [step, Step("drop", {"names": drop})]
-        if seen.get("stager") in sketch.names("stager") and sketch.chance(0.7):
-            groups = [
-                [count, dtype, shape, "C", sketch.random.choice(("pinned", "pageable"))]
-                for count, dtype, shape, *_ in seen["groups"]
-            ]
-            steps.append(Make().made(sketch, seen["stager"], groups, seen["form"]))
-            steps.append(Put().of(sketch, seen["stager"], steps[-1].arguments["to"]))
+        if sketch.chance(0.7):
+            steps += put_alike(sketch, seen)
         return steps
 
     def run(self, world: World, **arguments: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 import xferlib
 from tests.random_programs.kinds.kind import Kind
+from tests.random_programs.kinds.puts import put_alike
 from tests.random_programs.program import Step
 from tests.random_programs.sketch import Seen, Sketch
 from tests.random_programs.world import HOST, Device, Host, Named, Skip, Started, World
@@ -44,14 +45,22 @@ class Drop(Kind):
             (("device",), ("transfer",), ("host",), ("transfer", "device"), ("device", "transfer", "host"))
         )
         names = [name for kind in kinds if (name := sketch.pick(kind, _free, own=True)) is not None]
+        if not names:
+            return []
+        last = sketch.seen(names[0])
         for name in names:
             sketch.gone(name)
-        return [self.step(names=names)] if names else []
+        return [self.step(names=names), *_again(sketch, last)]
 
     def run(self, world: World, **arguments: Any) -> None:
         for name in arguments["names"]:
             with suppress(Skip):
                 forget(world, name)
+
+
+def _again(sketch: Sketch, seen: Seen) -> list[Step]:
+    """Draw steps that use memory again which what is gone had: mostly none."""
+    return put_alike(sketch, seen) if sketch.chance(0.3) else []
 
 
 def _free(seen: Seen) -> bool:
@@ -106,6 +115,7 @@ class Cycle(Kind):
         names = {sketch.pick(kind, _free, own=True) for kind in ("device", "transfer", "host", "device")}
         # In an order that is the same in every process.
         chosen = [name for name in sorted(filter(None, names)) if sketch.chance(0.7)]
+        seen = [sketch.seen(name) for name in chosen]
         for name in chosen:
             sketch.gone(name)
         stager = None
@@ -117,7 +127,10 @@ class Cycle(Kind):
             return []
         by = sketch.pick("stager")
         finalizer = sketch.random.choice(FINALIZERS) if by else "none"
-        return [self.step(names=chosen, stager=stager, finalizer=finalizer, by=by)]
+        step = self.step(names=chosen, stager=stager, finalizer=finalizer, by=by)
+        if not seen or not sketch.chance(0.5):
+            return [step]
+        return [step, *Collect().draw(sketch), *put_alike(sketch, seen[0])]
 
     def run(self, world: World, **arguments: Any) -> None:
         held: list[Any] = []
@@ -179,7 +192,7 @@ class Keep(Kind):
         sketch.gone(source)
         known = {key: value for key, value in seen.items() if key not in ("kind", "groups", "form")}
         name = sketch.add(sketch.name("d"), "device", groups=groups, form="list", **known)
-        return [self.step(to=name, source=source, indices=indices)]
+        return [self.step(to=name, source=source, indices=indices), *_again(sketch, seen)]
 
     def run(self, world: World, **arguments: Any) -> None:
         device = world.find(arguments["source"], Device, own=True)

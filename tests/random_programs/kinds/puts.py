@@ -12,7 +12,7 @@ from tests.random_programs.sketch import Seen, Sketch
 from tests.random_programs.trees import built
 from tests.random_programs.world import CURRENT, HOST, Device, Host, Leaf, Skip, Started, World
 
-__all__ = ["ALL", "adopt"]
+__all__ = ["ALL", "adopt", "put_alike"]
 
 
 @final
@@ -45,6 +45,17 @@ class Put(Kind):
             started.asked.add(stream)
         world.things[arguments["to"]] = started
         reads(host, transfer, borrow=borrow, careless=bool(arguments.get("careless")))
+
+
+def put_alike(sketch: Sketch, seen: Seen) -> list[Step]:
+    """Return steps that put other arrays like these by the stager that put them: where memory is used too soon, they lie there."""
+    stager = seen.get("stager")
+    if stager not in sketch.names("stager"):
+        return []
+    memory = sketch.random.choice(("pinned", "pageable"))
+    groups = [[count, dtype, shape, "C", memory] for count, dtype, shape, *_ in seen["groups"]]
+    make = Make().made(sketch, stager, groups, seen["form"])
+    return [make, Put().of(sketch, stager, make.arguments["to"])]
 
 
 def reads(host: Host, transfer: Any, *, borrow: bool, careless: bool = False) -> None:
