@@ -1,0 +1,93 @@
+"""Transfers to the host."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from tests.random_programs.kinds.hosts import Make
+from tests.random_programs.kinds.kind import Kind, as_current, refusable
+from tests.random_programs.program import Step
+from tests.random_programs.sketch import Sketch
+from tests.random_programs.trees import built
+from tests.random_programs.world import Device, Host, Skip, Started, World
+
+__all__ = ["ALL"]
+
+OUTS = ("pinned", "pageable", "memmap", "view")
+
+
+@final
+class Get(Kind):
+    """Get device arrays, by whatever stager of their device, into new pinned memory or into host arrays of every kind."""
+
+    name = "get"
+    weight = 8.0
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        source = sketch.pick("device")
+        if source is None:
+            return []
+        seen = sketch.seen(source)
+        stager = sketch.pick("stager", lambda other: other["device"] == seen["device"])
+        if stager is None:
+            return []
+        steps: list[Step] = []
+        out = None
+        if sketch.chance(0.4):
+            memory = sketch.random.choice(OUTS)
+            groups = [[count, dtype, shape, "C", memory] for count, dtype, shape, *_ in seen["groups"]]
+            steps.append(Make().made(sketch, stager, groups, seen["form"]))
+            out = steps[0].arguments["to"]
+        elif sketch.chance(0.2):
+            out = self._alike(sketch, seen["groups"], seen["form"])
+        known = {"groups": seen["groups"], "form": seen["form"], "device": seen["device"], "stager": stager}
+        name = sketch.add(sketch.name("t"), "transfer", **known, to_host=True, into=out)
+        stream = sketch.stream(seen["device"])
+        current = None if stream else sketch.current(seen["device"])
+        return [*steps, self.step(to=name, stager=stager, source=source, out=out, stream=stream, current=current)]
+
+    def _alike(self, sketch: Sketch, groups: list[Any], form: str) -> str | None:
+        """Draw host arrays that are there, a ring's slot among them, for the result."""
+        shapes = [group[:3] for group in groups]
+
+        def fits(other: dict[str, Any]) -> bool:
+            same = other["form"] == form and [group[:3] for group in other["groups"]] == shapes
+            return same and all(group[3] == "C" and group[4] != "readonly" for group in other["groups"])
+
+        return sketch.pick("host", fits, own=True)
+
+    def run(self, world: World, **arguments: Any) -> None:
+        opened, device = world.stager(arguments["stager"]), world.find(arguments["source"], Device)
+        if device.device != opened.device:
+            raise Skip("it is on another device")
+        out = None if arguments.get("out") is None else world.find(arguments["out"], Host, own=True)
+        stream = arguments.get("stream")
+        with as_current(world, arguments.get("current")):
+            world.may_use(device, stream if arguments.get("current") is None else arguments["current"])
+            if out is not None:
+                self._prepare(world, out, device)
+            with refusable(opened):
+                tree = built(device.form, device.arrays)
+                transfer = opened.stager.get(tree, out=None if out is None else out.tree, stream=world.stream(stream))
+        contents = [device.content(index) for index in range(len(device.arrays))]
+        started = Started(transfer, contents, form=device.form, device=device.device, to_host=True)
+        world.things[arguments["to"]] = started
+        if out is None:
+            return
+        started.out = out
+        out.busy.append(transfer.end)
+        out.written_by.append(transfer.end)
+        for leaf, content in zip(out.leaves, contents, strict=True):
+            leaf.content = content
+
+    def _prepare(self, world: World, out: Host, device: Device) -> None:
+        if not out.writable or out.form != device.form or len(out.leaves) != len(device.arrays):
+            raise Skip("it cannot be written")
+        for index, leaf in enumerate(out.leaves):
+            want = device.content(index).array()
+            if leaf.array.shape != want.shape or leaf.array.dtype != want.dtype or not leaf.array.flags.c_contiguous:
+                raise Skip("it has other arrays")
+        world.quiet(out)
+
+
+ALL: tuple[type[Kind], ...] = (Get,)

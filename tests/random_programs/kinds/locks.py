@@ -1,0 +1,137 @@
+"""Memory of the caller's that is page-locked in place, and views of the device's of host memory."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import xferlib
+from tests.random_programs.content import Array, assert_holds
+from tests.random_programs.kinds.kind import Kind
+from tests.random_programs.program import Step
+from tests.random_programs.sketch import Sketch
+from tests.random_programs.world import Host, Leaf, Reader, Skip, World
+
+__all__ = ["ALL", "Locked"]
+
+
+@final
+class Locked:
+    """A pin."""
+
+    def __init__(self, pin: Any, host: Host) -> None:
+        self.pin = pin
+        self.host = host
+
+
+def leaf_of(host: Host, index: int) -> Leaf:
+    if index >= len(host.leaves):
+        raise Skip("there are fewer arrays")
+    return host.leaves[index]
+
+
+@final
+class Pin(Kind):
+    name = "pin"
+    weight = 2.0
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        stager = sketch.pick("stager")
+        source = sketch.pick("host", lambda seen: any(group[4] in ("pageable", "readonly") for group in seen["groups"]))
+        if stager is None or source is None or not sketch.traits.register:
+            return []
+        leaves = sum(group[0] for group in sketch.seen(source)["groups"])
+        name = sketch.add(sketch.name("p"), "pin")
+        return [self.step(to=name, stager=stager, source=source, index=sketch.random.randrange(leaves), part=sketch.chance(0.3))]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        opened, host = world.stager(arguments["stager"]), world.find(arguments["source"], Host)
+        leaf = leaf_of(host, arguments["index"])
+        array: Array = leaf.array
+        if leaf.memory not in ("pageable", "readonly") or not array.nbytes or host.slot is not None:
+            raise Skip("it is pinned already, or has no bytes")
+        if world.kit.on_gpu and array.nbytes < 1 << 20:
+            raise Skip("it may have a page with another")
+        if arguments["part"] and array.ndim and len(array) > 3:
+            array = array[: len(array) // 3]
+        if not (array.flags.c_contiguous or array.flags.f_contiguous):
+            raise Skip("it is not contiguous")
+        # Borrowed memory that is locked while threads copy from it is the caller's affair.
+        world.quiet(host)
+        try:
+            pin = opened.stager.pin(array)
+        except (ValueError, xferlib.AllocationError) as error:
+            if leaf.locked:
+                raise Skip(f"refused: {error}") from None
+            raise
+        leaf.locked = True
+        world.things[arguments["to"]] = Locked(pin, host)
+
+
+@final
+class Unpin(Kind):
+    name = "unpin"
+    weight = 1.5
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        pin = sketch.pick("pin", own=True)
+        if pin is None:
+            return []
+        sketch.gone(pin)
+        return [self.step(pin=pin)]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        locked = world.find(arguments["pin"], Locked, own=True)
+        if not locked.host.lost:
+            # Those of other stagers are the caller's to wait for.
+            world.quiet(locked.host)
+        del world.things[arguments["pin"]]
+        locked.pin.close()
+
+
+@final
+class Map(Kind):
+    """Look at pinned memory through the device's view of it, or let held work on the device read it."""
+
+    name = "map"
+    weight = 2.5
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        if not sketch.traits.mapped:
+            return []
+        source = sketch.pick("host", lambda seen: all(group[4] == "pinned" for group in seen["groups"]))
+        if source is None:
+            return []
+        seen = sketch.seen(source)
+        stager = seen["stager"]
+        if stager not in sketch.names("stager", lambda other: other["device"] == 0):
+            return []
+        leaves = sum(group[0] for group in seen["groups"])
+        hold = sketch.pick("hold", lambda other: other["compute"])
+        index = sketch.random.randrange(leaves)
+        return [self.step(stager=stager, source=source, index=index, hold=hold, write=hold is None and sketch.chance(0.4))]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        opened, host = world.stager(arguments["stager"]), world.find(arguments["source"], Host)
+        leaf, name = leaf_of(host, arguments["index"]), arguments.get("hold")
+        hold = None if name is None else world.holds.get(name)
+        if not leaf.array.nbytes or not leaf.array.flags.c_contiguous or host.lost or (name is not None and hold is None):
+            raise Skip("it cannot be mapped")
+        world.settled(host)
+        view = opened.stager.mapped(leaf.array, stream=None if hold is None else hold.stream)
+        if hold is not None:
+            reader = Reader(str(name), world.kit.read_later(view, hold.hold), leaf.content, None)
+            host.busy.append(reader)
+            world.readers.append(reader)
+            return
+        assert_holds(world.kit.read(view), leaf.content, "what a mapped view showed")
+        if arguments["write"]:
+            world.quiet(host)
+            leaf.content = leaf.content.next()
+            world.kit.hooks.write(view, leaf.content.array().copy())
+            world.check_host(host, "what a mapped view wrote")
+
+
+ALL: tuple[type[Kind], ...] = (Pin, Unpin, Map)

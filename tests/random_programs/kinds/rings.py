@@ -1,0 +1,187 @@
+"""Rings of slots, of one stager, whose slots other stagers read and write as well."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import xferlib
+from tests.random_programs.content import Content, assert_holds, fill
+from tests.random_programs.kinds.kind import Kind, refusable
+from tests.random_programs.program import Step
+from tests.random_programs.sketch import Sketch
+from tests.random_programs.trees import flat
+from tests.random_programs.world import Host, Leaf, Opened, Skip, Started, World
+
+__all__ = ["ALL", "Slots"]
+
+
+@final
+class Slots:
+    """A ring. `out`: slots that are with the program; there must never be a wait for one that does not come back."""
+
+    def __init__(self, ring: xferlib.Ring, stager: Opened, groups: list[Any], slots: int) -> None:
+        self.ring = ring
+        self.stager = stager
+        self.groups = groups
+        self.slots = slots
+        self.out: set[str] = set()
+        self.closed = False
+
+
+def write_slot(slot: Any, groups: list[Any], owner: str) -> list[Leaf]:
+    """Write a slot's batch, and return its leaves."""
+    leaves: list[Leaf] = []
+    for index, array in enumerate(flat("dict", slot.tree)):
+        _, dtype, shape, *_ = groups[index]
+        content = Content(f"{owner}.{index}", 0, dtype, tuple(shape))
+        fill(array, content)
+        leaves.append(Leaf(array, content, "pinned"))
+    return leaves
+
+
+@final
+class OpenRing(Kind):
+    name = "open_ring"
+    weight = 1.5
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        stager = sketch.pick("stager")
+        if stager is None or len(sketch.names("ring")) >= 2:
+            return []
+        groups = [sketch.palette.group(memory="pinned", plain=True, most=1 << 20) for _ in range(sketch.random.randint(1, 3))]
+        slots = sketch.random.randint(1, 3)
+        known = {"groups": groups, "slots": slots, "stager": stager, "device": sketch.seen(stager)["device"]}
+        return [self.step(to=sketch.add(sketch.name("r"), "ring", **known), stager=stager, groups=groups, slots=slots)]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        opened, groups = world.stager(arguments["stager"]), arguments["groups"]
+        spec = {f"k{index:04}": (tuple(shape), dtype) for index, (_, dtype, shape, *_) in enumerate(groups)}
+        from tests.random_programs.content import dtype_named
+
+        typed = {key: (shape, dtype_named(dtype)) for key, (shape, dtype) in spec.items()}
+        with refusable(opened):
+            ring = xferlib.Ring(opened.stager, typed, slots=arguments["slots"])
+        world.things[arguments["to"]] = Slots(ring, opened, groups, arguments["slots"])
+
+
+@final
+class Acquire(Kind):
+    name = "acquire"
+    weight = 4.0
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        ring = sketch.pick("ring")
+        if ring is None:
+            return []
+        seen = sketch.seen(ring)
+        known = {"groups": seen["groups"], "form": "dict", "stager": seen["stager"], "slot": ring}
+        return [self.step(to=sketch.add(sketch.name("h"), "host", **known), ring=ring)]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        slots, name = world.find(arguments["ring"], Slots), arguments["to"]
+        if slots.closed or slots.stager.closed or len(slots.out) >= slots.slots:
+            raise Skip("every slot is out")
+        slot = slots.ring.acquire()
+        slots.out.add(name)
+        leaves = write_slot(slot, slots.groups, name)
+        world.things[name] = Host(leaves, slot.tree, form="dict", slot=(slots, slot))
+
+
+@final
+class PutSlot(Kind):
+    """Put a slot, which may be in use by other transfers; its memory is the next batch's when nothing uses it."""
+
+    name = "put_slot"
+    weight = 5.0
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        source = sketch.pick("host", lambda seen: seen["slot"] is not None, own=True)
+        if source is None:
+            return []
+        seen = sketch.seen(source)
+        sketch.gone(source)
+        if sketch.chance(0.3):
+            return [self.step(source=source, release=True)]
+        device = sketch.seen(seen["slot"])["device"] if seen["slot"] in sketch.names("ring") else 0
+        known = {"groups": seen["groups"], "form": "dict", "device": device, "stager": seen["stager"]}
+        name = sketch.add(sketch.name("t"), "transfer", **known, to_host=False, into=None)
+        return [self.step(to=name, source=source, stream=sketch.stream(device))]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        name = arguments["source"]
+        host = world.find(name, Host, own=True)
+        if host.slot is None:
+            raise Skip("it is no slot")
+        slots, slot = host.slot
+        if arguments.get("release") or slots.closed or slots.stager.closed:
+            del world.things[name]
+            slots.out.discard(name)
+            host.leaves.clear()
+            host.tree = None
+            slot.release()
+            return
+        world.settled(host)
+        contents = [leaf.content for leaf in host.leaves]
+        with refusable(slots.stager):
+            transfer = slot.put(stream=world.stream(arguments.get("stream")))
+        del world.things[name]
+        slots.out.discard(name)
+        started = Started(transfer, contents, form="dict", device=slots.stager.device, to_host=False)
+        if arguments.get("to") is not None:
+            world.things[arguments["to"]] = started
+
+
+@final
+class CloseRing(Kind):
+    name = "close_ring"
+    weight = 0.5
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        ring = sketch.pick("ring", own=True)
+        if ring is None:
+            return []
+        sketch.gone(ring)
+        return [self.step(ring=ring)]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        slots = world.find(arguments["ring"], Slots, own=True)
+        slots.closed = True
+        slots.ring.close()
+
+
+@final
+class Turn(Kind):
+    """Acquire, write and put a slot, and look at what came: what every thread of a program may do with one ring."""
+
+    name = "turn"
+    weight = 1.5
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        ring = sketch.pick("ring")
+        return [] if ring is None else [self.step(ring=ring, turns=sketch.random.randint(1, 4), owner=sketch.name("o"))]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        slots = world.find(arguments["ring"], Slots)
+        if slots.closed or slots.stager.closed or len(slots.out) >= slots.slots:
+            raise Skip("every slot is out")
+        for turn in range(arguments["turns"]):
+            owner = f"{arguments['owner']}.{turn}"
+            slot = slots.ring.acquire()
+            contents = [leaf.content for leaf in write_slot(slot, slots.groups, owner)]
+            try:
+                transfer = slot.put()
+            except xferlib.AllocationError:
+                if not slots.stager.tight:
+                    raise
+                slot.release()
+                return
+            arrays = flat("dict", transfer.result())
+            for array, content in zip(arrays, contents, strict=True):
+                assert_holds(world.kit.read(array), content, "what a slot's put gave")
+
+
+ALL: tuple[type[Kind], ...] = (OpenRing, Acquire, PutSlot, CloseRing, Turn)

@@ -1,0 +1,291 @@
+"""What a program asks of a framework beyond the hooks of its conformance module: streams, layouts, canaries. One kit per backend.
+
+Frameworks are imported when a kit is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+import xferlib
+from tests.random_programs.canary import ArenaCanary, Canary, CupyCanary, DriverCanary, JaxCanary, NumbaCanary, NumpyCanary
+from tests.random_programs.content import EXTENSIONS, Array, dtype_named, viewed
+from tests.random_programs.driver import StrictStager
+from xferlib.registry import companion
+
+__all__ = ["NAMES", "Kit", "kit_named"]
+
+NAMES = ("host", "jax", "cupy", "numba")
+PLAIN = ("bool", "int8", "uint8", "int16", "int32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
+
+
+class Kit(ABC):
+    """One framework. `canaries`: by name, what makes one of some bytes."""
+
+    name: ClassVar[str]
+    canaries: dict[str, Callable[[Array], Canary]]
+    devices = 1
+    holds = 2
+    """That may be open at once."""
+    wait_holds_gil = False
+    """Whether to wait for device work keeps other threads from running, so that none could release it meanwhile."""
+    held_sizes: tuple[int, ...] = ()
+    """Bytes that readers and held producers may have, where each size is compiled; empty: any."""
+    patience = 0.004
+    """Seconds that a step may be blocked by what is held, before it is released."""
+
+    def __init__(self) -> None:
+        module = companion(self.name, "conformance")
+        (hooks,) = [kind for name, kind in vars(module).items() if name.startswith("Test") and kind.__module__ == module.__name__]
+        self.hooks: Any = hooks()
+        self.opener: Any = import_module(module.__name__.rpartition(".")[0]).open_stager
+        with xferlib.stager(self.name) as stager:
+            self.flags = stager.capabilities
+            self.on_gpu = stager.on_gpu
+            self.dtypes = tuple(name for name in (*PLAIN, *EXTENSIONS) if _is_taken(stager.backend, name))
+
+    def warm(self) -> None:
+        """Run once what programs run under a hold."""
+        with xferlib.stager(self.open(0, locks=False), pinned_limit=64 << 20, staging="2x64KiB") as stager:
+            for nbytes in self.held_sizes or (256,):
+                values = np.ones(nbytes, np.uint8)
+                array = stager.put(values).result()
+                stager.put(np.ones(300_000, np.uint8)).result()
+                with self.hooks.hold_compute(stager.backend) as hold:
+                    read = self.hooks.read_later(array, hold)
+                    hold.release()
+                    read()
+                with self.hooks.held_array(stager.backend, values) as held:
+                    held.release()
+                with self.hooks.hold_copies(stager.backend) as hold:
+                    hold.release()
+
+    def open(self, device: int, *, locks: bool) -> Any:
+        """Open a backend for a stager."""
+        return self.opener(device=device)
+
+    def read(self, array: Any) -> Array:
+        """Wait for the calling thread's current stream, and return what the array holds, without a stager."""
+        values: Array = self.hooks.to_numpy(array)
+        return values
+
+    def read_later(self, array: Any, hold: Any) -> Callable[[], Array]:
+        """Enqueue what reads the array behind what is held."""
+        values: Callable[[], Array] = self.hooks.read_later(array, hold)
+        return values
+
+    def stream(self) -> Any:
+        raise NotImplementedError
+
+    def end_stream(self, stream: Any) -> None:
+        """Wait for a stream; it is not used any more."""
+        stream.synchronize()
+
+    def current(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make the stream the thread's current one. Only where `has_current`."""
+        raise NotImplementedError
+
+    has_current = False
+    views: tuple[str, ...] = ("tail", "steps", "backwards", "turned")
+    layouts: tuple[str, ...] = ("C",)
+
+    def foreign(self, values: Array, layout: str) -> Any:
+        """Return a finished device array of the framework's own."""
+        return self.hooks.from_numpy(values)
+
+    def view(self, array: Any, how: str) -> Any:
+        return viewed(array, how)
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        return
+
+
+@final
+class HostKit(Kit):
+    name = "host"
+    has_current = True
+    layouts = ("C", "F", "steps", "backwards")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.canaries = {"numpy": NumpyCanary, "arena": ArenaCanary}
+
+    def open(self, device: int, *, locks: bool) -> Any:
+        return StrictStager(self.opener(), locks=locks)
+
+    def read_later(self, array: Any, hold: Any) -> Callable[[], Array]:
+        # As bytes: NumPy's array interface cannot spell the dtypes of extensions.
+        dtype, shape = array.dtype, array.shape
+        values: Callable[[], Array] = self.hooks.read_later(array.reshape(-1).view(np.uint8), hold)
+        return lambda: values().view(dtype).reshape(shape)
+
+    def stream(self) -> Any:
+        import xferlib_host
+
+        return xferlib_host.Stream()
+
+    def end_stream(self, stream: Any) -> None:
+        stream.close()
+
+    def current(self, stream: Any) -> AbstractContextManager[Any]:
+        entered: AbstractContextManager[Any] = stream
+        return entered
+
+    def foreign(self, values: Array, layout: str) -> Any:
+        return laid_out(values, layout)
+
+
+@final
+class JaxKit(Kit):
+    name = "jax"
+    views = ("same",)
+    wait_holds_gil = True
+    # Each that is held has one of the few threads that compute, and what finds none left waits with the interpreter's lock held.
+    holds = 1
+    held_sizes = (256, 4096, 300_000)
+
+    def __init__(self) -> None:
+        super().__init__()
+        import jax
+
+        self.jax: Any = jax
+        self.devices = len(jax.local_devices()) if self.on_gpu else 1
+        self.layouts = ("C", "F")
+        self.canaries = {"jax": functools.partial(JaxCanary, jax)}
+        if self.on_gpu:
+            self.canaries["driver"] = DriverCanary
+        else:
+            self.canaries["arena"] = ArenaCanary
+
+    def open(self, device: int, *, locks: bool) -> Any:
+        backend = self.opener(device=device)
+        return backend if self.on_gpu else StrictStager(backend, locks=locks)
+
+    def view(self, array: Any, how: str) -> Any:
+        # No view, but another array over the same memory.
+        return self.jax.device_put(array, array.device)
+
+    def foreign(self, values: Array, layout: str) -> Any:
+        if layout == "C" or values.ndim != 2 or 0 in values.shape:
+            return self.hooks.from_numpy(values)
+        from jax.experimental.layout import Format, Layout
+
+        device = self.jax.local_devices()[0]
+        form = Format(Layout(major_to_minor=(1, 0)), self.jax.sharding.SingleDeviceSharding(device))
+        return self.jax.device_put(values, form).block_until_ready()
+
+    def settle(self) -> None:
+        self.jax.effects_barrier()
+
+
+@final
+class CupyKit(Kit):
+    name = "cupy"
+    has_current = True
+    layouts = ("C", "F", "steps", "backwards")
+
+    def __init__(self) -> None:
+        super().__init__()
+        import cupy
+
+        self.cupy: Any = cupy
+        self.devices = int(cupy.cuda.runtime.getDeviceCount())
+        self.canaries = {"cupy": functools.partial(CupyCanary, cupy), "driver": DriverCanary}
+
+    def read(self, array: Any) -> Array:
+        with array.device:
+            values: Array = self.hooks.to_numpy(array)
+        return values
+
+    def stream(self) -> Any:
+        return self.cupy.cuda.Stream(non_blocking=True)
+
+    def current(self, stream: Any) -> AbstractContextManager[Any]:
+        entered: AbstractContextManager[Any] = stream
+        return entered
+
+    def foreign(self, values: Array, layout: str) -> Any:
+        if layout == "C":
+            return self.hooks.from_numpy(values)
+        array = laid_out(values, layout)
+        base = array if array.base is None else array.base
+        raw = self.cupy.asarray(np.ascontiguousarray(base.reshape(-1, order="A")).view(np.uint8))
+        self.cupy.cuda.get_current_stream().synchronize()
+        offset = array.ctypes.data - base.ctypes.data
+        return self.cupy.ndarray(array.shape, array.dtype, raw.data + offset, strides=array.strides)
+
+    def settle(self) -> None:
+        self.cupy.cuda.runtime.deviceSynchronize()
+
+
+@final
+class NumbaKit(Kit):
+    name = "numba"
+    views = ("tail", "steps", "turned")
+    layouts = ("C", "F")
+
+    def __init__(self) -> None:
+        if not hasattr(np, "row_stack"):
+            # Numba asks for it as it is imported.
+            np.row_stack = np.vstack
+        super().__init__()
+        from xferlib_numba._module import load
+
+        self.cuda: Any = load().cuda
+        self.devices = len(list(self.cuda.gpus))
+        self.canaries = {"numba": functools.partial(NumbaCanary, self.cuda), "driver": DriverCanary}
+
+    def stream(self) -> Any:
+        return self.cuda.stream()
+
+    def current(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def foreign(self, values: Array, layout: str) -> Any:
+        if layout == "C" or values.ndim != 2:
+            return self.hooks.from_numpy(values)
+        return self.hooks.from_numpy(np.ascontiguousarray(values.T)).T
+
+    def settle(self) -> None:
+        self.cuda.synchronize()
+
+
+def laid_out(values: Array, layout: str) -> Array:
+    """Return the values in new memory of this layout: C, F, every second place, or last first."""
+    if layout == "F":
+        array = np.empty(values.shape, values.dtype, "F")
+    elif layout == "steps" and values.ndim:
+        array = np.zeros((2 * values.shape[0], *values.shape[1:]), values.dtype)[::2]
+    elif layout == "backwards" and values.ndim:
+        array = np.empty(values.shape, values.dtype)[::-1]
+    else:
+        array = np.empty(values.shape, values.dtype)
+    same = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}.get(values.dtype.itemsize, np.complex128)
+    if values.ndim:
+        array.view(same)[...] = values.view(same)
+    else:
+        array[...] = values
+    return array
+
+
+def _is_taken(backend: Any, name: str) -> bool:
+    try:
+        backend.check_dtype(dtype_named(name))
+    except (TypeError, ImportError):
+        return False
+    return True
+
+
+@functools.cache
+def kit_named(name: str) -> Kit:
+    """Return this process's kit for a backend. Raises `BackendUnavailableError` where it cannot be opened."""
+    kinds: dict[str, type[Kit]] = {kind.name: kind for kind in (HostKit, JaxKit, CupyKit, NumbaKit)}
+    return kinds[name]()

@@ -1,0 +1,94 @@
+"""Which sizes, dtypes and layouts a program has: few of each, so that memory is used again, and near every boundary in the code."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from tests.random_programs.content import dtype_named
+from tests.random_programs.traits import Traits
+
+__all__ = ["Group", "Palette"]
+
+Group: TypeAlias = list[Any]
+"""How many leaves, and of each: dtype, shape, layout, memory. As JSON."""
+
+TINY = (0, 1, 8, 255, 256, 257, 1000, 4096)
+PACKED = (65_535, 65_536, 65_537, 60_000, 8192)
+"""Up to here, and up to the first of the next, leaves share a block."""
+MIDDLE = (72 << 10, 128 << 10, 200_000, 256 << 10, 300_000)
+LARGE = (1 << 20, (1 << 20) - 1, (1 << 20) + 256, (2 << 20) - 256, 2 << 20, (2 << 20) + 256, 3_000_000)
+HUGE = (5 << 20, 8 << 20, 16 << 20)
+STAGING = ("1x64KiB", "2x256KiB", "2x64KiB", "3x256KiB", "2x1MiB")
+CHUNKS = {"1x64KiB": 64 << 10, "2x256KiB": 256 << 10, "2x64KiB": 64 << 10, "3x256KiB": 256 << 10, "2x1MiB": 1 << 20}
+LAYOUTS = ("C", "C", "C", "C", "F", "steps", "backwards", "offset")
+MEMORIES = ("pinned", "pinned", "pinned", "pageable", "pageable", "view", "readonly", "memmap")
+MANY = (15, 16, 17, 40, 150, 600)
+
+
+@final
+class Palette:
+    """What one program draws its arrays from."""
+
+    def __init__(self, random: Random, traits: Traits) -> None:
+        self._random = random
+        self._traits = traits
+        self.staging = random.choice(STAGING)
+        chunk = CHUNKS[self.staging]
+        self.weight = random.choices(("small", "middle", "large", "huge"), (60, 28, 10, 2))[0]
+        around = (chunk - 256, chunk, chunk + 1, chunk + 256, 3 * chunk + 1000)
+        pools = {
+            "small": (*TINY, *TINY, *PACKED),
+            "middle": (*TINY, *PACKED, *MIDDLE, *MIDDLE, chunk, chunk + 1),
+            "large": (*TINY, *PACKED, *MIDDLE, *LARGE, *LARGE, *around),
+            "huge": (*PACKED, *MIDDLE, *LARGE, *HUGE, *around),
+        }
+        self.sizes = [random.choice(pools[self.weight]) for _ in range(random.randint(1, 4))]
+        if traits.held_sizes and random.random() < 0.7:
+            self.sizes += [random.choice(traits.held_sizes[: 2 if self.weight == "small" else 3])] * 2
+        if random.random() < 0.7:
+            self.sizes += [random.choice((256, 4096, 30_000))]
+        some = random.sample(traits.dtypes, min(3, len(traits.dtypes)))
+        self.dtypes = ["uint8", "uint8", *some]
+        self.most_nbytes = {"small": 1 << 20, "middle": 2 << 20, "large": 8 << 20, "huge": 24 << 20}[self.weight]
+
+    def groups(self, *, memory: str | None = None, plain: bool = False) -> list[Group]:
+        """Draw the leaves of one tree. `plain`: in C order and none empty."""
+        random = self._random
+        kinds = random.choices((1, 2, 3), (6, 3, 1))[0]
+        if random.random() < 0.55:
+            counts = [1] if kinds == 1 else [1] * kinds
+        elif random.random() < 0.8:
+            counts = [random.randint(1, 6) for _ in range(kinds)]
+        else:
+            counts = [random.choice(MANY)]
+        groups, left = [], self.most_nbytes
+        for count in counts:
+            group = self.group(count, memory=memory, plain=plain, most=left // count)
+            groups.append(group)
+            left -= count * int(np.prod(group[2], dtype=np.int64)) * dtype_named(group[1]).itemsize
+        return groups
+
+    def group(self, count: int = 1, *, memory: str | None = None, plain: bool = False, most: int = 1 << 30) -> Group:
+        random = self._random
+        size = random.choice([size for size in self.sizes if size <= most and (size or not plain)] or [256 if most >= 256 else 1])
+        dtype = random.choice(self.dtypes)
+        if size in self._traits.held_sizes and random.random() < 0.8:
+            dtype = "uint8"
+        items = max(size // dtype_named(dtype).itemsize, 1 if plain else 0)
+        layout = "C" if plain or not items else random.choice(LAYOUTS)
+        kind = memory or random.choice(MEMORIES)
+        return [count, dtype, self._shape(items, flat=dtype == "uint8" and random.random() < 0.6), layout, kind]
+
+    def _shape(self, items: int, *, flat: bool) -> list[int]:
+        random = self._random
+        if items == 0:
+            return random.choice(([0], [3, 0, 2]))
+        if items == 1 and random.random() < 0.5:
+            return []
+        if flat or random.random() < 0.5:
+            return [items]
+        rows = random.choice([rows for rows in (2, 3, 4, 5, 8, 16) if items % rows == 0] or [1])
+        return [rows, items // rows]

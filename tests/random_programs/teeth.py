@@ -1,0 +1,75 @@
+"""How soon the programs find a defect: `python -m tests.random_programs.teeth --backend host`. For every mutant, how many it took.
+
+Each is planted in a copy of the checkout. What fails without a mutant counts for none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.random_programs.kits import NAMES
+from tests.random_programs.mutants import MUTANTS, Mutant
+from tests.random_programs.supervise import Failure, Runner
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("xferlib", "backends", "tests/random_programs")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.random_programs.teeth")
+    parser.add_argument("--backend", choices=NAMES, default="host")
+    parser.add_argument("--programs", type=int, default=400, help="at most, for each mutant")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="mutants with this in their name")
+    options = parser.parse_args()
+    missed = 0
+    for mutant in MUTANTS:
+        if options.only not in mutant.name or mutant.only not in ("", options.backend):
+            continue
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            if not _plant(mutant, root):
+                print(f"| {mutant.name} | its text is gone | |", flush=True)
+                continue
+            found = _hunt(options.backend, root, options.seed, options.programs)
+        words = "NOT FOUND" if found is None else f"{1 + (found.number or 0)} | {found.signature}"
+        missed += found is None
+        print(f"| {mutant.name} | {words} | {time.monotonic() - began:.0f} s |", flush=True)
+    return missed
+
+
+def _plant(mutant: Mutant, root: Path) -> bool:
+    for part in PARTS:
+        shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
+    file = root / mutant.file
+    text = file.read_text()
+    if mutant.old not in text:
+        return False
+    file.write_text(text.replace(mutant.old, mutant.new))
+    return True
+
+
+def _hunt(backend: str, root: Path, seed: int, programs: int) -> Failure | None:
+    """Return the first program that fails with the mutant and passes without it."""
+    environment = {"PYTHONPATH": f"{root}{os.pathsep}{root / 'backends'}"}
+    if backend == "jax":
+        environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
+    with Runner(backend, environment, root=root) as mutated, Runner(backend) as sound:
+        for number in range(programs):
+            _, failure = mutated.run(seed, number)
+            if failure is None:
+                continue
+            if all(sound.run_text(failure.program) is None for _ in range(3)):
+                return failure
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The process that runs programs: requests in, outcomes out, a line each. A hang ends it, with every thread's traceback."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+from tests.random_programs.defects import DEFECTS
+from tests.random_programs.draw import draw_program
+from tests.random_programs.kits import Kit, kit_named
+from tests.random_programs.program import Program
+from tests.random_programs.run import listen, run_program
+from tests.random_programs.traits import Traits
+from xferlib.errors import BackendUnavailableError
+
+__all__ = ["serve"]
+
+HANG_SECONDS = float(os.environ.get("XFERLIB_RANDOM_PROGRAMS_HANG_SECONDS", "45"))
+"""Of one program. Longer than any hold."""
+
+
+def traits_of(kit: Kit) -> Traits:
+    files = ("npy", "npz", "safetensors") if importlib.util.find_spec("safetensors") else ("npy", "npz")
+    flags = kit.flags
+    return Traits(
+        backend=kit.name,
+        streams=flags.streams,
+        put_into=flags.put_into,
+        mapped=flags.mapped,
+        register=flags.register,
+        on_gpu=kit.on_gpu,
+        has_current=kit.has_current,
+        devices=kit.devices,
+        dtypes=kit.dtypes,
+        layouts=kit.layouts,
+        views=kit.views,
+        canaries=tuple(sorted(kit.canaries)),
+        holds=kit.holds,
+        held_sizes=kit.held_sizes,
+        files=files,
+    )
+
+
+def serve(backend: str, defect: str | None = None) -> None:
+    """Run what is asked for on standard input until it ends. `defect`: one of `DEFECTS`, to be planted first."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    # What anybody prints goes to the log.
+    os.dup2(2, 1)
+    faulthandler.enable()
+    warnings.simplefilter("ignore")
+    try:
+        kit = kit_named(backend)
+    except BackendUnavailableError as error:
+        print(json.dumps({"unavailable": str(error)}), file=out)
+        return
+    listen()
+    kit.warm()
+    if defect is not None:
+        DEFECTS[defect]()
+    traits = traits_of(kit)
+    gc.collect()
+    gc.freeze()
+    print(json.dumps({"ready": True, "on_gpu": kit.on_gpu}), file=out)
+    for line in sys.stdin:
+        print(json.dumps(_answer(json.loads(line), kit, traits)), file=out)
+
+
+def _answer(request: dict[str, Any], kit: Kit, traits: Traits) -> dict[str, Any]:
+    if "program" in request:
+        program = Program.from_json(request["program"])
+    else:
+        program = draw_program(traits, request["seed"], request["number"])
+    if request.get("only_draw"):
+        return {"program": program.to_json()}
+    # Read by whoever sees the log after a hang or a crash.
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    outcome = run_program(program, kit, tidy=request.get("tidy", False))
+    faulthandler.cancel_dump_traceback_later()
+    answer: dict[str, Any] = {
+        "failure": outcome.failure,
+        "at": outcome.at,
+        "skipped": outcome.skipped,
+        "steps": program.count,
+        "seconds": outcome.seconds,
+        "rss": _rss(),
+    }
+    if outcome.failure is not None:
+        answer |= {"trace": outcome.trace, "program": program.to_json()}
+    return answer
+
+
+def _rss() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
