@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutation.areas import AREAS
-from tests.mutation.draw import Mutant, drawn, written
+from tests.mutation.draw import STALE, Mutant, drawn, written
 from tests.mutation.judge import Judge, Verdict
 from tests.mutation.tree import ROOT, Scratch
 
@@ -59,6 +59,9 @@ def _run(options: argparse.Namespace, mutants: list[Mutant], numbers: Any, scrat
     records = []
     for number in numbers:
         mutant = mutants[number - 1]
+        if mutant.kind == STALE:
+            _show(number, mutant)
+            continue
         scratch.write(mutant.path, mutant.text)
         verdict = judge.judge(area.targets(mutant.path))
         scratch.mend(mutant.path)
@@ -86,7 +89,7 @@ def _show(number: int, mutant: Mutant, verdict: Verdict | None = None) -> None:
     outcome = ""
     if verdict is not None:
         outcome = f"  ALIVE, {verdict.seconds:.0f} s" if verdict.killer is None else f"  {verdict.seconds:.0f} s {verdict.killer}"
-    print(f"{number:3} {mutant.path}:{mutant.line} {mutant.kind}{outcome}")
+    print(f"{number:3} {mutant.path}:{mutant.line} {mutant.kind}{outcome}", flush=True)
     if verdict is None or verdict.killer is None:
         print("    " + mutant.diff().replace("\n", "\n    "), flush=True)
 
