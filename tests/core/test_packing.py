@@ -89,6 +89,56 @@ def test_layouts_that_were_not_used_for_long_are_forgotten() -> None:
     assert layouts.of([(np.zeros(1), None)]) is not first
 
 
+def test_a_layout_is_kept_while_no_more_than_so_many_are() -> None:
+    layouts = Layouts()
+    first = layouts.of([(np.zeros(1), None)])
+    for size in range(2, KEPT + 1):
+        layouts.of([(np.zeros(size), None)])
+    assert layouts.of([(np.zeros(1), None)]) is first
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_trees_that_differ_in_one_dtype_are_not_taken_for_each_other(stager: xferlib.Stager, odd: int) -> None:
+    for dtypes in ([np.float32] * 3, [np.int64 if index == odd else np.float32 for index in range(3)]):
+        leaves = [np.full(5, index + 1, dtype) for index, dtype in enumerate(dtypes)]
+        for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+            assert got.dtype == want.dtype
+            assert np.array_equal(got, want)
+
+
+def test_trees_that_differ_in_where_a_dtype_begins_are_not_taken_for_each_other(stager: xferlib.Stager) -> None:
+    for dtypes in (["f4", "f4", "f8"], ["f4", "f8", "f8"]):
+        leaves = [np.full(5, index + 1, dtype) for index, dtype in enumerate(dtypes)]
+        for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+            assert got.dtype == want.dtype
+            assert np.array_equal(got, want)
+
+
+def test_trees_that_differ_in_their_shapes_alone_are_not_taken_for_each_other(stager: xferlib.Stager) -> None:
+    for shapes in ([(6,), (4,)], [(2, 3), (4,)], [(4,), (6,)]):
+        leaves = [np.full(shape, index + 1) for index, shape in enumerate(shapes)]
+        for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+            assert got.shape == want.shape
+            assert np.array_equal(got, want)
+
+
+def test_leaves_of_64_kib_share_a_block_and_larger_ones_have_their_own() -> None:
+    with xferlib.stager("host") as stager:
+        kept = stager.put([np.full(64 << 10, 1, np.uint8), np.full(64 << 10, 2, np.uint8)]).result()
+        assert stager.backend.memory.calls().device_allocations == 1  # type: ignore[attr-defined]  # the host backend's own
+        more = stager.put([np.full((64 << 10) + 1, 3, np.uint8), np.full((64 << 10) + 1, 4, np.uint8)]).result()
+        assert stager.backend.memory.calls().device_allocations == 3  # type: ignore[attr-defined]
+        assert [int(array[-1]) for array in (*kept, *more)] == [1, 2, 3, 4]
+
+
+def test_large_and_small_leaves_by_turns_arrive(stager: xferlib.Stager) -> None:
+    sizes = [10, 70_000, 0, 300, 65_536, 65_537, 1]
+    leaves = [np.full(size, index + 1, np.uint8) for index, size in enumerate(sizes)]
+    for _ in range(2):
+        for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+            assert np.array_equal(got, want)
+
+
 def test_a_wrong_leaf_among_many_is_named(stager: xferlib.Stager) -> None:
     leaves: list[Any] = tree(40)
     leaves[30] = np.array(["text"])
