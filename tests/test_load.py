@@ -206,3 +206,33 @@ def test_a_missing_package_is_named_with_what_to_type(
     with pytest.raises(ModuleNotFoundError, match=r"pip install \"safetensors>=.*\" \"ml-dtypes>=.*\"") as caught:
         xferlib.load(path, stager)
     assert caught.value.name == missing
+
+
+def test_a_dtype_whose_size_nobody_knows_is_refused(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tensor:
+        def get_dtype(self) -> str:
+            return "STRANGE"
+
+        def get_shape(self) -> list[int]:
+            return [2]
+
+    class Reader:
+        """A newer reader, which lets files pass that are in nobody's words yet."""
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> Reader:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def offset_keys(self) -> list[str]:
+            return ["a"]
+
+        def get_slice(self, name: str) -> Tensor:
+            return Tensor()
+
+    path = tensors(tmp_path, a=np.arange(2))
+    monkeypatch.setattr(safetensors, "safe_open", Reader)
+    with pytest.raises(ValueError, match=r"weights\.safetensors' holds a dtype of unknown size, 'STRANGE'"):
+        xferlib.load(path, stager)

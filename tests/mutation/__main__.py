@@ -17,7 +17,7 @@ from tests.mutation.judge import Judge, Verdict
 from tests.mutation.tree import ROOT, Scratch
 
 LIMIT_FACTOR = 4
-LEAST_SECONDS = 120.0
+LEAST_SECONDS = 600.0
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace, mutants: list[Mutant], numbers: Any, scrat
     Judge(scratch.folder, 0).warm()
     baseline = 0.0
     if not options.no_baseline:
-        verdict = Judge(scratch.folder, 3600).judge(list(area.tests))
+        verdict = Judge(scratch.folder, 3600).judge(area.everything())
         baseline = verdict.seconds
         print(f"baseline: {baseline:.0f} s, {verdict.killer or 'all tests pass'} {verdict.reason}", flush=True)
         if verdict.killer is not None:

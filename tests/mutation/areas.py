@@ -16,11 +16,14 @@ Targets = tuple[str, ...]
 @final
 @dataclass(frozen=True)
 class Area:
-    """Patterns of files, without those that match `but`; `first`: by pattern, what judges such a file before the other tests."""
+    """Patterns of files, without those that match `but`; `tests` judge them, or `own` by pattern, where a file has tests of its own.
+
+    Few and quick ones: whoever survives them is looked at by hand.
+    """
 
     files: Targets
     tests: Targets
-    first: dict[str, Targets] = field(default_factory=dict)
+    own: dict[str, Targets] = field(default_factory=dict)
     but: Targets = ()
 
     def paths(self) -> list[str]:
@@ -30,8 +33,14 @@ class Area:
 
     def targets(self, path: str) -> list[str]:
         """Return what judges a file, in the order in which it is run."""
-        first = [target for pattern, targets in self.first.items() if fnmatch.fnmatch(path, f"*{pattern}") for target in targets]
-        return list(dict.fromkeys([*first, *self.tests]))
+        for pattern, targets in self.own.items():
+            if fnmatch.fnmatch(path, f"*{pattern}"):
+                return list(dict.fromkeys(targets))
+        return list(dict.fromkeys(self.tests))
+
+    def everything(self) -> list[str]:
+        """Return all that judges a file of this area."""
+        return list(dict.fromkeys(target for path in self.paths() for target in self.targets(path)))
 
 
 def folder(parent: str, *names: str) -> Targets:
@@ -58,39 +67,36 @@ SUITE = ("tests/test_suite_rules.py", "tests/test_gates.py", *LAWS, "tests/test_
 AREAS = {
     "memory": Area(
         ("xferlib/memory/*.py", "xferlib/pinning.py"),
-        (
-            *POOL,
-            *core("limits", "ranges", "arrays", "pages", "pinning", "pinning_failures"),
-            *core("full_ring", "stager_lifetime", "stager_put", "stager_get", "borrow", "staging"),
-            *("tests/test_maps.py", *LAWS),
-        ),
+        POOL,
         {
-            "/pinning.py": core("pinning", "pinning_failures"),
-            "/limits.py": core("limits"),
-            "/ranges.py": core("ranges", "pool"),
-            "/pages.py": core("pages"),
+            "/pool.py": (*POOL, *core("full_ring", "stager_put", "stager_lifetime")),
+            "/pinning.py": (*core("pinning", "pinning_failures", "stager_lifetime"), "tests/test_maps.py"),
+            "/limits.py": core("limits", "pages"),
+            "/ranges.py": (*core("ranges"), *POOL),
+            "/pages.py": core("pages", "pinning"),
             "/nodes.py": core("pages"),
             "/mappings.py": core("pages", "pinning"),
-            "/arrays.py": core("arrays", "stager_put"),
-            "/host.py": core("borrow", "stager_put", "pinning"),
-            "/blocks.py": core("pinning", "pool_failures", "stager_lifetime"),
+            "/arrays.py": (*core("arrays", "stager_put", "bad_input", "staging"), *LAWS),
+            "/host.py": (*core("borrow", "stager_put", "pinning", "packing", "bad_input"), *LAWS),
+            "/blocks.py": (*POOL, *core("stager_lifetime")),
         },
     ),
     "transfers": Area(
         tuple(f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "views", "maps")),
-        (
-            *PUTS,
-            *core("stager_get", "transfer", "bad_input", "stager_lifetime", "inflight", "packing", "device", "arrays"),
-            *("tests/test_maps.py", "tests/test_loud.py", *core("full_ring", "pinning", "registry"), *LAWS),
-        ),
+        (),
         {
-            "/puts.py": (*PUTS, *core("packing", "bad_input", "inflight")),
-            "/gets.py": (*GETS, *core("bad_input")),
-            "/transfer.py": core("transfer"),
-            "/checks.py": core("bad_input", "put_into"),
-            "/views.py": ("tests/test_maps.py",),
-            "/maps.py": ("tests/test_maps.py",),
-            "/stager.py": core("bad_input", "stager_put", "stager_get", "stager_lifetime"),
+            "/puts.py": (*PUTS, *core("packing", "bad_input", "inflight", "device"), "tests/test_loud.py", *LAWS),
+            "/gets.py": (*GETS, *core("bad_input", "inflight"), *LAWS),
+            "/transfer.py": (*core("transfer", "borrow", "stager_get"), *LAWS),
+            "/checks.py": (*core("bad_input", "put_into", "stager_put", "stager_get"), "tests/test_maps.py"),
+            "/views.py": ("tests/test_maps.py", *LAWS),
+            "/maps.py": ("tests/test_maps.py", *LAWS),
+            "/stager.py": (
+                *core(
+                    "bad_input", "stager_put", "stager_get", "stager_lifetime", "pool_policies", "staging", "pinning", "registry"
+                ),
+                *("tests/test_loud.py", "tests/test_maps.py", *LAWS),
+            ),
         },
     ),
     "device": Area(
@@ -112,16 +118,18 @@ AREAS = {
     ),
     "pipeline": Area(
         ("xferlib/pipeline/*.py",),
-        (*pipeline("prefetch", "ring", "drain", "stream", "report"), "tests/pipeline", "tests/test_demo_pipeline.py"),
+        ("tests/pipeline",),
         {
-            "/ring.py": pipeline("ring", "released_slots"),
-            "/drain.py": pipeline("drain"),
-            "/ends.py": pipeline("drain"),
-            "/stream.py": pipeline("stream"),
-            "/report.py": pipeline("report"),
-            "/clock.py": pipeline("report"),
-            "/bill.py": pipeline("ring"),
-            "/rows.py": pipeline("ring"),
+            "/ring.py": pipeline("ring", "released_slots", "prefetch", "closing_meanwhile"),
+            "/feed.py": pipeline("prefetch", "stream", "prefetch_refusals", "closing_meanwhile"),
+            "/prefetch.py": pipeline("prefetch", "prefetch_refusals", "released_slots", "report", "stream"),
+            "/drain.py": pipeline("drain", "stream", "closing_meanwhile"),
+            "/ends.py": pipeline("drain", "ring", "released_slots", "stream"),
+            "/stream.py": pipeline("stream", "drain", "report"),
+            "/report.py": pipeline("report", "stream"),
+            "/clock.py": pipeline("report", "prefetch"),
+            "/bill.py": pipeline("ring", "prefetch", "drain"),
+            "/rows.py": pipeline("drain", "stream"),
         },
     ),
     "workers": Area(
@@ -132,11 +140,9 @@ AREAS = {
     ),
     "host": Area(
         ("backends/xferlib_host/*.py",),
-        ("tests/host", *LAWS, *core("stager_put", "stager_get", "stager_lifetime", "transfer", "inflight"), "tests/test_maps.py"),
+        ("tests/host", *LAWS),
         {
-            "_stream.py": ("tests/host/test_host_streams.py", "tests/host/test_host_events.py"),
-            "_worker.py": ("tests/host/test_host_streams.py", "tests/host/test_host_failures.py"),
-            "_memory.py": ("tests/host/test_host_memory.py", "tests/host/test_host_blocks.py"),
+            "_memory.py": ("tests/host/test_host_memory.py", "tests/host/test_host_blocks.py", "tests/host", *LAWS),
         },
         but=("*/conformance.py", "*/workload.py"),
     ),
@@ -145,11 +151,9 @@ AREAS = {
         (*JAX, "tests/jax/test_jax_random_run.py", "tests/frameworks", "backends/xferlib_jax/conformance.py"),
         {
             "_unpack.py": ("tests/jax/test_jax_unpack.py",),
-            "_sharded.py": ("tests/jax/test_jax_sharded.py",),
-            "_spread.py": ("tests/jax/test_jax_sharded.py",),
-            "_prefetch.py": ("tests/jax/test_jax_sharded.py",),
-            "_cpu.py": ("tests/jax/test_jax_cpu.py",),
-            "_arrays.py": ("tests/jax/test_jax_arrays.py",),
+            **{
+                f"_{name}.py": ("tests/jax/test_jax_sharded.py",) for name in ("sharded", "spread", "prefetch", "stagers", "gather")
+            },
         },
         # What only CUDA runs, and the suite's hooks.
         but=tuple(f"*/{name}.py" for name in (*JAX_ON_CUDA, "conformance", "workload", "diagnosis", "_probe")),
@@ -159,6 +163,7 @@ AREAS = {
         (*SUITE, "tests/mutants/test_host_mutants.py"),
         {
             "/gates.py": ("tests/test_gates.py",),
+            "/watchdog.py": ("tests/test_gates.py",),
             "/laws/*.py": (*LAWS, "tests/mutants/test_host_mutants.py"),
         },
         # What only runs on CUDA.
