@@ -16,7 +16,7 @@ Targets = tuple[str, ...]
 @final
 @dataclass(frozen=True)
 class Area:
-    """Patterns of files, without those that match `but`; `tests` judge them, or `own` by pattern, where a file has tests of its own.
+    """Patterns of files, without those that match `but`; `tests` judge them, or `own` by pattern, where a file has its own.
 
     Few and quick ones: whoever survives them is looked at by hand.
     """
