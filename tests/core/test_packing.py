@@ -10,7 +10,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import tampered
-from xferlib.layout import KEPT, Layouts
+from xferlib.layout import KEPT, Layout, Layouts
 
 DTYPES = [np.bool_, np.int8, np.uint16, np.float32, np.complex64, np.int64, ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e5m2)]
 
@@ -129,6 +129,14 @@ def test_leaves_of_64_kib_share_a_block_and_larger_ones_have_their_own() -> None
         more = stager.put([np.full((64 << 10) + 1, 3, np.uint8), np.full((64 << 10) + 1, 4, np.uint8)]).result()
         assert stager.backend.memory.calls().device_allocations == 3  # type: ignore[attr-defined]
         assert [int(array[-1]) for array in (*kept, *more)] == [1, 2, 3, 4]
+
+
+def test_an_empty_leaf_has_a_unit_of_its_own_too() -> None:
+    """Who takes a block apart reads whole units, also of the last leaf."""
+    empty, some = ((0,), np.dtype(np.float32)), ((3,), np.dtype(np.float32))
+    layout = Layout([empty, some, empty])
+    assert layout.addresses([1 << 20]) == [1 << 20, (1 << 20) + 256, (1 << 20) + 512]
+    assert layout.sizes == [768]
 
 
 def test_large_and_small_leaves_by_turns_arrive(stager: xferlib.Stager) -> None:
