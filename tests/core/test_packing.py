@@ -65,6 +65,34 @@ def test_pinned_leaves_among_many_are_sent_from_where_they_are(stager: xferlib.S
     assert stager.stats().synchronous == 20
 
 
+def test_many_small_leaves_in_memory_of_the_caller_s_that_is_pinned_are_sent_from_where_they_are(stager: xferlib.Stager) -> None:
+    memory = np.arange(4000)
+    # The second time: leaves of a dtype that is new are looked at one by one.
+    with stager.pin(memory):
+        for _ in range(2):
+            got = stager.put(np.split(memory, 40)).result()
+    assert np.array_equal(np.concatenate(got), memory)
+    assert stager.stats().synchronous == 0
+
+
+def test_of_many_small_leaves_in_ordinary_memory_the_driver_is_asked_about_one() -> None:
+    asked: list[int] = []
+    backend = tampered()
+
+    def is_pinned(address: int, nbytes: int) -> bool:
+        asked.append(address)
+        return bool(backend.inner.is_pinned(address, nbytes))
+
+    backend.is_pinned = is_pinned
+    memory = np.arange(4000)
+    with xferlib.stager(backend) as stager:
+        leaves = np.split(memory, 40)
+        stager.put(leaves).synchronize()
+        asked.clear()
+        stager.put(leaves).synchronize()
+        assert asked == [leaves[0].ctypes.data]
+
+
 def test_arrays_of_the_callers_side_by_side_are_overwritten_exactly(stager: xferlib.Stager) -> None:
     """What lies between them is not ours: no pad may be written there."""
     memory = np.full(10_000, 9, np.uint8)
