@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+
+from xferlib_host._worker import Worker
 
 from tests.host.work import SECONDS
 
@@ -98,6 +101,14 @@ def test_a_forked_child_closes_though_another_thread_had_the_locks() -> None:
         )
         == "7\n"
     )
+
+
+def test_a_worker_that_has_ended_is_not_waited_for() -> None:
+    worker = Worker("ended")
+    worker.close()
+    began = time.monotonic()
+    worker.drain(SECONDS)
+    assert time.monotonic() - began < SECONDS / 2
 
 
 def test_no_stream_has_the_handle_0() -> None:
