@@ -32,11 +32,12 @@ class Area:
         return sorted(path for path in found if not any(fnmatch.fnmatch(path, pattern) for pattern in self.but))
 
     def targets(self, path: str) -> list[str]:
-        """Return what judges a file, in the order in which it is run."""
-        for pattern, targets in self.own.items():
-            if fnmatch.fnmatch(path, f"*{pattern}"):
-                return list(dict.fromkeys(targets))
-        return list(dict.fromkeys(self.tests))
+        """Return what judges a file, in the order in which it is run. A target with a star stands for what there is of it."""
+        found = next((targets for pattern, targets in self.own.items() if fnmatch.fnmatch(path, f"*{pattern}")), self.tests)
+        there = [
+            sorted(str(file.relative_to(ROOT)) for file in ROOT.glob(target)) if "*" in target else [target] for target in found
+        ]
+        return list(dict.fromkeys(target for each in there for target in each))
 
     def everything(self) -> list[str]:
         """Return all that judges a file of this area."""
@@ -55,7 +56,7 @@ def pipeline(*names: str) -> Targets:
     return folder("pipeline", *names)
 
 
-POOL = core("pool", "pool_policies", "pool_failures")
+POOL = core("pool", "pool_policies", "pool_failures", "pinned_limit*")
 PUTS = core("stager_put", "put_into", "borrow", "staging")
 GETS = core("stager_get", "staging")
 LOAD = ("tests/test_load.py", "tests/test_load_damaged.py")
@@ -100,8 +101,8 @@ AREAS = {
         },
     ),
     "device": Area(
-        ("xferlib/device.py",),
-        (*core("device", "device_failures", "packing", "stager_put", "stager_lifetime", "inflight", "put_into"), *LAWS),
+        ("xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"),
+        (*core("device", "device_failures", "tickets*", "packing", "stager_put", "stager_lifetime", "put_into"), *LAWS),
     ),
     "load-tree-packing": Area(
         ("xferlib/load.py", "xferlib/tree.py", "xferlib/layout.py"),
@@ -120,10 +121,10 @@ AREAS = {
         ("xferlib/pipeline/*.py",),
         ("tests/pipeline",),
         {
-            "/ring.py": pipeline("ring", "released_slots", "prefetch", "closing_meanwhile"),
-            "/feed.py": pipeline("prefetch", "stream", "prefetch_refusals", "closing_meanwhile"),
-            "/prefetch.py": pipeline("prefetch", "prefetch_refusals", "released_slots", "report", "stream"),
-            "/drain.py": pipeline("drain", "stream", "closing_meanwhile"),
+            "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile"),
+            "/feed.py": pipeline("prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile"),
+            "/prefetch.py": pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream"),
+            "/drain.py": pipeline("drain", "one_pass*", "stream", "closing_meanwhile"),
             "/ends.py": pipeline("drain", "ring", "released_slots", "stream"),
             "/stream.py": pipeline("stream", "drain", "report"),
             "/report.py": pipeline("report", "stream"),
