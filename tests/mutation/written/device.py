@@ -1,82 +1,88 @@
-"""Device memory: blocks, leases, and when a block may be written again."""
+"""Device memory: blocks, leases, and when a block may be written again; tickets, and the thread that settles what is left."""
 
 # ruff: noqa: E501  # Quoted code is as long as it is.
 
 from __future__ import annotations
 
-DEVICE = "xferlib/device.py"
+DEVICE, TICKETS, REAPER = "xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"
 
 MUTANTS = [
-    (DEVICE, old, new)
-    for old, new in (
-        (
-            "            if stream.keepalive is None:\n                self._cache.end_now(self.block, self._streams)\n                return\n",
-            "",
-        ),
-        ("        return self._nbytes - sum(self._dropped.copy())", "        return self._nbytes"),
-        ("            if start <= target.address < end:", "            if start < target.address < end:"),
-        ("            if start <= target.address < end:", "            if start <= target.address <= end:"),
-        (
-            "        with suppress(*self._backend.failures):\n            self._backend.sweep()\n        self._over",
-            "        self._over",
-        ),
-        ("        self.end = lambda entry: dropped.append(entry[0].nbytes)", "        self.end = lambda entry: None"),
-        ("        with self._lock:\n            self._shelve(ended, fenced)\n        self.trim()", "        self.trim()"),
-        (
-            "        # Copies that are done may hold the last reference to an array, and so to its block.\n        self._flow.reap()\n",
-            "",
-        ),
-        ("or changes != self._changes or self.ended or self.fenced:", "or changes != self._changes:"),
-        (
-            "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:",
-            "if behind > READERS_BEHIND and behind * size >= WORTH_WAITING:",
-        ),
-        (
-            "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:",
-            "if behind >= READERS_BEHIND and behind * size > WORTH_WAITING:",
-        ),
-        (
-            "                    with suppress(CapabilityError):\n                        return self._oldest(size), deque(), False",
-            "                    return self._oldest(size), deque(), False",
-        ),
-        (
-            "                victims = self._others(size, reached=True)\n",
-            "                victims = self._others(size, reached=False)\n",
-        ),
-        ("            self._live.pop(block.address, None)\n            cell = ", "            cell = "),
-        ("            cell.append(entry)\n", "            cell.appendleft(entry)\n"),
-        ("            self._live.pop(block.address, None)\n            self._dropped.append", "            self._dropped.append"),
-        (
-            "            if not isinstance(error, self._backend.failures):\n                raise\n            return\n        fenced.append",
-            "            return\n        fenced.append",
-        ),
-        ("        if fence is None and not self._backend.lost(block):", "        if fence is None:"),
-        ("                lost = reached is None or self._backend.lost(block)", "                lost = self._backend.lost(block)"),
-        (
-            "                if lost:\n                    self._nbytes -= size\n                elif",
-            "                if lost:\n                    pass\n                elif",
-        ),
-        ("            cell.extendleft(reversed(waiting))", "            cell.extendleft(waiting)"),
-        ("self._nbytes + size > self.limit:", "self._nbytes + size >= self.limit:"),
-        ("            self._backend.order_h2d(fence)\n            self.waits += 1\n", "            self.waits += 1\n"),
-        (
-            "                if excess > 0 and (not reached or self._reached(fence)):",
-            "                if excess >= 0 and (not reached or self._reached(fence)):",
-        ),
-        ("        if excess > 0:\n            return deque()\n", ""),
-        (
-            "                with suppress(*self._backend.failures):\n                    fence.synchronize()\n",
-            "                pass\n",
-        ),
-        ("            self._backend.order_h2d(block.ready)\n", ""),
-        (
-            "                self.trim()\n                return self._had(self._backend.alloc_device(size))\n",
-            "                return self._had(self._backend.alloc_device(size))\n",
-        ),
-        (
-            "            self._idle.setdefault(size, deque()).append((block, block.ready))",
-            "            self._idle.setdefault(size, deque()).append((block, None))",
-        ),
-        ("    step = 1 << max(8, nbytes.bit_length() - 4)", "    step = 1 << max(8, nbytes.bit_length() - 3)"),
-    )
+    (
+        DEVICE,
+        "return sum([row.block.nbytes for row in list(self._rows.values())]) + sum(list(self._growing.values()))",
+        "return sum([row.block.nbytes for row in list(self._rows.values())])",
+    ),
+    (DEVICE, "        if self.settle():\n            watch(self)\n", "        self.settle()\n"),
+    (DEVICE, "        return bool(self._rows or self._growing)", "        return bool(self._leased)"),
+    (DEVICE, "                if self._torn:\n                    self._mend()\n", ""),
+    (
+        DEVICE,
+        "            if row.doomed:\n                self._doomed.append(row)\n            elif",
+        "            if row.doomed:\n                pass\n            elif",
+    ),
+    (DEVICE, "                self._places.pop(row.block.address, None)\n", ""),
+    (DEVICE, "            if row is not None and row.lease == number:", "            if row is not None:"),
+    (DEVICE, "            elif number in self._growing:\n                self._given_up[number] = None\n", ""),
+    (DEVICE, "        if fence is None and not doomed:", "        if fence is None:"),
+    (
+        DEVICE,
+        "                fence = self._backend.retire(row.streams.values())",
+        "                fence = self._backend.retire(list(row.streams.values())[:1])",
+    ),
+    (
+        DEVICE,
+        "        row.fence, row.lease, row.streams, row.doomed = fence, None, {}, doomed",
+        "        row.fence, row.lease, row.doomed = fence, None, doomed",
+    ),
+    (
+        DEVICE,
+        "        # Copies that are done may hold the last reference to an array, and so to its block.\n        self._flow.reap()\n",
+        "",
+    ),
+    (DEVICE, "or changes != self._changes or self._returns:", "or changes != self._changes:"),
+    (
+        DEVICE,
+        "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:",
+        "if behind > READERS_BEHIND and behind * size >= WORTH_WAITING:",
+    ),
+    (
+        DEVICE,
+        "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:",
+        "if behind >= READERS_BEHIND and behind * size > WORTH_WAITING:",
+    ),
+    (
+        DEVICE,
+        "            with suppress(CapabilityError):\n                return self._oldest(size, number, streams), False",
+        "            return self._oldest(size, number, streams), False",
+    ),
+    (DEVICE, "self._doom_others(size, reached=True)", "self._doom_others(size, reached=False)"),
+    (DEVICE, "            if reached is None or self._backend.lost(row.block):", "            if self._backend.lost(row.block):"),
+    (DEVICE, "            else:\n                index += 1\n", "            else:\n                break\n"),
+    (DEVICE, "        row = cell[0]\n", "        row = cell[-1]\n"),
+    (
+        DEVICE,
+        "            self._backend.order_h2d(row.fence)\n            row.fence = None\n            self.waits += 1\n",
+        "            row.fence = None\n            self.waits += 1\n",
+    ),
+    (DEVICE, "self.nbytes + size > self.limit:", "self.nbytes + size >= self.limit:"),
+    (
+        DEVICE,
+        "                if excess > 0 and (not reached or self._reached(row.fence)):",
+        "                if excess >= 0 and (not reached or self._reached(row.fence)):",
+    ),
+    (DEVICE, "        if excess > 0:\n            return False\n", ""),
+    (
+        DEVICE,
+        "                if row.fence is not None and not self._closed:\n                    row.fence.synchronize()\n",
+        "                pass\n",
+    ),
+    (
+        DEVICE,
+        "            self._growing.pop(number, None)\n            self._changes += 1\n            if not",
+        "            if not",
+    ),
+    (DEVICE, "            # Idle blocks of other sizes may be all that stands in the way.\n            self._trim()\n", ""),
+    (DEVICE, "    step = 1 << max(8, nbytes.bit_length() - 4)", "    step = 1 << max(8, nbytes.bit_length() - 3)"),
+    (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
+    (REAPER, "    if threading.current_thread() is not threading.main_thread():\n        return call()\n", "    return call()\n"),
 ]
