@@ -1,7 +1,5 @@
 """Device memory: blocks, leases, and when a block may be written again; tickets, and the thread that settles what is left."""
 
-# ruff: noqa: E501  # Quoted code is as long as it is.
-
 from __future__ import annotations
 
 DEVICE, TICKETS, REAPER = "xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"
