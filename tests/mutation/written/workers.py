@@ -1,5 +1,7 @@
 """Batches that worker processes write."""
 
+# ruff: noqa: E501  # Quoted code is as long as it is.
+
 from __future__ import annotations
 
 RUN, RING, SLOTS, CREW, WORKER, PROCESS, LAYOUT, MEMORY = (
@@ -35,18 +37,26 @@ MUTANTS = [
     ),
     (RUN, "            # A copy may be done that nobody has asked about since.\n            reap_all()\n", ""),
     (RUN, "        if self._ended is None:\n            self._ended = reason", "        self._ended = reason"),
-    (RUN, "                self._crew.dismiss(0)\n", ""),
     (
-        RING,
-        "        if self.nbytes > stats.pinned_limit_nbytes - stats.pinned_nbytes:",
-        "        if self.nbytes > stats.pinned_limit_nbytes:",
+        RUN,
+        "                # An interrupt. If another one comes in here, the next step finds the crew cut.\n                self._mend()\n                raise",
+        "                self._crew.cut = False\n                raise",
     ),
+    (RING, "        if self.nbytes > stats.pinned_limit_nbytes:", "        if self.nbytes >= stats.pinned_limit_nbytes:"),
     (RING, "        if slots < 2:", "        if slots < 1:"),
     (RING, '        self._end_run(RuntimeError("a later', '        repr(RuntimeError("a later'),
-    (SLOTS, "            if state == FILLING and index not in taken:", "            if index not in taken:"),
-    (SLOTS, "        self._states[index] = FREE\n        self._bell.ring()", "        self._states[index] = FREE"),
-    (SLOTS, "            self._states[index] = FREE\n            raise", "            raise"),
-    (CREW, "            if worker.ready:\n                self._stillborn = 0\n", ""),
+    (SLOTS, "            if holder == FILLING and index not in taken:", "            if index not in taken:"),
+    (
+        SLOTS,
+        "            if number in self._holders:\n                self._holders[self._holders.index(number)] = FREE\n",
+        "            self._holders[number % len(self._holders)] = FREE\n",
+    ),
+    (
+        SLOTS,
+        "        return all(holder > FREE for holder in self._holders)",
+        "        return all(holder != FREE for holder in self._holders)",
+    ),
+    (CREW, "        if worker.ready:\n            self._stillborn = 0\n", ""),
     (
         CREW,
         "            if self._stillborn >= STILLBORN or (code is not None and code >= 0):",
@@ -65,7 +75,7 @@ MUTANTS = [
         "    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):",
         "    if not isinstance(error, Exception):",
     ),
-    (PROCESS, "            if self._run != begin.run:\n", "            if self._run < 0:\n"),
+    (PROCESS, "        if self._run != begin.run:\n", "        if self._run < 0:\n"),
     (LAYOUT, "        room = min((part.shape[0]", "        room = max((part.shape[0]"),
     (
         LAYOUT,
