@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from xferlib_host import Stream
 
 import xferlib
 from tests.core.fakes import tampered
@@ -262,3 +263,22 @@ def test_a_closed_stager_refuses(stager: xferlib.Stager) -> None:
         with pytest.raises(xferlib.ClosedError, match=r"this stager is closed. Open another one with xferlib\.stager"):
             call()
     assert "closed" in repr(closed)
+
+
+@pytest.mark.parametrize(
+    ("tree", "options"),
+    [
+        (np.arange(10), {}),
+        ([np.arange(10), np.arange(3)], {}),
+        (np.zeros(2 << 20, np.uint8), {"borrow": True}),
+        ([np.zeros(2 << 20, np.uint8), np.arange(3)], {"borrow": True}),
+    ],
+    ids=["array", "tree", "borrowed array", "borrowed tree"],
+)
+def test_nothing_is_put_for_a_stream_that_is_refused(stager: xferlib.Stager, tree: Any, options: dict[str, Any]) -> None:
+    stream = Stream()
+    stream.close()
+    with pytest.raises(xferlib.ClosedError):
+        stager.put(tree, stream=stream, **options)
+    stats = stager.stats()
+    assert (stats.h2d_nbytes, stats.device_nbytes) == (0, 0)
