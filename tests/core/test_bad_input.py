@@ -282,3 +282,16 @@ def test_nothing_is_put_for_a_stream_that_is_refused(stager: xferlib.Stager, tre
         stager.put(tree, stream=stream, **options)
     stats = stager.stats()
     assert (stats.h2d_nbytes, stats.device_nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("stream", [7, 0.0, False])
+def test_only_the_int_0_is_called_ambiguous(stager: xferlib.Stager, stream: object) -> None:
+    for move in (stager.put, stager.get):
+        with pytest.raises(TypeError, match=r"xferlib_host\.Stream"):
+            move(GOOD, stream=stream)
+
+
+def test_what_the_backend_refuses_to_read_says_where_it_stands(stager: xferlib.Stager) -> None:
+    with pytest.raises(TypeError, match="without a mask") as caught:
+        stager.get([GOOD, {"a": np.ma.masked_array([1.0])}])
+    assert caught.value.__notes__ == ["at tree[1].a"]
