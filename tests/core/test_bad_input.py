@@ -295,3 +295,19 @@ def test_what_the_backend_refuses_to_read_says_where_it_stands(stager: xferlib.S
     with pytest.raises(TypeError, match="without a mask") as caught:
         stager.get([GOOD, {"a": np.ma.masked_array([1.0])}])
     assert caught.value.__notes__ == ["at tree[1].a"]
+
+
+def test_a_stream_is_checked_as_a_transfer_would() -> None:
+    stream, ended = Stream(), Stream()
+    ended.close()
+    with xferlib.stager("host") as stager:
+        stager.check_stream(stream)
+        with pytest.raises(ValueError, match="ambiguous"):
+            stager.check_stream(0)
+        with pytest.raises(TypeError, match=r"xferlib_host\.Stream"):
+            stager.check_stream("fast")
+        with pytest.raises(xferlib.ClosedError, match="runs nothing any more"):
+            stager.check_stream(ended)
+    with pytest.raises(xferlib.ClosedError, match="this stager is closed"):
+        stager.check_stream(stream)
+    stream.close()
