@@ -62,6 +62,8 @@ OTHER_METHODS = {
 }
 ALIKE_ONLY_BY_NAME = {"isinstance", "issubclass", "getattr", "setattr", "hasattr", "map", "filter", "partial", "finalize", "zip"}
 """Whose arguments are of kinds so different that nothing is learned when the first line that runs falls over them."""
+SYMMETRIC = {"assert_same", "same"}
+"""Whose arguments only change places in a message."""
 DECLARES = {"TypeVar", "ParamSpec", "NewType", "getLogger"}
 WARNS = {"warn", "warn_explicit", "add_note", "debug", "info", "warning"}
 UNWRAPPED = {"sorted", "set", "tuple", "list", "dict", "iter", "reversed", "abs", "bool"}
@@ -264,7 +266,7 @@ class _Finder:
             end = self._span(node.func)[1]
             self._add("other method", node, "insert(0, ", (end - len(name), self._span(node.args[0])[0]))
         plain = [each for each in node.args if not isinstance(each, ast.Starred)]
-        if len(plain) == len(node.args) and name not in ALIKE_ONLY_BY_NAME:
+        if len(plain) == len(node.args) and name not in ALIKE_ONLY_BY_NAME | SYMMETRIC:
             for left, right in itertools.pairwise(plain):
                 between = self.raw[self._span(left)[1] : self._span(right)[0]].decode()
                 swapped = self._text(right) + between + self._text(left)
