@@ -64,7 +64,7 @@ class Judge:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=lambda: (os.nice(19), None)[1],
+            preexec_fn=_lower,
         )
         try:
             shown, _ = child.communicate(timeout=self._limit)
@@ -91,3 +91,9 @@ class Judge:
         if late or "Timeout" in shown:
             return Verdict(where, "hung: ended by the guard", seconds)
         return Verdict(where, f"ended with status {status}: {shown[-TAIL:]}", seconds)
+
+
+def _lower() -> None:
+    """In the child, before it is pytest: give way to others, and mind Ctrl-C, which shells have their background jobs ignore."""
+    os.nice(19)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
