@@ -47,15 +47,15 @@ def _options() -> argparse.Namespace:
 
 def _run(options: argparse.Namespace, mutants: list[Mutant], numbers: Any, scratch: Scratch) -> int:
     area = AREAS[options.area]
-    Judge(scratch.folder, 0).warm()
+    Judge(scratch.folder, 0, 0).warm()
     baseline = 0.0
     if not options.no_baseline:
-        verdict = Judge(scratch.folder, 3600).judge(area.everything())
+        verdict = Judge(scratch.folder, 3600, area.hang_seconds).judge(area.everything())
         baseline = verdict.seconds
         print(f"baseline: {baseline:.0f} s, {verdict.killer or 'all tests pass'} {verdict.reason}", flush=True)
         if verdict.killer is not None:
             return 2
-    judge = Judge(scratch.folder, max(LEAST_SECONDS, LIMIT_FACTOR * baseline))
+    judge = Judge(scratch.folder, max(LEAST_SECONDS, LIMIT_FACTOR * baseline), area.hang_seconds)
     records = []
     for number in numbers:
         mutant = mutants[number - 1]

@@ -25,6 +25,7 @@ class Area:
     tests: Targets
     own: dict[str, Targets] = field(default_factory=dict)
     but: Targets = ()
+    hang_seconds: int = 60
 
     def paths(self) -> list[str]:
         """Return the files, in a fixed order."""
@@ -158,6 +159,8 @@ AREAS = {
         },
         # What only CUDA runs, and the suite's hooks.
         but=tuple(f"*/{name}.py" for name in (*JAX_ON_CUDA, "conformance", "workload", "diagnosis", "_probe")),
+        # Some start processes that compile.
+        hang_seconds=180,
     ),
     "conformance": Area(
         ("xferlib/conformance/*.py", "xferlib/conformance/laws/*.py", "backends/xferlib_host/conformance.py"),

@@ -14,8 +14,6 @@ from typing import NamedTuple, final
 
 __all__ = ["Judge", "Verdict"]
 
-HANG_SECONDS = 40
-"""After which a test is taken for hung. The guard of the tests ends it then, with a traceback."""
 FIRST = re.compile(r"^(?:FAILED|ERROR) (\S+(?: \S+)*?)(?: - (.*))?$", re.MULTILINE)
 STUCK = re.compile(r'File "[^"]*?(tests/[^"]+\.py)", line \d+ in (test_\w+)')
 TAIL = 3000
@@ -33,8 +31,10 @@ class Verdict(NamedTuple):
 class Judge:
     """Runs pytest in `folder`, one process at a time, at the lowest priority."""
 
-    def __init__(self, folder: Path, limit_seconds: float) -> None:
+    def __init__(self, folder: Path, limit_seconds: float, hang_seconds: int) -> None:
+        """`hang_seconds`: after which the guard of the tests takes one for hung, and ends it with a traceback."""
         self._folder = folder
+        self._hang = hang_seconds
         self._limit = limit_seconds
         path = f"{folder}:{folder / 'backends'}"
         self._environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -54,7 +54,7 @@ class Judge:
         child = subprocess.Popen(
             [
                 *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line"),
-                *("-o", f"faulthandler_timeout={HANG_SECONDS}", "-o", "addopts=--import-mode=importlib", "-rfE"),
+                *("-o", f"faulthandler_timeout={self._hang}", "-o", "addopts=--import-mode=importlib", "-rfE"),
                 *targets,
             ],
             cwd=self._folder,
