@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import json
 import pickle
 import sys
+import threading
+import zipfile
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from numpy.lib import format as npy
+from xferlib_host import Stream
 
 import xferlib
+from tests.core.fakes import held, on_thread
 from xferlib.stager import Stager
 
 RANDOM = np.random.default_rng(7)
@@ -70,6 +78,95 @@ def test_a_file_larger_than_the_pinned_limit_passes_through(tmp_path: Path) -> N
         assert stager.backend.memory.calls().pinned_allocations >= 1  # type: ignore[attr-defined]  # the host backend's own
 
 
+def test_the_end_of_the_name_may_be_in_capitals(stager: Stager, tmp_path: Path) -> None:
+    path = saved(tmp_path, np.arange(3))
+    same(xferlib.load(path.rename(tmp_path / "ARRAY.NPY"), stager), np.arange(3))
+
+
+def save_npy(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    np.save(path, arrays["a"])
+
+
+def save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    np.savez(path, **arrays)  # type: ignore[arg-type]  # NumPy's types take every keyword for its own
+
+
+def save_tensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    safetensors.numpy.save_file(arrays, path)
+
+
+FORMATS: dict[str, Any] = {".npy": save_npy, ".npz": save_npz, ".safetensors": save_tensors}
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_load_returns_when_the_arrays_are_there_whatever_stream_is_current(stager: Stager, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"file{suffix}"
+    FORMATS[suffix](path, {"a": np.arange(100)})
+
+    def load() -> Any:
+        with Stream():
+            return xferlib.load(path, stager)
+
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's own
+        loading = on_thread(load)
+        assert not wait([loading], 0.3).done
+    got = loading.result(10)
+    same(got if suffix == ".npy" else got["a"], np.arange(100))
+
+
+def test_no_more_than_two_members_are_in_memory(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "many.npz"
+    np.savez(path, **{str(index): np.full(100, index) for index in range(5)})  # type: ignore[arg-type]
+    read: list[int] = []
+    second = threading.Event()
+    read_array = npy.read_array
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        read.append(1)
+        if len(read) == 2:
+            second.set()
+        return read_array(*args, **kwargs)
+
+    monkeypatch.setattr(npy, "read_array", counted)
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's own
+        loading = on_thread(lambda: xferlib.load(path, stager))
+        assert second.wait(10)
+        assert not wait([loading], 0.3).done
+        assert len(read) == 2
+    assert [int(array[0]) for array in loading.result(10).values()] == list(range(5))
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_files_are_only_read(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    path = tmp_path / f"file{suffix}"
+    FORMATS[suffix](path, {"a": np.arange(100)})
+    modes: list[str] = []
+    real = open
+
+    def noted(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if str(file) == str(path):
+            modes.append(mode)
+        return real(file, mode, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", noted)
+    monkeypatch.setattr("io.open", noted)
+    xferlib.load(path, stager)
+    assert set(modes) == {"rb"}
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_the_npy_format_is_read(stager: Stager, tmp_path: Path, version: tuple[int, int]) -> None:
+    array = RANDOM.random((20, 3))
+    file = io.BytesIO()
+    npy.write_array(file, array, version=version)
+    path = tmp_path / "array.npy"
+    path.write_bytes(file.getvalue())
+    same(xferlib.load(path, stager), array)
+    with zipfile.ZipFile(tmp_path / "many.npz", "w") as archive:
+        archive.writestr("a.npy", file.getvalue())
+    same(xferlib.load(tmp_path / "many.npz", stager)["a"], array)
+
+
 def test_the_path_may_be_a_string(stager: Stager, tmp_path: Path) -> None:
     same(xferlib.load(str(saved(tmp_path, np.arange(3))), stager), np.arange(3))
 
@@ -120,12 +217,52 @@ def test_safetensors_may_be_of_dtypes_that_numpy_lacks(stager: Stager, tmp_path:
     same(xferlib.load(path, stager, names=["values"])["values"], values)
 
 
+def tensor_file(folder: Path, *tensors: tuple[str, str, list[int], bytes]) -> Path:
+    """Write a safetensors file by hand: each tensor by its name, dtype, shape and bytes, in this order."""
+    header: dict[str, Any] = {}
+    data = b""
+    for name, kind, shape, raw in tensors:
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    written = json.dumps(header).encode()
+    path = folder / "weights.safetensors"
+    path.write_bytes(len(written).to_bytes(8, "little") + written + data)
+    return path
+
+
+KINDS = {
+    "BOOL": np.bool_,
+    **{f"{letter}{bits}": f"{kind}{bits // 8}" for letter, kind in (("I", "i"), ("U", "u")) for bits in (8, 16, 32, 64)},
+    **{"F16": np.float16, "F32": np.float32, "F64": np.float64, "C64": np.complex64, "BF16": ml_dtypes.bfloat16},
+    **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E8M0": ml_dtypes.float8_e8m0fnu},
+    **{"F8_E5M2": ml_dtypes.float8_e5m2, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_dtype_of_safetensors_has_its_values(stager: Stager, tmp_path: Path, kind: str) -> None:
+    dtype = np.dtype(KINDS[kind])
+    values = np.array([1, 0, 1, 1], np.int8).astype(dtype)
+    path = tensor_file(tmp_path, ("before", "U8", [16], bytes(16)), ("values", kind, [2, 2], values.tobytes()))
+    same(xferlib.load(path, stager)["values"], values.reshape(2, 2))
+
+
+def test_tensors_behind_one_whose_items_are_no_whole_bytes_are_found(stager: Stager, tmp_path: Path) -> None:
+    after = np.arange(5, dtype=np.int32)
+    path = tensor_file(tmp_path, ("four bits", "F4", [2, 8], bytes(range(8))), ("after", "I32", [5], after.tobytes()))
+    same(xferlib.load(path, stager, names=["after"])["after"], after)
+    with pytest.raises(TypeError, match=r"'four bits' is of dtype F4, whose items are no whole bytes. Leave it out with names="):
+        xferlib.load(path, stager)
+
+
 def test_names_select_and_give_the_order(stager: Stager, tmp_path: Path) -> None:
     path = tensors(tmp_path, query=np.arange(3), key=np.arange(4), value=np.arange(5))
     assert list(xferlib.load(path, stager, names=["value", "query"])) == ["value", "query"]
     assert xferlib.load(path, stager, names=[]) == {}
     with pytest.raises(ValueError, match=r"no array named 'qery'. Did you mean 'query'"):
         xferlib.load(path, stager, names=["qery"])
+    with pytest.raises(ValueError, match=r"no array named 3. It has '.*', '.*', '.*'"):
+        xferlib.load(path, stager, names=["query", 3])  # type: ignore[list-item]  # on purpose
     with pytest.raises(TypeError, match="one string"):
         xferlib.load(path, stager, names="query")
     with pytest.raises(ValueError, match="without a name"):
@@ -206,3 +343,33 @@ def test_a_missing_package_is_named_with_what_to_type(
     with pytest.raises(ModuleNotFoundError, match=r"pip install \"safetensors>=.*\" \"ml-dtypes>=.*\"") as caught:
         xferlib.load(path, stager)
     assert caught.value.name == missing
+
+
+def test_a_dtype_whose_size_nobody_knows_is_refused(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tensor:
+        def get_dtype(self) -> str:
+            return "STRANGE"
+
+        def get_shape(self) -> list[int]:
+            return [2]
+
+    class Reader:
+        """A newer reader, which lets files pass that are in nobody's words yet."""
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> Reader:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def offset_keys(self) -> list[str]:
+            return ["a"]
+
+        def get_slice(self, name: str) -> Tensor:
+            return Tensor()
+
+    path = tensors(tmp_path, a=np.arange(2))
+    monkeypatch.setattr(safetensors, "safe_open", Reader)
+    with pytest.raises(ValueError, match=r"weights\.safetensors' holds a dtype of unknown size, 'STRANGE'"):
+        xferlib.load(path, stager)

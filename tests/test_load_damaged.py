@@ -78,6 +78,14 @@ def test_a_header_that_makes_no_sense_is_damage(stager: Stager, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_a_shape_of_one_item_more_than_there_is_promises_too_much(stager: Stager, tmp_path: Path, suffix: str) -> None:
+    content: bytes | bytearray = array_file("'<f4'", "(17,)")
+    if suffix == ".npz":
+        content = archive({"array.npy": content})
+    refused(stager, tmp_path / f"array{suffix}", content, "promises 68 bytes, .*and there are 64")
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
 def test_a_shape_that_promises_too_much_takes_no_memory(stager: Stager, tmp_path: Path, suffix: str) -> None:
     content: bytes | bytearray = array_file("'|u1'", f"({1 << 33},)")
     if suffix == ".npz":

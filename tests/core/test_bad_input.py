@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from xferlib_host import Stream
 
 import xferlib
 from tests.core.fakes import tampered
@@ -262,3 +263,59 @@ def test_a_closed_stager_refuses(stager: xferlib.Stager) -> None:
         with pytest.raises(xferlib.ClosedError, match=r"this stager is closed. Open another one with xferlib\.stager"):
             call()
     assert "closed" in repr(closed)
+
+
+@pytest.mark.parametrize(
+    ("tree", "options"),
+    [
+        (np.arange(10), {}),
+        ([np.arange(10), np.arange(3)], {}),
+        (np.zeros(2 << 20, np.uint8), {"borrow": True}),
+        ([np.zeros(2 << 20, np.uint8), np.arange(3)], {"borrow": True}),
+    ],
+    ids=["array", "tree", "borrowed array", "borrowed tree"],
+)
+def test_nothing_is_put_for_a_stream_that_is_refused(stager: xferlib.Stager, tree: Any, options: dict[str, Any]) -> None:
+    stream = Stream()
+    stream.close()
+    with pytest.raises(xferlib.ClosedError):
+        stager.put(tree, stream=stream, **options)
+    stats = stager.stats()
+    assert (stats.h2d_nbytes, stats.device_nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("stream", [7, 0.0, False])
+def test_only_the_int_0_is_called_ambiguous(stager: xferlib.Stager, stream: object) -> None:
+    for move in (stager.put, stager.get):
+        with pytest.raises(TypeError, match=r"xferlib_host\.Stream"):
+            move(GOOD, stream=stream)
+
+
+def test_what_the_backend_refuses_to_read_says_where_it_stands(stager: xferlib.Stager) -> None:
+    with pytest.raises(TypeError, match="without a mask") as caught:
+        stager.get([GOOD, {"a": np.ma.masked_array([1.0])}])
+    assert caught.value.__notes__ == ["at tree[1].a"]
+
+
+def test_a_stream_is_checked_as_a_transfer_would() -> None:
+    stream, ended = Stream(), Stream()
+    ended.close()
+    with xferlib.stager("host") as stager:
+        stager.check_stream(stream)
+        with pytest.raises(ValueError, match="ambiguous"):
+            stager.check_stream(0)
+        with pytest.raises(TypeError, match=r"xferlib_host\.Stream"):
+            stager.check_stream("fast")
+        with pytest.raises(xferlib.ClosedError, match="runs nothing any more"):
+            stager.check_stream(ended)
+    with pytest.raises(xferlib.ClosedError, match="this stager is closed"):
+        stager.check_stream(stream)
+    stream.close()
+
+
+def test_what_the_backend_would_read_and_has_no_dtype_is_refused_by_name() -> None:
+    with (
+        xferlib.stager(tampered(as_source=lambda array, stream=None: None)) as stager,
+        pytest.raises(TypeError, match=r"expected a device array of backend 'host', got builtins\.object"),
+    ):
+        stager.get(object())

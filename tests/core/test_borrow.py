@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from xferlib_host import Stream
 
 import xferlib
 from tests.core.fakes import Gated, held, on_thread, tampered
@@ -133,3 +135,19 @@ def test_pinned_leaves_beside_lent_ones_arrive(gated: Gated, stager: xferlib.Sta
     assert (got["pinned"] == 3).all()
     assert got["none"].shape == (0, 2)
     assert np.array_equal(got["lent"], numbers(8 * MIB))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_stream_that_is_named_waits_for_borrowed_leaves_too(count: int) -> None:
+    seen = threading.Event()
+    stream = Stream()
+    leaves = [np.full(2 * MIB // count, index, np.uint8) for index in range(count)]
+    with xferlib.stager("host", staging=RING) as stager:
+        with held(stager.backend.h2d) as gate:  # type: ignore[attr-defined]  # the host backend's own
+            transfer = stager.put(leaves[0] if count == 1 else leaves, borrow=True, stream=stream)
+            stream.submit(seen.set)
+            assert not seen.wait(0.2)
+            gate.set()
+            assert seen.wait(10)
+        transfer.synchronize()
+    stream.close()

@@ -10,7 +10,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import tampered
-from xferlib.layout import KEPT, Layouts
+from xferlib.layout import KEPT, Layout, Layouts
 
 DTYPES = [np.bool_, np.int8, np.uint16, np.float32, np.complex64, np.int64, ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e5m2)]
 
@@ -65,6 +65,34 @@ def test_pinned_leaves_among_many_are_sent_from_where_they_are(stager: xferlib.S
     assert stager.stats().synchronous == 20
 
 
+def test_many_small_leaves_in_memory_of_the_caller_s_that_is_pinned_are_sent_from_where_they_are(stager: xferlib.Stager) -> None:
+    memory = np.arange(4000)
+    # The second time: leaves of a dtype that is new are looked at one by one.
+    with stager.pin(memory):
+        for _ in range(2):
+            got = stager.put(np.split(memory, 40)).result()
+    assert np.array_equal(np.concatenate(got), memory)
+    assert stager.stats().synchronous == 0
+
+
+def test_of_many_small_leaves_in_ordinary_memory_the_driver_is_asked_about_one() -> None:
+    asked: list[int] = []
+    backend = tampered()
+
+    def is_pinned(address: int, nbytes: int) -> bool:
+        asked.append(address)
+        return bool(backend.inner.is_pinned(address, nbytes))
+
+    backend.is_pinned = is_pinned
+    memory = np.arange(4000)
+    with xferlib.stager(backend) as stager:
+        leaves = np.split(memory, 40)
+        stager.put(leaves).synchronize()
+        asked.clear()
+        stager.put(leaves).synchronize()
+        assert asked == [leaves[0].ctypes.data]
+
+
 def test_arrays_of_the_callers_side_by_side_are_overwritten_exactly(stager: xferlib.Stager) -> None:
     """What lies between them is not ours: no pad may be written there."""
     memory = np.full(10_000, 9, np.uint8)
@@ -87,6 +115,64 @@ def test_layouts_that_were_not_used_for_long_are_forgotten() -> None:
     for size in range(2, KEPT + 2):
         layouts.of([(np.zeros(size), None)])
     assert layouts.of([(np.zeros(1), None)]) is not first
+
+
+def test_a_layout_is_kept_while_no_more_than_so_many_are() -> None:
+    layouts = Layouts()
+    first = layouts.of([(np.zeros(1), None)])
+    for size in range(2, KEPT + 1):
+        layouts.of([(np.zeros(size), None)])
+    assert layouts.of([(np.zeros(1), None)]) is first
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_trees_that_differ_in_one_dtype_are_not_taken_for_each_other(stager: xferlib.Stager, odd: int) -> None:
+    for dtypes in ([np.float32] * 3, [np.int64 if index == odd else np.float32 for index in range(3)]):
+        leaves = [np.full(5, index + 1, dtype) for index, dtype in enumerate(dtypes)]
+        for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+            assert got.dtype == want.dtype
+            assert np.array_equal(got, want)
+
+
+def test_trees_that_differ_in_where_a_dtype_begins_are_not_taken_for_each_other(stager: xferlib.Stager) -> None:
+    for dtypes in (["f4", "f4", "f8"], ["f4", "f8", "f8"]):
+        leaves = [np.full(5, index + 1, dtype) for index, dtype in enumerate(dtypes)]
+        for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+            assert got.dtype == want.dtype
+            assert np.array_equal(got, want)
+
+
+def test_trees_that_differ_in_their_shapes_alone_are_not_taken_for_each_other(stager: xferlib.Stager) -> None:
+    for shapes in ([(6,), (4,)], [(2, 3), (4,)], [(4,), (6,)]):
+        leaves = [np.full(shape, index + 1) for index, shape in enumerate(shapes)]
+        for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+            assert got.shape == want.shape
+            assert np.array_equal(got, want)
+
+
+def test_leaves_of_64_kib_share_a_block_and_larger_ones_have_their_own() -> None:
+    with xferlib.stager("host") as stager:
+        kept = stager.put([np.full(64 << 10, 1, np.uint8), np.full(64 << 10, 2, np.uint8)]).result()
+        assert stager.backend.memory.calls().device_allocations == 1  # type: ignore[attr-defined]  # the host backend's own
+        more = stager.put([np.full((64 << 10) + 1, 3, np.uint8), np.full((64 << 10) + 1, 4, np.uint8)]).result()
+        assert stager.backend.memory.calls().device_allocations == 3  # type: ignore[attr-defined]
+        assert [int(array[-1]) for array in (*kept, *more)] == [1, 2, 3, 4]
+
+
+def test_an_empty_leaf_has_a_unit_of_its_own_too() -> None:
+    """Who takes a block apart reads whole units, also of the last leaf."""
+    empty, some = ((0,), np.dtype(np.float32)), ((3,), np.dtype(np.float32))
+    layout = Layout([empty, some, empty])
+    assert layout.addresses([1 << 20]) == [1 << 20, (1 << 20) + 256, (1 << 20) + 512]
+    assert layout.sizes == [768]
+
+
+def test_large_and_small_leaves_by_turns_arrive(stager: xferlib.Stager) -> None:
+    sizes = [10, 70_000, 0, 300, 65_536, 65_537, 1]
+    leaves = [np.full(size, index + 1, np.uint8) for index, size in enumerate(sizes)]
+    for _ in range(2):
+        for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+            assert np.array_equal(got, want)
 
 
 def test_a_wrong_leaf_among_many_is_named(stager: xferlib.Stager) -> None:

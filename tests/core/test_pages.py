@@ -147,6 +147,37 @@ def test_memory_that_could_not_be_unmapped_is_gone_all_the_same(backend: Locking
     pages._unmap(address, MIB)
 
 
+def test_what_the_backend_allocated_is_freed_by_the_backend_alone(backend: Locking) -> None:
+    freed: list[int] = []
+    unpinned: list[int] = []
+    backend.free_pinned = freed.append  # type: ignore[assignment, method-assign]  # noted
+    backend.on_unpin = unpinned.append
+    HostPages(backend).free(4096)
+    assert (freed, unpinned) == ([4096], [])
+
+
+def test_what_could_not_be_cut_off_a_mapping_is_an_allocation_error(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped_now, unmap = pages._mapped, pages._munmap
+    rooms: list[tuple[int, int]] = []
+
+    def note(at: int | None, nbytes: int, protection: int, flags: int) -> int:
+        address = mapped_now(at, nbytes, protection, flags)
+        if at is None:
+            rooms.append((address, nbytes))
+        return address
+
+    def refuse(address: int, nbytes: int) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    monkeypatch.setattr(pages, "_mapped", note)
+    monkeypatch.setattr(pages, "_munmap", refuse)
+    with pytest.raises(xferlib.AllocationError, match="the system did not unmap the memory"):
+        HostPages(backend).allocate(HUGE)
+    assert backend.locked == {}
+    assert [unmap(*room) for room in rooms] == [0]
+
+
 @pytest.mark.parametrize("error", [ArithmeticError("no"), KeyboardInterrupt()])
 def test_memory_that_could_not_be_locked_is_unmapped(backend: Locking, error: BaseException) -> None:
     seen: list[tuple[int, int]] = []

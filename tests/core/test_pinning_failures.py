@@ -71,6 +71,32 @@ def test_a_dropped_pin_that_could_not_be_unlocked_is_held_and_tried_again(kind: 
         assert not stager.backend.is_pinned(address, 80)
 
 
+def test_a_dropped_pin_that_is_never_unlocked_keeps_no_other_locked() -> None:
+    backend = tampered(failures=(OSError,))
+    first, second = np.zeros(10), np.zeros(20)
+    refuses = True
+
+    def unpin(address: int) -> None:
+        if refuses and address == first.ctypes.data:
+            raise OSError("error 713")
+        backend.inner.unpin(address)
+
+    backend.unpin = unpin
+    with xferlib.stager(backend) as stager:
+        pins = [stager.pin(first), stager.pin(second)]
+        while pins:
+            with pytest.warns(ResourceWarning, match="never closed"):
+                del pins[0]
+        for _ in range(2):
+            with pytest.raises(OSError, match="713"):
+                stager.trim()
+        assert pinned(stager, first)
+        assert not pinned(stager, second)
+        refuses = False
+        stager.trim()
+        assert not pinned(stager, first)
+
+
 def test_a_pin_that_is_dropped_after_the_stager_was_closed_says_nothing_and_holds_nothing() -> None:
     with xferlib.stager("host") as stager:
         array = np.zeros(10)

@@ -180,3 +180,10 @@ def test_a_stranger_s_package_is_found_like_ours(stranger: str) -> None:
     assert registry.companion(stranger, "workload").ANSWER == 42
     with pytest.raises(ModuleNotFoundError, match="conformance"):
         registry.companion(stranger, "conformance")
+
+
+def test_a_stager_says_what_it_is() -> None:
+    with xferlib.stager("host") as stager:
+        assert (stager.name, stager.on_gpu) == ("host", False)
+        assert stager.device.startswith("host memory (")
+        assert stager.capabilities is stager.backend.capabilities

@@ -290,3 +290,12 @@ def test_room_is_waited_for_while_another_thread_is_between_taking_and_starting(
         gated.gate.set()
         assert np.array_equal(other.result(10).value, source)
         assert np.array_equal(mine.result(10).value, source + 1)
+
+
+def test_trim_gives_back_what_ordinary_memory_passed_through() -> None:
+    with xferlib.stager("host", staging="2x64KiB") as stager:
+        stager.put(np.zeros(100_000, np.uint8)).synchronize()
+        calls = stager.backend.memory.calls  # type: ignore[attr-defined]  # the host backend's
+        assert calls().pinned_allocations > calls().pinned_frees
+        stager.trim()
+        assert calls().pinned_allocations == calls().pinned_frees

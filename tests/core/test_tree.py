@@ -12,6 +12,8 @@ import optree
 import pytest
 
 import xferlib
+import xferlib.tree as tree_module
+from tests.core.fakes import on_thread
 from xferlib.protocol import TakenApart
 from xferlib.tree import PLAIN, flatten, flatten_like, path, trees_of, unflatten
 
@@ -102,6 +104,61 @@ def test_two_classes_of_the_same_name_are_two() -> None:
     for cls in (first, second):
         leaves, spec = flatten(cls(A))
         assert type(unflatten(spec, leaves)) is cls
+
+
+def test_a_dataclass_that_another_thread_meets_first_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Fresh:
+        x: Any
+
+    registering = tree_module._registering
+    others: list[Any] = []
+
+    class Late:
+        """A lock that another thread has had in between."""
+
+        def __enter__(self) -> None:
+            monkeypatch.setattr(tree_module, "_registering", registering)
+            others.append(on_thread(lambda: flatten(Fresh(A))[0]).result(10))
+            registering.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            registering.release()
+
+    monkeypatch.setattr(tree_module, "_registering", Late())
+    leaves, spec = flatten(Fresh(B))
+    assert leaves == [B]
+    assert others == [[A]]
+    assert type(unflatten(spec, leaves)) is Fresh
+
+
+def test_dataclasses_in_dataclasses_are_taken_apart_the_first_time_they_are_met() -> None:
+    @dataclass
+    class Inner:
+        x: Any
+
+    @dataclass
+    class Outer:
+        inner: Any
+        rest: Any
+
+    leaves, spec = flatten(Outer(Inner(A), [Inner(B), C]))
+    assert leaves == [A, B, C]
+    again = unflatten(spec, "abc")
+    assert again == Outer(Inner("a"), [Inner("b"), "c"])
+
+
+def test_an_array_of_a_framework_that_is_a_dataclass_is_one_leaf() -> None:
+    @dataclass
+    class Framework:
+        dtype: Any
+        shape: Any
+
+    array = Framework(np.dtype(np.int8), (3,))
+    leaves, spec = flatten([array, A])
+    assert leaves == [array, A]
+    assert flatten(array) == ([array], None)
+    assert unflatten(spec, leaves) == [array, A]
 
 
 def test_a_path_says_where_a_leaf_stands() -> None:

@@ -1,0 +1,176 @@
+"""Which files make an area, and which tests judge it: those of the file that is broken first, then the area's."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, field
+from typing import final
+
+from tests.mutation.tree import ROOT
+
+__all__ = ["AREAS", "Area"]
+
+Targets = tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Area:
+    """Patterns of files, without those that match `but`; `tests` judge them, or `own` by pattern, where a file has its own.
+
+    Few and quick ones: whoever survives them is looked at by hand.
+    """
+
+    files: Targets
+    tests: Targets
+    own: dict[str, Targets] = field(default_factory=dict)
+    but: Targets = ()
+    hang_seconds: int = 60
+
+    def paths(self) -> list[str]:
+        """Return the files, in a fixed order."""
+        found = {str(path.relative_to(ROOT)) for pattern in self.files for path in ROOT.glob(pattern)}
+        return sorted(path for path in found if not any(fnmatch.fnmatch(path, pattern) for pattern in self.but))
+
+    def targets(self, path: str) -> list[str]:
+        """Return what judges a file, in the order in which it is run. A target with a star stands for what there is of it."""
+        found = next((targets for pattern, targets in self.own.items() if fnmatch.fnmatch(path, f"*{pattern}")), self.tests)
+        there = [
+            sorted(str(file.relative_to(ROOT)) for file in ROOT.glob(target)) if "*" in target else [target] for target in found
+        ]
+        return list(dict.fromkeys(target for each in there for target in each))
+
+    def everything(self) -> list[str]:
+        """Return all that judges a file of this area."""
+        return list(dict.fromkeys(target for path in self.paths() for target in self.targets(path)))
+
+
+def folder(parent: str, *names: str) -> Targets:
+    return tuple(f"tests/{parent}/test_{name}.py" for name in names)
+
+
+def core(*names: str) -> Targets:
+    return folder("core", *names)
+
+
+def pipeline(*names: str) -> Targets:
+    return folder("pipeline", *names)
+
+
+POOL = core("pool", "pool_policies", "pool_failures", "pinned_limit*")
+PUTS = core("stager_put", "put_into", "borrow", "staging")
+GETS = core("stager_get", "staging")
+LOAD = ("tests/test_load.py", "tests/test_load_damaged.py")
+LAWS = ("tests/test_conformance_host.py::TestHost",)
+JAX = tuple(f"tests/jax/test_jax_{name}.py" for name in ("arrays", "cpu", "leases", "unpack", "sharded"))
+JAX_ON_CUDA = ("_cuda", "_driver", "_events", "_fence", "_pinning", "_blocks")
+SUITE = ("tests/test_suite_rules.py", "tests/test_gates.py", "tests/test_conformance_host.py", "tests/test_cli_conformance.py")
+
+AREAS = {
+    "memory": Area(
+        ("xferlib/memory/*.py", "xferlib/pinning.py"),
+        POOL,
+        {
+            "/pool.py": (*POOL, *core("full_ring", "stager_put", "stager_lifetime")),
+            "/pinning.py": (*core("pinning", "pinning_failures", "stager_lifetime"), "tests/test_maps.py"),
+            "/limits.py": core("limits", "pages"),
+            "/ranges.py": (*core("ranges"), *POOL),
+            "/pages.py": core("pages", "pinning"),
+            "/nodes.py": core("pages"),
+            "/mappings.py": core("pages", "pinning"),
+            "/arrays.py": (*core("arrays", "stager_put", "bad_input", "staging"), *LAWS),
+            "/host.py": (*core("borrow", "stager_put", "pinning", "packing", "bad_input"), *LAWS),
+            "/blocks.py": (*POOL, *core("stager_lifetime")),
+        },
+    ),
+    "transfers": Area(
+        tuple(f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "views", "maps")),
+        (),
+        {
+            "/puts.py": (*PUTS, *core("packing", "bad_input", "inflight", "device"), "tests/test_loud.py", *LAWS),
+            "/gets.py": (*GETS, *core("bad_input", "inflight"), *LAWS),
+            "/transfer.py": (*core("transfer", "borrow", "stager_get"), *LAWS),
+            "/checks.py": (*core("bad_input", "put_into", "stager_put", "stager_get"), "tests/test_maps.py"),
+            "/views.py": ("tests/test_maps.py", *LAWS),
+            "/maps.py": ("tests/test_maps.py", *LAWS),
+            "/stager.py": (
+                *core(
+                    "bad_input", "stager_put", "stager_get", "stager_lifetime", "pool_policies", "staging", "pinning", "registry"
+                ),
+                *("tests/test_loud.py", "tests/test_maps.py", *LAWS),
+            ),
+        },
+    ),
+    "device": Area(
+        ("xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"),
+        (*core("device", "device_failures", "tickets*", "packing", "stager_put", "stager_lifetime", "put_into"), *LAWS),
+    ),
+    "load-tree-packing": Area(
+        ("xferlib/load.py", "xferlib/tree.py", "xferlib/layout.py"),
+        (
+            *core("tree", "packing", "stager_put", "stager_get", "put_into"),
+            "tests/test_load.py",
+            "tests/test_load_damaged.py",
+            *LAWS,
+        ),
+        {
+            "/load.py": LOAD,
+            "/layout.py": core("packing"),
+        },
+    ),
+    "pipeline": Area(
+        ("xferlib/pipeline/*.py",),
+        ("tests/pipeline",),
+        {
+            "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile"),
+            "/feed.py": pipeline("prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile"),
+            "/prefetch.py": pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream"),
+            "/drain.py": pipeline("drain", "one_pass*", "stream", "closing_meanwhile"),
+            "/ends.py": pipeline("drain", "ring", "released_slots", "stream"),
+            "/stream.py": pipeline("stream", "drain", "report"),
+            "/report.py": pipeline("report", "stream"),
+            "/clock.py": pipeline("report", "prefetch"),
+            "/bill.py": pipeline("ring", "prefetch", "drain"),
+            "/rows.py": pipeline("drain", "stream"),
+        },
+    ),
+    "workers": Area(
+        ("xferlib/pipeline/shared/*.py",),
+        tuple(
+            f"tests/shared/test_{name}.py" for name in ("layout", "shared_memory", "shared_ring", "worker_deaths", "random_faults")
+        ),
+    ),
+    "host": Area(
+        ("backends/xferlib_host/*.py",),
+        ("tests/host", *LAWS),
+        {
+            "_memory.py": ("tests/host/test_host_memory.py", "tests/host/test_host_blocks.py", "tests/host", *LAWS),
+        },
+        but=("*/conformance.py", "*/workload.py"),
+    ),
+    "jax-cpu": Area(
+        ("backends/xferlib_jax/*.py",),
+        (*JAX, "tests/jax/test_jax_random_run.py", "tests/frameworks", "backends/xferlib_jax/conformance.py"),
+        {
+            "_unpack.py": ("tests/jax/test_jax_unpack.py",),
+            **{
+                f"_{name}.py": ("tests/jax/test_jax_sharded.py",) for name in ("sharded", "spread", "prefetch", "stagers", "gather")
+            },
+        },
+        # What only CUDA runs, and the suite's hooks.
+        but=tuple(f"*/{name}.py" for name in (*JAX_ON_CUDA, "conformance", "workload", "diagnosis", "_probe")),
+        # Some start processes that compile.
+        hang_seconds=180,
+    ),
+    "conformance": Area(
+        ("xferlib/conformance/*.py", "xferlib/conformance/laws/*.py", "backends/xferlib_host/conformance.py"),
+        (*SUITE, "tests/mutants/test_host_mutants.py"),
+        {
+            "/gates.py": ("tests/test_gates.py",),
+            "/watchdog.py": ("tests/test_gates.py",),
+            "/laws/*.py": (*LAWS, "tests/mutants/test_host_mutants.py"),
+        },
+        # What only runs on CUDA.
+        but=("*/cuda.py", "*/cupti.py"),
+    ),
+}

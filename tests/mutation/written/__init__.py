@@ -1,0 +1,1 @@
+"""Mutants that a hostile reader made up: by area, what is replaced in which file."""

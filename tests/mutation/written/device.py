@@ -1,0 +1,86 @@
+"""Device memory: blocks, leases, and when a block may be written again; tickets, and the thread that settles what is left."""
+
+from __future__ import annotations
+
+DEVICE, TICKETS, REAPER = "xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"
+
+MUTANTS = [
+    (
+        DEVICE,
+        "return sum([row.block.nbytes for row in list(self._rows.values())]) + sum(list(self._growing.values()))",
+        "return sum([row.block.nbytes for row in list(self._rows.values())])",
+    ),
+    (DEVICE, "        if self.settle():\n            watch(self)\n", "        self.settle()\n"),
+    (DEVICE, "        return bool(self._rows or self._growing)", "        return bool(self._leased)"),
+    (DEVICE, "                if self._torn:\n                    self._mend()\n", ""),
+    (
+        DEVICE,
+        "            if row.doomed:\n                self._doomed.append(row)\n            elif",
+        "            if row.doomed:\n                pass\n            elif",
+    ),
+    (DEVICE, "                self._places.pop(row.block.address, None)\n", ""),
+    (DEVICE, "            if row is not None and row.lease == number:", "            if row is not None:"),
+    (DEVICE, "            elif number in self._growing:\n                self._given_up[number] = None\n", ""),
+    (DEVICE, "        if fence is None and not doomed:", "        if fence is None:"),
+    (
+        DEVICE,
+        "                fence = self._backend.retire(row.streams.values())",
+        "                fence = self._backend.retire(list(row.streams.values())[:1])",
+    ),
+    (
+        DEVICE,
+        "        row.fence, row.lease, row.streams, row.doomed = fence, None, {}, doomed",
+        "        row.fence, row.lease, row.doomed = fence, None, doomed",
+    ),
+    (
+        DEVICE,
+        "        # Copies that are done may hold the last reference to an array, and so to its block.\n        self._flow.reap()\n",
+        "",
+    ),
+    (DEVICE, "or changes != self._changes or self._returns:", "or changes != self._changes:"),
+    (
+        DEVICE,
+        "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:",
+        "if behind > READERS_BEHIND and behind * size >= WORTH_WAITING:",
+    ),
+    (
+        DEVICE,
+        "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:",
+        "if behind >= READERS_BEHIND and behind * size > WORTH_WAITING:",
+    ),
+    (
+        DEVICE,
+        "            with suppress(CapabilityError):\n                return self._oldest(size, number, streams), False",
+        "            return self._oldest(size, number, streams), False",
+    ),
+    (DEVICE, "self._doom_others(size, reached=True)", "self._doom_others(size, reached=False)"),
+    (DEVICE, "            if reached is None or self._backend.lost(row.block):", "            if self._backend.lost(row.block):"),
+    (DEVICE, "            else:\n                index += 1\n", "            else:\n                break\n"),
+    (DEVICE, "        row = cell[0]\n", "        row = cell[-1]\n"),
+    (
+        DEVICE,
+        "            self._backend.order_h2d(row.fence)\n            row.fence = None\n            self.waits += 1\n",
+        "            row.fence = None\n            self.waits += 1\n",
+    ),
+    (DEVICE, "self.nbytes + size > self.limit:", "self.nbytes + size >= self.limit:"),
+    (
+        DEVICE,
+        "                if excess > 0 and (not reached or self._reached(row.fence)):",
+        "                if excess >= 0 and (not reached or self._reached(row.fence)):",
+    ),
+    (DEVICE, "        if excess > 0:\n            return False\n", ""),
+    (
+        DEVICE,
+        "                if row.fence is not None and not self._closed:\n                    row.fence.synchronize()\n",
+        "                pass\n",
+    ),
+    (
+        DEVICE,
+        "            self._growing.pop(number, None)\n            self._changes += 1\n            if not",
+        "            if not",
+    ),
+    (DEVICE, "            # Idle blocks of other sizes may be all that stands in the way.\n            self._trim()\n", ""),
+    (DEVICE, "    step = 1 << max(8, nbytes.bit_length() - 4)", "    step = 1 << max(8, nbytes.bit_length() - 3)"),
+    (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
+    (REAPER, "    if threading.current_thread() is not threading.main_thread():\n        return call()\n", "    return call()\n"),
+]

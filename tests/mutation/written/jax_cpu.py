@@ -1,0 +1,74 @@
+"""The JAX backend as far as it runs on the CPU."""
+
+# ruff: noqa: E501  # Quoted code is as long as it is.
+
+from __future__ import annotations
+
+CPU, ENGINE, PROMISE, READING, MEMORY, ARRAYS, SHARDED, SPREAD, STAGERS, PREFETCH, GATHER, IMPORTS, UNPACK, CAPSULE = (
+    f"backends/xferlib_jax/{name}.py"
+    for name in (
+        *("_cpu", "_engine", "_promise", "_reading", "_memory", "_arrays", "_sharded", "_spread", "_stagers", "_prefetch"),
+        *("_gather", "_imports", "_unpack", "_capsule"),
+    )
+)
+
+MUTANTS = [
+    (
+        CPU,
+        "block.address + offset, shape, dtype, order=None, lease=lease)",
+        "block.address + offset, shape, dtype, order=None, lease=block)",
+    ),
+    (CPU, "self._readings.make(array, capsule))", "array)"),
+    (CPU, "        if array.is_ready():\n", "        if True:\n"),
+    (CPU, "        self._readings.let_go()\n", ""),
+    (
+        CPU,
+        "        # The core gives back pinned memory as it closes, and then device memory, of which nobody has asked JAX since.\n        self.sweep()\n",
+        "",
+    ),
+    (ENGINE, "ctypes.memmove(dst, promise.wait() + offset, nbytes)", "ctypes.memmove(dst, promise.wait(), nbytes)"),
+    (
+        ENGINE,
+        "            self._unmade.append(_Failure(error.cause, error.thread))",
+        "            self._broken = _Failure(error.cause, error.thread)",
+    ),
+    (ENGINE, "            self._unmade = [failure for failure in self._unmade if not failure.told]\n", "            pass\n"),
+    (ENGINE, "if failure.thread == event.thread)", "if failure.thread is not None)"),
+    (ENGINE, "        if self._broken is not None:\n            return\n        try:", "        try:"),
+    (
+        PROMISE,
+        "        if tensor.strides is None:\n            return tensor.address\n",
+        "        if tensor.strides is not None:\n            return tensor.address\n",
+    ),
+    (PROMISE, "            if reading.capsule is None:\n", "            if True:\n"),
+    (READING, "            for number in numbers:\n", "            for number in numbers[:1]:\n"),
+    (MEMORY, "if address in self._pages or self._ends.pop(address, None) is None:", "if self._ends.pop(address, None) is None:"),
+    (MEMORY, "if any(start < end and address < stop for", "if any(start <= end and address < stop for"),
+    (CPU, "            if strides is None:\n", "            if strides is None or array.ndim > 2:\n"),
+    (ARRAYS, "    if found != device:", "    if found.platform != device.platform:"),
+    (
+        SHARDED,
+        "            arrays = [array[: slot.rows] for array in arrays]",
+        "            arrays = [array[: slot.rows] for array in arrays[:1]] + arrays[1:]",
+    ),
+    (SHARDED, "        if not all(end.done() for end in self._ends):", "        if not self._ends[0].done():"),
+    (SHARDED, "            _wait_for_all(transfers.values())\n            raise", "            raise"),
+    (SHARDED, "            return batch.ring.slots <= self._depth", "            return batch.ring.slots < self._depth"),
+    (
+        SHARDED,
+        "        key = (tree, *((array.shape, array.dtype) for array in arrays))",
+        "        key = (tree, *(array.shape for array in arrays))",
+    ),
+    (SPREAD, "        if start + self.step > len(shard):", "        if start + self.step >= len(shard):"),
+    (STAGERS, "if id(stager) not in used)", "if id(stager) not in used or len(row) > 1)"),
+    (
+        STAGERS,
+        "        except BaseException:\n            self.let_go(number)\n            raise",
+        "        except BaseException:\n            raise",
+    ),
+    (PREFETCH, '                if charge.memory == "device" or first.pinned\n', ""),
+    (GATHER, "last[parts.overlap :]", "last"),
+    (CAPSULE, "            elif _is_valid(capsule, NAME):", "            elif not _is_valid(capsule, NAME):"),
+    (UNPACK, "    return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT", "    return nbytes"),
+    (CAPSULE, "            self._free.extend(freed)\n", "            list(freed)\n"),
+]

@@ -1,0 +1,46 @@
+"""Files, trees, and where leaves lie."""
+
+from __future__ import annotations
+
+LOAD, TREE, LAYOUT = "xferlib/load.py", "xferlib/tree.py", "xferlib/layout.py"
+
+MUTANTS = [
+    (LOAD, "match file.suffix.lower():", "match file.suffix:"),
+    (LOAD, 'npy.open_memmap(file, mode="r")', 'npy.open_memmap(file, mode="r+")'),
+    (LOAD, "return _put(file, stager, _mapped(file)).result()", "return _put(file, stager, _mapped(file)).value"),
+    (LOAD, "                last.synchronize()\n", "                last.done()\n"),
+    (LOAD, "transfer.result() for name, transfer in", "transfer.value for name, transfer in"),
+    (LOAD, "_check_header(stream, member.file_size)", "_check_header(stream, member.compress_size)"),
+    (LOAD, "npy.read_magic(stream) == (1, 0)", "npy.read_magic(stream) >= (1, 0)"),
+    (LOAD, "if promised > there:", "if promised > total:"),
+    (LOAD, "if promised > there:", "if promised >= there:"),
+    (LOAD, "return {name: found[name] for name in names}", "return dict(found)"),
+    (LOAD, "start = total - sum(sizes)", "start = total - sum(sizes[1:]) - (sizes[0] if sizes else 0) // 8 * 8"),
+    (LOAD, "        start += nbytes\n", "        start += -(-nbytes // 8) * 8\n"),
+    (LOAD, "return count * int(bits[1]) // 8", "return count * (int(bits[1]) // 8)"),
+    (LOAD, '"C64": "complex64"', '"C64": "complex128"'),
+    (LOAD, '"F8_E4M3FNUZ": "float8_e4m3fnuz"', '"F8_E4M3FNUZ": "float8_e4m3fn"'),
+    (LOAD, "OF_DAMAGE = (None, errno.EINVAL)", "OF_DAMAGE = (None,)"),
+    (LOAD, "    except MemoryError:\n        raise\n", ""),
+    (LOAD, "difflib.get_close_matches(str(name), found, n=1)", "difflib.get_close_matches(name, found, n=1)"),
+    (LOAD, "    if not names:\n        return {}\n", ""),
+    (TREE, "            return flatten(tree)\n", "            leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)\n"),
+    (TREE, "for field in dataclasses.fields(instance))", "for field in dataclasses.fields(instance) if field.init)"),
+    (
+        TREE,
+        "    if other != spec:",
+        "    if (other is None) != (spec is None) or (spec and other and other.num_leaves != spec.num_leaves):",
+    ),
+    (TREE, ' and not hasattr(leaf, "dtype")', ""),
+    (TREE, "object.__setattr__(instance, field.name, value)", "setattr(instance, field.name, value)"),
+    (LAYOUT, "if nbytes > PACK_UP_TO:", "if nbytes >= PACK_UP_TO:"),
+    (LAYOUT, "max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT", "-(-nbytes // ALIGNMENT) * ALIGNMENT"),
+    (LAYOUT, "runs.append((index, last))", "runs.append((0, last))"),
+    (LAYOUT, "self._where.append((len(self.sizes) - 1, 0))", "self._where.append((index, 0))"),
+    (
+        LAYOUT,
+        "tuple([array.shape for array, _ in sources]), tuple(runs)",
+        "tuple([array.size for array, _ in sources]), tuple(runs)",
+    ),
+    (LAYOUT, "while len(self._kept) > KEPT:", "while len(self._kept) > KEPT * KEPT:"),
+]

@@ -1,0 +1,75 @@
+"""Pinned memory: the pool, what it is made of, and memory that callers pin."""
+
+# ruff: noqa: E501  # Quoted code is as long as it is.
+
+from __future__ import annotations
+
+POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, MAPPINGS, NODES = (
+    f"xferlib/memory/{name}.py" for name in ("pool", "host", "arrays", "blocks", "ranges", "limits", "pages", "mappings", "nodes")
+)
+PINNING = "xferlib/pinning.py"
+
+MUTANTS = [
+    (POOL, "if round_up(size, PAGE) > self.limit:", "if size > self.limit:"),
+    (POOL, "if round_up(size, PAGE) > self.limit:", "if round_up(size, PAGE) >= self.limit:"),
+    (
+        POOL,
+        "            if excess <= 0:\n                self._growing[number]",
+        "            if excess < 0:\n                self._growing[number]",
+    ),
+    (POOL, "self._arrays + wanted.size > self._arrays_limit", "self._arrays + wanted.size >= self._arrays_limit"),
+    (POOL, "limit - min(STAGING_SHARE, limit // 2) if", "limit - STAGING_SHARE if"),
+    (
+        POOL,
+        "for ranges in (self._large, self._small, self._combined) for whole in",
+        "for ranges in (self._large, self._small) for whole in",
+    ),
+    (
+        POOL,
+        "            self._growing.pop(number, None)\n            self._changes += 1\n            raise",
+        "            self._changes += 1\n            raise",
+    ),
+    (
+        POOL,
+        "        segment.ranges.take_at(segment.start, wanted.size)\n        return self._handed_out(segment.start",
+        "        start = segment.ranges.take(wanted.size)\n        assert start is not None\n        return self._handed_out(start",
+    ),
+    (
+        POOL,
+        "                # Refused: it is still there, and the next request or trim finds it.\n                self._restore(segment)\n",
+        "",
+    ),
+    (POOL, "or changes != self._changes or self._returns:", "or changes != self._changes:"),
+    (POOL, "waits = not wanted.for_array or self.when_full", "waits = self.when_full"),
+    (POOL, "        self._arrays += sign * row.size * row.for_array", "        self._arrays += sign * row.asked * row.for_array"),
+    (POOL, "starts[bisect_right(starts, row.address) - 1]", "starts[bisect_right(starts, row.address - 1) - 1]"),
+    (POOL, "return index >= 0 and address + nbytes <= ends[index]", "return index >= 0 and address < ends[index]"),
+    (
+        POOL,
+        "ranges = self._combined if wanted.combined else self._class_of(wanted.size)",
+        "ranges = self._combined if wanted.combined and wanted.size >= SMALL else self._class_of(wanted.size)",
+    ),
+    (POOL, "                gc.collect()\n                collected = True", "                collected = True"),
+    (RANGES, "if end not in self.segments and end in", "if end in"),
+    (RANGES, "if start not in self.segments and start in", "if start in"),
+    (RANGES, "        self._whole.pop(start, None)\n", ""),
+    (
+        HOST,
+        "            if nbytes > SMALL:\n                found.append((leaf, self.address(leaf)))\n                continue\n",
+        "",
+    ),
+    (HOST, "if type(base) is np.ndarray and base.base is None:", "if type(base) is np.ndarray:"),
+    (HOST, " and not self._splits(address, nbytes) else None", " else None"),
+    (HOST, "            if not array.flags.c_contiguous:\n                return None\n", ""),
+    (ARRAYS, "step = max(1, nbytes // row)", "step = -(-nbytes // row)"),
+    (ARRAYS, "if array.nbytes <= nbytes or array.ndim == 0:", "if array.nbytes <= nbytes:"),
+    (PINNING, "return after < len(ranges) and ranges[after][0] < end", "return after < len(ranges) and ranges[after][0] <= end"),
+    (PINNING, "if after and ranges[after - 1][1] > address:", "if after and ranges[after - 1][1] >= address:"),
+    (PINNING, "        self._traffic.wait_all()\n        uninterrupted(", "        uninterrupted("),
+    (
+        PINNING,
+        "        except BaseException:\n            self._drop(number, row)\n            raise",
+        "        except BaseException:\n            self._rows.pop(number, None)\n            raise",
+    ),
+    (PAGES, "    if nbytes > available:", "    if nbytes >= available:"),
+]

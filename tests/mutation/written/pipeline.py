@@ -1,0 +1,83 @@
+"""Prefetch, drain, rings of slots, and what they say of themselves."""
+
+# ruff: noqa: E501  # Quoted code is as long as it is.
+
+from __future__ import annotations
+
+RING, FEED, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS = (
+    f"xferlib/pipeline/{name}.py"
+    for name in ("ring", "feed", "prefetch", "drain", "ends", "stream", "report", "clock", "bill", "rows")
+)
+
+MUTANTS = [
+    (RING, "        if self.slots > fit:", "        if self.slots >= fit:"),
+    (
+        RING,
+        "        _freeze(leaves)\n        del self._tree\n        self.ring._in_flight(lease, end_of(transfer))",
+        "        del self._tree\n        self.ring._in_flight(lease, end_of(transfer))",
+    ),
+    (RING, "        self.ring._in_flight(lease, end_of(transfer))", "        self.ring._in_flight(lease, transfer)"),
+    (
+        RING,
+        "            except TransferError:\n                # It reads no more. Who holds the transfer is told.\n                pass\n",
+        "",
+    ),
+    (
+        RING,
+        "        with suppress(TransferError):\n            end.synchronize()\n        self._land",
+        "        end.synchronize()\n        self._land",
+    ),
+    (RING, "            # For the next one who waits.\n            self._free.put(None)\n", ""),
+    (RING, "[leaf[: self._rows] for leaf in leaves]", "[leaf[: self._rows] if self._rows else leaf for leaf in leaves]"),
+    (RING, "        if rows is not None and not 0 <= rows <= room:", "        if rows is not None and not 0 < rows <= room:"),
+    (RING, "room = min((len(leaf) if", "room = max((len(leaf) if"),
+    (RING, "            self.ring._in_flight(held, under_way())", "            held.end()"),
+    (
+        FEED,
+        "        self._spent = True\n        if threading.current_thread() is not self._thread:\n            self._thread.join(CLOSE_SECONDS)\n        raise",
+        "        self._spent = True\n        raise",
+    ),
+    (
+        FEED,
+        "            ended = shared.ended\n            try:\n                entry = shared.items.popleft()\n            except IndexError:\n                self._refuse_closed()\n                if ended:",
+        "            try:\n                entry = shared.items.popleft()\n            except IndexError:\n                self._refuse_closed()\n                if shared.ended:",
+    ),
+    (FEED, "            self.depth = min(fits, self.depth)", "            self.depth = min(1, self.depth)"),
+    (FEED, "lambda: self.going() and len(self.items) < self.depth)", "lambda: self.going() and len(self.items) <= self.depth)"),
+    (FEED, "        if isinstance(iterator, GeneratorType):\n            iterator.close()\n", "        pass\n"),
+    (FEED, "            item = None\n", "            pass\n"),
+    (PREFETCH, "        while len(self._recent) >= self._depth:", "        while len(self._recent) > self._depth:"),
+    (
+        PREFETCH,
+        "        self._reading = end if in_place else None",
+        "        self._reading = end if in_place and self._depth > 1 else None",
+    ),
+    (PREFETCH, "        end = end_of(started)\n", "        end = started\n"),
+    (
+        PREFETCH,
+        "        return any(self._is_pinned(leaf) for leaf in leaves if isinstance(leaf, np.ndarray))",
+        "        return all(self._is_pinned(leaf) for leaf in leaves if isinstance(leaf, np.ndarray))",
+    ),
+    (PREFETCH, "            late=self._late - first.late,", "            late=self._late,"),
+    (
+        DRAIN,
+        "        if error is not None and not (self._closed or self._ended):",
+        "        if error is not None and not self._closed:",
+    ),
+    (DRAIN, "            fit = limit // nbytes - 1", "            fit = limit // nbytes"),
+    (
+        DRAIN,
+        "        except (XferError, TypeError, ValueError):\n            rows.filled -= count\n            raise",
+        "        except (XferError, TypeError, ValueError):\n            raise",
+    ),
+    (DRAIN, "                failed = failed or error", "                failed = error"),
+    (
+        ENDS,
+        "        for end in self._left.copy():\n            with suppress(Exception):\n                end.synchronize()",
+        "        with suppress(Exception):\n            for end in self._left.copy():\n                end.synchronize()",
+    ),
+    (STREAM, "self._drain = Drain(stager, depth + 1, out=out)", "self._drain = Drain(stager, depth, out=out)"),
+    (STREAM, "                if self._waiting is not None and self._drain.pending:", "                if self._drain.pending:"),
+    (CLOCK, "        seconds = min(seconds, self._seconds.get(source, 0.0))\n", ""),
+    (ROWS, "        if end > self.rows:", "        if end >= self.rows:"),
+]

@@ -1,0 +1,94 @@
+"""What starts transfers, and what they return."""
+
+# ruff: noqa: E501  # Quoted code is as long as it is.
+
+from __future__ import annotations
+
+PUTS, GETS, TRANSFER, STAGER, CHECKS, VIEWS, MAPS = (
+    f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "views", "maps")
+)
+
+MUTANTS = [
+    (
+        PUTS,
+        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        lease = self._blocks",
+        "        streams: Streams = {}\n        lease = self._blocks",
+    ),
+    (PUTS, "                if traffic.place == self._traffic.place:\n", "                if True:\n"),
+    (
+        PUTS,
+        "        for place in places:\n            self._order_after_users(place)\n        event",
+        "        self._order_after_users(places[0])\n        event",
+    ),
+    (
+        PUTS,
+        "        for place in places:\n            self._blocks.streams_of(place)[handle] = stream",
+        "        self._blocks.streams_of(places[0])[handle] = stream",
+    ),
+    (PUTS, "            return self._h2d.add(nbytes, (array,), places)", "            return self._h2d.add(nbytes, (array,), ())"),
+    (PUTS, "            return self._h2d.add(nbytes, held, places)", "            return self._h2d.add(nbytes, held[-1:], places)"),
+    (
+        PUTS,
+        "        except BaseException:\n            self._h2d.settle((held, target))\n            raise",
+        "        except BaseException:\n            raise",
+    ),
+    (
+        PUTS,
+        "        except BaseException:\n            self._h2d.settle((pinned, leases))\n            raise",
+        "        except BaseException:\n            raise",
+    ),
+    (
+        PUTS,
+        "            if len(made) == layout.count:\n                return unflatten(spec, made)\n",
+        "            if made:\n                return unflatten(spec, made)\n",
+    ),
+    (PUTS, "for array, address in sources if address is None) >= LEND_FROM", "for array, address in sources) >= LEND_FROM"),
+    (PUTS, "                elif address:\n                    # Staged", "                else:\n                    # Staged"),
+    (PUTS, "until_started=leases, beside=pinned)", "until_started=leases[:1], beside=pinned)"),
+    (
+        PUTS,
+        "            if target.shape != source.shape or target.dtype != source.dtype:",
+        "            if target.shape != source.shape:",
+    ),
+    (PUTS, '        check_apart([(place.address, place.nbytes) for place in places], "into")\n', ""),
+    (GETS, "self._d2h.settle((sources, outs))", "self._d2h.settle(outs)"),
+    (TRANSFER, "            self._make = None\n", "            pass\n"),
+    (
+        TRANSFER,
+        "        if self._error is not None:\n            raise self._failed(self._error)\n        if _forks and self._born != _forks:\n            raise _forked()\n        try:\n            waiting",
+        "        if _forks and self._born != _forks:\n            raise _forked()\n        try:\n            waiting",
+    ),
+    (
+        TRANSFER,
+        "        if waiting is not None and self._name is not None:\n            self._name(waiting.handle, waiting)",
+        "        if waiting is not None and self._name is not None and stream is not None:\n            self._name(waiting.handle, waiting)",
+    ),
+    (
+        TRANSFER,
+        "            self._poll(timeout)\n        return self.value",
+        "            self._poll(timeout)\n        return self._arrays()",
+    ),
+    (GETS, "pageable.append((source.address, np.asarray(array)))", "pageable.append((source.address, array))"),
+    (
+        STAGER,
+        "        self._traffic.reap()\n        self._staging.release()\n        self._pool.trim()",
+        "        self._staging.release()\n        self._pool.trim()",
+    ),
+    (STAGER, "        self._pins.sweep()\n        self._traffic.reap()", "        self._traffic.reap()"),
+    (STAGER, "            uninterrupted(self._give_back)", "            self._give_back()"),
+    (STAGER, "            pinned_nbytes=locks * pool.pinned,", "            pinned_nbytes=locks * pool.used,"),
+    (CHECKS, "        if following < start + nbytes:", "        if following <= start + nbytes:"),
+    (GETS, "if outs is not None and len(outs) > 1:", "if outs is not None and len(outs) > 2:"),
+    (CHECKS, "    if out.dtype != dtype:", "    if out.dtype.itemsize != dtype.itemsize:"),
+    (
+        VIEWS,
+        "        for _, event in list(self._fenced.values()):\n            self._wait(event)\n",
+        "        for _, event in list(self._fenced.values())[:1]:\n            self._wait(event)\n",
+    ),
+    (
+        VIEWS,
+        "            self._rows.pop(number, None)\n            self._returns.settled(number)",
+        "            self._returns.settled(number)",
+    ),
+    (MAPS, "            view, row.stream = backend", "            view, _ = backend"),
+]

@@ -1,0 +1,86 @@
+"""Batches that worker processes write."""
+
+# ruff: noqa: E501  # Quoted code is as long as it is.
+
+from __future__ import annotations
+
+RUN, RING, SLOTS, CREW, WORKER, PROCESS, LAYOUT, MEMORY = (
+    f"xferlib/pipeline/shared/{name}.py" for name in ("run", "ring", "slots", "crew", "worker", "process", "layout", "memory")
+)
+
+MUTANTS = [
+    (RUN, "        self._again.sort(key=lambda assignment: assignment.order.number)\n", ""),
+    (RUN, "        if tries <= self._retries:", "        if tries < self._retries:"),
+    (RUN, "            self._slots.keep_only(self._crew.taken())\n", ""),
+    (RUN, 'self._retries = retries if on_death == "replace" else 0', "self._retries = retries"),
+    (
+        RUN,
+        "        if order.run != self._begin.run:\n            self._slots.give_back(order.slot)\n        elif",
+        "        if order.run != self._begin.run:\n            pass\n        elif",
+    ),
+    (
+        RUN,
+        "        elif isinstance(reply, Failed):\n            self._slots.give_back(order.slot)\n",
+        "        elif isinstance(reply, Failed):\n",
+    ),
+    (RUN, "            else:\n                self._slots.give_back(assignment.order.slot)\n        if lost", "        if lost"),
+    (RUN, "        self._slots.give_back(lost.order.slot)\n        times", "        times"),
+    (
+        RUN,
+        "                self._outcomes[self._taken] = error\n                self._taken += 1\n                return None",
+        "                self._outcomes[self._taken] = error\n                return None",
+    ),
+    (
+        RUN,
+        "            if self._exhausted and self._given == self._taken:",
+        "            if self._exhausted and not self._outcomes:",
+    ),
+    (RUN, "            # A copy may be done that nobody has asked about since.\n            reap_all()\n", ""),
+    (RUN, "        if self._ended is None:\n            self._ended = reason", "        self._ended = reason"),
+    (
+        RUN,
+        "                # An interrupt. If another one comes in here, the next step finds the crew cut.\n                self._mend()\n                raise",
+        "                self._crew.cut = False\n                raise",
+    ),
+    (RING, "        if self.nbytes > stats.pinned_limit_nbytes:", "        if self.nbytes >= stats.pinned_limit_nbytes:"),
+    (RING, "        if slots < 2:", "        if slots < 1:"),
+    (RING, '        self._end_run(RuntimeError("a later', '        repr(RuntimeError("a later'),
+    (SLOTS, "            if holder == FILLING and index not in taken:", "            if index not in taken:"),
+    (
+        SLOTS,
+        "            if number in self._holders:\n                self._holders[self._holders.index(number)] = FREE\n",
+        "            self._holders[number % len(self._holders)] = FREE\n",
+    ),
+    (
+        SLOTS,
+        "        return all(holder > FREE for holder in self._holders)",
+        "        return all(holder != FREE for holder in self._holders)",
+    ),
+    (CREW, "        if worker.ready:\n            self._stillborn = 0\n", ""),
+    (
+        CREW,
+        "            if self._stillborn >= STILLBORN or (code is not None and code >= 0):",
+        "            if self._stillborn > STILLBORN * STILLBORN or (code is not None and code >= 0):",
+    ),
+    (CREW, "for worker in self._workers[:count] if worker.ready", "for worker in self._workers if worker.ready"),
+    (
+        CREW,
+        "        lost = worker.assigned.popleft() if worker.assigned else None",
+        "        lost = worker.assigned.pop() if worker.assigned else None",
+    ),
+    (WORKER, "        self._broken = None\n        try:", "        try:"),
+    (WORKER, "type(pickle.loads(data)) is type(error)", "pickle.loads(data)"),
+    (
+        WORKER,
+        "    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):",
+        "    if not isinstance(error, Exception):",
+    ),
+    (PROCESS, "        if self._run != begin.run:\n", "        if self._run < 0:\n"),
+    (LAYOUT, "        room = min((part.shape[0]", "        room = max((part.shape[0]"),
+    (
+        LAYOUT,
+        "        if offset >= 0:\n            part.view(slot)\n            return part",
+        "        part.view(slot)\n        return part",
+    ),
+    (MEMORY, "fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW", "fcntl.F_SEAL_GROW"),
+]

@@ -1,0 +1,92 @@
+"""Which sources are taken, what is refused before the first step, and what the first batch says of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from xferlib_host import Stream
+
+import xferlib
+from tests.core.fakes import held
+from tests.pipeline.steps import batch, h2d, until
+from xferlib.pipeline.bill import tree_nbytes
+
+
+class Rows:
+    """A source that is known by its numbers alone, as old sequences are."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise IndexError
+        return batch(index)
+
+
+def test_a_source_may_have_numbers_and_no_iterator(stager: xferlib.Stager) -> None:
+    with xferlib.prefetch(Rows(), stager) as batches:  # type: ignore[arg-type]  # as `iter` takes it
+        assert len(list(batches)) == 3
+
+
+@pytest.mark.parametrize("source", [3, None, object()])
+def test_what_cannot_be_iterated_is_refused(stager: xferlib.Stager, source: Any) -> None:
+    with pytest.raises(TypeError, match="expected something to iterate"):
+        xferlib.prefetch(source, stager)
+
+
+@pytest.mark.parametrize("loop", [xferlib.drain, lambda *args, **named: xferlib.stream_map(lambda tree: tree, *args, **named)])
+def test_a_stream_that_is_closed_is_refused_before_anything_is_asked_for(stager: xferlib.Stager, loop: Any) -> None:
+    asked: list[int] = []
+
+    def results() -> Iterator[Any]:
+        asked.append(1)
+        yield np.zeros(3)
+
+    stream = Stream()
+    stream.close()
+    with pytest.raises(xferlib.ClosedError):
+        loop(results(), stager, stream=stream)
+    assert asked == []
+
+
+def test_the_bill_is_that_of_the_first_batch(stager: xferlib.Stager) -> None:
+    sizes = [1 << 20, 10, 2 << 20]
+    with xferlib.prefetch((np.zeros(size, np.uint8) for size in sizes), stager, 2) as batches:
+        first = str(batches.bill)
+        assert first == "4.0 MiB device: 4 x 1.0 MiB batches"
+        for _ in batches:
+            assert str(batches.bill) == first
+
+
+def test_what_has_no_bytes_that_anybody_knows_costs_nothing() -> None:
+    class Foreign:
+        """An array of a library whose dtypes are its own."""
+
+        shape = (3,)
+        dtype = "its own"
+
+    assert tree_nbytes([np.zeros(3, np.int32), object(), Foreign(), np.dtype(np.int8)]) == 12
+
+
+def test_a_source_of_ordinary_memory_is_asked_again_though_its_copy_is_held(stager: xferlib.Stager) -> None:
+    """What was copied first may be rewritten."""
+    asked: list[int] = []
+
+    def source() -> Iterator[Any]:
+        for number in range(3):
+            asked.append(number)
+            yield np.full(100, number)
+
+    with held(h2d(stager)):
+        batches = xferlib.prefetch(source(), stager, 3)
+        until(lambda: len(asked) == 3)
+    assert [int(array[0]) for array in batches] == [0, 1, 2]
+
+
+def test_a_report_behind_the_end_does_not_change(stager: xferlib.Stager) -> None:
+    with xferlib.prefetch([batch(number) for number in range(3)], stager) as batches:
+        for _ in batches:
+            pass
+        first = batches.report()
+        assert batches.report() == first
