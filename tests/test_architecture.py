@@ -110,7 +110,7 @@ def test_core_names_no_framework(path: Path) -> None:
 @pytest.mark.parametrize("path", backend_files, ids=lambda path: str(path.relative_to(ROOT)))
 def test_backend_imports_only_the_contract(path: Path) -> None:
     package = path.relative_to(ROOT / "backends").parts[0]
-    allowed = {"xferlib.protocol", "xferlib.errors", "xferlib.tickets", "xferlib"}
+    allowed = {"xferlib.protocol", "xferlib.errors", "xferlib.reaper", "xferlib.tickets", "xferlib"}
     if path.stem == "conformance":
         allowed |= {"xferlib.conformance"}
     if path.stem == "workload":
