@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -77,7 +78,8 @@ class Returns:
     def __init__(self) -> None:
         self._posted: SimpleQueue[int] = SimpleQueue()
         self._post = self._posted.put
-        self._unsettled: dict[int, None] = {}
+        self._take = self._posted.get_nowait
+        self._unsettled: deque[int] = deque()
 
     def ticket(self, number: int) -> object:
         """Return an object that names a row; the number is posted when the last reference to the object is gone.
@@ -87,15 +89,19 @@ class Returns:
         return ticket(self._post, number)
 
     def __bool__(self) -> bool:
-        return bool(self._unsettled) or not self._posted.empty()
+        return not self._posted.empty() or bool(self._unsettled)
 
     def unsettled(self) -> list[int]:
         """Return the numbers that were posted and not settled yet, oldest first. Each comes again until `settled`."""
-        with suppress(Empty):
+        try:
             # One call, which an interrupt does not cut: taken out of one container, each number is in the other.
-            self._unsettled.update(zip(iter(self._posted.get_nowait, None), itertools.repeat(None)))
+            self._unsettled.extend(itertools.islice(iter(self._take, None), self._posted.qsize()))
+        except Empty:
+            # Another thread takes them, too, and has left fewer.
+            return self.unsettled()
         return list(self._unsettled)
 
     def settled(self, number: int) -> None:
         """Forget a number. Twice is fine."""
-        self._unsettled.pop(number, None)
+        with suppress(ValueError):
+            self._unsettled.remove(number)

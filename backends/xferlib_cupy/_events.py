@@ -19,7 +19,7 @@ from cupy.cuda import runtime
 
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Stream
-from xferlib.tickets import unreferenced
+from xferlib.handles import unreferenced
 from xferlib_cupy._device import Device
 from xferlib_cupy._streams import Streams
 

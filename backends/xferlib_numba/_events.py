@@ -18,7 +18,7 @@ from typing import Any, Protocol, final
 
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Stream
-from xferlib.tickets import unreferenced
+from xferlib.handles import unreferenced
 from xferlib_numba._device import Device
 from xferlib_numba._streams import Handle, Streams
 
