@@ -18,8 +18,8 @@ from typing import Protocol, TypeAlias, final
 from cupy.cuda import runtime
 
 from xferlib.errors import CapabilityError
-from xferlib.protocol import Stream
 from xferlib.handles import unreferenced
+from xferlib.protocol import Stream
 from xferlib_cupy._device import Device
 from xferlib_cupy._streams import Streams
 

@@ -17,8 +17,8 @@ from operator import itemgetter
 from typing import Any, Protocol, final
 
 from xferlib.errors import CapabilityError
-from xferlib.protocol import Stream
 from xferlib.handles import unreferenced
+from xferlib.protocol import Stream
 from xferlib_numba._device import Device
 from xferlib_numba._streams import Handle, Streams
 
