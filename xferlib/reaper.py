@@ -12,12 +12,15 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from _thread import get_ident, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Remains", "close_later", "uninterrupted", "watch"]
+from xferlib.latch import Latch
+
+__all__ = ["Remains", "close_later", "start_reaper", "uninterrupted", "watch"]
 
 LOOK_SECONDS = 0.2
 """How often is looked while a closed stager's memory is still held."""
@@ -40,21 +43,18 @@ class Closable(Protocol):
 
 _remains: dict[int, Remains] = {}
 _dropped: SimpleQueue[Closable | None] = SimpleQueue()
-_thread: threading.Thread | None = None
-_starting = threading.Lock()
+_started = False
 _over = False
+_main = threading.main_thread().ident
+"""The thread that interrupts come to. Of a forked child, the one that forked."""
 
 
-def start() -> None:
+def start_reaper() -> None:
     """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
-    global _thread
-    if _thread is not None or _over:
-        return
-    with _starting:
-        if _thread is None:
-            thread = threading.Thread(target=_run, name="xferlib-reaper", daemon=True)
-            thread.start()
-            _thread = thread
+    global _started
+    if not _started and not _over:
+        _started = True
+        start_new_thread(_run, ())
 
 
 def watch(remains: Remains) -> None:
@@ -70,10 +70,10 @@ def close_later(thing: Closable) -> None:
 
 def uninterrupted(call: Callable[[], T]) -> T:
     """Call, and return what it returns, or raise what it raises. An interrupt of the caller lets the call go on to its end."""
-    if threading.current_thread() is not threading.main_thread():
+    if get_ident() != _main:
         return call()
     outcome: list[tuple[T | None, BaseException | None]] = []
-    ended = threading.Event()
+    ended = Latch()
 
     def run() -> None:
         try:
@@ -81,10 +81,11 @@ def uninterrupted(call: Callable[[], T]) -> T:
         except BaseException as error:
             outcome.append((None, error))
         finally:
-            ended.set()
+            ended.open()
 
     try:
-        threading.Thread(target=run, name="xferlib-memory", daemon=True).start()
+        # Not by `threading`, whose start waits for the thread, and may be interrupted there.
+        start_new_thread(run, ())
     except RuntimeError:
         # No thread is to be had, as when the interpreter ends.
         return call()
@@ -100,6 +101,7 @@ def uninterrupted(call: Callable[[], T]) -> T:
 
 
 def _run() -> None:
+    threading.current_thread().name = "xferlib-reaper"
     while not _over:
         with suppress(Empty):
             dropped = _dropped.get(timeout=LOOK_SECONDS if _remains else None)
@@ -130,8 +132,8 @@ def _end() -> None:
 
 def _forget() -> None:
     """In a forked child: what is left is the parent's, and there is no thread."""
-    global _thread, _starting, _dropped, _remains
-    _thread, _starting = None, threading.Lock()
+    global _started, _dropped, _remains, _main
+    _started, _main = False, get_ident()
     _dropped, _remains = SimpleQueue(), {}
 
 

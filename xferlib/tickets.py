@@ -27,6 +27,8 @@ __all__ = ["Returns", "ticket", "unreferenced"]
 T = TypeVar("T")
 
 _OBJECT = np.dtype(object)
+_NOBODY = -1
+"""No row has this number."""
 
 
 @final
@@ -87,6 +89,16 @@ class Returns:
         To be made before the row is entered: whatever happens then, the row is given back.
         """
         return ticket(self._post, number)
+
+    def post(self) -> None:
+        """Wake whoever waits."""
+        self._post(_NOBODY)
+
+    def wait(self, seconds: float) -> None:
+        """Block until something is posted, or so many seconds have passed."""
+        with suppress(Empty):
+            # One call, as in `unsettled`.
+            self._unsettled.extend(map(self._posted.get, (True,), (seconds,)))
 
     def __bool__(self) -> bool:
         return not self._posted.empty() or bool(self._unsettled)

@@ -17,7 +17,7 @@ from xferlib_numba._events import EventPool, NumbaEvent
 from xferlib_numba._gather import KEPT, Gathering, Run
 from xferlib_numba._memory import Block
 
-from xferlib.reaper import start
+from xferlib.reaper import start_reaper
 
 STREAM = 7
 SECONDS = 10.0
@@ -217,7 +217,7 @@ def test_memory_for_arrays_of_many_sizes_does_not_pile_up(driver: Any, blocks: d
 
 
 def test_gathered_memory_that_outlives_its_stager_is_freed_when_it_is_let_go_of(driver: Any, blocks: dict[int, Block]) -> None:
-    start()
+    start_reaper()
     gathering = Gathering(driver)
     _, held = gathering.copy(0, 1000, RUNS, STREAM)
     gathering.close()
@@ -230,16 +230,17 @@ def test_gathered_memory_that_outlives_its_stager_is_freed_when_it_is_let_go_of(
 
 
 def test_an_interrupt_anywhere_loses_no_gathered_memory(driver: Any, blocks: dict[int, Block]) -> None:
-    step, went_on = 0, True
+    every: list[Gathering] = []
+    went_on = True
     while went_on:
         gathering = Gathering(driver)
         gathering.copy(0, 1000, RUNS, STREAM)
         # Once from what is idle, once from what is allocated.
-        went_on = interrupted_at(step, lambda: [gathering.copy(0, nbytes, RUNS, STREAM) for nbytes in (1000, 9000)])  # noqa: B023
-        step += 1
-        # What was interrupted goes on to its end, on another thread.
-        deadline = time.monotonic() + SECONDS
-        while gathering.settle() or blocks:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-    assert step > 10
+        went_on = interrupted_at(len(every), lambda: [gathering.copy(0, nbytes, RUNS, STREAM) for nbytes in (1000, 9000)])  # noqa: B023
+        every.append(gathering)
+    assert len(every) > 10
+    # What was interrupted goes on to its end, on another thread.
+    deadline = time.monotonic() + SECONDS
+    while [each for each in every if each.settle()] or blocks:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
