@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gc
 import itertools
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any, final
 
 import pytest
-from xferlib_numba import _gather, _memory
+from xferlib_numba import _events, _gather, _memory
 from xferlib_numba._device import Device
 from xferlib_numba._events import EventPool, NumbaEvent
 from xferlib_numba._gather import KEPT, Gathering, Run
 from xferlib_numba._memory import Block
 
+from xferlib.handles import unreferenced
 from xferlib.reaper import start_reaper
 
 STREAM = 7
@@ -100,6 +103,20 @@ def test_events_in_use_have_handles_of_their_own_and_dropped_ones_are_used_again
     for _ in range(10_000):
         pool.record(STREAM)
     assert driver.created == created == pool.created
+
+
+def test_handles_are_looked_for_seldom_though_most_are_in_use(pool: EventPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def counted(owned: list[Any]) -> Any:
+        looks.append(len(owned))
+        return unreferenced(owned)
+
+    monkeypatch.setattr(_events, "unreferenced", counted)
+    live = [pool.record(STREAM) for _ in range(pool.created + 7)]
+    for _ in range(1000):
+        pool.record(STREAM)
+    assert sum(looks) <= 4 * (1000 + len(live))
 
 
 def test_an_event_in_a_cycle_keeps_its_handle_until_it_is_gone(pool: EventPool) -> None:
@@ -227,6 +244,38 @@ def test_gathered_memory_that_outlives_its_stager_is_freed_when_it_is_let_go_of(
     while blocks:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_memory_that_comes_after_an_interrupt_goes_back(
+    driver: Any, blocks: dict[int, Block], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, alloc = threading.Event(), _memory.alloc
+
+    def alloc_late(device: Device, nbytes: int) -> Block:
+        assert gate.wait(SECONDS)
+        return alloc(device, nbytes)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    monkeypatch.setattr(_memory, "alloc", alloc_late)
+    gathering = Gathering(driver)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        # Nothing else ends the wait: the gate is shut.
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Interrupt):
+            gathering.copy(0, 1000, RUNS, STREAM)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert gathering.settle() is False
+    gate.set()
+    deadline = time.monotonic() + SECONDS
+    while not blocks:
+        assert time.monotonic() < deadline
+    while gathering.settle() or blocks:
+        assert time.monotonic() < deadline
 
 
 def test_an_interrupt_anywhere_loses_no_gathered_memory(driver: Any, blocks: dict[int, Block]) -> None:
