@@ -53,7 +53,11 @@ def contiguous(array: CupyArray, stream: object | None, streams: Streams, device
     if np.dtype(array.dtype.type).isbuiltin != OF_NUMPY:
         # CuPy holds such items without having a kernel that copies them.
         array = array.view(f"u{array.dtype.itemsize}")
-    with device.current(), streams.current_as(stream):
+    return device.here(_in_order, array, streams.current_as(stream))
+
+
+def _in_order(array: CupyArray, stream: Any) -> CupyArray:
+    with stream:
         return cupy.ascontiguousarray(array)
 
 

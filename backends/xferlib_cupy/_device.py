@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, final
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar, final
 
 from cupy.cuda import runtime
 
 from xferlib_cupy._driver import CaptureMode, Contexts
 
 __all__ = ["DEFAULT_STREAMS", "Device"]
+
+T = TypeVar("T")
 
 DEFAULT_STREAMS = 2
 """Handles up to this one are no addresses: 0 and 1 are the legacy default stream of the current device, 2 the thread's own."""
@@ -53,42 +55,30 @@ class Device:
         self.wait_users = users(runtime.streamWaitEvent)
         self.is_capturing = users(runtime.streamIsCapturing)
 
-        with self.current():
-            name = runtime.getDeviceProperties(ordinal)["name"].decode()
+        name = self.here(runtime.getDeviceProperties, ordinal)["name"].decode()
         self.words = f"{name} (cuda:{ordinal})"
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make this device the thread's current one, and let it make calls that would spoil a capture of somebody's."""
-        self.contexts.push()
-        try:
-            cell = self.capture_mode.relax()
-            try:
-                yield
-            finally:
-                self.capture_mode.restore(cell)
-        finally:
-            self.contexts.pop()
+    def here(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Return `call(*arguments)`, made with this device current, also where it would spoil a capture of somebody's."""
+        with self.contexts.current:
+            return self.capture_mode.relaxed(call, *arguments)
 
-    def give_back(self, release: Callable[[int], None], handle: int) -> None:
-        """Make a call of a destructor, which has nobody to raise to: a device that has failed says so in the next call.
+    def give_back(self, release: Callable[..., object], *arguments: Any) -> None:
+        """Make a call that gives something back, here, with nobody to raise to: a device that has failed says so in the next call.
 
         Nothing is done in a forked child, where the memory is the parent's, and at interpreter exit, where the driver may be gone.
         """
         if self._getpid() != self._pid or self._is_finalizing():
             return
-        with suppress(runtime.CUDARuntimeError), self.current():
-            release(handle)
+        with suppress(runtime.CUDARuntimeError):
+            self.here(release, *arguments)
 
     def _pushed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        push, pop = self.contexts.push, self.contexts.pop
+        current = self.contexts.current
 
         def pushed(*arguments: int) -> Any:
-            push()
-            try:
+            with current:
                 return call(*arguments)
-            finally:
-                pop()
 
         return pushed
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar, final
 
 from cupy.cuda import runtime
@@ -39,27 +41,20 @@ class CaptureMode:
         # The call swaps the cell with the thread's mode. A cell in use belongs to one call: a finalizer may run inside another's.
         self._cells: deque[Any] = deque()
 
-    def relaxed(self, call: Callable[[int], T], argument: int) -> T:
-        """Return `call(argument)`, made in relaxed mode."""
-        cell = self.relax()
+    def relaxed(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Return `call(*arguments)`, made in relaxed mode."""
+        exchange, cells = self._exchange, self._cells
         try:
-            return call(argument)
-        finally:
-            self.restore(cell)
-
-    def relax(self) -> Any:
-        """Let this thread make such calls; hand the result to `restore` on the same thread."""
-        try:
-            cell = self._cells.pop()
+            cell = cells.pop()
         except IndexError:
             cell = ctypes.byref(ctypes.c_int(RELAXED))
-        self._exchange(cell)
-        return cell
-
-    def restore(self, cell: Any) -> None:
-        """Give the thread back the mode that it had."""
-        self._exchange(cell)
-        self._cells.append(cell)
+        try:
+            # The first call in here, so that it has been made when an interrupt comes, and is undone.
+            exchange(cell)
+            return call(*arguments)
+        finally:
+            exchange(cell)
+            cells.append(cell)
 
 
 @final
@@ -70,14 +65,13 @@ class Contexts:
     gigabyte of a GPU that nobody uses would go.
     """
 
-    __slots__ = ("_get_device", "_pop", "_popped", "_push", "_stream_context", "context", "ordinal")
+    __slots__ = ("_get_device", "_pop", "_popped", "_push", "_stream_context", "context", "current", "ordinal")
 
     def __init__(self, ordinal: int) -> None:
         library = ctypes.PyDLL(LIBRARY)
         self._push = library.cuCtxPushCurrent_v2
         self._push.argtypes = (ctypes.c_void_p,)
         self._pop = library.cuCtxPopCurrent_v2
-        # On the path of small transfers where there are several devices; they fail as `cuThreadExchangeStreamCaptureMode` does.
         self._push.restype = self._pop.restype = None
         self._get_device = _call(library.cuCtxGetDevice)
         self._stream_context = _call(library.cuStreamGetCtx, ctypes.c_void_p, ctypes.c_void_p)
@@ -85,14 +79,8 @@ class Contexts:
         self._popped = ctypes.byref(ctypes.c_void_p())
         self.ordinal = ordinal
         self.context = _retain(ordinal)
-
-    def push(self) -> None:
-        """Make the context the thread's current one; pair it with `pop`."""
-        self._push(self.context)
-
-    def pop(self) -> None:
-        """Give the thread back the context that it had, or none."""
-        self._pop(self._popped)
+        self.current = _current(self.context)
+        """Inside `with`, the context is the thread's current one. Afterwards the thread has what it had, or none."""
 
     def owns(self, stream: int) -> bool:
         """Tell whether a stream, by a handle that is not one of the default streams', is of this device."""
@@ -102,12 +90,43 @@ class Contexts:
             return True
         # A context beside the primary one may still be of this device.
         ordinal = ctypes.c_int(-1)
-        self._push(found)
         try:
+            # Cannot fail for a context that the driver has just named. In here, so that an interrupt behind it finds it undone.
+            self._push(found)
             self._get_device(ctypes.byref(ordinal))
         finally:
-            self.pop()
+            self._pop(self._popped)
         return ordinal.value == self.ordinal
+
+
+def _current(context: int) -> AbstractContextManager[None]:
+    """Return an object whose `with` pushes a context and pops it.
+
+    Both ends are calls in C and no Python code, so that an interrupt finds both made, or neither: a generator, or a method, could
+    be cut off between its push and the `with`. On the path of small transfers where there are several devices, too.
+    """
+    library = ctypes.PyDLL(LIBRARY)
+    push, pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
+    push.restype, pop.restype = _Statuses({0: None}).__getitem__, None
+    # `with` passes on what is being raised: three arguments more than the driver looks at.
+    pop.argtypes = (ctypes.c_void_p, _Unused, _Unused, _Unused)  # type: ignore[assignment]  # it takes all that convert
+    # What was popped is written by every pop, and read by none.
+    enter, leave = partial(push, ctypes.c_void_p(context)), partial(pop, ctypes.byref(ctypes.c_void_p()))
+    made: AbstractContextManager[None] = type("Current", (), {"__enter__": staticmethod(enter), "__exit__": staticmethod(leave)})()
+    return made
+
+
+class _Unused:
+    """The type of an argument that is passed for nothing, whatever it is: as a number, which is all that ctypes asks for."""
+
+    from_param = staticmethod(callable)
+
+
+class _Statuses(dict[int, None]):
+    """What is made of a status, as a look-up, which runs no Python code for 0: nothing, or the error is raised."""
+
+    def __missing__(self, status: int) -> None:
+        _check(status)
 
 
 def _retain(ordinal: int) -> int:

@@ -1,25 +1,31 @@
-"""Events: points in streams that are reached or not, from a pool of handles of our own.
+"""Events: points in streams that are reached or not, with handles that the process owns.
 
 CuPy's `Event.done` answers "not yet" for ever once the device has failed; here the status is asked for and raised.
 Handles are used again, since creating one costs three times what recording does: a wait that was enqueued on an event keeps what
 the event meant then, so recording it anew disturbs nobody. Which streams may be waited for is no matter of this file.
+
+No event has a finalizer: others of its reference cycle may use it in theirs, and a transfer whose event was given away would seem
+done. A handle is free when nobody refers to it, and nothing else is kept in step: whatever an interrupt cuts short, it comes back.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, TypeAlias, final
 
 from cupy.cuda import runtime
 
 from xferlib.errors import CapabilityError
+from xferlib.handles import unreferenced
 from xferlib.protocol import Stream
 from xferlib_cupy._device import Device
 from xferlib_cupy._streams import Streams
 
-__all__ = ["AllEvents", "CupyEvent", "EventPool", "LaterEvent", "Recorded"]
+__all__ = ["AllEvents", "CupyEvent", "EventPool", "LaterEvent", "Recorded", "events_of"]
 
+FIRST_EVENTS = 8
 DISABLE_TIMING = 2
 SUCCESS = 0
 NOT_READY = 600
@@ -44,26 +50,30 @@ Call: TypeAlias = Callable[[int, int], None]
 
 @final
 class EventPool:
-    """Handles of events that nobody looks at any more. No lock: a deque's ends are safe to use from any thread."""
+    """The handles of one device, in use or free. Never destroyed: events outlive stagers. No lock, and any thread."""
 
-    __slots__ = ("device", "free", "streams")
+    __slots__ = ("_owned", "device", "free", "streams")
 
-    def __init__(self, device: Device, streams: Streams) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
-        self.streams = streams
+        self.streams = Streams(device)
         self.free: deque[int] = deque()
+        """Some of those that are free: the others are looked for when these have gone."""
+        # Each an object of its own, to which whoever uses it refers.
+        self._owned: list[int] = []
+
+    @property
+    def created(self) -> int:
+        """How many there are: at most four times as many as were ever in use at once, or the first few."""
+        return len(self._owned)
 
     def record(self, record: Call, stream: int) -> CupyEvent:
         """Record an event on a stream, by the device's call for such streams. The stream is not being captured."""
         try:
             handle = self.free.pop()
         except IndexError:
-            handle = self._create()
-        try:
-            record(handle, stream)
-        except BaseException:
-            self.free.append(handle)
-            raise
+            handle = self._more()
+        record(handle, stream)
         return CupyEvent(handle, self)
 
     def order(self, stream: int, after: int) -> None:
@@ -71,28 +81,31 @@ class EventPool:
         try:
             handle = self.free.pop()
         except IndexError:
-            handle = self._create()
+            handle = self._more()
         device = self.device
-        try:
-            device.record_users(handle, after)
-            device.wait(stream, handle)
-        finally:
-            self.free.append(handle)
+        device.record_users(handle, after)
+        device.wait(stream, handle)
+        self.free.append(handle)
 
-    def _create(self) -> int:
-        # The only call here that depends on the current device: an event is of the device on which it was created.
-        with self.device.current():
-            return int(runtime.eventCreateWithFlags(DISABLE_TIMING))
-
-    def __del__(self) -> None:
-        # The last event has gone: each of them holds the pool.
-        for handle in self.free:
-            self.device.give_back(runtime.eventDestroy, handle)
+    def _more(self) -> int:
+        """Find the handles that are free, make more if those are less than half, and return one."""
+        free, owned = self.free, self._owned
+        while True:
+            free.extend(unreferenced(owned))
+            if 2 * len(free) < len(owned) or not owned:
+                # In one call, which no interrupt cuts. The only one here that depends on the current device: an event is of the
+                # device on which it was created.
+                flags = (DISABLE_TIMING,) * max(FIRST_EVENTS, len(owned))
+                self.device.here(owned.extend, map(runtime.eventCreateWithFlags, flags))
+                continue
+            # Other threads may have taken them all.
+            with suppress(IndexError):
+                return free.pop()
 
 
 @final
 class CupyEvent:
-    """A recorded event. Its handle goes back to the pool when it dies."""
+    """A recorded event. Its handle is used again when nobody can reach the event any more."""
 
     __slots__ = ("_handle", "_pool")
 
@@ -120,9 +133,6 @@ class CupyEvent:
 
     def enqueue_wait(self, wait: Call, handle: int) -> None:
         wait(handle, self._handle)
-
-    def __del__(self) -> None:
-        self._pool.free.append(self._handle)
 
 
 @final
@@ -206,3 +216,12 @@ class AllEvents:
     def enqueue_wait(self, wait: Call, handle: int) -> None:
         for event in self._left:
             event.enqueue_wait(wait, handle)
+
+
+_pools: dict[int, EventPool] = {}
+"""By the ordinal of the device."""
+
+
+def events_of(device: Device) -> EventPool:
+    """Return the process's events of a device."""
+    return _pools.setdefault(device.ordinal, EventPool(device))

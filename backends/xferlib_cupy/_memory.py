@@ -7,7 +7,7 @@ Every call here may wait for the GPU, so none is made in steady state. Who uses 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import cupy
 from cupy.cuda import runtime
@@ -15,7 +15,7 @@ from cupy.cuda import runtime
 from xferlib.errors import CapabilityError
 from xferlib_cupy._device import Device
 
-__all__ = ["Block", "PinnedMemory"]
+__all__ = ["Block", "PinnedMemory", "alloc", "free"]
 
 PORTABLE = 1
 WRITE_COMBINED = 4
@@ -24,25 +24,21 @@ HOST = 1
 OUT_OF_MEMORY = 2
 
 
-@final
-class Block:
-    """Device memory, freed with the last reference."""
+class Block(NamedTuple):
+    """Device memory, which is freed by `free` and by nothing else."""
 
-    __slots__ = ("_device", "address", "nbytes")
+    address: int
+    nbytes: int
+    ready: None = None
 
-    ready = None
 
-    def __init__(self, device: Device, nbytes: int) -> None:
-        # Set before the call that may fail: the destructor looks at it.
-        self.address = 0
-        self.nbytes = nbytes
-        self._device = device
-        with device.current():
-            self.address = _malloc(nbytes)
+def alloc(device: Device, nbytes: int) -> Block:
+    return Block(device.here(_malloc, nbytes), nbytes)
 
-    def __del__(self) -> None:
-        if self.address:
-            self._device.give_back(runtime.free, self.address)
+
+def free(device: Device, block: Block) -> None:
+    """Free what `alloc` returned. Waits for whatever runs on the device."""
+    device.here(runtime.free, block.address)
 
 
 @final
@@ -55,47 +51,30 @@ class PinnedMemory:
         self._device = device
 
     def alloc(self, nbytes: int) -> int:
-        with self._device.current():
-            return int(runtime.hostAlloc(nbytes, PORTABLE))
+        return int(self._device.here(runtime.hostAlloc, nbytes, PORTABLE))
 
     def alloc_write_combined(self, nbytes: int) -> int:
-        with self._device.current():
-            return int(runtime.hostAlloc(nbytes, PORTABLE | WRITE_COMBINED))
+        return int(self._device.here(runtime.hostAlloc, nbytes, PORTABLE | WRITE_COMBINED))
 
     def device_address(self, address: int) -> int:
         """Return by which address the device knows page-locked memory. Raises `CapabilityError` if by none."""
-        with self._device.current():
-            found = int(runtime.pointerGetAttributes(address).devicePointer)
+        found = int(self._device.here(runtime.pointerGetAttributes, address).devicePointer)
         if not found:
             raise CapabilityError(f"{self._device.words} has no address for host memory at {address:#x}. Copy it with put")
         return found
 
     def free(self, address: int) -> None:
-        with self._device.current():
-            runtime.freeHost(address)
+        self._device.here(runtime.freeHost, address)
 
     def pin(self, address: int, nbytes: int) -> None:
-        with self._device.current():
-            try:
-                runtime.hostRegister(address, nbytes, PORTABLE)
-            except runtime.CUDARuntimeError:
-                # Pages that may not be written cannot be locked for writing. Only for those: a copy to memory that was locked as
-                # read-only would be an error that nothing recovers from.
-                if not _is_write_protected(address, nbytes):
-                    raise
-                runtime.hostRegister(address, nbytes, PORTABLE | READ_ONLY)
+        self._device.here(_register, address, nbytes)
 
     def unpin(self, address: int) -> None:
-        with self._device.current():
-            runtime.hostUnregister(address)
+        self._device.here(runtime.hostUnregister, address)
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
-        memory_type, capture_mode = self._device.memory_type, self._device.capture_mode
-        cell = capture_mode.relax()
-        try:
-            return bool(memory_type(address) == HOST and memory_type(address + nbytes - 1) == HOST)
-        finally:
-            capture_mode.restore(cell)
+        relaxed, memory_type = self._device.capture_mode.relaxed, self._device.memory_type
+        return bool(relaxed(memory_type, address) == HOST and relaxed(memory_type, address + nbytes - 1) == HOST)
 
 
 def _malloc(nbytes: int) -> int:
@@ -107,6 +86,17 @@ def _malloc(nbytes: int) -> int:
     # CuPy keeps what its arrays gave back; it does the same for itself before it gives up.
     cupy.get_default_memory_pool().free_all_blocks()
     return int(runtime.malloc(nbytes))
+
+
+def _register(address: int, nbytes: int) -> None:
+    try:
+        runtime.hostRegister(address, nbytes, PORTABLE)
+    except runtime.CUDARuntimeError:
+        # Pages that may not be written cannot be locked for writing. Only for those: a copy to memory that was locked as read-only
+        # would be an error that nothing recovers from.
+        if not _is_write_protected(address, nbytes):
+            raise
+        runtime.hostRegister(address, nbytes, PORTABLE | READ_ONLY)
 
 
 def _is_write_protected(address: int, nbytes: int) -> bool:

@@ -7,7 +7,6 @@ whatever anybody enqueues on the legacy default stream, which is where CuPy work
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable
 from typing import Any, ClassVar, cast, final
 
@@ -16,12 +15,11 @@ import numpy as np
 from cupy.cuda import runtime
 
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
-from xferlib_cupy import _arrays
+from xferlib_cupy import _arrays, _memory
 from xferlib_cupy._arrays import CupyArray
 from xferlib_cupy._device import Device
-from xferlib_cupy._events import AllEvents, EventPool, LaterEvent, Recorded
+from xferlib_cupy._events import AllEvents, LaterEvent, Recorded, events_of
 from xferlib_cupy._memory import Block, PinnedMemory
-from xferlib_cupy._streams import Streams
 
 __all__ = ["CupyStager"]
 
@@ -56,8 +54,8 @@ class CupyStager:
         self.device = device.words
         self.ordinal = device.ordinal
         self._device = device
-        self._streams = Streams(device)
-        self._events = EventPool(device, self._streams)
+        self._events = events_of(device)
+        self._streams = self._events.streams
         self._pinned = PinnedMemory(device)
         # On the path of every small transfer: an attribute of this object each, no chain of them.
         self._copy = device.copy
@@ -65,12 +63,14 @@ class CupyStager:
         self._record_event = self._events.record
         self._order = self._events.order
         self._handle = self._streams.handle
-        with device.current():
-            self.h2d = int(runtime.streamCreateWithFlags(NON_BLOCKING))
-            self.d2h = int(runtime.streamCreateWithFlags(NON_BLOCKING))
-        self._give_back = weakref.finalize(self, _destroy, device, (self.h2d, self.d2h))
-        # At interpreter exit the streams go with the process.
-        self._give_back.atexit = False
+        self._own: list[int] = []
+        try:
+            # Made and kept in one call, which no interrupt cuts.
+            device.here(self._own.extend, map(runtime.streamCreateWithFlags, (NON_BLOCKING, NON_BLOCKING)))
+            self.h2d, self.d2h = self._own
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pci_bus_id(self) -> str:
@@ -116,7 +116,10 @@ class CupyStager:
         _arrays.check_dtype(dtype, self.ordinal)
 
     def alloc_device(self, nbytes: int) -> DeviceBlock:
-        return Block(self._device, nbytes)
+        return _memory.alloc(self._device, nbytes)
+
+    def free_device(self, block: DeviceBlock) -> None:
+        _memory.free(self._device, cast("Block", block))
 
     def as_array(
         self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
@@ -169,7 +172,10 @@ class CupyStager:
         return False
 
     def close(self) -> None:
-        self._give_back()
+        """See `HostStager`. Nothing else destroys the streams; at interpreter exit they go with the process."""
+        for _ in range(len(self._own)):
+            # Taken and destroyed in one call, likewise.
+            self._device.give_back(next, map(runtime.streamDestroy, iter(self._own.pop, None)))
 
     def _fence(self, stream: Stream) -> Recorded:
         if stream.handle == PER_THREAD:
@@ -178,8 +184,3 @@ class CupyStager:
         if self._streams.is_capturing(stream.handle):
             return LaterEvent(stream, self._events)
         return self._record_event(self._device.record_users, stream.handle)
-
-
-def _destroy(device: Device, streams: tuple[int, ...]) -> None:
-    for stream in streams:
-        device.give_back(runtime.streamDestroy, stream)

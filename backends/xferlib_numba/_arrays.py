@@ -49,9 +49,8 @@ def as_array(
     strides, nbytes = _c_strides(shape, dtype.itemsize)
     numba = device.numba
     if not nbytes:
-        # Numba asks for a context here, and would make one current for good.
-        with device.current():
-            return numba.array(shape, strides, dtype, stream, None)
+        # Numba asks for a context here, and would make one current for good, be it another device's.
+        return device.here(numba.array, shape, strides, dtype, stream, None)
     pointer = numba.driver.binding.CUdeviceptr(address)
     memory = numba.driver.MemoryPointer(device.numba_context, pointer, nbytes, owner=lease)
     return numba.array(shape, strides, dtype, stream, memory)
@@ -83,8 +82,8 @@ def look(array: Any, numba: Numba) -> Lay:
 def check_device(address: int, device: Device) -> None:
     """Raise `ValueError` unless memory is on this device, `TypeError` if the driver does not know it. Asks the driver."""
     binding = device.numba.driver.binding
-    with device.current():
-        status, found = binding.cuPointerGetAttribute(binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+    attribute = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    status, found = device.here(binding.cuPointerGetAttribute, attribute, address)
     if status:
         raise TypeError(f"the array's address {address:#x} is not known to CUDA. Pass an array that is alive, on a GPU")
     if int(found) != device.ordinal:

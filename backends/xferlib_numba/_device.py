@@ -11,14 +11,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, final
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar, final
 
 from xferlib_numba._module import Numba
-from xferlib_numba._thread import CaptureMode, Contexts
+from xferlib_numba._thread import CaptureMode, pushed
 
 __all__ = ["LEGACY", "PER_THREAD", "Call", "Device"]
+
+T = TypeVar("T")
 
 Call = Callable[..., Any]
 INVALID_CONTEXT = 201
@@ -32,7 +34,7 @@ class Device:
 
     What runs on a stream needs no current context, since the stream says which one is meant; a default stream is the current
     context's. A thread that has none is given this device's for each call. Where there are several devices, another one's may be
-    current, so every call is given this device's.
+    current, so every call is given this device's, questions about events too.
     """
 
     def __init__(self, numba: Numba, ordinal: int, *, count: int) -> None:
@@ -41,8 +43,7 @@ class Device:
         self.several = count > 1
         self.error = numba.driver.CudaAPIError
         self._binding = binding = numba.driver.binding
-        capture_mode = CaptureMode()
-        self.relax, self.restore = capture_mode.relax, capture_mode.restore
+        self.relaxed = CaptureMode().relaxed
         self._bare = _Bare()
         self._pid = os.getpid()
         # By name in the instance: at interpreter exit modules lose theirs.
@@ -51,18 +52,17 @@ class Device:
 
         # Never released: arrays outlive every stager.
         self._context = self.raw("cuDevicePrimaryCtxRetain")(self.raw("cuDeviceGet")(ordinal))
-        self._contexts = Contexts(int(self._context))
+        self._current = pushed(int(self._context), self._fail_to_push)
         self.copy_h2d = self.call("cuMemcpyHtoDAsync")
         self.copy_d2h = self.call("cuMemcpyDtoHAsync")
         self.record = self.call("cuEventRecord")
         self.wait = self.call("cuStreamWaitEvent")
         self.is_capturing = self.call("cuStreamIsCapturing")
-        self.event_status = binding.cuEventQuery
+        self.event_status = self._inside(binding.cuEventQuery) if self.several else binding.cuEventQuery
         self.synchronize = self.call("cuEventSynchronize")
 
-        with self.current():
-            # Numba's own object for the same context. It finds it current, and so leaves the thread's as found.
-            self.numba_context = numba.cuda.gpus[ordinal].get_primary_context()
+        # Numba's own object for the same context. It finds it current, and so leaves the thread's as found.
+        self.numba_context = self.here(numba.cuda.gpus[ordinal].get_primary_context)
         self.words = f"{self.numba_context.device.name} (cuda:{ordinal})"
 
     @property
@@ -85,20 +85,20 @@ class Device:
 
     def call(self, name: str) -> Call:
         """Return such a call, made in the thread's own context if it has one and no other device may be meant, else in ours."""
-        function, pushed, bare = getattr(self._binding, name), self._pushed(self.raw(name)), self._bare
+        function, inside, bare = getattr(self._binding, name), self._inside(self.raw(name)), self._bare
         if self.several:
-            return pushed
+            return inside
 
         def call(*arguments: Any) -> Any:
             if bare.found:
-                return pushed(*arguments)
+                return inside(*arguments)
             result = function(*arguments)
             status = result[0]
             if not status:
                 return result[-1]
             if status == INVALID_CONTEXT:
                 bare.found = True
-                return pushed(*arguments)
+                return inside(*arguments)
             raise self.failed(name, status)
 
         return call
@@ -108,18 +108,10 @@ class Device:
         error: Exception = self.error(status, f"Call to {name} results in {getattr(status, 'name', status)}")
         return error
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make this device's context the thread's current one, and let it make calls that would spoil a capture of somebody's."""
-        self._enter()
-        try:
-            mode = self.relax()
-            try:
-                yield
-            finally:
-                self.restore(mode)
-        finally:
-            self._contexts.pop()
+    def here(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Return `call(*arguments)`, made with this device current, also where it would spoil a capture of somebody's."""
+        with self._current:
+            return self.relaxed(call, *arguments)
 
     def owns(self, stream: Any) -> bool:
         """Tell whether a stream, not one of the default streams, is of this device."""
@@ -127,42 +119,35 @@ class Device:
         if int(found) == int(self._context):
             return True
         # A context beside the primary one may still be of this device.
-        self.raw("cuCtxPushCurrent")(found)
+        push, pop = self._binding.cuCtxPushCurrent, self._binding.cuCtxPopCurrent
         try:
+            # Cannot fail for a context that the driver has just named. In here, so that an interrupt behind it finds it undone.
+            push(found)
             return int(self.raw("cuCtxGetDevice")()) == self.ordinal
         finally:
-            self._contexts.pop()
+            pop()
 
-    def give_back(self, name: str, handle: Any) -> None:
-        """Make a call of a destructor, which has nobody to raise to: a device that has failed says so in the next call.
+    def give_back(self, release: Callable[..., object], *arguments: Any) -> None:
+        """Make a call that gives something back, here, with nobody to raise to: a device that has failed says so in the next call.
 
         Nothing is done in a forked child, where the memory is the parent's, and at interpreter exit, where the driver may be gone.
         """
         if self._getpid() != self._pid or self._is_finalizing():
             return
-        if self._contexts.push():
-            return
-        mode = self.relax()
-        getattr(self._binding, name)(handle)
-        self.restore(mode)
-        self._contexts.pop()
+        with suppress(self.error):
+            self.here(release, *arguments)
 
-    def _enter(self) -> None:
-        status = self._contexts.push()
-        if status:
-            raise self.failed("cuCtxPushCurrent", self._binding.CUresult(status))
+    def _fail_to_push(self, status: int) -> NoReturn:
+        raise self.failed("cuCtxPushCurrent", self._binding.CUresult(status))
 
-    def _pushed(self, call: Call) -> Call:
-        enter, pop = self._enter, self._contexts.pop
+    def _inside(self, call: Call) -> Call:
+        current = self._current
 
-        def pushed(*arguments: Any) -> Any:
-            enter()
-            try:
+        def inside(*arguments: Any) -> Any:
+            with current:
                 return call(*arguments)
-            finally:
-                pop()
 
-        return pushed
+        return inside
 
 
 @final

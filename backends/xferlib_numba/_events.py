@@ -1,22 +1,30 @@
-"""Events: points in streams that are reached or not, from a pool of handles of our own.
+"""Events: points in streams that are reached or not, with handles that the process owns.
 
 Not Numba's events: each of those is destroyed by a queue that is flushed, and blocks, at the eleventh. Handles are used again: a
 wait that was enqueued on an event keeps what the event meant then, so recording it anew disturbs nobody. Which streams may be
 waited for is no matter of this file.
+
+No event has a finalizer: others of its reference cycle may use it in theirs, and a transfer whose event was given away would seem
+done. A handle is free when nobody refers to it, and nothing else is kept in step: whatever an interrupt cuts short, it comes back.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
+from itertools import filterfalse
+from operator import itemgetter
 from typing import Any, Protocol, final
 
 from xferlib.errors import CapabilityError
+from xferlib.handles import unreferenced
 from xferlib.protocol import Stream
 from xferlib_numba._device import Device
 from xferlib_numba._streams import Handle, Streams
 
-__all__ = ["AllEvents", "EventPool", "LaterEvent", "NumbaEvent", "Recorded"]
+__all__ = ["AllEvents", "EventPool", "LaterEvent", "NumbaEvent", "Recorded", "events_of"]
 
+FIRST_EVENTS = 8
 DISABLE_TIMING = 2
 NO_FLAGS = 0
 NOT_READY = 600
@@ -38,26 +46,30 @@ class Recorded(Protocol):
 
 @final
 class EventPool:
-    """Handles of events that nobody looks at any more. No lock: a deque's ends are safe to use from any thread."""
+    """The handles of one device, in use or free. Never destroyed: events outlive stagers. No lock, and any thread."""
 
-    __slots__ = ("device", "free", "streams")
+    __slots__ = ("_owned", "device", "free", "streams")
 
-    def __init__(self, device: Device, streams: Streams) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
-        self.streams = streams
+        self.streams = Streams(device)
         self.free: deque[Any] = deque()
+        """Some of those that are free: the others are looked for when these have gone."""
+        # Objects of the bindings, to which whoever uses one refers.
+        self._owned: list[Any] = []
+
+    @property
+    def created(self) -> int:
+        """How many there are: at most four times as many as were ever in use at once, or the first few."""
+        return len(self._owned)
 
     def record(self, stream: Handle | int) -> NumbaEvent:
         """Record an event on a stream, which is not being captured."""
         try:
             handle = self.free.pop()
         except IndexError:
-            handle = self._create()
-        try:
-            self.device.record(handle, stream)
-        except BaseException:
-            self.free.append(handle)
-            raise
+            handle = self._more()
+        self.device.record(handle, stream)
         return NumbaEvent(handle, self)
 
     def order(self, stream: Handle, after: Handle) -> None:
@@ -65,27 +77,37 @@ class EventPool:
         try:
             handle = self.free.pop()
         except IndexError:
-            handle = self._create()
-        try:
-            self.device.record(handle, after)
-            self.device.wait(stream, handle, NO_FLAGS)
-        finally:
-            self.free.append(handle)
+            handle = self._more()
+        self.device.record(handle, after)
+        self.device.wait(stream, handle, NO_FLAGS)
+        self.free.append(handle)
 
-    def _create(self) -> Any:
+    def _more(self) -> Any:
+        """Find the handles that are free, make more if those are less than half, and return one."""
+        free, owned = self.free, self._owned
+        while True:
+            free.extend(unreferenced(owned))
+            if 2 * len(free) < len(owned) or not owned:
+                self._create(max(FIRST_EVENTS, len(owned)))
+                continue
+            # Other threads may have taken them all.
+            with suppress(IndexError):
+                return free.pop()
+
+    def _create(self, count: int) -> None:
+        # Made and kept in one call, which no interrupt cuts: of each pair of status and handle, the handle, if the status is 0.
+        made = map(self.device.numba.driver.binding.cuEventCreate, (DISABLE_TIMING,) * count)
+        before = len(self._owned)
         # An event is of the context in which it was created.
-        with self.device.current():
-            return self.device.raw("cuEventCreate")(DISABLE_TIMING)
-
-    def __del__(self) -> None:
-        # The last event has gone: each of them holds the pool.
-        for handle in self.free:
-            self.device.give_back("cuEventDestroy", handle)
+        self.device.here(self._owned.extend, map(itemgetter(1), filterfalse(itemgetter(0), made)))
+        if len(self._owned) == before:
+            # Once more, for the error.
+            self._owned.append(self.device.here(self.device.raw("cuEventCreate"), DISABLE_TIMING))
 
 
 @final
 class NumbaEvent:
-    """A recorded event. Its handle goes back to the pool when it dies."""
+    """A recorded event. Its handle is used again when nobody can reach the event any more."""
 
     __slots__ = ("_handle", "_named", "_pool")
 
@@ -96,9 +118,7 @@ class NumbaEvent:
 
     def done(self) -> bool:
         device = self._pool.device
-        mode = device.relax()
-        status = device.event_status(self._handle)[0]
-        device.restore(mode)
+        status = device.relaxed(device.event_status, self._handle)[0]
         if not status:
             return True
         if status == NOT_READY:
@@ -107,11 +127,7 @@ class NumbaEvent:
 
     def synchronize(self) -> None:
         device = self._pool.device
-        mode = device.relax()
-        try:
-            device.synchronize(self._handle)
-        finally:
-            device.restore(mode)
+        device.relaxed(device.synchronize, self._handle)
 
     def stream_wait(self, stream: object | None = None) -> Stream:
         found = self._pool.streams.find(stream)
@@ -134,9 +150,6 @@ class NumbaEvent:
 
     def enqueue_wait(self, handle: Handle) -> None:
         self._pool.device.wait(handle, self._handle, NO_FLAGS)
-
-    def __del__(self) -> None:
-        self._pool.free.append(self._handle)
 
 
 @final
@@ -221,3 +234,12 @@ class AllEvents:
     def enqueue_wait(self, handle: Handle) -> None:
         for event in self._left:
             event.enqueue_wait(handle)
+
+
+_pools: dict[int, EventPool] = {}
+"""By the ordinal of the device."""
+
+
+def events_of(device: Device) -> EventPool:
+    """Return the process's events of a device."""
+    return _pools.setdefault(device.ordinal, EventPool(device))

@@ -1,6 +1,7 @@
 """Device arrays that are not contiguous, brought together by the copy engine: no kernel is compiled, and no framework asked.
 
 Everything runs on one stream, that of the copies to the host, so that memory for it may be used again without asking who reads it.
+The memory is owned by a table, and held by tickets: whose number was posted, that memory is idle again.
 """
 
 from __future__ import annotations
@@ -8,8 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, final
 
+from xferlib.reaper import uninterrupted, watch
+from xferlib.tickets import Returns
+from xferlib_numba import _memory
 from xferlib_numba._device import Device
 from xferlib_numba._memory import Block
 from xferlib_numba._streams import Handle
@@ -20,6 +27,7 @@ LIMIT = 1 << 16
 """Copies. Each takes microseconds; a kernel of the user's own does better far below that."""
 PITCH_LIMIT = 1 << 31
 KEPT = 4
+"""Blocks that are idle, when another is allocated."""
 DEVICE_MEMORY = 2
 
 
@@ -73,22 +81,37 @@ class Gathering:
         self._memory_type = binding.CUmemorytype(DEVICE_MEMORY)
         self._copy_row = device.call("cuMemcpyDtoDAsync")
         self._copy_rows = device.call("cuMemcpy2DAsync")
-        self._idle: deque[Block] = deque(maxlen=KEPT)
+        self._count: Callable[[], int] = itertools.count().__next__
+        self._returns = Returns()
+        # A block is in one of these, and goes from one to the other in one call, which neither a thread nor an interrupt cuts.
+        self._held: dict[int, Block] = {}
+        """By the number of the ticket."""
+        self._idle: dict[int, deque[Block]] = {}
+        """By size."""
 
-    def copy(self, address: int, nbytes: int, runs: list[Run], stream: Handle) -> Gathered:
-        """Enqueue the copies, and return what holds the result in C order."""
-        gathered = Gathered(self._block(nbytes), self._idle)
-        start = gathered.block.address
+    def copy(self, address: int, nbytes: int, runs: list[Run], stream: Handle) -> tuple[int, object]:
+        """Enqueue the copies, and return where the result lies in C order, and what holds that memory."""
+        number = self._count()
+        # First: whatever happens from here on, what the ticket has by then goes back.
+        ticket = self._returns.ticket(number)
+        start = self._hold(nbytes, number, ticket).address
         for run in runs:
             if run.rows == 1:
                 self._copy_row(start + run.target, address + run.source, run.width, stream)
             else:
                 self._copy_rows(self._what(start, address, run), stream)
-        return gathered
+        return start, ticket
 
     def close(self) -> None:
-        """Let go of the memory. What is still held is freed when it is let go of."""
-        self._idle = deque(maxlen=0)
+        """Free the memory. What is still held is freed when it is let go of."""
+        if uninterrupted(self.settle):
+            watch(self)
+
+    def settle(self) -> bool:
+        """Free what nobody holds, when closed, and tell whether anything is held."""
+        self._settle()
+        self._free_idle(0)
+        return bool(self._held)
 
     def _what(self, target: int, source: int, run: Run) -> Any:
         what = self._binding.CUDA_MEMCPY2D()
@@ -98,30 +121,44 @@ class Gathering:
         what.WidthInBytes, what.Height = run.width, run.rows
         return what
 
-    def _block(self, nbytes: int) -> Block:
-        for _ in range(len(self._idle)):
-            try:
-                block = self._idle.popleft()
-            except IndexError:
-                break
-            if block.nbytes == nbytes:
-                return block
-            self._idle.append(block)
-        return Block(self._device, nbytes)
+    def _hold(self, nbytes: int, number: int, ticket: object) -> Block:
+        """Return a block that is held by the ticket with this number: whatever used it before came earlier on the same stream."""
+        self._settle()
+        nbytes = _size(nbytes)
+        idle = self._idle.get(nbytes)
+        if idle is not None:
+            with suppress(IndexError):
+                self._held.update(zip((number,), map(deque.popleft, (idle,)), strict=True))
+                return self._held[number]
+        # With the ticket, so that it does not end before the block is there if this thread is interrupted.
+        return uninterrupted(partial(self._grow, nbytes, number, ticket))
+
+    def _grow(self, nbytes: int, number: int, ticket: object) -> Block:
+        self._free_idle(KEPT - 1)
+        block = self._held[number] = _memory.alloc(self._device, nbytes)
+        return block
+
+    def _settle(self) -> None:
+        for number in self._returns.unsettled():
+            block = self._held.get(number)
+            if block is not None:
+                idle = self._idle.setdefault(block.nbytes, deque())
+                # None where another thread was faster.
+                idle.extend(filter(None, map(self._held.pop, (number,), (None,))))
+            self._returns.settled(number)
+
+    def _free_idle(self, kept: int) -> None:
+        """Free all idle blocks but so many. On a thread that no interrupt comes to."""
+        for idle in list(self._idle.values()):
+            with suppress(IndexError):
+                while sum(map(len, list(self._idle.values()))) > kept:
+                    _memory.free(self._device, idle.popleft())
 
 
-@final
-class Gathered:
-    """Memory that goes back when this dies: whatever uses it next comes later on the same stream."""
-
-    __slots__ = ("_idle", "block")
-
-    def __init__(self, block: Block, idle: deque[Block]) -> None:
-        self.block = block
-        self._idle = idle
-
-    def __del__(self) -> None:
-        self._idle.append(self.block)
+def _size(nbytes: int) -> int:
+    """Round up to one of few sizes, an eighth apart, so that arrays of near sizes share blocks."""
+    step = 1 << max(8, nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step
 
 
 def _joined(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, list[tuple[int, int]]]:

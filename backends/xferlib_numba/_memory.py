@@ -7,12 +7,12 @@ here may wait for the GPU, so none is made in steady state. Who uses the memory,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 from xferlib.errors import CapabilityError
 from xferlib_numba._device import Device
 
-__all__ = ["Block", "PinnedMemory"]
+__all__ = ["Block", "PinnedMemory", "alloc", "free"]
 
 ALIGNMENT = 256
 PORTABLE = 1
@@ -23,25 +23,21 @@ INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 
 
-@final
-class Block:
-    """Device memory, freed with the last reference."""
+class Block(NamedTuple):
+    """Device memory, which is freed by `free` and by nothing else."""
 
-    __slots__ = ("_device", "address", "nbytes")
+    address: int
+    nbytes: int
+    ready: None = None
 
-    ready = None
 
-    def __init__(self, device: Device, nbytes: int) -> None:
-        # Set before the call that may fail: the destructor looks at it.
-        self.address = 0
-        self.nbytes = nbytes
-        self._device = device
-        with device.current():
-            self.address = _alloc(device, nbytes)
+def alloc(device: Device, nbytes: int) -> Block:
+    return Block(device.here(_alloc, device, nbytes), nbytes)
 
-    def __del__(self) -> None:
-        if self.address:
-            self._device.give_back("cuMemFree", self.address)
+
+def free(device: Device, block: Block) -> None:
+    """Free what `alloc` returned. Waits for whatever runs on the device."""
+    device.here(device.raw("cuMemFree"), block.address)
 
 
 @final
@@ -66,46 +62,32 @@ class PinnedMemory:
         """Return by which address the device knows page-locked memory. Raises `CapabilityError` if by none."""
         binding = self._device.numba.driver.binding
         attribute = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-        with self._device.current():
-            status, found = binding.cuPointerGetAttribute(attribute, address)
+        status, found = self._device.here(binding.cuPointerGetAttribute, attribute, address)
         if status or not int(found):
             raise CapabilityError(f"{self._device.words} has no address for host memory at {address:#x}. Copy it with put")
         return int(found)
 
     def free(self, address: int) -> None:
         address = self._inside.pop(address, address)
-        with self._device.current():
-            self._device.raw("cuMemFreeHost")(address)
+        self._device.here(self._device.raw("cuMemFreeHost"), address)
 
     def pin(self, address: int, nbytes: int) -> None:
-        register = self._device.raw("cuMemHostRegister")
-        with self._device.current():
-            try:
-                register(address, nbytes, PORTABLE)
-            except self._device.error:
-                # Pages that may not be written cannot be locked for writing. Only for those: a copy to memory that was locked as
-                # read-only would be an error that nothing recovers from.
-                if not _is_write_protected(address, nbytes):
-                    raise
-                register(address, nbytes, PORTABLE | READ_ONLY)
+        self._device.here(_register, self._device, address, nbytes)
 
     def unpin(self, address: int) -> None:
-        with self._device.current():
-            self._device.raw("cuMemHostUnregister")(address)
+        self._device.here(self._device.raw("cuMemHostUnregister"), address)
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
-        with self._device.current():
-            return self._is_host(address) and self._is_host(address + nbytes - 1)
+        return self._device.here(self._is_host, address) and self._device.here(self._is_host, address + nbytes - 1)
 
     def _alloc(self, nbytes: int, flags: int) -> int:
-        alloc = self._device.raw("cuMemHostAlloc")
-        with self._device.current():
-            address = int(alloc(nbytes, flags))
-            if address % ALIGNMENT == 0:
-                return address
-            # Drivers align better than that, but do not promise it.
-            self._device.raw("cuMemFreeHost")(address)
-            address = int(alloc(nbytes + ALIGNMENT, flags))
+        here, alloc = self._device.here, self._device.raw("cuMemHostAlloc")
+        address = int(here(alloc, nbytes, flags))
+        if address % ALIGNMENT == 0:
+            return address
+        # Drivers align better than that, but do not promise it.
+        here(self._device.raw("cuMemFreeHost"), address)
+        address = int(here(alloc, nbytes + ALIGNMENT, flags))
         aligned = -(-address // ALIGNMENT) * ALIGNMENT
         self._inside[aligned] = address
         return aligned
@@ -133,6 +115,18 @@ def _alloc(device: Device, nbytes: int) -> int:
     if queue is not None:
         queue.clear()
     return int(alloc(nbytes))
+
+
+def _register(device: Device, address: int, nbytes: int) -> None:
+    register = device.raw("cuMemHostRegister")
+    try:
+        register(address, nbytes, PORTABLE)
+    except device.error:
+        # Pages that may not be written cannot be locked for writing. Only for those: a copy to memory that was locked as read-only
+        # would be an error that nothing recovers from.
+        if not _is_write_protected(address, nbytes):
+            raise
+        register(address, nbytes, PORTABLE | READ_ONLY)
 
 
 def _is_write_protected(address: int, nbytes: int) -> bool:

@@ -6,20 +6,21 @@ stop for whatever anybody enqueues on the legacy default stream, where Numba wor
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
+from contextlib import suppress
+from operator import itemgetter
 from typing import Any, cast, final
 
 import numpy as np
 
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Source, Stream
-from xferlib_numba import _arrays
+from xferlib_numba import _arrays, _memory
 from xferlib_numba._arrays import Lay, NumbaArray
 from xferlib_numba._device import LEGACY, PER_THREAD, Device
-from xferlib_numba._events import AllEvents, EventPool, LaterEvent, NumbaEvent, Recorded
+from xferlib_numba._events import AllEvents, LaterEvent, NumbaEvent, Recorded, events_of
 from xferlib_numba._gather import Gathering, plan
 from xferlib_numba._memory import Block, PinnedMemory
-from xferlib_numba._streams import Handle, Streams
+from xferlib_numba._streams import Handle
 
 __all__ = ["NumbaStager"]
 
@@ -44,8 +45,8 @@ class NumbaStager:
         # What Numba raises when a driver call fails is one of these.
         self.failures: tuple[type[Exception], ...] = (device.numba.driver.CudaDriverError,)
         self._device = device
-        self._streams = Streams(device)
-        self._events = EventPool(device, self._streams)
+        self._events = events_of(device)
+        self._streams = self._events.streams
         self._pinned = PinnedMemory(device)
         self._gathering = Gathering(device)
         # On the path of every small transfer: an attribute of this object each, no chain of them.
@@ -57,13 +58,17 @@ class NumbaStager:
         self._default = self._streams.default
         self._array = device.numba.array
         self._several = device.several
-        with device.current():
-            create = device.raw("cuStreamCreate")
-            self.h2d: Handle = create(NON_BLOCKING)
-            self.d2h: Handle = create(NON_BLOCKING)
-        self._give_back = weakref.finalize(self, _destroy, device, (self.h2d, self.d2h))
-        # At interpreter exit the streams go with the process.
-        self._give_back.atexit = False
+        binding = device.numba.driver.binding
+        self._destroy = binding.cuStreamDestroy
+        self._own: list[tuple[Any, Handle]] = []
+        """What the driver returned for each stream: the status, and the handle."""
+        try:
+            # Made and kept in one call, which no interrupt cuts.
+            device.here(self._own.extend, map(binding.cuStreamCreate, (NON_BLOCKING, NON_BLOCKING)))
+            self.h2d, self.d2h = [self._made(*made) for made in self._own]
+        except BaseException:
+            self._close_streams()
+            raise
 
     @property
     def pci_bus_id(self) -> str:
@@ -109,7 +114,10 @@ class NumbaStager:
         _arrays.check_dtype(dtype, self._device.numba)
 
     def alloc_device(self, nbytes: int) -> DeviceBlock:
-        return Block(self._device, nbytes)
+        return _memory.alloc(self._device, nbytes)
+
+    def free_device(self, block: DeviceBlock) -> None:
+        _memory.free(self._device, cast("Block", block))
 
     def as_array(
         self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
@@ -137,8 +145,8 @@ class NumbaStager:
         self._order_after(self.d2h, stream, lay.stream)
         if runs is None:
             return Source(lay.address, lay.nbytes, array)
-        gathered = self._gathering.copy(lay.address, lay.nbytes, runs, self.d2h)
-        return Source(gathered.block.address, lay.nbytes, (gathered, array))
+        address, ticket = self._gathering.copy(lay.address, lay.nbytes, runs, self.d2h)
+        return Source(address, lay.nbytes, (ticket, array))
 
     def as_target(self, array: NumbaArray, stream: object | None = None) -> Source:
         if array.__class__ is self._array and array.is_c_contiguous() and not self._several:
@@ -166,8 +174,21 @@ class NumbaStager:
         return False
 
     def close(self) -> None:
+        """See `HostStager`. Nothing else destroys the streams; at interpreter exit they go with the process."""
         self._gathering.close()
-        self._give_back()
+        self._close_streams()
+
+    def _made(self, status: Any, handle: Handle) -> Handle:
+        if status:
+            raise self._device.failed("cuStreamCreate", status)
+        return handle
+
+    def _close_streams(self) -> None:
+        for _ in range(len(self._own)):
+            # Taken and destroyed in one call, likewise. Of one that was not made there is nothing.
+            handles = filter(None, map(itemgetter(1), iter(self._own.pop, None)))
+            with suppress(IndexError):
+                self._device.give_back(next, map(self._destroy, handles))
 
     def _look(self, array: object) -> Lay:
         lay = _arrays.look(array, self._device.numba)
@@ -195,8 +216,3 @@ class NumbaStager:
         if self._streams.is_capturing(stream.handle):
             return LaterEvent(stream, self._events)
         return self._record(stream.handle)
-
-
-def _destroy(device: Device, streams: tuple[Handle, ...]) -> None:
-    for stream in streams:
-        device.give_back("cuStreamDestroy", stream)

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from typing import Any, final
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar, final
 
-__all__ = ["CaptureMode", "Contexts"]
+__all__ = ["CaptureMode", "pushed"]
+
+T = TypeVar("T")
 
 LIBRARY = "libcuda.so.1"
 RELAXED = 2
@@ -32,40 +37,51 @@ class CaptureMode:
         # The call swaps the cell with the thread's mode. A cell in use belongs to one call: a finalizer may run inside another's.
         self._cells: deque[Any] = deque()
 
-    def relax(self) -> Any:
-        """Let this thread make such calls; hand the result to `restore` on the same thread."""
+    def relaxed(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Return `call(*arguments)`, made in relaxed mode."""
+        exchange, cells = self._exchange, self._cells
         try:
-            cell = self._cells.pop()
+            cell = cells.pop()
         except IndexError:
             cell = ctypes.byref(ctypes.c_int(RELAXED))
-        self._exchange(cell)
-        return cell
+        try:
+            # The first call in here, so that it has been made when an interrupt comes, and is undone.
+            exchange(cell)
+            return call(*arguments)
+        finally:
+            exchange(cell)
+            cells.append(cell)
 
-    def restore(self, cell: Any) -> None:
-        """Give the thread back the mode that it had."""
-        self._exchange(cell)
-        self._cells.append(cell)
+
+def pushed(context: int, fail: Callable[[int], None]) -> AbstractContextManager[None]:
+    """Return an object whose `with` makes a context the thread's current one, and then gives the thread back what it had, or none.
+
+    `fail` raises the error for a status. Both ends are calls in C and no Python code, so that an interrupt finds both made, or
+    neither: a generator, or a method, could be cut off between its push and the `with`.
+    """
+    library = ctypes.PyDLL(LIBRARY)
+    push, pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
+    push.restype, pop.restype = _Statuses(fail).__getitem__, None
+    # `with` passes on what is being raised: three arguments more than the driver looks at.
+    pop.argtypes = (ctypes.c_void_p, _Unused, _Unused, _Unused)  # type: ignore[assignment]  # it takes all that convert
+    # What was popped is written by every pop, and read by none.
+    enter, leave = partial(push, ctypes.c_void_p(context)), partial(pop, ctypes.byref(ctypes.c_void_p()))
+    made: AbstractContextManager[None] = type("Pushed", (), {"__enter__": staticmethod(enter), "__exit__": staticmethod(leave)})()
+    return made
 
 
-@final
-class Contexts:
-    """One context, pushed and popped."""
+class _Statuses(dict[int, None]):
+    """What is made of a status, as a look-up, which runs no Python code for 0: nothing, or the error is raised."""
 
-    __slots__ = ("_context", "_pop", "_popped", "_push")
+    def __init__(self, fail: Callable[[int], None]) -> None:
+        super().__init__({0: None})
+        self._fail = fail
 
-    def __init__(self, context: int) -> None:
-        library = ctypes.PyDLL(LIBRARY)
-        self._context = ctypes.c_void_p(context)
-        self._push, self._pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
-        self._pop.restype = None
-        # Written by every pop, read by none.
-        self._popped = ctypes.byref(ctypes.c_void_p())
+    def __missing__(self, status: int) -> None:
+        self._fail(status)
 
-    def push(self) -> int:
-        """Make the context the thread's current one, and return the driver's status; if that is 0, `pop` must follow."""
-        status: int = self._push(self._context)
-        return status
 
-    def pop(self) -> None:
-        """Give the thread back the context that it had, or none."""
-        self._pop(self._popped)
+class _Unused:
+    """The type of an argument that is passed for nothing, whatever it is: as a number, which is all that ctypes asks for."""
+
+    from_param = staticmethod(callable)

@@ -7,7 +7,6 @@ is imported when the first hook runs, so that a machine without it skips and doe
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +16,7 @@ import numpy as np
 
 from xferlib.conformance import Direction, HeldArray, Hold, StagerConformance, cuda, cupti
 from xferlib.protocol import HostStager
+from xferlib.tickets import ticket
 from xferlib_numba import open_stager
 
 __all__ = ["Bench", "TestNumba", "bench"]
@@ -189,8 +189,8 @@ class Bench:
                 return self._numba.array(shape, strides, dtype)
             idle = self._idle_memory[nbytes]
             address = idle.pop() if idle else int(cuda.call("cuMemAlloc", nbytes))
-            owner = _Owner()
-            weakref.finalize(owner, idle.append, address).atexit = False
+            # Every view keeps the ticket, and no finalizer that dies with them finds the memory given away.
+            owner = ticket(idle.append, address)
             driver = self._numba.driver
             memory = driver.MemoryPointer(self.cuda.current_context(), driver.binding.CUdeviceptr(address), nbytes, owner=owner)
             return self._numba.array(shape, strides, dtype, 0, memory)
@@ -224,13 +224,6 @@ class Bench:
 
     def _bytes(self, array: Any) -> Any:
         return self._numba.array((array.nbytes,), (1,), np.dtype(np.uint8), 0, array.gpu_data)
-
-
-@final
-class _Owner:
-    """What every view of an array keeps alive."""
-
-    __slots__ = ("__weakref__",)
 
 
 @functools.cache

@@ -16,8 +16,8 @@ import numpy as np
 
 from xferlib.errors import BackendUnavailableError
 from xferlib.workload import EdgeSpec
+from xferlib_numba import _memory
 from xferlib_numba._arrays import as_array
-from xferlib_numba._device import Device
 from xferlib_numba._memory import Block
 from xferlib_numba._probe import open_device
 
@@ -50,10 +50,11 @@ class Kernels(NamedTuple):
 
 @final
 class EdgeJob:
-    """See `xferlib.workload.EdgeJob`."""
+    """See `xferlib.workload.EdgeJob`. Its memory is freed when it is left; one that is never entered keeps it."""
 
     def __init__(self, spec: EdgeSpec, device: int) -> None:
-        own = open_device(device)
+        self._own = own = open_device(device)
+        self._blocks: list[Block] = []
         self._cuda = cuda = own.numba.cuda
         self._device = cuda.gpus[device]
         self._spec = spec
@@ -61,13 +62,13 @@ class EdgeJob:
         self._kernels = _kernels(cuda, spec.channels or 1, floats)
         with self._device:
             plane = (spec.frames, spec.height, spec.width)
-            self._images = [_device_array(own, np.zeros(plane, np.uint8)) for _ in range(2)]
-            self._results = [_device_array(own, np.zeros(plane, np.uint8)) for _ in range(spec.slots)]
+            self._images = [self._array(np.zeros(plane, np.uint8)) for _ in range(2)]
+            self._results = [self._array(np.zeros(plane, np.uint8)) for _ in range(spec.slots)]
             # What the search for the extremes begins with.
             limits = (math.inf, -math.inf) if floats else (np.iinfo(np.int64).max, np.iinfo(np.int64).min)
             unknown = np.array([limits] * spec.frames, np.float64 if floats else np.int64)
-            self._unknown, self._extremes = _device_array(own, unknown), _device_array(own, unknown)
-            self._warm(_device_array(own, np.zeros((spec.frames, *spec.frame_shape), spec.dtype)))
+            self._unknown, self._extremes = self._array(unknown), self._array(unknown)
+            self._warm(self._array(np.zeros((spec.frames, *spec.frame_shape), spec.dtype)))
 
     def __enter__(self) -> Self:
         self._device.__enter__()
@@ -78,6 +79,8 @@ class EdgeJob:
             self.synchronize()
         finally:
             self._device.__exit__(kind, error, trace)
+            while self._blocks:
+                _memory.free(self._own, self._blocks.pop())
 
     def launch(self, frames: Any, slot: int, *, rounds: int) -> Any:
         spec, count = self._spec, len(frames)
@@ -100,6 +103,14 @@ class EdgeJob:
 
     def synchronize(self) -> None:
         self._cuda.default_stream().synchronize()
+
+    def _array(self, values: np.ndarray[Any, np.dtype[Any]]) -> Any:
+        """Return an array over a block of ours: Numba frees its own late, perhaps when no context is current, and then fails."""
+        block = _memory.alloc(self._own, values.nbytes)
+        self._blocks.append(block)
+        array = as_array(self._own, block.address, values.shape, values.dtype, stream=0, lease=block)
+        array.copy_to_device(values)
+        return array
 
     def _warm(self, frames: Any) -> None:
         try:
@@ -261,14 +272,6 @@ def _sobel(cuda: Any) -> Any:
             target[frame, y, x] = np.uint8(min(255, abs(across) + abs(upright)))
 
     return cuda.jit(sobel)
-
-
-def _device_array(device: Device, values: np.ndarray[Any, np.dtype[Any]]) -> Any:
-    """Return an array over a block of ours: Numba frees its own late, perhaps when no context is current, and then fails."""
-    block = Block(device, values.nbytes)
-    array = as_array(device, block.address, values.shape, values.dtype, stream=0, lease=block)
-    array.copy_to_device(values)
-    return array
 
 
 def _first(array: Any, count: int) -> Any:

@@ -102,7 +102,7 @@ class World:
         self.target = laws.from_numpy(words(2, NBYTES))
         handle, self.idle = kit.streams["handle"]()
         self.kept = [stager.put(self.source).value for _ in range(4)]
-        # Named by a bare handle: what they read is let go of at once, by a finalizer.
+        # Named by a bare handle, which stays valid for as long as the stager is open.
         self.kept += [stager.put(self.source, stream=handle).value for _ in range(4)]
         self.transfer = stager.put(self.source)
         self.transfer.synchronize()

@@ -106,7 +106,7 @@ def test_what_the_backend_allocates_is_counted(laws: StagerConformance, stager: 
     address = stager.backend.alloc_pinned(1 << 20)
     assert laws.memory_calls(stager.backend) - before == 2
     stager.backend.free_pinned(address)
-    del block
+    stager.backend.free_device(block)
     assert laws.memory_calls(stager.backend) - before == 4
 
 

@@ -172,6 +172,17 @@ def test_gathered_memory_is_used_again_and_its_data_stays_apart(laws: conformanc
         assert_same(transfer.result(), np.ascontiguousarray(value[:, ::2]))
 
 
+def test_memory_of_gathered_arrays_is_freed_with_the_stager(laws: conformance.TestNumba, stager: Stager) -> None:
+    values = words(1, 64 * MEBI).reshape(-1, 2)
+    array = laws.from_numpy(values)
+    with laws.new_stager() as own:
+        before = cuda.device_free_nbytes()
+        got = own.get(array[:, :1]).result()
+        assert before - cuda.device_free_nbytes() >= 32 * MEBI
+    assert_same(got, np.ascontiguousarray(values[:, :1]))
+    assert before - cuda.device_free_nbytes() < 32 * MEBI
+
+
 def test_nothing_enters_the_queues_of_numba(laws: conformance.TestNumba, stager: Stager) -> None:
     context = conformance.bench().cuda.current_context()
     queues = context.deallocations, context.memory_manager.deallocations

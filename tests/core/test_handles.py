@@ -1,14 +1,12 @@
-"""Tickets that post when the last reference is gone, and handles that are used again when nobody refers to them."""
+"""Handles that are used again when nobody refers to them any more."""
 
 from __future__ import annotations
 
 import gc
-import sys
 from collections import deque
-from queue import SimpleQueue
 from typing import Any
 
-from xferlib.tickets import ticket, unreferenced
+from xferlib.handles import unreferenced
 
 
 class Holder:
@@ -52,44 +50,3 @@ def test_a_handle_that_was_taken_up_again_is_not_free() -> None:
     free.extend(unreferenced(owned))
     assert len(free) == 2
     assert taken is owned[2]
-
-
-def test_a_ticket_posts_once_when_its_last_reference_is_gone() -> None:
-    posted: SimpleQueue[int] = SimpleQueue()
-    first = ticket(posted.put, 7)
-    second = [first]
-    del first
-    assert posted.empty()
-    del second
-    assert posted.get_nowait() == 7
-    assert posted.empty()
-
-
-def test_a_ticket_in_a_cycle_posts_after_every_finalizer_of_it() -> None:
-    posted: SimpleQueue[int] = SimpleQueue()
-    seen: list[bool] = []
-
-    class Last(Holder):
-        def __del__(self) -> None:
-            seen.append(posted.empty())
-
-    before = Last()
-    holder = Last(ticket(posted.put, 7), before)
-    before.held = (holder,)
-    del before, holder
-    gc.collect()
-    assert seen == [True, True]
-    assert posted.get_nowait() == 7
-
-
-def test_the_end_of_a_ticket_runs_no_python_code_that_an_interrupt_could_cut() -> None:
-    posted: SimpleQueue[int] = SimpleQueue()
-    held = [ticket(posted.put, 7)]
-    entered: list[str] = []
-    sys.setprofile(lambda frame, event, argument: entered.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        held.clear()
-    finally:
-        sys.setprofile(None)
-    assert posted.get_nowait() == 7
-    assert entered == []
