@@ -35,6 +35,10 @@ PUT_KEEPS = "test_law01_put_keeps_values_shape_and_dtype"
 GET_KEEPS = "test_law01_get_keeps_values_shape_and_dtype"
 
 
+FLIPPED_TO_DEVICE: tuple[str, ...] = ()
+FLIPPED_TO_HOST: tuple[str, ...] = ()
+
+
 @broken_backend(f"{PUT_KEEPS}[float64]", f"{PUT_KEEPS}[complex128]", hooks=Host)
 class NarrowsDoubles(BrokenBackend):
     """Accepts double precision and makes it single."""
@@ -63,6 +67,28 @@ class DropsTheLastByte(BrokenBackend):
 
     def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
         self.inner.copy_d2h(dst, src, nbytes - 1)
+
+
+@broken_backend(*FLIPPED_TO_DEVICE, hooks=Host)
+class FlipsToTheDevice(BrokenBackend):
+    """Copies a byte of each transfer to the device wrongly."""
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self.inner.copy_h2d(dst, src, nbytes)
+        self.inner.h2d.submit(lambda: flip(dst + nbytes // 2))
+
+
+@broken_backend(*FLIPPED_TO_HOST, hooks=Host)
+class FlipsToTheHost(BrokenBackend):
+    """Copies a byte of each transfer to the host wrongly."""
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        self.inner.copy_d2h(dst, src, nbytes)
+        self.inner.d2h.submit(lambda: flip(dst + nbytes // 2))
+
+
+def flip(address: int) -> None:
+    ctypes.c_ubyte.from_address(address).value ^= 1
 
 
 @broken_backend(
@@ -137,7 +163,7 @@ class Joining(BrokenBackend):
             self.inner.copy_h2d(*kept)
 
 
-@broken_core(f"{SIDE_BY_SIDE}[pageable]", f"{SIDE_BY_SIDE}[pinned]", hooks=ArenaHost)
+@broken_core(f"{SIDE_BY_SIDE}[pinned]", hooks=ArenaHost)
 def joins_what_lies_side_by_side(patch: pytest.MonkeyPatch) -> None:
     """The core makes one copy over two allocations, which a driver refuses."""
     stand_before(patch, Joining)
