@@ -327,7 +327,7 @@ class OwnershipLaws(Laws):
             del kept, array
 
     def is_trimmed(self, recorded: Recorded) -> bool:
-        """Trim, and tell whether no device memory is left. A framework may take its time to let go of what its own work has used."""
+        """Trim, and tell whether no device memory is left. A framework may take its time to let go of what its work has used."""
         recorded.stager.trim()
         return not recorded.memory.blocks
 
