@@ -104,6 +104,7 @@ class OwnershipLaws(Laws):
             del dying
             gc.collect()
             # One that was open is closed by a thread of its own.
+            self.assert_comes(lambda: memory.closed, lambda: "a stager that died in a cycle was not closed")
             others = [self.from_numpy(words(seed)) for seed in range(60, 64)]
             kept = self.put_others(stager, values)
             assert errors == []
