@@ -56,6 +56,12 @@ def test_the_watchdog_leaves_gates_alone_that_are_not_overdue() -> None:
         other.give_back()
 
 
+def test_a_gate_that_is_given_back_is_open() -> None:
+    gate = Gate()
+    gate.give_back()
+    assert word(gate) == 1, "who waits for its word would wait until the watchdog comes"
+
+
 def test_gates_are_refused_when_every_word_is_in_use() -> None:
     gates = [Gate() for _ in range(len(gate_table().free))]
     try:

@@ -72,9 +72,9 @@ class Arena:
             self.calls += 1
             self._idle[nbytes].append(address)
 
-    def holds(self, address: int, nbytes: int) -> bool:
-        """Tell whether the range lies in one allocation."""
-        return any(start <= address and address + nbytes <= start + had for start, had in self._taken.copy().items())
+    def is_cut(self, address: int, nbytes: int) -> bool:
+        """Tell whether the range begins in one allocation and ends in another."""
+        return any(start <= address < start + had < address + nbytes for start, had in self._taken.copy().items())
 
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], lease: object) -> DeviceArray:
         raw: Any = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
@@ -97,8 +97,8 @@ class ArenaBackend(BrokenBackend):
         self.arena.give_back(block.address)
 
     def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
-        if not self.arena.holds(dst, nbytes):
-            raise CopyError("invalid argument: the destination lies in no allocation, or in several")
+        if self.arena.is_cut(dst, nbytes):
+            raise CopyError("invalid argument: the destination lies in several allocations")
         self.inner.copy_h2d(dst, src, nbytes)
 
     def as_array(self, block: Any, offset: int, shape: Any, dtype: Any, *, after: Any, lease: object) -> Any:

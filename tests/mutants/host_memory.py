@@ -28,6 +28,7 @@ UNDER_A_READER = "test_law08_memory_of_a_dropped_array_is_not_rewritten_under_a_
 INTO_WAITS = "test_law08_put_into_waits_for_gets_of_any_stager"
 NAMED = "test_law08_work_on_a_stream_that_was_named_is_waited_for"
 BOTH_ENDS = "test_law09_pinned_arrays_are_page_locked_at_both_ends"
+TRIMMED = "test_law14_memory_that_nobody_holds_is_released_by_trim"
 LARGE = 3145740
 
 
@@ -357,7 +358,21 @@ class PutsElsewhere(BrokenBackend):
         return target
 
 
-@broken_core("test_law11_pinned_describes_the_memory_and_changes_no_program", hooks=Host)
+@broken_core("test_law10_close_gives_back_what_nobody_reaches", f"{TRIMMED}[small]", hooks=Host)
+def counts_what_is_gone(patch: pytest.MonkeyPatch) -> None:
+    """The statistics count device memory that was given back."""
+    stats = Stager.stats
+    patch.setattr(Stager, "stats", lambda stager: dataclasses.replace(stats(stager), device_nbytes=LARGE))
+
+
+@broken_core(
+    "test_law11_pinned_describes_the_memory_and_changes_no_program",
+    "test_law10_close_gives_back_what_nobody_reaches",
+    "test_law10_pinned_memory_stays_pinned_until_its_last_reference_goes",
+    "test_law10_memory_pinned_in_place_is_unpinned_by_close",
+    "test_law09_results_of_get_are_page_locked",
+    hooks=Host,
+)
 def claims_to_be_pinned(patch: pytest.MonkeyPatch) -> None:
     """The statistics count memory as pinned that no backend has page-locked."""
     stats = Stager.stats

@@ -61,12 +61,26 @@ class AlwaysDone(BrokenEvent):
     f"{WHEN_RELEASED}[get_out]",
     f"{DOES_NOT_BLOCK}[put]",
     "test_law04_a_tree_is_done_when_its_last_leaf_is",
+    f"{WHILE_OPPOSITE}[put]",
+    "test_law11_streams_are_waited_for_or_refused",
     hooks=Host,
 )
 class SaysYesAtOnce(BrokenEvents):
     """`done()` says yes whenever it is asked."""
 
     event = AlwaysDone
+
+
+class NeverDone(BrokenEvent):
+    def done(self) -> bool:
+        return False
+
+
+@broken_backend("test_law10_close_waits_for_what_is_in_flight", "test_law10_close_after_an_interrupt_waits_as_ever", hooks=Host)
+class NeverSaysYes(BrokenEvents):
+    """`done()` says no for ever, though who waits comes back."""
+
+    event = NeverDone
 
 
 class DoneOnceWaitedFor(BrokenEvent):

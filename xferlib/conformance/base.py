@@ -115,9 +115,9 @@ class Laws(Hooks):
             if name in self.known_failures:
                 node.add_marker(pytest.mark.xfail(strict=True, reason=self.known_failures[name]))
 
-    def new_stager(self) -> Stager:
-        """Open the backend and wrap it, or skip: here and nowhere else."""
-        return Stager(self._open_or_skip())
+    def new_stager(self, *, staging: str | None = None) -> Stager:
+        """Open the backend and wrap it, or skip: here and nowhere else. `staging`: the shape of the chunk ring."""
+        return Stager(self._open_or_skip(), staging=staging)
 
     def assert_returns(self, function: Callable[[], T]) -> T:
         """Assert that the call returns, without anything being released, and return what it returns."""

@@ -27,6 +27,7 @@ class RecordingBackend:
         """What was given back without being had, in words."""
         self.written: int | None = None
         """The address of the block that the last copy to the device goes to; None: to memory that is not the core's."""
+        self.closed = False
         self.sizes: set[int] = set()
         """Of all device blocks that there were."""
         self._lock = threading.Lock()
@@ -86,6 +87,10 @@ class RecordingBackend:
     def unpin(self, address: int) -> None:
         self._give_back("pin", address)
         self.inner.unpin(address)
+
+    def close(self) -> None:
+        self.inner.close()
+        self.closed = True
 
     def _block_at(self, address: int) -> int | None:
         with self._lock:

@@ -217,7 +217,11 @@ class RetiresBehindOneStream(BrokenBackend):
         return event
 
 
-@broken_everywhere("test_law08_views_and_aliases_keep_the_memory", "test_law08_leaves_of_one_tree_keep_their_memory")
+@broken_everywhere(
+    "test_law08_views_and_aliases_keep_the_memory",
+    "test_law08_leaves_of_one_tree_keep_their_memory",
+    "test_law14_nothing_is_released_that_an_array_or_an_alias_reaches",
+)
 class LeasesToNobody(BrokenBackend):
     """Forgets the lease as soon as the array is made."""
 
@@ -226,6 +230,17 @@ class LeasesToNobody(BrokenBackend):
 
     def as_arrays(self, block: Any, places: Iterable[Place], **rest: Any) -> list[Any]:
         return [self.as_array(block, *place, **rest) for place in places]
+
+
+@broken_everywhere(
+    "test_law14_memory_that_nobody_holds_is_released_by_trim[small]",
+    "test_law14_memory_that_nobody_holds_is_released_by_trim[large]",
+)
+class FreesNothing(BrokenBackend):
+    """Takes blocks back and keeps them."""
+
+    def free_device(self, block: Any) -> None:
+        pass
 
 
 @broken_everywhere("test_law08_views_and_aliases_keep_the_memory")

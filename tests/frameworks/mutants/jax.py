@@ -176,11 +176,11 @@ class TakesABlockForEachCopy(BrokenBackend):
     """Takes device memory for each copy, and gives it back."""
 
     def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
-        self.inner.alloc_device(256)
+        self.inner.free_device(self.inner.alloc_device(256))
         self.inner.copy_h2d(dst, src, nbytes)
 
     def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
-        self.inner.alloc_device(256)
+        self.inner.free_device(self.inner.alloc_device(256))
         self.inner.copy_d2h(dst, src, nbytes)
 
 

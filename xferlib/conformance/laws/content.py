@@ -68,7 +68,7 @@ class ContentLaws(Laws):
         for source in (self.pinned(stager, values), values):
             stager.put(source, into=array).synchronize()
             assert_same(self.to_numpy(array), values)
-            stager.put(words(2), into=array).synchronize()
+            stager.put(self.pinned(stager, words(2)), into=array).synchronize()
 
     @pytest.mark.parametrize("way", WAYS)
     def test_law01_large_arrays_arrive_whole(self, stager: Stager, way: str) -> None:

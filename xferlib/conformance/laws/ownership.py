@@ -104,6 +104,7 @@ class OwnershipLaws(Laws):
             del dying
             gc.collect()
             # One that was open is closed by a thread of its own.
+            self.assert_comes(lambda: memory.closed, lambda: "a stager that died in a cycle was not closed")
             others = [self.from_numpy(words(seed)) for seed in range(60, 64)]
             kept = self.put_others(stager, values)
             assert errors == []
@@ -143,7 +144,6 @@ class OwnershipLaws(Laws):
             array = self.put_values(stager, words(1))
             (alias,) = [alias for known, alias in self.aliases(array) if known == name]
             block = memory.block_of(array)
-            gc.collect()
             stager.trim()
             assert block in memory.blocks
             assert_same(self.to_numpy(array), words(1))
@@ -156,8 +156,7 @@ class OwnershipLaws(Laws):
             assert_same(self.to_numpy(alias), want)
             del alias, others
             gc.collect()
-            stager.trim()
-            assert memory.blocks == set(), f"kept by nothing, after {name!r} was dropped"
+            self.assert_comes(lambda: self.is_trimmed(recorded), lambda: f"kept by nothing, after {name!r} was dropped")  # noqa: B023
         self.assert_all_given_back(recorded)
 
     def test_law14_nothing_is_released_that_a_put_writes(self, recorded: Recorded) -> None:
@@ -327,6 +326,11 @@ class OwnershipLaws(Laws):
             kept = self.put_others(stager, values)
             stager.trim()
             del kept, array
+
+    def is_trimmed(self, recorded: Recorded) -> bool:
+        """Trim, and tell whether no device memory is left. A framework may take its time to let go of what its work has used."""
+        recorded.stager.trim()
+        return not recorded.memory.blocks
 
     def assert_all_given_back(self, recorded: Recorded) -> None:
         """Close, and assert that all memory is given back, each once. The caller holds none of it any more."""

@@ -7,9 +7,8 @@ pinned memory the addresses tell. A reader is on a stream that the transfer was 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,8 @@ from xferlib.transfer import Transfer
 
 __all__ = ["ReuseLaws"]
 
+SMALL_RING = "1x64KiB"
+"""Of chunks: a large transfer through it is not enqueued as a whole while copies are held."""
 NAMES = ("value", "result", "value_on", "stream=", "stream_wait", "put(into=)")
 """How a program tells that a stream reads what was put. The first two name the calling thread's current stream."""
 
@@ -154,14 +155,15 @@ class ReuseLaws(Laws):
             with pytest.raises(CapabilityError):
                 stager.put(source, into=array)
             return
-        with self.another(stager, reader) as reading:
-            for one in (stager, reading):
+        with self.new_stager(staging=SMALL_RING) as reading:
+            writing = stager if reader == "another stager" else reading
+            for one in (writing, reading):
                 self.warm(one, old)
             out = np.empty_like(old) if way == "get_pageable_out" else None
             with self.hold_copies(reading.backend, "d2h") as hold:
                 got = reading.get(array, out=out)
                 # What is not enqueued yet can be waited for by the host alone.
-                putting = self.calls.start(lambda: stager.put(source, into=array))
+                putting = self.calls.start(lambda: writing.put(source, into=array))
                 self.assert_stays(lambda: not (putting.done() and putting.result().done()), hold)
             putting.result(self.deadline_seconds).synchronize()
             assert_same(got.result(), old)
@@ -170,7 +172,7 @@ class ReuseLaws(Laws):
     @pytest.mark.parametrize("way", ["get", "get_pageable_out"])
     def test_law08_memory_that_another_stager_reads_is_not_rewritten(self, stager: Stager, way: str) -> None:
         values = words(1, LARGE)
-        with self.another(stager, "another stager") as reading:
+        with self.new_stager(staging=SMALL_RING) as reading:
             for one in (stager, reading):
                 self.warm(one, values)
             array = self.put_values(stager, values)
@@ -187,7 +189,7 @@ class ReuseLaws(Laws):
     @pytest.mark.parametrize("way", ["put", "get"])
     def test_law08_a_pinned_slot_is_nobody_elses_while_another_stager_uses_it(self, stager: Stager, way: str) -> None:
         values = words(1)
-        with self.another(stager, "another stager") as using:
+        with self.new_stager() as using:
             for one in (stager, using):
                 self.warm(one, values)
             slot, array = self.pinned(stager, values), self.from_numpy(values)
@@ -206,24 +208,25 @@ class ReuseLaws(Laws):
                 assert_same(memory, other)
 
     def test_law08_memory_for_a_put_that_is_not_enqueued_yet_is_nobody_elses(self, stager: Stager) -> None:
-        values = words(1, LARGE)
-        self.warm(stager, values)
-        borrowed, source = words(90, LARGE), self.pinned(stager, values)
-        with self.hold_copies(stager.backend, "h2d") as hold:
-            stager.put(borrowed, borrow=True)
-            gc.collect()
-            taken, transfers = stager.stats().device_nbytes, [stager.put(source)]
-            # Until no memory of this size is free: what was taken for free is now to be written by one of these.
-            while stager.stats().device_nbytes == taken:
-                assert len(transfers) < MOST_PUTS
-                transfers.append(stager.put(source))
-            assert hold.held
-        for transfer in transfers:
-            transfer.synchronize()
-        # Whatever of the borrowed one came later would have to run before this is done.
-        stager.put(borrowed, borrow=True).synchronize()
-        for transfer in transfers:
-            assert_same(self.to_numpy(transfer.value), values)
+        values, borrowed = words(1, LARGE), words(90, LARGE)
+        with self.new_stager(staging=SMALL_RING) as lending:
+            self.warm(lending, values)
+            source = self.pinned(lending, values)
+            with self.hold_copies(lending.backend, "h2d") as hold:
+                lending.put(borrowed, borrow=True)
+                gc.collect()
+                taken, transfers = lending.stats().device_nbytes, [lending.put(source)]
+                # Until no memory of this size is free: what was taken for free is now to be written by one of these.
+                while lending.stats().device_nbytes == taken:
+                    assert len(transfers) < MOST_PUTS
+                    transfers.append(lending.put(source))
+                assert hold.held
+            for transfer in transfers:
+                transfer.synchronize()
+            # Whatever of the borrowed one came later would have to run before this is done.
+            lending.put(borrowed, borrow=True).synchronize()
+            for transfer in transfers:
+                assert_same(self.to_numpy(transfer.value), values)
 
     @pytest.mark.parametrize("view", ["alive", "dropped"])
     def test_law08_a_pin_is_not_closed_under_a_reader_of_its_views(self, stager: Stager, view: str) -> None:
@@ -276,15 +279,6 @@ class ReuseLaws(Laws):
     def completed(self, transfer: Transfer) -> Transfer:
         self.assert_completes(transfer)
         return transfer
-
-    @contextmanager
-    def another(self, stager: Stager, which: str) -> Iterator[Stager]:
-        """Give a stager beside this one, or this one itself."""
-        if which == "the same stager":
-            yield stager
-            return
-        with self.new_stager() as other:
-            yield other
 
     def read_on(self, stager: Stager, transfer: Transfer, hold: Hold) -> Callable[[], Array]:
         """Enqueue a reader of what was put, on the stream of the hold, which the transfer is told of."""

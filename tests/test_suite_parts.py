@@ -1,0 +1,171 @@
+"""What the laws are written with: the assertions, the patterns, and the gates of the host's hooks, each shown to say no."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import xferlib_host.conformance
+from xferlib_host import Stream
+from xferlib_host.conformance import Gate
+from xferlib_host.conformance import TestHost as Host
+
+from xferlib.conformance.base import Calls
+from xferlib.conformance.recording import RecordingBackend
+from xferlib.conformance.values import DTYPES, SHAPES, assert_same, dtype_named, pattern, words
+from xferlib.stager import Stager
+
+
+class Quick(Host):
+    __test__: ClassVar[bool] = False
+    deadline_seconds: ClassVar[float] = 0.05
+
+
+class Held:
+    """A hold that stays as it is told."""
+
+    stream = None
+
+    def __init__(self, held: bool = True) -> None:
+        self.held = held
+
+    def release(self) -> None: ...
+
+
+class Transfer:
+    """One that is done, or not, or has failed."""
+
+    def __init__(self, done: Callable[[], bool]) -> None:
+        self.done = done
+
+
+def laws() -> Any:
+    made: Any = Quick()
+    made.calls = Calls()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [
+        pytest.param(np.zeros(4, np.int32), np.zeros(4, np.uint32), id="another dtype"),
+        pytest.param(np.zeros(4, np.float32), np.zeros(4, np.int32), id="a dtype of the same size"),
+        pytest.param(np.zeros((2, 2), np.int32), np.zeros(4, np.int32), id="another shape"),
+        pytest.param(np.zeros((1,), np.int32), np.zeros((), np.int32), id="an axis more"),
+        pytest.param(np.array([0, 1], np.uint8), np.array([0, 3], np.uint8), id="the last byte"),
+        pytest.param(np.array([0.0]), np.array([-0.0]), id="equal numbers of other bits"),
+    ],
+)
+def test_arrays_that_differ_are_not_the_same(got: Any, want: Any) -> None:
+    with pytest.raises(AssertionError):
+        assert_same(got, want)
+
+
+def test_arrays_of_the_same_bits_are_the_same() -> None:
+    assert_same(np.array([np.nan, 1.0]), np.array([np.nan, 1.0]))
+    assert_same(np.zeros((3, 2), np.int8).T, np.zeros((2, 3), np.int8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if np.prod(shape) > 8])
+def test_patterns_differ_from_seed_to_seed_and_from_nothing(dtype: str, shape: tuple[int, ...]) -> None:
+    one, other = (pattern(shape, dtype_named(dtype), seed) for seed in (1, 2))
+    assert one.shape == shape
+    assert one.dtype == dtype_named(dtype)
+    assert one.tobytes() != other.tobytes()
+    assert any(one.tobytes())
+    assert any(other.tobytes())
+
+
+def test_words_of_any_two_seeds_that_laws_use_differ_in_every_byte() -> None:
+    seen = [np.frombuffer(words(seed).tobytes(), np.uint8) for seed in (*range(10), 50, 60, 90, 98, 99, 100, 101)]
+    for index, one in enumerate(seen):
+        assert not any((one == other).any() for other in seen[:index])
+
+
+def test_a_call_that_never_returns_is_a_failure() -> None:
+    blocked, made = threading.Event(), laws()
+    with pytest.raises(AssertionError, match="has not returned after"):
+        made.assert_returns(blocked.wait)
+    with pytest.raises(AssertionError, match="1 calls are still blocked"):
+        made.calls.join(0.01)
+    blocked.set()
+    made.calls.join(10)
+
+
+def test_what_a_call_raises_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        laws().assert_returns(lambda: 1 / 0)
+
+
+def test_a_transfer_that_is_never_done_is_a_failure() -> None:
+    with pytest.raises(AssertionError, match=r"is not done after 0\.05 s"):
+        laws().assert_completes(Transfer(lambda: False))
+    laws().assert_completes(Transfer(lambda: True))
+
+
+def test_what_comes_to_pass_under_a_hold_is_a_failure() -> None:
+    end = time.monotonic() + 0.02
+    with pytest.raises(AssertionError, match="it came to pass while what it must wait for was held"):
+        laws().assert_stays(lambda: time.monotonic() < end, Held())
+    with pytest.raises(AssertionError):
+        laws().assert_stays_undone(Transfer(lambda: True), Held())
+    laws().assert_stays_undone(Transfer(lambda: False), Held())
+
+
+def test_what_stays_while_nothing_is_held_proves_nothing() -> None:
+    with pytest.raises(AssertionError):
+        laws().assert_stays(lambda: True, Held(held=False))
+
+
+def test_what_does_not_come_is_a_failure_in_its_own_words() -> None:
+    with pytest.raises(AssertionError, match="as it was"):
+        laws().assert_comes(lambda: False, lambda: "as it was")
+
+
+def test_a_transfer_that_fails_has_not_arrived() -> None:
+    backend: Any = Host().open()
+    with Stager(backend) as stager:
+        assert_same(laws().assert_arrives(lambda: stager.put(words(1))), words(1))
+        backend.h2d.submit(lambda: 1 / 0)
+        with pytest.raises(pytest.fail.Exception, match="TransferError: the copy"):
+            laws().assert_arrives(lambda: stager.put(words(1)))
+
+
+def test_other_puts_go_on_until_no_memory_of_that_size_is_free() -> None:
+    with Stager(Host().open()) as stager:
+        arrays = [stager.put(words(seed)).result() for seed in range(5)]
+        taken = stager.stats().device_nbytes
+        del arrays
+        kept = laws().put_others(stager, words(1), at_least=2)
+        assert len(kept) == 6
+        assert stager.stats().device_nbytes > taken
+
+
+def test_a_gate_that_was_given_up_holds_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xferlib_host.conformance, "WATCHDOG_SECONDS", 0.01)
+    with Stream() as stream:
+        gate = Gate([stream.submit], stream)
+        stream.synchronize()
+        assert not gate.held
+        with pytest.raises(TimeoutError, match="something waited for what it held"):
+            gate.finish()
+        stream.close()
+
+
+def test_a_record_names_what_is_left_and_what_was_given_back_twice() -> None:
+    with Stager(RecordingBackend(Host().open())) as stager:
+        memory: RecordingBackend = stager.backend  # type: ignore[assignment]  # A proxy has what is asked of it.
+        first, second = memory.alloc_pinned(4096), memory.alloc_pinned(4096)
+        memory.free_pinned(first)
+        assert memory.left == {"pinned": 1}
+        with pytest.raises(memory.failures):
+            memory.free_pinned(first)
+        memory.free_pinned(second)
+        assert memory.left == {}
+        assert len(memory.wrong) == 1
+        assert "perhaps it was given back twice" in memory.wrong[0]
