@@ -31,9 +31,6 @@ SHARED = tuple(f"shared/{name}.py" for name in ("channel", "crew", "memory", "pr
 SPEC = (64, np.int64)
 ALARMS = int(os.environ.get("XFERLIB_ALARMS", "12"))
 """Each costs a process."""
-TRACKERS = 1
-"""The process with which `multiprocessing` looks after what it shares."""
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")
 
 
@@ -59,18 +56,15 @@ def is_whole(ring: SharedRing) -> bool:
     return on_thread(batches).result(40) == list(range(10))
 
 
-def judge(ring: SharedRing, stager: xferlib.Stager) -> None:
+def judge(ring: SharedRing, before: Any) -> None:
     assert not busy(ring._crew.lock)
     assert is_whole(ring)
-    assert len(ring.pids) == len(psutil.Process().children()) - TRACKERS
+    assert len(ring.pids) == len(psutil.Process().children()) - before[1]
 
 
 @pytest.fixture
 def before(stager: xferlib.Stager) -> Any:
     resource_tracker.ensure_running()
-    for child in psutil.Process().children():
-        if "resource_tracker" not in " ".join(child.cmdline()):
-            pytest.fail(f"left by another test: {child}")
     return footprint(stager)
 
 
@@ -88,7 +82,7 @@ def test_real_signals_lose_no_slot_and_no_worker(stager: xferlib.Stager, before:
         for number in range(ALARMS):
             # Inside the start of a worker, or while batches come.
             by_signal(rng.uniform(0.0005, 0.01) if number % 3 else rng.uniform(0.5, 1.0), partial(epoch, ring))
-            judge(ring, stager)
+            judge(ring, before)
     ring.close()
     del ring
     until(lambda: footprint(stager) == before)
@@ -107,7 +101,7 @@ def test_a_signal_inside_the_start_of_a_worker_loses_no_process(
         with monkeypatch.context() as patch:
             patch.setattr(Worker, "_start", interrupted)
             by_signal(100.0, partial(next, ring.run(fills.number, range(3), workers=1)))
-        judge(ring, stager)
+        judge(ring, before)
     ring.close()
     del ring
     until(lambda: footprint(stager) == before)
@@ -122,7 +116,7 @@ def test_an_interrupt_in_front_of_a_line_of_an_epoch_loses_no_slot_and_no_worker
     with SharedRing(stager, SPEC, slots=2) as ring:
         for _ in range(ALARMS):
             assert at_line(rng.randrange(1, 250), SHARED, partial(short, ring))
-            judge(ring, stager)
+            judge(ring, before)
     ring.close()
     del ring
     until(lambda: footprint(stager) == before)
@@ -190,7 +184,7 @@ def test_a_batch_that_outlives_its_ring_touches_no_descriptor_of_others(stager: 
     gc.collect()
     assert first(kept[0]) == 7
     # All but the memory that the batch lies in.
-    until(lambda: footprint(stager)[1:] == (before[1], 1, before[3]))
+    until(lambda: footprint(stager)[1:] == (before[1], before[2] + 1, before[3]))
     foreign = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(16)]
     kept.clear()
     gc.collect()

@@ -147,6 +147,8 @@ def test_workers_killed_at_random_moments_cost_no_batch_and_leave_nothing(stager
     rng = random.Random(SEED)
     # It comes with the first spawned process, and stays.
     resource_tracker.ensure_running()
+    # What other tests have left in cycles must not go meanwhile.
+    gc.collect()
     files = descriptors()
     stop = threading.Event()
 
