@@ -107,11 +107,11 @@ def adopt(
     `lease` lives until JAX has let the buffer go.
     """
     code, bits = dlpack_code(dtype)
+    return capsules.lend(address, shape, code, bits, device, lease, _import, device, order)
 
-    def take(capsule: Any) -> JaxArray:
-        return jax.dlpack.from_dlpack(Exporter(capsule, device, order))
 
-    return capsules.lend(address, shape, code, bits, device, lease, take)
+def _import(capsule: Any, device: tuple[int, int], order: Callable[[Any], None] | None) -> JaxArray:
+    return jax.dlpack.from_dlpack(Exporter(capsule, device, order))
 
 
 def check_array(array: object, device: Any) -> None:

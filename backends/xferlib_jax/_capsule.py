@@ -17,6 +17,7 @@ struct that JAX has taken is in the table of those that are lent until its delet
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 import sys
 import threading
@@ -66,6 +67,7 @@ class Loan(NamedTuple):
 
 
 _SLOT = attrgetter("slot")
+_POP = deque.pop
 
 
 @final
@@ -83,6 +85,8 @@ class Capsules:
         self._chunks: list[tuple[int, Words]] = []
         self._free: deque[Slot] = deque()
         self._live: dict[int, Loan] = {}
+        # Imports that failed or were interrupted, wherever: what they had taken, and the capsule if it was made.
+        self._cut_off: deque[tuple[list[Slot], Any]] = deque()
         # One thread at a time: another could free a struct, and a third lend it, between a look at its mark and what follows.
         self._sweeping = threading.Lock()
 
@@ -94,33 +98,32 @@ class Capsules:
         bits: int,
         device: tuple[int, int],
         lease: object,
-        take: Callable[[Any], T],
+        convert: Callable[..., T],
+        *rest: Any,
     ) -> T:
-        """Call `take` with a capsule over memory at a multiple of 256, to be imported once, and return what that returns.
+        """Return `convert(capsule, *rest)` for a capsule over memory at a multiple of 256, to be imported once.
 
-        If it was imported, `lease` lives until a `sweep` finds that the importer has let the memory go.
+        If it was imported, `lease` lives until a `sweep` finds that the importer has let the memory go; else until the next one.
         """
         lengths = (ctypes.c_int64 * len(shape))(*shape)
         where = ctypes.addressof(lengths)
         capsule = None
         taken: list[Slot] = []
         try:
-            self._take(taken)
+            while not taken:
+                try:
+                    taken.extend(map(_POP, (self._free,)))
+                except IndexError:
+                    self._grow()
             slot = taken[0]
             start = slot.number * LAYOUT.size
             LAYOUT.pack_into(slot.raw, start, address - BIAS, *device, len(shape), code, bits, 1, where, 0, BIAS, 0, self._deleter)
             self._live[slot.start] = Loan(slot, lease, lengths)
             capsule = _new(slot.start, NAME, None)
-            return take(capsule)
+            return convert(capsule, *rest)
         except BaseException:
-            if capsule is None:
-                if taken:
-                    self._live.pop(taken[0].start, None)
-                    self._free.append(taken[0])
-            elif _is_valid(capsule, NAME):
-                # Whoever has imported a capsule has renamed it. Of an import that failed the deleter may be called all the same,
-                # at any time: the struct is not used again.
-                self._live.pop(taken[0].start, None)
+            # One call, made before another interrupt can come. The next sweep finds out how far it got.
+            self._cut_off.append((taken, capsule))
             raise
 
     def sweep(self) -> None:
@@ -131,30 +134,35 @@ class Capsules:
         try:
             taken.extend(map(self._sweeping.acquire, (False,)))
             if taken[0]:
+                while self._cut_off:
+                    self._clean_up(*self._cut_off[0])
                 for base, words in self._chunks:
-                    for number in np.flatnonzero(words == self._mark).tolist():
-                        self._let_go(base + number * LAYOUT.size, words, number)
+                    numbers = np.flatnonzero(words == self._mark)
+                    if numbers.size:
+                        self._let_go(base, words, numbers)
         finally:
             if taken and taken[0]:
                 self._sweeping.release()
 
-    def _let_go(self, start: int, words: Words, number: int) -> None:
-        freed = map(_SLOT, map(self._live.pop, (start,)))
-        try:
-            # No call stands between the two, so no interrupt and no other thread does. Once it is free it may be lent again.
-            words[number] = BIAS
-            self._free.extend(freed)
-        except KeyError:
-            # Its import failed, and its deleter was called all the same.
-            pass
+    def _clean_up(self, taken: list[Slot], capsule: Any) -> None:
+        """Let the lease go of the oldest import that was cut off, if JAX has not taken the struct."""
+        # Whoever has imported a capsule has renamed it.
+        if capsule is None or _is_valid(capsule, NAME):
+            for slot in taken:
+                self._live.pop(slot.start, None)
+        # No call stands between the two, so no interrupt does.
+        del self._cut_off[0]
+        if capsule is None:
+            # Of an import that failed the deleter may be called all the same, at any time: such a struct is not used again.
+            self._free.extend(taken)
 
-    def _take(self, taken: list[Slot]) -> None:
-        """Append a free struct, in one step."""
-        while not taken:
-            try:
-                taken.extend(map(deque.pop, (self._free,)))
-            except IndexError:
-                self._grow()
+    def _let_go(self, base: int, words: Words, numbers: np.ndarray[Any, Any]) -> None:
+        starts = (base + numbers * LAYOUT.size).tolist()
+        # None: its import failed, and its deleter was called all the same.
+        freed = map(_SLOT, filter(None, map(self._live.pop, starts, itertools.repeat(None))))
+        # No call stands between the two, so no interrupt and no other thread does. What is free may be lent again at once.
+        words[numbers] = BIAS
+        self._free.extend(freed)
 
     def _grow(self) -> None:
         nbytes = CHUNK * LAYOUT.size

@@ -72,12 +72,9 @@ class Imports:
         stream = self._idle_stream()
         if order is not None:
             order(stream)
-        convert, on, platform = self._convert, self._device, self._dlpack[0]
-
-        def take(capsule: Any) -> JaxArray:
-            return convert(capsule, on, stream, None, platform)
-
-        return self._capsules.lend(address, shape, code, bits, self._dlpack, lease, take)
+        return self._capsules.lend(
+            address, shape, code, bits, self._dlpack, lease, self._convert, self._device, stream, None, self._dlpack[0]
+        )
 
     def _idle_stream(self) -> int | None:
         """Return a stream to import on: the first that has nothing to do, or whichever is next after once around."""

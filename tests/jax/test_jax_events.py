@@ -64,21 +64,27 @@ def test_a_handle_is_recorded_again_when_its_event_is_gone(pool: Any, driver: No
 
 def test_an_event_in_a_cycle_is_not_recorded_anew_before_every_finalizer_has_asked(pool: Any, driver: NotingDriver) -> None:
     answers: list[bool] = []
-    event = pool.record(7)
 
-    def ask() -> None:
-        # As other work goes on meanwhile: its event is reached at once.
-        other = pool.record(8)
-        driver.reached.add(driver.recorded[-1][0])
-        assert other.done()
-        answers.append(event_of[0].done())
+    def make_garbage() -> None:
+        event = pool.record(7)
 
-    event_of = [event]
-    Cycle(ask, event_of)
-    del event, event_of[:0]
-    cycle = gc.collect
-    cycle()
+        def ask() -> None:
+            # As other work goes on meanwhile: its event is reached at once.
+            other = pool.record(8)
+            driver.reached.add(driver.recorded[-1][0])
+            assert other.done()
+            answers.append(event.done())
+
+        # Made after the event, and so finalized after it.
+        Cycle(ask, event)
+
+    make_garbage()
+    gc.collect()
     assert answers == [False]
+    # Now nobody can ask any more.
+    kept = [pool.record(9) for _ in range(2)]
+    assert driver.created == 2
+    del kept
 
 
 def test_a_handle_whose_recording_failed_is_used_again(pool: Any, driver: NotingDriver) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -145,3 +146,25 @@ def test_several_threads_get_arrays_of_another_layout(stager: Stager) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 5), (1, 1, 7), (3, 1, 1)])
+def test_an_array_whose_layout_makes_no_difference_is_read_where_it_lies(stager: Stager, shape: tuple[int, ...]) -> None:
+    backend: Any = stager.backend
+    array = by_device_put(pattern(shape, np.dtype(np.int32), 1)).block_until_ready()
+    assert backend.as_source(array).address == array.unsafe_buffer_pointer()
+
+
+def test_what_the_copying_thread_has_laid_out_is_laid_out_once_and_kept_until_it_is_copied(stager: Stager) -> None:
+    if stager.on_gpu:
+        pytest.skip("JAX lays it out there")
+    backend: Any = stager.backend
+    values = pattern((300, 500), np.dtype(np.int32), 1)
+    source = backend.as_source(by_jit(values).block_until_ready())
+    promise, _ = backend._promises.find(source.address)
+    address = promise.wait()
+    others = [np.zeros_like(values) for _ in range(20)]
+    assert promise.wait() == address
+    seen: Any = (ctypes.c_uint8 * values.nbytes).from_address(address)
+    assert_same(np.frombuffer(seen, values.dtype).reshape(values.shape), values)
+    del others, source

@@ -112,24 +112,26 @@ def test_no_interrupt_leaves_a_lease_or_the_sweep_behind(stager: Stager, by: str
             del lease, array
             backend.sweep()
 
+    lost_before = 512 * len(capsules._chunks) - len(capsules._free) - len(capsules._live)
     if by == "the public one":
         imports._convert = None
     try:
-        structs = len(capsules._free) + len(capsules._live)
         interrupted(work, 400)
     finally:
         imports._convert = private
     assert not capsules._sweeping.locked()
 
     def all_ended() -> bool:
+        gc.collect()
         backend.sweep()
         tickets: list[Any] = [ticket for ticket in gc.get_objects() if isinstance(ticket, _Ticket)]
         return not [ticket for ticket in tickets if ticket.__del__.func == leases._post]
 
     eventually(all_ended)
-    grown = 512 * len(capsules._chunks) - len(capsules._free) - len(capsules._live)
-    assert grown <= 400, "a struct is lost with an import that failed, and with nothing else"
-    assert structs <= 512 * len(capsules._chunks)
+    assert not capsules._cut_off
+    # A struct is lost with an import that JAX was asked for and did not make, and with nothing else.
+    lost = 512 * len(capsules._chunks) - len(capsules._free) - len(capsules._live) - lost_before
+    assert 0 <= lost <= 400
     backend.free_device(block)
 
 
