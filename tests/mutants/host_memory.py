@@ -101,19 +101,6 @@ def holds_no_slot_in_flight(patch: pytest.MonkeyPatch) -> None:
     holds_nothing_in_flight(patch)
 
 
-@broken_backend(
-    "test_law08_memory_that_another_stager_reads_is_not_rewritten[get]",
-    "test_law08_memory_that_another_stager_reads_is_not_rewritten[get_pageable_out]",
-    hooks=Host,
-)
-class ReadsForOthersOnly(BrokenBackend):
-    """Gives the core nothing to hold while it reads an array that lies in memory of some stager's."""
-
-    def as_source(self, array: Any, stream: object | None = None) -> Source:
-        source: Source = self.inner.as_source(array, stream)
-        return source._replace(keepalive=None)
-
-
 @broken_core("test_law08_memory_for_a_put_that_is_not_enqueued_yet_is_nobody_elses", hooks=Host)
 def holds_only_what_is_enqueued(patch: pytest.MonkeyPatch) -> None:
     """The core lets go of a block that a borrowed source is still to be copied to."""
