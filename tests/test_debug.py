@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -360,30 +361,22 @@ class Repeating:
             yield {"x": self._array}
 
 
-def test_a_source_that_is_said_not_to_rewrite_and_does_is_told_by_the_line_that_began_the_loop(stager: Stager) -> None:
-    for array in (pinned(stager), np.ones(SMALL, np.uint8), np.ones(LARGE, np.uint8)):
-        with held(h2d(stager)) as gate:
-            source = Repeating(array)
-            loop = xferlib.prefetch(source, stager, rewrites=False)
-            where = line() - 1
-            assert source.rewrote.wait(PATIENCE)
-            gate.set()
-            with pytest.raises(SourceRewrittenError, match=r"tree\.x, bytes 0 to .*rewrites=False") as told:
-                for batch in loop:
-                    stager.get(batch).result()
-        assert f"{__file__}:{where}, on the thread of the pipeline" in str(told.value)
-        loop.close()
-        _forget(stager)
-
-
-def _forget(stager: Stager) -> None:
-    """Hear of what the loop had begun besides."""
-    while True:
-        try:
-            stager.put(np.zeros(3, np.uint8)).synchronize()
-            return
-        except SourceRewrittenError:
-            pass
+@pytest.mark.parametrize("nbytes", [0, SMALL, LARGE], ids=["pinned", "small", "large"])
+def test_a_source_that_is_said_not_to_rewrite_and_does_is_told_by_the_line_that_began_the_loop(stager: Stager, nbytes: int) -> None:
+    source = Repeating(np.ones(nbytes, np.uint8) if nbytes else pinned(stager))
+    with held(h2d(stager)) as gate:
+        loop = xferlib.prefetch(source, stager, rewrites=False)
+        where = line() - 1
+        assert source.rewrote.wait(PATIENCE)
+        gate.set()
+        with pytest.raises(SourceRewrittenError, match=r"tree\.x, bytes 0 to .*rewrites=False") as told:
+            for batch in loop:
+                stager.get(batch).result()
+    assert f"{__file__}:{where}, on the thread of the pipeline" in str(told.value)
+    loop.close()
+    # It had begun others besides.
+    with suppress(SourceRewrittenError):
+        stager.close()
 
 
 @pytest.mark.parametrize("make", [pinned, lambda stager: np.ones(LARGE, np.uint8)], ids=["pinned", "pageable"])
