@@ -160,7 +160,7 @@ class Transfer:
         """Make later work on `stream` (None: the calling thread's current one) wait for the transfer; the host does not.
 
         It also tells that the stream will read the arrays: their memory is not written again before what is on it then is done.
-        A stream given as a bare handle must not be destroyed before the arrays are gone.
+        A stream given as a bare handle must stay valid until the stager is closed.
         A reader on a stream that was never named, here, by `value`, by `result` or by `stream=`, is the caller's to wait for.
         Raises `CapabilityError` for a get whose bytes pass through a CPU copy: no stream can wait for that.
         """

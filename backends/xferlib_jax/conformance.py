@@ -285,11 +285,12 @@ class CudaBench(Bench):
     def values(self, array: Any) -> Array:
         # Not by NumPy's protocol: JAX keeps what it gave out once, and a second look would see that.
         array.block_until_ready()
-        read = np.empty(array.shape, array.dtype)
+        order = array.format.layout.major_to_minor if array.ndim > 1 else tuple(range(array.ndim))
+        read = np.empty([array.shape[axis] for axis in order], array.dtype)
         if read.nbytes:
             with cuda.context(self._ordinal):
                 cuda.call("cuMemcpyDtoH", read.ctypes.data, array.unsafe_buffer_pointer(), read.nbytes)
-        return read
+        return np.ascontiguousarray(read.transpose(np.argsort(order))) if array.ndim > 1 else read
 
     @contextmanager
     def hold(self) -> Iterator[JaxHold]:

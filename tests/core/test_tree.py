@@ -111,21 +111,15 @@ def test_a_dataclass_that_another_thread_meets_first_is_no_error(monkeypatch: py
     class Fresh:
         x: Any
 
-    registering = tree_module._registering
+    register = tree_module.optree.register_pytree_node
     others: list[Any] = []
 
-    class Late:
-        """A lock that another thread has had in between."""
+    def late(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(tree_module.optree, "register_pytree_node", register)
+        others.append(on_thread(lambda: flatten(Fresh(A))[0]).result(10))
+        return register(*arguments, **named)
 
-        def __enter__(self) -> None:
-            monkeypatch.setattr(tree_module, "_registering", registering)
-            others.append(on_thread(lambda: flatten(Fresh(A))[0]).result(10))
-            registering.acquire()
-
-        def __exit__(self, *_: object) -> None:
-            registering.release()
-
-    monkeypatch.setattr(tree_module, "_registering", Late())
+    monkeypatch.setattr(tree_module.optree, "register_pytree_node", late)
     leaves, spec = flatten(Fresh(B))
     assert leaves == [B]
     assert others == [[A]]

@@ -189,23 +189,6 @@ def test_what_is_no_stream_is_refused(laws: StagerConformance, stager: Stager, n
         stager.put(words(1), stream=nonsense)
 
 
-@every_cuda_kit
-@pytest.mark.parametrize("by_handle", [True, False], ids=["by_handle", "by_object"])
-def test_a_named_stream_may_be_destroyed_when_the_arrays_are_gone(
-    kit: CudaKit, laws: StagerConformance, stager: Stager, by_handle: bool
-) -> None:
-    values = words(1)
-    laws.warm(stager, values)
-    source, streams = laws.pinned(stager, values), [kit.non_blocking()]
-    transfer = stager.put(source, stream=kit.handle(streams[0]) if by_handle else streams[0])
-    transfer.synchronize()
-    del transfer
-    kit.destroy(streams.pop())
-    kept = laws.put_others(stager, values)
-    assert_same(laws.to_numpy(stager.put(source).value), values)
-    del kept
-
-
 @given(CUPY)
 def test_each_thread_waits_for_its_own_current_stream(kit: CudaKit, laws: StagerConformance, stager: Stager) -> None:
     """Where the framework has a current stream."""
