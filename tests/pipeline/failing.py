@@ -56,8 +56,8 @@ def failing_copies(direction: str, failing: set[int]) -> Any:
     numbers = itertools.count()
 
     def recorded() -> Any:
-        event = getattr(backend.inner, record)()
-        return FailedCopy(event, backend.inner.failures[0]("lost")) if next(numbers) in failing else event
+        event, number = getattr(backend.inner, record)(), next(numbers)
+        return FailedCopy(event, backend.inner.failures[0](f"copy {number} is lost")) if number in failing else event
 
     backend = tampered(**{record: recorded})
     return backend

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import deque
 from typing import Any
 
@@ -72,7 +74,7 @@ def test_a_drain_tells_of_the_first_failure_when_all_is_done() -> None:
         until(lambda: third.waited_for.is_set() or told.done())
         assert not told.done()
         gate.set()
-        with pytest.raises(xferlib.TransferError, match="lost"):
+        with pytest.raises(xferlib.TransferError, match="copy 1 is lost"):
             told.result(PATIENCE)
         assert last.done()
         drain.end()
@@ -111,6 +113,24 @@ def test_a_failure_that_nobody_took_is_told_at_the_end_of_the_block() -> None:
             fill(drain, take=False)
         with pytest.raises(xferlib.ClosedError):
             drain.submit(np.ones(3, np.int64))
+
+
+def test_a_block_that_drops_results_tells_nothing_of_them() -> None:
+    with xferlib.stager(failing_copies("d2h", {0})) as stager, xferlib.Drain(stager, 3) as drain:
+        drain.submit(np.zeros(3))
+
+
+def test_an_error_that_was_told_is_held_by_nobody(stager: xferlib.Stager) -> None:
+    with xferlib.Drain(stager, 3) as drain:
+        drain.fail(Lost())
+        gc.disable()
+        try:
+            next(drain.results())
+        except Lost as error:
+            held = weakref.ref(error)
+        finally:
+            gc.enable()
+        assert held() is None
 
 
 def test_a_result_that_is_refused_takes_no_rows(stager: xferlib.Stager) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import xferlib
 from tests.core.fakes import on_thread
+from tests.pipeline.failing import Lost
 from tests.pipeline.steps import PATIENCE, batch, thread_of, until
 from xferlib.pipeline import feed, source_thread
+from xferlib.pipeline.wakeup import Wakeup
 
 
 def test_a_stager_that_closes_waits_for_a_put_that_a_dropped_iterator_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +116,73 @@ def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -
     gate.set()
     pausing.result(PATIENCE)
     items.close()
+
+
+def test_a_feed_that_is_made_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+    monkeypatch.setattr(feed, "_thread", SimpleNamespace(start_new_thread=lambda *call: wanted.append(call)))
+    making = on_thread(lambda: feed.Feed(range(1), lambda item, clock: item, depth=1))
+    until(lambda: wanted and (wanted[0][1][0].changed.sleepers or making.done()))
+    assert not making.done()
+    begin, arguments = wanted[0]
+    begin(*arguments)
+    assert making.result(PATIENCE).take() == 0
+    making.result().close()
+
+
+def test_a_thread_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        items = feed.Feed(range(1), lambda item, clock: item, depth=1)
+    with pytest.raises(RuntimeError, match="can't start"):
+        items.take()
+    with pytest.raises(StopIteration):
+        items.take()
+    items.close()
+
+
+def test_an_error_that_was_told_is_held_by_nobody() -> None:
+    def source() -> Iterator[int]:
+        raise Lost
+        yield 1
+
+    items = feed.Feed(source(), lambda item, clock: item, depth=1)
+    gc.disable()
+    try:
+        items.take()
+    except Lost as error:
+        held = weakref.ref(error)
+    finally:
+        gc.enable()
+    assert held() is None
+    items.close()
+
+
+def test_a_change_between_the_look_and_the_sleep_is_not_missed() -> None:
+    changed = Wakeup()
+    looked: list[bool] = []
+
+    def reached() -> bool:
+        looked.append(True)
+        if len(looked) == 1:
+            # Another thread is faster.
+            changed.wake()
+            return False
+        return True
+
+    on_thread(lambda: changed.wait(reached)).result(PATIENCE)
+
+
+def test_whoever_waits_for_so_long_is_told_whether_it_came() -> None:
+    changed = Wakeup()
+    assert not changed.wait(lambda: False, 0.001)
+    assert changed.wait(lambda: True, 0.001)
+    came: list[bool] = []
+    waiters = [on_thread(lambda: changed.wait(lambda: came, PATIENCE)) for _ in range(3)]
+    until(lambda: changed.sleepers >= 3)
+    came.append(True)
+    changed.wake()
+    assert all(waiter.result(PATIENCE) for waiter in waiters)

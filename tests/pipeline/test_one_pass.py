@@ -256,6 +256,32 @@ def test_a_batch_that_cannot_be_taken_costs_itself_alone_and_nothing_is_begun_me
     assert outcomes(loop) == [2, 3, 4, 5, 6, 7, 8]
 
 
+def test_a_batch_that_the_source_gives_after_a_take_failed_is_put_when_it_is_asked_for(stager: xferlib.Stager) -> None:
+    source = Source(3, stop_at=1)
+    put: list[int] = []
+
+    def take(transfer: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            assert source.stopped.wait(PATIENCE)
+            raise Lost
+        return transfer.value
+
+    def noted(tree: Any) -> xferlib.Transfer:
+        put.append(int(tree["label"][0]))
+        return stager.put(tree)
+
+    failed: list[bool] = []
+    with xferlib.Prefetch(source, noted, depth=2, take=take) as loop:
+        with pytest.raises(Lost):
+            next(loop)
+        source.gate.set()
+        # It has the batch, and waits with it.
+        until(lambda: part(loop) == "place" and loop._feed._shared.inbox.empty())
+        assert (source.asked, put) == (2, [0])
+        assert [int(tree["label"][0]) for tree in loop] == [1, 2]
+
+
 def test_a_consumer_whose_take_failed_is_told_when_nobody_is_inside_a_put(stager: xferlib.Stager) -> None:
     """Many a consumer goes no further, and closes the stager."""
     inside, gate = threading.Event(), threading.Event()

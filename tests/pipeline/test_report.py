@@ -190,6 +190,7 @@ def prefetched(**seconds: float) -> Any:
         ({"wait": 9, "work": 1, "source": 9.5, "place": 0.2, "copy": 0.3}, "source"),
         # The source and the putting add up on one thread: the larger part is what would help.
         ({"wait": 9, "work": 1, "source": 7.4, "start": 2.6}, "source"),
+        ({"wait": 9, "work": 1, "source": 5, "start": 5}, "source"),
         ({"wait": 9, "work": 1, "source": 5.1, "start": 2.6, "read": 2.3}, "source"),
         ({"wait": 9, "work": 1, "source": 4.9, "start": 2.6, "read": 2.5}, "copy"),
         ({"wait": 9, "work": 1, "source": 1, "start": 8, "place": 1}, "copy"),

@@ -178,7 +178,8 @@ class Feed(Generic[T]):
         # Not by `Thread.join` alone: an interrupt there has a thread taken for ended that is not.
         if not shared.changed.wait(lambda: shared.ended, CLOSE_SECONDS):
             return False
-        self._thread.join(CLOSE_SECONDS)
+        if shared.running:
+            self._thread.join(CLOSE_SECONDS)
         return True
 
 
