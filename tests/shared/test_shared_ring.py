@@ -208,6 +208,28 @@ def test_an_error_of_the_tasks_comes_after_the_batches_before_it(pair: SharedRin
     assert list(run) == []
 
 
+def test_an_error_that_is_kept_keeps_no_batch(pair: SharedRing) -> None:
+    def tasks() -> Iterator[int]:
+        yield from range(3)
+        raise LookupError("no fourth")
+
+    gc.disable()
+    try:
+        errors: list[BaseException] = []
+        run = pair.run(fills.number, tasks(), workers=2)
+        for _ in range(3):
+            next(run)
+        try:
+            next(run)
+        except LookupError as error:
+            errors.append(error)
+        later = pair.run(fills.number, range(3), workers=2)
+        assert on_thread(lambda: len([next(later) for _ in range(3)])).result(8) == 3
+    finally:
+        gc.enable()
+    assert len(errors) == 1
+
+
 def test_a_task_that_cannot_be_sent_is_an_error_at_its_place(pair: SharedRing) -> None:
     run = pair.run(fills.number, [1, threading.Lock(), 3], workers=2)
     assert first(next(run)) == 1

@@ -111,16 +111,15 @@ class Run(Iterator[Any]):
     def __next__(self) -> Any:
         while True:
             outcome = self._step()
-            if isinstance(outcome, _Words):
-                warnings.warn(outcome.text, RuntimeWarning, 2)
-            elif isinstance(outcome, _Raised):
-                try:
+            try:
+                if isinstance(outcome, _Batch):
+                    return outcome.tree
+                if isinstance(outcome, _Raised):
                     raise outcome.error
-                finally:
-                    # Its traceback leads to this frame, and back.
-                    del outcome
-            else:
-                return outcome.tree
+                warnings.warn(outcome.text, RuntimeWarning, 2)
+            finally:
+                # The traceback of an error leads to this frame: of what is raised here, and of a task that came while this ran.
+                del outcome
 
     def _step(self) -> _Outcome:
         with self._crew.lock:
@@ -136,7 +135,11 @@ class Run(Iterator[Any]):
                 self._mend()
                 raise
             self._crew.cut = False
-            return outcome
+            try:
+                return outcome
+            finally:
+                # See `__next__`.
+                del outcome
 
     def _mend(self) -> None:
         """Bring things in order behind an interrupt of a step: of this run, or of one before it."""
