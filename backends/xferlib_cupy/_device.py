@@ -60,8 +60,12 @@ class Device:
 
     def here(self, call: Callable[..., T], *arguments: Any) -> T:
         """Return `call(*arguments)`, made with this device current, also where it would spoil a capture of somebody's."""
-        with self.contexts.current:
+        contexts = self.contexts
+        try:
+            contexts.push()
             return self.capture_mode.relaxed(call, *arguments)
+        finally:
+            contexts.pop()
 
     def give_back(self, release: Callable[..., object], *arguments: Any) -> None:
         """Make a call that gives something back, here, with nobody to raise to: a device that has failed says so in the next call.
@@ -74,11 +78,14 @@ class Device:
             self.here(release, *arguments)
 
     def _pushed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        current = self.contexts.current
+        push, pop = self.contexts.push, self.contexts.pop
 
         def pushed(*arguments: int) -> Any:
-            with current:
+            try:
+                push()
                 return call(*arguments)
+            finally:
+                pop()
 
         return pushed
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -59,28 +58,33 @@ class CaptureMode:
 
 @final
 class Contexts:
-    """The primary context of one device, which every library of the process shares, pushed and popped.
+    """The primary context of one device, which every library of the process shares, made the calling thread's current one.
 
+        try:
+            contexts.push()
+            ...
+        finally:
+            contexts.pop()
+
+    Each is one call in C. So an interrupt finds the push made, since nothing in the `try` comes before it, and undoes it.
     Not `cudaSetDevice`: from CUDA 12 on that creates a context on the device that is set, also when it is set back, and half a
     gigabyte of a GPU that nobody uses would go.
     """
 
-    __slots__ = ("_get_device", "_pop", "_popped", "_push", "_stream_context", "context", "current", "ordinal")
+    __slots__ = ("_get_device", "_push_other", "_stream_context", "context", "ordinal", "pop", "push")
 
     def __init__(self, ordinal: int) -> None:
-        library = ctypes.PyDLL(LIBRARY)
-        self._push = library.cuCtxPushCurrent_v2
-        self._push.argtypes = (ctypes.c_void_p,)
-        self._pop = library.cuCtxPopCurrent_v2
-        self._push.restype = self._pop.restype = None
+        library, own = ctypes.PyDLL(LIBRARY), ctypes.PyDLL(LIBRARY)
         self._get_device = _call(library.cuCtxGetDevice)
         self._stream_context = _call(library.cuStreamGetCtx, ctypes.c_void_p, ctypes.c_void_p)
-        # Written by every pop, read by none.
-        self._popped = ctypes.byref(ctypes.c_void_p())
+        self._push_other = library.cuCtxPushCurrent_v2
         self.ordinal = ordinal
         self.context = _retain(ordinal)
-        self.current = _current(self.context)
-        """Inside `with`, the context is the thread's current one. Afterwards the thread has what it had, or none."""
+        # On the path of small transfers where there are several devices.
+        own.cuCtxPushCurrent_v2.restype, own.cuCtxPopCurrent_v2.restype = _Pushed({0: None}).__getitem__, None
+        self.push = partial(own.cuCtxPushCurrent_v2, ctypes.c_void_p(self.context))
+        # What was popped is written by every pop, and read by none.
+        self.pop = partial(own.cuCtxPopCurrent_v2, ctypes.byref(ctypes.c_void_p()))
 
     def owns(self, stream: int) -> bool:
         """Tell whether a stream, by a handle that is not one of the default streams', is of this device."""
@@ -92,40 +96,22 @@ class Contexts:
         ordinal = ctypes.c_int(-1)
         try:
             # Cannot fail for a context that the driver has just named. In here, so that an interrupt behind it finds it undone.
-            self._push(found)
+            self._push_other(found)
             self._get_device(ctypes.byref(ordinal))
         finally:
-            self._pop(self._popped)
+            self.pop()
         return ordinal.value == self.ordinal
 
 
-def _current(context: int) -> AbstractContextManager[None]:
-    """Return an object whose `with` pushes a context and pops it.
-
-    Both ends are calls in C and no Python code, so that an interrupt finds both made, or neither: a generator, or a method, could
-    be cut off between its push and the `with`. On the path of small transfers where there are several devices, too.
-    """
-    library = ctypes.PyDLL(LIBRARY)
-    push, pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
-    push.restype, pop.restype = _Statuses({0: None}).__getitem__, None
-    # `with` passes on what is being raised: three arguments more than the driver looks at.
-    pop.argtypes = (ctypes.c_void_p, _Unused, _Unused, _Unused)  # type: ignore[assignment]  # it takes all that convert
-    # What was popped is written by every pop, and read by none.
-    enter, leave = partial(push, ctypes.c_void_p(context)), partial(pop, ctypes.byref(ctypes.c_void_p()))
-    made: AbstractContextManager[None] = type("Current", (), {"__enter__": staticmethod(enter), "__exit__": staticmethod(leave)})()
-    return made
-
-
-class _Unused:
-    """The type of an argument that is passed for nothing, whatever it is: as a number, which is all that ctypes asks for."""
-
-    from_param = staticmethod(callable)
-
-
-class _Statuses(dict[int, None]):
-    """What is made of a status, as a look-up, which runs no Python code for 0: nothing, or the error is raised."""
+class _Pushed(dict[int, None]):
+    """What is made of the status of a push, as a look-up, which runs no Python code for 0."""
 
     def __missing__(self, status: int) -> None:
+        # The pop is still to come: let it find what the thread has once more, and not take that.
+        library, current = ctypes.PyDLL(LIBRARY), ctypes.c_void_p()
+        library.cuCtxGetCurrent(ctypes.byref(current))
+        if current:
+            library.cuCtxPushCurrent_v2(current)
         _check(status)
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeVar, final
 
 from xferlib_numba._module import Numba
-from xferlib_numba._thread import CaptureMode, pushed
+from xferlib_numba._thread import CaptureMode, Context
 
 __all__ = ["LEGACY", "PER_THREAD", "Call", "Device"]
 
@@ -52,7 +52,8 @@ class Device:
 
         # Never released: arrays outlive every stager.
         self._context = self.raw("cuDevicePrimaryCtxRetain")(self.raw("cuDeviceGet")(ordinal))
-        self._current = pushed(int(self._context), self._fail_to_push)
+        thread = Context(int(self._context), self._fail_to_push)
+        self._push, self._pop = thread.push, thread.pop
         self.copy_h2d = self.call("cuMemcpyHtoDAsync")
         self.copy_d2h = self.call("cuMemcpyDtoHAsync")
         self.record = self.call("cuEventRecord")
@@ -110,8 +111,11 @@ class Device:
 
     def here(self, call: Callable[..., T], *arguments: Any) -> T:
         """Return `call(*arguments)`, made with this device current, also where it would spoil a capture of somebody's."""
-        with self._current:
+        try:
+            self._push()
             return self.relaxed(call, *arguments)
+        finally:
+            self._pop()
 
     def owns(self, stream: Any) -> bool:
         """Tell whether a stream, not one of the default streams, is of this device."""
@@ -141,11 +145,14 @@ class Device:
         raise self.failed("cuCtxPushCurrent", self._binding.CUresult(status))
 
     def _inside(self, call: Call) -> Call:
-        current = self._current
+        push, pop = self._push, self._pop
 
         def inside(*arguments: Any) -> Any:
-            with current:
+            try:
+                push()
                 return call(*arguments)
+            finally:
+                pop()
 
         return inside
 

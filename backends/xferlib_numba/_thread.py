@@ -9,11 +9,10 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
 
-__all__ = ["CaptureMode", "pushed"]
+__all__ = ["CaptureMode", "Context"]
 
 T = TypeVar("T")
 
@@ -53,35 +52,42 @@ class CaptureMode:
             cells.append(cell)
 
 
-def pushed(context: int, fail: Callable[[int], None]) -> AbstractContextManager[None]:
-    """Return an object whose `with` makes a context the thread's current one, and then gives the thread back what it had, or none.
+@final
+class Context:
+    """One context, made the calling thread's current one. Calls stand between the two, thus:
 
-    `fail` raises the error for a status. Both ends are calls in C and no Python code, so that an interrupt finds both made, or
-    neither: a generator, or a method, could be cut off between its push and the `with`.
+        try:
+            context.push()
+            ...
+        finally:
+            context.pop()
+
+    Each is one call in C. So an interrupt finds the push made, since nothing in the `try` comes before it, and undoes it.
     """
-    library = ctypes.PyDLL(LIBRARY)
-    push, pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
-    push.restype, pop.restype = _Statuses(fail).__getitem__, None
-    # `with` passes on what is being raised: three arguments more than the driver looks at.
-    pop.argtypes = (ctypes.c_void_p, _Unused, _Unused, _Unused)  # type: ignore[assignment]  # it takes all that convert
-    # What was popped is written by every pop, and read by none.
-    enter, leave = partial(push, ctypes.c_void_p(context)), partial(pop, ctypes.byref(ctypes.c_void_p()))
-    made: AbstractContextManager[None] = type("Pushed", (), {"__enter__": staticmethod(enter), "__exit__": staticmethod(leave)})()
-    return made
+
+    __slots__ = ("pop", "push")
+
+    def __init__(self, context: int, fail: Callable[[int], NoReturn]) -> None:
+        """`fail` raises the error for a status of a push."""
+        library = ctypes.PyDLL(LIBRARY)
+        library.cuCtxPushCurrent_v2.restype = _Pushed(fail).__getitem__
+        library.cuCtxPopCurrent_v2.restype = None
+        self.push = partial(library.cuCtxPushCurrent_v2, ctypes.c_void_p(context))
+        # What was popped is written by every pop, and read by none.
+        self.pop = partial(library.cuCtxPopCurrent_v2, ctypes.byref(ctypes.c_void_p()))
 
 
-class _Statuses(dict[int, None]):
-    """What is made of a status, as a look-up, which runs no Python code for 0: nothing, or the error is raised."""
+class _Pushed(dict[int, None]):
+    """What is made of the status of a push, as a look-up, which runs no Python code for 0."""
 
-    def __init__(self, fail: Callable[[int], None]) -> None:
+    def __init__(self, fail: Callable[[int], NoReturn]) -> None:
         super().__init__({0: None})
         self._fail = fail
 
     def __missing__(self, status: int) -> None:
+        # The pop is still to come: let it find what the thread has once more, and not take that.
+        library, current = ctypes.PyDLL(LIBRARY), ctypes.c_void_p()
+        library.cuCtxGetCurrent(ctypes.byref(current))
+        if current:
+            library.cuCtxPushCurrent_v2(current)
         self._fail(status)
-
-
-class _Unused:
-    """The type of an argument that is passed for nothing, whatever it is: as a number, which is all that ctypes asks for."""
-
-    from_param = staticmethod(callable)
