@@ -122,16 +122,18 @@ AREAS = {
         ("xferlib/pipeline/*.py",),
         ("tests/pipeline",),
         {
-            "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile"),
-            "/feed.py": pipeline("prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile"),
-            "/prefetch.py": pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream"),
-            "/drain.py": pipeline("drain", "one_pass*", "stream", "closing_meanwhile"),
-            "/ends.py": pipeline("drain", "ring", "released_slots", "stream"),
-            "/stream.py": pipeline("stream", "drain", "report"),
-            "/report.py": pipeline("report", "stream"),
-            "/clock.py": pipeline("report", "prefetch"),
-            "/bill.py": pipeline("ring", "prefetch", "drain"),
-            "/rows.py": pipeline("drain", "stream"),
+            "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile", "sources_and_bills"),
+            "/feed.py": pipeline("prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"),
+            "/prefetch.py": pipeline(
+                "prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream", "sources_and_bills"
+            ),
+            "/drain.py": pipeline("drain", "one_pass*", "stream", "closing_meanwhile", "sources_and_bills"),
+            "/ends.py": pipeline("drain", "ring", "released_slots", "stream", "sources_and_bills"),
+            "/stream.py": pipeline("stream", "drain", "report", "sources_and_bills"),
+            "/report.py": pipeline("report", "stream", "sources_and_bills"),
+            "/clock.py": pipeline("report", "prefetch", "sources_and_bills"),
+            "/bill.py": pipeline("ring", "prefetch", "drain", "sources_and_bills"),
+            "/rows.py": pipeline("drain", "stream", "sources_and_bills"),
         },
     ),
     "workers": Area(
