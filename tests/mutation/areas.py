@@ -124,7 +124,10 @@ AREAS = {
         {
             "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile", "sources_and_bills"),
             "/feed.py": pipeline("prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"),
-            "/prefetch.py": pipeline(
+            "/prefetch.py": (
+                *pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream"),
+                *pipeline("sources_and_bills"),
+            ),
                 "prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream", "sources_and_bills"
             ),
             "/drain.py": pipeline("drain", "one_pass*", "stream", "closing_meanwhile", "sources_and_bills"),
