@@ -128,8 +128,6 @@ AREAS = {
                 *pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream"),
                 *pipeline("sources_and_bills"),
             ),
-                "prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream", "sources_and_bills"
-            ),
             "/drain.py": pipeline("drain", "one_pass*", "stream", "closing_meanwhile", "sources_and_bills"),
             "/ends.py": pipeline("drain", "ring", "released_slots", "stream", "sources_and_bills"),
             "/stream.py": pipeline("stream", "drain", "report", "sources_and_bills"),
@@ -141,9 +139,7 @@ AREAS = {
     ),
     "workers": Area(
         ("xferlib/pipeline/shared/*.py",),
-        tuple(
-            f"tests/shared/test_{name}.py" for name in ("layout", "shared_memory", "shared_ring", "worker_deaths", "random_faults")
-        ),
+        (*folder("shared", "layout", "shared_memory", "shared_ring", "worker_deaths"), "tests/shared/test_*.py"),
     ),
     "host": Area(
         ("backends/xferlib_host/*.py",),
