@@ -103,7 +103,7 @@ AREAS = {
     ),
     "device": Area(
         ("xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"),
-        (*core("device", "device_failures", "tickets*", "packing", "stager_put", "stager_lifetime", "put_into"), *LAWS),
+        (*core("device", "device_failures", "reuse", "tickets*", "packing", "stager_put", "stager_lifetime", "put_into"), *LAWS),
     ),
     "load-tree-packing": Area(
         ("xferlib/load.py", "xferlib/tree.py", "xferlib/layout.py"),
