@@ -11,7 +11,7 @@ import pytest
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import WATCHDOG
+from tests.core.fakes import WATCHDOG, held, on_thread
 
 NBYTES = 1 << 20
 
@@ -41,3 +41,22 @@ def test_readers_of_memory_that_was_used_again_are_waited_for(stager: xferlib.St
         gate.set()
         stream.synchronize()
     assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_at_the_limit_a_put_waits_for_a_get_of_any_leaf_of_a_block(which: int) -> None:
+    with xferlib.stager("host", device_limit=1024) as stager:
+        kept = stager.put(stager.empty_pinned(256, np.uint8)).result()
+        leaves = stager.put([stager.empty_pinned(64, np.uint8), stager.empty_pinned(64, np.uint8)]).result()
+        large = stager.empty_pinned(512, np.uint8)
+        with held(stager.backend.d2h) as gate:  # type: ignore[attr-defined]  # the host backend's
+            getting = stager.get(leaves[which])
+            del leaves
+            putting = on_thread(lambda: stager.put(large))
+            with pytest.raises(TimeoutError):
+                putting.result(0.2)
+            gate.set()
+            putting.result(10).synchronize()
+        getting.synchronize()
+        assert stager.stats().device_nbytes == 256 + 512
+        del kept
