@@ -103,7 +103,7 @@ AREAS = {
     ),
     "device": Area(
         ("xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"),
-        (*core("device", "device_failures", "tickets*", "packing", "stager_put", "stager_lifetime", "put_into"), *LAWS),
+        (*core("device", "device_failures", "reuse", "tickets*", "packing", "stager_put", "stager_lifetime", "put_into"), *LAWS),
     ),
     "load-tree-packing": Area(
         ("xferlib/load.py", "xferlib/tree.py", "xferlib/layout.py"),
@@ -122,23 +122,24 @@ AREAS = {
         ("xferlib/pipeline/*.py",),
         ("tests/pipeline",),
         {
-            "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile"),
-            "/feed.py": pipeline("prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile"),
-            "/prefetch.py": pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream"),
-            "/drain.py": pipeline("drain", "one_pass*", "stream", "closing_meanwhile"),
-            "/ends.py": pipeline("drain", "ring", "released_slots", "stream"),
-            "/stream.py": pipeline("stream", "drain", "report"),
-            "/report.py": pipeline("report", "stream"),
-            "/clock.py": pipeline("report", "prefetch"),
-            "/bill.py": pipeline("ring", "prefetch", "drain"),
-            "/rows.py": pipeline("drain", "stream"),
+            "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile", "sources_and_bills"),
+            "/feed.py": pipeline("prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"),
+            "/prefetch.py": (
+                *pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream"),
+                *pipeline("sources_and_bills"),
+            ),
+            "/drain.py": pipeline("drain", "one_pass*", "stream", "closing_meanwhile", "sources_and_bills"),
+            "/ends.py": pipeline("drain", "ring", "released_slots", "stream", "sources_and_bills"),
+            "/stream.py": pipeline("stream", "drain", "report", "sources_and_bills"),
+            "/report.py": pipeline("report", "stream", "sources_and_bills"),
+            "/clock.py": pipeline("report", "prefetch", "sources_and_bills"),
+            "/bill.py": pipeline("ring", "prefetch", "drain", "sources_and_bills"),
+            "/rows.py": pipeline("drain", "stream", "sources_and_bills"),
         },
     ),
     "workers": Area(
         ("xferlib/pipeline/shared/*.py",),
-        tuple(
-            f"tests/shared/test_{name}.py" for name in ("layout", "shared_memory", "shared_ring", "worker_deaths", "random_faults")
-        ),
+        (*folder("shared", "layout", "shared_memory", "shared_ring", "worker_deaths"), "tests/shared/test_*.py"),
     ),
     "host": Area(
         ("backends/xferlib_host/*.py",),

@@ -1,8 +1,10 @@
-"""Which sources are taken, what is refused before the first step, and what the first batch says of all."""
+"""Which sources are taken, what is refused before the first step, what the first batch says of all, and what a wait took."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,8 @@ import pytest
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import held
-from tests.pipeline.steps import batch, h2d, until
+from tests.core.fakes import held, on_thread
+from tests.pipeline.steps import PATIENCE, batch, h2d, until
 from xferlib.pipeline.bill import tree_nbytes
 
 
@@ -90,3 +92,21 @@ def test_a_report_behind_the_end_does_not_change(stager: xferlib.Stager) -> None
             pass
         first = batches.report()
         assert batches.report() == first
+
+
+def test_a_slot_knows_how_long_its_thread_waited_for_it(stager: xferlib.Stager) -> None:
+    def acquire() -> tuple[float, float, float]:
+        began = time.perf_counter()
+        with ring.acquire() as slot:
+            return slot.waited_here(), time.perf_counter() - began, slot.waited_here()
+
+    with xferlib.Ring(stager, (100, np.uint8), slots=1) as ring:
+        assert acquire()[0] == 0
+        with held(h2d(stager)) as gate:
+            ring.acquire().put()
+            waiting = on_thread(acquire)
+            assert not wait([waiting], 0.1).done
+            gate.set()
+            waited, took, again = waiting.result(PATIENCE)
+    assert 0.05 < waited <= took
+    assert again == 0
