@@ -154,14 +154,18 @@ class BlockCache:
 
         Nothing is in flight. Called on a thread that no interrupt comes to.
         """
-        self._trim()
-        self._closed = True
-        if self.settle():
-            watch(self)
+        try:
+            self._trim()
+        finally:
+            self._closed = True
+            if self.settle():
+                watch(self)
 
     def settle(self) -> bool:
         """After `close`, free what no lease names any more; tell whether any lease is left. See `Remains`."""
-        self._trim()
+        # What cannot be had now is had at the next look.
+        with suppress(*self._failures):
+            self._trim()
         return bool(self._rows or self._growing)
 
     def forget(self) -> None:
@@ -219,11 +223,7 @@ class BlockCache:
 
     def _settle_ended(self) -> None:
         """Turn ended leases into idle blocks."""
-        try:
-            self._sweep()
-        except self._failures:
-            # What cannot be swept now is swept by a later call.
-            self._changes += 1
+        self._sweep()
         returns = self._returns
         if not returns:
             return

@@ -196,9 +196,14 @@ class Pins:
         """Unlock what was dropped without being closed."""
         if not self._returns:
             return
-        for number in self._returns.unsettled():
-            self.remove(number)
-            self._returns.settled(number)
+        with ExitStack() as steps:
+            # Each whatever the others raise: one that cannot be unlocked is tried again, and keeps no other locked.
+            for number in self._returns.unsettled():
+                steps.callback(self._settle, number)
+
+    def _settle(self, number: int) -> None:
+        self.remove(number)
+        self._returns.settled(number)
 
     def close(self) -> None:
         """Unlock everything, each range whatever the others raise; nothing is in flight."""

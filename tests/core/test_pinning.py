@@ -200,7 +200,7 @@ def test_one_pin_that_cannot_be_undone_does_not_keep_the_stager_open() -> None:
     pins = stager.pin(array), stager.pin(other)
     broken = array.ctypes.data
     backend.unpin = lambda address: refuse(address) if address == broken else backend.inner.unpin(address)
-    with pytest.raises(OSError, match="713"):
+    with pytest.raises(xferlib.XferError, match="713"):
         stager.close()
     stager.close()
     assert closed == [True]

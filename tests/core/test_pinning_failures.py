@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def test_closing_that_was_refused_may_be_tried_again() -> None:
     array = np.zeros(10)
     with xferlib.stager(backend) as stager:
         pin = stager.pin(array)
-        with pytest.raises(OSError, match="713"):
+        with pytest.raises(xferlib.XferError, match="713"):
             pin.close()
         assert (pinned(stager, array), stager._pool.usage().asked) == (True, 80)
         pin.close()
@@ -62,11 +63,13 @@ def test_a_dropped_pin_that_could_not_be_unlocked_is_held_and_tried_again(kind: 
         del array
         with pytest.warns(ResourceWarning, match="never closed"):
             del pin
-        with pytest.raises(kind):
+        with pytest.raises(KeyboardInterrupt if kind is KeyboardInterrupt else xferlib.XferError):
             stager.trim()
         assert memory() is not None
         assert stager.backend.is_pinned(address, 80)
         stager.trim()
+        # What was raised, and its frames, may have been in a cycle.
+        gc.collect()
         assert memory() is None
         assert not stager.backend.is_pinned(address, 80)
 
@@ -88,7 +91,7 @@ def test_a_dropped_pin_that_is_never_unlocked_keeps_no_other_locked() -> None:
             with pytest.warns(ResourceWarning, match="never closed"):
                 del pins[0]
         for _ in range(2):
-            with pytest.raises(OSError, match="713"):
+            with pytest.raises(xferlib.XferError, match="713"):
                 stager.trim()
         assert pinned(stager, first)
         assert not pinned(stager, second)

@@ -226,7 +226,7 @@ class PinnedPool:
             if make_room is not None:
                 make_room()
         raise AllocationError(
-            f"{in_words(nbytes)} to be page-locked, and pinned_limit has no room for them: {self._in_use()}. "
+            f"{in_words(nbytes)} to be page-locked, for which there is no room: {self._in_use()}. "
             "Raise pinned_limit, close pins or rings, or drop pinned arrays"
         )
 
@@ -516,7 +516,7 @@ class PinnedPool:
     def _in_use(self) -> str:
         reserved = sum(list(self._reserved.values()))
         beside = f", {in_words(reserved)} by pins and shared rings" if reserved else ""
-        return f"{in_words(self.used_nbytes)} of {in_words(self.limit)} in use{beside}"
+        return f"pinned_limit={self.limit} has {in_words(self.used_nbytes)} of {in_words(self.limit)} in use by arrays{beside}"
 
     def _full(self, nbytes: int) -> AllocationError:
         why = (
