@@ -290,3 +290,12 @@ def test_room_is_waited_for_while_another_thread_is_between_taking_and_starting(
         gated.gate.set()
         assert np.array_equal(other.result(10).value, source)
         assert np.array_equal(mine.result(10).value, source + 1)
+
+
+def test_a_get_of_many_parts_that_is_done_holds_its_array_no_longer() -> None:
+    with xferlib.stager("host", staging=RING) as stager:
+        array = stager.put(numbers(PIECE)).result()
+        stager.get(array, out=np.zeros_like(array)).synchronize()
+        del array
+        stager.trim()
+        assert stager.stats().device_nbytes == 0
