@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from xferlib.latch import Latch
 
-__all__ = ["Remains", "close_later", "start_reaper", "uninterrupted", "watch"]
+__all__ = ["Remains", "close_later", "start_reaper", "start_thread", "uninterrupted", "watch"]
 
 LOOK_SECONDS = 0.2
 """How often is looked while a closed stager's memory is still held."""
@@ -43,7 +43,8 @@ class Closable(Protocol):
 
 _remains: dict[int, Remains] = {}
 _dropped: SimpleQueue[Closable | None] = SimpleQueue()
-_started = False
+_to_start: SimpleQueue[tuple[threading.Thread, Callable[[RuntimeError], object]]] = SimpleQueue()
+_started = _starting = False
 _over = False
 _main = threading.main_thread().ident
 """The thread that interrupts come to. Of a forked child, the one that forked."""
@@ -55,6 +56,18 @@ def start_reaper() -> None:
     if not _started and not _over:
         _started = True
         start_new_thread(_run, ())
+
+
+def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], object]) -> None:
+    """Start a thread, without waiting for it, where no interrupt comes: `Thread.start` interrupted leaves a lock held.
+
+    `refused` is called with the error, on another thread, where there can be no more of them.
+    """
+    global _starting
+    if not _starting:
+        _starting = True
+        start_new_thread(_start_others, ())
+    _to_start.put((thread, refused))
 
 
 def watch(remains: Remains) -> None:
@@ -70,7 +83,7 @@ def close_later(thing: Closable) -> None:
 
 def uninterrupted(call: Callable[[], T]) -> T:
     """Call, and return what it returns, or raise what it raises. An interrupt of the caller lets the call go on to its end."""
-    if get_ident() != _main:
+    if _over or get_ident() != _main:
         return call()
     outcome: list[tuple[T | None, BaseException | None]] = []
     ended = Latch()
@@ -83,12 +96,7 @@ def uninterrupted(call: Callable[[], T]) -> T:
         finally:
             ended.open()
 
-    try:
-        # Not by `threading`, whose start waits for the thread, and may be interrupted there.
-        start_new_thread(run, ())
-    except RuntimeError:
-        # No thread is to be had, as when the interpreter ends.
-        return call()
+    start_thread(threading.Thread(target=run, name="xferlib-memory", daemon=True), lambda error: run())
     ended.wait()
     value, error = outcome.pop()
     try:
@@ -114,6 +122,17 @@ def _run() -> None:
             del remains
 
 
+def _start_others() -> None:
+    threading.current_thread().name = "xferlib-starter"
+    while True:
+        thread, refused = _to_start.get()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            refused(error)
+        del thread, refused
+
+
 def _attempt(call: Callable[[], Any]) -> Any:
     """Call; what it raises is said as what threads raise is. A failure counts as nothing left."""
     try:
@@ -132,8 +151,9 @@ def _end() -> None:
 
 def _forget() -> None:
     """In a forked child: what is left is the parent's, and there is no thread."""
-    global _started, _dropped, _remains, _main
-    _started, _main = False, get_ident()
+    global _started, _starting, _dropped, _to_start, _remains, _main
+    _started, _starting, _main = False, False, get_ident()
+    _to_start = SimpleQueue()
     _dropped, _remains = SimpleQueue(), {}
 
 

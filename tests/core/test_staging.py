@@ -299,3 +299,12 @@ def test_trim_gives_back_what_ordinary_memory_passed_through() -> None:
         assert calls().pinned_allocations > calls().pinned_frees
         stager.trim()
         assert calls().pinned_allocations == calls().pinned_frees
+
+
+def test_a_get_of_many_parts_that_is_done_holds_its_array_no_longer() -> None:
+    with xferlib.stager("host", staging=RING) as stager:
+        array = stager.put(numbers(PIECE)).result()
+        stager.get(array, out=np.zeros_like(array)).synchronize()
+        del array
+        stager.trim()
+        assert stager.stats().device_nbytes == 0

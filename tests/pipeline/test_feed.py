@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -119,13 +118,12 @@ def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -
 
 
 def test_a_feed_that_is_made_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-    monkeypatch.setattr(feed, "_thread", SimpleNamespace(start_new_thread=lambda *call: wanted.append(call)))
+    wanted: list[tuple[threading.Thread, Any]] = []
+    monkeypatch.setattr(feed, "start_thread", lambda *start: wanted.append(start))
     making = on_thread(lambda: feed.Feed(range(1), lambda item, clock: item, depth=1))
-    until(lambda: wanted and (wanted[0][1][0].changed.sleepers or making.done()))
+    until(lambda: wanted and (wanted[0][1].__self__.changed.sleepers or making.done()))
     assert not making.done()
-    begin, arguments = wanted[0]
-    begin(*arguments)
+    wanted[0][0].start()
     assert making.result(PATIENCE).take() == 0
     making.result().close()
 

@@ -182,6 +182,7 @@ def _tidy(world: World) -> None:
 
 def _close_all(world: World) -> None:
     for locked in world.all(Locked):
+        world.quiet_but_for(locked.host, locked.stager)
         locked.pin.close()
     for slots in world.all(Slots):
         slots.ring.close()

@@ -65,7 +65,8 @@ class Host:
         self.tree = tree
         self.form = form
         self.slot = slot
-        self.busy: list[Any] = []
+        self.busy: dict[Any, str] = {}
+        """By whom: a stager's name."""
         self.written_by: list[Any] = []
         self.lost = False
         """Nobody can know any more when it may be written."""
@@ -289,18 +290,23 @@ class World:
         """Wait for everything that may read or write host arrays, as a program must that writes them."""
         if host.lost:
             raise Skip("nobody knows when it may be written")
-        while host.busy:
-            host.busy[-1].synchronize()
-            host.busy.pop()
+        for end in list(host.busy):
+            end.synchronize()
+            host.busy.pop(end, None)
         host.written_by.clear()
+
+    def quiet_but_for(self, host: Host, stager: str) -> None:
+        """Wait for what others than this stager may do to host arrays."""
+        for end, by in list(host.busy.items()):
+            if by != stager:
+                end.synchronize()
 
     def settled(self, host: Host) -> None:
         """Wait for what writes host arrays, as a program must that reads them."""
         if host.lost:
             raise Skip("nobody knows when it may be read")
-        while host.written_by:
-            host.written_by[-1].synchronize()
-            host.written_by.pop()
+        for end in host.written_by:
+            end.synchronize()
 
     def check_host(self, host: Host, what: str) -> None:
         self.settled(host)

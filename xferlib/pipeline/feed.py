@@ -10,7 +10,6 @@ interrupt could leave held, or that a finalizer could meet.
 
 from __future__ import annotations
 
-import _thread
 import itertools
 import threading
 import warnings
@@ -22,7 +21,8 @@ from xferlib.debug import caller
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
 from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.failed import Failed
-from xferlib.pipeline.source_thread import SourceThread, begin, live, run
+from xferlib.pipeline.source_thread import SourceThread, live, run
+from xferlib.reaper import start_thread
 
 __all__ = ["Feed"]
 
@@ -65,8 +65,7 @@ class Feed(Generic[T]):
         name = f"{name}-{next(_numbers)}"
         self._shared.thread = self._thread = threading.Thread(target=run, args=(self._shared,), name=name, daemon=True)
         live.add(self._shared)
-        # By a thread of its own: `Thread.start` waits, and an interrupt there leaves a lock held that the new thread needs.
-        _thread.start_new_thread(begin, (self._shared,))
+        start_thread(self._thread, self._shared.refused)
         self._shared.changed.wait(lambda: self._shared.running or self._shared.ended)
 
     @property

@@ -22,7 +22,7 @@ from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import before_closing
 
-__all__ = ["SourceThread", "begin", "live", "run"]
+__all__ = ["SourceThread", "live", "run"]
 
 T = TypeVar("T")
 Work: TypeAlias = "tuple[Iterable[Any], Callable[[Any, Clock], T], Callable[[Clock], None]]"
@@ -169,16 +169,11 @@ class SourceThread(Generic[T]):
             self.starting = False
             self.changed.wake()
 
-
-def begin(shared: SourceThread[Any]) -> None:
-    """Start the thread, on another one."""
-    try:
-        shared.thread.start()
-    except RuntimeError as error:
-        # There are too many.
-        shared.give(Failed(error))
-        shared.ended = True
-        shared.changed.wake()
+    def refused(self, error: RuntimeError) -> None:
+        """Tell takers that the system has no thread. Any thread."""
+        self.give(Failed(error))
+        self.ended = True
+        self.changed.wake()
 
 
 def run(shared: SourceThread[Any]) -> None:

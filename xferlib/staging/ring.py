@@ -222,6 +222,9 @@ class Staging:
         def end(job: Job) -> None:
             # What was started and never landed, because something failed.
             self._lander.abandon(job)
+            # No copy is started any more, so nobody asks what it would read: a get of many parts may be the last for long.
+            job.issued.set()
+            self._forget_issued()
             if before is not None:
                 before.synchronize()
 
@@ -257,6 +260,10 @@ class Staging:
         for job, sources in self._unissued.copy():
             if target is None or any(_overlap(source, target) for source in sources):
                 job.issued.wait()
+        self._forget_issued()
+
+    def _forget_issued(self) -> None:
+        """Let go of the sources of gets whose copies are all started: from then on those that are in flight are held elsewhere."""
         # One by one: another thread may add meanwhile.
         for entry in self._unissued.copy():
             if entry[0].issued.is_open():

@@ -75,8 +75,9 @@ class Get(Kind):
         if out is None:
             return
         started.out = out
-        out.busy.append(transfer.end)
-        out.written_by.append(transfer.end)
+        end = transfer.end
+        out.busy[end] = arguments["stager"]
+        out.written_by.append(end)
         for leaf, content in zip(out.leaves, contents, strict=True):
             leaf.content = content
 

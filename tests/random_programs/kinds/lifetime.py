@@ -192,7 +192,14 @@ class Keep(Kind):
         sketch.gone(source)
         known = {key: value for key, value in seen.items() if key not in ("kind", "groups", "form")}
         name = sketch.add(sketch.name("d"), "device", groups=groups, form="list", **known)
-        return [self.step(to=name, source=source, indices=indices), *_again(sketch, seen)]
+        # Alone: the transfer, which holds them all, is gone, too.
+        alone = sketch.chance(0.6)
+        transfers = sketch.names("transfer", lambda other: other.get("given") == source, own=True) if alone else []
+        for transfer in transfers:
+            sketch.gone(transfer)
+        steps = [self.step(to=name, source=source, indices=indices, alone=alone)]
+        steps += [Step("drop", {"names": transfers})] if transfers else []
+        return [*steps, *(put_alike(sketch, seen) if sketch.chance(0.5) else [])]
 
     def run(self, world: World, **arguments: Any) -> None:
         device = world.find(arguments["source"], Device, own=True)
@@ -201,6 +208,9 @@ class Keep(Kind):
             raise Skip("there are fewer arrays")
         kept = _like(device, [device.arrays[index] for index in indices], [device.cells[index] for index in indices])
         kept.readers = device.readers
+        if arguments["alone"]:
+            world.on_host(kept)
+            kept.started = None
         del world.things[arguments["source"]]
         world.things[arguments["to"]] = kept
 

@@ -7,6 +7,7 @@ from typing import Any, final
 import xferlib
 from tests.random_programs.content import Array, assert_holds
 from tests.random_programs.kinds.kind import Kind
+from tests.random_programs.kinds.puts import Put
 from tests.random_programs.program import Step
 from tests.random_programs.sketch import Sketch
 from tests.random_programs.world import Host, Leaf, Reader, Skip, World
@@ -18,9 +19,10 @@ __all__ = ["ALL", "Locked"]
 class Locked:
     """A pin."""
 
-    def __init__(self, pin: Any, host: Host) -> None:
+    def __init__(self, pin: Any, host: Host, stager: str) -> None:
         self.pin = pin
         self.host = host
+        self.stager = stager
 
 
 def leaf_of(host: Host, index: int) -> Leaf:
@@ -40,9 +42,20 @@ class Pin(Kind):
         source = sketch.pick("host", lambda seen: any(group[4] in ("pageable", "readonly") for group in seen["groups"]))
         if stager is None or source is None or not sketch.traits.register:
             return []
-        leaves = sum(group[0] for group in sketch.seen(source)["groups"])
-        name = sketch.add(sketch.name("p"), "pin")
-        return [self.step(to=name, stager=stager, source=source, index=sketch.random.randrange(leaves), part=sketch.chance(0.3))]
+        leaves = [group for group in sketch.seen(source)["groups"] for _ in range(group[0])]
+        index = sketch.random.choice([at for at, leaf in enumerate(leaves) if leaf[4] in ("pageable", "readonly")])
+        if sketch.chance(0.7):
+            return [self._of(sketch, stager, source, index, sketch.random.choice(("whole", "whole", "head", "tail")))]
+        # Both ends, by one stager or by two, and something between them that no copy engine can use.
+        other = sketch.pick("stager")
+        assert other is not None
+        steps = [self._of(sketch, stager, source, index, "head"), self._of(sketch, other, source, index, "tail")]
+        putting = sketch.pick("stager")
+        assert putting is not None
+        return [*steps, Put().of(sketch, putting, source)]
+
+    def _of(self, sketch: Sketch, stager: str, source: str, index: int, part: str) -> Step:
+        return self.step(to=sketch.add(sketch.name("p"), "pin"), stager=stager, source=source, index=index, part=part)
 
     def run(self, world: World, **arguments: Any) -> None:
         opened, host = world.stager(arguments["stager"]), world.find(arguments["source"], Host)
@@ -52,8 +65,10 @@ class Pin(Kind):
             raise Skip("it is pinned already, or has no bytes")
         if world.kit.on_gpu and array.nbytes < 1 << 20:
             raise Skip("it may have a page with another")
-        if arguments["part"] and array.ndim and len(array) > 3:
-            array = array[: len(array) // 3]
+        if arguments["part"] != "whole":
+            if not array.ndim or len(array) < 3:
+                raise Skip("it is too short for parts")
+            array = array[: len(array) // 3] if arguments["part"] == "head" else array[-(len(array) // 3) :]
         if not (array.flags.c_contiguous or array.flags.f_contiguous):
             raise Skip("it is not contiguous")
         # Borrowed memory that is locked while threads copy from it is the caller's affair.
@@ -65,7 +80,7 @@ class Pin(Kind):
                 raise Skip(f"refused: {error}") from None
             raise
         leaf.locked = True
-        world.things[arguments["to"]] = Locked(pin, host)
+        world.things[arguments["to"]] = Locked(pin, host, arguments["stager"])
 
 
 @final
@@ -83,9 +98,10 @@ class Unpin(Kind):
 
     def run(self, world: World, **arguments: Any) -> None:
         locked = world.find(arguments["pin"], Locked, own=True)
-        if not locked.host.lost:
-            # Those of other stagers are the caller's to wait for.
-            world.quiet(locked.host)
+        if locked.host.lost:
+            raise Skip("nobody knows who may be reading it")
+        # Transfers of its own stager are waited for by the pin.
+        world.quiet_but_for(locked.host, locked.stager)
         del world.things[arguments["pin"]]
         locked.pin.close()
 
@@ -123,7 +139,7 @@ class Map(Kind):
         view = opened.stager.mapped(leaf.array, stream=None if hold is None else hold.stream)
         if hold is not None:
             reader = Reader(str(name), world.kit.read_later(view, hold.hold), leaf.content, None)
-            host.busy.append(reader)
+            host.busy[reader] = "the device"
             world.readers.append(reader)
             return
         assert_holds(world.kit.read(view), leaf.content, "what a mapped view showed")

@@ -44,7 +44,7 @@ class Put(Kind):
         if stream is not None:
             started.asked.add(stream)
         world.things[arguments["to"]] = started
-        reads(host, transfer, borrow=borrow, careless=bool(arguments.get("careless")))
+        reads(host, transfer, arguments["stager"], borrow=borrow, careless=bool(arguments.get("careless")))
 
 
 def put_alike(sketch: Sketch, seen: Seen) -> list[Step]:
@@ -58,15 +58,16 @@ def put_alike(sketch: Sketch, seen: Seen) -> list[Step]:
     return [make, Put().of(sketch, stager, make.arguments["to"])]
 
 
-def reads(host: Host, transfer: Any, *, borrow: bool, careless: bool = False) -> None:
+def reads(host: Host, transfer: Any, by: str, *, borrow: bool, careless: bool = False) -> None:
     """Note that a transfer reads host arrays after it was started. `careless`: nobody will know for how long."""
     if not borrow and not any(leaf.locked for leaf in host.leaves):
         # Pageable memory is the caller's again as soon as put returns.
         return
-    if careless and host.slot is None:
+    pinned = all(leaf.memory in ("pinned", "view") for leaf in host.leaves)
+    if careless and pinned and host.slot is None:
         host.lost = True
     else:
-        host.busy.append(transfer.end)
+        host.busy[transfer.end] = by
 
 
 @final
@@ -122,7 +123,7 @@ class PutInto(Kind):
         for device in world.all(Device):
             if device.shares(target.cells):
                 device.order, device.started = set() if stream is None else {stream}, started
-        reads(host, transfer, borrow=False)
+        reads(host, transfer, arguments["stager"], borrow=False)
 
 
 @final
