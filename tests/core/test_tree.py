@@ -12,7 +12,6 @@ import optree
 import pytest
 
 import xferlib
-import xferlib.tree as tree_module
 from tests.core.fakes import on_thread
 from xferlib.protocol import TakenApart
 from xferlib.tree import PLAIN, flatten, flatten_like, path, trees_of, unflatten
@@ -111,15 +110,15 @@ def test_a_dataclass_that_another_thread_meets_first_is_no_error(monkeypatch: py
     class Fresh:
         x: Any
 
-    register = tree_module.optree.register_pytree_node
+    register = optree.register_pytree_node
     others: list[Any] = []
 
     def late(*arguments: Any, **named: Any) -> Any:
-        monkeypatch.setattr(tree_module.optree, "register_pytree_node", register)
+        monkeypatch.setattr(optree, "register_pytree_node", register)
         others.append(on_thread(lambda: flatten(Fresh(A))[0]).result(10))
         return register(*arguments, **named)
 
-    monkeypatch.setattr(tree_module.optree, "register_pytree_node", late)
+    monkeypatch.setattr(optree, "register_pytree_node", late)
     leaves, spec = flatten(Fresh(B))
     assert leaves == [B]
     assert others == [[A]]

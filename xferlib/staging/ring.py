@@ -223,7 +223,7 @@ class Staging:
             # What was started and never landed, because something failed.
             self._lander.abandon(job)
             # No copy is started any more, so nobody asks what it would read: a get of many parts may be the last for long.
-            job.issued.set()
+            job.issued.open()
             self._forget_issued()
             if before is not None:
                 before.synchronize()
