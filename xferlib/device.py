@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol, TypeAlias, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError, CapabilityError
@@ -412,11 +412,11 @@ class BlockCache:
                     if not row.freed:
                         row.freed = True
                         rows.append(row)
-            try:
+            with ExitStack() as steps:
+                # Last in, first out, and each whatever the others raise.
+                for row in reversed(rows):
+                    steps.callback(self._free, row)
                 self._wait_for_users(rows)
-            finally:
-                for row in rows:
-                    self._free(row)
 
     def _wait_for_users(self, rows: list[_Row]) -> None:
         if not rows or self._closed:
@@ -431,11 +431,13 @@ class BlockCache:
                     row.fence.synchronize()
 
     def _free(self, row: _Row) -> None:
-        # What the framework refuses to free is its own again, or nobody's.
-        with suppress(*self._failures):
-            self._backend.free_device(row.block)
-        self._rows.pop(row.key, None)
-        self._changes += 1
+        try:
+            # What the framework refuses to free is its own again, or nobody's.
+            with suppress(*self._failures):
+                self._backend.free_device(row.block)
+        finally:
+            self._rows.pop(row.key, None)
+            self._changes += 1
 
     def _grow(self, size: int, number: int, streams: Streams) -> _Row:
         row = uninterrupted(lambda: self._grown(size, number, streams))
@@ -487,7 +489,15 @@ class BlockCache:
                 self._changes += 1
             self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
-        self._alone(step)
+        try:
+            self._alone(step)
+        except BaseException:
+            # What ended meanwhile could not be settled. The block is there all the same: the next step finds it idle.
+            self._rows.setdefault(row.key, row)
+            self._growing.pop(row.key, None)
+            if number is not None:
+                self._wanted.pop(number, None)
+            raise
         return row
 
     def _allocated(self, size: int) -> DeviceBlock:

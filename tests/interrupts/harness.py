@@ -149,7 +149,7 @@ def held_locks() -> list[str]:
     for thing in gc.get_objects():
         kind = type(thing)
         # The lock of a latch is held while it is shut, and by whoever was interrupted as he passed, which it bears.
-        if kind.__module__.split(".")[0].startswith("xferlib") and kind is not Latch:
+        if str(kind.__module__).split(".")[0].startswith("xferlib") and kind is not Latch:
             found += [f"{kind.__module__}.{kind.__qualname__}.{name}" for name, value in _attributes(thing) if _is_held(value)]
     return found
 

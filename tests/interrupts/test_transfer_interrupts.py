@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.fakes import on_thread
 from tests.interrupts.harness import COUNT, PATIENCE, SEED, interrupted
-from tests.interrupts.transfers import OPERATIONS, STARTS, WAITS, Bench, ended, given_back, interrupt
+from tests.interrupts.transfers import OPERATIONS, STARTS, WAITS, Bench, interrupt
 
 HOST = OPERATIONS["host"]
 
@@ -21,7 +21,7 @@ def test_what_is_interrupted_leaves_nothing_held_and_nothing_behind(name: str, t
 @pytest.mark.parametrize("name", [name for name in STARTS if name != "put of a tree"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_start_that_is_interrupted_while_copies_are_held_leaves_nothing_behind(name: str) -> None:
-    # A start that is interrupted waits until its copy is done, and for each pageable leaf again; the second one ends the first wait.
+    # An interrupted start waits until its copy is done, and for each pageable leaf again: the second one ends that.
     assert interrupt("host", STARTS[name], times=COUNT, seed=SEED, twice=True, meanwhile="held") == COUNT
 
 

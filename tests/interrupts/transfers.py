@@ -40,9 +40,15 @@ class Bench:
         """Return a size that comes again only after many others."""
         return next(self.sizes) * 7 % (100 * KIB) + 1
 
+    @property
+    def engines(self) -> list[Any]:
+        """The host backend's copy engines."""
+        backend: Any = self.stager.backend
+        return [backend.h2d, backend.d2h]
+
     def slow(self) -> None:
         """Have the copies that come next take a while, so that whoever waits is interrupted as he waits."""
-        for engine in (self.stager.backend.h2d, self.stager.backend.d2h):
+        for engine in self.engines:
             engine.submit(lambda: time.sleep(SLOW_SECONDS))
 
 
@@ -97,7 +103,7 @@ def interrupt(backend: str, operation: Operation, *, times: int, seed: int, twic
         bench = Bench(backend)
         with ExitStack() as stack:
             if meanwhile == "held":
-                for engine in (bench.stager.backend.h2d, bench.stager.backend.d2h):
+                for engine in bench.engines:
                     stack.enter_context(held(engine))
             done += interrupted(
                 lambda: operation(bench),  # noqa: B023  # Called in this turn alone.
