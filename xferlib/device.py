@@ -13,9 +13,10 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol, TypeAlias, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError, CapabilityError
@@ -33,6 +34,9 @@ READERS_BEHIND = 8
 """Blocks of one size that may wait for their readers before a put waits for the oldest of them, and does not take one more."""
 WORTH_WAITING = 64 << 20
 """Bytes of such blocks, together. The many small puts of one step must not wait for the step before."""
+
+LOOK_SECONDS = 0.0005
+"""How often is looked whether another thread is done with a block that it gets or frees."""
 
 Streams: TypeAlias = dict[int, Stream]
 """By handle: the streams that were told to wait for a transfer, and so may read its arrays."""
@@ -100,6 +104,8 @@ class BlockCache:
         """Bytes that are about to be allocated, by the number of the lease."""
         self._wanted: dict[int, bool] = {}
         """Of those whose allocation has begun, whether the lease has not ended meanwhile."""
+        self._at_work: list[int] = []
+        """The threads that allocate or free blocks, perhaps for a request that was interrupted."""
         # Derived from the rows.
         self._leased: dict[int, _Row] = {}
         self._places: dict[int, _Row] = {}
@@ -275,13 +281,31 @@ class BlockCache:
                 return self._grow(size, number, streams)
             if self._doomed:
                 uninterrupted(self._free_doomed)
-            elif self._flow.wait_oldest() or changes != self._changes or self._returns:
+            elif self._flow.wait_oldest():
+                continue
+            elif self._is_more_to_come():
+                time.sleep(LOOK_SECONDS)
+            elif changes != self._changes or self._returns:
                 continue
             elif collected:
                 raise self._full(size)
             else:
                 gc.collect()
                 collected = True
+
+    def _is_more_to_come(self) -> bool:
+        """Tell whether another thread is at memory, which may have room when it is done: nobody needs to do anything for that."""
+        # Not for a finalizer inside of such a call, which must come to its end first.
+        return bool(self._at_work) and threading.get_ident() not in self._at_work
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        me = threading.get_ident()
+        self._at_work.append(me)
+        try:
+            yield
+        finally:
+            self._at_work.remove(me)
 
     def _make_room(self, size: int, number: int, streams: Streams) -> tuple[_Row | None, bool]:
         """Lease a block whose readers the H2D stream waits for, or say whether one may be allocated, or doom others first."""
@@ -380,18 +404,19 @@ class BlockCache:
     def _free_doomed(self) -> None:
         """Wait for the readers of doomed blocks and free them. Without the lock, on a thread that no interrupt comes to."""
         rows: list[_Row] = []
-        with suppress(IndexError):
-            while True:
-                # Another thread may take the others, and each is freed once.
-                row = self._doomed.popleft()
-                if not row.freed:
-                    row.freed = True
-                    rows.append(row)
-        try:
-            self._wait_for_users(rows)
-        finally:
-            for row in rows:
-                self._free(row)
+        with self._working():
+            with suppress(IndexError):
+                while True:
+                    # Another thread may take the others, and each is freed once.
+                    row = self._doomed.popleft()
+                    if not row.freed:
+                        row.freed = True
+                        rows.append(row)
+            with ExitStack() as steps:
+                # Last in, first out, and each whatever the others raise.
+                for row in reversed(rows):
+                    steps.callback(self._free, row)
+                self._wait_for_users(rows)
 
     def _wait_for_users(self, rows: list[_Row]) -> None:
         if not rows or self._closed:
@@ -406,11 +431,13 @@ class BlockCache:
                     row.fence.synchronize()
 
     def _free(self, row: _Row) -> None:
-        # What the framework refuses to free is its own again, or nobody's.
-        with suppress(*self._failures):
-            self._backend.free_device(row.block)
-        self._rows.pop(row.key, None)
-        self._changes += 1
+        try:
+            # What the framework refuses to free is its own again, or nobody's.
+            with suppress(*self._failures):
+                self._backend.free_device(row.block)
+        finally:
+            self._rows.pop(row.key, None)
+            self._changes += 1
 
     def _grow(self, size: int, number: int, streams: Streams) -> _Row:
         row = uninterrupted(lambda: self._grown(size, number, streams))
@@ -423,22 +450,23 @@ class BlockCache:
 
     def _grown(self, size: int, number: int, streams: Streams) -> _Row:
         """Allocate a block that was counted. On a thread that no interrupt comes to."""
-        if not self._alone(self._begin, number):
-            # Interrupted before: nobody will look at what is returned.
-            raise AllocationError("nobody waits for this memory any more")
-        try:
-            block = self._allocated(size)
-        except BaseException as error:
-            self._wanted.pop(number, None)
-            self._growing.pop(number, None)
-            self._changes += 1
-            if not isinstance(error, self._failures):
-                raise
-            raise AllocationError(
-                f"the device has no {size} bytes left ({self.nbytes} are taken by puts): {error}. Drop arrays, use smaller "
-                "batches, or free memory that other libraries hold"
-            ) from error
-        return self._enter(_Row(number, block), number, streams)
+        with self._working():
+            if not self._alone(self._begin, number):
+                # Interrupted before: nobody will look at what is returned.
+                raise AllocationError("nobody waits for this memory any more")
+            try:
+                block = self._allocated(size)
+            except BaseException as error:
+                self._wanted.pop(number, None)
+                self._growing.pop(number, None)
+                self._changes += 1
+                if not isinstance(error, self._failures):
+                    raise
+                raise AllocationError(
+                    f"the device has no {size} bytes left ({self.nbytes} are taken by puts): {error}. Drop arrays, use smaller "
+                    "batches, or free memory that other libraries hold"
+                ) from error
+            return self._enter(_Row(number, block), number, streams)
 
     def _begin(self, number: int) -> bool:
         """Begin an allocation that was counted; False: its lease has ended."""
@@ -458,9 +486,18 @@ class BlockCache:
                 self._note(row, number)
             else:
                 self._shelve(row)
+                self._changes += 1
             self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
-        self._alone(step)
+        try:
+            self._alone(step)
+        except BaseException:
+            # What ended meanwhile could not be settled. The block is there all the same: the next step finds it idle.
+            self._rows.setdefault(row.key, row)
+            self._growing.pop(row.key, None)
+            if number is not None:
+                self._wanted.pop(number, None)
+            raise
         return row
 
     def _allocated(self, size: int) -> DeviceBlock:

@@ -88,6 +88,46 @@ def test_an_interrupt_ends_the_wait_for_readers_and_the_blocks_are_freed_all_the
     assert blocks.lease(4 * MIB, {}).block.nbytes == 4 * MIB
 
 
+@pytest.mark.parametrize("call", ["trim", "lease"])
+def test_who_finds_no_room_waits_for_what_another_thread_frees_or_still_gets_for_nobody(call: str) -> None:
+    slow = Slow()
+
+    class Waits(Device):
+        def alloc_device(self, nbytes: int) -> Any:
+            if call == "lease" and not slow.entered.is_set():
+                slow.synchronize()
+            return super().alloc_device(nbytes)
+
+    device = Waits()
+    blocks = cache(device, 4 * MIB)
+    if call == "trim":
+        leave_idle(blocks, device, slow, Point())
+    interrupted_while_it_waits(blocks.trim if call == "trim" else lambda: blocks.lease(4 * MIB, {}), slow)
+    asking = on_thread(lambda: blocks.lease(4 * MIB, {}))
+    with pytest.raises(TimeoutError):
+        asking.result(0.2)
+    slow.gate.set()
+    assert asking.result(WATCHDOG).block.nbytes == blocks.nbytes == 4 * MIB
+
+
+def test_a_finalizer_inside_the_freeing_does_not_wait_for_its_end() -> None:
+    told: list[str] = []
+
+    class Asks(Device):
+        def free_device(self, block: Any) -> None:
+            with pytest.raises(AllocationError) as caught:
+                blocks.lease(4 * MIB, {})
+            told.append(str(caught.value))
+            super().free_device(block)
+
+    device = Asks()
+    blocks = cache(device, 4 * MIB)
+    leave_idle(blocks, device, Point(reached=True))
+    on_thread(blocks.trim).result(WATCHDOG)
+    assert len(told) == 1
+    assert blocks.nbytes == 0
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_interrupt_ends_the_wait_for_new_memory_which_is_then_idle(fails: bool) -> None:
     slow = Slow()

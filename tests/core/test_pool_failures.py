@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from tests.core.fakes import WATCHDOG, on_thread
 from tests.core.test_pool import MIB, Driver
 from xferlib.errors import AllocationError
 from xferlib.memory.pool import PinnedPool
@@ -85,3 +89,96 @@ def test_what_was_refused_counts_neither_for_the_peak_nor_as_a_miss() -> None:
     driver.refuse_allocation = None
     kept = pool.take(2 * MIB)
     assert (pool.usage().peak, pool.misses) == (kept.nbytes, 1)
+
+
+class Gated(Driver):
+    """Locks or unlocks when a gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.gate, self.asked = threading.Event(), threading.Event(), threading.Event()
+        self.shut = ""
+
+    def allocate(self, nbytes: int) -> int:
+        self._pass("allocate")
+        return super().allocate(nbytes)
+
+    def free(self, address: int) -> None:
+        self._pass("free")
+        super().free(address)
+
+    def wait_oldest(self) -> bool:
+        if self.shut:
+            self.asked.set()
+        return False
+
+    def _pass(self, what: str) -> None:
+        if what == self.shut:
+            self.entered.set()
+            assert self.gate.wait(WATCHDOG)
+
+
+REQUESTS: list[Callable[[PinnedPool], object]] = [
+    lambda pool: pool.take(8 * MIB),
+    lambda pool: pool.empty((8 * MIB,), np.dtype(np.uint8)),
+    lambda pool: pool.reserve(1 << 20, 8 * MIB),
+]
+
+
+@pytest.mark.parametrize("ask", REQUESTS, ids=["take", "empty", "reserve"])
+def test_who_finds_no_room_waits_for_what_another_thread_unlocks(ask: Callable[[PinnedPool], object]) -> None:
+    driver = Gated()
+    pool = driver.pool(8 * MIB)
+    pool.take(8 * MIB - 4096)
+    driver.shut = "free"
+    trimming = on_thread(pool.trim)
+    assert driver.entered.wait(WATCHDOG)
+    asking = on_thread(lambda: ask(pool))
+    # It has looked, and found nothing in flight; or would, were it to wait for that.
+    driver.asked.wait(0.2)
+    with pytest.raises(TimeoutError):
+        asking.result(0.1)
+    driver.gate.set()
+    asking.result(WATCHDOG)
+    trimming.result(WATCHDOG)
+    assert pool.nbytes == 8 * MIB
+
+
+@pytest.mark.parametrize("ask", REQUESTS, ids=["take", "empty", "reserve"])
+def test_what_an_interrupted_request_still_locks_is_had_by_the_next(ask: Callable[[PinnedPool], object]) -> None:
+    driver = Gated()
+    pool = driver.pool(8 * MIB)
+    driver.shut = "allocate"
+
+    def send() -> None:
+        assert driver.entered.wait(WATCHDOG)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    sending = on_thread(send)
+    with pytest.raises(KeyboardInterrupt):
+        pool.take(8 * MIB)
+    sending.result(WATCHDOG)
+    asking = on_thread(lambda: ask(pool))
+    driver.asked.wait(0.2)
+    with pytest.raises(TimeoutError):
+        asking.result(0.1)
+    driver.shut = ""
+    driver.gate.set()
+    asking.result(WATCHDOG)
+    assert pool.nbytes == 8 * MIB
+
+
+def test_a_finalizer_inside_the_unlocking_does_not_wait_for_its_end() -> None:
+    driver = Driver()
+    pool = driver.pool(8 * MIB)
+    told: list[BaseException] = []
+
+    def ask() -> None:
+        with pytest.raises(AllocationError) as caught:
+            pool.take(8 * MIB)
+        told.append(caught.value)
+
+    pool.take(8 * MIB - 4096)
+    driver.on_free = ask
+    on_thread(pool.trim).result(WATCHDOG)
+    assert len(told) == 1

@@ -18,8 +18,8 @@ import math
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple, final
 
@@ -44,6 +44,8 @@ PAGE = 4096
 SHARED_SEGMENT = 2 << 20
 """Bytes. Small requests share segments of this size: a page-lock costs milliseconds and whole pages."""
 SMALL = 1 << 20
+LOOK_SECONDS = 0.0005
+"""How often is looked whether another thread is done with memory that it gets or gives back."""
 STAGING_SHARE = 64 << 20
 """Bytes, or half of the limit where that is less. What arrays leave to staging where they give way to it."""
 
@@ -119,6 +121,8 @@ class PinnedPool:
         self._reserved_asked = 0
         self._freeing = threading.RLock()
         """Held while the driver unlocks, by threads that no interrupt comes to."""
+        self._at_work: list[int] = []
+        """The threads that lock or unlock memory, perhaps for a request that was interrupted."""
         # Derived from segments and rows.
         self._large, self._small, self._combined = Ranges(), Ranges(), Ranges()
         self._index: tuple[list[int], list[int], list[_Segment]] = ([], [], [])
@@ -202,7 +206,11 @@ class PinnedPool:
                 # What is only kept for later comes before any wait.
                 self._flow.yield_idle()
                 yielded = True
-            elif (waits and self._wait()) or changes != self._changes or self._returns:
+            elif waits and self._wait():
+                continue
+            elif self._is_more_to_come():
+                time.sleep(LOOK_SECONDS)
+            elif changes != self._changes or self._returns:
                 continue
             elif collected or (wanted.for_array and self.when_full == "stage"):
                 raise self._full(wanted.asked)
@@ -217,12 +225,16 @@ class PinnedPool:
         Idle memory is unpinned first, where that makes room. It waits for no transfer. Raises `AllocationError`, saying what to do.
         """
         for make_room in (self._flow.reap, self._flow.yield_idle, gc.collect, None):
-            while not self._alone(self._try_reserve, address, nbytes):
-                if not self._freeable():
+            while True:
+                changes = self._changes
+                if self._alone(self._try_reserve, address, nbytes):
+                    return
+                if self._freeable():
+                    uninterrupted(self._release)
+                elif self._is_more_to_come():
+                    time.sleep(LOOK_SECONDS)
+                elif changes == self._changes:
                     break
-                uninterrupted(self._release)
-            else:
-                return
             if make_room is not None:
                 make_room()
         raise AllocationError(
@@ -346,6 +358,20 @@ class PinnedPool:
         self.wait_seconds += time.perf_counter() - start
         return True
 
+    def _is_more_to_come(self) -> bool:
+        """Tell whether another thread is at memory, which may have room when it is done: nobody needs to do anything for that."""
+        # Not for a finalizer inside of such a call, which must come to its end first.
+        return bool(self._at_work) and threading.get_ident() not in self._at_work
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        me = threading.get_ident()
+        self._at_work.append(me)
+        try:
+            yield
+        finally:
+            self._at_work.remove(me)
+
     def _look(self, wanted: Wanted, number: int, *, may_grow: bool, may_evict: bool = True) -> tuple[_Row | None, _Growth | None]:
         """Enter a row in idle memory, or return what new segment was counted; else idle ones may be freeable now."""
         return self._alone(self._looked, wanted, number, may_grow, may_evict)
@@ -385,19 +411,20 @@ class PinnedPool:
 
     def _grown(self, wanted: Wanted, number: int, ranges: Ranges, nbytes: int) -> _Row:
         """Page-lock a segment that was counted, and enter the row at its start. On a thread that no interrupt comes to."""
-        if not self._alone(self._begin, number):
-            # Interrupted before: nobody will look at what is returned.
-            raise AllocationError("nobody waits for this memory any more")
-        try:
-            allocate = self._combine if ranges is self._combined else self._allocate
-            assert allocate is not None
-            start = allocate(nbytes)
-        except BaseException:
-            self._wanted.pop(number, None)
-            self._growing.pop(number, None)
-            self._changes += 1
-            raise
-        return self._alone(self._entered, _Segment(number, start, nbytes, ranges), wanted, number)
+        with self._working():
+            if not self._alone(self._begin, number):
+                # Interrupted before: nobody will look at what is returned.
+                raise AllocationError("nobody waits for this memory any more")
+            try:
+                allocate = self._combine if ranges is self._combined else self._allocate
+                assert allocate is not None
+                start = allocate(nbytes)
+            except BaseException:
+                self._wanted.pop(number, None)
+                self._growing.pop(number, None)
+                self._changes += 1
+                raise
+            return self._alone(self._entered, _Segment(number, start, nbytes, ranges), wanted, number)
 
     def _begin(self, number: int) -> bool:
         """Begin to page-lock what was counted; False: the request was given up."""
@@ -474,7 +501,7 @@ class PinnedPool:
 
     def _unpin(self, segment: _Segment) -> None:
         """Unpin a segment, and only then take it off the account: the limit holds at every moment."""
-        with self._freeing:
+        with self._working(), self._freeing:
             if segment.claimed:
                 # Another thread was faster, or this one is in a finalizer in the middle of it.
                 return

@@ -1,0 +1,75 @@
+"""Raises what an interrupt raises, once, at each point of a call where CPython looks for one.
+
+It looks when a function begins, behind a call that has returned, and where a loop jumps back. Main thread only, as with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, TypeAlias, final
+
+__all__ = ["interrupted_at"]
+
+CALLS = frozenset(number for name, number in dis.opmap.items() if name.startswith("CALL"))
+BACK = frozenset(number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD") and "NO_INTERRUPT" not in name)
+
+Trace: TypeAlias = "Callable[[FrameType, str, Any], Any]"
+
+_codes: dict[CodeType, bytes] = {}
+
+
+@final
+class _Tracer:
+    def __init__(self, point: int, within: tuple[str, ...]) -> None:
+        self.left = point
+        self._within = within
+        self._before: dict[int, int] = {}
+
+    def enter(self, frame: FrameType, event: str, argument: object) -> Trace | None:
+        if not frame.f_code.co_filename.endswith(self._within):
+            return None
+        frame.f_trace_opcodes = True
+        self._tick()
+        return self.step
+
+    def step(self, frame: FrameType, event: str, argument: object) -> Trace | None:
+        if event == "opcode":
+            code = _codes.get(frame.f_code)
+            if code is None:
+                code = _codes[frame.f_code] = frame.f_code.co_code
+            now = code[frame.f_lasti]
+            before = self._before.get(id(frame))
+            self._before[id(frame)] = now
+            if before in CALLS or now in BACK:
+                self._tick()
+        elif event in ("return", "exception"):
+            # A call that raises is followed by no look.
+            self._before.pop(id(frame), None)
+        return self.step
+
+    def _tick(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def interrupted_at(point: int, within: tuple[str, ...], call: Callable[[], object]) -> bool:
+    """Call, interrupted at such-and-such a point of files that end so; False: there were fewer points."""
+    assert threading.current_thread() is threading.main_thread()
+    tracer, before, hook = _Tracer(point, within), sys.gettrace(), sys.unraisablehook
+    # Inside a finalizer Python ignores it. Whoever keeps it would keep what is being finalized.
+    sys.unraisablehook = lambda told: None
+    sys.settrace(tracer.enter)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+        sys.unraisablehook = hook
+    # Where it was ignored it came all the same.
+    return tracer.left <= 0

@@ -1,0 +1,53 @@
+"""Transfers, memory and stagers that are interrupted anywhere: nothing stays held, nothing stays behind, and others work on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.fakes import on_thread
+from tests.interrupts.harness import COUNT, PATIENCE, SEED, interrupted
+from tests.interrupts.transfers import OPERATIONS, STARTS, WAITS, Bench, interrupt
+
+HOST = OPERATIONS["host"]
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("name", HOST)
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_interrupted_leaves_nothing_held_and_nothing_behind(name: str, twice: bool) -> None:
+    assert interrupt("host", HOST[name], times=COUNT, seed=SEED, twice=twice, meanwhile="idle") == COUNT
+
+
+@pytest.mark.parametrize("name", [name for name in STARTS if name != "put of a tree"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_start_that_is_interrupted_while_copies_are_held_leaves_nothing_behind(name: str) -> None:
+    # An interrupted start waits until its copy is done, and for each pageable leaf again: the second one ends that.
+    assert interrupt("host", STARTS[name], times=COUNT, seed=SEED, twice=True, meanwhile="held") == COUNT
+
+
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.filterwarnings("ignore")
+def test_waiting_that_is_interrupted_leaves_nothing_behind(name: str) -> None:
+    assert interrupt("host", WAITS[name], times=COUNT, seed=SEED, twice=False, meanwhile="slow") == COUNT
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_an_interrupted_close_can_be_repeated_by_anybody(twice: bool) -> None:
+    benches = [Bench("host")]
+
+    def close() -> None:
+        benches[-1].stager.close()
+
+    def again() -> None:
+        bench = benches.pop()
+        pinned, there = bench.pinned, bench.there
+        on_thread(bench.stager.close).result(PATIENCE)
+        bench.stager.close()
+        assert (pinned == 3).all()
+        assert (there == 3).all()
+        benches.append(Bench("host"))
+        benches[-1].slow()
+        benches[-1].stager.put(benches[-1].pinned[: benches[-1].new_size()])
+
+    assert interrupted(close, times=COUNT, seed=SEED, twice=twice, after=again).hits == COUNT
+    close()
