@@ -64,9 +64,11 @@ def assert_same(got: Array, want: Array) -> None:
     """Assert that two host arrays agree in dtype, shape and every bit; NaN is no exception."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
+    if got.tobytes() == want.tobytes():
+        return
     got_bytes, want_bytes = (np.frombuffer(array.tobytes(), np.uint8) for array in (got, want))
     wrong = np.flatnonzero(got_bytes != want_bytes)
-    count, first = wrong.size, int(wrong[0]) if wrong.size else None
-    assert count == 0, (
-        f"{count} of {want.nbytes} bytes differ, the first at {first}: {got_bytes[first]} instead of {want_bytes[first]}"
+    first = int(wrong[0])
+    raise AssertionError(
+        f"{wrong.size} of {want.nbytes} bytes differ, the first at {first}: {got_bytes[first]} instead of {want_bytes[first]}"
     )

@@ -168,7 +168,7 @@ class OwnershipLaws(Laws):
             stager.put(source)
             gc.collect()
             block = memory.written
-            assert block is not None
+            assert block is not None, "the put writes memory that was given back"
             trimming = self.calls.start(stager.trim)
             self.assert_stays(lambda: block in memory.blocks, hold)
         trimming.result(self.deadline_seconds)
