@@ -1,0 +1,70 @@
+"""Trees of which the second leaf fails: what the first has started is not under way any more when the caller is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import held, on_thread, tampered
+
+
+class Broke(Exception):
+    """What the backend raises."""
+
+
+@pytest.mark.parametrize("how", ["fresh", "into", "borrow"])
+def test_a_put_whose_second_copy_cannot_start_raises_when_the_first_has_ended(how: str) -> None:
+    backend = tampered(failures=(Broke,))
+    started: list[int] = []
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        if started:
+            raise Broke("no more")
+        started.append(nbytes)
+        backend.inner.copy_h2d(dst, src, nbytes)
+
+    backend.copy_h2d = copy
+    with xferlib.stager(backend) as stager:
+        sources: list[Any] = [stager.empty_pinned(100, np.uint8) for _ in range(2)]
+        options: dict[str, Any] = {}
+        if how == "into":
+            options["into"] = [np.zeros(100, np.uint8) for _ in range(2)]
+        elif how == "borrow":
+            sources.append(np.zeros(2 << 20, np.uint8))
+            options["borrow"] = True
+        with held(backend.inner.h2d) as gate:
+            putting = on_thread(lambda: stager.put(sources, **options))
+            with pytest.raises(TimeoutError):
+                putting.result(0.2)
+            gate.set()
+            with pytest.raises(xferlib.TransferError, match="no more"):
+                putting.result(10)
+    assert started == [100]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_get_whose_second_copy_cannot_start_raises_when_the_first_has_ended(given: bool) -> None:
+    backend = tampered(failures=(Broke,))
+    started: list[int] = []
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        if started:
+            raise Broke("no more")
+        started.append(nbytes)
+        backend.inner.copy_d2h(dst, src, nbytes)
+
+    backend.copy_d2h = copy
+    with xferlib.stager(backend) as stager:
+        arrays = [np.zeros(100, np.uint8) for _ in range(2)]
+        out = [stager.empty_pinned(100, np.uint8) for _ in range(2)] if given else None
+        with held(backend.inner.d2h) as gate:
+            getting = on_thread(lambda: stager.get(arrays, out=out))
+            with pytest.raises(TimeoutError):
+                getting.result(0.2)
+            gate.set()
+            with pytest.raises(xferlib.TransferError, match="no more"):
+                getting.result(10)
+    assert started == [100]
