@@ -1,4 +1,4 @@
-"""Trees of which the second leaf fails: what the first has started is not under way any more when the caller is told."""
+"""Trees leaf by leaf: each source is held until its copy is done, and where the second fails nothing of the first is under way."""
 
 from __future__ import annotations
 
@@ -68,3 +68,18 @@ def test_a_get_whose_second_copy_cannot_start_raises_when_the_first_has_ended(gi
             with pytest.raises(xferlib.TransferError, match="no more"):
                 getting.result(10)
     assert started == [100]
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_every_pinned_leaf_is_held_until_the_copies_are_done(stager: xferlib.Stager, into: bool) -> None:
+    sources = [stager.empty_pinned(4096, np.uint8) for _ in range(3)]
+    for number, source in enumerate(sources, 1):
+        source[:] = number
+    targets = [np.zeros(4096, np.uint8) for _ in range(3)] if into else None
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's own
+        transfer = stager.put(sources, into=targets)
+        del sources, source
+        others = [stager.empty_pinned(4096, np.uint8) for _ in range(8)]
+        for other in others:
+            other[:] = 99
+    assert [set(array.tolist()) for array in transfer.result()] == [{1}, {2}, {3}]
