@@ -83,3 +83,30 @@ def test_every_pinned_leaf_is_held_until_the_copies_are_done(stager: xferlib.Sta
         for other in others:
             other[:] = 99
     assert [set(array.tolist()) for array in transfer.result()] == [{1}, {2}, {3}]
+
+
+@pytest.mark.parametrize("how", ["fresh", "into", "borrow", "one"])
+def test_an_empty_leaf_is_no_copy(how: str) -> None:
+    """A backend is never asked to copy nothing."""
+    backend = tampered()
+    asked: list[int] = []
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        asked.append(nbytes)
+        backend.inner.copy_h2d(dst, src, nbytes)
+
+    backend.copy_h2d = copy
+    with xferlib.stager(backend) as stager:
+        leaves: list[Any] = [stager.empty_pinned(0, np.uint8), stager.empty_pinned(100, np.uint8), np.zeros((3, 0))]
+        options: dict[str, Any] = {}
+        if how == "into":
+            options["into"] = [np.zeros_like(leaf) for leaf in leaves]
+        elif how == "borrow":
+            leaves.append(np.zeros(2 << 20, np.uint8))
+            options["borrow"] = True
+        got = stager.put(leaves[0] if how == "one" else leaves, **options).result()
+        assert [array.shape for array in (got if how != "one" else [got])] == [leaf.shape for leaf in leaves][
+            : 1 if how == "one" else 9
+        ]
+    assert all(nbytes > 0 for nbytes in asked)
+    assert (asked != []) is (how != "one")
