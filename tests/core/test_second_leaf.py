@@ -104,9 +104,9 @@ def test_an_empty_leaf_is_no_copy(how: str) -> None:
         elif how == "borrow":
             leaves.append(np.zeros(2 << 20, np.uint8))
             options["borrow"] = True
-        got = stager.put(leaves[0] if how == "one" else leaves, **options).result()
-        assert [array.shape for array in (got if how != "one" else [got])] == [leaf.shape for leaf in leaves][
-            : 1 if how == "one" else 9
-        ]
+        if how == "one":
+            leaves = leaves[:1]
+        got = stager.put(leaves[0], **options).result() if how == "one" else stager.put(leaves, **options).result()
+        assert [array.shape for array in ([got] if how == "one" else got)] == [leaf.shape for leaf in leaves]
     assert all(nbytes > 0 for nbytes in asked)
     assert (asked != []) is (how != "one")
