@@ -11,7 +11,7 @@ import pytest
 import xferlib_host
 
 import xferlib
-from tests.core.fakes import WATCHDOG, held, tampered
+from tests.core.fakes import WATCHDOG, held, on_thread, tampered
 
 
 class Broke(Exception):
@@ -73,3 +73,21 @@ def test_what_the_backend_refuses_says_where_it_stands(stager: xferlib.Stager) -
     with pytest.raises(ValueError, match="read-only") as caught:
         stager.put([np.ones(3), np.ones(3)], into=[np.zeros(3), np.frombuffer(bytes(24))])
     assert caught.value.__notes__ == ["into: tree[1]"]
+
+
+@pytest.mark.parametrize("read", [0, 1, 2])
+def test_targets_are_not_overwritten_while_a_get_reads_any_of_them(stager: xferlib.Stager, read: int) -> None:
+    targets = [np.zeros(100, np.uint8) for _ in range(3)]
+    sources = [stager.empty_pinned(100, np.uint8) for _ in range(3)]
+    for source in sources:
+        source[:] = 1
+    with held(stager.backend.d2h) as gate:  # type: ignore[attr-defined]  # the host backend's own
+        getting = stager.get(targets[read])
+        putting = stager.put(sources, into=targets)
+        waiting = on_thread(putting.synchronize)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        gate.set()
+        waiting.result(10)
+    assert not getting.result().any()
+    assert all(target.all() for target in targets)

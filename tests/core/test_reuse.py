@@ -60,3 +60,23 @@ def test_at_the_limit_a_put_waits_for_a_get_of_any_leaf_of_a_block(which: int) -
         getting.synchronize()
         assert stager.stats().device_nbytes == 256 + 512
         del kept
+
+
+@pytest.mark.parametrize("read", [0, 1])
+def test_readers_of_any_target_of_a_put_are_waited_for(stager: xferlib.Stager, read: int) -> None:
+    source = stager.empty_pinned(NBYTES, np.uint8)
+    gate = threading.Event()
+    with closing(Stream()) as stream:
+        arrays = [stager.put(source).result() for _ in range(2)]
+        source[:] = 1
+        stager.put([source, source], into=arrays, stream=stream).synchronize()
+        seen, busy = np.zeros_like(source), arrays[read].ctypes.data
+        stream.submit(gate.wait, WATCHDOG)
+        stream.submit(ctypes.memmove, seen.ctypes.data, busy, NBYTES)
+        del arrays
+        source[:] = 2
+        kept = [stager.put(source).result() for _ in range(4)]
+        assert all(abs(other.ctypes.data - busy) >= NBYTES for other in kept)
+        gate.set()
+        stream.synchronize()
+    assert (seen == 1).all()

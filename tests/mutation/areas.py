@@ -87,8 +87,13 @@ AREAS = {
         tuple(f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "views", "maps")),
         (),
         {
-            "/puts.py": (*PUTS, *core("packing", "bad_input", "inflight", "device"), "tests/test_loud.py", *LAWS),
-            "/gets.py": (*GETS, *core("bad_input", "inflight"), *LAWS),
+            "/puts.py": (
+                *PUTS,
+                *core("reuse", "second_leaf", "packing", "bad_input", "inflight", "device"),
+                "tests/test_loud.py",
+                *LAWS,
+            ),
+            "/gets.py": (*GETS, *core("second_leaf", "bad_input", "inflight"), *LAWS),
             "/transfer.py": (*core("transfer", "borrow", "stager_get"), *LAWS),
             "/checks.py": (*core("bad_input", "put_into", "stager_put", "stager_get"), "tests/test_maps.py"),
             "/views.py": ("tests/test_maps.py", *LAWS),

@@ -10,7 +10,7 @@ MUTANTS = [
         "return sum([row.block.nbytes for row in list(self._rows.values())]) + sum(list(self._growing.values()))",
         "return sum([row.block.nbytes for row in list(self._rows.values())])",
     ),
-    (DEVICE, "        if self.settle():\n            watch(self)\n", "        self.settle()\n"),
+    (DEVICE, "            if self.settle():\n                watch(self)\n", "            self.settle()\n"),
     (DEVICE, "        return bool(self._rows or self._growing)", "        return bool(self._leased)"),
     (DEVICE, "                if self._torn:\n                    self._mend()\n", ""),
     (
@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     (DEVICE, "                self._places.pop(row.block.address, None)\n", ""),
     (DEVICE, "            if row is not None and row.lease == number:", "            if row is not None:"),
-    (DEVICE, "            elif number in self._growing:\n                self._given_up[number] = None\n", ""),
+    (DEVICE, "                self._wanted[number] = False\n", "                pass\n"),
     (DEVICE, "        if fence is None and not doomed:", "        if fence is None:"),
     (
         DEVICE,
@@ -69,11 +69,7 @@ MUTANTS = [
         "                if excess >= 0 and (not reached or self._reached(row.fence)):",
     ),
     (DEVICE, "        if excess > 0:\n            return False\n", ""),
-    (
-        DEVICE,
-        "                if row.fence is not None and not self._closed:\n                    row.fence.synchronize()\n",
-        "                pass\n",
-    ),
+    (DEVICE, "                if row.fence is not None:\n                    row.fence.synchronize()\n", "                pass\n"),
     (
         DEVICE,
         "            self._growing.pop(number, None)\n            self._changes += 1\n            if not",
@@ -82,5 +78,5 @@ MUTANTS = [
     (DEVICE, "            # Idle blocks of other sizes may be all that stands in the way.\n            self._trim()\n", ""),
     (DEVICE, "    step = 1 << max(8, nbytes.bit_length() - 4)", "    step = 1 << max(8, nbytes.bit_length() - 3)"),
     (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
-    (REAPER, "    if threading.current_thread() is not threading.main_thread():\n        return call()\n", "    return call()\n"),
+    (REAPER, "    if _over or get_ident() != _main:\n        return call()\n", "    return call()\n"),
 ]

@@ -68,7 +68,11 @@ MUTANTS = [
     ),
     (PREFETCH, '                if charge.memory == "device" or first.pinned\n', ""),
     (GATHER, "last[parts.overlap :]", "last"),
-    (CAPSULE, "            elif _is_valid(capsule, NAME):", "            elif not _is_valid(capsule, NAME):"),
+    (CAPSULE, "        if capsule is None or _is_valid(capsule, NAME):\n", "        if capsule is None:\n"),
     (UNPACK, "    return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT", "    return nbytes"),
-    (CAPSULE, "            self._free.extend(freed)\n", "            list(freed)\n"),
+    (
+        CAPSULE,
+        "        words[numbers] = BIAS\n        self._free.extend(freed)\n",
+        "        words[numbers] = BIAS\n        list(freed)\n",
+    ),
 ]

@@ -24,7 +24,11 @@ MUTANTS = [
     (LOAD, "    except MemoryError:\n        raise\n", ""),
     (LOAD, "difflib.get_close_matches(str(name), found, n=1)", "difflib.get_close_matches(name, found, n=1)"),
     (LOAD, "    if not names:\n        return {}\n", ""),
-    (TREE, "            return flatten(tree)\n", "            leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)\n"),
+    (
+        TREE,
+        "            if kind in self._bare or kind in self._registered:\n                continue\n",
+        "            if kind in self._bare:\n                continue\n",
+    ),
     (TREE, "for field in dataclasses.fields(instance))", "for field in dataclasses.fields(instance) if field.init)"),
     (
         TREE,
@@ -36,7 +40,7 @@ MUTANTS = [
     (LAYOUT, "if nbytes > PACK_UP_TO:", "if nbytes >= PACK_UP_TO:"),
     (LAYOUT, "max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT", "-(-nbytes // ALIGNMENT) * ALIGNMENT"),
     (LAYOUT, "runs.append((index, last))", "runs.append((0, last))"),
-    (LAYOUT, "self._where.append((len(self.sizes) - 1, 0))", "self._where.append((index, 0))"),
+    (LAYOUT, "                self.numbers.append(len(self.sizes) - 1)", "                self.numbers.append(index)"),
     (
         LAYOUT,
         "tuple([array.shape for array, _ in sources]), tuple(runs)",

@@ -42,7 +42,7 @@ MUTANTS = [
     (POOL, "or changes != self._changes or self._returns:", "or changes != self._changes:"),
     (POOL, "waits = not wanted.for_array or self.when_full", "waits = self.when_full"),
     (POOL, "        self._arrays += sign * row.size * row.for_array", "        self._arrays += sign * row.asked * row.for_array"),
-    (POOL, "starts[bisect_right(starts, row.address) - 1]", "starts[bisect_right(starts, row.address - 1) - 1]"),
+    (POOL, "segments[bisect_right(starts, address) - 1]", "segments[bisect_right(starts, address - 1) - 1]"),
     (POOL, "return index >= 0 and address + nbytes <= ends[index]", "return index >= 0 and address < ends[index]"),
     (
         POOL,
@@ -65,11 +65,11 @@ MUTANTS = [
     (ARRAYS, "if array.nbytes <= nbytes or array.ndim == 0:", "if array.nbytes <= nbytes:"),
     (PINNING, "return after < len(ranges) and ranges[after][0] < end", "return after < len(ranges) and ranges[after][0] <= end"),
     (PINNING, "if after and ranges[after - 1][1] > address:", "if after and ranges[after - 1][1] >= address:"),
-    (PINNING, "        self._traffic.wait_all()\n        uninterrupted(", "        uninterrupted("),
+    (PINNING, "        self._traffic.wait_all()\n        verify_done()\n", "        verify_done()\n"),
     (
         PINNING,
-        "        except BaseException:\n            self._drop(number, row)\n            raise",
-        "        except BaseException:\n            self._rows.pop(number, None)\n            raise",
+        "            if number in self._locks:\n                with translated",
+        "            if True:\n                with translated",
     ),
     (PAGES, "    if nbytes > available:", "    if nbytes >= available:"),
 ]

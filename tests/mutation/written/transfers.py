@@ -71,10 +71,10 @@ MUTANTS = [
     (GETS, "pageable.append((source.address, np.asarray(array)))", "pageable.append((source.address, array))"),
     (
         STAGER,
-        "        self._traffic.reap()\n        self._staging.release()\n        self._pool.trim()",
-        "        self._staging.release()\n        self._pool.trim()",
+        "            self._traffic.reap()\n            self._staging.release()\n            self._pool.trim()",
+        "            self._staging.release()\n            self._pool.trim()",
     ),
-    (STAGER, "        self._pins.sweep()\n        self._traffic.reap()", "        self._traffic.reap()"),
+    (STAGER, "            self._pins.sweep()\n            self._traffic.reap()", "            self._traffic.reap()"),
     (STAGER, "            uninterrupted(self._give_back)", "            self._give_back()"),
     (STAGER, "            pinned_nbytes=locks * pool.pinned,", "            pinned_nbytes=locks * pool.used,"),
     (CHECKS, "        if following < start + nbytes:", "        if following <= start + nbytes:"),
