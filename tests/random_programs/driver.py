@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import threading
 from bisect import bisect_right, insort
 from collections import deque
@@ -186,14 +187,25 @@ class StrictBlock:
             DRIVER.free(self.address)
 
 
+class Visible(np.ndarray[Any, np.dtype[Any]]):
+    """An array whose hold on its memory the garbage collector sees, as that of arrays written in Python: NumPy's own hides it."""
+
+    held: object = None
+
+    def __array_finalize__(self, other: object) -> None:
+        self.held = getattr(other, "held", None)
+
+
 class StrictStager:
     """A backend over host memory, its memory and copies by way of `DRIVER`; all else is the backend's own.
 
-    `locks`: it says that its pinned memory is page-locked, and is held to it.
+    `locks`: it says that its pinned memory is page-locked, and is held to it. `visible`: its arrays are `Visible`.
     """
 
-    def __init__(self, backend: Any, *, locks: bool) -> None:
+    def __init__(self, backend: Any, *, locks: bool, visible: bool = False) -> None:
         self._backend = backend
+        if visible:
+            self.as_array = self._as_visible
         self._locks = locks
         self.capabilities = dataclasses.replace(backend.capabilities, pinned=locks)
         self._failure = backend.failures[1]
@@ -210,6 +222,14 @@ class StrictStager:
 
     def _free_device(self, block: StrictBlock) -> None:
         DRIVER.free(block.address)
+
+    def _as_visible(
+        self, block: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Any, lease: object
+    ) -> Visible:
+        nbytes = math.prod(shape) * dtype.itemsize
+        array = np.ndarray.__new__(Visible, shape, dtype, bytes_at(block.address + offset, nbytes))
+        array.held = (lease, block)
+        return array
 
     def alloc_pinned(self, nbytes: int) -> int:
         address: int = self._backend.alloc_pinned(nbytes)

@@ -38,8 +38,8 @@ class Kit(ABC):
     """Whether to wait for device work keeps other threads from running, so that none could release it meanwhile."""
     held_sizes: tuple[int, ...] = ()
     """Bytes that readers and held producers may have, where each size is compiled; empty: any."""
-    patience = 0.004
-    """Seconds that a step may be blocked by what is held, before it is released."""
+    patience = 6
+    """Milliseconds, on a machine that is not busy, that a step may be blocked by what is held, before it is released."""
 
     def __init__(self) -> None:
         module = companion(self.name, "conformance")
@@ -119,7 +119,8 @@ class HostKit(Kit):
         self.canaries = {"numpy": NumpyCanary, "arena": ArenaCanary}
 
     def open(self, device: int, *, locks: bool) -> Any:
-        return StrictStager(self.opener(), locks=locks)
+        # Half of them look like arrays written in Python, as CuPy's and Numba's are.
+        return StrictStager(self.opener(), locks=locks, visible=locks)
 
     def read_later(self, array: Any, hold: Any) -> Callable[[], Array]:
         # As bytes: NumPy's array interface cannot spell the dtypes of extensions.

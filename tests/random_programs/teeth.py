@@ -39,7 +39,7 @@ def main() -> int:
                 print(f"| {mutant.name} | its text is gone | |", flush=True)
                 continue
             found = _hunt(options.backend, root, options.seed, options.programs)
-        words = "NOT FOUND" if found is None else f"{1 + (found.number or 0)} | {found.signature}"
+        words = "NOT FOUND |" if found is None or found.number is None else f"{1 + found.number} | {found.signature}"
         missed += found is None
         print(f"| {mutant.name} | {words} | {time.monotonic() - began:.0f} s |", flush=True)
     return missed
@@ -63,7 +63,11 @@ def _hunt(backend: str, root: Path, seed: int, programs: int) -> Failure | None:
         environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
     with Runner(backend, environment, root=root) as mutated, Runner(backend) as sound:
         for number in range(programs):
-            _, failure = mutated.run(seed, number)
+            try:
+                _, failure = mutated.run(seed, number)
+            except RuntimeError as error:
+                # It does not even start.
+                return Failure(seed, -1, f"{error}".splitlines()[-1], "", "", "")
             if failure is None:
                 continue
             if all(sound.run_text(failure.program) is None for _ in range(3)):

@@ -11,6 +11,7 @@ import sys
 import warnings
 from typing import Any
 
+from tests.random_programs.content import raw
 from tests.random_programs.defects import DEFECTS
 from tests.random_programs.draw import draw_program
 from tests.random_programs.kits import Kit, kit_named
@@ -61,6 +62,8 @@ def serve(backend: str, defect: str | None = None) -> None:
         return
     listen()
     kit.warm()
+    raw("first", 1)
+    raw("first", 1, booleans=True)
     if defect is not None:
         DEFECTS[defect]()
     traits = traits_of(kit)
