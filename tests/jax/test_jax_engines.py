@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from xferlib_jax import conformance
 
 from tests.interrupts.repeated import interrupted
-from tests.jax.garbage import SECONDS, Cycle
+from tests.jax.garbage import Cycle, eventually
 from xferlib.conformance.values import assert_same, words
 from xferlib.errors import CapabilityError, ClosedError
 from xferlib.stager import Stager
@@ -96,25 +95,24 @@ def test_an_engine_in_a_cycle_still_copies_for_the_finalizers_that_die_with_it(s
     left: list[Any] = []
 
     def make_garbage() -> None:
+        def act() -> None:
+            engine.copy(target.ctypes.data, source.ctypes.data, source.nbytes)
+            left.append((engine, engine.record()))
+
+        # One before it and one after: whichever way they are finalized, one comes behind the engine.
+        Cycle(act)
         engine = _engine.Engine("engine", Promises(Readings(conformance.bench().device)))
         # What nobody has closed is there until it is; taken out of the table, it is garbage like any other.
         assert _engine._engines.pop(id(engine)) is engine
-
-        def act() -> None:
-            engine.copy(target.ctypes.data, source.ctypes.data, source.nbytes)
-            left.extend((engine, engine.record()))
-
-        # Made after the engine, and so finalized after it.
-        Cycle(act, engine)
+        Cycle(act)
 
     make_garbage()
     gc.collect()
-    engine, event = left
-    deadline = time.monotonic() + SECONDS
-    while not event.done():
-        assert time.monotonic() < deadline
+    assert len(left) == 2
+    for _, event in left:
+        eventually(event.done)
     assert_same(target, source)
-    engine.close()
+    left[0][0].close()
 
 
 def test_a_closed_engine_refuses_and_leaves_no_thread(cpu: Any) -> None:

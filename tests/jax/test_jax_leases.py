@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import struct
 import sys
 import threading
 import time
@@ -220,6 +221,43 @@ def test_the_deleter_does_nothing_but_to_mark_its_struct() -> None:
     assert ended.is_set()
     assert (capsules._live, len(capsules._free)) == ({}, 512)
     del capsule
+
+
+def test_an_import_that_is_cut_off_ends_its_lease_as_far_as_it_got() -> None:
+    from xferlib_jax._capsule import Capsules
+
+    capsules = Capsules()
+    memory = (ctypes.c_uint8 * 1024)()
+    address = -(-ctypes.addressof(memory) // 256) * 256
+
+    def refuse(capsule: Any) -> Any:
+        raise ArithmeticError("not imported")
+
+    def lose(capsule: Any) -> Any:
+        starts.append(next(iter(capsules._live)))
+        imported(capsule)
+        raise ArithmeticError("imported, and lost")
+
+    def lend(code: int, convert: Any) -> threading.Event:
+        ended = threading.Event()
+        with pytest.raises((ArithmeticError, struct.error)):
+            capsules.lend(address, (2, 3), code, 8, (1, 0), Lease(ended), convert)
+        gc.collect()
+        capsules.sweep()
+        return ended
+
+    starts: list[int] = []
+    # Never seen by anybody; refused; and imported, whatever came afterwards.
+    assert lend(-1, refuse).is_set()
+    assert len(capsules._free) == 512
+    assert lend(1, refuse).is_set()
+    assert len(capsules._free) == 511
+    ended = lend(1, lose)
+    assert not ended.is_set()
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(capsules._deleter)(starts[0])
+    capsules.sweep()
+    assert ended.is_set()
+    assert (len(capsules._free), capsules._live) == (511, {})
 
 
 def imported(capsule: Any) -> Any:
