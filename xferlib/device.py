@@ -92,6 +92,7 @@ class BlockCache:
         self._backend = backend
         self._failures = backend.failures
         self._sweep = backend.sweep
+        self._lost = backend.lost
         self._flow = flow
         # Reentrant: a foreign finalizer may put while its thread is in here; it finds `_inside`, and is refused.
         self._lock = threading.RLock()
@@ -126,7 +127,7 @@ class BlockCache:
         number = self._count()
         # First: whatever happens from here on, what the lease has by then goes back.
         ticket = self._returns.ticket(number)
-        row = self._idle_now(size, number, streams) or self._find(size, number, streams)
+        row = self._alone(self._reuse, size, number, streams) or self._find(size, number, streams)
         return Lease(row.block, ticket)
 
     def owns(self, source: Source) -> bool:
@@ -184,10 +185,6 @@ class BlockCache:
         self._lock = threading.RLock()
         self._inside = False
 
-    def _idle_now(self, size: int, number: int, streams: Streams) -> _Row | None:
-        """Lease an idle block that may be written, if there is one."""
-        return self._alone(self._reuse, size, number, streams)
-
     def _alone(self, step: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """Take a step with the lock, after settling what has ended. Raises `AllocationError` inside another step."""
         with self._lock:
@@ -230,10 +227,9 @@ class BlockCache:
     def _settle_ended(self) -> None:
         """Turn ended leases into idle blocks."""
         self._sweep()
-        returns = self._returns
-        if not returns:
-            return
-        for number in returns.unsettled():
+        pending = self._returns.pending()
+        while pending:
+            number = pending[0]
             row = self._leased.get(number)
             if row is not None and row.lease == number:
                 self._end(row)
@@ -243,7 +239,8 @@ class BlockCache:
                 self._wanted[number] = False
             else:
                 self._growing.pop(number, None)
-            returns.settled(number)
+            # Only now: one that an interrupt leaves in the middle comes again.
+            pending.popleft()
             self._changes += 1
 
     def _end(self, row: _Row) -> None:
@@ -269,7 +266,7 @@ class BlockCache:
         collected = False
         while True:
             changes = self._changes
-            row = self._idle_now(size, number, streams)
+            row = self._alone(self._reuse, size, number, streams)
             if row is not None:
                 return row
             if self._doomed:
@@ -326,11 +323,17 @@ class BlockCache:
     def _reuse(self, size: int, number: int, streams: Streams) -> _Row | None:
         """Lease an idle block whose readers are done. Oldest first: those are the likeliest."""
         cell = self._idle.get(size)
+        if not cell:
+            return None
+        row = cell[0]
+        if row.fence is None and not self._lost(row.block):
+            # Mostly so, and in the path of every small put.
+            return self._leased_to(row, cell, 0, number, streams)
         index = 0
-        while cell and index < len(cell):
+        while index < len(cell):
             row = cell[index]
             reached = self._reached(row.fence)
-            if reached is None or self._backend.lost(row.block):
+            if reached is None or self._lost(row.block):
                 row.doomed = True
                 del cell[index]
                 self._doomed.append(row)
@@ -356,7 +359,7 @@ class BlockCache:
     def _leased_to(self, row: _Row, cell: deque[_Row], index: int, number: int, streams: Streams) -> _Row:
         row.lease, row.streams = number, streams
         del cell[index]
-        self._note(row, number)
+        self._leased[number] = self._places[row.block.address] = row
         return row
 
     def _reached(self, fence: Event | None) -> bool | None:

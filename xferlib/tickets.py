@@ -103,15 +103,24 @@ class Returns:
     def __bool__(self) -> bool:
         return not self._posted.empty() or bool(self._unsettled)
 
+    def pending(self) -> deque[int]:
+        """Return the numbers that were posted and not settled, oldest first, each to be taken out when it is settled.
+
+        For a table that settles on one thread at a time.
+        """
+        posted = self._posted
+        if not posted.empty():
+            try:
+                # One call, which an interrupt does not cut: taken out of one container, each number is in the other.
+                self._unsettled.extend(itertools.islice(iter(self._take, None), posted.qsize()))
+            except Empty:
+                # Another thread takes them, too, and has left fewer.
+                return self._unsettled
+        return self._unsettled
+
     def unsettled(self) -> list[int]:
-        """Return the numbers that were posted and not settled yet, oldest first. Each comes again until `settled`."""
-        try:
-            # One call, which an interrupt does not cut: taken out of one container, each number is in the other.
-            self._unsettled.extend(itertools.islice(iter(self._take, None), self._posted.qsize()))
-        except Empty:
-            # Another thread takes them, too, and has left fewer.
-            return self.unsettled()
-        return list(self._unsettled)
+        """Return the numbers that were posted and not settled yet, oldest first. Each comes again until `settled`. Any thread."""
+        return list(self.pending())
 
     def settled(self, number: int) -> None:
         """Forget a number. Twice is fine."""

@@ -335,9 +335,9 @@ class PinnedPool:
         self._reindex()
 
     def _take_back(self) -> None:
-        if not self._returns:
-            return
-        for number in self._returns.unsettled():
+        pending = self._returns.pending()
+        while pending:
+            number = pending[0]
             row = self._rows.pop(number, None)
             if row is not None:
                 self._account(row, -1)
@@ -346,7 +346,8 @@ class PinnedPool:
                 self._wanted[number] = False
             else:
                 self._growing.pop(number, None)
-            self._returns.settled(number)
+            # Only now: one that an interrupt leaves in the middle comes again.
+            pending.popleft()
             self._changes += 1
 
     def _wait(self) -> bool:
