@@ -10,6 +10,7 @@ behind. What takes memory or gives it back runs on another thread, then, and the
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import threading
 from _thread import get_ident, start_new_thread
@@ -50,6 +51,19 @@ _main = threading.main_thread().ident
 """The thread that interrupts come to. Of a forked child, the one that forked."""
 
 
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    """Called by the collector, before and after."""
+    if phase == "start":
+        _collecting.add(get_ident())
+    else:
+        _collecting.discard(get_ident())
+
+
+_collecting: set[int] = set()
+"""The threads on which the collector runs now."""
+gc.callbacks.append(_note_collection)
+
+
 def start_reaper() -> None:
     """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
     global _started
@@ -82,8 +96,12 @@ def close_later(thing: Closable) -> None:
 
 
 def uninterrupted(call: Callable[[], T]) -> T:
-    """Call, and return what it returns, or raise what it raises. An interrupt of the caller lets the call go on to its end."""
-    if _over or get_ident() != _main:
+    """Call, and return what it returns, or raise what it raises. An interrupt of the caller lets the call go on to its end.
+
+    In a finalizer that the collector runs the call is made at once: another thread could wait for a lock of whatever the main
+    thread was at when the collection began, and no interrupt gets out of a finalizer.
+    """
+    if _over or get_ident() != _main or _main in _collecting:
         return call()
     outcome: list[tuple[T | None, BaseException | None]] = []
     ended = Latch()

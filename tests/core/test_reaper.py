@@ -138,6 +138,30 @@ def test_an_interrupt_ends_the_waiting_and_not_the_call() -> None:
     assert ended.wait(WATCHDOG)
 
 
+def test_a_finalizer_that_the_collector_runs_needs_no_other_thread() -> None:
+    """The main thread may have a lock, of a framework's or its own, that another would wait for."""
+    lock = threading.RLock()
+    called: list[int] = []
+
+    class Asks:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            reaper.uninterrupted(ask)
+
+    def ask() -> None:
+        if lock.acquire(timeout=WATCHDOG):
+            called.append(threading.get_ident())
+            lock.release()
+
+    Asks()
+    with lock:
+        gc.collect()
+    assert called == [threading.get_ident()]
+    assert reaper.uninterrupted(threading.get_ident) != threading.get_ident()
+
+
 def test_what_an_uninterrupted_call_returns_or_raises_comes_back() -> None:
     def fail() -> None:
         raise LookupError("no")

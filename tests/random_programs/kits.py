@@ -107,6 +107,10 @@ class Kit(ABC):
         """Wait for the device."""
         return
 
+    def while_held(self) -> AbstractContextManager[Any]:
+        """Keep the framework from what would wait for held work, for reasons of its own."""
+        return nullcontext()
+
 
 @final
 class HostKit(Kit):
@@ -214,7 +218,8 @@ class CupyKit(Kit):
         return entered
 
     def foreign(self, values: Array, layout: str) -> Any:
-        if layout == "C":
+        # Of the dtypes of extensions CuPy reads only what is contiguous.
+        if layout == "C" or np.dtype(values.dtype.type).isbuiltin != 1:
             return self.hooks.from_numpy(values)
         array = laid_out(values, layout)
         base = array if array.base is None else array.base
@@ -257,6 +262,11 @@ class NumbaKit(Kit):
 
     def settle(self) -> None:
         self.cuda.synchronize()
+
+    def while_held(self) -> AbstractContextManager[Any]:
+        # Numba frees in batches, which wait for whatever runs.
+        deferred: AbstractContextManager[Any] = self.cuda.defer_cleanup()
+        return deferred
 
 
 def laid_out(values: Array, layout: str) -> Array:

@@ -20,6 +20,7 @@ def enter(world: World, name: str, context: Any) -> Hold:
     if len(world.holds) >= world.kit.holds:
         raise Skip("enough is held")
     stack = ExitStack()
+    stack.enter_context(world.kit.while_held())
     hold = Hold(stack, stack.enter_context(context))
     world.holds[name] = hold
     return hold
