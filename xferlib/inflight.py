@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias, final
 
+from xferlib.errors import XferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.landing import Landing
+from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array, address_of
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.reaper import watch
@@ -191,7 +193,8 @@ class Landings:
     def add(self, landing: Landing) -> None:
         """Count a landing as in flight until it is reached."""
         self._entries[self._count()] = landing
-        for number, entry in list(self._entries.items()):
+        # A copy: a list of pairs takes an allocation for each, and with any of them a finalizer may come, and add.
+        for number, entry in self._entries.copy().items():
             if entry.reached():
                 self._entries.pop(number, None)
 
@@ -259,7 +262,12 @@ class Traffic:
         return events + [direction.add(0, ()) for direction in (self.h2d, self.d2h) if direction.busy]
 
     def wait_all(self) -> None:
-        """Block until everything started before the call is done."""
+        """Block until everything started before the call is done. Raises `XferError` on a thread that copies would wait for."""
+        if is_copying() and self.busy:
+            raise XferError(
+                "a finalizer would wait for transfers on a thread that makes the copies, and so for itself: the garbage collector "
+                "runs finalizers on any thread. Close stagers and pins in ordinary code"
+            )
         # What lands late adds its entry before it has landed.
         self.landings.wait_all()
         self.h2d.wait_all()

@@ -6,11 +6,12 @@ their lock held for ever, and hang whoever comes next. Here every change is one 
 
 from __future__ import annotations
 
+import threading
 import time
 from _thread import allocate_lock
 from typing import Final, final
 
-__all__ = ["SLICE_SECONDS", "Latch"]
+__all__ = ["SLICE_SECONDS", "Latch", "is_copying", "note_copying"]
 
 SLICE_SECONDS: Final = 0.05
 """How long is waited at a time: a signal that comes a moment before a thread waits does not wake it."""
@@ -54,3 +55,16 @@ class Latch:
                 # Interrupted here, those behind see the flag at the end of their slice.
                 self._lock.release()
         return True
+
+
+_thread = threading.local()
+
+
+def note_copying() -> None:
+    """Note that the calling thread makes copies, and that others, it among them, would wait for ever if it waited for one."""
+    _thread.copying = True
+
+
+def is_copying() -> bool:
+    """Tell whether the calling thread noted that. Only a finalizer, which the collector runs on any thread, asks on such a one."""
+    return getattr(_thread, "copying", False) is True

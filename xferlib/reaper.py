@@ -134,7 +134,7 @@ def _run() -> None:
             if dropped is not None:
                 _attempt(dropped.close)
             del dropped
-        for key, remains in list(_remains.items()):
+        for key, remains in _remains.copy().items():
             if not _over and not _attempt(remains.settle):
                 _remains.pop(key, None)
             del remains

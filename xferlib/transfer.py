@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeAlias, final
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
+from xferlib.latch import is_copying
 from xferlib.protocol import Event, Stream
 
 __all__ = ["Later", "Transfer"]
@@ -148,6 +149,8 @@ class Transfer:
             raise self._failed(self._error)
         if _forks and self._born != _forks:
             raise _forked()
+        if is_copying():
+            self._refuse_to_wait()
         try:
             self._event.synchronize()
         except self._failures as error:
@@ -169,6 +172,8 @@ class Transfer:
             raise self._failed(self._error)
         if _forks and self._born != _forks:
             raise _forked()
+        if is_copying():
+            self._refuse_to_wait()
         try:
             waiting = self._event.stream_wait(stream)
         except (XferError, TypeError, ValueError):
@@ -198,6 +203,13 @@ class Transfer:
         if self._check is not None:
             self.done()
         return value
+
+    def _refuse_to_wait(self) -> None:
+        if not self.done():
+            raise XferError(
+                "a finalizer would wait for a transfer on a thread that makes the copies, and so for itself: the garbage collector "
+                "runs finalizers on any thread. Wait in ordinary code, or ask done()"
+            )
 
     def _poll(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -74,14 +74,14 @@ class Views:
         if not self.busy:
             return False
         self._fence_ended()
-        gone = [self._fenced.pop(number, None) for number, (_, event) in list(self._fenced.items()) if self._is_over(event)]
+        gone = [self._fenced.pop(number, None) for number, (_, event) in self._fenced.copy().items() if self._is_over(event)]
         # What is let go of now may run foreign finalizers, which may come back here.
         return any(gone)
 
     def wait_oldest(self) -> bool:
         """Block until some memory is let go of. Returns False if there was none."""
         self._fence_ended()
-        for number, (_, event) in list(self._fenced.items()):
+        for number, (_, event) in self._fenced.copy().items():
             self._wait(event)
             return self._fenced.pop(number, None) is not None
         return False

@@ -256,3 +256,28 @@ def test_a_block_whose_lease_ended_at_once_is_not_freed_while_a_copy_to_it_is_in
             gate.set()
             trimming.result(WATCHDOG)
         assert backend.memory.calls().device_frees == 1
+
+
+def test_a_block_that_is_being_freed_is_not_freed_again_by_who_derives_anew_what_is_to_be_freed() -> None:
+    slow = Slow()
+
+    class Frees(Device):
+        def free_device(self, block: Any) -> None:
+            if not slow.entered.is_set():
+                slow.synchronize()
+            super().free_device(block)
+
+    device = Frees()
+    blocks = cache(device)
+    leave_idle(blocks, device, Point(reached=True))
+    trimming = on_thread(blocks.trim)
+    assert slow.entered.wait(WATCHDOG)
+    # An interrupted step: the next one looks at every block.
+    leave_idle(blocks, device, Asked(interrupt), nbytes=2 * MIB)
+    with pytest.raises(KeyboardInterrupt):
+        blocks.lease(2 * MIB, {})
+    on_thread(blocks.trim).result(WATCHDOG)
+    slow.gate.set()
+    trimming.result(WATCHDOG)
+    assert sorted(map(id, device.freed)) == sorted(map(id, device.made))
+    assert blocks.nbytes == 0

@@ -354,3 +354,28 @@ def test_a_finalizer_that_puts_inside_a_start_does_not_hang() -> None:
         assert seen == [[1, 1, 1]]
         """
     )
+
+
+def test_a_copy_whose_event_was_recorded_while_another_s_was_is_asked_for_itself() -> None:
+    """Of two that overlap nobody knows the order in the stream: that one is done says nothing of the other."""
+    events = [Point(reached=True), Point(), Point(reached=True), Point()]
+    begun: list[Point] = []
+
+    def record() -> Point:
+        event = events[len(begun)]
+        begun.append(event)
+        if len(begun) == 2:
+            # Another thread comes, and is done with it first.
+            outer = events[2]
+            events[1:3] = [events[1], event]
+            flight.add(0, (), (), "inner")
+            return outer
+        return event
+
+    flight = InFlight(record, (OSError,))
+    for name in ("first", "outer", "last"):
+        flight.add(0, (), (), name)
+        if name == "outer":
+            events[3] = Point()
+    assert flight.reap()
+    assert "inner" in [entry.keepalive for entry in flight.entries()]

@@ -182,3 +182,13 @@ def test_a_finalizer_inside_the_unlocking_does_not_wait_for_its_end() -> None:
     driver.on_free = ask
     on_thread(pool.trim).result(WATCHDOG)
     assert len(told) == 1
+
+
+def test_a_trim_inside_the_unlocking_of_one_segment_unlocks_the_others_once() -> None:
+    driver = Driver()
+    pool = idle_segments(driver)
+    driver.on_free = pool.trim
+    on_thread(pool.trim).result(WATCHDOG)
+    assert driver.live == {}
+    assert driver.frees == 4
+    assert pool.nbytes == 0

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Final, Protocol, TypeAlias, final
 
 from xferlib.forks import forget_in_child
+from xferlib.latch import note_copying
 
 __all__ = ["CREWS", "Crew", "Helpful", "Leader"]
 
@@ -135,6 +136,7 @@ def _join(thread: threading.Thread) -> None:
 
 
 def _help(tickets: Queue) -> None:
+    note_copying()
     while (work := tickets.get()) is not None:
         work.help()
         # While it waits for the next one it holds nothing of the caller's.
@@ -142,6 +144,7 @@ def _help(tickets: Queue) -> None:
 
 
 def _lead(works: Queue) -> None:
+    note_copying()
     while (work := works.get()) is not None:
         work.lead()
         del work

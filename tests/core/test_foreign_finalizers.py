@@ -1,0 +1,222 @@
+"""Garbage of others whose finalizers transfer and wait, collected at any allocation of a call, on any thread: nothing hangs."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import WATCHDOG, Point, on_thread, tampered, until
+from tests.interrupts.harness import at_rest
+from xferlib.errors import XferError
+from xferlib.inflight import Landings
+from xferlib.landing import Landing
+from xferlib.protocol import Stream
+from xferlib.views import Views
+
+KIB, MIB = 1 << 10, 1 << 20
+MOST = 150
+"""Allocations, should a call always have more."""
+MISSES = 8
+"""Numbers in a row to which a call does not come."""
+
+
+@pytest.fixture(autouse=True)
+def collected_when_told() -> Iterator[None]:
+    """Leave what the suite has made out of every collection: each would take long."""
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
+    gc.enable()
+
+
+@final
+class Garbage:
+    """A reference cycle whose finalizer does something, and notes what came of it."""
+
+    def __init__(self, act: Callable[[], object], outcomes: list[str]) -> None:
+        self.me = self
+        self.act = act
+        self.outcomes = outcomes
+
+    def __del__(self) -> None:
+        self.outcomes.append("begun")
+        try:
+            self.act()
+            self.outcomes.append("done")
+        except XferError as error:
+            self.outcomes.append(f"{type(error).__name__}: {error}")
+
+
+def at_every_allocation(call: Callable[[], object], act: Callable[[], object]) -> list[str]:
+    """Call again and again, with the collector run when one object is alive that was not before, two, ...; return what came of it.
+
+    First "begun" for each finalizer, then "done" or the words in which it was refused.
+    """
+    met: list[str] = []
+    misses = 0
+    for allocation in range(1, MOST):
+        outcomes: list[str] = []
+        gc.disable()
+        gc.collect()
+        Garbage(act, outcomes)
+        gc.set_threshold(gc.get_count()[0] + allocation, 1000, 1000)
+        gc.enable()
+        try:
+            call()
+        except XferError as error:
+            # Of a call inside of which the finalizer had taken the room, or was in the way.
+            met.append(f"call: {error}")
+        gc.disable()
+        # On another thread it may be at it still; that it comes to its end is what is asked here.
+        assert until(lambda: len(outcomes) != 1)  # noqa: B023  # Called in this turn alone.
+        met += outcomes
+        # Of several threads one may have more under way than another time.
+        misses = 0 if outcomes else misses + 1
+        if misses == MISSES:
+            break
+    gc.collect()
+    return met
+
+
+def acts(stager: xferlib.Stager) -> dict[str, Callable[[], object]]:
+    sizes, numbers = itertools.count(3 * KIB, 700), itertools.count()
+    small, large = np.zeros(100, np.uint8), np.zeros(2 * MIB, np.uint8)
+    there, large_there = stager.put(small).result(), stager.put(large, borrow=True).result()
+    out = np.empty_like(large)
+
+    def put_of_new_class() -> None:
+        made: Any = dataclasses.make_dataclass(f"Made{next(numbers)}", ["x"])
+        stager.put(made(small)).synchronize()
+
+    return {
+        "put": lambda: stager.put(np.zeros(next(sizes), np.uint8)).synchronize(),
+        "put of new class": put_of_new_class,
+        "borrowed put": lambda: stager.put(large, borrow=True).result(),
+        "get": lambda: stager.get(there).result(),
+        "get out": lambda: stager.get(large_there, out=out).result(),
+        "empty_pinned": lambda: stager.empty_pinned(next(sizes), np.uint8),
+        "pin": lambda: stager.pin(np.zeros(10 * KIB, np.uint8)).close(),
+        "trim": stager.trim,
+        "open": lambda: xferlib.stager("host", pinned_limit=MIB).close(),
+    }
+
+
+PAIRS = [
+    ("put", "put"),
+    ("put", "borrowed put"),
+    ("put of new class", "put of new class"),
+    ("borrowed put", "borrowed put"),
+    ("borrowed put", "get out"),
+    ("get", "put"),
+    ("get out", "get out"),
+    ("empty_pinned", "empty_pinned"),
+    ("empty_pinned", "trim"),
+    ("pin", "pin"),
+    ("trim", "put"),
+    ("open", "open"),
+]
+
+
+@pytest.mark.parametrize(("call", "act"), PAIRS)
+@pytest.mark.filterwarnings("ignore::xferlib.SynchronousTransferWarning")
+def test_finalizers_that_transfer_and_wait_run_at_any_allocation(call: str, act: str, stager: xferlib.Stager) -> None:
+    known = acts(stager)
+    met = on_thread(lambda: at_every_allocation(known[call], known[act])).result(3 * WATCHDOG)
+    assert met.count("begun") >= 2
+    assert met.count("done") > met.count("begun") // 2
+    # Each came to its end, with success or in words.
+    assert len([outcome for outcome in met if outcome != "begun" and not outcome.startswith("call")]) == met.count("begun")
+    for again in known.values():
+        on_thread(again).result(WATCHDOG)
+    known.clear()
+    del again
+    on_thread(lambda: at_rest(stager)).result(2 * WATCHDOG)
+
+
+def test_a_finalizer_on_the_thread_of_a_copy_engine_is_told_that_it_cannot_wait(stager: xferlib.Stager) -> None:
+    backend: Any = stager.backend
+    source = stager.empty_pinned(100, np.uint8)
+    transfers: list[xferlib.Transfer] = []
+    told: list[str] = []
+    gate, ended = threading.Event(), threading.Event()
+
+    def finalizer() -> None:
+        gate.wait(WATCHDOG)
+        for wait in (transfers[0].synchronize, transfers[0].result, lambda: transfers[0].value, stager.pin(np.zeros(100)).close):
+            with pytest.raises(XferError, match="makes the copies") as caught:
+                wait()
+            told.append(str(caught.value))
+        ended.set()
+
+    backend.h2d.submit(finalizer)
+    transfers.append(stager.put(source))
+    gate.set()
+    assert ended.wait(WATCHDOG)
+    assert len(told) == 4
+    # What was refused has harmed nothing.
+    transfers[0].synchronize()
+    stager.trim()
+
+
+def test_a_finalizer_on_the_thread_that_leads_a_borrowed_put_is_told_that_it_cannot_wait() -> None:
+    transfers: list[xferlib.Transfer] = []
+    told: list[str] = []
+    gate = threading.Event()
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        # Where the collector runs on this thread, and with it a finalizer.
+        assert gate.wait(WATCHDOG)
+        for wait in (transfers[0].synchronize, lambda: transfers[0].value):
+            with pytest.raises(XferError, match="makes the copies") as caught:
+                wait()
+            told.append(str(caught.value))
+        backend.inner.copy_h2d(dst, src, nbytes)
+
+    backend = tampered(copy_h2d=copy)
+    with xferlib.Stager(backend) as stager:
+        transfers.append(stager.put(np.full(2 * MIB, 3, np.uint8), borrow=True))
+        gate.set()
+        array = on_thread(transfers[0].result).result(WATCHDOG)
+        assert (stager.get(array).result() == 3).all()
+    assert told
+
+
+def test_finalizers_that_change_a_table_while_it_is_gone_through_harm_nothing() -> None:
+    landings, views = Landings(), Views(Retiring())  # type: ignore[arg-type]  # Only what views need is played.
+
+    def land() -> None:
+        landings.add(Landing())
+
+    def view() -> None:
+        row, ticket = views.lease(np.zeros(8, np.uint8))
+        row.stream = Stream(1, None)
+        del ticket
+        views.held(0, 1)
+
+    for call, add, count in ((land, land, landings.unreached), (views.reap, view, lambda: views._fenced)):
+        for _ in range(50):
+            add()
+        before = len(count())
+        met = at_every_allocation(call, add)
+        assert met.count("done") == met.count("begun") >= 1
+        assert len(count()) >= before + met.count("done")
+
+
+class Retiring:
+    """The part of a backend that views need. No work on them ends."""
+
+    failures = (OSError,)
+
+    def retire(self, streams: object) -> Point:
+        return Point()
