@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Any, Literal, NoReturn, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from xferlib.checks import positive_nbytes, refuse_bare_zero, translated, uncopied, whole_shape
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.device import BlockCache
-from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
+from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.forks import forget_in_child
 from xferlib.gets import Gets
 from xferlib.inflight import Flow, Traffic
@@ -32,7 +32,7 @@ from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import WhenFull
 from xferlib.memory.host import HostMemory
 from xferlib.memory.limits import default_pinned_limit
-from xferlib.memory.pages import HostPages
+from xferlib.memory.pages import allocators
 from xferlib.memory.pool import PinnedPool
 from xferlib.pinning import Pin, Pins, splits
 from xferlib.protocol import Capabilities, HostStager
@@ -74,14 +74,12 @@ class Stager:
         self._failures = backend.failures
         self._capabilities = backend.capabilities
         self._traffic = traffic = Traffic(backend)
-        locks = self._capabilities.pinned and self._capabilities.register
-        # Faster than what a driver allocates, and on the right node; where nothing is locked there is nothing to gain.
-        pages = HostPages(backend) if locks else None
+        memory = allocators(backend)
         room, flow = Room(traffic), Flow(traffic)
         self._pool = pool = PinnedPool(
-            allocate=_PinnedAllocator(backend, "alloc_pinned") if pages is None else pages.allocate,
-            combine=_PinnedAllocator(backend, "alloc_write_combined") if backend.capabilities.write_combined else None,
-            free=backend.free_pinned if pages is None else pages.free,
+            allocate=memory.allocate,
+            combine=memory.combine,
+            free=memory.free,
             flow=room,
             limit=default_pinned_limit() if pinned_limit is None else positive_nbytes(pinned_limit, "pinned_limit"),
             when_full=when_full,
@@ -367,24 +365,6 @@ class Stager:
 
     def _warn(self) -> None:
         warnings.warn(f"{self!r} was never closed. Use it as a context manager", ResourceWarning, 3, source=self)
-
-
-@final
-class _PinnedAllocator:
-    """A backend's allocation with its failures translated. Not a method of the stager: the pool must not keep the stager alive."""
-
-    def __init__(self, backend: HostStager[Any], method: Literal["alloc_pinned", "alloc_write_combined"]) -> None:
-        self._backend = backend
-        self._method = method
-
-    def __call__(self, nbytes: int) -> int:
-        try:
-            address: int = getattr(self._backend, self._method)(nbytes)
-            return address
-        except self._backend.failures as error:
-            raise AllocationError(
-                f"{nbytes} bytes of pinned memory could not be had: {error}. Lower pinned_limit or the batch"
-            ) from error
 
 
 before_closing: list[Callable[[], None]] = []

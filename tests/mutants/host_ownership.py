@@ -14,6 +14,7 @@ import pytest
 
 from tests.mutants.arena import ArenaHost
 from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
+from xferlib.protocol import Event
 from xferlib.stager import Stager
 from xferlib.tickets import Returns
 
@@ -158,31 +159,37 @@ def frees_nothing_once_closed(patch: pytest.MonkeyPatch) -> None:
     stand_before(patch, FreesWhileOpen)
 
 
-class FreesAtOnce(BrokenBackend):
-    """Frees a block when nothing reaches its arrays. The core's own call, later, comes to nothing, nor is the block used again."""
+class FreesUnderCopies(BrokenBackend):
+    """Frees a block when nothing reaches its arrays, if it is being written. The core's own call, later, comes to nothing."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
         self.early: dict[int, Any] = {}
 
-    def as_array(self, block: Any, *what: Any, **rest: Any) -> Any:
-        array = self.inner.as_array(block, *what, **rest)
-        weakref.finalize(array, self.free_device, block).atexit = False
+    def as_array(self, block: Any, *what: Any, after: Event, lease: object) -> Any:
+        array = self.inner.as_array(block, *what, after=after, lease=lease)
+        weakref.finalize(array, self.free_if_written, block, after).atexit = False
         return array
+
+    def free_if_written(self, block: Any, after: Event) -> None:
+        # What failed is written no more.
+        with suppress(*self.inner.failures):
+            if not after.done() and not self.lost(block):
+                self.early[id(block)] = block
+                self.inner.free_device(block)
 
     def lost(self, block: Any) -> bool:
         return id(block) in self.early
 
     def free_device(self, block: Any) -> None:
-        if id(block) not in self.early:
-            self.early[id(block)] = block
+        if not self.lost(block):
             self.inner.free_device(block)
 
 
 @broken_core(WRITTEN, hooks=ArenaHost)
 def frees_under_copies(patch: pytest.MonkeyPatch) -> None:
-    """The core frees a block that no array reaches, whatever is being copied into it."""
-    stand_before(patch, FreesAtOnce)
+    """The core frees a block that no array reaches, while it is being copied into."""
+    stand_before(patch, FreesUnderCopies)
 
 
 class Unkept(BrokenBackend):

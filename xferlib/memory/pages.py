@@ -1,4 +1,6 @@
-"""Host pages of our own for the pinned pool: mapped, touched on the device's NUMA node, then page-locked in place by the backend.
+"""Where the pinned pool has its memory from: the backend, or pages of our own.
+
+Those are mapped, touched on the device's NUMA node, then page-locked in place by the backend.
 
 A page-lock of pages that are there costs a tenth of one that has to fetch them, and several threads fetch them faster than a driver
 does. Invariant: pages are unmapped only when they are unlocked: a lock on pages that are gone cannot be undone.
@@ -15,10 +17,10 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from xferlib.memory.limits import available_memory
 from xferlib.memory.nodes import cpus_near
 from xferlib.protocol import HostStager
 
-__all__ = ["HostPages"]
+__all__ = ["Allocators", "HostPages", "allocators"]
 
 HUGE = 2 << 20
 PART = 32 << 20
@@ -43,6 +45,38 @@ _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@final
+class Allocators(NamedTuple):
+    """They raise `AllocationError`, and refer to no stager: the pool must not keep one alive."""
+
+    allocate: Callable[[int], int]
+    free: Callable[[int], None]
+    combine: Callable[[int], int] | None
+    """Write-combined memory; None: the backend has none."""
+
+
+def allocators(backend: HostStager[Any]) -> Allocators:
+    """Return where pinned memory for this backend comes from."""
+    flags = backend.capabilities
+    combine = _allocator(backend, "alloc_write_combined") if flags.write_combined else None
+    # Pages of our own are faster than what a driver allocates, and on the right node; where nothing is locked nothing is gained.
+    if not (flags.pinned and flags.register):
+        return Allocators(_allocator(backend, "alloc_pinned"), backend.free_pinned, combine)
+    pages = HostPages(backend)
+    return Allocators(pages.allocate, pages.free, combine)
+
+
+def _allocator(backend: HostStager[Any], method: Literal["alloc_pinned", "alloc_write_combined"]) -> Callable[[int], int]:
+    def allocate(nbytes: int) -> int:
+        try:
+            address: int = getattr(backend, method)(nbytes)
+            return address
+        except backend.failures as error:
+            raise _refused(nbytes, error) from error
+
+    return allocate
 
 
 @final
