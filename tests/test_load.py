@@ -247,10 +247,12 @@ def test_every_dtype_of_safetensors_has_its_values(stager: Stager, tmp_path: Pat
     same(xferlib.load(path, stager)["values"], values.reshape(2, 2))
 
 
-def test_tensors_behind_one_whose_items_are_no_whole_bytes_are_found(stager: Stager, tmp_path: Path) -> None:
-    after = np.arange(5, dtype=np.int32)
-    path = tensor_file(tmp_path, ("four bits", "F4", [2, 8], bytes(range(8))), ("after", "I32", [5], after.tobytes()))
-    same(xferlib.load(path, stager, names=["after"])["after"], after)
+def test_tensors_around_one_whose_items_are_no_whole_bytes_are_found(stager: Stager, tmp_path: Path) -> None:
+    values = np.arange(5, dtype=np.int32)
+    before, after = (("before", "I32", [5], values.tobytes()), ("after", "I32", [5], values.tobytes()))
+    path = tensor_file(tmp_path, before, ("four bits", "F4", [2, 8], bytes(range(8))), after)
+    for name in ("before", "after"):
+        same(xferlib.load(path, stager, names=[name])[name], values)
     with pytest.raises(TypeError, match=r"'four bits' is of dtype F4, whose items are no whole bytes. Leave it out with names="):
         xferlib.load(path, stager)
 

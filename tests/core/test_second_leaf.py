@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
+from tests.core.fakes import Gated, held, off_main, on_thread, tampered
+from xferlib.staging.profile import StagingProfile
 
 
 class Broke(Exception):
@@ -110,3 +111,20 @@ def test_an_empty_leaf_is_no_copy(how: str) -> None:
         assert [array.shape for array in ([got] if how == "one" else got)] == [leaf.shape for leaf in leaves]
     assert all(nbytes > 0 for nbytes in asked)
     assert (asked != []) is (how != "one")
+
+
+def test_memory_of_every_borrowed_leaf_is_kept_until_its_copy_was_started() -> None:
+    gated = Gated(when=off_main)
+    sizes = [2 << 20, 3 << 20]
+    with xferlib.stager(gated.backend, staging=StagingProfile(4, 1 << 20, 1 << 19)) as stager:
+        # Each size was put once: its memory is what a put of that size finds.
+        stager.put([stager.empty_pinned(size, np.uint8) for size in sizes]).synchronize()
+        stager.put([np.full(size, 7, np.uint8) for size in sizes], borrow=True)
+        assert gated.entered.wait(10)
+        pinned = [stager.empty_pinned(size, np.uint8) for size in sizes]
+        for array in pinned:
+            array[:] = 1
+        kept = [stager.put(array).result() for array in pinned]
+        gated.gate.set()
+        stager.close()
+        assert all((array == 1).all() for array in kept)
