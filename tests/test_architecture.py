@@ -34,7 +34,7 @@ FLOORS = [
     {"xferlib.stager"},
     {"xferlib.pipeline.failed", "xferlib.pipeline.wakeup"},
     {f"xferlib.pipeline{part}" for part in ("", ".bill", ".clock", ".ends", ".report", ".rows", ".shared.layout")},
-    {f"xferlib.pipeline.shared{part}" for part in ("", ".failures", ".memory", ".messages", ".slots")},
+    {f"xferlib.pipeline.shared{part}" for part in ("", ".channel", ".failures", ".memory", ".messages", ".servant", ".slots")},
     {"xferlib.pipeline.shared.process"},
     {"xferlib.pipeline.shared.crew", "xferlib.pipeline.shared.worker"},
     {"xferlib.pipeline.shared.run"},

@@ -114,6 +114,7 @@ class Started:
 
     def __init__(self, transfer: Any, contents: list[Content], *, form: str, device: int, to_host: bool) -> None:
         self.transfer = transfer
+        self.end = transfer.end
         self.contents = contents
         self.form = form
         self.device = device

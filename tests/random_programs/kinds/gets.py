@@ -75,9 +75,8 @@ class Get(Kind):
         if out is None:
             return
         started.out = out
-        end = transfer.end
-        out.busy[end] = arguments["stager"]
-        out.written_by.append(end)
+        out.busy[started.end] = arguments["stager"]
+        out.written_by.append(started.end)
         for leaf, content in zip(out.leaves, contents, strict=True):
             leaf.content = content
 
