@@ -1,19 +1,25 @@
-"""Programs that tests run in processes of their own: to their end, or, if they hang, to a traceback."""
+"""Programs that tests run in processes of their own: to their end, or, if they hang, to a traceback. And threads of this one."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["fork", "run"]
+__all__ = ["fork", "run", "threads"]
 
 GRACE_SECONDS = 5.0
 """For a process to show where it is."""
+
+
+def threads() -> set[threading.Thread]:
+    """Return the threads of this process that were started as such: not those that the library keeps for all stagers."""
+    return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
 
 
 def run(

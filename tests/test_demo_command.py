@@ -21,6 +21,7 @@ import pytest
 import xferlib_host.workload
 from PIL import Image
 
+from tests.children import threads
 from xferlib.cli import errors, main
 from xferlib.cli.demo import reference, verify
 from xferlib.cli.demo.report import _hidden, hidden_share
@@ -49,10 +50,10 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def demo(*arguments: object) -> int:
     """Run the command in this process and return its exit status; no thread may be left."""
-    before = set(threading.enumerate())
+    before = threads()
     with pytest.raises(SystemExit) as end:
         main(["demo", "--backend", "host", *map(str, arguments)])
-    assert set(threading.enumerate()) == before
+    assert threads() == before
     assert isinstance(end.value.code, int)
     return end.value.code
 
@@ -204,11 +205,11 @@ def test_device_work_that_fails_leaves_no_result(tmp_path: Path, source: Path, m
         raise ArithmeticError
 
     monkeypatch.setattr(xferlib_host.workload, "sobel", failing)
-    before = set(threading.enumerate())
+    before = threads()
     with pytest.raises(ArithmeticError):
         main(["demo", str(source), "--backend", "host", "--out", str(tmp_path / "out"), "--no-sheet"])
     assert list((tmp_path / "out").iterdir()) == []
-    assert set(threading.enumerate()) == before
+    assert threads() == before
 
 
 def test_an_older_result_survives_a_run_that_fails(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 import xferlib
+from tests.children import threads
 from xferlib.cli.companions import workload
 from xferlib.cli.demo import reference
 from xferlib.cli.demo.pipeline import Pipeline, batches
@@ -30,11 +31,11 @@ class Broken(Exception):
 
 @pytest.fixture(params=[1, 3], ids=["one thread each", "three threads each"])
 def pipeline(request: pytest.FixtureRequest) -> Iterator[Pipeline]:
-    before = set(threading.enumerate())
+    before = threads()
     spec = EdgeSpec(frames=BATCH, height=HEIGHT, width=WIDTH, channels=None, dtype=np.dtype(np.uint8), slots=4)
     with xferlib.stager("host") as stager, workload("host").edge_job(spec) as job:
         yield Pipeline(stager, job, spec, threads=request.param)
-    assert set(threading.enumerate()) == before
+    assert threads() == before
 
 
 def read(start: int, slot: Array) -> None:

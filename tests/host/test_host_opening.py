@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 from typing import Any
 
 import pytest
 from xferlib_host import open_stager
 
+from tests.children import threads
 from tests.host.work import SECONDS
 from xferlib.errors import BackendUnavailableError, ClosedError
 from xferlib.protocol import HostStager, Opener
@@ -32,9 +32,9 @@ def test_another_device_than_0_is_refused_with_what_to_type() -> None:
 
 
 def test_close_ends_the_threads_and_events_outlive_it() -> None:
-    before = set(threading.enumerate())
+    before = threads()
     stager = open_stager()
-    started = set(threading.enumerate()) - before
+    started = threads() - before
     assert {thread.name for thread in started} == {"xferlib-host-h2d", "xferlib-host-d2h"}
     assert all(thread.daemon for thread in started)
     event = stager.record_h2d()
@@ -46,9 +46,9 @@ def test_close_ends_the_threads_and_events_outlive_it() -> None:
 
 
 def test_a_stager_that_is_dropped_ends_its_threads() -> None:
-    before = set(threading.enumerate())
+    before = threads()
     stager = open_stager()
-    started = set(threading.enumerate()) - before
+    started = threads() - before
     del stager
     gc.collect()
     for thread in started:
