@@ -53,14 +53,30 @@ _main = threading.main_thread().ident
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:
     """Called by the collector, before and after."""
+    global _collection
     if phase == "start":
-        _collecting.add(get_ident())
+        generation = info["generation"]
+        _collection = get_ident(), generation, _collections(generation)
     else:
-        _collecting.discard(get_ident())
+        _collection = None
 
 
-_collecting: set[int] = set()
-"""The threads on which the collector runs now."""
+def _collects() -> bool:
+    """Tell whether the collector runs on this thread now."""
+    noted = _collection
+    if noted is None:
+        return False
+    thread, generation, number = noted
+    # An interrupt may have come instead of the note that it is over; the collector's own count is never interrupted.
+    return thread == get_ident() and _collections(generation) == number
+
+
+def _collections(generation: int) -> int:
+    return int(gc.get_stats()[generation]["collections"])
+
+
+_collection: tuple[int, int, int] | None = None
+"""The collection that runs now: on which thread, of which generation, and how many of that generation were before it."""
 gc.callbacks.append(_note_collection)
 
 
@@ -101,14 +117,17 @@ def uninterrupted(call: Callable[[], T]) -> T:
     In a finalizer that the collector runs the call is made at once: another thread could wait for a lock of whatever the main
     thread was at when the collection began, and no interrupt gets out of a finalizer.
     """
-    if _over or get_ident() != _main or _main in _collecting:
+    if _over or get_ident() != _main or _collects():
         return call()
+    # What the call holds is let go of before anyone is told, here and there.
+    calls = [call]
+    del call
     outcome: list[tuple[T | None, BaseException | None]] = []
     ended = Latch()
 
     def run() -> None:
         try:
-            outcome.append((call(), None))
+            outcome.append((calls.pop()(), None))
         except BaseException as error:
             outcome.append((None, error))
         finally:

@@ -12,9 +12,8 @@ tickets are hidden from the garbage collector: they are gone when the last refer
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -22,7 +21,7 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
-__all__ = ["Returns", "ticket", "unreferenced"]
+__all__ = ["Returns", "ticket"]
 
 T = TypeVar("T")
 
@@ -47,30 +46,6 @@ def ticket(post: Callable[[T], object], value: T) -> object:
     hidden: Any = np.empty((), _OBJECT)
     hidden[()] = told
     return hidden
-
-
-def unreferenced(owned: list[T]) -> Iterator[T]:
-    """Return those that nobody refers to but the list, in no other way than by being gone through.
-
-    For objects that stand for native handles: the list owns them for good, whoever uses one refers to it, and nothing has to be
-    given back. To be handed to one call in C, such as `deque.extend`: no other thread, no finalizer and no interrupt comes between.
-    """
-    return itertools.compress(owned, map(_UNREFERENCED.__eq__, _references(owned)))
-
-
-def _references(owned: list[Any]) -> Iterator[int]:
-    return map(sys.getrefcount, owned)
-
-
-def _count_of_an_unreferenced_one() -> int:
-    """Ask, since what the interpreter itself adds while it goes through a list is its own affair."""
-    counts: list[int] = []
-    owned = [object()]
-    list(itertools.compress(owned, map(counts.append, _references(owned))))
-    return counts[0]
-
-
-_UNREFERENCED = _count_of_an_unreferenced_one()
 
 
 @final

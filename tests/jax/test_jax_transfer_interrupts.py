@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("jax")
+
+
 from tests.interrupts.harness import COUNT, SEED
 from tests.interrupts.transfers import OPERATIONS, interrupt
 
