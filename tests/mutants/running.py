@@ -17,6 +17,8 @@ ASSERTIONS = ("assert", "AssertionError", "Failed")
 LIMIT_SECONDS = 110
 """Below the time after which pytest takes this process for hung."""
 TAIL = 4_000
+QUIET = ("-W", "ignore::pytest.PytestUnhandledThreadExceptionWarning")
+"""What a mutant's closed stager still raises on the reaper's thread would be told of the next mutant."""
 
 Case: TypeAlias = tuple[str, str]
 """A mutant's class, and a test of it."""
@@ -43,7 +45,7 @@ def run(file: str, cases: tuple[Case, ...]) -> Batch:
         report, arguments = Path(folder, "report.xml"), Path(folder, "arguments")
         arguments.write_text("\n".join(f"{file}::{name}::{test}" for name, test in cases))
         child = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"@{arguments}"],
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUIET, f"--junitxml={report}", f"@{arguments}"],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
