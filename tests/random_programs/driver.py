@@ -266,5 +266,5 @@ class StrictStager:
 
     def _check(self, device: int, host: int, nbytes: int, what: str) -> None:
         DRIVER.check_device(device, nbytes, what)
-        if self._locks:
-            DRIVER.check_host(host, nbytes, what)
+        # Where nothing is really locked, it must be memory that was given out as if it were.
+        DRIVER.check_host(host, nbytes, what)

@@ -63,7 +63,9 @@ def run_program(program: Program, kit: Kit, *, tidy: bool = False) -> Outcome:
         finish(world)
         account(world, threads, allocated)
     except Exception as error:
-        failure, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        # What the driver saw comes before what came of it.
+        noted = f"Wrong: {DRIVER.violations[0]}; then " if DRIVER.violations else ""
+        failure, trace = f"{noted}{type(error).__name__}: {error}", traceback.format_exc()
         error.__traceback__ = None
     gc.set_threshold(700, 10, 10)
     if failure is not None and tidy:
@@ -134,14 +136,11 @@ def account(world: World, threads: set[threading.Thread], allocated: int) -> Non
     gc.collect()
     opened: Opened | None = None
     for opened in stagers:
-        # Each may hold what another's copy needed, until it is asked.
         if not opened.closed:
-            opened.stager.trim()
+            _flat(opened.stager, stagers, "after trim")
     for opened in stagers:
-        if not opened.closed:
-            _flat(opened.stager, "after trim")
-            opened.stager.close()
-        _flat(opened.stager, "after close")
+        opened.stager.close()
+        _flat(opened.stager, [], "after close")
     opened = None
     stagers.clear()
     gc.collect()
@@ -190,17 +189,21 @@ def _close_all(world: World) -> None:
         world.kit.end_stream(named.stream)
 
 
-def _flat(stager: xferlib.Stager, when: str) -> None:
+def _flat(stager: xferlib.Stager, stagers: list[Opened], when: str) -> None:
+    """See that a stager has no memory any more. `stagers`: those that are open, each of which may hold what its copies needed."""
+
     def left() -> dict[str, int]:
         stats = stager.stats()
         figures = {name: getattr(stats, name) for name in ("pinned_nbytes", "pinned_used_nbytes", "device_nbytes")}
         return {name: value for name, value in figures.items() if value}
 
     def is_flat() -> bool:
-        if left() and when == "after trim":
+        for opened in stagers:
+            if not opened.closed:
+                opened.stager.trim()
+        if stagers and left():
             # What the framework let go of late is found by asking again.
             gc.collect()
-            stager.trim()
         return not left()
 
     _wait(is_flat, lambda: f"memory is left {when}: {left()}")

@@ -21,8 +21,16 @@ PACKED = (65_535, 65_536, 65_537, 60_000, 8192)
 MIDDLE = (72 << 10, 128 << 10, 200_000, 256 << 10, 300_000)
 LARGE = (1 << 20, (1 << 20) - 1, (1 << 20) + 256, (2 << 20) - 256, 2 << 20, (2 << 20) + 256, 3_000_000)
 HUGE = (5 << 20, 8 << 20, 16 << 20)
-STAGING = ("1x64KiB", "2x256KiB", "2x64KiB", "3x256KiB", "2x1MiB")
-CHUNKS = {"1x64KiB": 64 << 10, "2x256KiB": 256 << 10, "2x64KiB": 64 << 10, "3x256KiB": 256 << 10, "2x1MiB": 1 << 20}
+STAGING = (
+    (1, 64 << 10, 2 << 20),
+    (2, 256 << 10, 2 << 20),
+    (2, 4 << 10, 16 << 10),
+    (3, 16 << 10, 64 << 10),
+    (2, 64 << 10, 64 << 10),
+    (3, 256 << 10, 256 << 10),
+    (2, 1 << 20, 1 << 20),
+)
+"""Threads, bytes of a chunk, and of the transfers from which on several threads copy."""
 LAYOUTS = ("C", "C", "C", "C", "F", "steps", "backwards", "offset")
 MEMORIES = ("pinned", "pinned", "pinned", "pageable", "pageable", "view", "readonly", "memmap")
 MANY = (15, 16, 17, 40, 150, 600)
@@ -36,11 +44,11 @@ class Palette:
         self._random = random
         self._traits = traits
         self.staging = random.choice(STAGING)
-        chunk = CHUNKS[self.staging]
-        self.weight = random.choices(("small", "middle", "large", "huge"), (60, 28, 10, 2))[0]
+        chunk = self.staging[1]
+        self.weight = random.choices(("small", "middle", "large", "huge"), (55, 29, 14, 2))[0]
         around = (chunk - 256, chunk, chunk + 1, chunk + 256, 3 * chunk + 1000)
         pools = {
-            "small": (*TINY, *TINY, *PACKED),
+            "small": (*TINY, *TINY, *PACKED, *(size for size in around if size < 1 << 17)),
             "middle": (*TINY, *PACKED, *MIDDLE, *MIDDLE, chunk, chunk + 1),
             "large": (*TINY, *PACKED, *MIDDLE, *LARGE, *LARGE, *around),
             "huge": (*PACKED, *MIDDLE, *LARGE, *HUGE, *around),

@@ -41,6 +41,7 @@ class Open(Kind):
     def run(self, world: World, **arguments: Any) -> None:
         options = dict(arguments["options"])
         device = options.pop("device")
+        options["staging"] = xferlib.StagingProfile(*options["staging"])
         backend = world.kit.open(device, locks=arguments["locks"])
         stager = xferlib.stager(backend, **options)
         world.things[arguments["to"]] = Opened(stager, device, tight=arguments["tight"])
