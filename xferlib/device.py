@@ -405,12 +405,12 @@ class BlockCache:
         self._free_doomed()
 
     def _free_doomed(self) -> None:
-        """Wait for the readers of doomed blocks and free them. Without the lock, on a thread that no interrupt comes to."""
+        """Wait for the readers of doomed blocks and free them, not with the lock held. On a thread that no interrupt comes to."""
         rows: list[_Row] = []
         with self._working():
-            with suppress(IndexError):
-                while True:
-                    # Another thread may take the others, and each is freed once.
+            # With the lock: who mends the table meanwhile would hand out a row again that is taken, and each is freed once.
+            with self._lock:
+                while self._doomed:
                     row = self._doomed.popleft()
                     if not row.freed:
                         row.freed = True

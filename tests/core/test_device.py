@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import xferlib.device
 from tests.core.fakes import Device, Flow, Point, on_thread, until
 from xferlib.device import READERS_BEHIND, WORTH_WAITING, BlockCache, Lease, size_class
 from xferlib.errors import AllocationError, CapabilityError
@@ -36,6 +39,38 @@ class Blocks:
     def give_back(self, *blocks: DeviceBlock) -> None:
         for block in blocks:
             del self._leases[block.address]
+
+
+def test_a_table_that_is_mended_while_its_blocks_are_taken_to_be_freed_frees_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    blocks = Blocks(device)
+    others: list[Future[None]] = []
+
+    class Row(xferlib.device._Row):  # type: ignore[misc]  # Final, but for this one test of what comes between two steps of it.
+        __slots__ = ("taken",)
+
+        @property
+        def freed(self) -> bool:
+            """Whether it was taken to be freed; after whoever asks has seen it, another thread mends the table, if it can."""
+            seen = self.taken
+            if self.doomed and not others:
+                blocks.cache._torn = True
+                others.append(on_thread(blocks.cache.trim))
+                # It comes to its end, or waits for the one that is in here.
+                with suppress(TimeoutError):
+                    others[0].result(0.2)
+            return seen
+
+        @freed.setter
+        def freed(self, value: bool) -> None:
+            self.taken = value
+
+    monkeypatch.setattr(xferlib.device, "_Row", Row)
+    blocks.give_back(blocks.take(MIB))
+    blocks.cache.trim()
+    others[0].result(10)
+    assert device.freed == device.made
+    assert blocks.cache.nbytes == 0
 
 
 @given(st.integers(1, 1 << 40))
