@@ -15,14 +15,14 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol, TypeAlias, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
-from xferlib.reaper import uninterrupted, watch
+from xferlib.reaper import AtWork, uninterrupted, watch
 from xferlib.tickets import Returns
 
 __all__ = ["BlockCache", "Lease", "Streams"]
@@ -105,8 +105,7 @@ class BlockCache:
         """Bytes that are about to be allocated, by the number of the lease."""
         self._wanted: dict[int, bool] = {}
         """Of those whose allocation has begun, whether the lease has not ended meanwhile."""
-        self._at_work: list[int] = []
-        """The threads that allocate or free blocks, perhaps for a request that was interrupted."""
+        self._at_work = AtWork()
         # Derived from the rows.
         self._leased: dict[int, _Row] = {}
         self._places: dict[int, _Row] = {}
@@ -280,7 +279,7 @@ class BlockCache:
                 uninterrupted(self._free_doomed)
             elif self._flow.wait_oldest():
                 continue
-            elif self._is_more_to_come():
+            elif self._at_work.is_more_to_come():
                 time.sleep(LOOK_SECONDS)
             elif changes != self._changes or self._returns:
                 continue
@@ -289,20 +288,6 @@ class BlockCache:
             else:
                 gc.collect()
                 collected = True
-
-    def _is_more_to_come(self) -> bool:
-        """Tell whether another thread is at memory, which may have room when it is done: nobody needs to do anything for that."""
-        # Not for a finalizer inside of such a call, which must come to its end first.
-        return bool(self._at_work) and threading.get_ident() not in self._at_work
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        me = threading.get_ident()
-        self._at_work.append(me)
-        try:
-            yield
-        finally:
-            self._at_work.remove(me)
 
     def _make_room(self, size: int, number: int, streams: Streams) -> tuple[_Row | None, bool]:
         """Lease a block whose readers the H2D stream waits for, or say whether one may be allocated, or doom others first."""
@@ -407,7 +392,7 @@ class BlockCache:
     def _free_doomed(self) -> None:
         """Wait for the readers of doomed blocks and free them, not with the lock held. On a thread that no interrupt comes to."""
         rows: list[_Row] = []
-        with self._working():
+        with self._at_work:
             # With the lock: who mends the table meanwhile would hand out a row again that is taken, and each is freed once.
             with self._lock:
                 while self._doomed:
@@ -453,7 +438,7 @@ class BlockCache:
 
     def _grown(self, size: int, number: int, streams: Streams) -> _Row:
         """Allocate a block that was counted. On a thread that no interrupt comes to."""
-        with self._working():
+        with self._at_work:
             if not self._alone(self._begin, number):
                 # Interrupted before: nobody will look at what is returned.
                 raise AllocationError("nobody waits for this memory any more")

@@ -17,11 +17,11 @@ from _thread import get_ident, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, final
 
 from xferlib.latch import Latch
 
-__all__ = ["Remains", "close_later", "start_reaper", "start_thread", "uninterrupted", "watch"]
+__all__ = ["AtWork", "Remains", "close_later", "start_reaper", "start_thread", "uninterrupted", "watch"]
 
 LOOK_SECONDS = 0.2
 """How often is looked while a closed stager's memory is still held."""
@@ -143,6 +143,28 @@ def uninterrupted(call: Callable[[], T]) -> T:
     finally:
         # Its traceback leads to this frame, and back.
         del error
+
+
+@final
+class AtWork:
+    """The threads that take memory for one table or give it back, perhaps for a request that was interrupted. A context manager."""
+
+    def __init__(self) -> None:
+        self._threads: list[int] = []
+
+    def __enter__(self) -> None:
+        self._threads.append(get_ident())
+
+    def __exit__(self, *raised: object) -> None:
+        self._threads.remove(get_ident())
+
+    def __bool__(self) -> bool:
+        return bool(self._threads)
+
+    def is_more_to_come(self) -> bool:
+        """Tell whether another thread is at it, which may have room when it is done: nobody needs to do anything for that."""
+        # Not for a finalizer inside of such a call, which must come to its end first.
+        return bool(self._threads) and get_ident() not in self._threads
 
 
 def _run() -> None:

@@ -18,8 +18,8 @@ import math
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple, final
 
@@ -30,7 +30,7 @@ from xferlib.forks import forget_in_child
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import Flow, HostBlock, Usage, Wanted, WhenFull, check_when_full, in_words, round_up
 from xferlib.memory.ranges import Ranges
-from xferlib.reaper import uninterrupted, watch
+from xferlib.reaper import AtWork, uninterrupted, watch
 from xferlib.tickets import Returns
 
 __all__ = ["HostBlock", "PinnedPool"]
@@ -121,8 +121,7 @@ class PinnedPool:
         self._reserved_asked = 0
         self._freeing = threading.RLock()
         """Held while the driver unlocks, by threads that no interrupt comes to."""
-        self._at_work: list[int] = []
-        """The threads that lock or unlock memory, perhaps for a request that was interrupted."""
+        self._at_work = AtWork()
         # Derived from segments and rows.
         self._large, self._small, self._combined = Ranges(), Ranges(), Ranges()
         self._index: tuple[list[int], list[int], list[_Segment]] = ([], [], [])
@@ -208,7 +207,7 @@ class PinnedPool:
                 yielded = True
             elif waits and self._wait():
                 continue
-            elif self._is_more_to_come():
+            elif self._at_work.is_more_to_come():
                 time.sleep(LOOK_SECONDS)
             elif changes != self._changes or self._returns:
                 continue
@@ -231,7 +230,7 @@ class PinnedPool:
                     return
                 if self._freeable():
                     uninterrupted(self._release)
-                elif self._is_more_to_come():
+                elif self._at_work.is_more_to_come():
                     time.sleep(LOOK_SECONDS)
                 elif changes == self._changes:
                     break
@@ -359,20 +358,6 @@ class PinnedPool:
         self.wait_seconds += time.perf_counter() - start
         return True
 
-    def _is_more_to_come(self) -> bool:
-        """Tell whether another thread is at memory, which may have room when it is done: nobody needs to do anything for that."""
-        # Not for a finalizer inside of such a call, which must come to its end first.
-        return bool(self._at_work) and threading.get_ident() not in self._at_work
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        me = threading.get_ident()
-        self._at_work.append(me)
-        try:
-            yield
-        finally:
-            self._at_work.remove(me)
-
     def _look(self, wanted: Wanted, number: int, *, may_grow: bool, may_evict: bool = True) -> tuple[_Row | None, _Growth | None]:
         """Enter a row in idle memory, or return what new segment was counted; else idle ones may be freeable now."""
         return self._alone(self._looked, wanted, number, may_grow, may_evict)
@@ -412,7 +397,7 @@ class PinnedPool:
 
     def _grown(self, wanted: Wanted, number: int, ranges: Ranges, nbytes: int) -> _Row:
         """Page-lock a segment that was counted, and enter the row at its start. On a thread that no interrupt comes to."""
-        with self._working():
+        with self._at_work:
             if not self._alone(self._begin, number):
                 # Interrupted before: nobody will look at what is returned.
                 raise AllocationError("nobody waits for this memory any more")
@@ -502,7 +487,7 @@ class PinnedPool:
 
     def _unpin(self, segment: _Segment) -> None:
         """Unpin a segment, and only then take it off the account: the limit holds at every moment."""
-        with self._working(), self._freeing:
+        with self._at_work, self._freeing:
             if segment.claimed:
                 # Another thread was faster, or this one is in a finalizer in the middle of it.
                 return
