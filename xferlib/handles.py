@@ -8,12 +8,61 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, Generic, TypeAlias, TypeVar, final
 
-__all__ = ["unreferenced"]
+__all__ = ["Handles", "Keep", "unreferenced"]
 
 T = TypeVar("T")
+Keep: TypeAlias = Callable[[Iterable[T]], None]
+
+FIRST = 8
+
+
+@final
+class Handles(Generic[T]):
+    """Handles of one kind on one device, in use or free. Never destroyed, since who uses one outlives stagers.
+
+    No lock, and any thread. `create(keep, count)` makes so many, each an object of its own, and gives them to `keep` in one call
+    that no interrupt cuts, or raises.
+    """
+
+    __slots__ = ("_create", "_owned", "free")
+
+    def __init__(self, create: Callable[[Keep[T], int], object]) -> None:
+        self._create = create
+        self._owned: list[T] = []
+        self.free: deque[T] = deque()
+        """Some of those that are free: the others are looked for when these have gone."""
+
+    def __len__(self) -> int:
+        """How many there are: at most four times as many as were ever in use at once, or the first few."""
+        return len(self._owned)
+
+    def take(self) -> T:
+        """Return one that nobody uses. It is in use while anybody refers to it."""
+        try:
+            return self.free.pop()
+        except IndexError:
+            return self._more()
+
+    def give_back(self, handle: T) -> None:
+        """Offer one first that only the caller uses. Not needed: it is found when nobody refers to it."""
+        self.free.append(handle)
+
+    def _more(self) -> T:
+        """Find those that are free, make more if they are less than half, and return one."""
+        free, owned = self.free, self._owned
+        while True:
+            free.extend(unreferenced(owned))
+            if 2 * len(free) < len(owned) or not owned:
+                self._create(owned.extend, max(FIRST, len(owned)))
+                continue
+            # Other threads may have taken them all.
+            with suppress(IndexError):
+                return free.pop()
 
 
 def unreferenced(owned: list[T]) -> Iterator[T]:

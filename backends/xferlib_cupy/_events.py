@@ -10,22 +10,19 @@ done. A handle is free when nobody refers to it, and nothing else is kept in ste
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol, TypeAlias, final
 
 from cupy.cuda import runtime
 
 from xferlib.errors import CapabilityError
-from xferlib.handles import unreferenced
+from xferlib.handles import Handles, Keep
 from xferlib.protocol import Stream
 from xferlib_cupy._device import Device
 from xferlib_cupy._streams import Streams
 
 __all__ = ["AllEvents", "CupyEvent", "EventPool", "LaterEvent", "Recorded", "events_of"]
 
-FIRST_EVENTS = 8
 DISABLE_TIMING = 2
 SUCCESS = 0
 NOT_READY = 600
@@ -50,57 +47,32 @@ Call: TypeAlias = Callable[[int, int], None]
 
 @final
 class EventPool:
-    """The handles of one device, in use or free. Never destroyed: events outlive stagers. No lock, and any thread."""
+    """The events of one device. Any thread."""
 
-    __slots__ = ("_owned", "device", "free", "streams")
+    __slots__ = ("device", "handles", "streams")
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.streams = Streams(device)
-        self.free: deque[int] = deque()
-        """Some of those that are free: the others are looked for when these have gone."""
-        # Each an object of its own, to which whoever uses it refers.
-        self._owned: list[int] = []
-
-    @property
-    def created(self) -> int:
-        """How many there are: at most four times as many as were ever in use at once, or the first few."""
-        return len(self._owned)
+        self.handles: Handles[int] = Handles(self._create)
 
     def record(self, record: Call, stream: int) -> CupyEvent:
         """Record an event on a stream, by the device's call for such streams. The stream is not being captured."""
-        try:
-            handle = self.free.pop()
-        except IndexError:
-            handle = self._more()
+        handle = self.handles.take()
         record(handle, stream)
         return CupyEvent(handle, self)
 
     def order(self, stream: int, after: int) -> None:
         """Make a stream of our own wait for what a user's has enqueued so far."""
-        try:
-            handle = self.free.pop()
-        except IndexError:
-            handle = self._more()
+        handle = self.handles.take()
         device = self.device
         device.record_users(handle, after)
         device.wait(stream, handle)
-        self.free.append(handle)
+        self.handles.give_back(handle)
 
-    def _more(self) -> int:
-        """Find the handles that are free, make more if those are less than half, and return one."""
-        free, owned = self.free, self._owned
-        while True:
-            free.extend(unreferenced(owned))
-            if 2 * len(free) < len(owned) or not owned:
-                # In one call, which no interrupt cuts. The only one here that depends on the current device: an event is of the
-                # device on which it was created.
-                flags = (DISABLE_TIMING,) * max(FIRST_EVENTS, len(owned))
-                self.device.here(owned.extend, map(runtime.eventCreateWithFlags, flags))
-                continue
-            # Other threads may have taken them all.
-            with suppress(IndexError):
-                return free.pop()
+    def _create(self, keep: Keep[int], count: int) -> None:
+        # The only call here that depends on the current device: an event is of the device on which it was created.
+        self.device.here(keep, map(runtime.eventCreateWithFlags, (DISABLE_TIMING,) * count))
 
 
 @final

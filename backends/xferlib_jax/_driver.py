@@ -128,13 +128,16 @@ class Driver:
         with self.current():
             self._synchronize(event)
 
-    def create_event(self, handle: ctypes.c_void_p) -> None:
-        """Create an event, and write its handle where the caller keeps it: an interrupt loses what is returned."""
+    def create_event(self) -> int:
+        """Create an event and return its handle."""
+        handle = ctypes.c_void_p()
         with self.current():
             self._create_event(ctypes.byref(handle), DISABLE_TIMING)
+        assert handle.value is not None
+        return handle.value
 
     def create_stream(self, handle: ctypes.c_void_p) -> None:
-        """Create a stream that the legacy default stream does not stop, likewise."""
+        """Create a stream that the legacy default stream does not stop. `handle` keeps it: an interrupt loses what is returned."""
         with self.current():
             self._create_stream(ctypes.byref(handle), NON_BLOCKING)
 

@@ -1,22 +1,20 @@
-"""Events of CUDA: points in our streams that are reached or not. The process owns their handles, in a table for each device.
+"""Events of CUDA: points in our streams that are reached or not, with handles that the process owns.
 
-Handles are never destroyed, since events outlive stagers, and used again, by whichever stager comes next: creating one costs three
-times what recording does. A wait that was enqueued on an event keeps what the event meant then, so recording it anew disturbs
-nobody; who asks would be answered for the new point. So a handle is recorded again only when nobody can ask any more: when the
-ticket of its last event is gone, not when the event was finalized, since other finalizers may still ask it.
+Handles are used again, by whichever stager comes next: creating one costs three times what recording does. A wait that was enqueued
+on an event keeps what the event meant then, so recording it anew disturbs nobody; who asks would be answered for the new point. So
+a handle is recorded again only when nobody can ask any more: an event has no finalizer, and others of its reference cycle may still
+ask it in theirs.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import deque
-from ctypes import c_void_p
 from typing import final
 
 from xferlib.errors import CapabilityError
+from xferlib.handles import Handles, Keep
 from xferlib.protocol import Stream
-from xferlib.tickets import Returns
+from xferlib.reaper import uninterrupted
 from xferlib_jax._driver import Driver
 
 __all__ = ["CudaEvent", "EventPool", "event_pool"]
@@ -24,66 +22,33 @@ __all__ = ["CudaEvent", "EventPool", "event_pool"]
 
 @final
 class EventPool:
-    """The handles of one device. Any thread. There is one for each device: `event_pool`.
-
-    A row is a handle, under the number of the ticket that its event holds. It is made empty, and filled by the driver in place.
-    """
+    """The events of one device. Any thread. There is one for each device: `event_pool`."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self._numbers = itertools.count()
-        self._returns = Returns()
-        self._rows: dict[int, c_void_p] = {}
-        self._free: deque[int] = deque()  # Numbers to try first. Those that somebody else was faster with are no rows any more.
-
-    @property
-    def handles(self) -> int:
-        """How many handles there are, in use or not."""
-        return len(self._rows)
+        self.handles: Handles[int] = Handles(self._create)
 
     def record(self, stream: int) -> CudaEvent:
-        number = next(self._numbers)
-        ticket = self._returns.ticket(number)
-        if not self._take(number):
-            self._rows[number] = c_void_p()
-        row = self._rows[number]
-        if row.value is None:
-            self.driver.create_event(row)
-        handle = row.value
-        assert handle is not None
+        handle = self.handles.take()
         self.driver.record(handle, stream)
-        return CudaEvent(handle, ticket, self.driver)
+        return CudaEvent(handle, self.driver)
 
-    def _take(self, number: int) -> bool:
-        """Give a row that nobody holds a new number, if there is one."""
-        while True:
-            try:
-                free = self._free.pop()
-            except IndexError:
-                self._free.extend(self._returns.unsettled())
-                if not self._free:
-                    return False
-                continue
-            taken = zip((number,), map(self._rows.pop, (free,)), strict=False)
-            try:
-                # One call: no interrupt leaves the row without a number, and of two threads one has it.
-                self._rows.update(taken)
-            except KeyError:
-                continue
-            finally:
-                self._returns.settled(free)
-            return True
+    def _create(self, keep: Keep[int], count: int) -> None:
+        def create() -> None:
+            for _ in range(count):
+                keep((self.driver.create_event(),))
+
+        uninterrupted(create)
 
 
 @final
 class CudaEvent:
-    """A recorded event. `ticket` lets its handle be recorded again when it is gone."""
+    """A recorded event. Its handle is recorded again when nobody can reach the event any more."""
 
-    __slots__ = ("_driver", "_handle", "_ticket")
+    __slots__ = ("_driver", "_handle")
 
-    def __init__(self, handle: int, ticket: object, driver: Driver) -> None:
+    def __init__(self, handle: int, driver: Driver) -> None:
         self._handle = handle
-        self._ticket = ticket
         self._driver = driver
 
     def done(self) -> bool:

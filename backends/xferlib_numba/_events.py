@@ -10,21 +10,18 @@ done. A handle is free when nobody refers to it, and nothing else is kept in ste
 
 from __future__ import annotations
 
-from collections import deque
-from contextlib import suppress
 from itertools import filterfalse
 from operator import itemgetter
 from typing import Any, Protocol, final
 
 from xferlib.errors import CapabilityError
-from xferlib.handles import unreferenced
+from xferlib.handles import Handles, Keep
 from xferlib.protocol import Stream
 from xferlib_numba._device import Device
 from xferlib_numba._streams import Handle, Streams
 
 __all__ = ["AllEvents", "EventPool", "LaterEvent", "NumbaEvent", "Recorded", "events_of"]
 
-FIRST_EVENTS = 8
 DISABLE_TIMING = 2
 NO_FLAGS = 0
 NOT_READY = 600
@@ -46,63 +43,38 @@ class Recorded(Protocol):
 
 @final
 class EventPool:
-    """The handles of one device, in use or free. Never destroyed: events outlive stagers. No lock, and any thread."""
+    """The events of one device. Any thread."""
 
-    __slots__ = ("_owned", "device", "free", "streams")
+    __slots__ = ("device", "handles", "streams")
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.streams = Streams(device)
-        self.free: deque[Any] = deque()
-        """Some of those that are free: the others are looked for when these have gone."""
-        # Objects of the bindings, to which whoever uses one refers.
-        self._owned: list[Any] = []
-
-    @property
-    def created(self) -> int:
-        """How many there are: at most four times as many as were ever in use at once, or the first few."""
-        return len(self._owned)
+        # Objects of the bindings.
+        self.handles: Handles[Any] = Handles(self._create)
 
     def record(self, stream: Handle | int) -> NumbaEvent:
         """Record an event on a stream, which is not being captured."""
-        try:
-            handle = self.free.pop()
-        except IndexError:
-            handle = self._more()
+        handle = self.handles.take()
         self.device.record(handle, stream)
         return NumbaEvent(handle, self)
 
     def order(self, stream: Handle, after: Handle) -> None:
         """Make a stream of our own wait for what a user's, not being captured, has enqueued so far."""
-        try:
-            handle = self.free.pop()
-        except IndexError:
-            handle = self._more()
+        handle = self.handles.take()
         self.device.record(handle, after)
         self.device.wait(stream, handle, NO_FLAGS)
-        self.free.append(handle)
+        self.handles.give_back(handle)
 
-    def _more(self) -> Any:
-        """Find the handles that are free, make more if those are less than half, and return one."""
-        free, owned = self.free, self._owned
-        while True:
-            free.extend(unreferenced(owned))
-            if 2 * len(free) < len(owned) or not owned:
-                self._create(max(FIRST_EVENTS, len(owned)))
-                continue
-            # Other threads may have taken them all.
-            with suppress(IndexError):
-                return free.pop()
-
-    def _create(self, count: int) -> None:
-        # Made and kept in one call, which no interrupt cuts: of each pair of status and handle, the handle, if the status is 0.
+    def _create(self, keep: Keep[Any], count: int) -> None:
+        before = len(self.handles)
+        # Of each pair of status and handle, the handle, if the status is 0.
         made = map(self.device.numba.driver.binding.cuEventCreate, (DISABLE_TIMING,) * count)
-        before = len(self._owned)
         # An event is of the context in which it was created.
-        self.device.here(self._owned.extend, map(itemgetter(1), filterfalse(itemgetter(0), made)))
-        if len(self._owned) == before:
+        self.device.here(keep, map(itemgetter(1), filterfalse(itemgetter(0), made)))
+        if len(self.handles) == before:
             # Once more, for the error.
-            self._owned.append(self.device.here(self.device.raw("cuEventCreate"), DISABLE_TIMING))
+            keep((self.device.here(self.device.raw("cuEventCreate"), DISABLE_TIMING),))
 
 
 @final

@@ -6,7 +6,10 @@ import gc
 from collections import deque
 from typing import Any
 
-from xferlib.handles import unreferenced
+import pytest
+
+from xferlib import handles as module
+from xferlib.handles import Handles, Keep, unreferenced
 
 
 class Holder:
@@ -17,7 +20,7 @@ class Holder:
         self.me = self
 
 
-def handles(count: int) -> list[int]:
+def numbers(count: int) -> list[int]:
     """Return numbers each of which is an object of its own, as handles of a driver are."""
     return [int(str(10**12 + number)) for number in range(count)]
 
@@ -28,7 +31,7 @@ def found(owned: list[int]) -> list[int]:
 
 
 def test_a_handle_is_free_when_nobody_but_the_list_refers_to_it() -> None:
-    owned = handles(4)
+    owned = numbers(4)
     held: deque[Any] = deque([owned[1]])
     holder = Holder(owned[2])
     assert found(owned) == [0, 3]
@@ -42,7 +45,7 @@ def test_a_handle_is_free_when_nobody_but_the_list_refers_to_it() -> None:
 
 
 def test_a_handle_that_was_taken_up_again_is_not_free() -> None:
-    owned, free = handles(3), deque[int]()
+    owned, free = numbers(3), deque[int]()
     free.extend(unreferenced(owned))
     free.extend(unreferenced(owned))
     assert list(free) == owned
@@ -50,3 +53,67 @@ def test_a_handle_that_was_taken_up_again_is_not_free() -> None:
     free.extend(unreferenced(owned))
     assert len(free) == 2
     assert taken is owned[2]
+
+
+class Maker:
+    """Makes handles, as a driver does."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.refuses = False
+
+    def create(self, keep: Keep[int], count: int) -> None:
+        if self.refuses:
+            raise ArithmeticError("on purpose")
+        keep(10**12 + self.made + number for number in range(count))
+        self.made += count
+
+
+@pytest.fixture
+def maker() -> Maker:
+    return Maker()
+
+
+@pytest.fixture
+def handles(maker: Maker) -> Handles[int]:
+    return Handles(maker.create)
+
+
+def test_those_in_use_are_different_and_dropped_ones_are_used_again(maker: Maker, handles: Handles[int]) -> None:
+    live = [handles.take() for _ in range(100)]
+    assert len(set(live)) == 100
+    assert len(handles) == maker.made <= 400
+    made = maker.made
+    del live[:]
+    for _ in range(10_000):
+        handles.take()
+    assert maker.made == made == len(handles)
+
+
+def test_one_that_is_given_back_comes_next(handles: Handles[int]) -> None:
+    handle = handles.take()
+    handles.give_back(handle)
+    assert handles.take() is handle
+    assert handles.take() is not handle
+
+
+def test_they_are_looked_for_seldom_though_most_are_in_use(handles: Handles[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def counted(owned: list[Any]) -> Any:
+        looks.append(len(owned))
+        return unreferenced(owned)
+
+    monkeypatch.setattr(module, "unreferenced", counted)
+    live = [handles.take() for _ in range(7)]
+    for _ in range(1000):
+        handles.take()
+    assert sum(looks) <= 4 * (1000 + len(live))
+
+
+def test_a_maker_that_refuses_is_heard_and_asked_again(maker: Maker, handles: Handles[int]) -> None:
+    maker.refuses = True
+    with pytest.raises(ArithmeticError):
+        handles.take()
+    maker.refuses = False
+    assert handles.take()

@@ -40,7 +40,7 @@ def footprint(stager: Stager) -> Footprint:
     gc.collect()
     backend = cast("Any", stager.backend)
     return Footprint(
-        cuda.device_free_nbytes(), stager.stats().device_nbytes, backend._events.created, psutil.Process().memory_info().rss
+        cuda.device_free_nbytes(), stager.stats().device_nbytes, len(backend._events.handles), psutil.Process().memory_info().rss
     )
 
 

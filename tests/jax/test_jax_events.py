@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from ctypes import c_void_p
 from typing import Any
 
 import pytest
@@ -23,14 +22,15 @@ class NotingDriver:
         self.reached: set[int] = set()
         self.refuses = False
 
-    def create_event(self, handle: c_void_p) -> None:
+    def create_event(self) -> int:
         self.created += 1
-        handle.value = 1000 + self.created
+        return 1000 + self.created
 
     def record(self, handle: int, stream: int) -> None:
         if self.refuses:
             raise ArithmeticError("on purpose")
-        self.recorded.append((handle, stream))
+        # A copy: to note a handle must not be to use it.
+        self.recorded.append((int(str(handle)), stream))
         self.reached.discard(handle)
 
     def query(self, handle: int) -> bool:
@@ -50,16 +50,13 @@ def pool(stager: Stager, driver: NotingDriver) -> Any:
 
 
 def test_a_handle_is_recorded_again_when_its_event_is_gone(pool: Any, driver: NotingDriver) -> None:
-    first, second = pool.record(7), pool.record(7)
-    assert driver.created == 2
-    del first
-    third = pool.record(8)
-    assert driver.recorded == [(1001, 7), (1002, 7), (1001, 8)]
-    del second, third
-    kept = [pool.record(9) for _ in range(3)]
-    assert (driver.created, pool.handles) == (3, 3)
-    assert len({handle for handle, _ in driver.recorded[-3:]}) == 3
-    del kept
+    live = [pool.record(7) for _ in range(20)]
+    assert len({handle for handle, _ in driver.recorded}) == 20
+    created = driver.created
+    del live[:]
+    for _ in range(1000):
+        pool.record(8)
+    assert driver.created == created == len(pool.handles)
 
 
 def test_an_event_in_a_cycle_is_not_recorded_anew_before_every_finalizer_has_asked(pool: Any, driver: NotingDriver) -> None:
@@ -82,19 +79,20 @@ def test_an_event_in_a_cycle_is_not_recorded_anew_before_every_finalizer_has_ask
     gc.collect()
     assert answers == [False]
     # Now nobody can ask any more.
-    kept = [pool.record(9) for _ in range(2)]
-    assert driver.created == 2
-    del kept
+    kept = [pool.record(9) for _ in range(100)]
+    assert driver.recorded[0][0] in {event._handle for event in kept}
 
 
 def test_a_handle_whose_recording_failed_is_used_again(pool: Any, driver: NotingDriver) -> None:
+    pool.record(7)
+    created = driver.created
     driver.refuses = True
-    for _ in range(3):
+    for _ in range(3 * created):
         with pytest.raises(ArithmeticError):
             pool.record(7)
     driver.refuses = False
     pool.record(7)
-    assert (driver.created, pool.handles) == (1, 1)
+    assert driver.created == created
 
 
 def test_no_interrupt_loses_a_handle(pool: Any, driver: NotingDriver) -> None:
@@ -104,10 +102,11 @@ def test_no_interrupt_loses_a_handle(pool: Any, driver: NotingDriver) -> None:
             del events
 
     interrupted(work, 400)
-    assert pool.handles <= 4
-    events = [pool.record(7) for _ in range(pool.handles)]
-    assert len({handle for handle, _ in driver.recorded[-len(events) :]}) == len(events)
-    assert driver.created <= 4
+    created = driver.created
+    assert created == len(pool.handles)
+    events = [pool.record(7) for _ in range(created // 2)]
+    assert len({event._handle for event in events}) == len(events)
+    assert driver.created == created <= 16
 
 
 def test_threads_that_record_share_no_handle(pool: Any, driver: NotingDriver) -> None:
@@ -129,7 +128,7 @@ def test_threads_that_record_share_no_handle(pool: Any, driver: NotingDriver) ->
     for thread in threads:
         thread.join()
     assert shared == []
-    assert driver.created <= 3 + 3
+    assert driver.created <= 16
 
 
 def test_stagers_of_one_device_share_their_events(stager: Stager) -> None:
@@ -141,6 +140,6 @@ def test_stagers_of_one_device_share_their_events(stager: Stager) -> None:
         pool.record(7)
         assert _events.event_pool(second) is pool  # type: ignore[arg-type]
         pool.record(7)
-        assert (first.created, second.created) == (1, 0)
+        assert first.created > 0 == second.created
     finally:
         del _events._pools[NotingDriver.ordinal]
