@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["fork", "run", "threads"]
+from xferlib.conformance.guard_process import descendants, end
 
-GRACE_SECONDS = 5.0
-"""For a process to show where it is."""
+__all__ = ["fork", "run", "threads"]
 
 
 def threads() -> set[threading.Thread]:
@@ -37,17 +36,16 @@ def run(
         # A group of its own: its children hold the pipes, too.
         start_new_session=True,
     )
-    for number, patience in ((signal.SIGABRT, seconds), (signal.SIGKILL, GRACE_SECONDS)):
-        try:
-            out, err = process.communicate(timeout=patience)
-            break
-        except subprocess.TimeoutExpired:
-            _signal_group(process.pid, number)
-        except BaseException:
-            _signal_group(process.pid, signal.SIGKILL)
-            raise
-    else:
+    late = threading.Timer(seconds, _end, (process.pid,))
+    late.start()
+    try:
         out, err = process.communicate()
+    except BaseException:
+        _signal_group(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        late.cancel()
+        late.join()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -57,6 +55,14 @@ def fork() -> int:
         # Python warns of a process with threads, and so does whatever framework another test has imported.
         warnings.simplefilter("ignore")
         return os.fork()
+
+
+def _end(leader: int) -> None:
+    # Whoever waits for a child is stopped before that ends, and so does not go on.
+    _signal_group(leader, signal.SIGSTOP)
+    end([*descendants(leader), leader])
+    # Those whose parents had ended before.
+    _signal_group(leader, signal.SIGKILL)
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

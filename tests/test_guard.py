@@ -34,6 +34,8 @@ def test_the_next():
 """
 CHILD = "def stuck_there(): import time; time.sleep(1000)\nstuck_there()"
 
+MANY = 6
+
 DEAF = "import signal; signal.signal(signal.SIGABRT, signal.SIG_IGN); signal.pause()"
 
 
@@ -157,7 +159,7 @@ def test_the_guard_ends_with_the_run_that_it_watches(tmp_path: Path) -> None:
 
 def test_a_program_that_hangs_with_its_children_is_ended_with_their_tracebacks() -> None:
     program = f"import subprocess, sys\ndef outer(): subprocess.run([sys.executable, '-c', {CHILD!r}])\nouter()"
-    ended = run([sys.executable, "-c", program], seconds=2)
+    ended = run([sys.executable, "-c", program], seconds=5)
     assert ended.returncode == -signal.SIGABRT
     assert "in outer" in ended.stderr
     assert "in stuck_there" in ended.stderr
@@ -166,3 +168,10 @@ def test_a_program_that_hangs_with_its_children_is_ended_with_their_tracebacks()
 def test_a_program_that_is_deaf_is_ended_too() -> None:
     ended = run([sys.executable, "-c", DEAF], seconds=1)
     assert ended.returncode == -signal.SIGKILL
+
+
+def test_what_many_children_show_can_be_read() -> None:
+    program = f"import subprocess, sys\nchildren = [subprocess.Popen([sys.executable, '-c', {CHILD!r}]) for _ in range({MANY})]"
+    ended = run([sys.executable, "-c", f"{program}\nfor child in children: child.wait()"], seconds=5)
+    assert ended.stderr.count('File "<string>", line 1 in stuck_there\n') == MANY
+    assert "in wait\n" in ended.stderr

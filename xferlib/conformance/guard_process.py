@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["descendants"]
+__all__ = ["descendants", "end"]
 
 PERIOD_SECONDS = 1.0
 GRACE_SECONDS = 5.0
@@ -42,6 +42,25 @@ def descendants(of: int) -> list[int]:
     return [process for generation in reversed(found) for process in generation]
 
 
+def end(processes: list[int]) -> None:
+    """End processes one after another, each when it has shown where it is, and those that do not within some seconds.
+
+    They are stopped meanwhile: what several write to the same place at once cannot be read, and who waits for one goes on.
+    """
+    _signal(processes, signal.SIGSTOP)
+    for process in processes:
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(process)
+            try:
+                _signal([process], signal.SIGABRT)
+                _signal([process], signal.SIGCONT)
+                # Also when nobody has asked for its status.
+                if not select.select([descriptor], [], [], GRACE_SECONDS)[0]:
+                    _signal([process], signal.SIGKILL)
+            finally:
+                os.close(descriptor)
+
+
 def main() -> None:
     run = int(sys.argv[1])
     deadline, what = float("inf"), ""
@@ -66,17 +85,14 @@ def _end(run: int, what: str) -> None:
     _say(f"It hangs: {what}.")
     if children:
         _say(f"Its children are ended: {', '.join(map(str, children))}.")
-        _signal(children, signal.SIGABRT)
+        end(children)
         if select.select([sys.stdin], [], [], GRACE_SECONDS)[0]:
             # It waited for one of them.
             return
         _signal(descendants(run), signal.SIGKILL)
     _show_captured(run)
     _say("The run is ended.")
-    _signal([run], signal.SIGABRT)
-    if os.getppid() == run:
-        select.select([sys.stdin], [], [], GRACE_SECONDS)
-        _signal([run] if os.getppid() == run else [], signal.SIGKILL)
+    end([run])
 
 
 def _show_captured(run: int) -> None:
