@@ -33,6 +33,7 @@ __all__ = ["Capsules", "Exporter", "Tensor", "capsules", "exported"]
 # DLManagedTensor of DLPack before version 1, the only one that JAX takes: data, device type and number, ndim, dtype code, bits and
 # lanes, shape, strides, byte offset, context, deleter.
 LAYOUT = struct.Struct("<QiiiBBHQQQQQ")
+NBYTES = LAYOUT.size
 NAME = b"dltensor"
 CHUNK = 512
 BIAS = 128
@@ -116,7 +117,7 @@ class Capsules:
                 except IndexError:
                     self._grow()
             slot = taken[0]
-            start = slot.number * LAYOUT.size
+            start = slot.number * NBYTES
             LAYOUT.pack_into(slot.raw, start, address - BIAS, *device, len(shape), code, bits, 1, where, 0, BIAS, 0, self._deleter)
             self._live[slot.start] = Loan(slot, lease, lengths)
             capsule = _new(slot.start, NAME, None)
@@ -137,7 +138,7 @@ class Capsules:
                 while self._cut_off:
                     self._clean_up(*self._cut_off[0])
                 for base, words in self._chunks:
-                    numbers = np.flatnonzero(words == self._mark)
+                    numbers = (words == self._mark).nonzero()[0]
                     if numbers.size:
                         self._let_go(base, words, numbers)
         finally:
@@ -157,7 +158,7 @@ class Capsules:
             self._free.extend(taken)
 
     def _let_go(self, base: int, words: Words, numbers: np.ndarray[Any, Any]) -> None:
-        starts = (base + numbers * LAYOUT.size).tolist()
+        starts = [base + number * NBYTES for number in numbers.tolist()]
         # None: its import failed, and its deleter was called all the same.
         freed = map(_SLOT, filter(None, map(self._live.pop, starts, itertools.repeat(None))))
         # No call stands between the two, so no interrupt and no other thread does. What is free may be lent again at once.
@@ -165,16 +166,16 @@ class Capsules:
         self._free.extend(freed)
 
     def _grow(self) -> None:
-        nbytes = CHUNK * LAYOUT.size
-        base = self._allocate(nbytes + LAYOUT.size)
+        nbytes = CHUNK * NBYTES
+        base = self._allocate(nbytes + NBYTES)
         if base is None:
             raise MemoryError(f"no {nbytes} bytes for DLPack structs")
-        start = -(-base // LAYOUT.size) * LAYOUT.size
+        start = -(-base // NBYTES) * NBYTES
         raw = memoryview((ctypes.c_uint8 * nbytes).from_address(start)).cast("B")
-        words = np.frombuffer(raw, np.uint32)[:: LAYOUT.size // 4]
+        words = np.frombuffer(raw, np.uint32)[:: NBYTES // 4]
         words[:] = BIAS
         self._chunks.append((start, words))
-        self._free.extend([Slot(start + number * LAYOUT.size, words, raw, number) for number in range(CHUNK)])
+        self._free.extend([Slot(start + number * NBYTES, words, raw, number) for number in range(CHUNK)])
 
 
 @final
@@ -207,7 +208,7 @@ class Tensor(NamedTuple):
 def exported(capsule: Any) -> Tensor:
     """Say where a tensor in a capsule that nobody imported lies, and how."""
     start = _pointer(capsule, NAME)
-    raw = (ctypes.c_uint8 * LAYOUT.size).from_address(start)
+    raw = (ctypes.c_uint8 * NBYTES).from_address(start)
     data, _, _, ndim, _, bits, lanes, shape, strides, offset, _, _ = LAYOUT.unpack_from(raw)
     if ndim < 2 or not strides:
         return Tensor(data + offset, None)
