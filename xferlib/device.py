@@ -395,16 +395,19 @@ class BlockCache:
         with self._at_work:
             # With the lock: who mends the table meanwhile would hand out a row again that is taken, and each is freed once.
             with self._lock:
-                while self._doomed:
-                    row = self._doomed.popleft()
-                    if not row.freed:
-                        row.freed = True
-                        rows.append(row)
+                self._take_doomed(rows)
             with ExitStack() as steps:
                 # Last in, first out, and each whatever the others raise.
                 for row in reversed(rows):
                     steps.callback(self._free, row)
                 self._wait_for_users(rows)
+
+    def _take_doomed(self, rows: list[_Row]) -> None:
+        while self._doomed:
+            row = self._doomed.popleft()
+            if not row.freed:
+                row.freed = True
+                rows.append(row)
 
     def _wait_for_users(self, rows: list[_Row]) -> None:
         if not rows or self._closed:

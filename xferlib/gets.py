@@ -85,17 +85,9 @@ class Gets:
 
     def _begin(self, sources: list[Source], outs: list[Array]) -> tuple[Event, tuple[type[Exception], ...]]:
         """Start the copies; return the event of the last, and what it may raise."""
-        nbytes = 0
         pageable: list[tuple[int, Array]] = []
         try:
-            for source, array in zip(sources, outs, strict=True):
-                address = self._host.address(array)
-                if address is None:
-                    # Subclasses may not be cut and shaped as a plain array is: a matrix always has two dimensions.
-                    pageable.append((source.address, np.asarray(array)))
-                elif address:
-                    self._backend.copy_d2h(address, source.address, array.nbytes)
-                    nbytes += array.nbytes
+            nbytes = self._copy_pinned(sources, outs, pageable)
             event = self._d2h.add(nbytes, outs, sources) if nbytes or not pageable else None
             if pageable:
                 # The CPU copy raises what NumPy raises, when the memory has been made read-only meanwhile, for instance.
@@ -105,3 +97,16 @@ class Gets:
             raise
         assert event is not None
         return event, self._failures
+
+    def _copy_pinned(self, sources: list[Source], outs: list[Array], pageable: list[tuple[int, Array]]) -> int:
+        """Start the copies to pinned memory, and return their bytes; enter what goes elsewhere."""
+        nbytes = 0
+        for source, array in zip(sources, outs, strict=True):
+            address = self._host.address(array)
+            if address is None:
+                # Subclasses may not be cut and shaped as a plain array is: a matrix always has two dimensions.
+                pageable.append((source.address, np.asarray(array)))
+            elif address:
+                self._backend.copy_d2h(address, source.address, array.nbytes)
+                nbytes += array.nbytes
+        return nbytes

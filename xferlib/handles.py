@@ -7,10 +7,12 @@ given back, nothing has a finalizer, and an interrupt or a cycle of garbage can 
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
 __all__ = ["Handles", "Keep", "unreferenced"]
@@ -19,6 +21,8 @@ T = TypeVar("T")
 Keep: TypeAlias = Callable[[Iterable[T]], None]
 
 FIRST = 8
+_IS_ONE = partial(operator.is_not, None)
+"""True of every handle, to count them by. Not a function of Python's: between its steps other threads come."""
 
 
 @final
@@ -38,7 +42,8 @@ class Handles(Generic[T]):
         """Some of those that are free: the others are looked for when these have gone."""
 
     def __len__(self) -> int:
-        """How many there are: at most four times as many as were ever in use at once, or the first few."""
+        """How many there are: at most four times as many as one thread ever used at once, or the first few; of several threads,
+        as many more as they make at the same time."""
         return len(self._owned)
 
     def take(self) -> T:
@@ -56,10 +61,12 @@ class Handles(Generic[T]):
         """Find those that are free, make more if they are less than half, and return one."""
         free, owned = self.free, self._owned
         while True:
+            # How many there are is asked first, and how many of them are free in one call: what other threads take or make
+            # meanwhile does not look as if more were in use.
+            count = len(owned)
+            if count == 0 or 2 * sum(itertools.chain(map(len, (free,)), map(_IS_ONE, unreferenced(owned)))) < count:
+                self._create(owned.extend, max(FIRST, count))
             free.extend(unreferenced(owned))
-            if 2 * len(free) < len(owned) or not owned:
-                self._create(owned.extend, max(FIRST, len(owned)))
-                continue
             # Other threads may have taken them all.
             with suppress(IndexError):
                 return free.pop()

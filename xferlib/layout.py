@@ -94,6 +94,9 @@ class Layouts:
             layout = Layout([(array.shape, array.dtype) for array, _ in sources])
             with self._lock:
                 self._kept[signature] = layout
-                while len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
+                self._forget_oldest()
         return layout
+
+    def _forget_oldest(self) -> None:
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)

@@ -208,12 +208,7 @@ class Puts:
         staged: list[Placed] = []
         pinned: list[Array] = []
         try:
-            for destination, number, (array, address) in zip(addresses, layout.numbers, sources, strict=True):
-                if address is None:
-                    staged.append(Placed(destination, array, number))
-                elif address:
-                    pinned.append(array)
-                    self._copy_h2d(destination, address, array.nbytes)
+            self._copy_pinned(addresses, sources, layout.numbers, pinned, staged)
             # The leases until then: a block that is used again before its last copy is started would be overwritten by it.
             lent = self._staging.lend(staged, until_started=leases, beside=pinned)
         except BaseException:
@@ -291,21 +286,34 @@ class Puts:
         self, addresses: Sequence[int], sources: list[HostLeaf], blocks: Sequence[int], target: object, places: Sequence[Source]
     ) -> Event:
         """Start copies; see `_begin_one`. `blocks`: of each leaf the number of the piece of memory that its address is in."""
-        nbytes = 0
-        held: list[Array] = []
+        pinned: list[Array] = []
         staged: list[Placed] = []
         try:
-            for destination, number, (array, address) in zip(addresses, blocks, sources, strict=True):
-                nbytes += array.nbytes
-                if address is None:
-                    staged.append(Placed(destination, array, number))
-                elif address:
-                    # Staged leaves are the caller's again as soon as they are staged; these are not.
-                    held.append(array)
-                    self._copy_h2d(destination, address, array.nbytes)
+            nbytes = self._copy_pinned(addresses, sources, blocks, pinned, staged)
             if staged:
                 self._staging.stage(staged)
-            return self._h2d.add(nbytes, held, places)
+            # Staged leaves are the caller's again as soon as they are staged; pinned ones are not.
+            return self._h2d.add(nbytes, pinned, places)
         except BaseException:
-            self._h2d.settle((held, target))
+            self._h2d.settle((pinned, target))
             raise
+
+    def _copy_pinned(
+        self,
+        addresses: Sequence[int],
+        sources: list[HostLeaf],
+        blocks: Sequence[int],
+        pinned: list[Array],
+        staged: list[Placed],
+    ) -> int:
+        """Start the copies of pinned leaves, noted in `pinned`; note the others in `staged`. Return the bytes of all."""
+        nbytes = 0
+        for destination, number, (array, address) in zip(addresses, blocks, sources, strict=True):
+            nbytes += array.nbytes
+            if address is None:
+                staged.append(Placed(destination, array, number))
+            elif address:
+                # Before the copy is started: whatever happens then, it is waited for.
+                pinned.append(array)
+                self._copy_h2d(destination, address, array.nbytes)
+        return nbytes

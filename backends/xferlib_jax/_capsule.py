@@ -111,11 +111,7 @@ class Capsules:
         capsule = None
         taken: list[Slot] = []
         try:
-            while not taken:
-                try:
-                    taken.extend(map(_POP, (self._free,)))
-                except IndexError:
-                    self._grow()
+            self._take(taken)
             slot = taken[0]
             start = slot.number * NBYTES
             LAYOUT.pack_into(slot.raw, start, address - BIAS, *device, len(shape), code, bits, 1, where, 0, BIAS, 0, self._deleter)
@@ -135,15 +131,27 @@ class Capsules:
         try:
             taken.extend(map(self._sweeping.acquire, (False,)))
             if taken[0]:
-                while self._cut_off:
-                    self._clean_up(*self._cut_off[0])
-                for base, words in self._chunks:
-                    numbers = (words == self._mark).nonzero()[0]
-                    if numbers.size:
-                        self._let_go(base, words, numbers)
+                self._sweep()
         finally:
             if taken and taken[0]:
                 self._sweeping.release()
+
+    def _sweep(self) -> None:
+        while self._cut_off:
+            self._clean_up(*self._cut_off[0])
+        for base, words in self._chunks:
+            numbers = (words == self._mark).nonzero()[0]
+            if numbers.size:
+                self._let_go(base, words, numbers)
+
+    def _take(self, taken: list[Slot]) -> None:
+        """Enter a struct that is free."""
+        while not taken:
+            try:
+                # One call, so that an interrupt comes before it or behind it.
+                taken.extend(map(_POP, (self._free,)))
+            except IndexError:
+                self._grow()
 
     def _clean_up(self, taken: list[Slot], capsule: Any) -> None:
         """Let the lease go of the oldest import that was cut off, if JAX has not taken the struct."""

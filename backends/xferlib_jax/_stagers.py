@@ -118,9 +118,7 @@ class _Shared:
         self._watches[number] = watch
         row = self._rows[number] = {}
         try:
-            for device in devices:
-                if not self._share(row, device):
-                    row[device] = _open(device)
+            self._fill(row, devices)
         except BaseException:
             self.let_go(number)
             raise
@@ -134,14 +132,18 @@ class _Shared:
         self._watches.pop(number, None)
         _close(stager for stager in row.values() if id(stager) not in used)
 
+    def _fill(self, row: dict[Device, xferlib.Stager], devices: Sequence[Device]) -> None:
+        for device in devices:
+            if not self._share(row, device):
+                row[device] = _open(device)
+
     def _share(self, row: dict[Device, xferlib.Stager], device: Device) -> bool:
         """Enter a stager on the device that another row has, if there is one."""
         with self._lock:
-            for other in list(self._rows.values()):
-                if device in other:
-                    row[device] = other[device]
-                    return True
-        return False
+            other = next((other for other in list(self._rows.values()) if device in other), None)
+            if other is not None:
+                row[device] = other[device]
+        return other is not None
 
     def _start(self) -> None:
         if self._thread is None:

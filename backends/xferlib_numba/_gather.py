@@ -151,8 +151,11 @@ class Gathering:
         """Free all idle blocks but so many. On a thread that no interrupt comes to."""
         for idle in list(self._idle.values()):
             with suppress(IndexError):
-                while sum(map(len, list(self._idle.values()))) > kept:
-                    _memory.free(self._device, idle.popleft())
+                self._free_some(idle, kept)
+
+    def _free_some(self, idle: deque[Block], kept: int) -> None:
+        while sum(map(len, list(self._idle.values()))) > kept:
+            _memory.free(self._device, idle.popleft())
 
 
 def _size(nbytes: int) -> int:

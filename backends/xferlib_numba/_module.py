@@ -60,11 +60,15 @@ def load() -> Numba:
     with warnings.catch_warnings():
         # Numba uses what NumPy 2.5 deprecates, and says so while it is imported: where warnings are errors, that would be all.
         warnings.simplefilter("ignore", DeprecationWarning)
-        # A stable sort: the successor first, unless the other alone is in use.
-        for package in sorted(PACKAGES, key=lambda package: package.public not in sys.modules):
-            cuda = _import(package)
-            if cuda is not None:
-                return _parts(package, cuda)
+        return _load_first()
+
+
+def _load_first() -> Numba:
+    # A stable sort: the successor first, unless the other alone is in use.
+    for package in sorted(PACKAGES, key=lambda package: package.public not in sys.modules):
+        cuda = _import(package)
+        if cuda is not None:
+            return _parts(package, cuda)
     raise refusal("Numba's CUDA module is not installed", INSTALL)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -117,3 +118,24 @@ def test_a_maker_that_refuses_is_heard_and_asked_again(maker: Maker, handles: Ha
         handles.take()
     maker.refuses = False
     assert handles.take()
+
+
+class Raced(deque[int]):
+    """What other threads have taken, and let go of, before whoever found it comes to look: some times."""
+
+    times = 3
+
+    def extend(self, found: Iterable[int]) -> None:
+        super().extend(found)
+        if self.times:
+            self.times -= 1
+            self.clear()
+
+
+def test_what_other_threads_were_faster_to_take_is_not_taken_for_used_up(maker: Maker, handles: Handles[int]) -> None:
+    handles.take()
+    made = maker.made
+    handles.free = raced = Raced()
+    assert handles.take() in handles._owned
+    assert raced.times == 0
+    assert maker.made == made

@@ -10,6 +10,7 @@ import pytest
 
 from tests.interrupts.repeated import interrupted
 from tests.jax.garbage import Cycle
+from xferlib.handles import FIRST
 from xferlib.stager import Stager
 
 
@@ -128,7 +129,8 @@ def test_threads_that_record_share_no_handle(pool: Any, driver: NotingDriver) ->
     for thread in threads:
         thread.join()
     assert shared == []
-    assert driver.created <= 16
+    # Each may have found none at the very beginning.
+    assert driver.created <= 3 * FIRST
 
 
 def test_stagers_of_one_device_share_their_events(stager: Stager) -> None:

@@ -46,7 +46,8 @@ class RecordingBackend:
     def left(self) -> dict[str, int]:
         """How many of each kind are not given back: device blocks, pinned memory, pins. Empty: all is."""
         with self._lock:
-            return {kind: len(had) for kind, had in self._had.items() if had}
+            counts = list(map(len, self._had.values()))
+        return {kind: count for kind, count in zip(self._had, counts, strict=True) if count}
 
     def block_of(self, array: Any) -> int | None:
         """Return the address of the device block that this array is in."""

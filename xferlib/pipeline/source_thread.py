@@ -201,26 +201,35 @@ def _work(shared: SourceThread[Any]) -> None:
     iterator: Iterator[Any] = iter(source)
     del source, work
     try:
-        while not _finished(iterator):
-            shared.place()
-            try:
-                before_next(shared.clock)
-                shared.clock.turn("source")
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-                shared.give(shared.started(start, item))
-            except _Stopped:
-                raise
-            except BaseException as error:
-                # Nothing new until somebody wants what is behind it: many a taker goes no further.
-                shared.paused = True
-                shared.give(Failed(error))
-            item = None
+        _give_all(shared, iterator, start, before_next)
     finally:
         if isinstance(iterator, GeneratorType):
             iterator.close()
+
+
+def _give_all(
+    shared: SourceThread[Any],
+    iterator: Iterator[Any],
+    start: Callable[[Any, Clock], Any],
+    before_next: Callable[[Clock], None],
+) -> None:
+    while not _finished(iterator):
+        shared.place()
+        try:
+            before_next(shared.clock)
+            shared.clock.turn("source")
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            shared.give(shared.started(start, item))
+        except _Stopped:
+            raise
+        except BaseException as error:
+            # Nothing new until somebody wants what is behind it: many a taker goes no further.
+            shared.paused = True
+            shared.give(Failed(error))
+        item = None
 
 
 def _finished(iterator: Iterator[Any]) -> bool:

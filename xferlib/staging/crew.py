@@ -52,8 +52,7 @@ class Crew:
             self._members.add(member)
             # Without threads the work is done all the same, by who leads it.
             with suppress(RuntimeError):
-                while len(self._threads) < count:
-                    self._start_one()
+                self._start_up_to(count)
             tickets = self._tickets
         for _ in range(count):
             tickets.put(work)
@@ -70,6 +69,10 @@ class Crew:
             tickets.put(None)
         for thread in threads:
             _join(thread)
+
+    def _start_up_to(self, count: int) -> None:
+        while len(self._threads) < count:
+            self._start_one()
 
     def _start_one(self) -> None:
         name = f"xferlib-{self._name}-{len(self._threads)}"

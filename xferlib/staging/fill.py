@@ -7,7 +7,7 @@ from time import sleep
 from typing import Any, Final
 
 from xferlib.inflight import Traffic
-from xferlib.protocol import HostStager
+from xferlib.protocol import Event, HostStager
 from xferlib.staging.chunks import H2D, Chunks
 from xferlib.staging.job import Job, Loop
 from xferlib.staging.parts import lay
@@ -37,9 +37,7 @@ def filling(backend: HostStager[Any], chunks: Chunks, traffic: Traffic) -> Loop:
                 if chunk.busy is not None:
                     # If it failed, the transfer that it belongs to says so.
                     with suppress(*failures):
-                        while not chunk.busy.done():
-                            # Drivers wait by spinning, on cores that the program would use. Other chunks are under way meanwhile.
-                            sleep(PAUSE_SECONDS)
+                        _wait(chunk.busy)
                 nbytes = part.nbytes
                 lay(part, chunk.view(nbytes))
                 try:
@@ -55,3 +53,9 @@ def filling(backend: HostStager[Any], chunks: Chunks, traffic: Traffic) -> Loop:
                     chunks.lose(H2D, chunk)
 
     return loop
+
+
+def _wait(event: Event) -> None:
+    while not event.done():
+        # Drivers wait by spinning, on cores that the program would use. Other chunks are under way meanwhile.
+        sleep(PAUSE_SECONDS)

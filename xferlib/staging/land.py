@@ -58,14 +58,17 @@ class Lander:
         flying: deque[Started] = deque()
         with self._chunks.in_use():
             try:
-                while True:
-                    while len(flying) < AHEAD and self._next(job, flying, wait=leading and not flying):
-                        pass
-                    if not flying:
-                        return
-                    self._finish(job, flying)
+                self._land_all(job, flying, wait=leading)
             finally:
                 self._settle(flying)
+
+    def _land_all(self, job: Job, flying: deque[Started], *, wait: bool) -> None:
+        while True:
+            while len(flying) < AHEAD and self._next(job, flying, wait=wait and not flying):
+                pass
+            if not flying:
+                return
+            self._finish(job, flying)
 
     def _next(self, job: Job, flying: deque[Started], *, wait: bool) -> bool:
         try:

@@ -327,11 +327,14 @@ class Staging:
         """Start as many parts as there are chunks; one at least, so that whoever leads always gets on."""
         self._chunks.expect(D2H, job.parts)
         with self._chunks.in_use():
-            self._lander.begin(job, wait=True)
-            while self._lander.begin(job, wait=False):
-                pass
+            self._begin_what_fits(job)
         if not job.issued.is_open():
             self._unissued.append((job, sources))
+
+    def _begin_what_fits(self, job: Job) -> None:
+        self._lander.begin(job, wait=True)
+        while self._lander.begin(job, wait=False):
+            pass
 
     def _start_few(self, job: Job, transfers: Sequence[Staged]) -> None:
         for address, array in transfers:
