@@ -1,7 +1,7 @@
 """A thread that runs jobs strictly in the order in which they were put.
 
-Invariant: a job that was put is run, and all that was put before it, by whichever thread, has then ended. Streams and copy engines
-are made of this; what an exception means is theirs to say, and a job never raises.
+Invariant: a job whose `put` raised nothing is run, and all that was put before it, by whichever thread, has then ended. Streams and
+copy engines are made of this; what an exception means is theirs to say, and a job never raises.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class Worker:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         # No finaliser: others that die in one reference cycle with this may have theirs put jobs, and wait for them.
         self._end = ticket(self._queue.put, None)
-        # Reentrant: the garbage collector may run a finaliser that puts a job while this thread is inside `put`.
-        self._lock = threading.RLock()
         self._open = True
         self._pid = os.getpid()
         # The thread is given the queue and not the worker, which it would keep alive.
@@ -48,12 +46,17 @@ class Worker:
         return self._open
 
     def put(self, job: Job) -> None:
-        """Queue the job behind all that was put before. Never waits for a job; raises `ClosedError` after `close()`."""
-        # Without the lock a job could land behind the mark that ends the thread, and whoever waits for it would hang.
-        with self._lock:
-            if not self._open:
-                raise ClosedError(f"{self._name!r} is closed and runs nothing any more. Open a new one")
+        """Queue the job behind all that was put before. Never waits for a job.
+
+        Raises `ClosedError` after `close()`; beside a `close()` of another thread the job may be run all the same.
+        """
+        # No lock: a finaliser that runs in here may wait for what another thread puts.
+        if self._open:
             self._queue.put(job)
+            if self._open:
+                return
+            # Closed meanwhile, as by a finaliser: it may lie behind the mark that ends the thread, and nobody is to wait for it.
+        raise ClosedError(f"{self._name!r} is closed and runs nothing any more. Open a new one")
 
     def close(self, last: Job | None = None) -> None:
         """Let the jobs that were put end, then the thread. Twice is fine; a job may call it, and then nothing is waited for.
@@ -61,13 +64,12 @@ class Worker:
         `last` is run behind all other jobs, by the first call only.
         """
         if os.getpid() != self._pid:
-            return  # A forked child has no thread, and its copy of the lock may be held by one that it does not have.
-        with self._lock:
-            # In this order: an interrupted call is made again, and `last` is run once.
-            first, self._open = self._open, False
-            if first and last is not None:
-                self._queue.put(last)
-            self._queue.put(None)
+            return  # A forked child has no thread.
+        # No call stands between the two, so no interrupt and no other thread does: `last` is run once.
+        first, self._open = self._open, False
+        if first and last is not None:
+            self._queue.put(last)
+        self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 import threading
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ from xferlib_host._stream import Event
 from xferlib_host._worker import Worker
 
 from tests.host.work import SECONDS, Gate, address, until, within
+from xferlib.errors import ClosedError
 
 
 class Interrupt(BaseException):
@@ -166,3 +168,46 @@ def test_a_close_that_was_interrupted_anywhere_is_made_again() -> None:
         assert len(ended) == 1
         step += 1
     assert step > 5
+
+
+class Interposed:
+    """A queue whose `put` lets something else happen first, as a finalizer would that runs there."""
+
+    def __init__(self, worker: Worker, act: Any) -> None:
+        self.inner = worker._queue
+        self.act: Any = act
+
+    def put(self, job: Any) -> None:
+        act, self.act = self.act, lambda: None
+        act()
+        self.inner.put(job)
+
+
+def test_a_finalizer_inside_a_put_may_wait_for_what_another_thread_puts() -> None:
+    worker = Worker("interposed")
+    ran: list[str] = []
+
+    def elsewhere() -> None:
+        ended = threading.Event()
+        worker.put(partial(ran.append, "elsewhere"))
+        worker.put(ended.set)
+        assert ended.wait(SECONDS)
+
+    worker._queue = Interposed(worker, lambda: within(SECONDS, elsewhere))  # type: ignore[assignment]
+    within(2 * SECONDS, lambda: worker.put(lambda: ran.append("here")))
+    worker.close()
+    assert ran == ["elsewhere", "here"]
+
+
+def test_nobody_waits_for_a_job_that_was_put_as_a_finalizer_closed() -> None:
+    worker = Worker("closed meanwhile")
+    worker._queue = Interposed(worker, worker.close)  # type: ignore[assignment]
+    told: list[str] = []
+
+    def put() -> None:
+        with pytest.raises(ClosedError) as caught:
+            worker.put(lambda: None)
+        told.append(str(caught.value))
+
+    within(SECONDS, put)
+    assert "closed" in told[0]

@@ -70,39 +70,6 @@ def test_a_forked_child_ends_by_itself() -> None:
     )
 
 
-def test_a_forked_child_closes_though_another_thread_had_the_locks() -> None:
-    assert (
-        run(
-            "import os, sys, threading, warnings\n"
-            "warnings.simplefilter('ignore', DeprecationWarning)\n"
-            "from xferlib_host import Stream, open_stager\n"
-            "stager, stream = open_stager(), Stream()\n"
-            "workers = [stager.h2d._worker, stager.d2h._worker, stream._worker]\n"
-            "taken, forked = threading.Event(), threading.Event()\n"
-            "def hold():\n"
-            "    for worker in workers:\n"
-            "        worker._lock.acquire()\n"
-            "    taken.set()\n"
-            "    forked.wait()\n"
-            "    for worker in workers:\n"
-            "        worker._lock.release()\n"
-            "threading.Thread(target=hold).start()\n"
-            "taken.wait()\n"
-            "child = os.fork()\n"
-            "if child == 0:\n"
-            "    import faulthandler\n"
-            "    faulthandler.dump_traceback_later(10, exit=True)\n"
-            "    stager.close()\n"
-            "    stream.close()\n"
-            "    os._exit(7)\n"
-            "_, status = os.waitpid(child, 0)\n"
-            "forked.set()\n"
-            "print(os.waitstatus_to_exitcode(status))\n"
-        )
-        == "7\n"
-    )
-
-
 def test_a_worker_that_has_ended_is_not_waited_for() -> None:
     worker = Worker("ended")
     worker.close()
