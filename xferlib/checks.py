@@ -11,7 +11,9 @@ from typing import Any, NoReturn, SupportsIndex, TypeVar
 import numpy as np
 from numpy.ma import MaskedArray
 
-from xferlib.errors import XferError
+from xferlib.errors import CapabilityError, XferError
+from xferlib.protocol import HostStager
+from xferlib.reaper import collects
 from xferlib.tree import Spec, path
 
 __all__ = [
@@ -20,8 +22,10 @@ __all__ = [
     "check_out",
     "checked_at",
     "describe",
+    "lacking",
     "positive_nbytes",
     "refuse_bare_zero",
+    "refuse_finalizers",
     "translated",
     "uncopied",
     "whole_shape",
@@ -34,6 +38,19 @@ def refuse_bare_zero(stream: object | None) -> None:
     """Raise `ValueError` for the int 0: some frameworks mean "synchronous" by it, others the default stream."""
     if type(stream) is int and stream == 0:
         raise ValueError("stream=0 is ambiguous. Pass the framework's own object for its default stream, or leave stream out")
+
+
+def lacking(backend: HostStager[Any], flag: str, consequence: str) -> CapabilityError:
+    """Return the refusal of what a flag that is off stands for: in the backend's words, if it has some."""
+    words = getattr(backend, "refusals", {}).get(flag, consequence)
+    return CapabilityError(f"backend {backend.name!r} {words}")
+
+
+def refuse_finalizers(backend: HostStager[Any]) -> None:
+    """Raise `CapabilityError` in a finalizer that the collector runs, where the framework does not survive what it would do."""
+    if not backend.capabilities.finalizers and collects():
+        consequence = "cannot transfer in a finalizer that the garbage collector runs. Transfer in ordinary code"
+        raise lacking(backend, "finalizers", consequence)
 
 
 def uncopied(advice: str) -> Callable[[Any, SupportsIndex], NoReturn]:

@@ -75,6 +75,8 @@ class Capabilities:
     """The device reads and writes page-locked host memory in place: the backend is a `MapsMemory`, too."""
     write_combined: bool = False
     """Page-locked memory can be had that bypasses the CPU's caches: the backend is a `CombinesWrites`, too."""
+    finalizers: bool = True
+    """Finalizers that the garbage collector runs may transfer: the framework survives being called inside one of its calls."""
 
 
 class Stream(NamedTuple):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, final
 
-from xferlib.checks import check_alike, check_apart, checked_at
+from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalizers
 from xferlib.device import BlockCache, Lease, Streams
 from xferlib.errors import CapabilityError
 from xferlib.inflight import Traffic, all_traffic
@@ -216,6 +216,7 @@ class Puts:
             raise
 
         def make() -> Any:
+            refuse_finalizers(self._backend)
             return self._made(layout, leases, spec, lent.enqueued())
 
         transfer = Transfer(Later(make), lent, (Exception,), False, streams.__setitem__)

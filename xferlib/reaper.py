@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar, final
 
 from xferlib.latch import Latch
 
-__all__ = ["AtWork", "Remains", "close_later", "start_reaper", "start_thread", "uninterrupted", "watch"]
+__all__ = ["AtWork", "Remains", "close_later", "collects", "start_reaper", "start_thread", "uninterrupted", "watch"]
 
 LOOK_SECONDS = 0.2
 """How often is looked while a closed stager's memory is still held."""
@@ -61,8 +61,8 @@ def _note_collection(phase: str, info: dict[str, int]) -> None:
         _collection = None
 
 
-def _collects() -> bool:
-    """Tell whether the collector runs on this thread now."""
+def collects() -> bool:
+    """Tell whether the collector runs on the calling thread now, and so whether this is a finalizer."""
     noted = _collection
     if noted is None:
         return False
@@ -117,7 +117,7 @@ def uninterrupted(call: Callable[[], T]) -> T:
     In a finalizer that the collector runs the call is made at once: another thread could wait for a lock of whatever the main
     thread was at when the collection began, and no interrupt gets out of a finalizer.
     """
-    if _over or get_ident() != _main or _collects():
+    if _over or get_ident() != _main or collects():
         return call()
     # What the call holds is let go of before anyone is told, here and there.
     calls = [call]

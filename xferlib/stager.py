@@ -19,7 +19,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.checks import positive_nbytes, refuse_bare_zero, translated, uncopied, whole_shape
+from xferlib.checks import lacking, positive_nbytes, refuse_bare_zero, refuse_finalizers, translated, uncopied, whole_shape
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.device import BlockCache
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
@@ -37,7 +37,7 @@ from xferlib.memory.pool import PinnedPool
 from xferlib.pinning import Pin, Pins, splits
 from xferlib.protocol import Capabilities, HostStager
 from xferlib.puts import Puts
-from xferlib.reaper import close_later, start_reaper, uninterrupted
+from xferlib.reaper import close_later, collects, start_reaper, uninterrupted
 from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
@@ -73,6 +73,7 @@ class Stager:
         self.backend = backend
         self._failures = backend.failures
         self._capabilities = backend.capabilities
+        self._finalizers = self._capabilities.finalizers
         self._traffic = traffic = Traffic(backend)
         memory = allocators(backend)
         room, flow = Room(traffic), Flow(traffic)
@@ -138,7 +139,7 @@ class Stager:
         if self._refusal is not None:
             self._refuse()
         if write_combined and not self._capabilities.write_combined:
-            raise self._lacks("write_combined", "has no write-combined memory. Leave write_combined out")
+            raise lacking(self.backend, "write_combined", "has no write-combined memory. Leave write_combined out")
         wanted = np.dtype(dtype)
         check_dtype(wanted)
         return self._pool.empty(whole_shape(shape), wanted, combined=write_combined)
@@ -178,7 +179,7 @@ class Stager:
         if self._refusal is not None:
             self._refuse()
         if not self._capabilities.mapped:
-            raise self._lacks("mapped", "gives the device no view of host memory. Copy it with put")
+            raise lacking(self.backend, "mapped", "gives the device no view of host memory. Copy it with put")
         if stream is not None:
             self._check_stream(stream)
         return self._maps.view(array, stream)
@@ -199,6 +200,8 @@ class Stager:
         """
         if self._refusal is not None:
             self._refuse()
+        if not self._finalizers:
+            refuse_finalizers(self.backend)
         if stream is not None:
             self._check_stream(stream)
         try:
@@ -226,6 +229,8 @@ class Stager:
         """
         if self._refusal is not None:
             self._refuse()
+        if not self._finalizers:
+            refuse_finalizers(self.backend)
         if stream is not None:
             self._check_stream(stream)
         try:
@@ -277,8 +282,8 @@ class Stager:
 
     @property
     def _entered(self) -> bool:
-        """Whether this is a finalizer that runs inside another call of this thread, which must come to its end first."""
-        return self._blocks.entered or self._pool.entered
+        """Whether this is a finalizer that must wait: for another call of this thread to come to its end, or for the framework."""
+        return self._blocks.entered or self._pool.entered or (not self._finalizers and collects())
 
     def close(self) -> None:
         """Wait for what is in flight and give everything back; twice is fine.
@@ -352,11 +357,6 @@ class Stager:
         assert self._refusal is not None
         # A new one each time: several threads may be refused at once, and an exception carries one traceback.
         raise type(self._refusal)(*self._refusal.args)
-
-    def _lacks(self, flag: str, consequence: str) -> CapabilityError:
-        """Return the refusal of what a flag that is off stands for: in the backend's words, if it has some."""
-        words = getattr(self.backend, "refusals", {}).get(flag, consequence)
-        return CapabilityError(f"backend {self.name!r} {words}")
 
     def _check_stream(self, stream: object) -> None:
         refuse_bare_zero(stream)

@@ -198,6 +198,9 @@ class Transfer:
         if isinstance(value, Later):
             try:
                 value = value()
+            except CapabilityError:
+                # Refused here and now, and the copy is as sound as before.
+                raise
             except self._failures as error:
                 raise self._failed(error) from error
         if self._check is not None:

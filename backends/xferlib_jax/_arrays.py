@@ -5,6 +5,7 @@ Nothing is copied here, and nothing is ordered but by what the caller passes in.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from xferlib_jax._capsule import Capsules, Exporter
 
-__all__ = ["NOT_MAPPED", "JaxArray", "adopt", "check_array", "check_dtype", "dlpack_code", "kind_of"]
+__all__ = ["FINALIZERS", "NOT_MAPPED", "NO_FINALIZERS", "JaxArray", "adopt", "check_array", "check_dtype", "dlpack_code", "kind_of"]
 
 JaxArray: TypeAlias = Any
 """`jax.Array`, which is also what a traced value claims to be."""
@@ -24,6 +25,13 @@ NOT_MAPPED: Final = (
     "read it, and it lets imported host memory go while such a copy is under way. Copy it with put"
 )
 """Why `mapped` is off, on every platform: nobody could tell when the memory may be written again."""
+
+FINALIZERS: Final = sys.version_info >= (3, 12)
+"""Whether a finalizer that the collector runs may call JAX: from Python 3.12 on the collector never runs inside a call of JAX."""
+NO_FINALIZERS: Final = (
+    "cannot transfer in a finalizer that the garbage collector runs: before Python 3.12 that may be inside of a call of JAX, which "
+    "does not survive another one. Transfer in ordinary code, or take Python 3.12"
+)
 
 INTEGER, UNSIGNED, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6
 _FLOAT8 = {

@@ -15,7 +15,7 @@ import numpy as np
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError
-from xferlib_jax._arrays import NOT_MAPPED, JaxArray, check_array, check_dtype
+from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, JaxArray, check_array, check_dtype
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._engine import CopyError, CpuEvent, Engine
 from xferlib_jax._imports import Imports
@@ -41,9 +41,10 @@ class CpuStager:
     on_gpu: Final = False
     pci_bus_id: Final = None
     fallback: Final = False
-    capabilities: Final = protocol.Capabilities(register=True)
+    capabilities: Final = protocol.Capabilities(register=True, finalizers=FINALIZERS)
     refusals: Final = {
         "mapped": NOT_MAPPED,
+        "finalizers": NO_FINALIZERS,
         "write_combined": "page-locks nothing where JAX computes on the CPU, which reads what it wrote. Leave write_combined out",
     }
     failures: Final[tuple[type[Exception], ...]] = (CopyError, MemoryCallError, jax.errors.JaxRuntimeError)

@@ -19,7 +19,7 @@ import numpy as np
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
 from xferlib_jax import _arrays
-from xferlib_jax._arrays import NOT_MAPPED, JaxArray
+from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, JaxArray
 from xferlib_jax._blocks import Block, BlockMaker, PoolError
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._driver import CudaError, Driver
@@ -48,8 +48,8 @@ class CudaStager:
     name = "jax"
     on_gpu = True
     fallback = False
-    capabilities = Capabilities(pinned=True, register=True, write_combined=True)
-    refusals: ClassVar[dict[str, str]] = {"mapped": NOT_MAPPED}
+    capabilities = Capabilities(pinned=True, register=True, write_combined=True, finalizers=FINALIZERS)
+    refusals: ClassVar[dict[str, str]] = {"mapped": NOT_MAPPED, "finalizers": NO_FINALIZERS}
     failures: ClassVar[tuple[type[Exception], ...]] = (CudaError, PoolError, jax.errors.JaxRuntimeError)
 
     take_apart = staticmethod(take_apart)

@@ -7,25 +7,23 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import pytest
 
 import xferlib
 from tests.core.fakes import WATCHDOG, Point, on_thread, tampered, until
+from tests.core.garbage import Garbage, at_every_allocation
 from tests.interrupts.harness import at_rest
 from xferlib.errors import XferError
 from xferlib.inflight import Landings
 from xferlib.landing import Landing
-from xferlib.protocol import Stream
+from xferlib.protocol import Capabilities, Stream
+from xferlib.reaper import collects
 from xferlib.views import Views
 
 KIB, MIB = 1 << 10, 1 << 20
-MOST = 150
-"""Allocations, should a call always have more."""
-MISSES = 8
-"""Numbers in a row to which a call does not come."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,55 +36,6 @@ def collected_when_told() -> Iterator[None]:
     gc.set_threshold(*threshold)
     gc.unfreeze()
     gc.enable()
-
-
-@final
-class Garbage:
-    """A reference cycle whose finalizer does something, and notes what came of it."""
-
-    def __init__(self, act: Callable[[], object], outcomes: list[str]) -> None:
-        self.me = self
-        self.act = act
-        self.outcomes = outcomes
-
-    def __del__(self) -> None:
-        self.outcomes.append("begun")
-        try:
-            self.act()
-            self.outcomes.append("done")
-        except XferError as error:
-            self.outcomes.append(f"{type(error).__name__}: {error}")
-
-
-def at_every_allocation(call: Callable[[], object], act: Callable[[], object]) -> list[str]:
-    """Call again and again, with the collector run when one object is alive that was not before, two, ...; return what came of it.
-
-    First "begun" for each finalizer, then "done" or the words in which it was refused.
-    """
-    met: list[str] = []
-    misses = 0
-    for allocation in range(1, MOST):
-        outcomes: list[str] = []
-        gc.disable()
-        gc.collect()
-        Garbage(act, outcomes)
-        gc.set_threshold(gc.get_count()[0] + allocation, 1000, 1000)
-        gc.enable()
-        try:
-            call()
-        except XferError as error:
-            # Of a call inside of which the finalizer had taken the room, or was in the way.
-            met.append(f"call: {error}")
-        gc.disable()
-        # On another thread it may be at it still; that it comes to its end is what is asked here.
-        assert until(lambda: len(outcomes) != 1)  # noqa: B023  # Called in this turn alone.
-        met += outcomes
-        # Of several threads one may have more under way than another time.
-        misses = 0 if outcomes else misses + 1
-        if misses == MISSES:
-            break
-    gc.collect()
-    return met
 
 
 def acts(stager: xferlib.Stager) -> dict[str, Callable[[], object]]:
@@ -190,6 +139,63 @@ def test_a_finalizer_on_the_thread_that_leads_a_borrowed_put_is_told_that_it_can
         array = on_thread(transfers[0].result).result(WATCHDOG)
         assert (stager.get(array).result() == 3).all()
     assert told
+
+
+WITHOUT = Capabilities(register=True, streams=True, put_into=True, finalizers=False)
+REFUSED = "in a finalizer that the garbage collector runs"
+
+
+def in_a_finalizer(act: Callable[[], object]) -> list[str]:
+    """Let a finalizer act that the collector runs; return what came of it."""
+    outcomes: list[str] = []
+    Garbage(act, outcomes)
+    gc.collect()
+    return outcomes
+
+
+def test_finalizers_are_refused_where_the_framework_does_not_survive_them() -> None:
+    source = np.full(2 * MIB, 3, np.uint8)
+    with xferlib.Stager(tampered(capabilities=WITHOUT)) as stager:
+        array, lent = stager.put(source).result(), stager.put(source, borrow=True)
+        acts = (
+            lambda: stager.put(source),
+            lambda: stager.put(source, into=array),
+            lambda: stager.get(array),
+            lambda: lent.value,
+            lent.result,
+            lambda: lent.value_on(None),
+        )
+        for act in acts:
+            begun, told = in_a_finalizer(act)
+            assert begun == "begun"
+            assert told.startswith("CapabilityError")
+            assert REFUSED in told
+        # What was refused has harmed nothing, and ordinary code may do all of it; so may a finalizer that no collector runs.
+        assert (stager.get(lent.result()).result() == 3).all()
+        outcomes: list[str] = []
+        garbage = Garbage(lambda: stager.put(source).synchronize(), outcomes)
+        del garbage.me
+        del garbage
+        assert outcomes == ["begun", "done"]
+
+
+def test_trim_and_close_in_finalizers_wait_for_a_framework_that_does_not_survive_them() -> None:
+    freed: list[bool] = []
+
+    def free(block: Any) -> None:
+        freed.append(collects())
+        backend.inner.free_device(block)
+
+    backend = tampered(capabilities=WITHOUT, free_device=free)
+    stager = xferlib.Stager(backend)
+    stager.put(np.zeros(100, np.uint8)).synchronize()
+    assert in_a_finalizer(stager.trim) == ["begun", "done"]
+    assert freed == []
+    assert in_a_finalizer(stager.close) == ["begun", "done"]
+    assert until(lambda: bool(freed))
+    assert not any(freed)
+    with pytest.raises(xferlib.ClosedError):
+        stager.put(np.zeros(1))
 
 
 def test_finalizers_that_change_a_table_while_it_is_gone_through_harm_nothing() -> None:

@@ -73,7 +73,7 @@ class OwnershipLaws(Laws):
 
         def act(cell: list[Any]) -> None:
             # Whoever took the block for free gives it to these.
-            kept.extend(self.put_others(recorded.stager, values))
+            kept.extend(self.put_in_a_finalizer(recorded.stager, values, cell[0]))
             seen.append(self.to_numpy(cell[0]))
             saved.append(cell[0])
 
@@ -301,6 +301,16 @@ class OwnershipLaws(Laws):
         finalizer.cell = cell
         cell += [transfer.result(), transfer, finalizer, *more]
         return finalizer.errors
+
+    def put_in_a_finalizer(self, stager: Stager, values: Array, array: Any) -> list[Any]:
+        """Put others, or see that finalizers are refused to transfer."""
+        if stager.capabilities.finalizers:
+            return self.put_others(stager, values)
+        with pytest.raises(CapabilityError):
+            stager.put(values)
+        with pytest.raises(CapabilityError):
+            stager.get(array)
+        return []
 
     def drop_in_a_cycle(self, stager: Stager, sizes: tuple[int, ...]) -> None:
         with collector_off():

@@ -1,0 +1,53 @@
+"""Finalizers that transfer, collected at any allocation of a call: they do, or are refused in words where JAX could not bear it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from tests.core.fakes import WATCHDOG, on_thread
+from tests.core.garbage import at_every_allocation
+from xferlib.stager import Stager
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def collected_when_told() -> Iterator[None]:
+    """Leave what the suite and JAX have made out of every collection: each would take long."""
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
+    gc.enable()
+
+
+@pytest.mark.parametrize("call", ["put", "tree", "borrowed put", "get"])
+@pytest.mark.parametrize("act", ["put", "borrowed put", "get"])
+@pytest.mark.filterwarnings("ignore::xferlib.SynchronousTransferWarning")
+def test_finalizers_that_transfer_run_at_any_allocation(call: str, act: str, stager: Stager) -> None:
+    sizes = itertools.count(3000, 700)
+    small, large = (np.arange(nbytes // 4, dtype=np.int32) for nbytes in (128, 2 * MIB))
+    there = stager.put(small).result()
+    acts: dict[str, Callable[[], object]] = {
+        "put": lambda: stager.put(np.zeros(next(sizes), np.uint8)).result(),
+        "tree": lambda: stager.put({"a": small, "b": small[:8]}).result(),
+        "borrowed put": lambda: stager.put(large, borrow=True).result(),
+        "get": lambda: stager.get(there).result(),
+    }
+    for known in acts.values():
+        known()
+    met = on_thread(lambda: at_every_allocation(acts[call], acts[act])).result(3 * WATCHDOG)
+    came = [outcome for outcome in met if outcome != "begun" and not outcome.startswith("call")]
+    assert len(came) == met.count("begun") >= 2
+    if stager.capabilities.finalizers:
+        assert "done" in came
+    else:
+        assert all("in a finalizer that the garbage collector runs" in outcome for outcome in came)
+    assert (stager.get(stager.put(large).result()).result() == large).all()
