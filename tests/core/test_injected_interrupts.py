@@ -159,7 +159,7 @@ def test_an_interrupt_at_any_point_loses_no_block(name: str, kind: str) -> None:
         if not interrupted_at(point, TABLES, lambda: BLOCKS[name](blocks.cache)):  # noqa: B023  # Called in this turn alone.
             break
         blocks.check()
-    assert point > 3
+    assert point >= 3
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -258,7 +258,7 @@ def test_an_interrupt_at_any_point_loses_no_pinned_memory(name: str) -> None:
         if not interrupted_at(point, TABLES, lambda: POOL[name](pool.pool)):  # noqa: B023  # Called in this turn alone.
             break
         pool.check()
-    assert point > 3
+    assert point >= 3
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -303,7 +303,7 @@ def test_an_interrupt_at_any_point_loses_no_pin(
         assert stager._pool.nbytes == 0
         calls = memory.memory.calls()
         assert calls.pins == calls.unpins
-    assert point > 30
+    assert point > 20
 
 
 @pytest.mark.parametrize("failure", [None, MemoryError])
@@ -411,7 +411,7 @@ def test_an_interrupt_at_any_point_loses_no_view(name: str) -> None:
         if not interrupted_at(point, TABLES, lambda: VIEWS[name](seen)):  # noqa: B023  # Called in this turn alone.
             break
         seen.check()
-    assert point > 5
+    assert point >= 5
 
 
 @pytest.mark.parametrize("failure", FAILURES)
