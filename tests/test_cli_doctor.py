@@ -51,6 +51,7 @@ def test_host_is_ready_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
         "put_into": True,
         "mapped": True,
         "write_combined": False,
+        "finalizers": True,
     }
 
 

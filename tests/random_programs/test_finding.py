@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.random_programs.driver import POISON, Driver
+from tests.random_programs.mutants import MUTANTS, Mutant
 from tests.random_programs.program import Program
 from tests.random_programs.shrink import shrink
 from tests.random_programs.supervise import Failure, Runner
@@ -123,3 +125,10 @@ def test_a_hole_between_two_locked_ranges_is_noted(driver: Driver) -> None:
     assert "byte 1000 is not page-locked" in told(driver)
     driver.unlock(start)
     driver.unlock(start + 2000)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_mutant_can_be_planted(mutant: Mutant) -> None:
+    text = (Path(__file__).resolve().parents[2] / mutant.file).read_text()
+    assert text.count(mutant.old) == 1
+    compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
