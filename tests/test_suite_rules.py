@@ -154,7 +154,7 @@ def test_a_failing_law_shows_its_operands(tmp_path: Path) -> None:
 def test_a_run_says_what_was_tested_on_what(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("host", ["-k", A_LAW]) == 0
     shown = capfd.readouterr().out
-    flags = "capabilities: register, streams, put_into, mapped; off: pinned, write_combined"
+    flags = "capabilities: register, streams, put_into, mapped, finalizers; off: pinned, write_combined"
     for part in ("backend: host on host memory", flags, "xferlib 0."):
         assert part in shown
     assert "1 passed" in shown
