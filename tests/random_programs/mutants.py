@@ -76,7 +76,7 @@ MUTANTS = (
         "an array and its memory die together in a cycle",
         "xferlib/tickets.py",
         "    hidden: Any = np.empty((), _OBJECT)\n    hidden[()] = told\n    return hidden",
-        "    class Hidden:\n        def __del__(self) -> None:\n            post(value)\n\n    return Hidden()",
+        "    return [told]",
     ),
     Mutant("leaves that lie side by side are one", "xferlib/staging/parts.py", "block != last or ", ""),
     Mutant(
