@@ -94,7 +94,6 @@ class Device:
         """Made by the framework, so that the library knows no stream that reads it."""
         self.plain = not views
         """In C order."""
-        self.readers: list[Reader] = []
 
     def shares(self, cells: list[list[Content]]) -> bool:
         """Tell whether it has arrays of these in its own."""
@@ -145,13 +144,15 @@ class Hold:
 class Reader:
     """Work on the device that reads an array, behind what is held; and what it must have read."""
 
-    def __init__(self, hold: str, values: Any, content: Content, keep: Any) -> None:
+    def __init__(self, hold: str, values: Any, content: Content, keep: Any, cell: list[Content] | None = None) -> None:
         self.hold = hold
         self.values = values
         self.content = content
         self.keep = keep
         self.seen = False
         self._lock = threading.Lock()
+        self.cell = cell
+        """That of the device array, by whatever name it is known; None: it reads host memory."""
 
     def check(self) -> None:
         """Wait for the work and look at what it read. Once; only when its hold is released."""

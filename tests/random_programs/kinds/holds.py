@@ -145,9 +145,8 @@ class Read(Kind):
             raise Skip("it has no bytes")
         array = device.arrays[index]
         named = self._name(world, device, arguments["hold"])
-        reader = Reader(arguments["hold"], world.kit.read_later(array, hold.hold), content, None if named else array)
-        device.readers.append(reader)
-        world.readers.append(reader)
+        keep = None if named else array
+        world.readers.append(Reader(arguments["hold"], world.kit.read_later(array, hold.hold), content, keep, device.cells[index]))
 
     def _name(self, world: World, device: Device, hold: str) -> bool:
         """Tell the array's transfer of the stream. False: nobody can, so the reader is the program's to wait for."""

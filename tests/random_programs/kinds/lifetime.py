@@ -207,7 +207,6 @@ class Keep(Kind):
         if not indices:
             raise Skip("there are fewer arrays")
         kept = _like(device, [device.arrays[index] for index in indices], [device.cells[index] for index in indices])
-        kept.readers = device.readers
         if arguments["alone"]:
             world.on_host(kept)
             kept.started = None
@@ -259,7 +258,6 @@ class View(Kind):
             raise Skip("there are fewer arrays")
         array = world.kit.view(device.arrays[index], arguments["how"])
         seen = _like(device, [array], [device.cells[index]], (arguments["how"],))
-        seen.readers = device.readers
         if arguments["drop"]:
             del world.things[arguments["source"]]
         world.things[arguments["to"]] = seen

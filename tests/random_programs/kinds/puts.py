@@ -101,13 +101,13 @@ class PutInto(Kind):
         if not target.plain or target.device != opened.device or len(target.arrays) != len(host.leaves):
             raise Skip("it cannot be overwritten")
         stream = arguments.get("stream")
-        under_other_names = [device for device in world.all(Device) if device is not target and device.shares(target.cells)]
-        if any(reader.hold != stream and not reader.seen for device in under_other_names for reader in device.readers):
-            raise Skip("held work reads it, and the program must not overwrite what its own work reads")
         world.settled(host)
         world.may_use(target, stream)
-        for reader in target.readers:
-            if reader.hold != stream:
+        # The program must not overwrite what its own work on other streams has yet to read, under whatever name it was given to
+        # that work, also one that is gone.
+        cells = {id(cell) for cell in target.cells}
+        for reader in list(world.readers):
+            if reader.hold != stream and id(reader.cell) in cells:
                 reader.check()
         tree = built(target.form, target.arrays)
         with refusable(opened):
