@@ -125,6 +125,8 @@ class Started:
         """Whether the program has the arrays of a get."""
         self.over: Started | None = None
         """What was put into the same arrays since."""
+        self.out_is_ours = True
+        """Whether `out` holds what a get wrote there until the program writes it: not when it is a slot that went back."""
         self.asked: set[str] = set()
         """Keys of streams that were made to wait for it, or `HOST`."""
 

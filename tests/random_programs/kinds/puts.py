@@ -210,6 +210,9 @@ class Value(Kind):
         value = transfer.result() if how == "result" else transfer.result(60) if how == "timeout" else transfer.value
         leaves = world.check_result(started.form, value, started.contents, "what get gave")
         if started.out is not None:
+            if not started.out_is_ours:
+                # Its arrays are the ring's, and so is what is in them.
+                return
             for leaf, array in zip(started.out.leaves, leaves, strict=True):
                 if array is not leaf.array:
                     raise Wrong("get(out=) did not give the arrays that it was given")
@@ -248,7 +251,7 @@ class Done(Kind):
         started = world.find(arguments["source"], Started, own=True)
         if not started.transfer.done():
             return
-        if started.out is not None and started.out.written_by == [started.end]:
+        if started.out is not None and started.out_is_ours and started.out.written_by == [started.end]:
             # No later get writes the same bytes there since.
             started.out.written_by.clear()
             world.check_host(started.out, "done() said yes, and what get wrote")
