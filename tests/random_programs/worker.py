@@ -41,6 +41,7 @@ def traits_of(kit: Kit) -> Traits:
         dtypes=kit.dtypes,
         layouts=kit.layouts,
         views=kit.views,
+        has_empty_views=kit.has_empty_views,
         canaries=tuple(sorted(kit.canaries)),
         holds=kit.holds,
         held_sizes=kit.held_sizes,

@@ -151,10 +151,10 @@ class Reader:
         self.values = values
         self.content = content
         self.keep = keep
-        self.seen = False
-        self._lock = threading.Lock()
         self.cell = cell
         """That of the device array, by whatever name it is known; None: it reads host memory."""
+        self.seen = False
+        self._lock = threading.Lock()
 
     def check(self) -> None:
         """Wait for the work and look at what it read. Once; only when its hold is released."""
@@ -283,7 +283,7 @@ class World:
         if device.started is not None:
             device.started.transfer.synchronize()
         elif CURRENT in device.order:
-            self.kit.settle()
+            self.kit.settle(device.device)
         else:
             raise Skip("the transfer is gone, and its stream is held or gone")
         device.order.add(HOST)

@@ -238,6 +238,8 @@ class View(Kind):
         _, dtype, shape, *_ = leaves[index]
         if (how != "same" and (not shape or not shape[0])) or (how == "turned" and len(shape) != 2):
             return []
+        if how == "tail" and shape[0] == 1 and not sketch.traits.has_empty_views:
+            return []
         new = (
             {"tail": [shape[0] - 1, *shape[1:]], "steps": [-(-shape[0] // 2), *shape[1:]], "turned": shape[::-1]}.get(how, shape)
             if shape
