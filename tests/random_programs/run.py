@@ -29,6 +29,8 @@ SETTLE_SECONDS = 1.0
 """In which memory of a stager that is closed comes back after its last array went."""
 SETTLE_LOOKS = 300
 
+running: deque[World] = deque(maxlen=1)
+"""That of the program that runs now, or ran last."""
 unraised: deque[str] = deque()
 """What was raised where nobody takes it: in finalizers and on threads."""
 
@@ -56,6 +58,7 @@ def run_program(program: Program, kit: Kit, *, tidy: bool = False) -> Outcome:
     allocated = DRIVER.allocated()
     gc.set_threshold(program.options.get("threshold", 700), 10, 10)
     world = World(kit)
+    running.append(world)
     skipped, failure, trace = 0, None, ""
     world.doing = ""
     try:
@@ -73,6 +76,7 @@ def run_program(program: Program, kit: Kit, *, tidy: bool = False) -> Outcome:
     if failure is not None and tidy:
         _tidy(world)
     world.end()
+    running.clear()
     return Outcome(failure, trace, world.doing, skipped, time.perf_counter() - began)
 
 
