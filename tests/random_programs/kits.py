@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from abc import ABC
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from typing import Any, ClassVar, final
 
@@ -23,6 +23,8 @@ from xferlib.registry import companion
 __all__ = ["NAMES", "Kit", "kit_named"]
 
 NAMES = ("host", "jax", "cupy", "numba")
+SLICED_BY_NUMBA = 4096
+"""Elements."""
 PLAIN = ("bool", "int8", "uint8", "int16", "int32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
 
 
@@ -54,6 +56,7 @@ class Kit(ABC):
     def warm(self) -> None:
         """Run once what programs run under a hold."""
         with xferlib.stager(self.open(0, locks=False), pinned_limit=64 << 20, staging="2x64KiB") as stager:
+            self._warm_layouts(stager)
             for nbytes in self.held_sizes or (256,):
                 values = np.ones(nbytes, np.uint8)
                 array = stager.put(values).result()
@@ -67,12 +70,40 @@ class Kit(ABC):
                 with self.hooks.hold_copies(stager.backend) as hold:
                     hold.release()
 
+    def _warm_layouts(self, stager: xferlib.Stager) -> None:
+        """Get and read what is not contiguous, once for each dtype: a copy on the device is compiled and loaded for that."""
+        if self.held_sizes:
+            # It is compiled for each size.
+            return
+        for name in self.dtypes:
+            for shape in ((6,), (4, 6)):
+                values = np.zeros(shape, dtype_named(name))
+                arrays = [self.foreign(values, layout) for layout in self.layouts]
+                arrays += [self.view(arrays[0], how) for how in self.views if how != "turned" or len(shape) == 2]
+                for array in arrays:
+                    # What fails here fails in a program, which tells it better.
+                    with suppress(Exception):
+                        stager.get(array).result()
+                        self.read(array)
+
     def open(self, device: int, *, locks: bool) -> Any:
         """Open a backend for a stager."""
         return self.opener(device=device)
 
+    def open_gates(self) -> None:
+        """Release whatever is held on a GPU, of holds that are being entered as well."""
+        if self.on_gpu:
+            from xferlib.conformance.gates import gate_table
+            from xferlib.conformance.watchdog import BY_TEST, OPEN, SHUT, SLOT_NBYTES, TABLE_NBYTES
+
+            words = gate_table().words
+            for word in range(0, TABLE_NBYTES // 4, SLOT_NBYTES // 4):
+                if words[word] == SHUT:
+                    words[word + 1] = BY_TEST
+                    words[word] = OPEN
+
     def read(self, array: Any) -> Array:
-        """Wait for the calling thread's current stream, and return what the array holds, without a stager."""
+        """Wait for the calling thread's current stream on the array's device, and return what it holds, without a stager."""
         values: Array = self.hooks.to_numpy(array)
         return values
 
@@ -94,17 +125,22 @@ class Kit(ABC):
 
     has_current = False
     views: tuple[str, ...] = ("tail", "steps", "backwards", "turned")
+    has_empty_views = True
     layouts: tuple[str, ...] = ("C",)
 
     def foreign(self, values: Array, layout: str) -> Any:
-        """Return a finished device array of the framework's own."""
+        """Return a finished device array of the framework's own, on its first device."""
         return self.hooks.from_numpy(values)
 
     def view(self, array: Any, how: str) -> Any:
         return viewed(array, how)
 
-    def settle(self) -> None:
-        """Wait for the device."""
+    def settle(self, device: int) -> None:
+        """Wait for a device."""
+        return
+
+    def ask(self) -> None:
+        """Call the framework for nothing: some let go of what was dropped only when they are called."""
         return
 
     def while_held(self) -> AbstractContextManager[Any]:
@@ -174,6 +210,20 @@ class JaxKit(Kit):
         backend = self.opener(device=device)
         return backend if self.on_gpu else StrictStager(backend, locks=locks)
 
+    def read(self, array: Any) -> Array:
+        if self.devices == 1:
+            return super().read(array)
+        from xferlib.conformance import cuda
+
+        # As the hook does, on the device of this array.
+        array.block_until_ready()
+        order = array.format.layout.major_to_minor if array.ndim > 1 else tuple(range(array.ndim))
+        read = np.empty([array.shape[axis] for axis in order], array.dtype)
+        if read.nbytes:
+            with cuda.context(int(array.device.local_hardware_id)):
+                cuda.call("cuMemcpyDtoH", read.ctypes.data, array.unsafe_buffer_pointer(), read.nbytes)
+        return np.ascontiguousarray(read.transpose(np.argsort(order))) if array.ndim > 1 else read
+
     def view(self, array: Any, how: str) -> Any:
         # No view, but another array over the same memory.
         return self.jax.device_put(array, array.device)
@@ -187,8 +237,12 @@ class JaxKit(Kit):
         form = Format(Layout(major_to_minor=(1, 0)), self.jax.sharding.SingleDeviceSharding(device))
         return self.jax.device_put(values, form).block_until_ready()
 
-    def settle(self) -> None:
+    def settle(self, device: int) -> None:
         self.jax.effects_barrier()
+
+    def ask(self) -> None:
+        for device in self.jax.local_devices():
+            device.memory_stats()
 
 
 @final
@@ -207,8 +261,12 @@ class CupyKit(Kit):
 
     def read(self, array: Any) -> Array:
         with array.device:
-            values: Array = self.hooks.to_numpy(array)
-        return values
+            if array.flags.c_contiguous or is_numpys(array.dtype):
+                values: Array = self.hooks.to_numpy(array)
+                return values
+            # What is not contiguous is copied by a kernel first, which CuPy does not have for every dtype of an extension.
+            read: Array = self.hooks.to_numpy(array.view(f"u{array.dtype.itemsize}"))
+        return read.view(array.dtype)
 
     def stream(self) -> Any:
         return self.cupy.cuda.Stream(non_blocking=True)
@@ -218,8 +276,7 @@ class CupyKit(Kit):
         return entered
 
     def foreign(self, values: Array, layout: str) -> Any:
-        # Of the dtypes of extensions CuPy reads only what is contiguous.
-        if layout == "C" or np.dtype(values.dtype.type).isbuiltin != 1:
+        if layout == "C":
             return self.hooks.from_numpy(values)
         array = laid_out(values, layout)
         base = array if array.base is None else array.base
@@ -228,14 +285,16 @@ class CupyKit(Kit):
         offset = array.ctypes.data - base.ctypes.data
         return self.cupy.ndarray(array.shape, array.dtype, raw.data + offset, strides=array.strides)
 
-    def settle(self) -> None:
-        self.cupy.cuda.runtime.deviceSynchronize()
+    def settle(self, device: int) -> None:
+        self.cupy.cuda.Device(device).synchronize()
 
 
 @final
 class NumbaKit(Kit):
     name = "numba"
     views = ("tail", "steps", "turned")
+    # Of an empty slice some versions make an array that they cannot read.
+    has_empty_views = False
     layouts = ("C", "F")
 
     def __init__(self) -> None:
@@ -255,18 +314,47 @@ class NumbaKit(Kit):
     def current(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def read(self, array: Any) -> Array:
+        if not array.size:
+            # There is nothing to be read, and such an array names no device.
+            return np.empty(array.shape, array.dtype)
+        if self.devices == 1:
+            return super().read(array)
+        with self.cuda.gpus[array.gpu_data.context.device.id]:
+            return super().read(array)
+
     def foreign(self, values: Array, layout: str) -> Any:
         if layout == "C" or values.ndim != 2:
             return self.hooks.from_numpy(values)
-        return self.hooks.from_numpy(np.ascontiguousarray(values.T)).T
+        return self.view(self.hooks.from_numpy(np.ascontiguousarray(values.T)), "turned")
 
-    def settle(self) -> None:
-        self.cuda.synchronize()
+    def view(self, array: Any, how: str) -> Any:
+        if how == "turned":
+            # Its own `T` is no view, but a new array that a kernel fills, compiled for the dtype, at once and behind nothing.
+            return self._seen_as(array, array.shape[::-1], array.strides[::-1])
+        if how == "steps" and array.size > SLICED_BY_NUMBA:
+            # It goes through such a slice element by element, in Python.
+            first, *rest = array.shape
+            return self._seen_as(array, (-(-first // 2), *rest), (2 * array.strides[0], *array.strides[1:]))
+        return super().view(array, how)
+
+    def _seen_as(self, array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        """Return a view that begins where the array does."""
+        return type(array)(shape, strides, array.dtype, array.stream, array.gpu_data)
+
+    def settle(self, device: int) -> None:
+        with self.cuda.gpus[device]:
+            self.cuda.synchronize()
 
     def while_held(self) -> AbstractContextManager[Any]:
         # Numba frees in batches, which wait for whatever runs.
         deferred: AbstractContextManager[Any] = self.cuda.defer_cleanup()
         return deferred
+
+
+def is_numpys(dtype: np.dtype[Any]) -> bool:
+    """Tell whether a dtype is one of NumPy's, and not of an extension."""
+    return np.dtype(dtype.type).isbuiltin == 1
 
 
 def laid_out(values: Array, layout: str) -> Array:

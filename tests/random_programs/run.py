@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
@@ -27,7 +27,10 @@ __all__ = ["Outcome", "finish", "run_program", "run_steps"]
 
 SETTLE_SECONDS = 1.0
 """In which memory of a stager that is closed comes back after its last array went."""
+SETTLE_LOOKS = 300
 
+running: deque[World] = deque(maxlen=1)
+"""That of the program that runs now, or ran last."""
 unraised: deque[str] = deque()
 """What was raised where nobody takes it: in finalizers and on threads."""
 
@@ -55,6 +58,7 @@ def run_program(program: Program, kit: Kit, *, tidy: bool = False) -> Outcome:
     allocated = DRIVER.allocated()
     gc.set_threshold(program.options.get("threshold", 700), 10, 10)
     world = World(kit)
+    running.append(world)
     skipped, failure, trace = 0, None, ""
     world.doing = ""
     try:
@@ -63,14 +67,16 @@ def run_program(program: Program, kit: Kit, *, tidy: bool = False) -> Outcome:
         finish(world)
         account(world, threads, allocated)
     except Exception as error:
-        # What the driver saw comes before what came of it.
-        noted = f"Wrong: {DRIVER.violations[0]}; then " if DRIVER.violations else ""
+        # What the driver saw, or was raised where nobody takes it, comes before what came of it.
+        first = next(iter([*DRIVER.violations, *unraised]), None)
+        noted = "" if first is None else f"Wrong: {first}; then "
         failure, trace = f"{noted}{type(error).__name__}: {error}", traceback.format_exc()
         error.__traceback__ = None
     gc.set_threshold(700, 10, 10)
     if failure is not None and tidy:
         _tidy(world)
     world.end()
+    running.clear()
     return Outcome(failure, trace, world.doing, skipped, time.perf_counter() - began)
 
 
@@ -137,10 +143,10 @@ def account(world: World, threads: set[threading.Thread], allocated: int) -> Non
     opened: Opened | None = None
     for opened in stagers:
         if not opened.closed:
-            _flat(opened.stager, stagers, "after trim")
+            _flat(world.kit, opened.stager, stagers, "after trim")
     for opened in stagers:
         opened.stager.close()
-        _flat(opened.stager, [], "after close")
+        _flat(world.kit, opened.stager, [], "after close")
     opened = None
     stagers.clear()
     gc.collect()
@@ -189,7 +195,7 @@ def _close_all(world: World) -> None:
         world.kit.end_stream(named.stream)
 
 
-def _flat(stager: xferlib.Stager, stagers: list[Opened], when: str) -> None:
+def _flat(kit: Kit, stager: xferlib.Stager, stagers: list[Opened], when: str) -> None:
     """See that a stager has no memory any more. `stagers`: those that are open, each of which may hold what its copies needed."""
 
     def left() -> dict[str, int]:
@@ -206,7 +212,22 @@ def _flat(stager: xferlib.Stager, stagers: list[Opened], when: str) -> None:
             gc.collect()
         return not left()
 
-    _wait(is_flat, lambda: f"memory is left {when}: {left()}")
+    _wait(is_flat, lambda: f"memory is left {when}: {left()}, {_found_late(kit, left)}")
+
+
+def _found_late(kit: Kit, left: Callable[[], object]) -> str:
+    """Say what it takes to get back what is left too long: so one can tell who has held it."""
+    for words, call in (
+        ("a collection of garbage", gc.collect),
+        ("a call of the framework", kit.ask),
+        ("some more seconds", lambda: time.sleep(3)),
+    ):
+        call()
+        # The reaper looks five times a second.
+        time.sleep(0.6)
+        if not left():
+            return f"and nothing any more after {words}"
+    return "and whatever is done"
 
 
 def _left(threads: set[threading.Thread]) -> list[str]:
@@ -216,9 +237,11 @@ def _left(threads: set[threading.Thread]) -> list[str]:
 
 
 def _wait(reached: Any, words: Any) -> None:
-    deadline = time.monotonic() + SETTLE_SECONDS
+    # By the clock, and by what this process got of it: a machine may stand still for longer than that.
+    deadline, looks = time.monotonic() + SETTLE_SECONDS, 0
     while not reached():
-        if time.monotonic() > deadline:
+        looks += 1
+        if time.monotonic() > deadline and looks > SETTLE_LOOKS:
             raise Wrong(words())
         time.sleep(0.001)
 

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SILENCE_SECONDS = 90.0
 """Longer than the worker waits for itself."""
 START_SECONDS = 300.0
-LOG_CHARACTERS = 6000
+LOG_CHARACTERS = 40_000
+"""Room for the tracebacks of some dozens of threads."""
 
 
 class Unavailable(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from tests.random_programs.driver import POISON, Driver
 from tests.random_programs.mutants import MUTANTS, Mutant
 from tests.random_programs.program import Program
+from tests.random_programs.release import Releaser
 from tests.random_programs.shrink import shrink
 from tests.random_programs.supervise import Failure, Runner
 
@@ -67,6 +69,21 @@ def test_one_seed_gives_one_program() -> None:
     assert programs[:5] == programs[5:]
     assert len(set(programs)) == 5
     assert [Program.from_json(text).to_json() for text in programs] == programs
+
+
+def test_a_step_is_released_also_where_one_releasing_thread_is_stuck() -> None:
+    stuck, over, released = threading.Event(), threading.Event(), threading.Event()
+
+    def release() -> None:
+        if not stuck.is_set():
+            stuck.set()
+            over.wait(60)
+        released.set()
+
+    with Releaser().watch(2, release):
+        assert released.wait(30)
+        assert not over.is_set()
+    over.set()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ class Traits:
     dtypes: tuple[str, ...]
     layouts: tuple[str, ...]
     views: tuple[str, ...]
+    has_empty_views: bool
     canaries: tuple[str, ...]
     holds: int
     held_sizes: tuple[int, ...]

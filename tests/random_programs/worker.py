@@ -8,6 +8,8 @@ import importlib.util
 import json
 import os
 import sys
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -16,7 +18,7 @@ from tests.random_programs.defects import DEFECTS
 from tests.random_programs.draw import draw_program
 from tests.random_programs.kits import Kit, kit_named
 from tests.random_programs.program import Program
-from tests.random_programs.run import listen, run_program
+from tests.random_programs.run import listen, run_program, running
 from tests.random_programs.traits import Traits
 from xferlib.errors import BackendUnavailableError
 
@@ -41,6 +43,7 @@ def traits_of(kit: Kit) -> Traits:
         dtypes=kit.dtypes,
         layouts=kit.layouts,
         views=kit.views,
+        has_empty_views=kit.has_empty_views,
         canaries=tuple(sorted(kit.canaries)),
         holds=kit.holds,
         held_sizes=kit.held_sizes,
@@ -69,9 +72,24 @@ def serve(backend: str, defect: str | None = None) -> None:
     traits = traits_of(kit)
     gc.collect()
     gc.freeze()
+    threading.Thread(target=_tell_what_hangs, name="random-programs-hangs", daemon=True).start()
     print(json.dumps({"ready": True, "on_gpu": kit.on_gpu}), file=out)
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line), kit, traits)), file=out)
+
+
+def _tell_what_hangs() -> None:
+    """Print the step that is under way, and what is held, once for each that takes very long."""
+    before, since, told = "", 0, False
+    while True:
+        time.sleep(1)
+        for world in list(running):
+            doing = world.doing
+            since, told = (since + 1, told) if doing == before else (0, False)
+            before = doing
+            if since >= HANG_SECONDS / 3 and not told:
+                told = True
+                print(f"for {since} s: {doing}; held: {list(world.holds)}", file=sys.stderr, flush=True)
 
 
 def _answer(request: dict[str, Any], kit: Kit, traits: Traits) -> dict[str, Any]:

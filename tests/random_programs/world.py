@@ -94,7 +94,6 @@ class Device:
         """Made by the framework, so that the library knows no stream that reads it."""
         self.plain = not views
         """In C order."""
-        self.readers: list[Reader] = []
 
     def shares(self, cells: list[list[Content]]) -> bool:
         """Tell whether it has arrays of these in its own."""
@@ -126,6 +125,8 @@ class Started:
         """Whether the program has the arrays of a get."""
         self.over: Started | None = None
         """What was put into the same arrays since."""
+        self.out_is_ours = True
+        """Whether `out` holds what a get wrote there until the program writes it: not when it is a slot that went back."""
         self.asked: set[str] = set()
         """Keys of streams that were made to wait for it, or `HOST`."""
 
@@ -145,11 +146,13 @@ class Hold:
 class Reader:
     """Work on the device that reads an array, behind what is held; and what it must have read."""
 
-    def __init__(self, hold: str, values: Any, content: Content, keep: Any) -> None:
+    def __init__(self, hold: str, values: Any, content: Content, keep: Any, cell: list[Content] | None = None) -> None:
         self.hold = hold
         self.values = values
         self.content = content
         self.keep = keep
+        self.cell = cell
+        """That of the device array, by whatever name it is known; None: it reads host memory."""
         self.seen = False
         self._lock = threading.Lock()
 
@@ -280,7 +283,7 @@ class World:
         if device.started is not None:
             device.started.transfer.synchronize()
         elif CURRENT in device.order:
-            self.kit.settle()
+            self.kit.settle(device.device)
         else:
             raise Skip("the transfer is gone, and its stream is held or gone")
         device.order.add(HOST)

@@ -10,6 +10,7 @@ from tests.random_programs.content import Content
 from tests.random_programs.kinds.kind import Kind
 from tests.random_programs.kinds.puts import put_alike
 from tests.random_programs.program import Step
+from tests.random_programs.release import RELEASER
 from tests.random_programs.sketch import Sketch
 from tests.random_programs.world import HOST, Device, Hold, Reader, Skip, World
 
@@ -19,10 +20,17 @@ __all__ = ["ALL"]
 def enter(world: World, name: str, context: Any) -> Hold:
     if len(world.holds) >= world.kit.holds:
         raise Skip("enough is held")
-    stack = ExitStack()
-    stack.enter_context(world.kit.while_held())
-    hold = Hold(stack, stack.enter_context(context))
-    world.holds[name] = hold
+
+    def release() -> None:
+        world.release_all()
+        world.kit.open_gates()
+
+    with ExitStack() as stack:
+        stack.enter_context(world.kit.while_held())
+        # Behind what is held as soon as the gate is shut, this may wait for another thread's call, which waits for just that.
+        with RELEASER.watch(world.kit.patience, release):
+            entered = stack.enter_context(context)
+        hold = world.holds[name] = Hold(stack.pop_all(), entered)
     return hold
 
 
@@ -145,9 +153,8 @@ class Read(Kind):
             raise Skip("it has no bytes")
         array = device.arrays[index]
         named = self._name(world, device, arguments["hold"])
-        reader = Reader(arguments["hold"], world.kit.read_later(array, hold.hold), content, None if named else array)
-        device.readers.append(reader)
-        world.readers.append(reader)
+        keep = None if named else array
+        world.readers.append(Reader(arguments["hold"], world.kit.read_later(array, hold.hold), content, keep, device.cells[index]))
 
     def _name(self, world: World, device: Device, hold: str) -> bool:
         """Tell the array's transfer of the stream. False: nobody can, so the reader is the program's to wait for."""

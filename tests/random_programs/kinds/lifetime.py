@@ -207,7 +207,6 @@ class Keep(Kind):
         if not indices:
             raise Skip("there are fewer arrays")
         kept = _like(device, [device.arrays[index] for index in indices], [device.cells[index] for index in indices])
-        kept.readers = device.readers
         if arguments["alone"]:
             world.on_host(kept)
             kept.started = None
@@ -239,6 +238,8 @@ class View(Kind):
         _, dtype, shape, *_ = leaves[index]
         if (how != "same" and (not shape or not shape[0])) or (how == "turned" and len(shape) != 2):
             return []
+        if how == "tail" and shape[0] == 1 and not sketch.traits.has_empty_views:
+            return []
         new = (
             {"tail": [shape[0] - 1, *shape[1:]], "steps": [-(-shape[0] // 2), *shape[1:]], "turned": shape[::-1]}.get(how, shape)
             if shape
@@ -259,7 +260,6 @@ class View(Kind):
             raise Skip("there are fewer arrays")
         array = world.kit.view(device.arrays[index], arguments["how"])
         seen = _like(device, [array], [device.cells[index]], (arguments["how"],))
-        seen.readers = device.readers
         if arguments["drop"]:
             del world.things[arguments["source"]]
         world.things[arguments["to"]] = seen

@@ -117,8 +117,7 @@ class PutSlot(Kind):
             raise Skip("it is no slot")
         slots, slot = host.slot
         if arguments.get("release") or slots.closed or slots.stager.closed:
-            del world.things[name]
-            slots.out.discard(name)
+            self._gone_back(world, name, host, slots)
             host.leaves.clear()
             host.tree = None
             slot.release()
@@ -127,11 +126,18 @@ class PutSlot(Kind):
         contents = [leaf.content for leaf in host.leaves]
         with refusable(slots.stager):
             transfer = slot.put(stream=world.stream(arguments.get("stream")))
-        del world.things[name]
-        slots.out.discard(name)
+        self._gone_back(world, name, host, slots)
         started = Started(transfer, contents, form="dict", device=slots.stager.device, to_host=False)
         if arguments.get("to") is not None:
             world.things[arguments["to"]] = started
+
+    def _gone_back(self, world: World, name: str, host: Host, slots: Slots) -> None:
+        """Note that a slot is its ring's: whoever acquires it next writes it, over what gets of the program's wrote there."""
+        del world.things[name]
+        slots.out.discard(name)
+        for started in world.all(Started):
+            if started.out is host:
+                started.out_is_ours = False
 
 
 @final
