@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -25,7 +26,7 @@ from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 from xferlib.reaper import AtWork, uninterrupted, watch
 from xferlib.tickets import Returns
 
-__all__ = ["BlockCache", "Lease", "Streams"]
+__all__ = ["BlockCache", "Lease", "Streams", "note_reader"]
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -113,6 +114,7 @@ class BlockCache:
         self._idle: dict[int, deque[_Row]] = {}
         """By size, oldest first."""
         self._doomed: deque[_Row] = deque()
+        _open[id(self)] = self
         forget_in_child(self)
 
     @property
@@ -140,15 +142,19 @@ class BlockCache:
         """Whether the calling thread is in here already, and so is a finalizer now."""
         return self._inside and self._lock._is_owned()  # type: ignore[attr-defined]  # As `threading.Condition` asks.
 
-    def streams_of(self, target: Source) -> Streams:
-        """Return the streams of the lease whose block this memory is in; new ones if it is not ours."""
-        found = self._places.get(target.address)
-        if found is not None:
-            return found.streams
+    def note(self, target: Source, stream: Stream) -> bool:
+        """Note a stream that may read this memory until the lease of its block ends. False: it is in no block of this cache."""
+        row = self._places.get(target.address) or self._around(target.address)
+        if row is None:
+            return False
+        row.streams[stream.handle] = stream
+        return True
+
+    def _around(self, address: int) -> _Row | None:
         for row in list(self._leased.values()):
-            if row.block.address <= target.address < row.block.address + row.block.nbytes:
-                return row.streams
-        return {}
+            if row.block.address <= address < row.block.address + row.block.nbytes:
+                return row
+        return None
 
     def trim(self) -> None:
         """Free every idle block. May wait for kernels."""
@@ -160,6 +166,7 @@ class BlockCache:
 
         Nothing is in flight. Called on a thread that no interrupt comes to.
         """
+        _open.pop(id(self), None)
         try:
             self._trim()
         finally:
@@ -526,3 +533,15 @@ def size_class(nbytes: int) -> int:
     """Round up to a multiple of an eighth of the power of two below, at least 256."""
     step = 1 << max(8, nbytes.bit_length() - 4)
     return -(-max(nbytes, 1) // step) * step
+
+
+_open: dict[int, BlockCache] = {}
+"""Of every stager of this process that is not closed. From then on blocks are freed, which waits for their readers."""
+# In a forked child their memory is the parent's.
+os.register_at_fork(after_in_child=_open.clear)
+
+
+def note_reader(target: Source, stream: Stream, own: BlockCache) -> None:
+    """Note a stream that may read this memory, with whichever stager's it is, `own` asked first. None's: nothing is to be noted."""
+    if not own.note(target, stream):
+        any(cache.note(target, stream) for cache in list(_open.values()))

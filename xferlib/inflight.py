@@ -24,7 +24,7 @@ from xferlib.protocol import Event, HostStager, Source
 from xferlib.reaper import watch
 from xferlib.views import Views
 
-__all__ = ["Entry", "Flow", "InFlight", "Landings", "Traffic", "all_traffic", "reap_all", "wait_for_others"]
+__all__ = ["Entry", "Flow", "InFlight", "Landings", "Traffic", "all_traffic", "reap_all", "uses", "wait_for_others"]
 
 LOOK_EVERY = 16
 """Transfers. Asking the driver costs as much as starting a small copy does."""
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
     def uses_device(self, target: Source) -> bool:
         """Tell whether a copy may still read or write part of this device memory."""
-        return any(_meet(source.address, source.nbytes, target.address, target.nbytes) for source in self.device)
+        return any(uses(source, target) for source in self.device)
 
 
 _NEW = tuple.__new__
@@ -166,6 +166,13 @@ class InFlight:
         except self._failures:
             # A failed copy writes no more; its transfer says so to whoever asks.
             return True
+
+
+def uses(source: Source, target: Source) -> bool:
+    """Tell whether what comes before a copy, or the copy, uses part of the target's memory."""
+    if _meet(source.address, source.nbytes, target.address, target.nbytes):
+        return True
+    return source.origin is not None and _meet(*source.origin, target.address, target.nbytes)
 
 
 def _meet(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:

@@ -144,6 +144,8 @@ class Source(NamedTuple):
     address: int
     nbytes: int
     keepalive: object
+    origin: tuple[int, int] | None = None
+    """Where work on the device first gathers the elements from, at least: address and bytes. None: nothing is gathered."""
 
 
 class HostStager(Protocol[ArrayT]):

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, final
 
 from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalizers
-from xferlib.device import BlockCache, Lease, Streams
+from xferlib.device import BlockCache, Lease, Streams, note_reader
 from xferlib.errors import CapabilityError
 from xferlib.inflight import Traffic, all_traffic
 from xferlib.layout import Layout, Layouts
@@ -138,9 +138,9 @@ class Puts:
             raise
 
     def _name(self, places: Sequence[Source], handle: int, stream: Stream) -> None:
-        """Note a stream that may read arrays of the caller's; the memory of some may be ours."""
+        """Note a stream that may read arrays of the caller's; the memory of some may be a stager's."""
         for place in places:
-            self._blocks.streams_of(place)[handle] = stream
+            note_reader(place, stream, self._blocks)
 
     def _into(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
         places = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)

@@ -145,9 +145,9 @@ class CupyStager:
             _arrays.check_array(array, self.ordinal)
         handle = self._handle(stream)
         if not array._c_contiguous:
-            array = _arrays.contiguous(array, stream, self._streams, self._device)
+            return self._gathered(array, stream, handle)
         self._order(self.d2h, handle)
-        return _SOURCE(Source, (array.data.ptr, array.nbytes, array))
+        return _SOURCE(Source, (array.data.ptr, array.nbytes, array, None))
 
     def as_target(self, array: CupyArray, stream: object | None = None) -> Source:
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
@@ -157,7 +157,7 @@ class CupyStager:
         if not array._c_contiguous:
             raise ValueError("the array is not contiguous in C order. Put into a new array, and assign it on the device")
         self._order(self.h2d, handle)
-        return _SOURCE(Source, (array.data.ptr, array.nbytes, array))
+        return _SOURCE(Source, (array.data.ptr, array.nbytes, array, None))
 
     def sweep(self) -> None:
         """Do nothing: CuPy's arrays drop their lease when they die."""
@@ -176,6 +176,12 @@ class CupyStager:
         for _ in range(len(self._own)):
             # Taken and destroyed in one call, likewise.
             self._device.give_back(next, map(runtime.streamDestroy, iter(self._own.pop, None)))
+
+    def _gathered(self, array: CupyArray, stream: object | None, handle: int) -> Source:
+        packed = _arrays.contiguous(array, stream, self._streams, self._device)
+        self._order(self.d2h, handle)
+        memory = array.data.mem
+        return Source(packed.data.ptr, packed.nbytes, (packed, array), (memory.ptr, memory.size))
 
     def _fence(self, stream: Stream) -> Recorded:
         if stream.handle == PER_THREAD:

@@ -108,10 +108,10 @@ class NumpyStager:
     def as_source(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
         self._check_array(array)
         on = resolve(stream)
-        array = array if array.flags.c_contiguous else _packed(array, on)
+        packed = array if array.flags.c_contiguous else _packed(array, on)
         if on is not None:
             self.d2h.wait(on.record())
-        return _source(array)
+        return _source(array) if packed is array else protocol.Source(*_source(packed)[:2], (packed, array), _reach(array))
 
     def as_target(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
         self._check_array(array)
@@ -156,6 +156,13 @@ def _packed(array: npt.NDArray[Any], on: Stream | None) -> npt.NDArray[Any]:
     packed = np.empty(array.shape, array.dtype)
     on.submit(np.copyto, packed, array)
     return packed
+
+
+def _reach(array: npt.NDArray[Any]) -> tuple[int, int]:
+    """Return where an array's elements lie, from the first byte to the last."""
+    steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)] if array.size else []
+    start: int = array.__array_interface__["data"][0]
+    return start + sum(step for step in steps if step < 0), sum(map(abs, steps)) + array.itemsize
 
 
 def _source(array: npt.NDArray[Any]) -> protocol.Source:

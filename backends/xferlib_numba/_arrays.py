@@ -12,7 +12,7 @@ import numpy as np
 from xferlib_numba._device import Device
 from xferlib_numba._module import Numba
 
-__all__ = ["Lay", "NumbaArray", "as_array", "check_device", "check_dtype", "look"]
+__all__ = ["Lay", "NumbaArray", "as_array", "check_device", "check_dtype", "look", "reach"]
 
 NumbaArray: TypeAlias = Any
 """`DeviceNDArray`: Numba ships no types."""
@@ -77,6 +77,12 @@ def look(array: Any, numba: Numba) -> Lay:
     if found.get("stream") == 0:
         raise ValueError("the array's __cuda_array_interface__ names stream 0, which the interface forbids: it means two streams")
     return Lay(address or 0, nbytes, shape, itemsize, given, found.get("stream"), bool(read_only))
+
+
+def reach(lay: Lay) -> tuple[int, int]:
+    """Return where an array's elements lie that are not in C order, from the first byte to the last."""
+    steps = [(length - 1) * stride for length, stride in zip(lay.shape, lay.strides or (), strict=True)] if lay.nbytes else []
+    return lay.address + sum(step for step in steps if step < 0), sum(map(abs, steps)) + lay.itemsize
 
 
 def check_device(address: int, device: Device) -> None:

@@ -138,7 +138,7 @@ class NumbaStager:
         if array.__class__ is self._array and array.is_c_contiguous() and not self._several:
             address, nbytes = array.gpu_data.device_pointer_value or 0, array.nbytes
             self._order_after(self.d2h, stream, array.stream)
-            return _SOURCE(Source, (address, nbytes, array))
+            return _SOURCE(Source, (address, nbytes, array, None))
         lay = self._look(array)
         # Refused, if at all, before anything has to wait.
         runs = None if lay.strides is None else plan(lay.shape, lay.strides, lay.itemsize)
@@ -146,13 +146,13 @@ class NumbaStager:
         if runs is None:
             return Source(lay.address, lay.nbytes, array)
         address, ticket = self._gathering.copy(lay.address, lay.nbytes, runs, self.d2h)
-        return Source(address, lay.nbytes, (ticket, array))
+        return Source(address, lay.nbytes, (ticket, array), _arrays.reach(lay))
 
     def as_target(self, array: NumbaArray, stream: object | None = None) -> Source:
         if array.__class__ is self._array and array.is_c_contiguous() and not self._several:
             address, nbytes = array.gpu_data.device_pointer_value or 0, array.nbytes
             self._order_after(self.h2d, stream, array.stream)
-            return _SOURCE(Source, (address, nbytes, array))
+            return _SOURCE(Source, (address, nbytes, array, None))
         lay = self._look(array)
         if lay.strides is not None:
             raise ValueError("the array is not contiguous in C order. Put into a new array, and assign it on the device")

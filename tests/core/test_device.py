@@ -130,8 +130,8 @@ def test_streams_that_are_named_for_memory_inside_a_block_are_those_of_its_lease
     blocks = cache(device)
     first, second = blocks.lease(MIB, {}), blocks.lease(MIB, {})
     for offset in (0, 256, MIB - 1):
-        blocks.streams_of(Source(first.block.address + offset, 1, None))[offset] = Stream(offset, "kept")
-    blocks.streams_of(Source(first.block.address + MIB, 1, None))[7] = Stream(7, "of nobody")
+        assert blocks.note(Source(first.block.address + offset, 1, None), Stream(offset, "kept"))
+    assert not blocks.note(Source(first.block.address - 1, 1, None), Stream(7, "of nobody"))
     del first
     third = blocks.lease(MIB, {})
     assert [stream.handle for stream in device.retired[0]] == [0, 256, MIB - 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from contextlib import closing
 from typing import Any
@@ -91,3 +92,54 @@ def test_targets_are_not_overwritten_while_a_get_reads_any_of_them(stager: xferl
         waiting.result(10)
     assert not getting.result().any()
     assert all(target.all() for target in targets)
+
+
+@pytest.mark.parametrize("by", ["its own stager", "another stager"])
+def test_memory_that_a_named_stream_reads_after_a_put_into_it_is_not_used_again(by: str) -> None:
+    """By its own stager, whoever has overwritten it."""
+    gate = threading.Event()
+    with (
+        xferlib.stager("host") as owner,
+        xferlib.stager("host") as other,
+        closing(xferlib_host.Stream()) as stream,
+    ):
+        sources = [owner.empty_pinned(70_000, np.uint8) for _ in range(3)]
+        for number, source in enumerate(sources):
+            source[:] = number
+        target = owner.put(sources[0]).result()
+        put = (owner if by == "its own stager" else other).put(sources[1], into=target)
+        put.synchronize()
+        stream.submit(gate.wait, WATCHDOG)
+        put.stream_wait(stream)
+        seen: list[bytes] = []
+        # By address: a reader on the device holds nothing.
+        address, nbytes = target.ctypes.data, target.nbytes
+        stream.submit(lambda: seen.append(ctypes.string_at(address, nbytes)))
+        del target, put
+        fresh = owner.put(sources[2]).result()
+        gate.set()
+        stream.synchronize()
+        assert seen == [bytes([1]) * 70_000]
+        assert (fresh == 2).all()
+
+
+@pytest.mark.parametrize("how", ["as it is", "backwards", "every other", "a column"])
+def test_a_target_is_not_overwritten_before_a_get_has_gathered_it(how: str, stager: xferlib.Stager) -> None:
+    gate = threading.Event()
+    values = np.arange(6000, dtype=np.int32).reshape(60, 100)
+    cuts: dict[str, Any] = {"as it is": np.s_[:], "backwards": np.s_[::-1], "every other": np.s_[:, ::2], "a column": np.s_[:, 99]}
+    cut = cuts[how]
+    with closing(xferlib_host.Stream()) as stream:
+        target = stager.put(values).result()
+        out, source = stager.empty_pinned(values[cut].shape, np.int32), stager.empty_pinned(values.shape, np.int32)
+        source[:] = -1
+        stream.submit(gate.wait, WATCHDOG)
+        got = stager.get(target[cut], out=out, stream=stream)
+        put = stager.put(source, into=target)
+        # It waits for the get, which waits for the stream.
+        with pytest.raises(TimeoutError):
+            put.result(timeout=0.2)
+        gate.set()
+        assert (got.result() == values[cut]).all()
+        put.synchronize()
+        assert (target == -1).all()

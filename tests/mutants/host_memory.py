@@ -78,7 +78,7 @@ class ForgetsNamedStreams(BrokenEvents):
 @broken_core(f"{NAMED}[put(into=)]", hooks=Host)
 def forgets_readers_of_what_was_overwritten(patch: pytest.MonkeyPatch) -> None:
     """The core does not note who reads an array that the caller had overwritten, though its memory is the core's."""
-    patch.setattr(BlockCache, "streams_of", lambda blocks, place: {})
+    patch.setattr(BlockCache, "note", lambda blocks, place, stream: True)
 
 
 @broken_backend(f"{INTO_WAITS}[the same stager-get]", f"{INTO_WAITS}[another stager-get]", hooks=Host)

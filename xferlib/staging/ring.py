@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.errors import AllocationError
-from xferlib.inflight import Entry, Traffic, reap_all, wait_for_others
+from xferlib.inflight import Entry, Traffic, reap_all, uses, wait_for_others
 from xferlib.landing import Landing
 from xferlib.memory.arrays import Array, address_of, extent
 from xferlib.memory.pool import PAGE, HostBlock, PinnedPool
@@ -258,7 +258,7 @@ class Staging:
         if not self._unissued or self._leaders[D2H].is_current():
             return
         for job, sources in self._unissued.copy():
-            if target is None or any(_overlap(source, target) for source in sources):
+            if target is None or any(uses(source, target) for source in sources):
                 job.issued.wait()
         self._forget_issued()
 
@@ -381,7 +381,3 @@ def _few_parts(leaves: Sequence[Placed], nbytes: int) -> list[Part]:
 
 def _bytes_of(arrays: Sequence[Array]) -> int:
     return sum([array.nbytes for array in arrays])
-
-
-def _overlap(one: Source, other: Source) -> bool:
-    return one.address < other.address + other.nbytes and other.address < one.address + one.nbytes
