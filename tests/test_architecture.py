@@ -16,7 +16,7 @@ CORE = ROOT / "xferlib"
 
 # A module may import modules of the core that stand further up only.
 FLOORS = [
-    {"xferlib.errors", "xferlib.forks", "xferlib.handles", "xferlib.latch", "xferlib.tickets"},
+    {"xferlib.callers", "xferlib.errors", "xferlib.forks", "xferlib.handles", "xferlib.latch", "xferlib.tickets"},
     {"xferlib.reaper"},
     {"xferlib.protocol"},
     {"xferlib.landing", "xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.ranges"},

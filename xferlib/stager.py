@@ -19,6 +19,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 import numpy.typing as npt
 
+from xferlib.callers import wait_for_callers
 from xferlib.checks import lacking, positive_nbytes, refuse_bare_zero, refuse_finalizers, translated, uncopied, whole_shape
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.device import BlockCache
@@ -45,6 +46,10 @@ from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 
 __all__ = ["Stager", "before_closing", "check_stager", "open_stagers"]
+
+
+LEAVE_SECONDS = 2.0
+"""How long `close` waits for calls of other threads, as their finalizers make them."""
 
 
 @final
@@ -289,7 +294,8 @@ class Stager:
         """Wait for what is in flight and give everything back; twice is fine.
 
         Arrays that are still reachable stay valid, and pinned ones pinned, until their last reference goes.
-        No other thread may be inside a call. In debug mode it raises `SourceRewrittenError` at last, if nobody was told of one.
+        No other thread may be inside a call; a finalizer may, on whatever thread, and is waited for. In debug mode it raises
+        `SourceRewrittenError` at last, if nobody was told of one.
         """
         if self._entered:
             close_later(self)
@@ -301,6 +307,7 @@ class Stager:
                 return
             self._refusal = ClosedError("this stager is closed. Open another one with xferlib.stager(...)")
             # Interrupted here, it may be called again.
+            wait_for_callers(self, _CALLS, LEAVE_SECONDS)
             self._traffic.wait_all()
             uninterrupted(self._give_back)
 
@@ -367,6 +374,7 @@ class Stager:
         warnings.warn(f"{self!r} was never closed. Use it as a context manager", ResourceWarning, 3, source=self)
 
 
+_CALLS = frozenset(call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get))
 before_closing: list[Callable[[], None]] = []
 """Each is called before a stager closes, to wait until threads that nobody holds any more are inside none of its calls."""
 _live: weakref.WeakSet[Stager] = weakref.WeakSet()

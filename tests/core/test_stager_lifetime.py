@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread, run_python, succeeds, tampered, until
+from tests.core.fakes import WATCHDOG, held, on_thread, run_python, succeeds, tampered, until
+
+MODULE = sys.modules["xferlib.stager"]
+"""Not the function of that name."""
 
 
 def test_figures_are_right(stager: xferlib.Stager) -> None:
@@ -413,3 +419,76 @@ with xferlib.stager(backend) as s, s.pin(np.ones(1000)) as x:
     gate.set()
 """
     )
+
+
+@pytest.mark.parametrize("kind", ["put", "tree", "get", "empty_pinned"])
+def test_close_waits_for_calls_that_are_inside(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As finalizers make them, on whatever thread the collector runs."""
+    monkeypatch.setattr(MODULE, "LEAVE_SECONDS", WATCHDOG)
+    gate, entered = threading.Event(), threading.Event()
+
+    def stopped(name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            if armed:
+                entered.set()
+                gate.wait(WATCHDOG)
+            return getattr(backend.inner, name)(*arguments)
+
+        return call
+
+    armed: list[None] = []
+    names = {"put": "alloc_device", "tree": "copy_h2d", "get": "copy_d2h", "empty_pinned": "alloc_pinned"}
+    backend = tampered(**{names[kind]: stopped(names[kind])})
+    stager = xferlib.Stager(backend)
+    values = np.arange(3000, dtype=np.int32)
+    device, out, source = stager.put(values).result(), stager.empty_pinned(3000, np.int32), stager.empty_pinned(3000, np.int32)
+    source[:] = values
+    armed.append(None)
+    calls: dict[str, Any] = {
+        "put": lambda: stager.put(np.arange(100_000, dtype=np.int32)).result()[:3000],
+        "tree": partial(lambda source: stager.put([source]).result()[0], source),
+        "get": partial(lambda device, out: stager.get(device, out=out).result(), device, out),
+        "empty_pinned": lambda: (stager.empty_pinned(8 << 20, np.uint8), values)[1],
+    }
+    calling = on_thread(calls[kind])
+    assert entered.wait(WATCHDOG)
+    closing = on_thread(stager.close)
+    # Refused from here on.
+    assert until(lambda: stager._refusal is not None)
+    with pytest.raises(TimeoutError):
+        closing.result(0.1)
+    assert not stager._closed
+    gate.set()
+    # On a thread with nothing above it, so that nobody but this test has the result.
+    assert (calling.result(WATCHDOG) == values).all()
+    closing.result(WATCHDOG)
+    assert stager._closed
+    calls.clear()
+    del device, out, source, calling
+    gc.collect()
+    assert until(lambda: stager.stats().device_nbytes == stager.stats().pinned_nbytes == 0)
+
+
+def test_close_waits_no_longer_than_it_may_for_a_call_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "LEAVE_SECONDS", 0.05)
+    closed, entered = threading.Event(), threading.Event()
+
+    def copy(*arguments: int) -> None:
+        entered.set()
+        assert closed.wait(WATCHDOG)
+        backend.inner.copy_h2d(*arguments)
+
+    backend = tampered(copy_h2d=copy)
+    stager = xferlib.Stager(backend)
+    source = stager.empty_pinned(100, np.uint8)
+
+    def put() -> str:
+        with pytest.raises(xferlib.XferError) as caught:
+            stager.put(source).result()
+        return str(caught.value)
+
+    putting = on_thread(put)
+    assert entered.wait(WATCHDOG)
+    on_thread(stager.close).result(WATCHDOG)
+    closed.set()
+    assert "closed" in putting.result(WATCHDOG)

@@ -1,0 +1,37 @@
+"""Which threads are inside a call of an object: asked of their frames, so that no call notes anything, nor loses it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from _thread import get_ident
+from collections.abc import Collection
+from types import CodeType, FrameType
+
+__all__ = ["is_called", "wait_for_callers"]
+
+LOOK_SECONDS = 1e-3
+
+
+def wait_for_callers(of: object, methods: Collection[CodeType], seconds: float) -> None:
+    """Wait until no other thread is inside one of the methods of an object, but no longer than this.
+
+    Bounded, since whoever waits may be somebody that the other thread waits for.
+    """
+    deadline = time.monotonic() + seconds
+    while is_called(of, methods) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+
+
+def is_called(of: object, methods: Collection[CodeType]) -> bool:
+    """Tell whether another thread is inside one of the methods of an object."""
+    me = get_ident()
+    return any(_is_inside(frame, of, methods) for thread, frame in sys._current_frames().items() if thread != me)
+
+
+def _is_inside(frame: FrameType | None, of: object, methods: Collection[CodeType]) -> bool:
+    while frame is not None:
+        if frame.f_code in methods and frame.f_locals.get("self") is of:
+            return True
+        frame = frame.f_back
+    return False
