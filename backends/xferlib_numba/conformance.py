@@ -178,6 +178,8 @@ class Bench:
         if values.nbytes:
             with cuda.context(0):
                 cuda.call("cuMemcpyHtoD", array.gpu_data.device_pointer, _bytes_of(values).ctypes.data, values.nbytes)
+                # The call may return when 64 KiB or less are staged, and others read the array on streams that wait for nothing.
+                self.cuda.default_stream().synchronize()
         return array
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
