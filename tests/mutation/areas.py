@@ -128,7 +128,10 @@ AREAS = {
         ("tests/pipeline",),
         {
             "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile", "sources_and_bills"),
-            "/feed.py": pipeline("prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"),
+            **dict.fromkeys(
+                ("/feed.py", "/source_thread.py", "/wakeup.py"),
+                pipeline("feed", "prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"),
+            ),
             "/prefetch.py": (
                 *pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream"),
                 *pipeline("sources_and_bills"),
@@ -173,6 +176,7 @@ AREAS = {
         (*SUITE, "tests/mutants/test_host_mutants.py"),
         {
             "/gates.py": ("tests/test_gates.py",),
+            "/guard*.py": ("tests/test_guard.py",),
             "/watchdog.py": ("tests/test_gates.py",),
             "/laws/*.py": (*LAWS, "tests/mutants/test_host_mutants.py"),
         },
