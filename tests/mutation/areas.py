@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import final
 
 from tests.mutation.tree import ROOT
@@ -32,11 +33,11 @@ class Area:
         found = {str(path.relative_to(ROOT)) for pattern in self.files for path in ROOT.glob(pattern)}
         return sorted(path for path in found if not any(fnmatch.fnmatch(path, pattern) for pattern in self.but))
 
-    def targets(self, path: str) -> list[str]:
-        """Return what judges a file, in the order in which it is run. A target with a star stands for what there is of it."""
+    def targets(self, path: str, folder: Path = ROOT) -> list[str]:
+        """Return what judges a file, in the order in which it is run. A target with a star stands for what there is in `folder`."""
         found = next((targets for pattern, targets in self.own.items() if fnmatch.fnmatch(path, f"*{pattern}")), self.tests)
         there = [
-            sorted(str(file.relative_to(ROOT)) for file in ROOT.glob(target)) if "*" in target else [target] for target in found
+            sorted(str(file.relative_to(folder)) for file in folder.glob(target)) if "*" in target else [target] for target in found
         ]
         return list(dict.fromkeys(target for each in there for target in each))
 
