@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -138,6 +139,54 @@ def test_streams_that_are_named_for_memory_inside_a_block_are_those_of_its_lease
     del second, third
     blocks.trim()
     assert device.retired[1:] == [[], []]
+
+
+def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:
+    blocks = cache(Device())
+    leases = [blocks.lease(MIB, {}), blocks.lease(MIB, {})]
+    start = leases[1].block.address
+    asked = [Source(start + offset, 1, None) for offset in (-1, 0, 256, MIB - 1, MIB)]
+    assert [blocks.owns(source) for source in asked] == [False, True, True, True, False]
+    del leases[1]
+    blocks.trim()
+    assert not any(blocks.owns(source) for source in asked)
+
+
+@pytest.mark.parametrize("question", ["owns", "streams_of"])
+def test_a_question_about_memory_may_come_while_blocks_are_leased(question: str) -> None:
+    taken: list[Lease] = []
+
+    class Watched:
+        """A block. Where it lies is asked in the middle of the question, and then another block is leased."""
+
+        ready = None
+
+        def __init__(self, block: DeviceBlock) -> None:
+            self.block = block
+            self.nbytes = block.nbytes
+
+        @property
+        def address(self) -> int:
+            if asking:
+                asking.clear()
+                taken.append(blocks.lease(MIB, {}))
+            return self.block.address
+
+    class Watching(Device):
+        def alloc_device(self, nbytes: int) -> Any:
+            return Watched(super().alloc_device(nbytes))
+
+    asking: list[str] = []
+    blocks = cache(Watching())
+    streams: dict[int, Stream] = {}
+    leases = [blocks.lease(MIB, {}), blocks.lease(MIB, streams)]
+    inside = Source(leases[1].block.address + 256, 1, None)
+    asking.append(question)
+    if question == "owns":
+        assert blocks.owns(inside)
+    else:
+        assert blocks.streams_of(inside) is streams
+    assert taken
 
 
 def test_a_stream_known_by_its_handle_is_waited_for_as_any_other() -> None:
