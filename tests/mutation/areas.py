@@ -109,7 +109,12 @@ AREAS = {
     ),
     "device": Area(
         ("xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"),
-        (*core("device", "device_failures", "reuse", "packing", "stager_put", "stager_lifetime", "put_into"), *LAWS),
+        (
+            *core(
+                "device", "device_failures", "injected_interrupts", "reuse", "packing", "stager_put", "stager_lifetime", "put_into"
+            ),
+            *LAWS,
+        ),
         {
             "/tickets.py": core("ticket*", "device", "device_failures", "stager_lifetime"),
             "/reaper.py": core("reaper", "device", "device_failures", "stager_lifetime"),
