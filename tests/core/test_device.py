@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -242,6 +243,56 @@ def test_room_that_was_made_while_nothing_was_in_flight_is_found() -> None:
     blocks.append(taken.lease(MIB, {}))
     assert taken.lease(MIB, {}).block.nbytes == MIB
     assert looks == []
+
+
+def test_a_block_that_comes_back_in_the_last_look_is_found() -> None:
+    leases: list[Lease] = []
+    looks: list[str] = []
+
+    class Late(Flow):
+        def wait_oldest(self) -> bool:
+            looks.append("nothing is in flight")
+            # The collector has been called for, too, and nobody looks at what has come back in between.
+            if len(looks) == 2:
+                leases.clear()
+            return False
+
+    blocks = cache(Device(), MIB, Late())
+    leases.append(blocks.lease(MIB, {}))
+    assert blocks.lease(MIB, {}).block.nbytes == MIB
+    assert len(looks) == 2
+
+
+def test_a_block_that_only_a_copy_that_is_done_holds_is_used_before_another_is_taken() -> None:
+    leases: list[Lease] = []
+
+    class Done(Flow):
+        def reap(self) -> bool:
+            leases.clear()
+            return True
+
+    device = Device()
+    blocks = cache(device, flow=Done())
+    leases.append(blocks.lease(MIB, {}))
+    blocks.lease(MIB, {})
+    assert device.allocated == [MIB]
+
+
+def test_an_idle_block_keeps_no_stream() -> None:
+    class Kept:
+        """What keeps a stream of the user's."""
+
+    device = Device()
+    blocks = cache(device)
+    kept = Kept()
+    lease = blocks.lease(MIB, {7: Stream(7, kept)})
+    gone = weakref.ref(kept)
+    del kept
+    assert gone() is not None
+    del lease
+    blocks._alone(bool)
+    device.retired.clear()
+    assert gone() is None
 
 
 def test_a_finalizer_inside_the_cache_is_refused_and_harms_nothing() -> None:
