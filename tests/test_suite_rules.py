@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from xferlib_host.conformance import TestHost as Host
 
 from xferlib.conformance import Hooks, StagerConformance
+from xferlib.conformance.plugin import _capabilities
 from xferlib.conformance.run import run
-from xferlib.protocol import LAWS
+from xferlib.protocol import LAWS, Capabilities
 
 ROOT = Path(__file__).resolve().parents[1]
 A_LAW = "test_law05_get_returns_while_its_producer_is_held"
@@ -163,3 +166,11 @@ def test_a_run_says_what_was_tested_on_what(capfd: pytest.CaptureFixture[str]) -
 def test_a_run_returns_the_status_of_pytest(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("host", ["-k", "nothing_of_that_name"]) == pytest.ExitCode.NO_TESTS_COLLECTED
     assert run("host", ["--no-such-option"]) == pytest.ExitCode.USAGE_ERROR
+
+
+def test_a_run_says_none_where_all_capabilities_are_on_or_off() -> None:
+    names = [field.name for field in fields(Capabilities)]
+    backend: Any = SimpleNamespace(capabilities=Capabilities())
+    assert _capabilities(backend) == f"capabilities: none; off: {', '.join(names)}"
+    backend.capabilities = Capabilities(**dict.fromkeys(names, True))
+    assert _capabilities(backend) == f"capabilities: {', '.join(names)}; off: none"

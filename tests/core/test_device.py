@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -140,6 +142,54 @@ def test_streams_that_are_named_for_memory_inside_a_block_are_those_of_its_lease
     assert device.retired[1:] == [[], []]
 
 
+def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:
+    blocks = cache(Device())
+    leases = [blocks.lease(MIB, {}), blocks.lease(MIB, {})]
+    start = leases[1].block.address
+    asked = [Source(start + offset, 1, None) for offset in (-1, 0, 256, MIB - 1, MIB)]
+    assert [blocks.owns(source) for source in asked] == [False, True, True, True, False]
+    del leases[1]
+    blocks.trim()
+    assert not any(blocks.owns(source) for source in asked)
+
+
+@pytest.mark.parametrize("question", ["owns", "streams_of"])
+def test_a_question_about_memory_may_come_while_blocks_are_leased(question: str) -> None:
+    taken: list[Lease] = []
+
+    class Watched:
+        """A block. Where it lies is asked in the middle of the question, and then another block is leased."""
+
+        ready = None
+
+        def __init__(self, block: DeviceBlock) -> None:
+            self.block = block
+            self.nbytes = block.nbytes
+
+        @property
+        def address(self) -> int:
+            if asking:
+                asking.clear()
+                taken.append(blocks.lease(MIB, {}))
+            return self.block.address
+
+    class Watching(Device):
+        def alloc_device(self, nbytes: int) -> Any:
+            return Watched(super().alloc_device(nbytes))
+
+    asking: list[str] = []
+    blocks = cache(Watching())
+    streams: dict[int, Stream] = {}
+    leases = [blocks.lease(MIB, {}), blocks.lease(MIB, streams)]
+    inside = Source(leases[1].block.address + 256, 1, None)
+    asking.append(question)
+    if question == "owns":
+        assert blocks.owns(inside)
+    else:
+        assert blocks.streams_of(inside) is streams
+    assert taken
+
+
 def test_a_stream_known_by_its_handle_is_waited_for_as_any_other() -> None:
     """The caller promises that it stays valid, so no finalizer need ask about it."""
     device = Device()
@@ -193,6 +243,56 @@ def test_room_that_was_made_while_nothing_was_in_flight_is_found() -> None:
     blocks.append(taken.lease(MIB, {}))
     assert taken.lease(MIB, {}).block.nbytes == MIB
     assert looks == []
+
+
+def test_a_block_that_comes_back_in_the_last_look_is_found() -> None:
+    leases: list[Lease] = []
+    looks: list[str] = []
+
+    class Late(Flow):
+        def wait_oldest(self) -> bool:
+            looks.append("nothing is in flight")
+            # The collector has been called for, too, and nobody looks at what has come back in between.
+            if len(looks) == 2:
+                leases.clear()
+            return False
+
+    blocks = cache(Device(), MIB, Late())
+    leases.append(blocks.lease(MIB, {}))
+    assert blocks.lease(MIB, {}).block.nbytes == MIB
+    assert len(looks) == 2
+
+
+def test_a_block_that_only_a_copy_that_is_done_holds_is_used_before_another_is_taken() -> None:
+    leases: list[Lease] = []
+
+    class Done(Flow):
+        def reap(self) -> bool:
+            leases.clear()
+            return True
+
+    device = Device()
+    blocks = cache(device, flow=Done())
+    leases.append(blocks.lease(MIB, {}))
+    blocks.lease(MIB, {})
+    assert device.allocated == [MIB]
+
+
+def test_an_idle_block_keeps_no_stream() -> None:
+    class Kept:
+        """What keeps a stream of the user's."""
+
+    device = Device()
+    blocks = cache(device)
+    kept = Kept()
+    lease = blocks.lease(MIB, {7: Stream(7, kept)})
+    gone = weakref.ref(kept)
+    del kept
+    assert gone() is not None
+    del lease
+    blocks._alone(bool)
+    device.retired.clear()
+    assert gone() is None
 
 
 def test_a_finalizer_inside_the_cache_is_refused_and_harms_nothing() -> None:

@@ -212,6 +212,41 @@ def test_what_was_refused_does_not_count_for_the_peak() -> None:
     del second
 
 
+def test_a_table_that_is_mended_forgets_no_block_that_is_to_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    blocks = cache(device)
+    leave_idle(blocks, device, Point(reached=True))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(blocks, "_free_doomed", interrupt)
+        blocks.trim()
+    # As an interrupt of another step leaves it.
+    blocks._torn = True
+    blocks.trim()
+    assert device.freed == device.made
+    assert blocks.nbytes == 0
+
+
+def test_what_could_not_be_freed_after_close_is_looked_at_again() -> None:
+    class Refuses(Device):
+        refused = 0
+
+        def sweep(self) -> None:
+            if self.refused:
+                self.refused -= 1
+                raise OSError
+
+    device = Refuses()
+    blocks = cache(device)
+    leave_idle(blocks, device, Point(reached=True))
+    # So far it is known to nobody that the lease has ended.
+    blocks._alone(bool)
+    device.refused = 1
+    assert blocks.settle()
+    assert device.freed == []
+    assert not blocks.settle()
+    assert device.freed == device.made
+
+
 @pytest.mark.parametrize("streams", [{}, {7: Stream(7, "kept")}, {9: Stream(9, None)}])
 def test_leases_that_end_after_close_are_freed_and_taken_off_the_account(streams: dict[int, Stream]) -> None:
     device = Device()

@@ -15,7 +15,7 @@ from tests.core.fakes import held, on_thread
 from tests.core.test_pool import MIB, U8, Driver
 from xferlib.errors import AllocationError
 from xferlib.memory.blocks import HostBlock, WhenFull
-from xferlib.memory.pool import STAGING_SHARE
+from xferlib.memory.pool import STAGING_SHARE, PinnedPool
 from xferlib.stats import Stats
 
 
@@ -27,6 +27,27 @@ def test_with_raise_an_array_waits_for_nothing() -> None:
         pool.empty((2 * MIB,), U8)
     assert driver.in_flight
     assert (pool.waits, pool.wait_seconds) == (0, 0.0)
+
+
+def test_what_whole_pages_take_beyond_the_limit_is_refused_at_once() -> None:
+    driver = Driver()
+    pool = driver.pool(4 * MIB + 1000)
+    driver.in_flight.append(pool.take(MIB))
+    with pytest.raises(AllocationError, match=f"more than pinned_limit={4 * MIB + 1000}"):
+        pool.take(4 * MIB + 500)
+    assert driver.in_flight
+
+
+def test_idle_memory_of_either_kind_makes_room_and_is_freed_by_trim() -> None:
+    driver = Driver()
+    pool = PinnedPool(allocate=driver.allocate, combine=driver.allocate, free=driver.free, flow=driver, limit=4 * MIB)
+    for combined in (True, False, True):
+        # Dropped at once, and there is no room for the next one beside it.
+        assert pool.empty((3 * MIB,), U8, combined=combined).nbytes == 3 * MIB
+        assert driver.peak <= 4 * MIB
+    pool.trim()
+    assert pool.nbytes == 0
+    assert driver.live == {}
 
 
 @pytest.mark.parametrize("when_full", ["wait", "raise", "stage"])

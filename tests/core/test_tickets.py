@@ -57,6 +57,23 @@ def test_what_was_not_settled_comes_again() -> None:
     assert not returns
 
 
+def test_numbers_that_another_thread_has_taken_meanwhile_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    returns = Returns()
+    returns.ticket(0)
+
+    class Posted:
+        """Says how many there were before another thread took one of two."""
+
+        def empty(self) -> bool:
+            return False
+
+        def qsize(self) -> int:
+            return 2
+
+    monkeypatch.setattr(returns, "_posted", Posted())
+    assert returns.unsettled() == [0]
+
+
 def test_a_finalizer_of_the_same_cycle_finds_the_row_still_held() -> None:
     returns, seen = Returns(), list[list[int]]()
     Cyclic(returns, 7, seen)

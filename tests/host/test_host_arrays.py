@@ -85,14 +85,15 @@ def test_without_a_stream_a_view_that_is_not_contiguous_is_copied_at_once(stager
     assert out.tolist() == list(range(0, 20, 2))
 
 
-def test_a_target_that_cannot_be_written_in_place_is_refused(stager: NumpyStager) -> None:
-    frozen = np.zeros(4)
+@pytest.mark.parametrize("length", [4, 0], ids=["", "empty"])
+def test_a_target_that_cannot_be_written_in_place_is_refused(stager: NumpyStager, length: int) -> None:
+    frozen = np.zeros(length)
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="is read-only"):
         stager.as_target(frozen)
     with pytest.raises(ValueError, match=r"strides \(16,\), not C order"):
         stager.as_target(np.zeros(8)[::2])
-    assert stager.as_source(frozen).nbytes == 32
+    assert stager.as_source(frozen).nbytes == 8 * length
 
 
 def test_a_source_that_is_refused_leaves_the_engine_alone(stager: NumpyStager, stream: Stream, gate: Gate) -> None:

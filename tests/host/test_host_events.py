@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from xferlib_host import Stream
 from xferlib_host._stager import NumpyStager
-from xferlib_host._stream import AllEvents, Event
+from xferlib_host._stream import AllEvents, CopyError, Event
 
 from tests.host.work import Gate, address, engine_of, raise_error
 
@@ -97,6 +97,25 @@ def test_retire_joins_streams_and_needs_none(stager: NumpyStager, stream: Stream
     assert fence.stream_wait() is None
     for each in (idle, behind):
         each.close()
+
+
+def test_a_fence_over_several_raises_what_any_of_them_raises(stager: NumpyStager) -> None:
+    whole = stager.record_h2d()
+    stager.d2h.submit(lambda: raise_error(ValueError("the second")))
+    fence = AllEvents([whole, stager.record_d2h()])
+    for ask in (fence.synchronize, fence.done, fence.stream_wait):
+        with pytest.raises(CopyError, match="the second"):
+            ask()
+
+
+def test_a_stream_refuses_to_wait_for_what_has_failed_already(stager: NumpyStager, stream: Stream) -> None:
+    stager.h2d.submit(lambda: raise_error(ValueError("before")))
+    event = stager.record_h2d()
+    with pytest.raises(CopyError):
+        event.synchronize()
+    with pytest.raises(CopyError, match="before"):
+        stream.wait(event)
+    stream.synchronize()
 
 
 def test_retire_covers_work_that_raised(stager: NumpyStager, stream: Stream) -> None:

@@ -28,9 +28,10 @@ def test_a_failure_stays_and_spares_what_was_recorded_before(stager: NumpyStager
     assert not target.any()
 
 
-def test_one_failed_direction_leaves_the_other_whole(stager: NumpyStager, direction: str) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_one_failed_direction_leaves_the_other_whole(stager: NumpyStager, direction: str, error: type[BaseException]) -> None:
     broken, whole = engine_of(stager, direction), engine_of(stager, "d2h" if direction == "h2d" else "h2d")
-    broken.submit(lambda: raise_error(ValueError()))
+    broken.submit(lambda: raise_error(error()))
     with pytest.raises(CopyError):
         broken.record().synchronize()
     whole.record().synchronize()

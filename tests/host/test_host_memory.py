@@ -33,6 +33,7 @@ def test_pinned_memory_is_known_at_both_ends_until_it_is_freed(stager: NumpyStag
     assert start % 4096 == 0
     assert stager.is_pinned(start, 10_000)
     assert stager.is_pinned(start + 9_999, 1)
+    assert not stager.is_pinned(start, 10_001)
     assert not stager.is_pinned(start + 1, 10_000)
     assert not stager.is_pinned(start - 1, 2)
     stager.free_pinned(start)

@@ -534,6 +534,18 @@ def test_stagers_of_the_caller_stay_open(stagers: tuple[Stager, ...]) -> None:
     assert stagers[0].put(random((4,))).result().shape == (4,)
 
 
+def test_what_comes_behind_the_end_of_a_loop_starts_nothing(stagers: tuple[Stager, ...]) -> None:
+    batch = random((16, 4))
+    with xferlib_jax.prefetch([batch], over("a"), stagers=stagers) as loop:
+        list(loop)
+        puts = loop._puts
+    before = pulled(stagers)
+    # As the loop's thread does where it is late: the stagers are the caller's, and open.
+    with pytest.raises(xferlib.ClosedError, match="this loop has ended"):
+        puts.put(batch)
+    assert pulled(stagers) == before
+
+
 def test_one_that_is_left_early_ends() -> None:
     for array in xferlib_jax.prefetch((random((16, 4)) for _ in range(100)), over("a")):
         assert_is(array, random((16, 4)), over("a"))

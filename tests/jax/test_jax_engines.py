@@ -64,6 +64,21 @@ def test_an_engine_may_wait_for_an_event_of_another(cpu: Any) -> None:
     assert event.done()
 
 
+def test_what_waits_for_copies_that_failed_is_not_copied(cpu: Any) -> None:
+    from xferlib_jax._engine import CopyError
+
+    def fail() -> None:
+        raise OSError("a cable was pulled")
+
+    source, target = words(1), np.zeros_like(words(1))
+    cpu.d2h.submit(fail)
+    cpu.order_h2d(cpu.record_d2h())
+    cpu.copy_h2d(target.ctypes.data, source.ctypes.data, source.nbytes)
+    with pytest.raises(CopyError, match="a cable was pulled"):
+        cpu.record_h2d().synchronize()
+    assert not target.any()
+
+
 def test_an_event_may_be_waited_for_by_many_and_interrupted(cpu: Any) -> None:
     gate = threading.Event()
     cpu.h2d.submit(gate.wait)

@@ -22,14 +22,14 @@ ALIGNMENT = 256
 class Packed:
     """Arrays side by side, as a put lays them; `adopt` stands for the import of device memory."""
 
-    def __init__(self, jax: Any, count: int) -> None:
+    def __init__(self, jax: Any, count: int, *, last: tuple[tuple[int, ...], str] | None = None) -> None:
         self.jax = jax
         self.adopted = 0
         self.values = []
         places = []
         offset = 0
         for seed in range(count):
-            shape, name = MIXED[seed % len(MIXED)]
+            shape, name = last if last is not None and seed == count - 1 else MIXED[seed % len(MIXED)]
             values = pattern(shape, np.dtype(getattr(ml_dtypes, name, name)), seed)
             places.append(Place(offset, shape, values.dtype))
             self.values.append(values)
@@ -72,6 +72,12 @@ def test_many_arrays_are_taken_apart_by_one_import_a_dtype(jax: Any, unpack: Cal
     for turn in (1, 2):
         packed.assert_taken_apart(unpack(packed))
         assert packed.adopted == turn * len(dtypes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_the_last_array_is_whole_however_long_it_is(jax: Any, unpack: Callable[[Packed], list[Any]], dtype: str) -> None:
+    packed = Packed(jax, 16, last=((3 * ALIGNMENT + 1,), dtype))
+    packed.assert_taken_apart(unpack(packed))
 
 
 def test_a_few_arrays_are_imported_each(jax: Any, unpack: Callable[[Packed], list[Any]]) -> None:

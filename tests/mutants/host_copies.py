@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -168,6 +169,24 @@ class SharesAPlace(BrokenBackend):
     def copy_what_is_noted(self) -> None:
         time.sleep(SLOW_SECONDS)
         ctypes.memmove(*self.noted)
+
+
+@broken_core("test_law01_threads_do_not_mix_their_data", hooks=Host)
+def puts_what_another_thread_had(patch: pytest.MonkeyPatch) -> None:
+    """The core remembers the last pinned source in one place for all threads."""
+    put = Stager.put
+    last: list[tuple[int, Any]] = []
+
+    def put_last(stager: Stager, tree: Any, **options: Any) -> Any:
+        if isinstance(tree, np.ndarray) and stager.backend.is_pinned(tree.ctypes.data, tree.nbytes):
+            before = list(last)
+            last[:] = [(threading.get_ident(), tree)]
+            for thread, source in before:
+                if thread != threading.get_ident() and source.shape == tree.shape:
+                    tree = source
+        return put(stager, tree, **options)
+
+    patch.setattr(Stager, "put", put_last)
 
 
 @broken_backend(f"{PUT_KEEPS}[float64]", f"{GET_KEEPS}[float64]", hooks=Host)

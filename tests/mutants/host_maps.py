@@ -124,6 +124,14 @@ def keeps_what_was_mapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Views, "lease", lease_for_ever)
 
 
+@broken_backend("test_law10_a_view_outlives_the_stager", hooks=LockingHost)
+class MapsForNobody(BrokenBackend):
+    """Lets no view keep the memory."""
+
+    def as_mapped(self, *what: Any, lease: object, **rest: Any) -> Any:
+        return self.inner.as_mapped(*what, lease=None, **rest)
+
+
 @broken_core("test_law10_a_view_outlives_the_stager", hooks=LockingHost)
 def unlocks_under_views(patch: pytest.MonkeyPatch) -> None:
     """Closing page-unlocks memory that views still reach."""

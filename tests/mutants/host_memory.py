@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broke
 from tests.mutants.host_copies import holds_nothing_in_flight
 from tests.mutants.locking import LockingBackend, LockingHost
 from xferlib.device import BlockCache
+from xferlib.errors import ClosedError
 from xferlib.inflight import InFlight, Traffic
 from xferlib.protocol import Capabilities, Event, Source, Stream
 from xferlib.stager import Stager
 from xferlib.staging.ring import Staging
 from xferlib.stats import Stats
+from xferlib.transfer import Transfer
 
 __all__: list[str] = []
 
@@ -53,6 +56,17 @@ class NotesNoCurrentStream(BrokenEvent):
     def stream_wait(self, stream: object | None = None) -> Stream | None:
         found = self.inner.stream_wait(stream)
         return None if stream is None else found
+
+
+@broken_core(f"{NAMED}[result]", hooks=Host)
+def names_no_stream_in_result(patch: pytest.MonkeyPatch) -> None:
+    """`result` waits, and tells nobody of the stream that will read the arrays, as `value` does."""
+
+    def result(transfer: Transfer, timeout: float | None = None) -> Any:
+        transfer.synchronize()
+        return transfer._arrays()
+
+    patch.setattr(Transfer, "result", result)
 
 
 @broken_backend(f"{NAMED}[value]", f"{NAMED}[result]", hooks=Host)
@@ -176,6 +190,22 @@ class SellsPageableMemory(BrokenBackend):
         address: int = self.inner.alloc_pinned(nbytes)
         self.inner.locked[address] = address
         return address
+
+
+@broken_backend("test_law09_starting_does_not_wait_behind_held_copies[put]", hooks=LockingHost)
+class QueuesTwo(BrokenBackend):
+    """Has a place for two copies to the device, and lets whoever starts the next one wait for the first."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.queued: list[Event] = []
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self.queued = [event for event in self.queued if not event.done()]
+        if len(self.queued) > 1:
+            self.queued[0].synchronize()
+        self.inner.copy_h2d(dst, src, nbytes)
+        self.queued.append(self.inner.record_h2d())
 
 
 @broken_backend(f"{BOTH_ENDS}[{LARGE}]", "test_law09_results_of_get_are_page_locked", hooks=LockingHost)
@@ -323,6 +353,18 @@ def says_nothing(patch: pytest.MonkeyPatch) -> None:
 def refuses_nothing(patch: pytest.MonkeyPatch) -> None:
     """A closed stager can be used as long as nobody below objects."""
     patch.setattr(Stager, "_refuse", lambda stager: None)
+
+
+@broken_core("test_law10_a_closed_stager_refuses_everything", hooks=Host)
+def trims_when_closed(patch: pytest.MonkeyPatch) -> None:
+    """A closed stager takes a trim for done, and refuses the rest."""
+    trim = Stager.trim
+
+    def trim_anyway(stager: Stager) -> None:
+        with suppress(ClosedError):
+            trim(stager)
+
+    patch.setattr(Stager, "trim", trim_anyway)
 
 
 @broken_backend("test_law11_register_page_locks_memory_of_the_caller_or_is_refused", hooks=Host)

@@ -5,6 +5,8 @@ A core that gives memory back wrongly is an honest one behind a wall of its own,
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +33,7 @@ CLOSED = "test_law14_a_closed_stager_releases_what_its_last_array_leaves"
 FAILED = "test_law14_memory_of_a_failed_transfer_is_released"
 HOST_MEMORY = "test_law14_host_memory_is_given_back_once"
 OF_OTHERS = "test_law14_memory_of_others_is_never_written"
+MARK_NBYTES = 64
 
 
 def stand_before(patch: pytest.MonkeyPatch, wall: Callable[[Any], Any]) -> None:
@@ -62,6 +65,22 @@ def lets_the_collector_end_leases(patch: pytest.MonkeyPatch) -> None:
     """A lease is a plain object with a finalizer, which runs among those of everything in its cycle."""
     ticket = Returns.ticket
     patch.setattr(Returns, "ticket", lambda returns, number: EndsWhenFinalized(ticket(returns, number)))
+
+
+class EndsWhenFinalizedElsewhere:
+    def __init__(self, ticket: object) -> None:
+        self.ticket: object = ticket
+
+    def __del__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.ticket = None
+
+
+@broken_core(f"{IN_A_CYCLE}[{BEFORE}-elsewhere]", f"{IN_A_CYCLE}[{AFTER}-elsewhere]", hooks=ArenaHost)
+def lets_the_collector_of_other_threads_end_leases(patch: pytest.MonkeyPatch) -> None:
+    """A lease ends among the finalizers of its cycle where the collector runs on another thread than the main one."""
+    ticket = Returns.ticket
+    patch.setattr(Returns, "ticket", lambda returns, number: EndsWhenFinalizedElsewhere(ticket(returns, number)))
 
 
 class Leaseless(BrokenBackend):
@@ -139,6 +158,32 @@ class NeverUnpins(BrokenBackend):
 def never_unpins(patch: pytest.MonkeyPatch) -> None:
     """The core leaves memory of the caller's pinned."""
     stand_before(patch, NeverUnpins)
+
+
+class MarksAsItCloses(BrokenBackend):
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.pinned: dict[int, int] = {}
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        address: int = self.inner.alloc_pinned(nbytes)
+        self.pinned[address] = nbytes
+        return address
+
+    def free_pinned(self, address: int) -> None:
+        del self.pinned[address]
+        self.inner.free_pinned(address)
+
+    def close(self) -> None:
+        for address in self.pinned:
+            ctypes.memset(address, 0xDD, MARK_NBYTES)
+        self.inner.close()
+
+
+@broken_core(HOST_MEMORY, hooks=ArenaHost)
+def marks_as_it_closes(patch: pytest.MonkeyPatch) -> None:
+    """Closing marks the beginning of pinned memory as gone, which arrays still hold."""
+    stand_before(patch, MarksAsItCloses)
 
 
 class FreesWhileOpen(BrokenBackend):

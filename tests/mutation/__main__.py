@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace, mutants: list[Mutant], numbers: Any, scrat
             _show(number, mutant)
             continue
         scratch.write(mutant.path, mutant.text)
-        verdict = judge.judge(area.targets(mutant.path))
+        verdict = judge.judge(area.targets(mutant.path, scratch.folder))
         scratch.mend(mutant.path)
         _show(number, mutant, verdict)
         records.append(_record(number, mutant, verdict))

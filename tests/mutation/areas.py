@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import final
 
 from tests.mutation.tree import ROOT
@@ -32,11 +33,11 @@ class Area:
         found = {str(path.relative_to(ROOT)) for pattern in self.files for path in ROOT.glob(pattern)}
         return sorted(path for path in found if not any(fnmatch.fnmatch(path, pattern) for pattern in self.but))
 
-    def targets(self, path: str) -> list[str]:
-        """Return what judges a file, in the order in which it is run. A target with a star stands for what there is of it."""
+    def targets(self, path: str, folder: Path = ROOT) -> list[str]:
+        """Return what judges a file, in the order in which it is run. A target with a star stands for what there is in `folder`."""
         found = next((targets for pattern, targets in self.own.items() if fnmatch.fnmatch(path, f"*{pattern}")), self.tests)
         there = [
-            sorted(str(file.relative_to(ROOT)) for file in ROOT.glob(target)) if "*" in target else [target] for target in found
+            sorted(str(file.relative_to(folder)) for file in folder.glob(target)) if "*" in target else [target] for target in found
         ]
         return list(dict.fromkeys(target for each in there for target in each))
 
@@ -62,7 +63,7 @@ PUTS = core("stager_put", "put_into", "borrow", "staging")
 GETS = core("stager_get", "staging")
 LOAD = ("tests/test_load.py", "tests/test_load_damaged.py")
 LAWS = ("tests/test_conformance_host.py::TestHost",)
-JAX = tuple(f"tests/jax/test_jax_{name}.py" for name in ("arrays", "cpu", "leases", "unpack", "sharded"))
+JAX = tuple(f"tests/jax/test_jax_{name}.py" for name in ("arrays", "cpu", "engines", "imports", "leases", "unpack", "sharded"))
 JAX_ON_CUDA = ("_cuda", "_driver", "_events", "_fence", "_pinning", "_blocks")
 SUITE = ("tests/test_suite_rules.py", "tests/test_gates.py", "tests/test_conformance_host.py", "tests/test_cli_conformance.py")
 
@@ -108,7 +109,16 @@ AREAS = {
     ),
     "device": Area(
         ("xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"),
-        (*core("device", "device_failures", "reuse", "tickets*", "packing", "stager_put", "stager_lifetime", "put_into"), *LAWS),
+        (
+            *core(
+                "device", "device_failures", "injected_interrupts", "reuse", "packing", "stager_put", "stager_lifetime", "put_into"
+            ),
+            *LAWS,
+        ),
+        {
+            "/tickets.py": core("ticket*", "device", "device_failures", "stager_lifetime"),
+            "/reaper.py": core("reaper", "device", "device_failures", "stager_lifetime"),
+        },
     ),
     "load-tree-packing": Area(
         ("xferlib/load.py", "xferlib/tree.py", "xferlib/layout.py"),
@@ -128,7 +138,10 @@ AREAS = {
         ("tests/pipeline",),
         {
             "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile", "sources_and_bills"),
-            "/feed.py": pipeline("prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"),
+            **dict.fromkeys(
+                ("/feed.py", "/source_thread.py", "/wakeup.py"),
+                pipeline("feed", "prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"),
+            ),
             "/prefetch.py": (
                 *pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream"),
                 *pipeline("sources_and_bills"),
@@ -173,10 +186,13 @@ AREAS = {
         (*SUITE, "tests/mutants/test_host_mutants.py"),
         {
             "/gates.py": ("tests/test_gates.py",),
+            "/guard*.py": ("tests/test_guard.py",),
             "/watchdog.py": ("tests/test_gates.py",),
             "/laws/*.py": (*LAWS, "tests/mutants/test_host_mutants.py"),
         },
         # What only runs on CUDA.
         but=("*/cuda.py", "*/cupti.py"),
+        # One test waits for a process that runs many mutants.
+        hang_seconds=150,
     ),
 }

@@ -54,7 +54,8 @@ class Judge:
         child = subprocess.Popen(
             [
                 *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line"),
-                *("-o", f"faulthandler_timeout={self._hang}", "-o", "addopts=--import-mode=importlib", "-rfE"),
+                *("-o", "addopts=--import-mode=importlib", "-rfE"),
+                *("-p", "xferlib.conformance.guard", "-o", f"hang_seconds={self._hang}"),
                 *targets,
             ],
             cwd=self._folder,
@@ -88,7 +89,7 @@ class Judge:
             return Verdict(failed[1], (failed[2] or "")[:300], seconds)
         stuck = STUCK.search(shown)
         where = f"{stuck[1]}::{stuck[2]}" if stuck else "the run"
-        if late or "Timeout" in shown:
+        if late or "It hangs:" in shown:
             return Verdict(where, "hung: ended by the guard", seconds)
         return Verdict(where, f"ended with status {status}: {shown[-TAIL:]}", seconds)
 

@@ -119,6 +119,13 @@ def test_anything_else_that_fill_returns_is_an_error(value: Any, error: type[Exc
         returned(value, slot_of(LAYOUT))
 
 
+def test_an_array_that_begins_before_its_slot_is_an_error() -> None:
+    # One byte: without strides, NumPy itself would take that.
+    room = np.zeros(LAYOUT.nbytes + 1, np.uint8)
+    with pytest.raises(ValueError, match="not in its slot"):
+        returned([room[:8]], room[1:])
+
+
 def test_rows_of_an_array_without_axes_are_an_error() -> None:
     layout = Layout({"image": ((6, 4), np.int32), "scale": ((), np.float32)})
     with pytest.raises(ValueError, match="0 rows"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from xferlib.errors import AllocationError
-from xferlib.pipeline.shared.memory import SharedMemory, map_shared
+from xferlib.pipeline.shared.memory import POPULATE_WRITE, SharedMemory, map_shared
 
 
 def mapped() -> int:
@@ -53,3 +55,18 @@ def test_nobody_can_cut_it_short() -> None:
 def test_memory_that_cannot_be_had_is_refused_in_words() -> None:
     with pytest.raises(AllocationError, match="bytes of shared memory could not be had"):
         SharedMemory(1 << 60)
+
+
+@pytest.mark.parametrize("unknown", [mmap.MADV_HUGEPAGE, POPULATE_WRITE], ids=["huge pages", "populating"])
+def test_a_kernel_that_does_not_know_an_advice_gives_memory_all_the_same(unknown: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapping(mmap.mmap):
+        def madvise(self, option: int, *extent: int) -> None:
+            if option == unknown:
+                raise OSError(errno.EINVAL, "no such advice")
+            super().madvise(option, *extent)
+
+    monkeypatch.setattr("xferlib.pipeline.shared.memory.mmap.mmap", Mapping)
+    memory = SharedMemory(1 << 20)
+    memory.raw[...] = 3
+    assert (memory.raw == 3).all()
+    memory.close()

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -228,6 +229,23 @@ def test_an_error_that_is_kept_keeps_no_batch(pair: SharedRing) -> None:
     finally:
         gc.enable()
     assert len(errors) == 1
+
+
+def test_an_error_that_is_dropped_leaves_no_batch_of_whoever_asked(pair: SharedRing) -> None:
+    batches: list[Any] = []
+
+    def take_two(run: Any) -> None:
+        batch = next(run)
+        batches.append(weakref.ref(batch))
+        next(run)
+
+    gc.disable()
+    try:
+        with suppress(fills.OwnError):
+            take_two(pair.run(fills.fail, ["none", "own"], workers=2))
+        assert batches[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_task_that_cannot_be_sent_is_an_error_at_its_place(pair: SharedRing) -> None:

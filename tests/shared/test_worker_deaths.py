@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -116,8 +117,9 @@ def test_or_is_raised_in_place_of_its_batch_and_the_rest_goes_on(ring: SharedRin
     assert got == [0, lost.format(1), 2, lost.format(3), 4]
 
 
-def test_what_a_worker_finished_before_it_died_is_not_lost(ring: SharedRing) -> None:
-    run = ring.run(fills.die, [4, 0, 1], workers=1, on_death="raise")
+@pytest.mark.parametrize("ordered", [True, False], ids=["in order", "as they are ready"])
+def test_what_a_worker_finished_before_it_died_is_not_lost(ring: SharedRing, ordered: bool) -> None:
+    run = ring.run(fills.die, [4, 0, 1], workers=1, on_death="raise", ordered=ordered)
     assert first(next(run)) == 4
     # By now it has the other two tasks.
     watched = os.pidfd_open(ring.pids[0])
@@ -129,10 +131,11 @@ def test_what_a_worker_finished_before_it_died_is_not_lost(ring: SharedRing) -> 
 
 
 @replaced
-def test_a_task_that_kills_its_workers_is_named_after_so_many(ring: SharedRing) -> None:
-    run = ring.run(fills.die, [0, 1, 2], workers=1, retries=1)
+@pytest.mark.parametrize(("limit", "tries"), [({"retries": 1}, 1), ({}, 2)], ids=["one", "by default"])
+def test_a_task_that_kills_its_workers_is_named_after_so_many(ring: SharedRing, limit: dict[str, Any], tries: int) -> None:
+    run = ring.run(fills.die, [0, 1, 2], workers=1, **limit)
     assert first(next(run)) == 0
-    with pytest.raises(WorkerDiedError, match=r"SIGKILL while it filled a slot for task 1 \(1\), with 1 tries before"):
+    with pytest.raises(WorkerDiedError, match=rf"SIGKILL while it filled a slot for task 1 \(1\), with {tries} tries before"):
         next(run)
     assert first(next(run)) == 2
 

@@ -37,7 +37,7 @@ MUTANTS = [
         "        # Copies that are done may hold the last reference to an array, and so to its block.\n        self._flow.reap()\n",
         "",
     ),
-    (DEVICE, "or changes != self._changes or self._returns:", "or changes != self._changes:"),
+    (DEVICE, "elif changes != self._changes or self._returns:", "elif changes != self._changes:"),
     (
         DEVICE,
         "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:",
@@ -54,9 +54,13 @@ MUTANTS = [
         "            return self._oldest(size, number, streams), False",
     ),
     (DEVICE, "self._doom_others(size, reached=True)", "self._doom_others(size, reached=False)"),
-    (DEVICE, "            if reached is None or self._backend.lost(row.block):", "            if self._backend.lost(row.block):"),
+    (DEVICE, "            if reached is None or self._lost(row.block):", "            if self._lost(row.block):"),
     (DEVICE, "            else:\n                index += 1\n", "            else:\n                break\n"),
-    (DEVICE, "        row = cell[0]\n", "        row = cell[-1]\n"),
+    (
+        DEVICE,
+        "        row = cell[0]\n        if row.fence is not None:\n",
+        "        row = cell[-1]\n        if row.fence is not None:\n",
+    ),
     (
         DEVICE,
         "            self._backend.order_h2d(row.fence)\n            row.fence = None\n            self.waits += 1\n",
@@ -72,11 +76,11 @@ MUTANTS = [
     (DEVICE, "                if row.fence is not None:\n                    row.fence.synchronize()\n", "                pass\n"),
     (
         DEVICE,
-        "            self._growing.pop(number, None)\n            self._changes += 1\n            if not",
-        "            if not",
+        "                self._growing.pop(number, None)\n                self._changes += 1\n                if not",
+        "                if not",
     ),
     (DEVICE, "            # Idle blocks of other sizes may be all that stands in the way.\n            self._trim()\n", ""),
     (DEVICE, "    step = 1 << max(8, nbytes.bit_length() - 4)", "    step = 1 << max(8, nbytes.bit_length() - 3)"),
     (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
-    (REAPER, "    if _over or get_ident() != _main:\n        return call()\n", "    return call()\n"),
+    (REAPER, "    if _over or get_ident() != _main or _collects():\n        return call()\n", "    return call()\n"),
 ]

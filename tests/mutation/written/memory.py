@@ -26,8 +26,8 @@ MUTANTS = [
     ),
     (
         POOL,
-        "            self._growing.pop(number, None)\n            self._changes += 1\n            raise",
-        "            self._changes += 1\n            raise",
+        "                self._growing.pop(number, None)\n                self._changes += 1\n                raise",
+        "                self._changes += 1\n                raise",
     ),
     (
         POOL,
@@ -39,7 +39,7 @@ MUTANTS = [
         "                # Refused: it is still there, and the next request or trim finds it.\n                self._restore(segment)\n",
         "",
     ),
-    (POOL, "or changes != self._changes or self._returns:", "or changes != self._changes:"),
+    (POOL, "elif changes != self._changes or self._returns:", "elif changes != self._changes:"),
     (POOL, "waits = not wanted.for_array or self.when_full", "waits = self.when_full"),
     (POOL, "        self._arrays += sign * row.size * row.for_array", "        self._arrays += sign * row.asked * row.for_array"),
     (POOL, "segments[bisect_right(starts, address) - 1]", "segments[bisect_right(starts, address - 1) - 1]"),

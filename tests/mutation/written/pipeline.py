@@ -4,19 +4,19 @@
 
 from __future__ import annotations
 
-RING, FEED, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS = (
+RING, FEED, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS = (
     f"xferlib/pipeline/{name}.py"
-    for name in ("ring", "feed", "prefetch", "drain", "ends", "stream", "report", "clock", "bill", "rows")
+    for name in ("ring", "feed", "source_thread", "prefetch", "drain", "ends", "stream", "report", "clock", "bill", "rows")
 )
 
 MUTANTS = [
     (RING, "        if self.slots > fit:", "        if self.slots >= fit:"),
     (
         RING,
-        "        _freeze(leaves)\n        del self._tree\n        self.ring._in_flight(lease, end_of(transfer))",
-        "        del self._tree\n        self.ring._in_flight(lease, end_of(transfer))",
+        "        _freeze(leaves)\n        del self._tree\n        self.ring._in_flight(",
+        "        del self._tree\n        self.ring._in_flight(",
     ),
-    (RING, "        self.ring._in_flight(lease, end_of(transfer))", "        self.ring._in_flight(lease, transfer)"),
+    (RING, "        self.ring._in_flight(lease.number, end_of(transfer))", "        self.ring._in_flight(lease.number, transfer)"),
     (
         RING,
         "            except TransferError:\n                # It reads no more. Who holds the transfer is told.\n                pass\n",
@@ -24,28 +24,28 @@ MUTANTS = [
     ),
     (
         RING,
-        "        with suppress(TransferError):\n            end.synchronize()\n        self._land",
-        "        end.synchronize()\n        self._land",
+        "            with suppress(TransferError):\n                end.synchronize()\n            self._land",
+        "            end.synchronize()\n            self._land",
     ),
-    (RING, "            # For the next one who waits.\n            self._free.put(None)\n", ""),
+    (RING, "            if self._idle or self._put or self._closed:", "            if self._idle or self._put:"),
     (RING, "[leaf[: self._rows] for leaf in leaves]", "[leaf[: self._rows] if self._rows else leaf for leaf in leaves]"),
     (RING, "        if rows is not None and not 0 <= rows <= room:", "        if rows is not None and not 0 < rows <= room:"),
     (RING, "room = min((len(leaf) if", "room = max((len(leaf) if"),
-    (RING, "            self.ring._in_flight(held, under_way())", "            held.end()"),
     (
-        FEED,
-        "        self._spent = True\n        if threading.current_thread() is not self._thread:\n            self._thread.join(CLOSE_SECONDS)\n        raise",
-        "        self._spent = True\n        raise",
+        RING,
+        "            self._land(number)\n            self._returns.post()",
+        "            self._come_back(number)\n            self._returns.post()",
     ),
+    (FEED, "        self._join()\n        raise StopIteration", "        raise StopIteration"),
     (
         FEED,
         "            ended = shared.ended\n            try:\n                entry = shared.items.popleft()\n            except IndexError:\n                self._refuse_closed()\n                if ended:",
         "            try:\n                entry = shared.items.popleft()\n            except IndexError:\n                self._refuse_closed()\n                if shared.ended:",
     ),
-    (FEED, "            self.depth = min(fits, self.depth)", "            self.depth = min(1, self.depth)"),
-    (FEED, "lambda: self.going() and len(self.items) < self.depth)", "lambda: self.going() and len(self.items) <= self.depth)"),
-    (FEED, "        if isinstance(iterator, GeneratorType):\n            iterator.close()\n", "        pass\n"),
-    (FEED, "            item = None\n", "            pass\n"),
+    (THREAD, "            self.depth = min(fits, self.depth)", "            self.depth = min(1, self.depth)"),
+    (THREAD, "lambda: self.going() and len(self.items) < self.depth)", "lambda: self.going() and len(self.items) <= self.depth)"),
+    (THREAD, "        if isinstance(iterator, GeneratorType):\n            iterator.close()\n", "        pass\n"),
+    (THREAD, "        item = None\n", "        pass\n"),
     (PREFETCH, "        while len(self._recent) >= self._depth:", "        while len(self._recent) > self._depth:"),
     (
         PREFETCH,

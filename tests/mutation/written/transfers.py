@@ -26,10 +26,14 @@ MUTANTS = [
         "        self._blocks.streams_of(places[0])[handle] = stream",
     ),
     (PUTS, "            return self._h2d.add(nbytes, (array,), places)", "            return self._h2d.add(nbytes, (array,), ())"),
-    (PUTS, "            return self._h2d.add(nbytes, held, places)", "            return self._h2d.add(nbytes, held[-1:], places)"),
     (
         PUTS,
-        "        except BaseException:\n            self._h2d.settle((held, target))\n            raise",
+        "            return self._h2d.add(nbytes, pinned, places)",
+        "            return self._h2d.add(nbytes, pinned[-1:], places)",
+    ),
+    (
+        PUTS,
+        "        except BaseException:\n            self._h2d.settle((pinned, target))\n            raise",
         "        except BaseException:\n            raise",
     ),
     (
@@ -43,7 +47,7 @@ MUTANTS = [
         "            if made:\n                return unflatten(spec, made)\n",
     ),
     (PUTS, "for array, address in sources if address is None) >= LEND_FROM", "for array, address in sources) >= LEND_FROM"),
-    (PUTS, "                elif address:\n                    # Staged", "                else:\n                    # Staged"),
+    (PUTS, "            elif address:\n                # Before", "            else:\n                # Before"),
     (PUTS, "until_started=leases, beside=pinned)", "until_started=leases[:1], beside=pinned)"),
     (
         PUTS,
@@ -55,8 +59,8 @@ MUTANTS = [
     (TRANSFER, "            self._make = None\n", "            pass\n"),
     (
         TRANSFER,
-        "        if self._error is not None:\n            raise self._failed(self._error)\n        if _forks and self._born != _forks:\n            raise _forked()\n        try:\n            waiting",
-        "        if _forks and self._born != _forks:\n            raise _forked()\n        try:\n            waiting",
+        "        refuse_bare_zero(stream)\n        if self._error is not None:\n            raise self._failed(self._error)\n",
+        "        refuse_bare_zero(stream)\n",
     ),
     (
         TRANSFER,

@@ -1,0 +1,75 @@
+"""On which of JAX's streams an import goes, where they come in turn: not behind work that holds one of them up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from xferlib.stager import Stager
+
+STREAMS = (11, 12, 13, 14)
+
+
+class Device:
+    """Hands out streams as JAX's devices do, and counts the turns."""
+
+    def __init__(self, streams: Iterable[int]) -> None:
+        self.turns = 0
+        self._streams = iter(streams)
+
+    def get_stream_for_external_ready_events(self) -> int:
+        self.turns += 1
+        return next(self._streams)
+
+
+class Driver:
+    """Says of each stream whether it has nothing to do."""
+
+    def __init__(self) -> None:
+        self.busy: set[int] = set()
+
+    def is_idle(self, stream: int) -> bool:
+        return stream not in self.busy
+
+
+def opened(device: Device, driver: Driver) -> Any:
+    from xferlib_jax._imports import Imports
+
+    return Imports(device, (2, 0), None, driver)  # type: ignore[arg-type]  # No memory is imported.
+
+
+@pytest.mark.parametrize("idle", STREAMS)
+def test_an_import_goes_on_a_stream_that_is_idle(stager: Stager, idle: int) -> None:
+    driver = Driver()
+    imports = opened(Device(itertools.cycle(STREAMS)), driver)
+    driver.busy = set(STREAMS) - {idle}
+    assert imports._idle_stream() == idle
+
+
+@pytest.mark.parametrize("idle", STREAMS)
+def test_turns_are_taken_until_the_next_one_is_idle(stager: Stager, idle: int) -> None:
+    driver, device = Driver(), Device(itertools.cycle(STREAMS))
+    imports = opened(device, driver)
+    driver.busy = set(STREAMS) - {idle}
+    imports._skip_busy()
+    assert device.get_stream_for_external_ready_events() == idle
+
+
+def test_where_all_are_busy_it_looks_once_around(stager: Stager) -> None:
+    driver, device = Driver(), Device(itertools.cycle(STREAMS))
+    imports = opened(device, driver)
+    driver.busy = set(STREAMS)
+    before = device.turns
+    assert imports._idle_stream() in STREAMS
+    imports._skip_busy()
+    assert device.turns - before <= 2 * len(STREAMS)
+
+
+def test_streams_that_do_not_come_in_turn_are_taken_as_they_come(stager: Stager) -> None:
+    driver = Driver()
+    imports = opened(Device(itertools.cycle((11, 12, 11, 13, 12))), driver)
+    driver.busy = {11, 12, 13}
+    assert imports._idle_stream() == 12
