@@ -153,7 +153,7 @@ def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:
     assert not any(blocks.owns(source) for source in asked)
 
 
-@pytest.mark.parametrize("question", ["owns", "streams_of"])
+@pytest.mark.parametrize("question", ["owns", "note"])
 def test_a_question_about_memory_may_come_while_blocks_are_leased(question: str) -> None:
     taken: list[Lease] = []
 
@@ -186,7 +186,8 @@ def test_a_question_about_memory_may_come_while_blocks_are_leased(question: str)
     if question == "owns":
         assert blocks.owns(inside)
     else:
-        assert blocks.streams_of(inside) is streams
+        assert blocks.note(inside, Stream(7, None))
+        assert list(streams) == [7]
     assert taken
 
 

@@ -82,5 +82,5 @@ MUTANTS = [
     (DEVICE, "            # Idle blocks of other sizes may be all that stands in the way.\n            self._trim()\n", ""),
     (DEVICE, "    step = 1 << max(8, nbytes.bit_length() - 4)", "    step = 1 << max(8, nbytes.bit_length() - 3)"),
     (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
-    (REAPER, "    if _over or get_ident() != _main or _collects():\n        return call()\n", "    return call()\n"),
+    (REAPER, "    if _over or get_ident() != _main or collects():\n        return call()\n", "    return call()\n"),
 ]

@@ -22,8 +22,8 @@ MUTANTS = [
     ),
     (
         PUTS,
-        "        for place in places:\n            self._blocks.streams_of(place)[handle] = stream",
-        "        self._blocks.streams_of(places[0])[handle] = stream",
+        "        for place in places:\n            note_reader(place, stream, self._blocks)",
+        "        note_reader(places[0], stream, self._blocks)",
     ),
     (PUTS, "            return self._h2d.add(nbytes, (array,), places)", "            return self._h2d.add(nbytes, (array,), ())"),
     (
