@@ -170,7 +170,7 @@ def test_a_run_returns_the_status_of_pytest(capfd: pytest.CaptureFixture[str]) -
 
 def test_a_run_says_none_where_all_capabilities_are_on_or_off() -> None:
     names = [field.name for field in fields(Capabilities)]
-    backend: Any = SimpleNamespace(capabilities=Capabilities())
+    backend: Any = SimpleNamespace(capabilities=Capabilities(**dict.fromkeys(names, False)))
     assert _capabilities(backend) == f"capabilities: none; off: {', '.join(names)}"
     backend.capabilities = Capabilities(**dict.fromkeys(names, True))
     assert _capabilities(backend) == f"capabilities: {', '.join(names)}; off: none"
