@@ -44,8 +44,11 @@ class HoldCopies(Kind):
         stager = sketch.pick("stager", lambda seen: seen["device"] == 0)
         if stager is None or len(sketch.names("hold")) >= sketch.traits.holds:
             return []
-        name = sketch.add(sketch.name("k"), "hold", compute=False)
-        return [self.step(to=name, stager=stager, direction=sketch.random.choice(("h2d", "d2h", "both")))]
+        return [self.of(sketch, stager, sketch.random.choice(("h2d", "d2h", "both")))]
+
+    def of(self, sketch: Sketch, stager: str, direction: str) -> Step:
+        """Return the step that holds this stager's copies."""
+        return self.step(to=sketch.add(sketch.name("k"), "hold", compute=False), stager=stager, direction=direction)
 
     def run(self, world: World, **arguments: Any) -> None:
         backend = world.stager(arguments["stager"]).stager.backend
@@ -62,7 +65,11 @@ class HoldCompute(Kind):
         stager = sketch.pick("stager", lambda seen: seen["device"] == 0)
         if stager is None or len(sketch.names("hold")) >= sketch.traits.holds:
             return []
-        return [self.step(to=sketch.add(sketch.name("k"), "hold", compute=True), stager=stager)]
+        return [self.of(sketch, stager)]
+
+    def of(self, sketch: Sketch, stager: str) -> Step:
+        """Return the step that holds work by this stager's device."""
+        return self.step(to=sketch.add(sketch.name("k"), "hold", compute=True), stager=stager)
 
     def run(self, world: World, **arguments: Any) -> None:
         backend = world.stager(arguments["stager"]).stager.backend

@@ -6,7 +6,10 @@ from typing import Any, final
 
 import xferlib
 from tests.random_programs.content import Content, assert_holds, fill
+from tests.random_programs.kinds.holds import HoldCompute, HoldCopies
 from tests.random_programs.kinds.kind import Kind, refusable
+from tests.random_programs.kinds.locks import Map
+from tests.random_programs.kinds.puts import Put
 from tests.random_programs.program import Step
 from tests.random_programs.sketch import Sketch
 from tests.random_programs.trees import flat
@@ -73,11 +76,13 @@ class Acquire(Kind):
 
     def draw(self, sketch: Sketch) -> list[Step]:
         ring = sketch.pick("ring")
-        if ring is None:
-            return []
+        return [] if ring is None else [self.of(sketch, ring)]
+
+    def of(self, sketch: Sketch, ring: str) -> Step:
+        """Return the step that acquires a slot of this ring."""
         seen = sketch.seen(ring)
         known = {"groups": seen["groups"], "form": "dict", "stager": seen["stager"], "slot": ring}
-        return [self.step(to=sketch.add(sketch.name("h"), "host", **known), ring=ring)]
+        return self.step(to=sketch.add(sketch.name("h"), "host", **known), ring=ring)
 
     def run(self, world: World, **arguments: Any) -> None:
         slots, name = world.find(arguments["ring"], Slots), arguments["to"]
@@ -141,6 +146,42 @@ class PutSlot(Kind):
 
 
 @final
+class ShareSlot(Kind):
+    """Let another stager or held work on a view read a slot that goes back to its ring meanwhile, and fill the slots again."""
+
+    name = "share_slot"
+    weight = 0.7
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        ring = sketch.pick("ring", lambda seen: seen["device"] == 0)
+        if ring is None or len(sketch.names("hold")) >= sketch.traits.holds:
+            return []
+        seen = sketch.seen(ring)
+        stagers = sketch.names("stager", lambda stager: stager["device"] == 0)
+        if seen["stager"] not in stagers:
+            return []
+        other = sketch.random.choice([stager for stager in stagers if stager != seen["stager"]] or stagers)
+        acquire = Acquire()
+        first = acquire.of(sketch, ring)
+        slot = first.arguments["to"]
+        if sketch.traits.mapped and sketch.chance(0.5):
+            hold = HoldCompute().of(sketch, other)
+            leaves = sum(group[0] for group in seen["groups"])
+            index = sketch.random.randrange(leaves)
+            use = Map().step(stager=seen["stager"], source=slot, index=index, hold=hold.arguments["to"], write=False)
+        else:
+            hold = HoldCopies().of(sketch, other, "h2d")
+            use = Put().of(sketch, other, slot)
+        sketch.gone(slot)
+        back = PutSlot().step(source=slot, release=True)
+        return [first, hold, use, back, *(acquire.of(sketch, ring) for _ in range(seen["slots"]))]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        raise AssertionError("it is drawn as steps of other kinds")
+
+
+@final
 class CloseRing(Kind):
     name = "close_ring"
     weight = 0.5
@@ -190,4 +231,4 @@ class Turn(Kind):
                 assert_holds(world.kit.read(array), content, "what a slot's put gave")
 
 
-ALL: tuple[type[Kind], ...] = (OpenRing, Acquire, PutSlot, CloseRing, Turn)
+ALL: tuple[type[Kind], ...] = (OpenRing, Acquire, PutSlot, ShareSlot, CloseRing, Turn)
