@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from concurrent.futures import Future
@@ -567,3 +568,29 @@ def test_leases_end_on_any_thread_while_others_take(limit: int) -> None:
     for future in [on_thread(work) for _ in range(4)]:
         future.result(30)
     assert sum(device.allocated) == blocks.nbytes <= limit
+
+
+def test_a_stream_outlives_the_stager_that_it_dies_with_in_a_cycle() -> None:
+    """Its own finalizer would destroy it, and what closes the stager asks the driver about it."""
+    ended: list[None] = []
+
+    class Owned:
+        """A stream of the framework's."""
+
+        def __del__(self) -> None:
+            ended.append(None)
+
+    def make_garbage() -> None:
+        blocks = cache(Device())
+        cycle: list[object] = [blocks, blocks.lease(MIB, {7: Stream(7, Owned())})]
+        cycle.append(cycle)
+        found.append(id(blocks))
+
+    found: list[int] = []
+    make_garbage()
+    gc.collect()
+    assert ended == []
+    # What closes the stager has it still.
+    xferlib.device._open[found[0]].close()
+    gc.collect()
+    assert ended == [None]
