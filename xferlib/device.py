@@ -253,9 +253,13 @@ class BlockCache:
         fence = row.fence
         # A block that never was ordered behind its fence has no readers.
         doomed = self._closed
-        if fence is None and not doomed:
+        streams = list(row.streams.values())
+        if self._closed:
+            # A bare handle had to stay valid until then, and no longer.
+            streams = [stream for stream in streams if stream.keepalive is not None]
+        if fence is None and (streams or not doomed):
             try:
-                fence = self._backend.retire(row.streams.values())
+                fence = self._backend.retire(streams)
             except self._failures:
                 # Nobody can say when its readers are done. The framework's own free waits for them.
                 doomed = True
@@ -417,11 +421,12 @@ class BlockCache:
                 rows.append(row)
 
     def _wait_for_users(self, rows: list[_Row]) -> None:
-        if not rows or self._closed:
+        if not rows:
             return
-        # A copy to a block whose lease ended at once may still be under way. Asked now, when no more of them can begin.
-        with suppress(*self._failures):
-            self._backend.record_h2d().synchronize()
+        if not self._closed:
+            # A copy to a block whose lease ended at once may still be under way. Asked now, when no more of them can begin.
+            with suppress(*self._failures):
+                self._backend.record_h2d().synchronize()
         for row in rows:
             # What failed reads no more.
             with suppress(*self._failures):

@@ -280,7 +280,8 @@ class HostStager(Protocol[ArrayT]):
     def retire(self, streams: Iterable[Stream]) -> Event | None:
         """Return an event that is reached when the work enqueued on these streams so far is done; None: nothing to wait for.
 
-        Called by a later put, when a lease has ended; the streams are those that `stream_wait` returned for its transfer.
+        Called when a lease has ended, by a later put or, after `close()`, by whoever frees the memory then. The streams are those
+        that `stream_wait` returned for its transfer.
         A stream that is being captured now is recorded later, inside `done`, when the capture has ended.
         """
 
@@ -290,8 +291,8 @@ class HostStager(Protocol[ArrayT]):
     def close(self) -> None:
         """Give back streams and workers. Called once, with nothing in flight.
 
-        Afterwards `free_pinned`, `unpin`, `free_device` and `sweep` still work, and events and arrays for as long as anyone holds
-        them.
+        Afterwards `free_pinned`, `unpin`, `free_device`, `retire` and `sweep` still work, and events and arrays for as long as
+        anyone holds them.
         """
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xferlib.device
-from tests.core.fakes import Device, Flow, Point, on_thread, until
+from tests.core.fakes import WATCHDOG, Device, Flow, Point, on_thread, until
 from xferlib.device import READERS_BEHIND, WORTH_WAITING, BlockCache, Lease, size_class
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.protocol import DeviceBlock, Source, Stream
@@ -568,6 +568,33 @@ def test_leases_end_on_any_thread_while_others_take(limit: int) -> None:
     for future in [on_thread(work) for _ in range(4)]:
         future.result(30)
     assert sum(device.allocated) == blocks.nbytes <= limit
+
+
+def test_a_block_of_a_closed_cache_is_not_freed_before_named_streams_have_read_it() -> None:
+    """A stream that is known by its handle alone may be gone by then, and is asked nothing."""
+    device = Device()
+    fence = Point()
+    waited = threading.Event()
+
+    def wait() -> None:
+        waited.set()
+        assert reached.wait(WATCHDOG)
+
+    reached = threading.Event()
+    fence.synchronize = wait  # type: ignore[method-assign]
+    device.fences = [fence]
+    blocks = cache(device)
+    kept = Stream(7, "kept")
+    lease = blocks.lease(MIB, {7: kept, 9: Stream(9, None)})
+    start_reaper()
+    blocks.close()
+    del lease
+    # By the reaper: nobody calls the stager any more.
+    assert waited.wait(WATCHDOG)
+    assert device.retired == [[kept]]
+    assert device.freed == []
+    reached.set()
+    assert until(lambda: len(device.freed) == 1)
 
 
 def test_a_stream_outlives_the_stager_that_it_dies_with_in_a_cycle() -> None:
