@@ -48,7 +48,7 @@ from xferlib.tree import trees_of
 __all__ = ["Stager", "before_closing", "check_stager", "open_stagers"]
 
 
-LEAVE_SECONDS = 2.0
+LEAVE_SECONDS = 10.0
 """How long `close` waits for calls of other threads, as their finalizers make them."""
 
 
