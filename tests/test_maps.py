@@ -140,6 +140,14 @@ def test_waiting_for_everything_includes_views_that_are_still_there(views: Views
     del lease
 
 
+def test_waiting_for_everything_includes_all_that_views_have_left(views: Views, backend: Retiring, gone: list[str]) -> None:
+    for name in ("first", "second", "third"):
+        end_lease(views, memory(gone, name))
+    views.wait_all()
+    assert [point.synchronized for point in backend.points] == [1, 1, 1]
+    assert sorted(gone) == ["first", "second", "third"]
+
+
 def test_work_is_waited_for_while_another_thread_asks_for_its_event(views: Views, backend: Retiring, gone: list[str]) -> None:
     asking, gate, retire = threading.Event(), threading.Event(), backend.retire
 

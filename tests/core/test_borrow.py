@@ -58,6 +58,23 @@ def test_value_waits_for_the_start_and_gives_the_same_arrays_each_time(gated: Ga
     assert np.array_equal(value["b"], numbers(4))
 
 
+def test_arrays_of_lent_sources_are_made_once() -> None:
+    """A backend that is asked again would lay a second array over the same memory."""
+    made: list[object] = []
+
+    def as_array(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        return backend.inner.as_array(*args, **options)
+
+    backend = tampered(as_array=as_array)
+    with xferlib.stager(backend, pinned_limit=64 * MIB, staging=RING) as stager:
+        transfer = stager.put(numbers(8 * MIB), borrow=True)
+        value = transfer.value
+        assert transfer.value is transfer.result() is value
+    assert transfer.value is value
+    assert len(made) == 1
+
+
 def test_a_borrowed_source_may_be_dropped_with_its_transfer(gated: Gated, stager: xferlib.Stager) -> None:
     stager.put(numbers(32 * MIB), borrow=True)
     gc.collect()
@@ -125,6 +142,21 @@ def test_small_sources_are_copied_at_once(gated: Gated, stager: xferlib.Stager) 
         transfer = stager.put(source, borrow=True)
         source[:] = 0
     assert np.array_equal(transfer.result(), numbers(4096))
+
+
+def test_a_small_source_beside_large_pinned_memory_is_copied_at_once(gated: Gated, stager: xferlib.Stager) -> None:
+    gated.gate.set()
+    pinned = stager.empty_pinned(8 * MIB, np.uint8)
+    pinned[:] = 3
+    source = numbers(4096)
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+        transfer = stager.put([pinned, source], borrow=True)
+        # No thread was asked for it.
+        assert stager.stats().synchronous == 1
+        source[:] = 0
+    large, small = transfer.result()
+    assert (large == 3).all()
+    assert np.array_equal(small, numbers(4096))
 
 
 def test_pinned_leaves_beside_lent_ones_arrive(gated: Gated, stager: xferlib.Stager) -> None:

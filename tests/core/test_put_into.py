@@ -94,6 +94,16 @@ def test_targets_are_not_overwritten_while_a_get_reads_any_of_them(stager: xferl
     assert all(target.all() for target in targets)
 
 
+def test_leaves_that_lie_side_by_side_share_nothing(stager: xferlib.Stager) -> None:
+    """As the parts of one array do."""
+    memory = np.zeros(6)
+    stager.put([np.ones(3), np.full(3, 2.0)], into=[memory[:3], memory[3:]]).synchronize()
+    assert memory.tolist() == [1, 1, 1, 2, 2, 2]
+    out = np.zeros(6)
+    stager.get([memory[3:], memory[:3]], out=[out[:3], out[3:]]).synchronize()
+    assert out.tolist() == [2, 2, 2, 1, 1, 1]
+
+
 @pytest.mark.parametrize("by", ["its own stager", "another stager"])
 def test_memory_that_a_named_stream_reads_after_a_put_into_it_is_not_used_again(by: str) -> None:
     """By its own stager, whoever has overwritten it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -69,6 +71,42 @@ def test_a_get_whose_second_copy_cannot_start_raises_when_the_first_has_ended(gi
             with pytest.raises(xferlib.TransferError, match="no more"):
                 getting.result(10)
     assert started == [100]
+
+
+@pytest.mark.parametrize("direction", ["put", "get"])
+def test_what_a_failed_start_left_under_way_is_kept_for_good_where_nobody_knows_its_end(direction: str) -> None:
+    """The first copy may still read and write, and no event says until when."""
+    copy, record = ("copy_h2d", "record_h2d") if direction == "put" else ("copy_d2h", "record_d2h")
+    backend = tampered(failures=(Broke,))
+    started: list[int] = []
+
+    def once(dst: int, src: int, nbytes: int) -> None:
+        if started:
+            raise Broke("no more")
+        started.append(nbytes)
+        getattr(backend.inner, copy)(dst, src, nbytes)
+
+    def nothing() -> Any:
+        raise Broke("no event")
+
+    setattr(backend, copy, once)
+    setattr(backend, record, nothing)
+
+    def begin(stager: xferlib.Stager) -> list[weakref.ref[Any]]:
+        device = [np.zeros(100, np.uint8) for _ in range(2)]
+        host = [stager.empty_pinned(100, np.uint8) for _ in range(2)]
+        with pytest.raises(xferlib.TransferError, match="no more"):
+            if direction == "put":
+                stager.put(host, into=device)
+            else:
+                stager.get(device, out=host)
+        # Of the second no copy was started.
+        return [weakref.ref(device[0]), weakref.ref(host[0])]
+
+    with xferlib.stager(backend) as stager:
+        kept = begin(stager)
+        gc.collect()
+        assert all(ref() is not None for ref in kept)
 
 
 @pytest.mark.parametrize("into", [False, True])

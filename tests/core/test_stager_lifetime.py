@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import threading
 from functools import partial
@@ -492,3 +493,22 @@ def test_close_waits_no_longer_than_it_may_for_a_call_that_waits_for_it(monkeypa
     on_thread(stager.close).result(WATCHDOG)
     closed.set()
     assert "closed" in putting.result(WATCHDOG)
+
+
+def test_a_close_that_is_interrupted_goes_on_to_its_end() -> None:
+    """On a thread that no interrupt comes to: else what comes behind would be left undone, and nobody would do it again."""
+    told, closed = threading.Event(), threading.Event()
+
+    def close() -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]  # It has begun.
+        assert told.wait(WATCHDOG)
+        backend.inner.close()
+        closed.set()
+
+    backend = tampered(close=close)
+    stager = xferlib.stager(backend)
+    with pytest.raises(KeyboardInterrupt):
+        stager.close()
+    told.set()
+    assert closed.wait(WATCHDOG)
+    stager.close()

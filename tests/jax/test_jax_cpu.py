@@ -13,6 +13,7 @@ import pytest
 from xferlib_jax import conformance
 
 from tests import children
+from tests.core.fakes import on_thread
 from xferlib.conformance.values import assert_same, words
 from xferlib.errors import BackendUnavailableError, TransferError
 from xferlib.stager import Stager
@@ -51,12 +52,68 @@ def test_what_could_not_be_computed_fails_the_thread_that_asked_until_it_was_tol
     try:
         engine.copy(target.ctypes.data, promise.start, 8)
         first, second = engine.record(), engine.record()
+        # Another thread asked for nothing that could not be computed.
+        on_thread(lambda: engine.record().synchronize()).result(10)
         for event in (first, second, first):
             with pytest.raises(CopyError, match="could not be computed"):
                 event.synchronize()
         engine.record().synchronize()
     finally:
         engine.close()
+
+
+def test_an_array_that_was_computed_when_it_was_promised_is_not_asked_again() -> None:
+    """It may have been deleted since."""
+    from xferlib_jax._promise import Promises
+    from xferlib_jax._reading import Readings
+
+    class Deleted:
+        def block_until_ready(self) -> None:
+            raise RuntimeError("deleted")
+
+    class Device:
+        def memory_stats(self) -> None: ...
+
+    array = on_cpu(words(1))
+    promise = Promises(Readings(Device())).make(Deleted(), array.__dlpack__())
+    assert promise.wait() == array.unsafe_buffer_pointer()
+
+
+def test_what_was_read_is_let_go_of_by_one_look() -> None:
+    from xferlib_jax._reading import Readings
+
+    looks: list[None] = []
+
+    class Device:
+        def memory_stats(self) -> None:
+            looks.append(None)
+
+    readings = Readings(Device())
+    kept = [readings.make(None, None) for _ in range(3)]
+    readings.let_go()
+    assert looks == []
+    kept.clear()
+    readings.let_go()
+    readings.let_go()
+    assert len(looks) == 1
+
+
+def test_memory_side_by_side_is_pinned_each_and_only_what_was_pinned_is_unpinned() -> None:
+    from xferlib_jax._memory import Memory, MemoryCallError
+
+    memory = Memory()
+    for address in (0x2000, 0x1000, 0x3000):
+        memory.pin(address, 0x1000)
+    with pytest.raises(MemoryCallError, match="pinned already"):
+        memory.pin(0x3FFF, 1)
+    for address in (0x1000, 0x2000, 0x3000):
+        memory.unpin(address)
+    own = memory.alloc_pinned(4096)
+    with pytest.raises(MemoryCallError, match="no memory was pinned"):
+        memory.unpin(own)
+    assert memory.is_pinned(own, 4096)
+    memory.free_pinned(own)
+    assert not memory.is_pinned(own, 4096)
 
 
 def test_an_address_that_stands_for_an_array_leads_to_all_of_it(cpu: Stager) -> None:

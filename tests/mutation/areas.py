@@ -90,7 +90,7 @@ AREAS = {
         {
             "/puts.py": (
                 *PUTS,
-                *core("reuse", "second_leaf", "packing", "bad_input", "inflight", "device"),
+                *core("reuse", "second_leaf", "across_stagers", "packing", "bad_input", "inflight", "device"),
                 "tests/test_loud.py",
                 *LAWS,
             ),
@@ -146,7 +146,7 @@ AREAS = {
                 *pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream"),
                 *pipeline("sources_and_bills"),
             ),
-            "/drain.py": pipeline("drain", "one_pass*", "stream", "closing_meanwhile", "sources_and_bills"),
+            "/drain.py": pipeline("drain", "drain_failures", "one_pass*", "stream", "closing_meanwhile", "sources_and_bills"),
             "/ends.py": pipeline("drain", "ring", "released_slots", "stream", "sources_and_bills"),
             "/stream.py": pipeline("stream", "drain", "report", "sources_and_bills"),
             "/report.py": pipeline("report", "stream", "sources_and_bills"),

@@ -203,6 +203,15 @@ def test_an_end_with_an_error_is_raised_behind_the_last_result(stager: xferlib.S
             next(results)
 
 
+def test_what_is_said_behind_the_end_is_not_heard(stager: xferlib.Stager) -> None:
+    """Whoever takes may have been told already that there is no more."""
+    with xferlib.Drain(stager) as drain:
+        drain.submit(np.zeros(3))
+        drain.end()
+        drain.end(KeyError("too late"))
+        assert numbers(drain.results()) == [0]
+
+
 def test_close_wakes_both_sides_and_leaves_nothing_in_flight(stager: xferlib.Stager) -> None:
     out = np.zeros((9, *SHAPE), np.int32)
     drain = xferlib.Drain(stager, 2, out=out)

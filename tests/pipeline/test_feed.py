@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +79,33 @@ def test_two_takers_of_a_feed_both_hear_of_its_end() -> None:
     gate.set()
     for taker in both:
         assert taker.result(PATIENCE) == []
+
+
+def test_an_item_that_comes_with_the_end_between_two_looks_of_a_taker_is_not_lost() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        assert gate.wait(PATIENCE)
+        yield 1
+
+    class Raced(deque[Any]):
+        """Finds nothing, and before it can say so the thread has given its last item and ended."""
+
+        def popleft(self) -> Any:
+            try:
+                return super().popleft()
+            except IndexError:
+                if not gate.is_set():
+                    gate.set()
+                    until(lambda: items._shared.ended)
+                raise
+
+    items = feed.Feed(source(), lambda item, clock: item, depth=2)
+    items._shared.items = Raced()
+    assert items.take() == 1
+    with pytest.raises(StopIteration):
+        items.take()
+    items.close()
 
 
 def test_an_item_that_is_started_behind_a_close_that_could_not_wait_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +184,33 @@ def test_an_error_that_was_told_is_held_by_nobody() -> None:
     finally:
         gc.enable()
     assert held() is None
+    items.close()
+
+
+def test_the_thread_keeps_no_item_while_the_source_makes_the_next() -> None:
+    """A batch may be as large as memory allows."""
+
+    class Batch:
+        """Something that one can see the end of."""
+
+    waiting, gate = threading.Event(), threading.Event()
+    kept: list[weakref.ref[Batch]] = []
+
+    def made() -> Batch:
+        batch = Batch()
+        kept.append(weakref.ref(batch))
+        return batch
+
+    def source() -> Iterator[Batch]:
+        yield made()
+        waiting.set()
+        assert gate.wait(PATIENCE)
+
+    items = feed.Feed(source(), lambda item, clock: "started", depth=1)
+    assert items.take() == "started"
+    assert waiting.wait(PATIENCE)
+    assert kept[0]() is None
+    gate.set()
     items.close()
 
 

@@ -319,6 +319,21 @@ def test_a_result_that_fn_fails_for_is_told_in_its_place(stager: xferlib.Stager)
     assert out[::3].tolist() == [1, 2, 5, 0, 0, 0]
 
 
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_memory_that_fn_has_none_of_is_told_in_its_place(stager: xferlib.Stager, number: int) -> None:
+    """There the loop has nothing that it could start later."""
+
+    def fn(tree: Any) -> Any:
+        if tree[0] == number:
+            raise xferlib.AllocationError("none for fn")
+        return tree
+
+    source = [np.full(3, number) for number in range(4)]
+    expected: list[Any] = [0, 1, 2, 3]
+    expected[number] = "AllocationError"
+    assert outcomes(xferlib.stream_map(fn, source, stager)) == expected
+
+
 def test_an_error_that_looks_like_the_end_is_none(stager: xferlib.Stager) -> None:
     def fn(tree: Any) -> Any:
         if tree[0] == 1:

@@ -223,10 +223,11 @@ def rewriting(array: np.ndarray, asked: list[int]) -> Iterator[np.ndarray]:
         yield array
 
 
-def test_a_source_that_rewrites_pinned_memory_is_asked_only_when_the_copy_is_done(stager: xferlib.Stager) -> None:
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_source_that_rewrites_pinned_memory_is_asked_only_when_the_copy_is_done(stager: xferlib.Stager, depth: int) -> None:
     asked: list[int] = []
     with Stream() as stream, held(h2d(stager)) as gate:
-        batches = xferlib.prefetch(rewriting(stager.empty_pinned(1000, np.int32), asked), stager, 3)
+        batches = xferlib.prefetch(rewriting(stager.empty_pinned(1000, np.int32), asked), stager, depth)
         first = next(batches)
         until(lambda: part(batches) == "read")
         assert asked == [0]
@@ -235,6 +236,19 @@ def test_a_source_that_rewrites_pinned_memory_is_asked_only_when_the_copy_is_don
         stream.synchronize()
     stream.close()
     assert [set(tree.tolist()) for tree in kept] == [{0}, {1}, {2}, {3}, {4}]
+
+
+def test_one_pinned_array_among_others_is_enough_for_the_source_to_wait(stager: xferlib.Stager) -> None:
+    asked: list[int] = []
+    ordinary = np.zeros(3)
+    with held(h2d(stager)) as gate:
+        source = ([ordinary, array] for array in rewriting(stager.empty_pinned(1000, np.int32), asked))
+        batches = xferlib.prefetch(source, stager, 3)
+        until(lambda: part(batches) == "read")
+        assert asked == [0]
+        gate.set()
+        kept = list(batches)
+    assert [set(tree[1].tolist()) for tree in kept] == [{0}, {1}, {2}, {3}, {4}]
 
 
 def test_a_source_that_promises_not_to_rewrite_is_asked_at_once(stager: xferlib.Stager) -> None:

@@ -6,7 +6,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from xferlib_host import Stream
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered
+from tests.pipeline.failing import failing_copies
 from tests.pipeline.steps import PATIENCE, busy, h2d, part, until
 from xferlib.pipeline import ring as ring_module
 
@@ -239,6 +240,34 @@ def test_a_last_batch_may_have_fewer_rows(stager: xferlib.Stager) -> None:
         assert (tree["image"].shape, tree["label"].shape) == ((2, 3), (2,))
         with pytest.raises(ValueError, match="room for 0 to 4"):
             ring.acquire().rows = 5
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_a_slot_has_room_for_as_many_rows_as_its_shortest_array(stager: xferlib.Stager, rows: int) -> None:
+    with xferlib.Ring(stager, {"image": ((4, 3), "float32"), "label": ((3,), "int64")}) as ring:
+        slot = ring.acquire()
+        with pytest.raises(ValueError, match="room for 0 to 3"):
+            slot.rows = 4
+        slot.rows = rows
+        tree = slot.put().result()
+        assert (tree["image"].shape, tree["label"].shape) == ((rows, 3), (rows,))
+
+
+@pytest.mark.parametrize("then", [xferlib.Ring.acquire, xferlib.Ring.close])
+def test_a_copy_that_failed_gives_its_slot_back_and_only_its_transfer_says_so(then: Callable[[xferlib.Ring], object]) -> None:
+    with xferlib.stager(failing_copies("h2d", {0})) as stager, xferlib.Ring(stager, SPEC, slots=1) as ring:
+        transfer = ring.acquire().put()
+        with pytest.raises(xferlib.TransferError, match="copy 0 is lost"):
+            transfer.synchronize()
+        then(ring)
+        with pytest.raises(xferlib.TransferError, match="copy 0 is lost"):
+            transfer.result()
+
+
+def test_a_ring_may_take_all_that_the_limit_allows() -> None:
+    with xferlib.stager("host", pinned_limit=3 << 20) as stager, xferlib.Ring(stager, ((1 << 20,), "uint8"), slots=3) as ring:
+        assert ring.bill.pinned_nbytes == stager.stats().pinned_limit_nbytes
+        assert len([ring.acquire() for _ in range(3)]) == 3
 
 
 def test_a_ring_that_does_not_fit_is_refused_with_what_would(stager: xferlib.Stager) -> None:

@@ -53,9 +53,21 @@ class StubbornError(Exception):
         super().__init__(f"{one} and {two}")
 
 
+class DisguisedError(Exception):
+    """An exception of which something else comes out of its pickle."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return str, ("a text",)
+
+
 def number(task: int, slot: Any) -> None:
     """Write the task everywhere."""
     slot[...] = task
+
+
+def whose(task: int, slot: Any) -> None:
+    """Write which process this is everywhere."""
+    slot[...] = os.getpid()
 
 
 def slowly(task: int, slot: Any) -> None:
@@ -171,6 +183,8 @@ def fail(task: Any, slot: Any) -> None:
         raise OwnError("something", 7)
     if task == "stubborn":
         raise StubbornError(1, 2)
+    if task == "disguised":
+        raise DisguisedError("in here")
     if task == "stop":
         raise StopIteration("no more")
     if task == "exit":

@@ -184,7 +184,27 @@ def test_an_error_in_fill_is_raised_in_place_of_its_batch(pair: SharedRing) -> N
     assert list(run) == []
 
 
-@pytest.mark.parametrize(("task", "words"), [("stubborn", "StubbornError: 1 and 2"), ("stop", "StopIteration"), ("exit", "enough")])
+def test_tasks_that_fail_take_no_slot_with_them(pair: SharedRing) -> None:
+    run = pair.run(fills.fail, [*["own"] * 7, "none"], workers=2)
+
+    def step() -> int | str:
+        try:
+            return first(next(run))
+        except fills.OwnError:
+            return "failed"
+
+    assert on_thread(lambda: [step() for _ in range(8)]).result(10) == [*["failed"] * 7, 1]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("stubborn", "StubbornError: 1 and 2"),
+        ("disguised", "DisguisedError: in here"),
+        ("stop", "StopIteration"),
+        ("exit", "enough"),
+    ],
+)
 def test_what_cannot_be_raised_here_is_raised_in_words(pair: SharedRing, task: str, words: str) -> None:
     with pytest.raises(WorkerError, match=words):
         next(pair.run(fills.fail, [task], workers=2))
@@ -296,6 +316,30 @@ def test_a_later_run_ends_the_one_before_and_a_closed_one_is_over(pair: SharedRi
     assert [first(batch) for batch in pair.run(fills.number, range(9), workers=2)] == list(range(9))
 
 
+def test_a_run_that_has_ended_hears_no_other_reason(pair: SharedRing) -> None:
+    run = pair.run(fills.number, [1], workers=2)
+    assert [first(batch) for batch in run] == [1]
+    left = pair.run(fills.number, [2], workers=2)
+    assert next(run, None) is None
+    later = pair.run(fills.number, [3], workers=2)
+    left.close()
+    with pytest.raises(RuntimeError, match="a later run"):
+        next(left)
+    assert [first(batch) for batch in later] == [3]
+
+
+def test_a_run_of_fewer_workers_than_there_are_uses_no_more(pair: SharedRing) -> None:
+    seen: set[int] = set()
+
+    def both_have_filled() -> bool:
+        """Until then one may be starting, and would be left out anyway."""
+        seen.update(first(batch) for batch in pair.run(fills.whose, range(6), workers=2))
+        return len(seen) == 2
+
+    until(both_have_filled)
+    assert len({first(batch) for batch in pair.run(fills.whose, range(6), workers=1)}) == 1
+
+
 def test_a_batch_of_a_run_that_was_left_never_comes_out_of_the_next(pair: SharedRing, gate: Callable[[int], Gate]) -> None:
     slow = gate(0)
     run = pair.run(fills.behind, [7, (8, slow), 9], workers=2)
@@ -328,6 +372,11 @@ def test_tasks_that_cannot_be_iterated_are_refused_and_the_run_before_goes_on(pa
 def test_a_ring_beyond_the_limit_is_refused_before_memory_is_taken(stager: xferlib.Stager) -> None:
     with pytest.raises(AllocationError, match=r"8 slots of 16777216 bytes are 134217728 .*pinned_limit=67108864"):
         SharedRing(stager, (16 << 20, np.uint8))
+
+
+def test_a_ring_may_take_all_that_the_limit_allows() -> None:
+    with xferlib.stager("host", pinned_limit=1 << 20) as stager, SharedRing(stager, (1 << 19, np.uint8), slots=2) as ring:
+        assert ring.nbytes == stager.stats().pinned_limit_nbytes
 
 
 def test_a_stager_that_cannot_pin_stages(monkeypatch: pytest.MonkeyPatch) -> None:

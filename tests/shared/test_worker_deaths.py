@@ -131,6 +131,43 @@ def test_what_a_worker_finished_before_it_died_is_not_lost(ring: SharedRing, ord
 
 
 @replaced
+def test_what_a_dead_worker_leaves_is_filled_in_the_order_of_the_tasks(ring: SharedRing, gate: Callable[[int], Gate]) -> None:
+    """Of the task that it was filling and of the next, which it had as well."""
+    slow = gate(0)
+    run = ring.run(fills.behind, [(0, slow), 1, 2], workers=1, ordered=False)
+    coming = on_thread(lambda: [first(batch) for batch in run])
+    os.kill(slow.arrived(), signal.SIGKILL)
+    slow.arrived()
+    slow.open()
+    assert coming.result(10) == [0, 1, 2]
+
+
+@replaced
+def test_a_dead_worker_gives_back_the_slots_that_it_had_for_a_run_that_was_left(
+    ring: SharedRing, gate: Callable[[int], Gate]
+) -> None:
+    slow = gate(0)
+    left = ring.run(fills.behind, [7, (8, slow), 9], workers=1)
+    assert first(next(left)) == 7
+    victim = slow.arrived()
+    left.close()
+    later = ring.run(fills.number, range(3), workers=1)
+    os.kill(victim, signal.SIGKILL)
+    # Held at once, they need every slot.
+    batches = on_thread(lambda: [next(later) for _ in range(3)]).result(10)
+    assert [first(batch) for batch in batches] == [0, 1, 2]
+
+
+def test_a_batch_that_is_given_up_takes_no_slot_with_it(stager: xferlib.Stager) -> None:
+    with SharedRing(stager, (64, np.int64), slots=2) as ring:
+        run = ring.run(fills.die, [1, 3, 0], workers=1, on_death="raise")
+        for _ in range(2):
+            with pytest.raises(WorkerDiedError):
+                on_thread(lambda: next(run)).result(10)
+        assert on_thread(lambda: first(next(run))).result(10) == 0
+
+
+@replaced
 @pytest.mark.parametrize(("limit", "tries"), [({"retries": 1}, 1), ({}, 2)], ids=["one", "by default"])
 def test_a_task_that_kills_its_workers_is_named_after_so_many(ring: SharedRing, limit: dict[str, Any], tries: int) -> None:
     run = ring.run(fills.die, [0, 1, 2], workers=1, **limit)

@@ -19,8 +19,8 @@ MUTANTS = [
     (RING, "        self.ring._in_flight(lease.number, end_of(transfer))", "        self.ring._in_flight(lease.number, transfer)"),
     (
         RING,
-        "            except TransferError:\n                # It reads no more. Who holds the transfer is told.\n                pass\n",
-        "",
+        "                # It reads no more. Who holds the transfer is told.\n                pass\n",
+        "                # It reads no more. Who holds the transfer is told.\n                raise\n",
     ),
     (
         RING,
