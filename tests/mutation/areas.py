@@ -63,9 +63,14 @@ PUTS = core("stager_put", "put_into", "borrow", "staging")
 GETS = core("stager_get", "staging")
 LOAD = ("tests/test_load.py", "tests/test_load_damaged.py")
 LAWS = ("tests/test_conformance_host.py::TestHost",)
-JAX = tuple(f"tests/jax/test_jax_{name}.py" for name in ("arrays", "cpu", "engines", "imports", "leases", "unpack", "sharded"))
+JAX = tuple(
+    f"tests/jax/test_jax_{name}.py" for name in ("arrays", "cpu", "engines", "imports", "layouts", "leases", "unpack", "sharded")
+)
 JAX_ON_CUDA = ("_cuda", "_driver", "_events", "_fence", "_pinning", "_blocks")
-SUITE = ("tests/test_suite_rules.py", "tests/test_gates.py", "tests/test_conformance_host.py", "tests/test_cli_conformance.py")
+SUITE = (
+    *("tests/test_suite_rules.py", "tests/test_suite_parts.py", "tests/test_gates.py"),
+    *("tests/test_conformance_host.py", "tests/test_cli_conformance.py"),
+)
 
 AREAS = {
     "memory": Area(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -155,6 +156,24 @@ def test_a_consumer_that_holds_every_slot_is_told_so(pair: SharedRing, monkeypat
         next(run)
     batches.clear()
     assert first(next(run)) == 3
+
+
+def test_slots_that_workers_are_filling_are_held_by_no_consumer(
+    pair: SharedRing, gate: Callable[[int], Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: nobody is told to let go of batches."""
+    monkeypatch.setattr("xferlib.pipeline.shared.run.STUCK", -1.0)
+    slow = gate(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        run = pair.run(fills.behind, [(0, slow), 1, 2, 3], workers=2)
+        coming = on_thread(lambda: first(next(run)))
+        slow.arrived()
+        # One of the two may be starting: then the other has two tasks, and nobody wants a slot.
+        until(lambda: run._starved or coming.done())
+        slow.open()
+        assert coming.result(10) == 0
+        assert [first(batch) for batch in run] == [1, 2, 3]
 
 
 def test_a_slot_in_a_dead_cycle_comes_back(pair: SharedRing, monkeypatch: pytest.MonkeyPatch) -> None:
