@@ -122,10 +122,13 @@ class InFlight:
 
     def wait_all(self) -> None:
         """Block until everything added before the call is done."""
+        entries = self.entries()
         # The last first: the others are done then, or nearly.
-        for entry in reversed(self.entries()):
+        for entry in reversed(entries):
             self._wait(entry.event)
-        self.reap()
+        # Each by itself: `reap` leaves those for its next look that were recorded on other threads meanwhile, and none may come.
+        for entry in entries:
+            self._entries.pop(entry.asked, None)
 
     def forget(self) -> None:
         """See `Forgetful`."""

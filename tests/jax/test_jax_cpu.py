@@ -62,7 +62,7 @@ def test_what_could_not_be_computed_fails_the_thread_that_asked_until_it_was_tol
         engine.close()
 
 
-def test_an_array_that_was_computed_when_it_was_promised_is_not_asked_again() -> None:
+def test_an_array_that_was_computed_when_it_was_promised_is_not_asked_again(cpu: Stager) -> None:
     """It may have been deleted since."""
     from xferlib_jax._promise import Promises
     from xferlib_jax._reading import Readings

@@ -174,7 +174,8 @@ def _died(kind: str, log: str) -> str:
     """Say where the process was: by functions of the library's on the thread that failed, or on the main one."""
     threads = re.split(r"\n(?=(?:Current t|T)hread 0x)", log)
     mine = next((text for text in threads if text.startswith("Current")), threads[-1])
-    places = list(_places(mine)) or list(_places(log))
+    # Not by the others: in which order they stand is chance.
+    places = list(_places(mine)) or list(_places(threads[-1]))
     return f"{kind} in {' < '.join(places[:3])}" if places else f"{kind}: {log.splitlines()[0]}"
 
 
