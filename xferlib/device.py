@@ -178,6 +178,8 @@ class BlockCache:
         """After `close`, free what no lease names any more; tell whether any lease is left. See `Remains`."""
         # What cannot be had now is had at the next look.
         with suppress(*self._failures):
+            # Copies of another stager's that are done may hold the last reference, and nobody may call that one.
+            self._flow.reap()
             self._trim()
         return bool(self._rows or self._growing)
 

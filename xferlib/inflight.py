@@ -108,8 +108,11 @@ class InFlight:
 
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
-        # What is let go of here may run foreign finalizers, which may come back here.
-        return bool(self._take_done())
+        found = False
+        # What is let go of here may run foreign finalizers, which may come back here. Again: a look leaves some that are done.
+        while self._take_done():
+            found = True
+        return found
 
     def wait_oldest(self, concerns: Concerns = lambda entry: True) -> bool:
         """Block until the oldest entry that `concerns` the caller is done. Returns False if there was none."""

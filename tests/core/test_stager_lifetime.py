@@ -512,3 +512,18 @@ def test_a_close_that_is_interrupted_goes_on_to_its_end() -> None:
     told.set()
     assert closed.wait(WATCHDOG)
     stager.close()
+
+
+def test_memory_of_a_closed_stager_comes_back_though_an_idle_one_has_copied_it() -> None:
+    """Nobody calls that one any more, which would let go of what its copies held."""
+    owner = xferlib.stager("host")
+    with xferlib.stager("host") as other:
+        memory = owner.put(np.zeros(1000)).result()
+        with held(other.backend.d2h) as gate:  # type: ignore[attr-defined]  # the host backend's
+            transfer = other.get(memory)
+            owner.close()
+            gate.set()
+        transfer.synchronize()
+        del memory, transfer
+        gc.collect()
+        assert until(lambda: owner.stats().device_nbytes == 0)
