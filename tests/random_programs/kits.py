@@ -293,7 +293,7 @@ class CupyKit(Kit):
 class NumbaKit(Kit):
     name = "numba"
     views = ("tail", "steps", "turned")
-    # Of an empty slice some versions make an array that they cannot read.
+    # Of an empty slice some versions make an array that they cannot read, and slices of empty arrays get the wrong shape.
     has_empty_views = False
     layouts = ("C", "F")
 

@@ -238,7 +238,7 @@ class View(Kind):
         _, dtype, shape, *_ = leaves[index]
         if (how != "same" and (not shape or not shape[0])) or (how == "turned" and len(shape) != 2):
             return []
-        if how == "tail" and shape[0] == 1 and not sketch.traits.has_empty_views:
+        if how != "same" and not sketch.traits.has_empty_views and (0 in shape or (how == "tail" and shape[0] == 1)):
             return []
         new = (
             {"tail": [shape[0] - 1, *shape[1:]], "steps": [-(-shape[0] // 2), *shape[1:]], "turned": shape[::-1]}.get(how, shape)
