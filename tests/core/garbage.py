@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import final
+
+import pytest
 
 from tests.core.fakes import until
 from xferlib.errors import XferError
 
-__all__ = ["Garbage", "at_every_allocation"]
+__all__ = ["Garbage", "at_every_allocation", "collected_when_told"]
 
 MOST = 150
 """Allocations, should a call always have more."""
 MISSES = 8
 """Numbers in a row to which a call does not come."""
+
+
+@pytest.fixture(autouse=True)
+def collected_when_told() -> Iterator[None]:
+    """Leave what the suite has made out of every collection: each would take long."""
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
+    gc.enable()
 
 
 @final

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import WATCHDOG, Point, on_thread, tampered, until
-from tests.core.garbage import Garbage, at_every_allocation
+from tests.core.garbage import Garbage, at_every_allocation, collected_when_told  # noqa: F401  # A fixture for each test.
 from tests.interrupts.harness import at_rest
 from xferlib.errors import XferError
 from xferlib.inflight import Landings
@@ -24,18 +24,6 @@ from xferlib.reaper import collects
 from xferlib.views import Views
 
 KIB, MIB = 1 << 10, 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def collected_when_told() -> Iterator[None]:
-    """Leave what the suite has made out of every collection: each would take long."""
-    threshold = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.set_threshold(*threshold)
-    gc.unfreeze()
-    gc.enable()
 
 
 def acts(stager: xferlib.Stager) -> dict[str, Callable[[], object]]:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from tests.core.fakes import WATCHDOG, on_thread
-from tests.core.garbage import at_every_allocation
+from tests.core.garbage import at_every_allocation, collected_when_told  # noqa: F401  # A fixture for each test.
 from xferlib.stager import Stager
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def collected_when_told() -> Iterator[None]:
-    """Leave what the suite and JAX have made out of every collection: each would take long."""
-    threshold = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.set_threshold(*threshold)
-    gc.unfreeze()
-    gc.enable()
 
 
 @pytest.mark.parametrize("call", ["put", "tree", "borrowed put", "get"])
