@@ -17,6 +17,9 @@ __all__ = ["Lay", "NumbaArray", "as_array", "check_device", "check_dtype", "look
 NumbaArray: TypeAlias = Any
 """`DeviceNDArray`: Numba ships no types."""
 
+MEMORY_TYPE, DEVICE_ORDINAL = 2, 9
+HOST = 1
+
 
 class Lay(NamedTuple):
     """How an array lies in memory."""
@@ -87,12 +90,11 @@ def reach(lay: Lay) -> tuple[int, int]:
 
 def check_device(address: int, device: Device) -> None:
     """Raise `ValueError` unless memory is on this device, `TypeError` if the driver does not know it. Asks the driver."""
-    binding = device.numba.driver.binding
-    attribute = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    status, found = device.here(binding.cuPointerGetAttribute, attribute, address)
-    if status:
+    found = device.asked(DEVICE_ORDINAL, address)
+    if found is None:
         raise TypeError(f"the array's address {address:#x} is not known to CUDA. Pass an array that is alive, on a GPU")
-    if int(found) != device.ordinal:
+    # Page-locked host memory is every device's, whichever was current when it was locked.
+    if found != device.ordinal and device.asked(MEMORY_TYPE, address) != HOST:
         raise ValueError(f"the array is on cuda:{found}, this stager on cuda:{device.ordinal}. Open another with device={found}")
 
 

@@ -8,6 +8,7 @@ Invariant: the caller's current context and capture mode are left as found.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeVar, final
 
 from xferlib_numba._module import Numba
-from xferlib_numba._thread import CaptureMode, Context
+from xferlib_numba._thread import LIBRARY, CaptureMode, Context
 
 __all__ = ["LEGACY", "PER_THREAD", "Call", "Device"]
 
@@ -44,6 +45,7 @@ class Device:
         self.error = numba.driver.CudaAPIError
         self._binding = binding = numba.driver.binding
         self.relaxed = CaptureMode().relaxed
+        self._pointer_attribute = ctypes.CDLL(LIBRARY).cuPointerGetAttribute
         self._bare = _Bare()
         self._pid = os.getpid()
         # By name in the instance: at interpreter exit modules lose theirs.
@@ -116,6 +118,16 @@ class Device:
             return self.relaxed(call, *arguments)
         finally:
             self._pop()
+
+    def asked(self, attribute: int, address: int) -> int | None:
+        """Return an attribute of memory, one that is an int in C; None if the driver does not know the memory.
+
+        Asks the driver itself: bindings that read the ordinal of the device from another field than it was written to say 0 for
+        every device (NVIDIA/cuda-python, issue 2928; 13.3.1 has it).
+        """
+        found = ctypes.c_int()
+        status = self.here(self._pointer_attribute, ctypes.byref(found), attribute, ctypes.c_uint64(address))
+        return None if status else found.value
 
     def owns(self, stream: Any) -> bool:
         """Tell whether a stream, not one of the default streams, is of this device."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, TypeVar, final
 
-__all__ = ["CaptureMode", "Context"]
+__all__ = ["LIBRARY", "CaptureMode", "Context"]
 
 T = TypeVar("T")
 

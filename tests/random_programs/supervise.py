@@ -93,9 +93,17 @@ class Runner:
         self.rss.append(answer["rss"])
         if answer["failure"] is None:
             return answer, None
+        trace = answer["trace"] + self._where()
         if not request.get("tidy"):
             self.close()
-        return answer, Failure(seed, number, answer["failure"], answer["at"], answer["trace"], answer["program"])
+        return answer, Failure(seed, number, answer["failure"], answer["at"], trace, answer["program"])
+
+    def _where(self) -> str:
+        """Return what the process told of where everybody was, while something was held for too long."""
+        assert self._log is not None
+        self._log.seek(0)
+        _, found, told = self._log.read().partition("Timeout (")
+        return found + told[-LOG_CHARACTERS:]
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Return the answer; None if the process ended, or says nothing any more."""

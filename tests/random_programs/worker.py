@@ -16,6 +16,7 @@ from typing import Any
 from tests.random_programs.content import raw
 from tests.random_programs.defects import DEFECTS
 from tests.random_programs.draw import draw_program
+from tests.random_programs.hangs import HANG_SECONDS, begin_program, end_program
 from tests.random_programs.kits import Kit, kit_named
 from tests.random_programs.program import Program
 from tests.random_programs.run import listen, run_program, running
@@ -23,9 +24,6 @@ from tests.random_programs.traits import Traits
 from xferlib.errors import BackendUnavailableError
 
 __all__ = ["serve"]
-
-HANG_SECONDS = float(os.environ.get("XFERLIB_RANDOM_PROGRAMS_HANG_SECONDS", "45"))
-"""Of one program. Longer than any hold."""
 
 
 def traits_of(kit: Kit) -> Traits:
@@ -99,10 +97,9 @@ def _answer(request: dict[str, Any], kit: Kit, traits: Traits) -> dict[str, Any]
         program = draw_program(traits, request["seed"], request["number"])
     if request.get("only_draw"):
         return {"program": program.to_json()}
-    # Read by whoever sees the log after a hang or a crash.
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    begin_program()
     outcome = run_program(program, kit, tidy=request.get("tidy", False))
-    faulthandler.cancel_dump_traceback_later()
+    end_program()
     answer: dict[str, Any] = {
         "failure": outcome.failure,
         "at": outcome.at,

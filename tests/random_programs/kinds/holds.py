@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, final
 
 from tests.random_programs.content import Content
+from tests.random_programs.hangs import begin_hold, end_hold
 from tests.random_programs.kinds.kind import Kind
 from tests.random_programs.kinds.puts import put_alike
 from tests.random_programs.program import Step
@@ -26,6 +27,8 @@ def enter(world: World, name: str, context: Any) -> Hold:
         world.kit.open_gates()
 
     with ExitStack() as stack:
+        begin_hold()
+        stack.callback(end_hold)
         stack.enter_context(world.kit.while_held())
         # Behind what is held as soon as the gate is shut, this may wait for another thread's call, which waits for just that.
         with RELEASER.watch(world.kit.patience, release):
