@@ -62,7 +62,7 @@ class CudaStager:
         self.copies: tuple[Copy, Copy] = (driver.copy_h2d, driver.copy_d2h)
         self._driver = driver
         self._events = event_pool(driver)
-        self._pinned = PinnedMemory(device.client, driver)
+        self._pinned = PinnedMemory(driver)
         self._capsules = capsules()
         self._imports = Imports(device, (CUDA, driver.ordinal), self._capsules, driver)
         self._readings = Readings(device)

@@ -1,16 +1,17 @@
-"""Page-locked host memory on CUDA: mapped by the system, locked by JAX's own client where it can, else by the driver.
+"""Page-locked host memory on CUDA: mapped by the system, locked by the driver.
 
-What the client has locked, JAX's own transfers use directly as well, also in versions that do not ask the driver.
-Invariant: memory is unlocked by whom it was locked, and before it is unmapped: a lock on pages that are gone cannot be undone.
+Not by JAX's client (`dma_map`), which keeps the interpreter's lock as it locks and unlocks: to unlock waits for what runs on the
+device, and would stop every thread for that long. JAX asks the driver what is locked, so its own transfers are direct all the same
+(from 0.11 on).
+Invariant: memory is unlocked before it is unmapped: a lock on pages that are gone cannot be undone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from xferlib_jax._driver import OUT_OF_MEMORY, CudaError, Driver
 
@@ -23,12 +24,9 @@ ALIGNMENT = 256
 class PinnedMemory:
     """The tables of one stager. They outlive `close()`. Any thread."""
 
-    def __init__(self, client: Any, driver: Driver) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._map: Callable[[int, int], None] | None = getattr(client, "dma_map", None)
-        self._unmap: Callable[[int], None] | None = getattr(client, "dma_unmap", None)
         self._pages: dict[int, mmap.mmap] = {}
-        self._unlock: dict[int, Callable[[int], None]] = {}
         # Address given out -> address to free, of what the driver allocated.
         self._allocated: dict[int, int] = {}
 
@@ -70,31 +68,15 @@ class PinnedMemory:
         pages.close()
 
     def pin(self, address: int, nbytes: int) -> None:
-        if _is_write_protected(address, nbytes):
-            # Only for those: a copy to memory that was locked as read-only would be an error that nothing recovers from.
-            self._driver.register(address, nbytes, read_only=True)
-            self._unlock[address] = self._driver.unregister
-        elif self._map is not None and self._unmap is not None:
-            # Relaxed, since JAX calls the driver in there.
-            with self._driver.current():
-                self._map(address, nbytes)
-            self._unlock[address] = self._unmap_relaxed
-        else:
-            self._driver.register(address, nbytes)
-            self._unlock[address] = self._driver.unregister
+        # Only for those: a copy to memory that was locked as read-only would be an error that nothing recovers from.
+        self._driver.register(address, nbytes, read_only=_is_write_protected(address, nbytes))
 
     def unpin(self, address: int) -> None:
-        self._unlock[address](address)
-        del self._unlock[address]
+        self._driver.unregister(address)
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
         ask = self._driver.is_page_locked
         return ask(address) and ask(address + nbytes - 1)
-
-    def _unmap_relaxed(self, address: int) -> None:
-        assert self._unmap is not None
-        with self._driver.current():
-            self._unmap(address)
 
 
 def _is_write_protected(address: int, nbytes: int) -> bool:

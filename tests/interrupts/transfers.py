@@ -90,7 +90,12 @@ WAITS: dict[str, Operation] = {
     "trim": trimmed,
 }
 INTO: dict[str, Operation] = {"put into": lambda bench: bench.stager.put(bench.pinned, into=bench.there)}
-OPERATIONS = {"host": STARTS | WAITS | INTO, "jax": STARTS | WAITS}
+OPERATIONS = {
+    "host": STARTS | WAITS | INTO,
+    "jax": STARTS | WAITS,
+    "cupy": STARTS | WAITS | INTO,
+    "numba": STARTS | WAITS | INTO,
+}
 
 
 def interrupt(backend: str, operation: Operation, *, times: int, seed: int, twice: bool, meanwhile: str) -> int:

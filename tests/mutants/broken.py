@@ -6,6 +6,7 @@ the test runs. It names the tests that must fail by it. All else about it is hon
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -21,6 +22,7 @@ __all__ = [
     "BrokenBackend",
     "BrokenEvent",
     "BrokenEvents",
+    "KeepsTheInterpreter",
     "Mutant",
     "broken_backend",
     "broken_core",
@@ -121,6 +123,29 @@ class BrokenBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+class KeepsTheInterpreter(BrokenBackend):
+    """Gives memory back by a call that waits, and keeps every other thread from running meanwhile."""
+
+    stood = False
+
+    def stand_still(self) -> None:
+        if not self.stood:
+            self.stood = True
+            ctypes.PyDLL(None).usleep(int(2e6 * DEADLINE_SECONDS))
+
+    def free_device(self, block: protocol.DeviceBlock) -> None:
+        self.stand_still()
+        self.inner.free_device(block)
+
+    def free_pinned(self, address: int) -> None:
+        self.stand_still()
+        self.inner.free_pinned(address)
+
+    def unpin(self, address: int) -> None:
+        self.stand_still()
+        self.inner.unpin(address)
 
 
 class BrokenEvent:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.mutants.arena import ArenaHost
-from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
+from tests.mutants.broken import BrokenBackend, KeepsTheInterpreter, broken_backend, broken_core
 from xferlib.protocol import Event
 from xferlib.stager import Stager
 from xferlib.tickets import Returns
@@ -32,6 +32,7 @@ READ = "test_law14_nothing_is_released_that_a_get_reads"
 CLOSED = "test_law14_a_closed_stager_releases_what_its_last_array_leaves"
 FAILED = "test_law14_memory_of_a_failed_transfer_is_released"
 HOST_MEMORY = "test_law14_host_memory_is_given_back_once"
+OTHERS_RUN = "test_law14_other_threads_run_while_memory_is_released"
 OF_OTHERS = "test_law14_memory_of_others_is_never_written"
 MARK_NBYTES = 64
 
@@ -290,6 +291,9 @@ class OwnsItsBlock:
 
     def __del__(self) -> None:
         self.free()
+
+
+broken_backend(f"{OTHERS_RUN}[trim]", f"{OTHERS_RUN}[unpin]", f"{OTHERS_RUN}[close]", hooks=ArenaHost)(KeepsTheInterpreter)
 
 
 @broken_backend(f"{OUTLIVES}[closed]", OF_OTHERS, hooks=ArenaHost)

@@ -7,6 +7,7 @@ that is given back too early is seen.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, final
 
 from xferlib.protocol import DeviceBlock
@@ -30,6 +31,8 @@ class RecordingBackend:
         self.closed = False
         self.sizes: set[int] = set()
         """Of all device blocks that there were."""
+        self.before_release: Callable[[], object] = bool
+        """Called before anything is given back, by the thread that does it."""
         self._lock = threading.Lock()
         self._had: dict[str, dict[int, int]] = {"device": {}, "pinned": {}, "pin": {}}
 
@@ -105,3 +108,4 @@ class RecordingBackend:
         with self._lock:
             if self._had[kind].pop(address, None) is None:
                 self.wrong.append(f"{kind} memory at {address:#x} was given back, and was not had: perhaps it was given back twice")
+        self.before_release()

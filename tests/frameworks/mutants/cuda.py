@@ -15,16 +15,18 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
-from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, Mutant
+from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, KeepsTheInterpreter, Mutant
 from xferlib.conformance import StagerConformance
 from xferlib.protocol import Event, Place, Stream
 
-__all__ = ["LAW06", "LAW13", "Listing"]
+__all__ = ["LAW06", "LAW13", "LAW14_OTHERS_RUN", "Listing"]
 
 LAW05_BEHIND_COPIES = "test_law05_starting_returns_while_copies_are_held"
 LAW06 = "test_law06_a_transfer_completes_while_compute_is_held"
 LAW06_OPPOSITE = "test_law06_a_transfer_completes_while_the_opposite_direction_is_held"
 LAW13 = "test_law13_a_hundred_transfers_call_for_no_memory"
+
+LAW14_OTHERS_RUN = "test_law14_other_threads_run_while_memory_is_released"
 
 W = TypeVar("W", bound=Callable[..., Any])
 
@@ -72,6 +74,9 @@ def broken_everywhere(*tests: str) -> Callable[[W], W]:
         return wall
 
     return listed
+
+
+broken_everywhere(*(f"{LAW14_OTHERS_RUN}[{way}]" for way in ("trim", "unpin", "close")))(KeepsTheInterpreter)
 
 
 @broken_everywhere(

@@ -15,7 +15,7 @@ import numpy as np
 from xferlib_jax.conformance import TestJax as Jax
 from xferlib_jax.conformance import bench
 
-from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, Mutant
+from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, KeepsTheInterpreter, Mutant
 from xferlib.protocol import Event, Source
 
 __all__ = ["MUTANTS", "JaxMutant"]
@@ -25,6 +25,8 @@ LAW06_OPPOSITE = "test_law06_a_transfer_completes_while_the_opposite_direction_i
 LAW08_READER = "test_law08_memory_of_a_dropped_array_is_not_rewritten_under_a_reader"
 LAW08_ALIASES = "test_law08_views_and_aliases_keep_the_memory"
 LAW13 = "test_law13_a_hundred_transfers_call_for_no_memory"
+
+LAW14_OTHERS_RUN = "test_law14_other_threads_run_while_memory_is_released"
 
 W = TypeVar("W", bound=Callable[..., Any])
 
@@ -182,6 +184,22 @@ class TakesABlockForEachCopy(BrokenBackend):
     def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
         self.inner.free_device(self.inner.alloc_device(256))
         self.inner.copy_d2h(dst, src, nbytes)
+
+
+class LocksByTheClient(BrokenBackend):
+    """Locks and unlocks by the client."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        bench().device.client.dma_map(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        bench().device.client.dma_unmap(address)
+
+
+@broken_jax(*(f"{LAW14_OTHERS_RUN}[{way}]" for way in ("trim", "unpin", "close")))
+def waits_as_jaxs_client_does(honest: Any) -> Any:
+    """Locks memory by JAX's client, which keeps the interpreter's lock as it waits. On the CPU, where it locks none, waits so."""
+    return LocksByTheClient(honest) if bench().device.platform == "gpu" else KeepsTheInterpreter(honest)
 
 
 for _name, _mutant in MUTANTS.items():

@@ -8,6 +8,9 @@ was released twice, or never, at the border between core and backend, where ever
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -116,6 +119,42 @@ class OwnershipLaws(Laws):
         for seed, other in enumerate(others, 60):
             assert_same(self.to_numpy(other), words(seed))
         del kept
+
+    @pytest.mark.parametrize("way", ["trim", "unpin", "close"])
+    def test_law14_other_threads_run_while_memory_is_released(self, recorded: Recorded, way: str) -> None:
+        """To release memory may take as long as what runs on the device. The interpreter is free meanwhile."""
+        stager, memory = recorded
+        values = words(1, LARGE)
+        self.warm(stager, values)
+        release = stager.close if way == "close" else stager.trim
+        if way == "unpin" and memory.capabilities.register:
+            release = stager.pin(values).close
+        begun, turn = [], threading.Event()
+
+        def tell() -> None:
+            begun.append(time.monotonic())
+            turn.set()
+
+        def open_gate() -> float:
+            turn.wait()
+            late = time.monotonic() - begun[0]
+            hold.release()
+            return late
+
+        interval = sys.getswitchinterval()
+        with self.hold_compute(memory.inner) as hold:
+            opening = self.calls.start(open_gate)
+            memory.before_release = tell
+            # Whoever releases memory goes on to where it waits, or gives the interpreter up, before anybody else runs.
+            sys.setswitchinterval(10 * self.deadline_seconds)
+            try:
+                release()
+            finally:
+                sys.setswitchinterval(interval)
+                memory.before_release = bool
+                assert begun, "nothing was released"
+            late = opening.result(self.deadline_seconds)
+            assert late < self.deadline_seconds, f"no other thread ran for {late:.1f} s while memory was released"
 
     @pytest.mark.parametrize("what", ["small", "large", "tree"])
     def test_law14_memory_that_nobody_holds_is_released_by_trim(self, recorded: Recorded, what: str) -> None:
