@@ -14,9 +14,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from threading import get_ident
+from time import sleep
 from typing import Any, TypeAlias, final
 
-__all__ = ["OUT_OF_MEMORY", "CudaError", "Driver"]
+__all__ = ["OUT_OF_MEMORY", "CudaError", "Driver", "wait_for_releases"]
 
 LIBRARY = "libcuda.so.1"
 SUCCESS = 0
@@ -29,6 +31,7 @@ DISABLE_TIMING = 2
 NON_BLOCKING = 1
 PORTABLE, WRITE_COMBINED, READ_ONLY = 1, 4, 8
 PCI_BUS_ID_NBYTES = 32
+POLL_SECONDS = 0.0005
 
 _I, _P, _N = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
 SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -75,16 +78,29 @@ class CudaError(RuntimeError):
         return self.status == OUT_OF_MEMORY
 
 
+_releasing: deque[int] = deque()
+"""The threads that free or unlock memory: one of them has the driver's lock, until the device has nothing to do."""
+
+
+def wait_for_releases() -> None:
+    """Block, without the GIL, while other threads release memory. Before calls of JAX's that keep the GIL as they wait for them."""
+    if _releasing:
+        me = get_ident()
+        while any(thread != me for thread in tuple(_releasing)):
+            sleep(POLL_SECONDS)
+
+
 @final
 class Driver:
     """The calls for one device, by its number in CUDA. Never closed: events, blocks and arrays outlive stagers."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
-        # Those that return at once, and those that may wait, which give up the GIL.
-        self._quick, self._slow = ctypes.PyDLL(LIBRARY), ctypes.CDLL(LIBRARY)
-        self._push, self._pop = self._bound(self._quick, "cuCtxPushCurrent_v2"), self._bound(self._quick, "cuCtxPopCurrent_v2")
-        self._exchange = self._bound(self._quick, "cuThreadExchangeStreamCaptureMode")
+        # All give up the GIL but those that touch the thread's state alone. The driver has a lock, which whoever frees or unlocks
+        # memory keeps until the device has nothing to do: who waited for that with the GIL would stop every thread.
+        self._own, self._shared = ctypes.PyDLL(LIBRARY), ctypes.CDLL(LIBRARY)
+        self._push, self._pop = self._bound(self._own, "cuCtxPushCurrent_v2"), self._bound(self._own, "cuCtxPopCurrent_v2")
+        self._exchange = self._bound(self._own, "cuThreadExchangeStreamCaptureMode")
         self._context = self._retain()
         # Written by every pop, read by none.
         self._popped = ctypes.byref(ctypes.c_void_p())
@@ -94,22 +110,22 @@ class Driver:
         # By name in the instance: at interpreter exit modules lose theirs.
         self._getpid, self._is_finalizing = os.getpid, sys.is_finalizing
 
-        self.copy_h2d = self._checked(self._slow, "cuMemcpyHtoDAsync_v2")
-        self.copy_d2h = self._checked(self._slow, "cuMemcpyDtoHAsync_v2")
-        self.record = self._checked(self._quick, "cuEventRecord")
-        self._wait = self._checked(self._quick, "cuStreamWaitEvent")
-        self._query_event = self._bound(self._quick, "cuEventQuery")
-        self._query_stream = self._bound(self._quick, "cuStreamQuery")
-        self._synchronize = self._checked(self._slow, "cuEventSynchronize")
-        self._attribute = self._bound(self._quick, "cuPointerGetAttribute")
-        self._register = self._checked(self._slow, "cuMemHostRegister_v2")
-        self._unregister = self._checked(self._slow, "cuMemHostUnregister")
-        self._alloc_host = self._checked(self._slow, "cuMemHostAlloc")
-        self._free_host = self._checked(self._slow, "cuMemFreeHost")
-        self._launch_host = self._checked(self._slow, "cuLaunchHostFunc")
-        self._create_stream = self._checked(self._slow, "cuStreamCreate")
-        self._destroy_stream = self._checked(self._slow, "cuStreamDestroy_v2")
-        self._create_event = self._checked(self._slow, "cuEventCreate")
+        self.copy_h2d = self._checked(self._shared, "cuMemcpyHtoDAsync_v2")
+        self.copy_d2h = self._checked(self._shared, "cuMemcpyDtoHAsync_v2")
+        self.record = self._checked(self._shared, "cuEventRecord")
+        self._wait = self._checked(self._shared, "cuStreamWaitEvent")
+        self._query_event = self._bound(self._shared, "cuEventQuery")
+        self._query_stream = self._bound(self._shared, "cuStreamQuery")
+        self._synchronize = self._checked(self._shared, "cuEventSynchronize")
+        self._attribute = self._bound(self._shared, "cuPointerGetAttribute")
+        self._register = self._checked(self._shared, "cuMemHostRegister_v2")
+        self._unregister = self._checked(self._shared, "cuMemHostUnregister")
+        self._alloc_host = self._checked(self._shared, "cuMemHostAlloc")
+        self._free_host = self._checked(self._shared, "cuMemFreeHost")
+        self._launch_host = self._checked(self._shared, "cuLaunchHostFunc")
+        self._create_stream = self._checked(self._shared, "cuStreamCreate")
+        self._destroy_stream = self._checked(self._shared, "cuStreamDestroy_v2")
+        self._create_event = self._checked(self._shared, "cuEventCreate")
 
     def wait(self, stream: int, event: int) -> None:
         """Make later work on a stream wait for an event."""
@@ -154,8 +170,8 @@ class Driver:
             self._register(address, nbytes, PORTABLE | (READ_ONLY if read_only else 0))
 
     def unregister(self, address: int) -> None:
-        with self.current():
-            self._unregister(address)
+        """Unlock memory. Waits for whatever runs on the device, without the GIL."""
+        self._release(self._unregister, address)
 
     def alloc_write_combined(self, nbytes: int) -> int:
         """Return page-locked memory, for every device, that the CPU writes past its caches."""
@@ -166,8 +182,8 @@ class Driver:
         return address.value
 
     def free_host(self, address: int) -> None:
-        with self.current():
-            self._free_host(address)
+        """Free what `alloc_write_combined` returned. Waits likewise."""
+        self._release(self._free_host, address)
 
     def is_page_locked(self, address: int) -> bool:
         """Tell whether the driver knows this byte as page-locked host memory, by whomever."""
@@ -206,6 +222,15 @@ class Driver:
         with suppress(CudaError), self.current():
             self._destroy_stream(handle)
 
+    def _release(self, release: Callable[[int], None], address: int) -> None:
+        try:
+            # The first call in here, so that it has been made when an interrupt comes, and is undone.
+            _releasing.append(get_ident())
+            with self.current():
+                release(address)
+        finally:
+            _releasing.remove(get_ident())
+
     def _reached(self, name: str, query: Call, handle: int) -> bool:
         push, pop = self._push, self._pop
         push(self._context)
@@ -241,7 +266,7 @@ class Driver:
         return context.value
 
     def _plain(self, name: str, *arguments: Any) -> None:
-        self._check(name, self._bound(self._slow, name)(*arguments))
+        self._check(name, self._bound(self._shared, name)(*arguments))
 
     def _bound(self, library: ctypes.CDLL, name: str) -> Call:
         function = getattr(library, name)
@@ -267,5 +292,5 @@ class Driver:
         if status == SUCCESS:
             return
         text = ctypes.c_char_p()
-        self._bound(self._slow, "cuGetErrorName")(status, ctypes.byref(text))
+        self._bound(self._shared, "cuGetErrorName")(status, ctypes.byref(text))
         raise CudaError(name, status, (text.value or b"unknown error").decode())

@@ -17,7 +17,7 @@ import numpy as np
 
 from xferlib_jax._arrays import JaxArray, adopt, dlpack_code
 from xferlib_jax._capsule import Capsules
-from xferlib_jax._driver import Driver
+from xferlib_jax._driver import Driver, wait_for_releases
 
 __all__ = ["Imports"]
 
@@ -65,6 +65,7 @@ class Imports:
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, order: Callable[[Any], None] | None, lease: object
     ) -> JaxArray:
         """See `xferlib_jax._arrays.adopt`."""
+        wait_for_releases()
         if self._convert is None:
             self._skip_busy()
             return adopt(self._capsules, address, shape, dtype, device=self._dlpack, order=order, lease=lease)

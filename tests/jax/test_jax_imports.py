@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.core.fakes import on_thread
+from xferlib.conformance.values import assert_same, words
 from xferlib.stager import Stager
 
 STREAMS = (11, 12, 13, 14)
@@ -73,3 +77,25 @@ def test_streams_that_do_not_come_in_turn_are_taken_as_they_come(stager: Stager)
     imports = opened(Device(itertools.cycle((11, 12, 11, 13, 12))), driver)
     driver.busy = {11, 12, 13}
     assert imports._idle_stream() == 12
+
+
+def test_imports_wait_for_other_threads_that_release_memory(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX would wait for the driver's lock, which they have, and keep the interpreter's meanwhile."""
+    from xferlib_jax import _driver
+
+    looks: list[int] = []
+    another, source = threading.get_ident(), words(1)
+
+    def look_again(seconds: float) -> None:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            _driver._releasing.remove(another)
+
+    monkeypatch.setattr(_driver, "sleep", look_again)
+    _driver._releasing.append(another)
+    stager.put(source).result()
+    # This thread's own, in a finalizer that runs while it releases memory.
+    assert looks == []
+    assert_same(np.asarray(on_thread(lambda: stager.put(source).result()).result(5)), source)
+    assert looks == [0, 1, 2]
+    assert not _driver._releasing

@@ -38,6 +38,8 @@ class Kit(ABC):
     """That may be open at once."""
     wait_holds_gil = False
     """Whether to wait for device work keeps other threads from running, so that none could release it meanwhile."""
+    most_ahead: int | None = None
+    """Puts that may be started behind what is held, where the framework's queue may be full then, and waits as above."""
     held_sizes: tuple[int, ...] = ()
     """Bytes that readers and held producers may have, where each size is compiled; empty: any."""
     patience = 6
@@ -198,6 +200,9 @@ class JaxKit(Kit):
         import jax
 
         self.jax: Any = jax
+        # XLA enqueues calls of the host with each import and each computation. The driver has room for so many, and JAX waits for
+        # more with the interpreter's lock held: seen with fences, at the sixth put of eleven leaves.
+        self.most_ahead = 4 if self.on_gpu else None
         self.devices = len(jax.local_devices()) if self.on_gpu else 1
         self.layouts = ("C", "F")
         self.canaries = {"jax": functools.partial(JaxCanary, jax)}

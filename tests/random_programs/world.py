@@ -140,6 +140,8 @@ class Hold:
         self.hold = hold
         self.stream = hold.stream
         self.over = False
+        self.ahead = 0
+        """How many puts were started behind it."""
 
 
 @final
@@ -229,6 +231,13 @@ class World:
             return
         with RELEASER.watch(self.kit.patience, self.release_all):
             yield
+
+    def run_ahead(self) -> None:
+        """Note that something is put. What is held is released where no more may stand behind it."""
+        for hold in list(self.holds.values()):
+            hold.ahead += 1
+            if self.kit.most_ahead is not None and hold.ahead > self.kit.most_ahead:
+                hold.hold.release()
 
     def release_all(self) -> None:
         for hold in list(self.holds.values()):

@@ -30,12 +30,10 @@ class Batches:
         self._opened = world.stager(arguments["stager"])
 
     def __iter__(self) -> Iterator[Any]:
-        match self._arguments["way"]:
-            case "slots":
-                return self._slots()
-            case "rewritten":
-                return self._rewritten()
-        return self._fresh()
+        ways = {"slots": self._slots, "rewritten": self._rewritten}
+        for batch in ways.get(self._arguments["way"], self._fresh)():
+            self._world.run_ahead()
+            yield batch
 
     def _made(self, number: int) -> Host:
         arguments = self._arguments
