@@ -57,7 +57,12 @@ class Latch:
         return True
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    copying = False
+    """Of the class: to look for an attribute that is not there takes ten times as long, and every transfer asks."""
+
+
+_thread = _Thread()
 
 
 def note_copying() -> None:
@@ -67,4 +72,4 @@ def note_copying() -> None:
 
 def is_copying() -> bool:
     """Tell whether the calling thread noted that. Only a finalizer, which the collector runs on any thread, asks on such a one."""
-    return getattr(_thread, "copying", False) is True
+    return _thread.copying

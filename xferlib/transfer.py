@@ -167,7 +167,8 @@ class Transfer:
         A reader on a stream that was never named, here, by `value`, by `result` or by `stream=`, is the caller's to wait for.
         Raises `CapabilityError` for a get whose bytes pass through a CPU copy: no stream can wait for that.
         """
-        refuse_bare_zero(stream)
+        if stream is not None:
+            refuse_bare_zero(stream)
         if self._error is not None:
             raise self._failed(self._error)
         if _forks and self._born != _forks:
