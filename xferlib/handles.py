@@ -61,15 +61,21 @@ class Handles(Generic[T]):
         """Find those that are free, make more if they are less than half, and return one."""
         free, owned = self.free, self._owned
         while True:
-            # How many there are is asked first, and how many of them are free in one call: what other threads take or make
-            # meanwhile does not look as if more were in use.
+            # How many there are is asked first: what other threads make meanwhile does not look as if more were in use.
             count = len(owned)
-            if count == 0 or 2 * sum(itertools.chain(map(len, (free,)), map(_IS_ONE, unreferenced(owned)))) < count:
-                self._create(owned.extend, max(FIRST, count))
             free.extend(unreferenced(owned))
+            # Mostly there are enough, and that is seen at once.
+            if (count == 0 or 2 * len(free) < count) and self._is_short_of(count):
+                self._create(owned.extend, max(FIRST, count))
+                free.extend(unreferenced(owned))
             # Other threads may have taken them all.
             with suppress(IndexError):
                 return free.pop()
+
+    def _is_short_of(self, count: int) -> bool:
+        """Tell whether less than half of so many are free, asked in one call: what others take meanwhile does not look taken."""
+        free = sum(itertools.chain(map(len, (self.free,)), map(_IS_ONE, unreferenced(self._owned))))
+        return count == 0 or 2 * free < count
 
 
 def unreferenced(owned: list[T]) -> Iterator[T]:

@@ -58,17 +58,27 @@ class EventPool:
 
     def record(self, record: Call, stream: int) -> CupyEvent:
         """Record an event on a stream, by the device's call for such streams. The stream is not being captured."""
-        handle = self.handles.take()
+        handles = self.handles
+        try:
+            # As `take`, without the call.
+            handle = handles.free.pop()
+        except IndexError:
+            handle = handles.take()
         record(handle, stream)
         return CupyEvent(handle, self)
 
     def order(self, stream: int, after: int) -> None:
         """Make a stream of our own wait for what a user's has enqueued so far."""
-        handle = self.handles.take()
+        handles = self.handles
+        try:
+            # As `take`, without the call.
+            handle = handles.free.pop()
+        except IndexError:
+            handle = handles.take()
         device = self.device
         device.record_users(handle, after)
         device.wait(stream, handle)
-        self.handles.give_back(handle)
+        handles.free.append(handle)
 
     def _create(self, keep: Keep[int], count: int) -> None:
         # The only call here that depends on the current device: an event is of the device on which it was created.

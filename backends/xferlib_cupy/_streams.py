@@ -19,6 +19,9 @@ __all__ = ["Streams"]
 
 CAPTURE_IMPLICIT = 906
 
+_NEW = tuple.__new__
+"""A third of what the constructor of a named tuple takes."""
+
 
 @final
 class Streams:
@@ -35,7 +38,8 @@ class Streams:
         """Return handle and keepalive. Raises `CapabilityError` if the stream is being captured, else as `handle`."""
         if stream is None:
             stream = self._current(self._device.ordinal)
-        return Stream(self.handle(stream), None if isinstance(stream, int) else stream)
+        found: Stream = _NEW(Stream, (self.handle(stream), None if isinstance(stream, int) else stream))
+        return found
 
     def handle(self, stream: object | None) -> int:
         """Return the handle; None is the calling thread's current stream of this device.

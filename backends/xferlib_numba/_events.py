@@ -55,16 +55,26 @@ class EventPool:
 
     def record(self, stream: Handle | int) -> NumbaEvent:
         """Record an event on a stream, which is not being captured."""
-        handle = self.handles.take()
+        handles = self.handles
+        try:
+            # As `take`, without the call.
+            handle = handles.free.pop()
+        except IndexError:
+            handle = handles.take()
         self.device.record(handle, stream)
         return NumbaEvent(handle, self)
 
     def order(self, stream: Handle, after: Handle) -> None:
         """Make a stream of our own wait for what a user's, not being captured, has enqueued so far."""
-        handle = self.handles.take()
+        handles = self.handles
+        try:
+            # As `take`, without the call.
+            handle = handles.free.pop()
+        except IndexError:
+            handle = handles.take()
         self.device.record(handle, after)
         self.device.wait(stream, handle, NO_FLAGS)
-        self.handles.give_back(handle)
+        handles.free.append(handle)
 
     def _create(self, keep: Keep[Any], count: int) -> None:
         before = len(self.handles)

@@ -28,7 +28,7 @@ Handle: TypeAlias = Any
 class Streams:
     """Finds users' streams for one device. Any thread."""
 
-    __slots__ = ("_device", "_handle", "_stream", "default", "numba_default")
+    __slots__ = ("_current", "_device", "_handle", "_stream", "default", "numba_default")
 
     def __init__(self, device: Device) -> None:
         driver = device.numba.driver
@@ -37,12 +37,13 @@ class Streams:
         self._stream = driver.Stream
         self.default: Handle = self._handle(PER_THREAD if os.environ.get(PER_THREAD_SWITCH, "0") not in ("", "0") else LEGACY)
         self.numba_default = self._stream(self.default)
+        self._current = Stream(int(self.default), self.numba_default)
 
     def find(self, stream: object | None) -> Stream:
         """Return handle and keepalive. Raises as `handle` does."""
         handle = self.handle(stream)
         if stream is None:
-            return Stream(int(handle), self.numba_default)
+            return self._current
         # Numba does not own an external stream, nor does anybody own a bare handle.
         borrowed = isinstance(stream, int) or getattr(stream, "external", False)
         return Stream(int(handle), None if borrowed else stream)
