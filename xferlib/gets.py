@@ -33,6 +33,7 @@ class Gets:
         self._pool = pool
         self._staging = staging
         self._d2h = traffic.d2h
+        self._as_sources = getattr(backend, "as_sources", None)
 
     def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
         """Get a tree."""
@@ -51,10 +52,14 @@ class Gets:
     def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
         """Check everything that needs no order first: a leaf that is refused must not hold up transfers to come."""
         alike: list[Alike] = []
+        known = None
         for index, leaf in enumerate(leaves):
             try:
                 shape, dtype = self._described(leaf)
-                self._host.check_dtype(dtype)
+                if dtype is not known:
+                    self._host.check_dtype(dtype)
+                    # Hashing a dtype takes longer than the rest of a turn.
+                    known = dtype
                 if outs is not None:
                     check_out(outs[index], shape, dtype)
                 alike.append((shape, dtype))
@@ -74,6 +79,10 @@ class Gets:
             raise
 
     def _ordered(self, leaves: list[Any], spec: Spec, stream: object | None) -> list[Source]:
+        if self._as_sources is not None and len(leaves) > 1:
+            together: list[Source] | None = self._as_sources(leaves, stream)
+            if together is not None:
+                return together
         sources: list[Source] = []
         for index, leaf in enumerate(leaves):
             try:

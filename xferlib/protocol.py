@@ -28,6 +28,7 @@ __all__ = [
     "MapsMemory",
     "Opener",
     "Place",
+    "ReadsMany",
     "Source",
     "Stream",
     "TakenApart",
@@ -54,6 +55,7 @@ LAWS = {
 ArrayT = TypeVar("ArrayT")
 ViewT_co = TypeVar("ViewT_co", covariant=True)
 ArrayT_co = TypeVar("ArrayT_co", covariant=True)
+ArrayT_contra = TypeVar("ArrayT_contra", contravariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +306,17 @@ class MakesMany(Protocol[ArrayT_co]):
 
         They may be copies, made by work on the device that is ordered after `after`; the lease is then held until that is done.
         The same `places` come again and again: what is made for them may be kept.
+        """
+
+
+class ReadsMany(Protocol[ArrayT_contra]):
+    """What a backend may have besides, where the copies of many arrays can wait for what is before them in one step."""
+
+    def as_sources(self, arrays: Sequence[ArrayT_contra], stream: object | None = None) -> list[Source] | None:
+        """Return what `HostStager.as_source` would return for each array, in order.
+
+        None, with nothing told to wait, where they are not all of a kind for which that is right, or one of them is refused: then
+        the core asks for each.
         """
 
 

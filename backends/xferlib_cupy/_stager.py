@@ -7,7 +7,7 @@ whatever anybody enqueues on the legacy default stream, which is where CuPy work
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast, final
 
 import cupy
@@ -149,6 +149,14 @@ class CupyStager:
         self._order(self.d2h, handle)
         return _SOURCE(Source, (array.data.ptr, array.nbytes, array, None))
 
+    def as_sources(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[Source] | None:
+        for array in arrays:
+            if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal or not array._c_contiguous:
+                return None
+        # Once for all: the driver's part of a get of many small arrays is mostly this.
+        self._order(self.d2h, self._handle(stream))
+        return [_SOURCE(Source, (array.data.ptr, array.nbytes, array, None)) for array in arrays]
+
     def as_target(self, array: CupyArray, stream: object | None = None) -> Source:
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
             _arrays.check_array(array, self.ordinal)
@@ -163,7 +171,7 @@ class CupyStager:
         """Do nothing: CuPy's arrays drop their lease when they die."""
 
     def retire(self, streams: Iterable[Stream]) -> Event | None:
-        events = [self._fence(stream) for stream in streams]
+        events = list(map(self._fence, streams))
         if len(events) > 1:
             return AllEvents(tuple(events), self._events)
         return events[0] if events else None

@@ -6,7 +6,7 @@ stop for whatever anybody enqueues on the legacy default stream, where Numba wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any, cast, final
@@ -148,6 +148,19 @@ class NumbaStager:
         address, ticket = self._gathering.copy(lay.address, lay.nbytes, runs, self.d2h)
         return Source(address, lay.nbytes, (ticket, array), _arrays.reach(lay))
 
+    def as_sources(self, arrays: Sequence[NumbaArray], stream: object | None = None) -> list[Source] | None:
+        if self._several:
+            return None
+        for array in arrays:
+            if array.__class__ is not self._array or not array.is_c_contiguous():
+                return None
+            if stream is None and array.stream and getattr(array.stream, "handle", None) is not self._default:
+                # To be waited for, too.
+                return None
+        # Once for all: the driver's part of a get of many small arrays is mostly this.
+        self._order(self.d2h, self._handle(stream))
+        return [_SOURCE(Source, (array.gpu_data.device_pointer_value or 0, array.nbytes, array, None)) for array in arrays]
+
     def as_target(self, array: NumbaArray, stream: object | None = None) -> Source:
         if array.__class__ is self._array and array.is_c_contiguous() and not self._several:
             address, nbytes = array.gpu_data.device_pointer_value or 0, array.nbytes
@@ -165,7 +178,7 @@ class NumbaStager:
         """Do nothing: Numba's arrays drop their lease when they die."""
 
     def retire(self, streams: Iterable[Stream]) -> Event | None:
-        events = [self._fence(stream) for stream in streams]
+        events = list(map(self._fence, streams))
         if len(events) > 1:
             return AllEvents(tuple(events), self._events)
         return events[0] if events else None

@@ -198,3 +198,35 @@ def test_out_may_be_of_a_subclass(rows: int, kind: Any, pinned: bool) -> None:
         assert stager.get(device, out=out).result() is out
     assert type(out) is kind
     assert np.array_equal(out.view(np.ndarray), device)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_leaves_are_read_together_where_the_backend_does_so(*, together: bool) -> None:
+    asked: list[list[Any]] = []
+    one_by_one: list[Any] = []
+
+    def as_sources(arrays: list[Any], stream: object | None = None) -> Any:
+        asked.append([array.size for array in arrays])
+        return [backend.inner.as_source(array, stream) for array in arrays] if together else None
+
+    def as_source(array: Any, stream: object | None = None) -> Any:
+        one_by_one.append(array.size)
+        return backend.inner.as_source(array, stream)
+
+    backend = tampered(as_sources=as_sources, as_source=as_source)
+    with xferlib.stager(backend) as stager:
+        tree = stager.get({"a": np.arange(3), "b": np.arange(5.0)}).result()
+        assert tree["a"].tolist() == [0, 1, 2]
+        assert tree["b"].tolist() == [0, 1, 2, 3, 4]
+        assert asked == [[3, 5]]
+        assert one_by_one == ([] if together else [3, 5])
+        # Of one there is nothing to save.
+        assert stager.get(np.arange(2)).result().tolist() == [0, 1]
+        assert asked == [[3, 5]]
+
+
+def test_a_leaf_that_cannot_be_read_together_is_refused_by_its_place() -> None:
+    backend = tampered(as_sources=lambda arrays, stream=None: None)
+    with xferlib.stager(backend) as stager, pytest.raises(TypeError) as caught:
+        stager.get({"a": np.arange(3), "b": [np.ma.masked_array([1.0])]})
+    assert caught.value.__notes__ == ["at tree.b[0]"]

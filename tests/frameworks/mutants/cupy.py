@@ -109,6 +109,8 @@ class LetsNobodyWait(BrokenEvents):
 class ReadsBeforeTheProducer(BrokenBackend):
     """Starts a get without a look at what the stream has enqueued."""
 
+    as_sources = None
+
     def as_source(self, array: Any, stream: object | None = None) -> Source:
         return Source(array.data.ptr, array.nbytes, array)
 
