@@ -26,6 +26,7 @@ PUT_INTO_COMPLETES = "test_law06_put_into_completes_while_compute_is_held"
 STARTS_UNDER_COMPUTE = "test_law05_starting_returns_while_compute_is_held"
 STARTS_UNDER_COPIES = "test_law05_starting_returns_while_copies_are_held"
 AFTER_PRODUCER = "test_law07_get_reads_after_its_producer"
+TREE_AFTER_PRODUCERS = "test_law07_get_of_a_tree_reads_after_the_producer_of_each_leaf"
 
 
 class ComputeIsKnown(Host):
@@ -302,6 +303,14 @@ class DoesNotWaitForTheProducer(BrokenBackend):
     def as_source(self, array: Any, stream: object | None = None) -> Source:
         source: Source = self.inner.as_source(array)
         return source
+
+
+@broken_backend(*(f"{TREE_AFTER_PRODUCERS}[{place}]" for place in range(3)), hooks=Host)
+class ReadsTogetherBeforeTheProducers(BrokenBackend):
+    """Reads the leaves of a tree together, and does not wait for the stream that produces one of them."""
+
+    def as_sources(self, arrays: list[Any], stream: object | None = None) -> list[Source]:
+        return [self.inner.as_source(array) for array in arrays]
 
 
 @broken_backend("test_law07_put_into_waits_for_readers_that_were_enqueued", hooks=Host)

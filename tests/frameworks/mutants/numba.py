@@ -110,6 +110,14 @@ class ReadsBeforeTheProducer(BrokenBackend):
         return Source(array.gpu_data.device_pointer_value, array.nbytes, array)
 
 
+@listing.broken(*(f"test_law07_get_of_a_tree_reads_after_the_producer_of_each_leaf[{place}]" for place in range(3)))
+class ReadsTogetherBeforeTheProducers(BrokenBackend):
+    """Reads the leaves of a tree together, without a look at what the stream has enqueued."""
+
+    def as_sources(self, arrays: list[Any], stream: object | None = None) -> list[Source]:
+        return [Source(array.gpu_data.device_pointer_value, array.nbytes, array) for array in arrays]
+
+
 @listing.broken("test_law07_put_into_waits_for_readers_that_were_enqueued")
 class WritesUnderReaders(BrokenBackend):
     """Starts a put into an array without a look at what the stream has enqueued."""

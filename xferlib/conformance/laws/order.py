@@ -70,6 +70,21 @@ class OrderLaws(Laws):
         self.assert_completes(transfer)
         assert_same(transfer.value, values)
 
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    def test_law07_get_of_a_tree_reads_after_the_producer_of_each_leaf(self, stager: Stager, place: int) -> None:
+        values = words(1)
+        self.warm(stager, values)
+        leaves = [self.from_numpy(words(2)), self.from_numpy(words(3))]
+        with self.held_array(stager.backend, values) as held:
+            leaves.insert(place, held.array)
+            transfer = self.assert_returns(lambda: stager.get(leaves, stream=held.stream))
+            self.assert_stays_undone(transfer, held)
+        self.assert_completes(transfer)
+        expected = [words(2), words(3)]
+        expected.insert(place, values)
+        for result, wanted in zip(transfer.value, expected, strict=True):
+            assert_same(result, wanted)
+
     def test_law07_put_into_waits_for_readers_that_were_enqueued(self, stager: Stager) -> None:
         old, new = words(1), words(2)
         self.warm(stager, old)
