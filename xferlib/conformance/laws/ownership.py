@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -121,31 +122,40 @@ class OwnershipLaws(Laws):
         del kept
 
     @pytest.mark.parametrize("way", ["trim", "unpin", "close"])
-    def test_law14_other_threads_run_while_memory_is_released(self, recorded: Recorded, way: str) -> None:
-        """To release memory may take as long as what runs on the device. The interpreter is free meanwhile."""
-        stager, memory = recorded
+    def test_law14_other_threads_run_while_memory_is_released(self, stager: Stager, recorded: Recorded, way: str) -> None:
+        """To release memory may take as long as what runs on the device, and so may a put that is started meanwhile, where the
+        driver lets one call wait for another. The interpreter is free all that time."""
+        releasing, memory = recorded
         values = words(1, LARGE)
         self.warm(stager, values)
-        release = stager.close if way == "close" else stager.trim
+        self.warm(releasing, values)
+        source = self.pinned(stager, values)
+        release = releasing.close if way == "close" else releasing.trim
         if way == "unpin" and memory.capabilities.register:
-            release = stager.pin(values).close
-        begun, turn = [], threading.Event()
+            release = releasing.pin(values).close
+        begun, turn, next_turn = [], threading.Event(), threading.Event()
 
         def tell() -> None:
             begun.append(time.monotonic())
             turn.set()
 
-        def open_gate() -> float:
+        def put() -> Array:
+            next_turn.set()
+            return self.to_numpy(stager.put(source).result())
+
+        def open_gate() -> tuple[float, Future[Array]]:
             turn.wait()
+            putting = self.calls.start(put)
+            next_turn.wait()
             late = time.monotonic() - begun[0]
             hold.release()
-            return late
+            return late, putting
 
         interval = sys.getswitchinterval()
         with self.hold_compute(memory.inner) as hold:
             opening = self.calls.start(open_gate)
             memory.before_release = tell
-            # Whoever releases memory goes on to where it waits, or gives the interpreter up, before anybody else runs.
+            # Whoever releases memory, or puts, goes on to where it waits, or gives the interpreter up, before anybody else runs.
             sys.setswitchinterval(10 * self.deadline_seconds)
             try:
                 release()
@@ -153,8 +163,9 @@ class OwnershipLaws(Laws):
                 sys.setswitchinterval(interval)
                 memory.before_release = bool
                 assert begun, "nothing was released"
-            late = opening.result(self.deadline_seconds)
+            late, putting = opening.result(self.deadline_seconds)
             assert late < self.deadline_seconds, f"no other thread ran for {late:.1f} s while memory was released"
+            assert_same(putting.result(self.deadline_seconds), values)
 
     @pytest.mark.parametrize("what", ["small", "large", "tree"])
     def test_law14_memory_that_nobody_holds_is_released_by_trim(self, recorded: Recorded, what: str) -> None:
