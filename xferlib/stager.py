@@ -271,7 +271,11 @@ class Stager:
         )
 
     def trim(self) -> None:
-        """Give idle pinned and device memory back. May wait for kernels, so not inside a loop that should overlap."""
+        """Give idle pinned and device memory back. Not inside a loop that should overlap.
+
+        On CUDA the driver does so when the device has nothing to do, and until then lets transfers and kernels that other threads
+        start wait (seen on an H200, driver 580).
+        """
         if self._refusal is not None:
             self._refuse()
         if not self._entered:
