@@ -147,6 +147,15 @@ def test_other_puts_go_on_until_no_memory_of_that_size_is_free() -> None:
         assert stager.stats().device_nbytes > taken
 
 
+def test_other_puts_into_memory_that_was_free_have_rewritten_it() -> None:
+    with Stager(Host().open()) as stager:
+        # Dropped at once: the next put takes its memory.
+        stager.put(words(1)).synchronize()
+        with Host().hold_copies(stager.backend, "h2d"), pytest.raises(AssertionError, match=r"is not done after 0\.05 s"):
+            laws().put_others(stager, words(1))
+        assert all(transfer.done() for transfer in laws().put_others(stager, words(1))[:-1])
+
+
 def test_what_overwrites_free_pinned_memory_finds_what_was_let_go_of() -> None:
     values = words(1, LARGE)
     with Stager(Host().open()) as stager:
