@@ -17,7 +17,7 @@ from xferlib_host.conformance import TestHost as Host
 from xferlib.conformance.base import Calls
 from xferlib.conformance.moves import prepare
 from xferlib.conformance.recording import RecordingBackend
-from xferlib.conformance.values import DTYPES, LARGE, SHAPES, assert_same, dtype_named, pattern, words
+from xferlib.conformance.values import DTYPES, LARGE, SHAPES, SIZES, assert_same, dtype_named, pattern, words
 from xferlib.stager import Stager
 
 
@@ -145,6 +145,23 @@ def test_other_puts_go_on_until_no_memory_of_that_size_is_free() -> None:
         kept = laws().put_others(stager, words(1), at_least=2)
         assert len(kept) == 6
         assert stager.stats().device_nbytes > taken
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_warm_takes_no_memory_in_any_way(size: str) -> None:
+    """Under a hold a call for memory may wait for what is held."""
+    values = words(1, SIZES[size])
+    backend = Host().open()
+    with Stager(backend) as stager:
+        array, pinned, pageable = laws().from_numpy(values), laws().pinned(stager, values), values.copy()
+        laws().warm(stager, values)
+        before = laws().memory_calls(backend)
+        for source in (pinned, pageable):
+            stager.put(source).result()
+        stager.get(array).result()
+        for out in (pinned, pageable):
+            stager.get(array, out=out).result()
+        assert laws().memory_calls(backend) == before
 
 
 def test_other_puts_into_memory_that_was_free_have_rewritten_it() -> None:
