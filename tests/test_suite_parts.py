@@ -15,8 +15,9 @@ from xferlib_host.conformance import Gate
 from xferlib_host.conformance import TestHost as Host
 
 from xferlib.conformance.base import Calls
+from xferlib.conformance.moves import prepare
 from xferlib.conformance.recording import RecordingBackend
-from xferlib.conformance.values import DTYPES, SHAPES, assert_same, dtype_named, pattern, words
+from xferlib.conformance.values import DTYPES, LARGE, SHAPES, SIZES, assert_same, dtype_named, pattern, words
 from xferlib.stager import Stager
 
 
@@ -144,6 +145,93 @@ def test_other_puts_go_on_until_no_memory_of_that_size_is_free() -> None:
         kept = laws().put_others(stager, words(1), at_least=2)
         assert len(kept) == 6
         assert stager.stats().device_nbytes > taken
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_warm_takes_no_memory_in_any_way(size: str) -> None:
+    """Under a hold a call for memory may wait for what is held."""
+    values = words(1, SIZES[size])
+    backend = Host().open()
+    with Stager(backend) as stager:
+        array, pinned, pageable = laws().from_numpy(values), laws().pinned(stager, values), values.copy()
+        laws().warm(stager, values)
+        before = laws().memory_calls(backend)
+        for source in (pinned, pageable):
+            stager.put(source).result()
+        stager.get(array).result()
+        for out in (pinned, pageable):
+            stager.get(array, out=out).result()
+        assert laws().memory_calls(backend) == before
+
+
+def test_other_puts_into_memory_that_was_free_have_rewritten_it() -> None:
+    with Stager(Host().open()) as stager:
+        # Dropped at once: the next put takes its memory.
+        stager.put(words(1)).synchronize()
+        with Host().hold_copies(stager.backend, "h2d"), pytest.raises(AssertionError, match=r"is not done after 0\.05 s"):
+            laws().put_others(stager, words(1))
+        assert all(transfer.done() for transfer in laws().put_others(stager, words(1))[:-1])
+
+
+def test_what_overwrites_free_pinned_memory_finds_what_was_let_go_of() -> None:
+    values = words(1, LARGE)
+    with Stager(Host().open()) as stager:
+        memory = laws().pinned(stager, values)
+        address = memory.ctypes.data
+        del memory
+        kept = laws().overwrite_free_pinned(stager, values)
+        assert address in [memory.ctypes.data for memory, _ in kept]
+        for memory, others in kept:
+            assert_same(memory, others)
+            assert memory.nbytes == values.nbytes
+            assert not (memory == values).any()
+
+
+@pytest.mark.parametrize(
+    ("way", "source", "target"),
+    [
+        ("put", "pinned", None),
+        ("put_pageable", "pageable", None),
+        ("put_into", "pinned", "pageable"),
+        ("get", "pageable", None),
+        ("get_out", "pageable", "pinned"),
+        ("get_pageable_out", "pageable", "pageable"),
+    ],
+)
+def test_a_move_goes_the_way_that_it_is_named_after(
+    way: str, source: str, target: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays of the host backend's device, where the test makes them, are pageable memory."""
+    seen: list[tuple[Any, Any]] = []
+    put, get = Stager.put, Stager.get
+
+    def seen_put(stager: Stager, tree: Any, *, into: Any = None, **options: Any) -> Any:
+        seen.append((tree, into))
+        return put(stager, tree, into=into, **options)
+
+    def seen_get(stager: Stager, tree: Any, *, out: Any = None, **options: Any) -> Any:
+        seen.append((tree, out))
+        return get(stager, tree, out=out, **options)
+
+    monkeypatch.setattr(Stager, "put", seen_put)
+    monkeypatch.setattr(Stager, "get", seen_get)
+    with Stager(Host().open()) as stager:
+
+        def kind(array: Any) -> str | None:
+            if array is None:
+                return None
+            return "pinned" if stager.backend.is_pinned(array.ctypes.data, array.nbytes) else "pageable"
+
+        move = prepare(laws(), stager, way, words(1))
+        assert move.direction == ("h2d" if way.startswith("put") else "d2h")
+        seen.clear()
+        transfer = move.start()
+        ((given, into),) = seen
+        assert (kind(given), kind(into)) == (source, target)
+        transfer.synchronize()
+        assert_same(move.read(transfer), words(1))
+        if into is not None:
+            assert_same(into, words(1))
 
 
 def test_a_gate_that_was_given_up_holds_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,17 @@ def test_many_small_leaves_in_memory_of_the_caller_s_that_is_pinned_are_sent_fro
     assert stager.stats().synchronous == 0
 
 
+def test_a_large_pinned_leaf_of_the_caller_s_is_sent_from_where_it_is_beside_many_small_ones(stager: xferlib.Stager) -> None:
+    small, large = [np.full(100, index) for index in range(20)], np.arange(1 << 15)
+    leaves = [*small[:10], large, *small[10:]]
+    # The second time: leaves of a dtype that is new are looked at one by one.
+    with stager.pin(large):
+        for turn in (1, 2):
+            got = stager.put(leaves).result()
+            assert all(np.array_equal(array, leaf) for array, leaf in zip(got, leaves, strict=True))
+            assert stager.stats().synchronous == turn * len(small)
+
+
 def test_of_many_small_leaves_in_ordinary_memory_the_driver_is_asked_about_one() -> None:
     asked: list[int] = []
     backend = tampered()

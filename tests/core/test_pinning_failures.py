@@ -40,6 +40,31 @@ def test_closing_that_was_interrupted_may_be_finished(stager: xferlib.Stager, mo
     assert stager._pool.usage().asked == 0
 
 
+def test_what_was_interrupted_before_it_was_locked_is_not_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may take that for a mistake, or unlock what somebody else has locked since."""
+    backend = tampered()
+    unlocked: list[int] = []
+
+    def unpin(address: int) -> None:
+        unlocked.append(address)
+        backend.inner.unpin(address)
+
+    backend.unpin = unpin
+    array = np.zeros(10)
+    with xferlib.stager(backend) as stager:
+        with monkeypatch.context() as patch:
+            patch.setattr(stager._pins, "_sort", Once(KeyboardInterrupt(), stager._pins._sort))
+            with pytest.raises(KeyboardInterrupt):
+                stager.pin(array)
+        # With its frames goes what would have been the pin's.
+        gc.collect()
+        stager.trim()
+        assert unlocked == []
+        with stager.pin(array):
+            assert pinned(stager, array)
+    assert unlocked == [array.ctypes.data]
+
+
 def test_closing_that_was_refused_may_be_tried_again() -> None:
     backend = tampered(failures=(OSError,))
     backend.unpin = Once(OSError("error 713"), backend.inner.unpin)

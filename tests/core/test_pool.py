@@ -372,6 +372,25 @@ def test_room_that_was_made_while_nothing_was_in_flight_is_found() -> None:
     assert looks == []
 
 
+def test_room_that_was_made_behind_the_last_look_is_found() -> None:
+    """Also where the collector has run already, and nothing is left to be tried."""
+    driver = Driver()
+    pool = driver.pool(4 * MIB)
+    kept = [pool.take(4 * MIB)]
+    asked = 0
+
+    def wait_oldest() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            kept.clear()
+        return False
+
+    driver.wait_oldest = wait_oldest  # type: ignore[method-assign]  # as above
+    assert pool.take(4 * MIB).nbytes == 4 * MIB
+    assert asked == 2
+
+
 @pytest.mark.parametrize("where", ["take", "trim", "usage", "grow"])
 def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) -> None:
     driver = Driver()

@@ -50,6 +50,24 @@ def test_idle_memory_of_either_kind_makes_room_and_is_freed_by_trim() -> None:
     assert driver.live == {}
 
 
+@pytest.mark.parametrize("nbytes", [1, 1000, MIB, 3 * MIB])
+def test_memory_of_one_kind_is_never_handed_out_as_the_other(nbytes: int) -> None:
+    """Of every size: reading write-combined memory takes many times as long."""
+    driver = Driver()
+    combined: dict[int, int] = {}
+
+    def combine(size: int) -> int:
+        start = driver.allocate(size)
+        combined[start] = size
+        return start
+
+    pool = PinnedPool(allocate=driver.allocate, combine=combine, free=driver.free, flow=driver, limit=64 * MIB)
+    # The second of each kind finds what the first has left.
+    for wanted in (True, False, True, False):
+        address = pool.empty((nbytes,), U8, combined=wanted).ctypes.data
+        assert any(start <= address < start + size for start, size in combined.items()) == wanted
+
+
 @pytest.mark.parametrize("when_full", ["wait", "raise", "stage"])
 def test_staging_itself_waits_whatever_arrays_do(when_full: WhenFull) -> None:
     driver = Driver()
@@ -97,6 +115,15 @@ def test_with_stage_arrays_leave_room_for_what_stages_them(limit: int, share: in
     pieces = [pool.take(MIB) for _ in range(share // MIB)]
     assert len(pieces) == share // MIB
     assert pool.waits == 0
+
+
+def test_with_stage_arrays_count_with_what_rounds_them_up() -> None:
+    pool = Driver().pool(8 * MIB, "stage")
+    # Together they are more than 256 bytes short of their half, all of which they have.
+    arrays = [pool.empty((2 * MIB - 200,), U8) for _ in range(2)]
+    assert (len(arrays), pool.used_nbytes, pool.fallbacks) == (2, 4 * MIB, 0)
+    assert pool.empty((1,), U8).nbytes == 1
+    assert pool.fallbacks == 1
 
 
 def test_with_stage_nobody_waits_for_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:

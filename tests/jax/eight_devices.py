@@ -120,6 +120,14 @@ def test_small_leaves_are_sent_to_each_device(stagers: tuple[Stager, ...]) -> No
     assert pulled(stagers) == 8 * batch.nbytes
 
 
+def test_batches_that_differ_in_dtype_alone_are_planned_each(stagers: tuple[Stager, ...]) -> None:
+    """The one is small, and sent to each device, the other is not."""
+    small, large = random((64, 1024), np.int8), random((64, 1024), np.float32)
+    for found, batch in zip(all_of([small, large, small], over(), stagers=stagers), [small, large, small], strict=True):
+        assert_is(found, batch, over())
+    assert pulled(stagers) == 2 * 8 * small.nbytes + large.nbytes
+
+
 @pytest.mark.parametrize("shape", [(4, 300, 700), (7, 101, 333), (65536,), (1, 99991)], ids=str)
 @pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec(None, "a")], ids=str)
 def test_devices_that_gather_among_themselves_make_the_same_whole(shape: tuple[int, ...], spec: Any) -> None:
@@ -283,6 +291,34 @@ def test_a_source_may_say_that_it_rewrites_nothing(stagers: tuple[Stager, ...]) 
         gate.set()
         for seed, found in enumerate(loop):
             assert_is(found, random((1 << 12, 320), seed=seed), over())
+
+
+@pytest.mark.parametrize("held", [0, 3, 7])
+def test_a_batch_is_done_when_every_device_has_pulled_its_part(held: int, stagers: tuple[Stager, ...]) -> None:
+    gate, others = threading.Event(), [stager for number, stager in enumerate(stagers) if number != held]
+    with (
+        xferlib.Ring(stagers[0], {"x": ((64, 1024), "float32")}, slots=1) as ring,
+        xferlib_jax.prefetch([], over(("a", "b")), stagers=stagers) as loop,
+    ):
+        slot = ring.acquire()
+        slot["x"][:] = random((64, 1024))
+        stagers[held].backend.h2d.submit(gate.wait)  # type: ignore[attr-defined]  # Of the backend on the CPU, for tests.
+        transfer = loop._puts.put(slot)
+        passed = [threading.Event() for _ in others]
+        for stager, event in zip(others, passed, strict=True):
+            stager.backend.h2d.submit(event.set)  # type: ignore[attr-defined]  # As above. It comes behind the copy.
+        try:
+            assert all(event.wait(20) for event in passed)
+            assert not transfer.done()
+            # The device that is held reads it, so that it may not be its ring's.
+            assert np.array_equal(slot["x"], random((64, 1024)))
+        finally:
+            gate.set()
+        transfer.synchronize()
+        assert transfer.done()
+        with pytest.raises(RuntimeError, match="given back"):
+            slot.tree  # noqa: B018  # Asking is enough.
+        assert_is(transfer.value["x"], random((64, 1024)), over(("a", "b")))
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
@@ -514,19 +550,44 @@ def test_a_put_that_fails_on_one_device_leaves_nothing_in_flight(stagers: tuple[
 
 
 def test_loops_share_stagers_which_are_closed_with_the_last() -> None:
-    batches = [random((16, 4))] * 5
+    # Many more than the second may have put before the first is closed: those behind them need its stagers then.
+    batches = [random((16, 4), seed=seed) for seed in range(12)]
     first, second = xferlib_jax.prefetch(batches, over("a")), xferlib_jax.prefetch(batches, over("b"))
     assert [s.device for s in first.stagers] == [s.device for s in second.stagers]
     assert all(one is other for one, other in zip(first.stagers, second.stagers, strict=True))
     next(first)
     first.close()
     first.close()
-    assert_is(next(second), batches[0], over("b"))
+    for batch in batches[:-1]:
+        assert_is(next(second), batch, over("b"))
     second.close()
-    with pytest.raises(xferlib.ClosedError):
-        second.stagers[0].empty_pinned(1, np.uint8)
+    for stager in second.stagers:
+        with pytest.raises(xferlib.ClosedError):
+            stager.empty_pinned(1, np.uint8)
     with pytest.raises(xferlib.ClosedError):
         next(second)
+
+
+def test_where_one_stager_cannot_be_opened_those_before_it_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Stager] = []
+    open_one = _stagers._open
+
+    def open_two(device: Any) -> Stager:
+        if len(opened) == 2:
+            raise ArithmeticError("on purpose")
+        opened.append(open_one(device))
+        return opened[-1]
+
+    monkeypatch.setattr(_stagers, "_open", open_two)
+    # The error is kept, and its frames with it: when those go, another thread closes what was forgotten.
+    with pytest.raises(ArithmeticError, match="on purpose") as caught:
+        xferlib_jax.prefetch([], over("a"))
+    assert _stagers._SHARED._rows == {}
+    for stager in opened:
+        with pytest.raises(xferlib.ClosedError):
+            stager.empty_pinned(1, np.uint8)
+    assert len(opened) == 2
+    del caught
 
 
 def test_stagers_of_the_caller_stay_open(stagers: tuple[Stager, ...]) -> None:

@@ -18,7 +18,7 @@ from tests.mutants.host_copies import holds_nothing_in_flight
 from tests.mutants.locking import LockingBackend, LockingHost
 from xferlib.device import BlockCache
 from xferlib.errors import ClosedError
-from xferlib.inflight import InFlight, Traffic
+from xferlib.inflight import InFlight, Landings, Traffic
 from xferlib.protocol import Capabilities, Event, Source, Stream
 from xferlib.stager import Stager
 from xferlib.staging.ring import Staging
@@ -341,6 +341,27 @@ def closes_by_halves(patch: pytest.MonkeyPatch) -> None:
             raise
 
     patch.setattr(Stager, "close", close_unless_interrupted)
+
+
+@broken_core("test_law10_close_after_an_interrupt_waits_as_ever", hooks=Host)
+def gives_up_what_lands(patch: pytest.MonkeyPatch) -> None:
+    """An interrupt while closing waits for what lands in ordinary memory, and only then, counts as the end of closing."""
+    close, wait_all = Stager.close, Landings.wait_all
+    given_up: list[Landings] = []
+
+    def wait_or_give_up(landings: Landings) -> None:
+        try:
+            wait_all(landings)
+        except KeyboardInterrupt:
+            given_up.append(landings)
+            raise
+
+    def close_unless_given_up(stager: Stager) -> None:
+        if stager._traffic.landings not in given_up:
+            close(stager)
+
+    patch.setattr(Landings, "wait_all", wait_or_give_up)
+    patch.setattr(Stager, "close", close_unless_given_up)
 
 
 @broken_core("test_law10_a_stager_that_was_never_closed_says_so", hooks=Host)

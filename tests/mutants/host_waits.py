@@ -143,6 +143,24 @@ class IsOneBehind(BrokenBackend):
         return event
 
 
+@broken_backend(f"{WHEN_RELEASED}[get]", f"{WHEN_RELEASED}[get_out]", f"{WHEN_RELEASED}[get_pageable_out]", hooks=Host)
+class TakesACopyForAnEarlierOne(BrokenBackend):
+    """Returns, for a copy from an array that was copied before, the event of that copy."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.sources: list[Any] = []
+        self.events: dict[int, Any] = {}
+
+    def as_source(self, array: Any, stream: Any = None) -> Any:
+        # Kept, so that no other array comes by its number.
+        self.sources.append(array)
+        return self.inner.as_source(array, stream)
+
+    def record_d2h(self) -> Any:
+        return self.events.setdefault(id(self.sources[-1]), self.inner.record_d2h()) if self.sources else self.inner.record_d2h()
+
+
 @broken_backend(f"{STARTS_UNDER_COPIES}[small-put]", f"{STARTS_UNDER_COPIES}[large-get_out]", hooks=Host)
 class CopiesAtOnce(BrokenBackend):
     """Returns from the start of a copy when it is done."""

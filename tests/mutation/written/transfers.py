@@ -95,4 +95,5 @@ MUTANTS = [
         "            self._returns.settled(number)",
     ),
     (MAPS, "            view, row.stream = backend", "            view, _ = backend"),
+    (CHECKS, "    if not backend.capabilities.finalizers and collects():", "    if False:"),
 ]
