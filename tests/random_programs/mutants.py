@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "an array and its memory die together in a cycle",
         "xferlib/tickets.py",
-        "    hidden: Any = np.empty((), _OBJECT)\n    hidden[()] = told\n    return hidden",
+        "    hidden: Any = _EMPTY((), _OBJECT)\n    hidden[()] = told\n    return hidden",
         "    return [told]",
         # NumPy's arrays hide what they hold from the collector, and JAX's hold nothing of ours.
         "cupy",
