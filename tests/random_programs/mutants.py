@@ -143,8 +143,8 @@ MUTANTS = (
     Mutant(
         "pinned memory is given back for less than was taken",
         "xferlib/memory/ranges.py",
-        "if size > nbytes:\n            self._insert(start + nbytes, start + size)",
-        "if size > nbytes:\n            self._insert(start + nbytes // 2 // 256 * 256, start + size)",
+        "        if size > nbytes:\n",
+        "        if size > nbytes:\n            nbytes = nbytes // 2 // 256 * 256\n",
     ),
     Mutant(
         "results are written from the same row",
