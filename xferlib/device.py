@@ -24,7 +24,7 @@ from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 from xferlib.reaper import AtWork, uninterrupted, watch
-from xferlib.tickets import Returns
+from xferlib.tickets import Returns, ticket
 
 __all__ = ["BlockCache", "Lease", "Streams", "note_reader"]
 
@@ -127,9 +127,9 @@ class BlockCache:
         size = size_class(nbytes)
         number = self._count()
         # First: whatever happens from here on, what the lease has by then goes back.
-        ticket = self._returns.ticket(number)
+        held = ticket(self._returns.put, number)
         row = self._alone(self._reuse, size, number, streams) or self._find(size, number, streams)
-        return Lease(row.block, ticket)
+        return Lease(row.block, held)
 
     def owns(self, source: Source) -> bool:
         """Tell whether this memory is in a block that is leased. Takes no lock."""
@@ -200,11 +200,15 @@ class BlockCache:
                 raise AllocationError("device memory asked by a finalizer that ran inside another put. Put from ordinary code")
             self._inside = True
             try:
-                if self._torn:
+                torn = self._torn
+                if torn:
                     self._mend()
                 # An interrupt, or an error, leaves it so.
                 self._torn = True
-                self._settle_ended()
+                self._sweep()
+                # What was looked at and not settled is there only after an interrupt, or an error.
+                if torn or not self._returns.nothing_new():
+                    self._settle_ended()
                 outcome = step(*arguments)
                 self._torn = False
                 return outcome
@@ -234,14 +238,13 @@ class BlockCache:
 
     def _settle_ended(self) -> None:
         """Turn ended leases into idle blocks."""
-        self._sweep()
         pending = self._returns.pending()
         while pending:
             number = pending[0]
             row = self._leased.get(number)
             if row is not None and row.lease == number:
                 self._end(row)
-                self._leased.pop(number, None)
+                del self._leased[number]
                 self._places.pop(row.block.address, None)
             elif number in self._wanted:
                 self._wanted[number] = False
@@ -252,19 +255,19 @@ class BlockCache:
             self._changes += 1
 
     def _end(self, row: _Row) -> None:
-        fence = row.fence
+        fence, doomed = row.fence, self._closed
         # A block that never was ordered behind its fence has no readers.
-        doomed = self._closed
-        streams = list(row.streams.values())
-        if self._closed:
-            # A bare handle had to stay valid until then, and no longer.
-            streams = [stream for stream in streams if stream.keepalive is not None]
-        if fence is None and (streams or not doomed):
-            try:
-                fence = self._backend.retire(streams)
-            except self._failures:
-                # Nobody can say when its readers are done. The framework's own free waits for them.
-                doomed = True
+        if fence is None:
+            streams = list(row.streams.values())
+            if doomed:
+                # A bare handle had to stay valid until then, and no longer.
+                streams = [stream for stream in streams if stream.keepalive is not None]
+            if streams or not doomed:
+                try:
+                    fence = self._backend.retire(streams)
+                except self._failures:
+                    # Nobody can say when its readers are done. The framework's own free waits for them.
+                    doomed = True
         row.fence, row.lease, row.streams, row.doomed = fence, None, {}, doomed
         if doomed:
             self._doomed.append(row)
@@ -325,8 +328,11 @@ class BlockCache:
             return None
         row = cell[0]
         if row.fence is None and not self._lost(row.block):
-            # Mostly so, and in the path of every small put.
-            return self._leased_to(row, cell, 0, number, streams)
+            # Mostly so, and in the path of every small put: `_leased_to`, in one step less.
+            row.lease, row.streams = number, streams
+            cell.popleft()
+            self._leased[number] = self._places[row.block.address] = row
+            return row
         index = 0
         while index < len(cell):
             row = cell[index]
@@ -538,8 +544,9 @@ class BlockCache:
 
 def size_class(nbytes: int) -> int:
     """Round up to a multiple of an eighth of the power of two below, at least 256."""
-    step = 1 << max(8, nbytes.bit_length() - 4)
-    return -(-max(nbytes, 1) // step) * step
+    power = nbytes.bit_length() - 4
+    step = 1 << power if power > 8 else 256
+    return -(-nbytes // step) * step or step
 
 
 _open: dict[int, BlockCache] = {}

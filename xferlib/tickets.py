@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
+from types import MethodType
 from typing import Any, TypeVar, final
 
 import numpy as np
@@ -26,6 +27,7 @@ __all__ = ["Returns", "ticket"]
 T = TypeVar("T")
 
 _OBJECT = np.dtype(object)
+_EMPTY = np.empty
 _NOBODY = -1
 """No row has this number."""
 
@@ -41,9 +43,10 @@ class _Ticket:
 def ticket(post: Callable[[T], object], value: T) -> object:
     """Return an object; `post(value)` is called when the last reference to it is gone. `post` is the `put` of a `SimpleQueue`."""
     told: Any = _Ticket()
-    told.__del__ = partial(post, value)
+    # A method of the value is made in less time than a `partial`; but None can have none.
+    told.__del__ = partial(post, value) if value is None else MethodType(post, value)
     # An array's elements are not visited by the collector, so what is inside cannot be part of what it finds unreachable.
-    hidden: Any = np.empty((), _OBJECT)
+    hidden: Any = _EMPTY((), _OBJECT)
     hidden[()] = told
     return hidden
 
@@ -54,8 +57,12 @@ class Returns:
 
     def __init__(self) -> None:
         self._posted: SimpleQueue[int] = SimpleQueue()
-        self._post = self._posted.put
-        self._take = self._posted.get_nowait
+        self.put = self._posted.put
+        """What tickets post with: `ticket(returns.put, number)` is `ticket` in one step less."""
+        self.nothing_new = self._posted.empty
+        """Whether nothing was posted since somebody looked."""
+        # Goes on after it has raised `Empty`. No number is None.
+        self._taken = iter(self._posted.get_nowait, None)
         self._unsettled: deque[int] = deque()
 
     def ticket(self, number: int) -> object:
@@ -63,11 +70,11 @@ class Returns:
 
         To be made before the row is entered: whatever happens then, the row is given back.
         """
-        return ticket(self._post, number)
+        return ticket(self.put, number)
 
     def post(self) -> None:
         """Wake whoever waits."""
-        self._post(_NOBODY)
+        self.put(_NOBODY)
 
     def wait(self, seconds: float) -> None:
         """Block until something is posted, or so many seconds have passed."""
@@ -83,19 +90,18 @@ class Returns:
 
         For a table that settles on one thread at a time.
         """
-        posted = self._posted
-        if not posted.empty():
-            try:
-                # One call, which an interrupt does not cut: taken out of one container, each number is in the other.
-                self._unsettled.extend(itertools.islice(iter(self._take, None), posted.qsize()))
-            except Empty:
-                # Another thread takes them, too, and has left fewer.
-                return self._unsettled
-        return self._unsettled
+        unsettled = self._unsettled
+        try:
+            # One call, which an interrupt does not cut: taken out of one container, each number is in the other.
+            unsettled.extend(itertools.islice(self._taken, self._posted.qsize()))
+        except Empty:
+            # Another thread takes them, too, and has left fewer.
+            return unsettled
+        return unsettled
 
     def unsettled(self) -> list[int]:
         """Return the numbers that were posted and not settled yet, oldest first. Each comes again until `settled`. Any thread."""
-        return list(self.pending())
+        return list(self._unsettled if self.nothing_new() else self.pending())
 
     def settled(self, number: int) -> None:
         """Forget a number. Twice is fine."""

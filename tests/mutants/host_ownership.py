@@ -18,7 +18,7 @@ from tests.mutants.arena import ArenaHost
 from tests.mutants.broken import BrokenBackend, KeepsTheInterpreter, broken_backend, broken_core
 from xferlib.protocol import Event
 from xferlib.stager import Stager
-from xferlib.tickets import Returns
+from xferlib.tickets import ticket
 
 __all__: list[str] = []
 
@@ -64,8 +64,7 @@ class EndsWhenFinalized:
 )
 def lets_the_collector_end_leases(patch: pytest.MonkeyPatch) -> None:
     """A lease is a plain object with a finalizer, which runs among those of everything in its cycle."""
-    ticket = Returns.ticket
-    patch.setattr(Returns, "ticket", lambda returns, number: EndsWhenFinalized(ticket(returns, number)))
+    patch.setattr("xferlib.device.ticket", lambda post, number: EndsWhenFinalized(ticket(post, number)))
 
 
 class EndsWhenFinalizedElsewhere:
@@ -80,8 +79,7 @@ class EndsWhenFinalizedElsewhere:
 @broken_core(f"{IN_A_CYCLE}[{BEFORE}-elsewhere]", f"{IN_A_CYCLE}[{AFTER}-elsewhere]", hooks=ArenaHost)
 def lets_the_collector_of_other_threads_end_leases(patch: pytest.MonkeyPatch) -> None:
     """A lease ends among the finalizers of its cycle where the collector runs on another thread than the main one."""
-    ticket = Returns.ticket
-    patch.setattr(Returns, "ticket", lambda returns, number: EndsWhenFinalizedElsewhere(ticket(returns, number)))
+    patch.setattr("xferlib.device.ticket", lambda post, number: EndsWhenFinalizedElsewhere(ticket(post, number)))
 
 
 class Leaseless(BrokenBackend):
@@ -98,13 +96,13 @@ def frees_while_leased(patch: pytest.MonkeyPatch) -> None:
 @broken_core(f"{BY_TRIM}[small]", f"{BY_TRIM}[large]", f"{BY_TRIM}[tree]", f"{CLOSED}[array]", REACHED, FAILED, hooks=ArenaHost)
 def leases_for_ever(patch: pytest.MonkeyPatch) -> None:
     """The core does not hear of the end of a lease."""
-    ticket, for_ever = Returns.ticket, []
+    for_ever = []
 
-    def ticket_for_ever(returns: Returns, number: int) -> object:
-        for_ever.append(ticket(returns, number))
+    def ticket_for_ever(post: Callable[[int], object], number: int) -> object:
+        for_ever.append(ticket(post, number))
         return for_ever[-1]
 
-    patch.setattr(Returns, "ticket", ticket_for_ever)
+    patch.setattr("xferlib.device.ticket", ticket_for_ever)
 
 
 class FreesTwice(BrokenBackend):

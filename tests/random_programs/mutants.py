@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "an array and its memory die together in a cycle",
         "xferlib/tickets.py",
-        "    hidden: Any = np.empty((), _OBJECT)\n    hidden[()] = told\n    return hidden",
+        "    hidden: Any = _EMPTY((), _OBJECT)\n    hidden[()] = told\n    return hidden",
         "    return [told]",
         # NumPy's arrays hide what they hold from the collector, and JAX's hold nothing of ours.
         "cupy",
@@ -143,8 +143,8 @@ MUTANTS = (
     Mutant(
         "pinned memory is given back for less than was taken",
         "xferlib/memory/ranges.py",
-        "if size > nbytes:\n            self._insert(start + nbytes, start + size)",
-        "if size > nbytes:\n            self._insert(start + nbytes // 2 // 256 * 256, start + size)",
+        "        if size > nbytes:\n",
+        "        if size > nbytes:\n            nbytes = nbytes // 2 // 256 * 256\n",
     ),
     Mutant(
         "results are written from the same row",

@@ -31,7 +31,7 @@ from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import Flow, HostBlock, Usage, Wanted, WhenFull, check_when_full, in_words, round_up
 from xferlib.memory.ranges import Ranges
 from xferlib.reaper import AtWork, uninterrupted, watch
-from xferlib.tickets import Returns
+from xferlib.tickets import Returns, ticket
 
 __all__ = ["HostBlock", "PinnedPool"]
 
@@ -75,6 +75,12 @@ class _Row(NamedTuple):
     size: int
     asked: int
     for_array: bool
+    ranges: Ranges
+    """Of its segment."""
+
+
+_NEW = tuple.__new__
+"""A third of what the constructor of a named tuple takes."""
 
 
 @final
@@ -162,28 +168,28 @@ class PinnedPool:
     def try_take(self, nbytes: int) -> HostBlock | None:
         """Return `nbytes` bytes for staging as `take` does, where that neither waits for a transfer nor unpins."""
         wanted = Wanted(round_up(nbytes, ALIGNMENT), nbytes, None, False, False)
-        number, ticket = self._numbered()
+        number = self._count()
+        held = ticket(self._returns.put, number)
         row, growth = self._look(wanted, number, may_grow=True, may_evict=False)
         if growth is not None:
             row = self._grow(wanted, number, *growth)
-        return None if row is None else HostBlock(row.address, row.size, ticket)
-
-    def _numbered(self) -> tuple[int, object]:
-        """Return a number for a row, and the ticket: before the row is there, so that it goes back whatever happens."""
-        number = self._count()
-        return number, self._returns.ticket(number)
+        return None if row is None else HostBlock(row.address, row.size, held)
 
     def _take(self, nbytes: int, taken: Callable[[], None] | None, *, combined: bool, for_array: bool) -> HostBlock:
-        size = round_up(nbytes, ALIGNMENT)
-        if round_up(size, PAGE) > self.limit:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if size > self.limit // PAGE * PAGE:
             raise AllocationError(
                 f"{in_words(nbytes)} of pinned memory asked, more than pinned_limit={self.limit} ({in_words(self.limit)}). "
                 "Raise pinned_limit, or use smaller arrays"
             )
-        wanted = Wanted(size, nbytes, taken, combined, for_array)
-        number, ticket = self._numbered()
-        row = self._found(wanted, number)
-        return HostBlock(row.address, row.size, ticket)
+        wanted = _NEW(Wanted, (size, nbytes, taken, combined, for_array))
+        number = self._count()
+        # First: whatever happens from here on, the row goes back.
+        held = ticket(self._returns.put, number)
+        row, _ = self._alone(self._looked, wanted, number, False)
+        if row is None:
+            row = self._found(wanted, number)
+        return HostBlock(row.address, size, held)
 
     def _found(self, wanted: Wanted, number: int) -> _Row:
         waits = not wanted.for_array or self.when_full == "wait"
@@ -307,11 +313,14 @@ class PinnedPool:
                 raise AllocationError("pinned memory asked by a finalizer that ran inside another request. Ask from ordinary code")
             self._inside = True
             try:
-                if self._torn:
+                torn = self._torn
+                if torn:
                     self._mend()
                 # An interrupt, or an error, leaves it so.
                 self._torn = True
-                self._take_back()
+                # What was looked at and not settled is there only after an interrupt, or an error.
+                if torn or not self._returns.nothing_new():
+                    self._take_back()
                 outcome = step(*arguments)
                 self._torn = False
                 return outcome
@@ -339,8 +348,11 @@ class PinnedPool:
             number = pending[0]
             row = self._rows.pop(number, None)
             if row is not None:
-                self._account(row, -1)
-                self._segment_of(row.address).ranges.give_back(row.address, row.size)
+                self.used_nbytes -= row.size
+                self._asked -= row.asked
+                if row.for_array:
+                    self._arrays -= row.size
+                row.ranges.give_back(row.address, row.size)
             elif number in self._wanted:
                 self._wanted[number] = False
             else:
@@ -362,14 +374,14 @@ class PinnedPool:
         """Enter a row in idle memory, or return what new segment was counted; else idle ones may be freeable now."""
         return self._alone(self._looked, wanted, number, may_grow, may_evict)
 
-    def _looked(self, wanted: Wanted, number: int, may_grow: bool, may_evict: bool) -> tuple[_Row | None, _Growth | None]:
+    def _looked(self, wanted: Wanted, number: int, may_grow: bool, may_evict: bool = True) -> tuple[_Row | None, _Growth | None]:
         if wanted.for_array and self._arrays + wanted.size > self._arrays_limit:
             return None, None
         ranges = self._combined if wanted.combined else self._class_of(wanted.size)
         address = ranges.take(wanted.size)
         if address is not None:
             self.hits += 1
-            return self._handed_out(address, wanted, number), None
+            return self._handed_out(address, ranges, wanted, number), None
         if not may_grow:
             return None, None
         exact = round_up(wanted.size, PAGE)
@@ -430,24 +442,24 @@ class PinnedPool:
         self._reindex()
         self._changes += 1
         if not self._wanted.pop(number, False):
-            return _Row(segment.start, 0, 0, False)
+            return _Row(segment.start, 0, 0, False, segment.ranges)
         # Out of the new segment, not the best fit: another thread may have asked meanwhile.
         segment.ranges.take_at(segment.start, wanted.size)
-        return self._handed_out(segment.start, wanted, number)
+        return self._handed_out(segment.start, segment.ranges, wanted, number)
 
-    def _handed_out(self, address: int, wanted: Wanted, number: int) -> _Row:
-        row = self._rows[number] = _Row(address, wanted.size, wanted.asked, wanted.for_array)
-        self._account(row, 1)
+    def _handed_out(self, address: int, ranges: Ranges, wanted: Wanted, number: int) -> _Row:
+        size, asked, taken, _, for_array = wanted
+        row: _Row = _NEW(_Row, (address, size, asked, for_array, ranges))
+        self._rows[number] = row
+        self.used_nbytes += size
+        self._asked += asked
+        if for_array:
+            self._arrays += size
         if self._asked + self._reserved_asked > self._asked_peak:
             self._asked_peak = self._asked + self._reserved_asked
-        if wanted.taken is not None:
-            wanted.taken()
+        if taken is not None:
+            taken()
         return row
-
-    def _account(self, row: _Row, sign: int) -> None:
-        self.used_nbytes += sign * row.size
-        self._asked += sign * row.asked
-        self._arrays += sign * row.size * row.for_array
 
     def _note_peaks(self) -> None:
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)

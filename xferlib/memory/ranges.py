@@ -53,10 +53,17 @@ class Ranges:
         index = bisect_left(self._by_size, (nbytes, 0))
         if index == len(self._by_size):
             return None
-        size, start = self._by_size[index]
-        self._remove(start, start + size)
+        size, start = self._by_size.pop(index)
+        end = start + size
+        del self._start_to_end[start]
+        self._whole.pop(start, None)
         if size > nbytes:
-            self._insert(start + nbytes, start + size)
+            # What is left ends where the range did, and is no whole segment.
+            insort(self._by_size, (size - nbytes, start + nbytes))
+            self._start_to_end[start + nbytes] = end
+            self._end_to_start[end] = start + nbytes
+        else:
+            del self._end_to_start[end]
         return start
 
     def take_at(self, start: int, nbytes: int) -> None:
@@ -70,13 +77,15 @@ class Ranges:
         """Free what `take` cut."""
         end = start + nbytes
         # Two segments may lie side by side in memory; a range across their border could never be unpinned.
-        if start not in self.segments and start in self._end_to_start:
-            before = self._end_to_start[start]
+        before = self._end_to_start.get(start)
+        if before is not None and start not in self.segments:
             self._remove(before, start)
             start = before
-        if end not in self.segments and end in self._start_to_end:
-            after = self._start_to_end[end]
-            self._remove(end, after)
+        after = self._start_to_end.get(end)
+        if after is not None and end not in self.segments:
+            # What it grows by ends where it now ends, and is no whole segment.
+            del self._by_size[bisect_left(self._by_size, (after - end, end))]
+            del self._start_to_end[end]
             end = after
         self._insert(start, end)
 

@@ -12,7 +12,8 @@ MUTANTS = [
     ),
     (DEVICE, "            if self.settle():\n                watch(self)\n", "            self.settle()\n"),
     (DEVICE, "        return bool(self._rows or self._growing)", "        return bool(self._leased)"),
-    (DEVICE, "                if self._torn:\n                    self._mend()\n", ""),
+    (DEVICE, "                if torn:\n                    self._mend()\n", ""),
+    (DEVICE, "if torn or not self._returns.nothing_new():", "if not self._returns.nothing_new():"),
     (
         DEVICE,
         "            if row.doomed:\n                self._doomed.append(row)\n            elif",
@@ -21,11 +22,11 @@ MUTANTS = [
     (DEVICE, "                self._places.pop(row.block.address, None)\n", ""),
     (DEVICE, "            if row is not None and row.lease == number:", "            if row is not None:"),
     (DEVICE, "                self._wanted[number] = False\n", "                pass\n"),
-    (DEVICE, "        if fence is None and not doomed:", "        if fence is None:"),
+    (DEVICE, "            if streams or not doomed:", "            if True:"),
     (
         DEVICE,
-        "                fence = self._backend.retire(row.streams.values())",
-        "                fence = self._backend.retire(list(row.streams.values())[:1])",
+        "                    fence = self._backend.retire(streams)",
+        "                    fence = self._backend.retire(streams[:1])",
     ),
     (
         DEVICE,
@@ -80,7 +81,7 @@ MUTANTS = [
         "                if not",
     ),
     (DEVICE, "            # Idle blocks of other sizes may be all that stands in the way.\n            self._trim()\n", ""),
-    (DEVICE, "    step = 1 << max(8, nbytes.bit_length() - 4)", "    step = 1 << max(8, nbytes.bit_length() - 3)"),
+    (DEVICE, "    power = nbytes.bit_length() - 4", "    power = nbytes.bit_length() - 3"),
     (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
     (REAPER, "    if _over or get_ident() != _main or collects():\n        return call()\n", "    return call()\n"),
 ]

@@ -10,8 +10,8 @@ POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, MAPPINGS, NODES = (
 PINNING = "xferlib/pinning.py"
 
 MUTANTS = [
-    (POOL, "if round_up(size, PAGE) > self.limit:", "if size > self.limit:"),
-    (POOL, "if round_up(size, PAGE) > self.limit:", "if round_up(size, PAGE) >= self.limit:"),
+    (POOL, "if size > self.limit // PAGE * PAGE:", "if size > self.limit:"),
+    (POOL, "if size > self.limit // PAGE * PAGE:", "if size >= self.limit // PAGE * PAGE:"),
     (
         POOL,
         "            if excess <= 0:\n                self._growing[number]",
@@ -41,7 +41,7 @@ MUTANTS = [
     ),
     (POOL, "elif changes != self._changes or self._returns:", "elif changes != self._changes:"),
     (POOL, "waits = not wanted.for_array or self.when_full", "waits = self.when_full"),
-    (POOL, "        self._arrays += sign * row.size * row.for_array", "        self._arrays += sign * row.asked * row.for_array"),
+    (POOL, "            self._arrays += size", "            self._arrays += asked"),
     (POOL, "segments[bisect_right(starts, address) - 1]", "segments[bisect_right(starts, address - 1) - 1]"),
     (POOL, "return index >= 0 and address + nbytes <= ends[index]", "return index >= 0 and address < ends[index]"),
     (
@@ -50,9 +50,14 @@ MUTANTS = [
         "ranges = self._combined if wanted.combined and wanted.size >= SMALL else self._class_of(wanted.size)",
     ),
     (POOL, "                gc.collect()\n                collected = True", "                collected = True"),
-    (RANGES, "if end not in self.segments and end in", "if end in"),
-    (RANGES, "if start not in self.segments and start in", "if start in"),
-    (RANGES, "        self._whole.pop(start, None)\n", ""),
+    (RANGES, "if after is not None and end not in self.segments:", "if after is not None:"),
+    (RANGES, "if before is not None and start not in self.segments:", "if before is not None:"),
+    (
+        RANGES,
+        "        del self._end_to_start[end]\n        self._whole.pop(start, None)\n",
+        "        del self._end_to_start[end]\n",
+    ),
+    (RANGES, "        self._whole.pop(start, None)\n        if size", "        if size"),
     (
         HOST,
         "            if nbytes > SMALL:\n                found.append((leaf, self.address(leaf)))\n                continue\n",
