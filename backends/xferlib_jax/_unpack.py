@@ -27,7 +27,9 @@ __all__ = ["unpack", "zero"]
 WORTH_COMPILING = 16
 """Arrays. Below, importing each takes less, and nothing need be compiled."""
 ALIGNMENT = 256
-KEPT = 64
+MOST_RECIPES = 256
+"""Who puts trees of so many kinds compiles more than he transfers: those that come later are imported array by array."""
+MOST_FOUND = 512
 MOST = np.iinfo(np.int32).max
 """Elements of a whole whose places are counted in 32 bits: JAX has no longer integers unless told so."""
 
@@ -57,8 +59,11 @@ class _Recipe:
         return parts
 
 
-_recipes: OrderedDict[int, _Recipe] = OrderedDict()
-"""By the identity of their places, which they keep alive: hashing hundreds of them takes a quarter of the time of a put."""
+_recipes: dict[tuple[Place, ...], _Recipe] = {}
+"""Never given up: JAX unloads a program that nobody refers to inside the garbage collector, waits for all that runs on the device,
+and keeps the interpreter's lock as it waits."""
+_found: OrderedDict[int, tuple[tuple[Place, ...], _Recipe | None]] = OrderedDict()
+"""By the identity of the places, which are kept alive: hashing hundreds of them takes a quarter of the time of a put."""
 
 
 def zero(device: Any) -> JaxArray:
@@ -71,19 +76,25 @@ def unpack(places: tuple[Place, ...], adopt: Adopt, origin: JaxArray) -> list[Ja
     """Return the arrays of a block. `adopt(offset, shape, dtype)` imports memory of the block as an array; `origin` is a `zero`."""
     if len(places) < WORTH_COMPILING:
         return [adopt(*place) for place in places]
-    recipe = _recipes.get(id(places)) or _made(places)
+    _, recipe = _found.get(id(places)) or _look(places)
+    if recipe is None:
+        return [adopt(*place) for place in places]
     arrays: list[JaxArray] = recipe.apart(origin, *(adopt(0, (recipe.nbytes // dtype.itemsize,), dtype) for dtype in recipe.dtypes))
     # Inside a trace the compiled function becomes part of what is traced; what was put is no traced value.
     return [adopt(*place) for place in places] if isinstance(arrays[0], jax.core.Tracer) else arrays
 
 
-def _made(places: tuple[Place, ...]) -> _Recipe:
+def _look(places: tuple[Place, ...]) -> tuple[tuple[Place, ...], _Recipe | None]:
+    """Find or make the recipe for places; None where there are so many that this one would not pay either."""
     # Without a lock, which a finalizer that puts could meet: of two threads that make it at once, the second one's is not kept.
-    recipe = _recipes.setdefault(id(places), _Recipe(places))
-    while len(_recipes) > KEPT:
+    recipe = _recipes.get(places)
+    if recipe is None and len(_recipes) < MOST_RECIPES:
+        recipe = _recipes.setdefault(places, _Recipe(places))
+    found = _found.setdefault(id(places), (places, recipe))
+    while len(_found) > MOST_FOUND:
         with suppress(KeyError):
-            _recipes.popitem(last=False)
-    return recipe
+            _found.popitem(last=False)
+    return found
 
 
 def _extent(place: Place) -> int:

@@ -12,7 +12,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast, final
 
 import numpy as np
@@ -285,10 +285,11 @@ def test_interrupts_lose_no_event_and_leave_the_context_as_found(kit: CudaKit, l
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for _ in range(INTERRUPTS):
-            with pytest.raises(Interrupt):
+            # One that comes inside of what takes no exceptions, a finalizer, say, is told to nobody.
+            with suppress(Interrupt):
                 armed.append(True)
                 signal.setitimer(signal.ITIMER_REAL, random.uniform(20e-6, 500e-6))
-                while True:
+                while armed:
                     use()
             assert _context() == here
             handles = [int(handle) for handle in backend._events.handles.free] + [int(event._handle) for event in live]

@@ -105,6 +105,8 @@ def interrupted_at(step: int, call: Any) -> bool:
             sys.setprofile(None)
             raise Interrupt
 
+    # What is raised in the collector's callbacks gets no further.
+    gc.disable()
     sys.setprofile(profile)
     try:
         call()
@@ -112,6 +114,7 @@ def interrupted_at(step: int, call: Any) -> bool:
         return True
     finally:
         sys.setprofile(None)
+        gc.enable()
     return False
 
 

@@ -260,13 +260,14 @@ def test_a_finalizer_that_unpacks_inside_of_another_unpacking_hangs_nobody(stage
     class Recipe(_unpack._Recipe):  # type: ignore[misc]  # Final, but for this.
         def __init__(self, places: Any) -> None:
             if places is not others:
-                made.append(_unpack._made(others))
+                made.append(_unpack._look(others)[1])
             super().__init__(places)
 
+    monkeypatch.setattr(_unpack, "_recipes", {})
     monkeypatch.setattr(_unpack, "_Recipe", Recipe)
     places = tuple(Place(256 * number, (8,), dtype) for number in range(20))
-    recipe = _unpack._made(places)
+    _, recipe = _unpack._look(places)
+    assert recipe is not None
     assert recipe.places is places
     assert made[0].places is others
-    assert _unpack._made(places) is recipe
-    assert len(_unpack._recipes) <= _unpack.KEPT
+    assert _unpack._look(places)[1] is recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -107,3 +108,23 @@ def test_what_is_put_inside_a_trace_is_no_traced_value(jax: Any, unpack: Callabl
     jax.jit(traced)(np.float32(1))
     assert not any(isinstance(array, jax.core.Tracer) for array in taken)
     packed.assert_taken_apart(taken)
+
+
+def test_programs_are_kept_and_trees_of_ever_other_kinds_are_imported_one_by_one(jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that JAX unloads makes every thread wait for the device."""
+    from xferlib_jax import _unpack
+
+    origin, most = _unpack.zero(jax.devices()[0]), 3
+    monkeypatch.setattr(_unpack, "_recipes", {})
+    monkeypatch.setattr(_unpack, "_found", OrderedDict())
+    monkeypatch.setattr(_unpack, "MOST_RECIPES", most)
+    monkeypatch.setattr(_unpack, "MOST_FOUND", 2)
+    for turn in range(2):
+        for number in range(most + 2):
+            # Others at each turn, of equal places: what is compiled is found by what the places are.
+            packed = Packed(jax, 20 + number)
+            packed.assert_taken_apart(_unpack.unpack(packed.places, packed.adopt, origin))
+            imported_each = packed.adopted == len(packed.places)
+            assert imported_each == (number >= most)
+            assert len(_unpack._recipes) == (min(number + 1, most) if turn == 0 else most)
+            assert len(_unpack._found) <= 2

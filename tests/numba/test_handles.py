@@ -129,6 +129,8 @@ def interrupted_at(step: int, call: Callable[[], object]) -> bool:
             sys.setprofile(None)
             raise Interrupt
 
+    # What is raised in the collector's callbacks gets no further.
+    gc.disable()
     sys.setprofile(profile)
     try:
         call()
@@ -136,6 +138,7 @@ def interrupted_at(step: int, call: Callable[[], object]) -> bool:
         return True
     finally:
         sys.setprofile(None)
+        gc.enable()
     return False
 
 

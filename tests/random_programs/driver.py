@@ -106,7 +106,7 @@ class Driver:
 
     def lock(self, address: int, nbytes: int, refused: type[Exception]) -> None:
         with self._lock:
-            if any(start < address + nbytes and address < end for start, end in self._locked.items()):
+            if any(start < address + nbytes and address < end for start, end in self._locked.copy().items()):
                 raise refused("this memory is page-locked already")
             self._locked[address] = address + nbytes
 

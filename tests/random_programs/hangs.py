@@ -14,6 +14,9 @@ __all__ = ["HANG_SECONDS", "begin_hold", "begin_program", "end_hold", "end_progr
 
 HANG_SECONDS = float(os.environ.get("XFERLIB_RANDOM_PROGRAMS_HANG_SECONDS", "45"))
 """Of one program. Longer than any hold."""
+TELLS = bool(os.environ.get("XFERLIB_RANDOM_PROGRAMS_WHERE"))
+"""Whether to tell where everybody is, shortly before the watchdog opens a gate that nobody has opened. Only when asked to: the
+interpreter may crash as it is looked at from outside."""
 
 _programs: list[None] = []
 
@@ -30,11 +33,11 @@ def end_program() -> None:
 
 
 def begin_hold() -> None:
-    """Tell where everybody is, shortly before the watchdog opens a gate that nobody has opened."""
-    if _programs:
+    """Be ready to tell."""
+    if _programs and TELLS:
         faulthandler.dump_traceback_later(GATE_SECONDS - 1)
 
 
 def end_hold() -> None:
-    if _programs:
+    if _programs and TELLS:
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
