@@ -39,7 +39,7 @@ class Kit(ABC):
     wait_holds_gil = False
     """Whether to wait for device work keeps other threads from running, so that none could release it meanwhile."""
     most_ahead: int | None = None
-    """Puts that may be started behind what is held, where the framework's queue may be full then, and waits as above."""
+    """Arrays that may be put behind what is held, where the framework's queue may be full then, and waits as above."""
     held_sizes: tuple[int, ...] = ()
     """Bytes that readers and held producers may have, where each size is compiled; empty: any."""
     patience = 6
@@ -201,8 +201,9 @@ class JaxKit(Kit):
 
         self.jax: Any = jax
         # XLA enqueues calls of the host with each import and each computation. The driver has room for so many, and JAX waits for
-        # more with the interpreter's lock held: seen with fences, at the sixth put of eleven leaves.
-        self.most_ahead = 4 if self.on_gpu else None
+        # more with the interpreter's lock held: seen behind held copies at the fifth put of fourteen arrays, and behind held
+        # compute at the sixth of eleven. Half of that, since finalizers put, too.
+        self.most_ahead = 30 if self.on_gpu else None
         self.devices = len(jax.local_devices()) if self.on_gpu else 1
         self.layouts = ("C", "F")
         self.canaries = {"jax": functools.partial(JaxCanary, jax)}

@@ -26,6 +26,7 @@ __all__ = ["CURRENT", "HOST", "Device", "Hold", "Host", "Leaf", "Opened", "Reade
 HOST = "the host"
 """Where an array may be used once the host has waited for it: on every stream."""
 CURRENT = "the current stream"
+MANY = 16
 
 T = TypeVar("T")
 
@@ -141,7 +142,7 @@ class Hold:
         self.stream = hold.stream
         self.over = False
         self.ahead = 0
-        """How many puts were started behind it."""
+        """How many arrays were put behind it."""
 
 
 @final
@@ -232,10 +233,11 @@ class World:
         with RELEASER.watch(self.kit.patience, self.release_all):
             yield
 
-    def run_ahead(self) -> None:
-        """Note that something is put. What is held is released where no more may stand behind it."""
+    def run_ahead(self, arrays: int) -> None:
+        """Note that so many are put. What is held is released where no more may stand behind it."""
         for hold in list(self.holds.values()):
-            hold.ahead += 1
+            # Many are imported as one.
+            hold.ahead += min(arrays, MANY)
             if self.kit.most_ahead is not None and hold.ahead > self.kit.most_ahead:
                 hold.hold.release()
 

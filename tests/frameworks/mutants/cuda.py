@@ -7,7 +7,6 @@ means; that file is what is run.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
@@ -77,23 +76,7 @@ def broken_everywhere(*tests: str) -> Callable[[W], W]:
     return listed
 
 
-others_do_not_run = broken_everywhere(*(f"{LAW14_OTHERS_RUN}[{way}]" for way in ("trim", "unpin", "close")))
-others_do_not_run(KeepsTheInterpreter)
-
-
-@others_do_not_run
-class KeepsTheInterpreterAsItCopies(BrokenBackend):
-    """Starts copies by a call that keeps the interpreter's lock, also as it waits for the driver's."""
-
-    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
-        driver, context = ctypes.PyDLL("libcuda.so.1"), ctypes.c_void_p()
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
-        driver.cuCtxPushCurrent_v2(context)
-        stream = ctypes.c_void_p(int(self.inner.h2d))
-        status = driver.cuMemcpyHtoDAsync_v2(ctypes.c_uint64(dst), ctypes.c_void_p(src), ctypes.c_size_t(nbytes), stream)
-        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-        driver.cuDevicePrimaryCtxRelease_v2(0)
-        assert status == 0
+broken_everywhere(*(f"{LAW14_OTHERS_RUN}[{way}]" for way in ("trim", "unpin", "close")))(KeepsTheInterpreter)
 
 
 @broken_everywhere(

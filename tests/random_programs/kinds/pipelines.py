@@ -32,7 +32,7 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         ways = {"slots": self._slots, "rewritten": self._rewritten}
         for batch in ways.get(self._arguments["way"], self._fresh)():
-            self._world.run_ahead()
+            self._world.run_ahead(len(self.contents[-1]))
             yield batch
 
     def _made(self, number: int) -> Host:

@@ -37,7 +37,7 @@ class Put(Kind):
         opened, host = world.stager(arguments["stager"]), world.find(arguments["source"], Host)
         stream, borrow = arguments.get("stream"), bool(arguments.get("borrow"))
         world.settled(host)
-        world.run_ahead()
+        world.run_ahead(len(host.leaves))
         with refusable(opened):
             transfer = opened.stager.put(host.tree, stream=world.stream(stream), borrow=borrow)
         contents = [leaf.content for leaf in host.leaves]

@@ -129,7 +129,7 @@ class PutSlot(Kind):
             return
         world.settled(host)
         contents = [leaf.content for leaf in host.leaves]
-        world.run_ahead()
+        world.run_ahead(len(contents))
         with refusable(slots.stager):
             transfer = slot.put(stream=world.stream(arguments.get("stream")))
         self._gone_back(world, name, host, slots)
