@@ -18,6 +18,7 @@ from tests.core.fakes import on_thread, until
 from xferlib.errors import AllocationError
 from xferlib.memory.blocks import HostBlock, WhenFull
 from xferlib.memory.pool import PinnedPool
+from xferlib.memory.ranges import Ranges
 from xferlib.reaper import start_reaper
 
 MIB = 1 << 20
@@ -389,6 +390,27 @@ def test_room_that_was_made_behind_the_last_look_is_found() -> None:
     driver.wait_oldest = wait_oldest  # type: ignore[method-assign]  # as above
     assert pool.take(4 * MIB).nbytes == 4 * MIB
     assert asked == 2
+
+
+def test_what_an_interrupt_leaves_unsettled_is_settled_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without anything else having been let go of meanwhile."""
+    pool = Driver().pool(16 * MIB)
+    blocks = [pool.take(3 * MIB), pool.take(3 * MIB)]
+    give_back, interrupts = Ranges.give_back, [KeyboardInterrupt()]
+
+    def interrupted(ranges: Ranges, start: int, nbytes: int) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        give_back(ranges, start, nbytes)
+
+    monkeypatch.setattr(Ranges, "give_back", interrupted)
+    blocks.clear()
+    with pytest.raises(KeyboardInterrupt):
+        pool.usage()
+    pool.usage()
+    assert pool.used_nbytes == 0
+    pool.trim()
+    assert pool.nbytes == 0
 
 
 @pytest.mark.parametrize("where", ["take", "trim", "usage", "grow"])
