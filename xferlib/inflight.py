@@ -148,8 +148,11 @@ class InFlight:
             if not self._ended(first):
                 return []
             break
+        else:
+            return []
         entries = self.entries()
-        low, high = 0, len(entries)
+        # Unless another thread let go of it, the first is known to be done.
+        low, high = int(bool(entries) and entries[0] is first), len(entries)
         while low < high:
             middle = (low + high) // 2
             if self._ended(entries[middle]):

@@ -186,21 +186,17 @@ class PinnedPool:
         number = self._count()
         # First: whatever happens from here on, the row goes back.
         held = ticket(self._returns.put, number)
+        changes = self._changes
         row, _ = self._alone(self._looked, wanted, number, False)
         if row is None:
-            row = self._found(wanted, number)
+            row = self._found(wanted, number, changes)
         return HostBlock(row.address, size, held)
 
-    def _found(self, wanted: Wanted, number: int) -> _Row:
+    def _found(self, wanted: Wanted, number: int, changes: int) -> _Row:
+        """Make room, step by step. `changes`: how many there had been before a first look found no idle memory."""
         waits = not wanted.for_array or self.when_full == "wait"
         reaped = yielded = collected = False
         while True:
-            changes = self._changes
-            row, growth = self._look(wanted, number, may_grow=reaped)
-            if row is not None:
-                return row
-            if growth is not None:
-                return self._grow(wanted, number, *growth)
             if self._freeable():
                 uninterrupted(self._release)
             elif not reaped:
@@ -212,17 +208,23 @@ class PinnedPool:
                 self._flow.yield_idle()
                 yielded = True
             elif waits and self._wait():
-                continue
+                pass
             elif self._at_work.is_more_to_come():
                 time.sleep(LOOK_SECONDS)
             elif changes != self._changes or self._returns:
-                continue
+                pass
             elif collected or (wanted.for_array and self.when_full == "stage"):
                 raise self._full(wanted.asked)
             else:
                 # Arrays in reference cycles hold pinned memory until the collector runs, and it knows nothing of the limit.
                 gc.collect()
                 collected = True
+            changes = self._changes
+            row, growth = self._look(wanted, number, may_grow=reaped)
+            if row is not None:
+                return row
+            if growth is not None:
+                return self._grow(wanted, number, *growth)
 
     def reserve(self, address: int, nbytes: int) -> None:
         """Count memory that is about to be page-locked beside the pool, until `unreserve`.
