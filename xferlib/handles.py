@@ -39,7 +39,8 @@ class Handles(Generic[T]):
         self._create = create
         self._owned: list[T] = []
         self.free: deque[T] = deque()
-        """Some of those that are free: the others are looked for when these have gone."""
+        """Some of those that are free: the others are looked for when these have gone. Who is done with one that nobody else uses
+        may append it; it is found anyway."""
 
     def __len__(self) -> int:
         """How many there are: at most four times as many as one thread ever used at once, or the first few; of several threads,
@@ -52,10 +53,6 @@ class Handles(Generic[T]):
             return self.free.pop()
         except IndexError:
             return self._more()
-
-    def give_back(self, handle: T) -> None:
-        """Offer one first that only the caller uses. Not needed: it is found when nobody refers to it."""
-        self.free.append(handle)
 
     def _more(self) -> T:
         """Find those that are free, make more if they are less than half, and return one."""

@@ -19,13 +19,12 @@ from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, Keeps
 from xferlib.conformance import StagerConformance
 from xferlib.protocol import Event, Place, Stream
 
-__all__ = ["LAW06", "LAW13", "LAW14_OTHERS_RUN", "Listing"]
+__all__ = ["LAW06", "LAW13", "Listing"]
 
 LAW05_BEHIND_COPIES = "test_law05_starting_returns_while_copies_are_held"
 LAW06 = "test_law06_a_transfer_completes_while_compute_is_held"
 LAW06_OPPOSITE = "test_law06_a_transfer_completes_while_the_opposite_direction_is_held"
 LAW13 = "test_law13_a_hundred_transfers_call_for_no_memory"
-
 LAW14_OTHERS_RUN = "test_law14_other_threads_run_while_memory_is_released"
 
 W = TypeVar("W", bound=Callable[..., Any])

@@ -25,7 +25,6 @@ LAW06_OPPOSITE = "test_law06_a_transfer_completes_while_the_opposite_direction_i
 LAW08_READER = "test_law08_memory_of_a_dropped_array_is_not_rewritten_under_a_reader"
 LAW08_ALIASES = "test_law08_views_and_aliases_keep_the_memory"
 LAW13 = "test_law13_a_hundred_transfers_call_for_no_memory"
-
 LAW14_OTHERS_RUN = "test_law14_other_threads_run_while_memory_is_released"
 
 W = TypeVar("W", bound=Callable[..., Any])
