@@ -18,7 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol, TypeAlias, TypeVar, TypeVarTuple, final
+from functools import lru_cache
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
@@ -41,6 +42,8 @@ LOOK_SECONDS = 0.0005
 
 Streams: TypeAlias = dict[int, Stream]
 """By handle: the streams that were told to wait for a transfer, and so may read its arrays."""
+Lease: TypeAlias = tuple[DeviceBlock, object]
+"""A block, and the right to it while an array may reach it, which ends when the last reference to the right is gone."""
 
 
 class Flow(Protocol):
@@ -52,25 +55,15 @@ class Flow(Protocol):
 
 
 @final
-class Lease:
-    """The right to a block while an array may reach it. It ends when the last reference to it is gone."""
-
-    __slots__ = ("_ticket", "block")
-
-    def __init__(self, block: DeviceBlock, ticket: object) -> None:
-        self.block = block
-        self._ticket = ticket
-
-
-@final
 class _Row:
     """A block: leased, or idle, or about to be freed."""
 
-    __slots__ = ("block", "doomed", "fence", "freed", "key", "lease", "streams")
+    __slots__ = ("address", "block", "doomed", "fence", "freed", "key", "lease", "nbytes", "streams")
 
     def __init__(self, key: int, block: DeviceBlock) -> None:
         self.key = key
         self.block = block
+        self.address, self.nbytes = block.address, block.nbytes
         self.fence = block.ready
         """The block may not be written before this; None: at once."""
         self.lease: int | None = None
@@ -93,7 +86,7 @@ class BlockCache:
         self._backend = backend
         self._failures = backend.failures
         self._sweep = backend.sweep
-        self._lost = backend.lost
+        self._lost, self._retire = backend.lost, backend.retire
         self._flow = flow
         # Reentrant: a foreign finalizer may put while its thread is in here; it finds `_inside`, and is refused.
         self._lock = threading.RLock()
@@ -110,7 +103,7 @@ class BlockCache:
         # Derived from the rows.
         self._leased: dict[int, _Row] = {}
         self._places: dict[int, _Row] = {}
-        """By address, what is leased."""
+        """By address, what is there: leased or idle."""
         self._idle: dict[int, deque[_Row]] = {}
         """By size, oldest first."""
         self._doomed: deque[_Row] = deque()
@@ -120,7 +113,7 @@ class BlockCache:
     @property
     def nbytes(self) -> int:
         """Bytes taken from the framework, in use or idle."""
-        return sum([row.block.nbytes for row in list(self._rows.values())]) + sum(list(self._growing.values()))
+        return sum([row.nbytes for row in list(self._rows.values())]) + sum(list(self._growing.values()))
 
     def lease(self, nbytes: int, streams: Streams) -> Lease:
         """Lease a block of at least `nbytes` that copies started from now on may write. Raises `AllocationError`."""
@@ -128,14 +121,24 @@ class BlockCache:
         number = self._count()
         # First: whatever happens from here on, what the lease has by then goes back.
         held = ticket(self._returns.put, number)
-        row = self._alone(self._reuse, size, number, streams) or self._find(size, number, streams)
-        return Lease(row.block, held)
+        # As `_alone(self._reuse, ...)`, in the path of every small put.
+        with self._lock:
+            if self._inside:
+                self._refuse()
+            self._inside = True
+            try:
+                self._catch_up()
+                row = self._reuse(size, number, streams)
+                self._torn = False
+            finally:
+                self._inside = False
+        if row is None:
+            row = self._find(size, number, streams)
+        return row.block, held
 
     def owns(self, source: Source) -> bool:
         """Tell whether this memory is in a block that is leased. Takes no lock."""
-        return source.address in self._places or any(
-            row.block.address <= source.address < row.block.address + row.block.nbytes for row in list(self._leased.values())
-        )
+        return self._found(source.address) is not None
 
     @property
     def entered(self) -> bool:
@@ -144,15 +147,19 @@ class BlockCache:
 
     def note(self, target: Source, stream: Stream) -> bool:
         """Note a stream that may read this memory until the lease of its block ends. False: it is in no block of this cache."""
-        row = self._places.get(target.address) or self._around(target.address)
+        row = self._found(target.address)
         if row is None:
             return False
         row.streams[stream.handle] = stream
         return True
 
-    def _around(self, address: int) -> _Row | None:
+    def _found(self, address: int) -> _Row | None:
+        """Return what is leased and has this address."""
+        row = self._places.get(address)
+        if row is not None and row.lease is not None:
+            return row
         for row in list(self._leased.values()):
-            if row.block.address <= address < row.block.address + row.block.nbytes:
+            if row.address <= address < row.address + row.nbytes:
                 return row
         return None
 
@@ -197,23 +204,30 @@ class BlockCache:
         """Take a step with the lock, after settling what has ended. Raises `AllocationError` inside another step."""
         with self._lock:
             if self._inside:
-                raise AllocationError("device memory asked by a finalizer that ran inside another put. Put from ordinary code")
+                self._refuse()
             self._inside = True
             try:
-                torn = self._torn
-                if torn:
-                    self._mend()
-                # An interrupt, or an error, leaves it so.
-                self._torn = True
-                self._sweep()
-                # What was looked at and not settled is there only after an interrupt, or an error.
-                if torn or not self._returns.nothing_new():
-                    self._settle_ended()
+                self._catch_up()
                 outcome = step(*arguments)
                 self._torn = False
                 return outcome
             finally:
                 self._inside = False
+
+    def _refuse(self) -> NoReturn:
+        raise AllocationError("device memory asked by a finalizer that ran inside another put. Put from ordinary code")
+
+    def _catch_up(self) -> None:
+        """Begin a step: turn ended leases into idle blocks. The step is torn until it has ended."""
+        torn = self._torn
+        if torn:
+            self._mend()
+        # An interrupt, or an error, leaves it so.
+        self._torn = True
+        self._sweep()
+        # What was looked at and not settled is there only after an interrupt, or an error.
+        if torn or not self._returns.nothing_new():
+            self._settle_ended()
 
     def _mend(self) -> None:
         """Derive anew what follows from the rows."""
@@ -221,55 +235,51 @@ class BlockCache:
         for row in list(self._rows.values()):
             if row.doomed:
                 self._doomed.append(row)
-            elif row.lease is None:
+                continue
+            self._places[row.address] = row
+            if row.lease is None:
                 self._shelve(row)
             else:
-                self._note(row, row.lease)
-
-    def _note(self, row: _Row, number: int) -> None:
-        self._leased[number] = row
-        self._places[row.block.address] = row
+                self._leased[row.lease] = row
 
     def _shelve(self, row: _Row) -> None:
-        cell = self._idle.get(row.block.nbytes)
+        cell = self._idle.get(row.nbytes)
         if cell is None:
-            cell = self._idle[row.block.nbytes] = deque()
+            cell = self._idle[row.nbytes] = deque()
         cell.append(row)
 
     def _settle_ended(self) -> None:
         """Turn ended leases into idle blocks."""
-        pending = self._returns.pending()
+        pending, leased = self._returns.pending(), self._leased
+        self._changes += 1
         while pending:
             number = pending[0]
-            row = self._leased.get(number)
+            row = leased.get(number)
             if row is not None and row.lease == number:
                 self._end(row)
-                del self._leased[number]
-                self._places.pop(row.block.address, None)
+                del leased[number]
             elif number in self._wanted:
                 self._wanted[number] = False
             else:
                 self._growing.pop(number, None)
             # Only now: one that an interrupt leaves in the middle comes again.
             pending.popleft()
-            self._changes += 1
 
     def _end(self, row: _Row) -> None:
-        fence, doomed = row.fence, self._closed
-        # A block that never was ordered behind its fence has no readers.
-        if fence is None:
-            streams = list(row.streams.values())
-            if doomed:
-                # A bare handle had to stay valid until then, and no longer.
-                streams = [stream for stream in streams if stream.keepalive is not None]
-            if streams or not doomed:
-                try:
-                    fence = self._backend.retire(streams)
-                except self._failures:
-                    # Nobody can say when its readers are done. The framework's own free waits for them.
-                    doomed = True
-        row.fence, row.lease, row.streams, row.doomed = fence, None, {}, doomed
+        streams, doomed = list(row.streams.values()), self._closed
         if doomed:
+            # A bare handle had to stay valid until then, and no longer.
+            streams = [stream for stream in streams if stream.keepalive is not None]
+        # A block that never was ordered behind its fence has no readers.
+        if row.fence is None and (streams or not doomed):
+            try:
+                row.fence = self._retire(streams)
+            except self._failures:
+                # Nobody can say when its readers are done. The framework's own free waits for them.
+                doomed = True
+        row.lease, row.streams = None, {}
+        if doomed:
+            row.doomed = True
             self._doomed.append(row)
         else:
             self._shelve(row)
@@ -331,7 +341,7 @@ class BlockCache:
             # Mostly so, and in the path of every small put: `_leased_to`, in one step less.
             row.lease, row.streams = number, streams
             cell.popleft()
-            self._leased[number] = self._places[row.block.address] = row
+            self._leased[number] = row
             return row
         index = 0
         while index < len(cell):
@@ -363,7 +373,7 @@ class BlockCache:
     def _leased_to(self, row: _Row, cell: deque[_Row], index: int, number: int, streams: Streams) -> _Row:
         row.lease, row.streams = number, streams
         del cell[index]
-        self._leased[number] = self._places[row.block.address] = row
+        self._leased[number] = row
         return row
 
     def _reached(self, fence: Event | None) -> bool | None:
@@ -398,7 +408,7 @@ class BlockCache:
     def _doom(self, rows: list[_Row]) -> None:
         for row in rows:
             row.doomed = True
-            self._idle[row.block.nbytes].remove(row)
+            self._idle[row.nbytes].remove(row)
             self._doomed.append(row)
 
     def _doom_all(self) -> None:
@@ -427,6 +437,9 @@ class BlockCache:
             if not row.freed:
                 row.freed = True
                 rows.append(row)
+                # Another block may be there already, where the framework has taken the memory back.
+                if self._places.get(row.address) is row:
+                    del self._places[row.address]
 
     def _wait_for_users(self, rows: list[_Row]) -> None:
         if not rows:
@@ -492,9 +505,10 @@ class BlockCache:
         def step() -> None:
             self._rows[row.key] = row
             self._growing.pop(row.key, None)
+            self._places[row.address] = row
             if number is not None and self._wanted.pop(number, False):
                 row.lease, row.streams = number, streams
-                self._note(row, number)
+                self._leased[number] = row
             else:
                 self._shelve(row)
                 self._changes += 1
@@ -542,6 +556,7 @@ class BlockCache:
         )
 
 
+@lru_cache
 def size_class(nbytes: int) -> int:
     """Round up to a multiple of an eighth of the power of two below, at least 256."""
     power = nbytes.bit_length() - 4

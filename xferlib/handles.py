@@ -1,7 +1,7 @@
 """Native handles that are used again when nobody refers to them any more. For backends, which own them for the whole process.
 
-A handle is an object, and whoever uses it refers to that object: an event, a local variable, a list of what is free. So nothing is
-given back, nothing has a finalizer, and an interrupt or a cycle of garbage can neither lose a handle nor give it to two users.
+A handle is an object, or in one, and whoever uses it refers to that: an event, a local variable, a list of what is free. So nothing
+is given back, nothing has a finalizer, and an interrupt or a cycle of garbage can neither lose a handle nor give it to two users.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["Handles", "Keep", "unreferenced"]
 T = TypeVar("T")
 Keep: TypeAlias = Callable[[Iterable[T]], None]
 
-FIRST = 8
+FIRST = 64
+"""Looking through them costs as much for one that is free as for all, so there are many more than are mostly in use."""
 _IS_ONE = partial(operator.is_not, None)
 """True of every handle, to count them by. Not a function of Python's: between its steps other threads come."""
 
@@ -80,7 +81,7 @@ def unreferenced(owned: list[T]) -> Iterator[T]:
 
     Give the result to one call in C, such as `deque.extend`: no other thread, no finalizer and no interrupt comes between then.
     """
-    return itertools.compress(owned, map(_ALONE.__eq__, _references(owned)))
+    return itertools.compress(owned, map(operator.eq, _references(owned), itertools.repeat(_ALONE)))
 
 
 def _references(owned: list[Any]) -> Iterator[int]:

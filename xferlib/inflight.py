@@ -11,8 +11,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
 from xferlib.errors import XferError
@@ -26,7 +28,7 @@ from xferlib.views import Views
 
 __all__ = ["Entry", "Flow", "InFlight", "Landings", "Traffic", "all_traffic", "reap_all", "uses", "wait_for_others"]
 
-LOOK_EVERY = 16
+LOOK_EVERY = 32
 """Transfers. Asking the driver costs as much as starting a small copy does."""
 LARGE = 64 << 10
 """Bytes. Above this the copy outweighs the question, and the memory held is worth asking for."""
@@ -58,6 +60,9 @@ class Entry(NamedTuple):
         return any(uses(source, target) for source in self.device)
 
 
+_ASKED, _RECORDED = itemgetter(0), itemgetter(2)
+_exhaust: Callable[[Iterator[object]], None] = deque[object](maxlen=0).extend
+"""Goes through an iterator and keeps nothing."""
 _NEW = tuple.__new__
 """A third of what the constructor of a named tuple takes."""
 
@@ -153,20 +158,27 @@ class InFlight:
         entries = self.entries()
         # Unless another thread let go of it, the first is known to be done.
         low, high = int(bool(entries) and entries[0] is first), len(entries)
+        # From the end on: mostly all are done but the newest, which has just been started.
+        step = 2
         while low < high:
-            middle = (low + high) // 2
+            middle = max(low, high - step)
             if self._ended(entries[middle]):
                 low = middle + 1
+                step = (high - low + 1) // 2
             else:
                 high = middle
+                step *= 2
         if not low:
             return []
         last = entries[low - 1]
         # Events of one direction are reached in the order in which they were recorded, so one that is done answers for all that
         # were recorded before it. Those of other threads that were recorded meanwhile wait for the next look.
-        gone = [entry for entry in entries[:low] if entry is last or entry.recorded < last.asked]
-        for entry in gone:
-            self._entries.pop(entry.asked, None)
+        gone = entries[: low - 1]
+        if max(map(_RECORDED, gone), default=last.asked) > last.asked:
+            gone = [entry for entry in gone if entry.recorded < last.asked]
+        gone.append(last)
+        # A loop of Python's takes longer, and this is in the path of small transfers.
+        _exhaust(map(self._entries.pop, map(_ASKED, gone), itertools.repeat(None)))
         return gone
 
     def _ended(self, entry: Entry) -> bool:
@@ -246,6 +258,8 @@ class Traffic:
         self.views = Views(backend)
         self.place = (backend.name, backend.device)
         """Which backend and device: the events of two stagers of one place can be waited for by each other's streams."""
+        self.unissued: list[tuple[Any, Sequence[Source]]] = []
+        """Of gets whose copies are not all started yet, what starts them, whose list this is, and what they read."""
         self.wait_issued: Callable[[Source], None] = lambda target: None
         """Blocks until the copies that read this memory, and are not started yet, are started."""
         _open[id(self)] = self
@@ -254,6 +268,11 @@ class Traffic:
     def busy(self) -> bool:
         """Whether anything may be in flight."""
         return self.h2d.busy or self.d2h.busy or self.landings.busy or self.views.busy
+
+    @property
+    def is_read_by_none(self) -> bool:
+        """Whether no copy can be in flight, of whatever stager, that uses device memory of the caller's, but puts of this one."""
+        return not self.d2h._entries and not self.unissued and len(_open) == 1
 
     def entries(self) -> Iterator[Entry]:
         """Iterate the copies of both directions that may be in flight."""

@@ -86,8 +86,7 @@ class Puts:
         if stream is not None:
             self._backend.check_stream(stream)
         streams: Streams = {}
-        lease = self._blocks.lease(array.nbytes, streams)
-        block = lease.block
+        block, lease = self._blocks.lease(array.nbytes, streams)
         event = self._begin_one(block.address, array, address, lease, ())
         try:
             value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=lease)
@@ -107,7 +106,8 @@ class Puts:
             self._loud.put([(array, address)], into=True)
         self._check_target(target, array)
         place = self._as_target(target, stream)
-        self._order_after_users(place)
+        if not self._traffic.is_read_by_none:
+            self._order_after_users(place)
         event = self._begin_one(place[0], array, address, place, (place,))
         try:
             transfer = Transfer(target, event, self._failures, False, partial(self._name, (place,)))
@@ -144,8 +144,9 @@ class Puts:
 
     def _into(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
         places = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
-        for place in places:
-            self._order_after_users(place)
+        if not self._traffic.is_read_by_none:
+            for place in places:
+                self._order_after_users(place)
         event = self._begin([place.address for place in places], sources, range(len(places)), places, places)
         try:
             transfer = Transfer(into, event, self._failures, False, partial(self._name, places))
@@ -180,8 +181,8 @@ class Puts:
         streams: Streams = {}
         layout = self._layouts.of(sources)
         leases = self._leases(layout, streams)
-        blocks = [lease.block for lease in leases]
-        event = self._begin(layout.addresses([block.address for block in blocks]), sources, layout.numbers, leases, ())
+        addresses = layout.addresses([block.address for block, _ in leases])
+        event = self._begin(addresses, sources, layout.numbers, leases, ())
         try:
             value = self._made(layout, leases, spec, event)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
@@ -203,8 +204,7 @@ class Puts:
         streams: Streams = {}
         layout = self._layouts.of(sources)
         leases = self._leases(layout, streams)
-        blocks = [lease.block for lease in leases]
-        addresses = layout.addresses([block.address for block in blocks])
+        addresses = layout.addresses([block.address for block, _ in leases])
         staged: list[Placed] = []
         pinned: list[Array] = []
         try:
@@ -237,19 +237,19 @@ class Puts:
 
     def _made(self, layout: Layout, leases: list[Lease], spec: Spec, event: Event) -> Any:
         arrays: list[Any] = [None] * layout.count
-        for lease, indices, places in zip(leases, layout.indices, layout.places, strict=True):
+        for (block, lease), indices, places in zip(leases, layout.indices, layout.places, strict=True):
             if len(places) == 1:
                 ((offset, shape, dtype),) = places
-                arrays[indices[0]] = self._as_array(lease.block, offset, shape, dtype, after=event, lease=lease)
+                arrays[indices[0]] = self._as_array(block, offset, shape, dtype, after=event, lease=lease)
                 continue
-            made = self._as_arrays(lease.block, places, after=event, lease=lease)
+            made = self._as_arrays(block, places, after=event, lease=lease)
             if len(made) == layout.count:
                 return unflatten(spec, made)
             for index, array in zip(indices, made, strict=True):
                 arrays[index] = array
         return unflatten(spec, arrays)
 
-    def _one_by_one(self, block: DeviceBlock, places: tuple[Place, ...], *, after: Event, lease: Lease) -> list[Any]:
+    def _one_by_one(self, block: DeviceBlock, places: tuple[Place, ...], *, after: Event, lease: object) -> list[Any]:
         make = self._as_array
         return [make(block, offset, shape, dtype, after=after, lease=lease) for offset, shape, dtype in places]
 

@@ -210,14 +210,15 @@ class Stager:
         if stream is not None:
             self._check_stream(stream)
         try:
-            before = None if self._sources is None else self._sources.look(tree, borrow=borrow and into is None)
+            sources = self._sources
+            before = sources and sources.look(tree, borrow=borrow and into is None)
             if type(tree) is not np.ndarray:
                 transfer = self._puts.start(tree, into, stream, borrow)
             elif into is None:
                 transfer = self._puts.one(tree, stream, borrow)
             else:
                 transfer = self._puts.one_into(tree, into, stream)
-            return transfer if before is None else before.watch(transfer)
+            return before.watch(transfer) if before else transfer
         except XferError:
             raise
         except self._failures as error:
@@ -240,7 +241,7 @@ class Stager:
             self._check_stream(stream)
         try:
             transfer = self._gets.start(tree, out, stream)
-            return transfer if self._sources is None else watch_get(transfer)
+            return watch_get(transfer) if self._sources else transfer
         except XferError:
             raise
         except self._failures as error:

@@ -1,17 +1,19 @@
-"""Events: points in streams that are reached or not, with handles that the process owns.
+"""Events: points in streams that are reached or not, which the process owns.
 
 CuPy's `Event.done` answers "not yet" for ever once the device has failed; here the status is asked for and raised.
-Handles are used again, since creating one costs three times what recording does: a wait that was enqueued on an event keeps what
+Events are used again, since creating one costs three times what recording does: a wait that was enqueued on an event keeps what
 the event meant then, so recording it anew disturbs nobody. Which streams may be waited for is no matter of this file.
 
 No event has a finalizer: others of its reference cycle may use it in theirs, and a transfer whose event was given away would seem
-done. A handle is free when nobody refers to it, and nothing else is kept in step: whatever an interrupt cuts short, it comes back.
+done. An event is free when nobody refers to it, and nothing else is kept in step: whatever an interrupt cuts short, it comes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias, final
+from functools import partial
+from itertools import repeat
+from typing import NamedTuple, Protocol, TypeAlias, final
 
 from cupy.cuda import runtime
 
@@ -54,50 +56,47 @@ class EventPool:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.streams = Streams(device)
-        self.handles: Handles[int] = Handles(self._create)
+        self.handles: Handles[CupyEvent] = Handles(self._create)
 
     def record(self, record: Call, stream: int) -> CupyEvent:
         """Record an event on a stream, by the device's call for such streams. The stream is not being captured."""
-        handles = self.handles
         try:
             # As `take`, without the call.
-            handle = handles.free.pop()
+            event = self.handles.free.pop()
         except IndexError:
-            handle = handles.take()
-        record(handle, stream)
-        return CupyEvent(handle, self)
+            event = self.handles.take()
+        record(event.handle, stream)
+        return event
 
     def order(self, stream: int, after: int) -> None:
         """Make a stream of our own wait for what a user's has enqueued so far."""
-        handles = self.handles
+        device, events = self.device, self.handles
         try:
             # As `take`, without the call.
-            handle = handles.free.pop()
+            event = events.free.pop()
         except IndexError:
-            handle = handles.take()
-        device = self.device
-        device.record_users(handle, after)
-        device.wait(stream, handle)
-        handles.free.append(handle)
+            event = events.take()
+        device.record_users(event.handle, after)
+        device.wait(stream, event.handle)
+        events.free.append(event)
 
-    def _create(self, keep: Keep[int], count: int) -> None:
-        # The only call here that depends on the current device: an event is of the device on which it was created.
-        self.device.here(keep, map(runtime.eventCreateWithFlags, (DISABLE_TIMING,) * count))
+    def _create(self, keep: Keep[CupyEvent], count: int) -> None:
+        made = map(runtime.eventCreateWithFlags, (DISABLE_TIMING,) * count)
+        # The only call here that depends on the current device: an event is of the device on which it was created. No Python code
+        # stands between what is created and what is kept.
+        self.device.here(keep, map(partial(tuple.__new__, CupyEvent), zip(made, repeat(self))))
 
 
 @final
-class CupyEvent:
-    """A recorded event. Its handle is used again when nobody can reach the event any more."""
+class CupyEvent(NamedTuple):
+    """A recorded event. It is recorded anew when nobody can reach it any more."""
 
-    __slots__ = ("_handle", "_pool")
-
-    def __init__(self, handle: int, pool: EventPool) -> None:
-        self._handle = handle
-        self._pool = pool
+    handle: int
+    pool: EventPool
 
     def done(self) -> bool:
-        device = self._pool.device
-        status = device.capture_mode.relaxed(device.query, self._handle)
+        device = self.pool.device
+        status = device.capture_mode.relaxed(device.query, self.handle)
         if status == SUCCESS:
             return True
         if status == NOT_READY:
@@ -105,16 +104,16 @@ class CupyEvent:
         raise runtime.CUDARuntimeError(status)
 
     def synchronize(self) -> None:
-        device = self._pool.device
-        device.capture_mode.relaxed(device.synchronize, self._handle)
+        device = self.pool.device
+        device.capture_mode.relaxed(device.synchronize, self.handle)
 
     def stream_wait(self, stream: object | None = None) -> Stream:
-        found = self._pool.streams.find(stream)
-        self._pool.device.wait_users(found.handle, self._handle)
+        found = self.pool.streams.find(stream)
+        self.pool.device.wait_users(found.handle, self.handle)
         return found
 
     def enqueue_wait(self, wait: Call, handle: int) -> None:
-        wait(handle, self._handle)
+        wait(handle, self.handle)
 
 
 @final

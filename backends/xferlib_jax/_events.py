@@ -1,15 +1,15 @@
-"""Events of CUDA: points in our streams that are reached or not, with handles that the process owns.
+"""Events of CUDA: points in our streams that are reached or not, which the process owns.
 
-Handles are used again, by whichever stager comes next: creating one costs three times what recording does. A wait that was enqueued
+Events are used again, by whichever stager comes next: creating one costs three times what recording does. A wait that was enqueued
 on an event keeps what the event meant then, so recording it anew disturbs nobody; who asks would be answered for the new point. So
-a handle is recorded again only when nobody can ask any more: an event has no finalizer, and others of its reference cycle may still
-ask it in theirs.
+an event is recorded anew only when nobody can ask any more: it has no finalizer, and others of its reference cycle may still ask it
+in theirs.
 """
 
 from __future__ import annotations
 
 import os
-from typing import final
+from typing import NamedTuple, final
 
 from xferlib.errors import CapabilityError
 from xferlib.handles import Handles, Keep
@@ -26,36 +26,33 @@ class EventPool:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.handles: Handles[int] = Handles(self._create)
+        self.handles: Handles[CudaEvent] = Handles(self._create)
 
     def record(self, stream: int) -> CudaEvent:
-        handle = self.handles.take()
-        self.driver.record(handle, stream)
-        return CudaEvent(handle, self.driver)
+        event = self.handles.take()
+        self.driver.record(event.handle, stream)
+        return event
 
-    def _create(self, keep: Keep[int], count: int) -> None:
+    def _create(self, keep: Keep[CudaEvent], count: int) -> None:
         def create() -> None:
             for _ in range(count):
-                keep((self.driver.create_event(),))
+                keep((CudaEvent(self.driver.create_event(), self.driver),))
 
         uninterrupted(create)
 
 
 @final
-class CudaEvent:
-    """A recorded event. Its handle is recorded again when nobody can reach the event any more."""
+class CudaEvent(NamedTuple):
+    """A recorded event. It is recorded anew when nobody can reach it any more."""
 
-    __slots__ = ("_driver", "_handle")
-
-    def __init__(self, handle: int, driver: Driver) -> None:
-        self._handle = handle
-        self._driver = driver
+    handle: int
+    driver: Driver
 
     def done(self) -> bool:
-        return self._driver.query(self._handle)
+        return self.driver.query(self.handle)
 
     def synchronize(self) -> None:
-        self._driver.synchronize(self._handle)
+        self.driver.synchronize(self.handle)
 
     def stream_wait(self, stream: object | None = None) -> Stream | None:
         """Return None at once: every JAX array waits for its own copy, and JAX has no streams."""
@@ -65,7 +62,7 @@ class CudaEvent:
 
     def hold_back(self, stream: int) -> None:
         """Make a stream, ours or one that JAX imports on, wait for this event."""
-        self._driver.wait(stream, self._handle)
+        self.driver.wait(stream, self.handle)
 
 
 def event_pool(driver: Driver) -> EventPool:

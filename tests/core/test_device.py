@@ -36,8 +36,8 @@ class Blocks:
 
     def take(self, nbytes: int) -> DeviceBlock:
         lease = self.cache.lease(nbytes, {})
-        self._leases[lease.block.address] = lease
-        return lease.block
+        self._leases[lease[0].address] = lease
+        return lease[0]
 
     def give_back(self, *blocks: DeviceBlock) -> None:
         for block in blocks:
@@ -133,8 +133,8 @@ def test_streams_that_are_named_for_memory_inside_a_block_are_those_of_its_lease
     blocks = cache(device)
     first, second = blocks.lease(MIB, {}), blocks.lease(MIB, {})
     for offset in (0, 256, MIB - 1):
-        assert blocks.note(Source(first.block.address + offset, 1, None), Stream(offset, "kept"))
-    assert not blocks.note(Source(first.block.address - 1, 1, None), Stream(7, "of nobody"))
+        assert blocks.note(Source(first[0].address + offset, 1, None), Stream(offset, "kept"))
+    assert not blocks.note(Source(first[0].address - 1, 1, None), Stream(7, "of nobody"))
     del first
     third = blocks.lease(MIB, {})
     assert [stream.handle for stream in device.retired[0]] == [0, 256, MIB - 1]
@@ -146,7 +146,7 @@ def test_streams_that_are_named_for_memory_inside_a_block_are_those_of_its_lease
 def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:
     blocks = cache(Device())
     leases = [blocks.lease(MIB, {}), blocks.lease(MIB, {})]
-    start = leases[1].block.address
+    start = leases[1][0].address
     asked = [Source(start + offset, 1, None) for offset in (-1, 0, 256, MIB - 1, MIB)]
     assert [blocks.owns(source) for source in asked] == [False, True, True, True, False]
     del leases[1]
@@ -182,7 +182,7 @@ def test_a_question_about_memory_may_come_while_blocks_are_leased(question: str)
     blocks = cache(Watching())
     streams: dict[int, Stream] = {}
     leases = [blocks.lease(MIB, {}), blocks.lease(MIB, streams)]
-    inside = Source(leases[1].block.address + 256, 1, None)
+    inside = Source(leases[1][0].address + 256, 1, None)
     asking.append(question)
     if question == "owns":
         assert blocks.owns(inside)
@@ -199,10 +199,10 @@ def test_a_stream_known_by_its_handle_is_waited_for_as_any_other() -> None:
     device.fences = [Point()]
     bare = Stream(9, None)
     lease = blocks.lease(MIB, {9: bare})
-    first = lease.block
+    first = lease[0]
     del lease
     assert device.retired == []
-    assert blocks.lease(MIB, {}).block is not first
+    assert blocks.lease(MIB, {})[0] is not first
     assert device.retired[0] == [bare]
 
 
@@ -219,7 +219,7 @@ def test_a_lease_that_ends_after_close_is_freed_by_the_reaper_and_nothing_else_i
     device = Device()
     blocks = cache(device)
     lease = blocks.lease(MIB, {9: Stream(9, None)})
-    block = lease.block
+    block = lease[0]
     start_reaper()
     blocks.close()
     assert device.freed == []
@@ -243,7 +243,7 @@ def test_room_that_was_made_while_nothing_was_in_flight_is_found() -> None:
     looks = [False, True, True, True]
     taken = cache(Device(), MIB, Late())
     blocks.append(taken.lease(MIB, {}))
-    assert taken.lease(MIB, {}).block.nbytes == MIB
+    assert taken.lease(MIB, {})[0].nbytes == MIB
     assert looks == []
 
 
@@ -261,7 +261,7 @@ def test_a_block_that_comes_back_in_the_last_look_is_found() -> None:
 
     blocks = cache(Device(), MIB, Late())
     leases.append(blocks.lease(MIB, {}))
-    assert blocks.lease(MIB, {}).block.nbytes == MIB
+    assert blocks.lease(MIB, {})[0].nbytes == MIB
     assert len(looks) == 2
 
 
@@ -310,7 +310,7 @@ def test_a_finalizer_inside_the_cache_is_refused_and_harms_nothing() -> None:
     device.sweep = sweep  # type: ignore[method-assign]  # stands in for the collector
     blocks = cache(device)
     lease = blocks.lease(MIB, {})
-    assert lease.block.nbytes == blocks.nbytes == MIB
+    assert lease[0].nbytes == blocks.nbytes == MIB
     assert "finalizer" in refused[0]
 
 
@@ -559,10 +559,10 @@ def test_leases_end_on_any_thread_while_others_take(limit: int) -> None:
         for _ in range(300):
             lease = blocks.lease(MIB, {})
             with lock:
-                assert lease.block.address not in in_use
-                in_use.add(lease.block.address)
+                assert lease[0].address not in in_use
+                in_use.add(lease[0].address)
             with lock:
-                in_use.discard(lease.block.address)
+                in_use.discard(lease[0].address)
             del lease
 
     for future in [on_thread(work) for _ in range(4)]:

@@ -27,7 +27,7 @@ def leave_idle(blocks: BlockCache, device: Device, *fences: Point, nbytes: int =
     """Leave blocks idle, each behind its fence, and return their addresses."""
     leases = [blocks.lease(nbytes, {}) for _ in fences]
     device.fences = [*fences]
-    return [leases.pop(0).block.address for _ in fences]
+    return [leases.pop(0)[0].address for _ in fences]
 
 
 class Asked(Point):
@@ -85,7 +85,7 @@ def test_an_interrupt_ends_the_wait_for_readers_and_the_blocks_are_freed_all_the
     slow.gate.set()
     assert until(lambda: blocks.nbytes == 0)
     assert device.freed == device.made[:4]
-    assert blocks.lease(4 * MIB, {}).block.nbytes == 4 * MIB
+    assert blocks.lease(4 * MIB, {})[0].nbytes == 4 * MIB
 
 
 @pytest.mark.parametrize("call", ["trim", "lease"])
@@ -107,7 +107,7 @@ def test_who_finds_no_room_waits_for_what_another_thread_frees_or_still_gets_for
     with pytest.raises(TimeoutError):
         asking.result(0.2)
     slow.gate.set()
-    assert asking.result(WATCHDOG).block.nbytes == blocks.nbytes == 4 * MIB
+    assert asking.result(WATCHDOG)[0].nbytes == blocks.nbytes == 4 * MIB
 
 
 def test_a_finalizer_inside_the_freeing_does_not_wait_for_its_end() -> None:
@@ -145,7 +145,7 @@ def test_an_interrupt_ends_the_wait_for_new_memory_which_is_then_idle(fails: boo
     slow.gate.set()
     assert until(lambda: not blocks._growing)
     assert blocks.nbytes == (0 if fails else MIB)
-    assert blocks.lease(MIB, {}).block is device.made[0]
+    assert blocks.lease(MIB, {})[0] is device.made[0]
     assert blocks.nbytes == MIB
 
 
@@ -159,7 +159,7 @@ def test_an_interrupted_question_loses_no_block() -> None:
     for reader in readers:
         reader.reached = True
     leases = [blocks.lease(MIB, {}) for _ in addresses]
-    assert [lease.block.address for lease in leases] == addresses
+    assert [lease[0].address for lease in leases] == addresses
     assert blocks.nbytes == 3 * MIB
 
 
@@ -168,7 +168,7 @@ def test_a_trim_by_a_finalizer_inside_a_request_loses_no_block() -> None:
     blocks = cache(device, 3 * MIB)
     addresses = leave_idle(blocks, device, Point(), Asked(blocks.trim), Point(reached=True))
     lease = blocks.lease(MIB, {})
-    assert lease.block.address == addresses[2]
+    assert lease[0].address == addresses[2]
     assert blocks.nbytes == 3 * MIB
     blocks.trim()
     assert blocks.nbytes == MIB
@@ -191,7 +191,7 @@ def test_a_block_about_whose_readers_the_question_was_interrupted_is_asked_about
     device.fences = [Point()]
     with pytest.raises(KeyboardInterrupt):
         blocks.lease(MIB, {})
-    assert blocks.lease(MIB, {}).block is not device.made[0]
+    assert blocks.lease(MIB, {})[0] is not device.made[0]
     assert device.retired[0] == [streams[7]]
 
 
@@ -206,7 +206,7 @@ def test_what_was_refused_does_not_count_for_the_peak() -> None:
     device.fresh_is_ready = False
     device.refusals = [None, OSError("full")]
     first = blocks.lease(MIB, {})
-    assert blocks.peak_nbytes == blocks.nbytes == first.block.nbytes
+    assert blocks.peak_nbytes == blocks.nbytes == first[0].nbytes
     second = blocks.lease(MIB, {})
     assert blocks.peak_nbytes == blocks.nbytes == 3 * MIB
     del second

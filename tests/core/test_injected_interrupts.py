@@ -123,12 +123,12 @@ class Blocks:
         idle = [row for cell in cache._idle.values() for row in cell]
         leased, doomed = list(cache._leased.values()), list(cache._doomed)
         assert sorted(map(id, idle + leased + doomed)) == sorted(map(id, cache._rows.values()))
-        assert [row.block for row in leased] == [self.held.block]
-        assert list(cache._places) == [self.held.block.address]
+        assert [row.block for row in leased] == [self.held[0]]
+        assert cache._places == {row.address: row for row in idle + leased}
         assert not cache._wanted
         assert cache.nbytes == sum(block.nbytes for block in device.made if block not in device.freed)
-        assert cache.lease(4 * MIB, {}).block.nbytes == 4 * MIB
-        assert cache.lease(MIB, {}).block is not self.held.block
+        assert cache.lease(4 * MIB, {})[0].nbytes == 4 * MIB
+        assert cache.lease(MIB, {})[0] is not self.held[0]
         cache.trim()
         assert cache.nbytes == MIB
         cache.close()

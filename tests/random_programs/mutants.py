@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         "what a copy needs is let go of one transfer early",
         "xferlib/inflight.py",
-        "gone = [entry for entry in entries[:low] if entry is last or entry.recorded < last.asked]",
-        "gone = entries[: low + 1]",
+        "        gone.append(last)\n",
+        "        gone += entries[low - 1 : low + 1]\n",
     ),
     Mutant(
         "a block is used again before its readers are done",

@@ -126,7 +126,7 @@ class Staging:
         self._lander = Lander(backend, self._chunks, traffic)
         self._leaders = (Leader("feeding"), Leader("landing"))
         self._member = object()
-        self._unissued: list[tuple[Job, Sequence[Source]]] = []
+        self._unissued = traffic.unissued
         # Reentrant: a finalizer may transfer while its thread is in here.
         self._shaping = threading.RLock()
         self._landing = threading.RLock()
@@ -139,11 +139,6 @@ class Staging:
                 self._profile = self._given or saved_profile() or measured_profile()
                 self._shape(self._profile)
             return self._profile
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether gets may still have copies to start."""
-        return bool(self._unissued)
 
     def stage(self, leaves: Sequence[Placed]) -> None:
         """Start the copies of pageable arrays; their memory is free on return.
