@@ -54,11 +54,14 @@ class Flow(Protocol):
     def wait_oldest(self) -> bool: ...
 
 
+_NOBODY: frozenset[int] = frozenset()
+
+
 @final
 class _Row:
     """A block: leased, or idle, or about to be freed."""
 
-    __slots__ = ("address", "block", "doomed", "fence", "freed", "key", "lease", "nbytes", "streams")
+    __slots__ = ("address", "block", "doomed", "fence", "freed", "key", "lease", "nbytes", "readers", "streams")
 
     def __init__(self, key: int, block: DeviceBlock) -> None:
         self.key = key
@@ -68,6 +71,8 @@ class _Row:
         """The block may not be written before this; None: at once."""
         self.lease: int | None = None
         self.streams: Streams = {}
+        self.readers = _NOBODY
+        """The handles of the streams that the fence stands for."""
         self.doomed = self.freed = False
 
 
@@ -277,7 +282,7 @@ class BlockCache:
             except self._failures:
                 # Nobody can say when its readers are done. The framework's own free waits for them.
                 doomed = True
-        row.lease, row.streams = None, {}
+        row.lease, row.readers, row.streams = None, frozenset(row.streams), {}
         if doomed:
             row.doomed = True
             self._doomed.append(row)
@@ -343,19 +348,26 @@ class BlockCache:
             cell.popleft()
             self._leased[number] = row
             return row
-        index = 0
-        while index < len(cell):
-            row = cell[index]
+        useless: list[_Row] = []
+        found = self._first_reached(cell, useless)
+        self._doom(useless)
+        return None if found is None else self._leased_to(found, cell, number, streams)
+
+    def _first_reached(self, cell: deque[_Row], useless: list[_Row]) -> _Row | None:
+        """Find an idle block whose readers are done. Enters those that nobody can use any more."""
+        behind: set[frozenset[int]] = set()
+        for row in cell:
+            # Of several blocks that wait for the same streams the oldest answers for all: asking the driver takes microseconds,
+            # and where the device is behind there may be hundreds.
+            if row.readers in behind:
+                continue
             reached = self._reached(row.fence)
             if reached is None or self._lost(row.block):
-                row.doomed = True
-                del cell[index]
-                self._doomed.append(row)
+                useless.append(row)
             elif reached:
-                row.fence = None
-                return self._leased_to(row, cell, index, number, streams)
-            else:
-                index += 1
+                return row
+            elif row.readers:
+                behind.add(row.readers)
         return None
 
     def _oldest(self, size: int, number: int, streams: Streams) -> _Row | None:
@@ -366,13 +378,12 @@ class BlockCache:
         row = cell[0]
         if row.fence is not None:
             self._backend.order_h2d(row.fence)
-            row.fence = None
             self.waits += 1
-        return self._leased_to(row, cell, 0, number, streams)
+        return self._leased_to(row, cell, number, streams)
 
-    def _leased_to(self, row: _Row, cell: deque[_Row], index: int, number: int, streams: Streams) -> _Row:
-        row.lease, row.streams = number, streams
-        del cell[index]
+    def _leased_to(self, row: _Row, cell: deque[_Row], number: int, streams: Streams) -> _Row:
+        row.fence, row.lease, row.streams = None, number, streams
+        cell.remove(row)
         self._leased[number] = row
         return row
 

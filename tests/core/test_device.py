@@ -155,31 +155,27 @@ def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:
 
 
 @pytest.mark.parametrize("question", ["owns", "note"])
-def test_a_question_about_memory_may_come_while_blocks_are_leased(question: str) -> None:
+def test_a_question_about_memory_may_come_while_blocks_are_leased(monkeypatch: pytest.MonkeyPatch, question: str) -> None:
     taken: list[Lease] = []
 
-    class Watched:
-        """A block. Where it lies is asked in the middle of the question, and then another block is leased."""
-
-        ready = None
-
-        def __init__(self, block: DeviceBlock) -> None:
-            self.block = block
-            self.nbytes = block.nbytes
+    class Row(xferlib.device._Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
+        __slots__ = ("_address",)
 
         @property
         def address(self) -> int:
+            """Where it lies, which is asked in the middle of the question; and then another block is leased."""
             if asking:
                 asking.clear()
                 taken.append(blocks.lease(MIB, {}))
-            return self.block.address
+            return self._address
 
-    class Watching(Device):
-        def alloc_device(self, nbytes: int) -> Any:
-            return Watched(super().alloc_device(nbytes))
+        @address.setter
+        def address(self, value: int) -> None:
+            self._address = value
 
+    monkeypatch.setattr(xferlib.device, "_Row", Row)
     asking: list[str] = []
-    blocks = cache(Watching())
+    blocks = cache(Device())
     streams: dict[int, Stream] = {}
     leases = [blocks.lease(MIB, {}), blocks.lease(MIB, streams)]
     inside = Source(leases[1][0].address + 256, 1, None)
@@ -392,6 +388,34 @@ def test_two_sizes_at_the_limit_settle_down() -> None:
         taken = [blocks.take(MIB), blocks.take(2 * MIB)]
         assert [reader.synchronized for reader in readers] == [0, 0]
     assert device.allocated == [MIB, 2 * MIB]
+
+
+def test_of_many_blocks_behind_one_stream_one_is_asked_about() -> None:
+    """Where the device is behind, a put asks the driver once for each stream, and not for each block."""
+    device = Device()
+    blocks = cache(device)
+    one, both, third = {7: Stream(7, None)}, {7: Stream(7, None), 9: Stream(9, None)}, {11: Stream(11, None)}
+    device.fences = [Point() for _ in range(21)]
+    fences: Any = device.fences.copy()
+    leases = [blocks.lease(MIB, dict(streams)) for streams in [one] * 10 + [both] * 10 + [third]]
+    addresses = [block.address for block, _ in leases]
+    while leases:
+        # The first first.
+        del leases[0]
+    new = blocks.lease(MIB, {})
+    assert new[0].address not in addresses
+    # Some are asked about again before memory is taken.
+    assert [number for number, fence in enumerate(fences) if fence.asked] == [0, 10, 20]
+    # What another stream is done with is found behind them all.
+    fences[20].reached = True
+    last = blocks.lease(MIB, {})
+    assert last[0].address == addresses[20]
+    for number in range(10, 20):
+        fences[number].reached = True
+        found = blocks.lease(MIB, {})
+        assert found[0].address == addresses[number]
+        leases.append(found)
+    assert fences[1].asked == 0
 
 
 def test_a_lost_block_is_forgotten() -> None:
