@@ -15,7 +15,7 @@ import itertools
 import os
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import lru_cache
@@ -109,7 +109,7 @@ class BlockCache:
         self._leased: dict[int, _Row] = {}
         self._places: dict[int, _Row] = {}
         """By address, what is there: leased or idle."""
-        self._idle: dict[int, deque[_Row]] = {}
+        self._idle: defaultdict[int, deque[_Row]] = defaultdict(deque)
         """By size, oldest first."""
         self._doomed: deque[_Row] = deque()
         _open[id(self)] = self
@@ -199,7 +199,8 @@ class BlockCache:
         """See `Forgetful`."""
         leave(self._rows, self._idle, self._doomed, self._returns)
         self._closed = True
-        self._rows, self._growing, self._leased, self._places, self._idle = {}, {}, {}, {}, {}
+        self._rows, self._growing, self._leased, self._places = {}, {}, {}, {}
+        self._idle = defaultdict(deque)
         self._doomed = deque()
         self._returns = Returns()
         self._lock = threading.RLock()
@@ -231,30 +232,8 @@ class BlockCache:
         self._torn = True
         self._sweep()
         # What was looked at and not settled is there only after an interrupt, or an error.
-        if torn or not self._returns.nothing_new():
-            self._settle_ended()
-
-    def _mend(self) -> None:
-        """Derive anew what follows from the rows."""
-        self._leased, self._places, self._idle, self._doomed = {}, {}, {}, deque()
-        for row in list(self._rows.values()):
-            if row.doomed:
-                self._doomed.append(row)
-                continue
-            self._places[row.address] = row
-            if row.lease is None:
-                self._shelve(row)
-            else:
-                self._leased[row.lease] = row
-
-    def _shelve(self, row: _Row) -> None:
-        cell = self._idle.get(row.nbytes)
-        if cell is None:
-            cell = self._idle[row.nbytes] = deque()
-        cell.append(row)
-
-    def _settle_ended(self) -> None:
-        """Turn ended leases into idle blocks."""
+        if not torn and self._returns.nothing_new():
+            return
         pending, leased = self._returns.pending(), self._leased
         self._changes += 1
         while pending:
@@ -269,6 +248,19 @@ class BlockCache:
                 self._growing.pop(number, None)
             # Only now: one that an interrupt leaves in the middle comes again.
             pending.popleft()
+
+    def _mend(self) -> None:
+        """Derive anew what follows from the rows."""
+        self._leased, self._places, self._idle, self._doomed = {}, {}, defaultdict(deque), deque()
+        for row in list(self._rows.values()):
+            if row.doomed:
+                self._doomed.append(row)
+                continue
+            self._places[row.address] = row
+            if row.lease is None:
+                self._idle[row.nbytes].append(row)
+            else:
+                self._leased[row.lease] = row
 
     def _end(self, row: _Row) -> None:
         streams, doomed = list(row.streams.values()), self._closed
@@ -287,7 +279,7 @@ class BlockCache:
             row.doomed = True
             self._doomed.append(row)
         else:
-            self._shelve(row)
+            self._idle[row.nbytes].append(row)
 
     def _find(self, size: int, number: int, streams: Streams) -> _Row:
         """Lease a block for which there was none idle: wait for one, make room, or allocate."""
@@ -521,7 +513,7 @@ class BlockCache:
                 row.lease, row.streams = number, streams
                 self._leased[number] = row
             else:
-                self._shelve(row)
+                self._idle[row.nbytes].append(row)
                 self._changes += 1
             self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 

@@ -115,7 +115,7 @@ class InFlight:
         """Let go of what is done, and tell whether anything was. Never blocks."""
         found = False
         # What is let go of here may run foreign finalizers, which may come back here. Again: a look leaves some that are done.
-        while self._take_done():
+        while self._entries and self._take_done():
             found = True
         return found
 
@@ -148,18 +148,12 @@ class InFlight:
             event.synchronize()
 
     def _take_done(self) -> list[Entry]:
-        for first in self._entries.values():
-            # Mostly there is nothing to let go of, and one question tells.
-            if not self._ended(first):
-                return []
-            break
-        else:
-            return []
         entries = self.entries()
-        # Unless another thread let go of it, the first is known to be done.
-        low, high = int(bool(entries) and entries[0] is first), len(entries)
+        # Mostly there is nothing to let go of, and one question tells.
+        if not entries or not self._ended(entries[0]):
+            return []
         # From the end on: mostly all are done but the newest, which has just been started.
-        step = 2
+        low, high, step = 1, len(entries), 2
         while low < high:
             middle = max(low, high - step)
             if self._ended(entries[middle]):
@@ -168,15 +162,11 @@ class InFlight:
             else:
                 high = middle
                 step *= 2
-        if not low:
-            return []
-        last = entries[low - 1]
+        last, gone = entries[low - 1], entries[:low]
         # Events of one direction are reached in the order in which they were recorded, so one that is done answers for all that
         # were recorded before it. Those of other threads that were recorded meanwhile wait for the next look.
-        gone = entries[: low - 1]
-        if max(map(_RECORDED, gone), default=last.asked) > last.asked:
-            gone = [entry for entry in gone if entry.recorded < last.asked]
-        gone.append(last)
+        if low > 1 and max(map(_RECORDED, entries[: low - 1])) > last.asked:
+            gone = [entry for entry in gone if entry is last or entry.recorded < last.asked]
         # A loop of Python's takes longer, and this is in the path of small transfers.
         _exhaust(map(self._entries.pop, map(_ASKED, gone), itertools.repeat(None)))
         return gone

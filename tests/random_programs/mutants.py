@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         "what a copy needs is let go of one transfer early",
         "xferlib/inflight.py",
-        "        gone.append(last)\n",
-        "        gone += entries[low - 1 : low + 1]\n",
+        "last, gone = entries[low - 1], entries[:low]",
+        "last, gone = entries[low - 1], entries[: low + 1]",
     ),
     Mutant(
         "a block is used again before its readers are done",

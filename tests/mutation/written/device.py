@@ -13,7 +13,7 @@ MUTANTS = [
     (DEVICE, "            if self.settle():\n                watch(self)\n", "            self.settle()\n"),
     (DEVICE, "        return bool(self._rows or self._growing)", "        return bool(self._leased)"),
     (DEVICE, "        if torn:\n            self._mend()\n", ""),
-    (DEVICE, "if torn or not self._returns.nothing_new():", "if not self._returns.nothing_new():"),
+    (DEVICE, "        if not torn and self._returns.nothing_new():", "        if self._returns.nothing_new():"),
     (
         DEVICE,
         "            if row.doomed:\n                self._doomed.append(row)\n                continue\n",
