@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.checks import check_apart, check_out, describe
-from xferlib.inflight import Traffic
+from xferlib.inflight import LARGE, Traffic
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.host import HostMemory
 from xferlib.memory.pool import PinnedPool
@@ -45,8 +45,12 @@ class Gets:
         # What the arrays wait for now would hold up the copies that earlier gets still have to start.
         self._staging.wait_issued()
         sources = self._ordered(leaves, spec, stream)
+        looks = sum([source.nbytes for source in sources]) >= LARGE
+        if looks:
+            # Before memory is asked for: mostly an earlier get is done, and its memory is what is wanted.
+            self._d2h.reap()
         outs = [self._pool.empty(shape, dtype) for shape, dtype in alike] if given is None else given
-        event, failures = self._begin(sources, outs)
+        event, failures = self._begin(sources, outs, looked=looks)
         return Transfer(unflatten(spec, outs) if out is None else out, event, failures, True)
 
     def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
@@ -92,12 +96,12 @@ class Gets:
                 raise
         return sources
 
-    def _begin(self, sources: list[Source], outs: list[Array]) -> tuple[Event, tuple[type[Exception], ...]]:
+    def _begin(self, sources: list[Source], outs: list[Array], *, looked: bool) -> tuple[Event, tuple[type[Exception], ...]]:
         """Start the copies; return the event of the last, and what it may raise."""
         pageable: list[tuple[int, Array]] = []
         try:
             nbytes = self._copy_pinned(sources, outs, pageable)
-            event = self._d2h.add(nbytes, outs, sources) if nbytes or not pageable else None
+            event = self._d2h.add(nbytes, outs, sources, looked=looked) if nbytes or not pageable else None
             if pageable:
                 # The CPU copy raises what NumPy raises, when the memory has been made read-only meanwhile, for instance.
                 return self._staging.land(pageable, sources, event), (Exception,)

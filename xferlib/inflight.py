@@ -89,13 +89,18 @@ class InFlight:
         """Return what may be in flight, about in the order of its start."""
         return list(self._entries.values())
 
-    def add(self, nbytes: int, host: Sequence[Array], device: Sequence[Source] = (), keepalive: object = None) -> Event:
-        """Record an event behind everything started so far, and hold all that until it is done. See `Entry`."""
+    def add(
+        self, nbytes: int, host: Sequence[Array], device: Sequence[Source] = (), keepalive: object = None, *, looked: bool = False
+    ) -> Event:
+        """Record an event behind everything started so far, and hold all that until it is done. See `Entry`.
+
+        `looked`: the caller has let go of what is done.
+        """
         asked = self._count()
         event = self._record()
         self._entries[asked] = _NEW(Entry, (asked, event, self._count(), host, device, keepalive))
         self.nbytes += nbytes
-        if nbytes >= LARGE or len(self._entries) % LOOK_EVERY == 0:
+        if (nbytes >= LARGE and not looked) or len(self._entries) % LOOK_EVERY == 0:
             self.reap()
         return event
 
@@ -148,12 +153,15 @@ class InFlight:
             event.synchronize()
 
     def _take_done(self) -> list[Entry]:
-        entries = self.entries()
+        first = next(iter(self._entries.values()), None)
         # Mostly there is nothing to let go of, and one question tells.
-        if not entries or not self._ended(entries[0]):
+        if first is None or not self._ended(first):
             return []
+        entries = self.entries()
+        # Unless another thread let go of it, the first is known to be done.
+        low, high = int(bool(entries) and entries[0] is first), len(entries)
         # From the end on: mostly all are done but the newest, which has just been started.
-        low, high, step = 1, len(entries), 2
+        step = 2
         while low < high:
             middle = max(low, high - step)
             if self._ended(entries[middle]):
@@ -162,6 +170,8 @@ class InFlight:
             else:
                 high = middle
                 step *= 2
+        if not low:
+            return []
         last, gone = entries[low - 1], entries[:low]
         # Events of one direction are reached in the order in which they were recorded, so one that is done answers for all that
         # were recorded before it. Those of other threads that were recorded meanwhile wait for the next look.

@@ -170,7 +170,7 @@ class PinnedPool:
         wanted = Wanted(round_up(nbytes, ALIGNMENT), nbytes, None, False, False)
         number = self._count()
         held = ticket(self._returns.put, number)
-        row, growth = self._look(wanted, number, may_grow=True, may_evict=False)
+        row, growth = self._alone(self._looked, wanted, number, True, False)
         if growth is not None:
             row = self._grow(wanted, number, *growth)
         return None if row is None else HostBlock(row.address, row.size, held)
@@ -186,23 +186,26 @@ class PinnedPool:
         number = self._count()
         # First: whatever happens from here on, the row goes back.
         held = ticket(self._returns.put, number)
-        changes = self._changes
         row, _ = self._alone(self._looked, wanted, number, False)
         if row is None:
-            row = self._found(wanted, number, changes)
+            row = self._found(wanted, number)
         return HostBlock(row.address, size, held)
 
-    def _found(self, wanted: Wanted, number: int, changes: int) -> _Row:
-        """Make room, step by step. `changes`: how many there had been before a first look found no idle memory."""
+    def _found(self, wanted: Wanted, number: int) -> _Row:
+        """Make room, step by step, after a first look has found no idle memory."""
+        # Copies that are done may hold the last reference to what is asked for.
+        self._flow.reap()
         waits = not wanted.for_array or self.when_full == "wait"
-        reaped = yielded = collected = False
+        yielded = collected = False
         while True:
+            changes = self._changes
+            row, growth = self._alone(self._looked, wanted, number, True)
+            if row is not None:
+                return row
+            if growth is not None:
+                return self._grow(wanted, number, *growth)
             if self._freeable():
                 uninterrupted(self._release)
-            elif not reaped:
-                # Copies that are done may hold the last reference to what is asked for.
-                self._flow.reap()
-                reaped = True
             elif not yielded:
                 # What is only kept for later comes before any wait.
                 self._flow.yield_idle()
@@ -219,12 +222,6 @@ class PinnedPool:
                 # Arrays in reference cycles hold pinned memory until the collector runs, and it knows nothing of the limit.
                 gc.collect()
                 collected = True
-            changes = self._changes
-            row, growth = self._look(wanted, number, may_grow=reaped)
-            if row is not None:
-                return row
-            if growth is not None:
-                return self._grow(wanted, number, *growth)
 
     def reserve(self, address: int, nbytes: int) -> None:
         """Count memory that is about to be page-locked beside the pool, until `unreserve`.
@@ -372,11 +369,8 @@ class PinnedPool:
         self.wait_seconds += time.perf_counter() - start
         return True
 
-    def _look(self, wanted: Wanted, number: int, *, may_grow: bool, may_evict: bool = True) -> tuple[_Row | None, _Growth | None]:
-        """Enter a row in idle memory, or return what new segment was counted; else idle ones may be freeable now."""
-        return self._alone(self._looked, wanted, number, may_grow, may_evict)
-
     def _looked(self, wanted: Wanted, number: int, may_grow: bool, may_evict: bool = True) -> tuple[_Row | None, _Growth | None]:
+        """Enter a row in idle memory, or return what new segment was counted; else idle ones may be freeable now."""
         if wanted.for_array and self._arrays + wanted.size > self._arrays_limit:
             return None, None
         ranges = self._combined if wanted.combined else self._class_of(wanted.size)

@@ -30,8 +30,8 @@ MUTANTS = [
     ),
     (
         DEVICE,
-        "        row.lease, row.streams = None, {}\n        if doomed:",
-        "        row.lease = None\n        if doomed:",
+        "        row.lease, row.readers, row.streams = None, frozenset(row.streams), {}",
+        "        row.lease, row.readers = None, frozenset(row.streams)",
     ),
     (
         DEVICE,
@@ -56,7 +56,11 @@ MUTANTS = [
     ),
     (DEVICE, "self._doom_others(size, reached=True)", "self._doom_others(size, reached=False)"),
     (DEVICE, "            if reached is None or self._lost(row.block):", "            if self._lost(row.block):"),
-    (DEVICE, "            else:\n                index += 1\n", "            else:\n                break\n"),
+    (
+        DEVICE,
+        "            if row.readers in behind:\n                continue\n",
+        "            if behind:\n                continue\n",
+    ),
     (
         DEVICE,
         "        row = cell[0]\n        if row.fence is not None:\n",
@@ -64,8 +68,8 @@ MUTANTS = [
     ),
     (
         DEVICE,
-        "            self._backend.order_h2d(row.fence)\n            row.fence = None\n            self.waits += 1\n",
-        "            row.fence = None\n            self.waits += 1\n",
+        "            self._backend.order_h2d(row.fence)\n            self.waits += 1\n",
+        "            self.waits += 1\n",
     ),
     (DEVICE, "self.nbytes + size > self.limit:", "self.nbytes + size >= self.limit:"),
     (

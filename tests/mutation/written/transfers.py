@@ -11,14 +11,29 @@ PUTS, GETS, TRANSFER, STAGER, CHECKS, VIEWS, MAPS = (
 MUTANTS = [
     (
         PUTS,
-        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        lease = self._blocks",
-        "        streams: Streams = {}\n        lease = self._blocks",
+        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        block, lease = self._blocks",
+        "        streams: Streams = {}\n        block, lease = self._blocks",
+    ),
+    (
+        "xferlib/inflight.py",
+        "return not self.d2h._entries and not self.unissued and len(_open) == 1",
+        "return not self.d2h._entries and len(_open) == 1",
+    ),
+    (
+        "xferlib/inflight.py",
+        "return not self.d2h._entries and not self.unissued and len(_open) == 1",
+        "return not self.d2h._entries and not self.unissued",
+    ),
+    (
+        "xferlib/inflight.py",
+        "return not self.d2h._entries and not self.unissued and len(_open) == 1",
+        "return not self.unissued and len(_open) == 1",
     ),
     (PUTS, "                if traffic.place == self._traffic.place:\n", "                if True:\n"),
     (
         PUTS,
-        "        for place in places:\n            self._order_after_users(place)\n        event",
-        "        self._order_after_users(places[0])\n        event",
+        "            for place in places:\n                self._order_after_users(place)\n        event",
+        "            self._order_after_users(places[0])\n        event",
     ),
     (
         PUTS,
