@@ -150,6 +150,10 @@ def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:
     asked = [Source(start + offset, 1, None) for offset in (-1, 0, 256, MIB - 1, MIB)]
     assert [blocks.owns(source) for source in asked] == [False, True, True, True, False]
     del leases[1]
+    # Settled: it is idle.
+    blocks.lease(2 * MIB, {})
+    assert blocks.nbytes == 4 * MIB
+    assert not any(blocks.owns(source) for source in asked)
     blocks.trim()
     assert not any(blocks.owns(source) for source in asked)
 

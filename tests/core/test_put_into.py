@@ -12,7 +12,8 @@ import pytest
 import xferlib_host
 
 import xferlib
-from tests.core.fakes import WATCHDOG, held, on_thread, tampered
+from tests.core.fakes import WATCHDOG, held, on_thread, tampered, until
+from xferlib import inflight
 
 
 class Broke(Exception):
@@ -92,6 +93,28 @@ def test_targets_are_not_overwritten_while_a_get_reads_any_of_them(stager: xferl
         waiting.result(10)
     assert not getting.result().any()
     assert all(target.all() for target in targets)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("staged", [False, True])
+def test_the_only_stager_of_a_process_waits_for_its_own_gets(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, staged: bool, tree: bool
+) -> None:
+    """Where there is another, each transfer of all of them is looked at."""
+    monkeypatch.setattr(inflight, "_open", {0: stager._traffic})
+    nbytes = 64 << 20 if staged else 1 << 20
+    target, new = np.full(nbytes, 1, np.uint8), stager.empty_pinned(1 << 20, np.uint8)
+    new[:] = 2
+    part = target[-len(new) :]
+    out = np.zeros(nbytes, np.uint8) if staged else stager.empty_pinned(nbytes, np.uint8)
+    with held(stager.backend.d2h) as gate:  # type: ignore[attr-defined]  # the host backend's own
+        getting = stager.get(target, out=out)
+        putting = on_thread(lambda: stager.put([new], into=[part]) if tree else stager.put(new, into=part))
+        assert not until(lambda: putting.done() and putting.result().done(), 0.2)
+        gate.set()
+        assert (getting.result() == 1).all()
+        putting.result(WATCHDOG).synchronize()
+    assert (part == 2).all()
 
 
 def test_leaves_that_lie_side_by_side_share_nothing(stager: xferlib.Stager) -> None:
