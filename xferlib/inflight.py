@@ -153,15 +153,13 @@ class InFlight:
             event.synchronize()
 
     def _take_done(self) -> list[Entry]:
-        first = next(iter(self._entries.values()), None)
-        # Mostly there is nothing to let go of, and one question tells.
-        if first is None or not self._ended(first):
-            return []
+        # One call: other threads add meanwhile.
         entries = self.entries()
-        # Unless another thread let go of it, the first is known to be done.
-        low, high = int(bool(entries) and entries[0] is first), len(entries)
+        # Mostly there is nothing to let go of, and one question tells.
+        if not entries or not self._ended(entries[0]):
+            return []
         # From the end on: mostly all are done but the newest, which has just been started.
-        step = 2
+        low, high, step = 1, len(entries), 2
         while low < high:
             middle = max(low, high - step)
             if self._ended(entries[middle]):
@@ -170,8 +168,6 @@ class InFlight:
             else:
                 high = middle
                 step *= 2
-        if not low:
-            return []
         last, gone = entries[low - 1], entries[:low]
         # Events of one direction are reached in the order in which they were recorded, so one that is done answers for all that
         # were recorded before it. Those of other threads that were recorded meanwhile wait for the next look.

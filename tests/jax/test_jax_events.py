@@ -80,7 +80,7 @@ def test_an_event_in_a_cycle_is_not_recorded_anew_before_every_finalizer_has_ask
     gc.collect()
     assert answers == [False]
     # Now nobody can ask any more.
-    kept = [pool.record(9) for _ in range(100)]
+    kept = [pool.record(9) for _ in range(3 * FIRST)]
     assert driver.recorded[0][0] in {event.handle for event in kept}
 
 

@@ -156,9 +156,9 @@ def never_lets_go(patch: pytest.MonkeyPatch) -> None:
     add = InFlight.add
     for_ever = []
 
-    def add_and_hold(queue: InFlight, nbytes: int, *held: Any) -> Event:
+    def add_and_hold(queue: InFlight, nbytes: int, *held: Any, **more: Any) -> Event:
         for_ever.append(held)
-        return add(queue, nbytes, *held)
+        return add(queue, nbytes, *held, **more)
 
     patch.setattr(InFlight, "add", add_and_hold)
 

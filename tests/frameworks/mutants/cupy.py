@@ -167,7 +167,7 @@ def takes_pinned_memory_from_cupy(patch: pytest.MonkeyPatch) -> None:
     """The core leaves host memory to CuPy's pool, which hands it out again as soon as it is dropped, and holds nothing itself."""
     add = InFlight.add
 
-    def add_without(queue: InFlight, nbytes: int, *needed: object) -> Event:
+    def add_without(queue: InFlight, nbytes: int, *needed: object, **more: object) -> Event:
         return add(queue, nbytes, ())
 
     def empty_pinned(stager: Stager, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

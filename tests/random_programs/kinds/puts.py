@@ -122,7 +122,8 @@ class PutInto(Kind):
         for cell, content in zip(target.cells, contents, strict=True):
             cell[0] = content
         for earlier in world.all(Started):
-            if earlier.cells is target.cells:
+            # Also where the target is a part of what that one gave.
+            if any(id(cell) in cells for cell in earlier.cells):
                 earlier.over = started
         for device in world.all(Device):
             if device.shares(target.cells):
