@@ -34,6 +34,7 @@ class Driver:
         self.frees = 0
         self.in_flight: deque[object] = deque()
         self.on_free: Callable[[], object] = lambda: None
+        self.is_done = False
         self.refuse_allocation: BaseException | None = None
         self.refuse_free: BaseException | None = None
         self._next = 1 << 30
@@ -59,8 +60,8 @@ class Driver:
             self.frees += 1
 
     def reap(self) -> bool:
-        """Nothing is done before it is waited for."""
-        return False
+        """Nothing is done before it is waited for, unless a test says so."""
+        return self.is_done and self.wait_oldest()
 
     def yield_idle(self) -> bool:
         """Nothing is kept for later."""
@@ -305,6 +306,35 @@ def test_parts_of_a_shared_segment_outlive_close_together() -> None:
     assert pool.settle()
     assert len(driver.live) == 1
     del second
+    assert not pool.settle()
+    assert driver.live == {}
+
+
+def test_what_is_taken_back_while_close_unpins_something_else_is_unpinned() -> None:
+    driver = Driver()
+    pool = driver.pool(8 * MIB)
+    live, idle = [pool.take(2 * MIB)], pool.take(3 * MIB)
+    del idle
+
+    def look() -> None:
+        # Another thread that asks for figures settles it.
+        live.clear()
+        assert pool.usage().used == 0
+
+    driver.on_free = look
+    start_reaper()
+    pool.close()
+    assert until(lambda: driver.live == {})
+    assert pool.usage().pinned == 0
+
+
+def test_what_an_idle_stager_has_done_with_is_unpinned_after_close() -> None:
+    driver = Driver()
+    pool = driver.pool(8 * MIB)
+    driver.in_flight.append(pool.take(MIB))
+    pool.close()
+    assert pool.settle()
+    driver.is_done = True
     assert not pool.settle()
     assert driver.live == {}
 

@@ -285,13 +285,20 @@ class PinnedPool:
         try:
             self._trim()
         finally:
-            if self._rows or self._growing:
+            if self._is_left:
                 watch(self)
 
     def settle(self) -> bool:
-        """After `close`, unpin what no array holds any more; tell whether any array is left. See `Remains`."""
+        """After `close`, unpin what no array holds any more; tell whether anything is left. See `Remains`."""
+        # Copies of another stager's that are done may hold the last reference, and nobody may call that one.
+        self._flow.reap()
         self._trim()
-        return bool(self._rows or self._growing)
+        return self._is_left
+
+    @property
+    def _is_left(self) -> bool:
+        # Not the rows: who asks for figures takes back what comes back after a look, and unpins nothing.
+        return bool(self._segments or self._growing)
 
     def forget(self) -> None:
         """See `Forgetful`."""
