@@ -17,7 +17,8 @@ from xferlib.transfer import Transfer
 __all__ = ["QuietLaws"]
 
 TRANSFERS = 100
-WARM_UP = 40
+WARM_UP = 100
+"""Transfers. Several rounds of looking for what is done: until then each round may find that a few blocks more are needed."""
 DEPTH = 3
 
 
