@@ -217,10 +217,15 @@ class Landings:
     def add(self, landing: Landing) -> None:
         """Count a landing as in flight until it is reached."""
         self._entries[self._count()] = landing
+        self.reap()
+
+    def reap(self) -> bool:
+        """Let go of those that are reached, and tell whether any was: one that failed refers to what it should have copied."""
         # A copy: a list of pairs takes an allocation for each, and with any of them a finalizer may come, and add.
-        for number, entry in self._entries.copy().items():
-            if entry.reached():
-                self._entries.pop(number, None)
+        reached = [number for number, landing in self._entries.copy().items() if landing.reached()]
+        # What is let go of now may run foreign finalizers, which may come back here.
+        gone = [self._entries.pop(number, None) for number in reached]
+        return any(gone)
 
     def wait_oldest(self, *, pinned: bool = False) -> bool:
         """Block until the oldest landing that this thread can wait for is reached. Returns False if there was none.
@@ -277,8 +282,8 @@ class Traffic:
 
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
-        down, up, seen = self.d2h.reap(), self.h2d.reap(), self.views.reap()
-        return down or up or seen
+        found = [self.d2h.reap(), self.h2d.reap(), self.landings.reap(), self.views.reap()]
+        return any(found)
 
     def wait_oldest(self, *, pinned: bool = False) -> bool:
         """Block until something has ended. Returns False if nothing was in flight. `pinned`: see `Landings.wait_oldest`."""
@@ -308,6 +313,7 @@ class Traffic:
     def close(self) -> None:
         """Nothing is in flight, and nothing will be."""
         _open.pop(id(self), None)
+        self.landings.reap()
         self.views.close()
         if self.views.settle():
             watch(self.views)

@@ -12,7 +12,7 @@ import pytest
 from xferlib_host import open_stager
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
+from tests.core.fakes import held, on_thread, tampered, until
 from xferlib.memory.blocks import WhenFull
 
 MIB = 1 << 20
@@ -162,6 +162,20 @@ def test_the_pool_does_as_it_was_told_where_pins_have_the_room(when_full: WhenFu
             assert pinned(stager, 8).nbytes == 8 * MIB
             assert stager.stats().pool_fallbacks == 1
         assert figures(stager) == (60, 60)
+
+
+@pytest.mark.parametrize("then", ["trim", "close"])
+@pytest.mark.parametrize("borrow", [False, True])
+def test_a_put_that_finds_no_room_to_stage_keeps_no_device_memory(*, borrow: bool, then: str) -> None:
+    with opened("wait") as stager:
+        with stager.pin(ordinary(64)), pytest.raises(xferlib.XferError, match="pinned memory is full"):
+            stager.put(ordinary(8), borrow=borrow).result()
+        assert stager.stats().device_nbytes == 8 * MIB
+        getattr(stager, then)()
+        gc.collect()
+        if then == "trim":
+            stager.trim()
+        assert until(lambda: stager.stats().device_nbytes == 0)
 
 
 def test_a_lock_that_the_driver_refuses_is_not_counted() -> None:

@@ -76,6 +76,10 @@ def test_staging_itself_waits_whatever_arrays_do(when_full: WhenFull) -> None:
     assert pool.take(3 * MIB).nbytes == 3 * MIB
     assert not driver.in_flight
     assert pool.waits == 1
+    held = pool.take(3 * MIB)
+    with pytest.raises(AllocationError, match="nothing is in flight that could free more"):
+        pool.take(3 * MIB)
+    del held
 
 
 def test_with_raise_memory_that_is_idle_is_found_and_makes_room() -> None:

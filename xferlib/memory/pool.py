@@ -217,7 +217,7 @@ class PinnedPool:
             elif changes != self._changes or self._returns:
                 pass
             elif collected or (wanted.for_array and self.when_full == "stage"):
-                raise self._full(wanted.asked)
+                raise self._full(wanted.asked, waits=waits)
             else:
                 # Arrays in reference cycles hold pinned memory until the collector runs, and it knows nothing of the limit.
                 gc.collect()
@@ -284,9 +284,13 @@ class PinnedPool:
         self._closed = True
         try:
             self._trim()
-        finally:
-            if self._is_left:
+        except BaseException:
+            # Who closes is told what was refused, and nobody tries that again.
+            if self._rows or self._growing:
                 watch(self)
+            raise
+        if self._is_left:
+            watch(self)
 
     def settle(self) -> bool:
         """After `close`, unpin what no array holds any more; tell whether anything is left. See `Remains`."""
@@ -546,12 +550,8 @@ class PinnedPool:
         beside = f", {in_words(reserved)} by pins and shared rings" if reserved else ""
         return f"pinned_limit={self.limit} has {in_words(self.used_nbytes)} of {in_words(self.limit)} in use by arrays{beside}"
 
-    def _full(self, nbytes: int) -> AllocationError:
-        why = (
-            "nothing is in flight that could free more"
-            if self.when_full == "wait"
-            else f"when_full={self.when_full!r} waits for nothing"
-        )
+    def _full(self, nbytes: int, *, waits: bool) -> AllocationError:
+        why = "nothing is in flight that could free more" if waits else f"when_full={self.when_full!r} waits for nothing"
         return AllocationError(
             f"pinned memory is full: {in_words(nbytes)} asked, {self._in_use()}, and {why}. "
             "Raise pinned_limit, lower the depth, drop pinned arrays, or close pins and shared rings"
