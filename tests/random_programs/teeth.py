@@ -58,7 +58,9 @@ def _plant(mutant: Mutant, root: Path) -> bool:
 
 def _hunt(backend: str, root: Path, seed: int, programs: int) -> Failure | None:
     """Return the first program that fails with the mutant and passes without it."""
-    environment = {"PYTHONPATH": f"{root}{os.pathsep}{root / 'backends'}"}
+    # What else is on it may have the packages that both need.
+    found = [str(root), str(root / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(found)}
     if backend == "jax":
         environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
     with Runner(backend, environment, root=root) as mutated, Runner(backend) as sound:

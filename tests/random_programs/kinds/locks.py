@@ -136,7 +136,12 @@ class Map(Kind):
         if not leaf.array.nbytes or not leaf.array.flags.c_contiguous or host.lost or (name is not None and hold is None):
             raise Skip("it cannot be mapped")
         world.settled(host)
-        view = opened.stager.mapped(leaf.array, stream=None if hold is None else hold.stream)
+        try:
+            view = opened.stager.mapped(leaf.array, stream=None if hold is None else hold.stream)
+        except ValueError:
+            if not opened.stager.stats().pool_fallbacks:
+                raise
+            raise Skip("the limit had no room for pinned memory when it was made") from None
         if hold is not None:
             reader = Reader(str(name), world.kit.read_later(view, hold.hold), leaf.content, None)
             host.busy[reader] = "the device"
