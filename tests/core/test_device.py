@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import xferlib.device
 from tests.core.fakes import WATCHDOG, Device, Flow, Point, on_thread, until
-from xferlib.device import READERS_BEHIND, WORTH_WAITING, BlockCache, Lease, size_class
+from xferlib.device import READERS_BEHIND, WORTH_WAITING, BlockCache, Lease, note_reader, size_class
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.protocol import DeviceBlock, Source, Stream
 from xferlib.reaper import start_reaper
@@ -141,6 +141,23 @@ def test_streams_that_are_named_for_memory_inside_a_block_are_those_of_its_lease
     del second, third
     blocks.trim()
     assert device.retired[1:] == [[], []]
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_a_stream_is_noted_with_whichever_stager_has_the_memory(monkeypatch: pytest.MonkeyPatch, owner: int) -> None:
+    # Only those of this test: others of the process may have been opened before.
+    monkeypatch.setattr(xferlib.device, "_open", {})
+    devices = [Device() for _ in range(3)]
+    caches = [cache(device) for device in devices]
+    # Their addresses would be the same.
+    for number, device in enumerate(devices):
+        device.allocated = [0] * 10 * number
+    leases = [each.lease(MIB, {}) for each in caches]
+    note_reader(Source(leases[owner][0].address, 1, None), Stream(7, None), caches[1])
+    leases.clear()
+    for each in caches:
+        each._alone(bool)
+    assert [device.retired for device in devices] == [[[Stream(7, None)] if number == owner else []] for number in range(3)]
 
 
 def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:

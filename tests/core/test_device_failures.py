@@ -279,6 +279,24 @@ def test_a_forked_child_frees_no_block_of_a_lease_that_has_ended_or_will(closed:
     assert device.freed == []
 
 
+@pytest.mark.parametrize("state", ["idle", "to be freed"])
+def test_a_forked_child_frees_no_block_that_was_not_leased(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    device = Device()
+    blocks = cache(device)
+    leave_idle(blocks, device, Point(reached=True))
+    if state == "idle":
+        # So far it is known to nobody that the lease has ended.
+        blocks._alone(bool)
+    else:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(blocks, "_free_doomed", interrupt)
+            blocks.trim()
+    blocks.forget()
+    blocks.settle()
+    blocks.trim()
+    assert device.freed == []
+
+
 def test_a_block_whose_lease_ended_at_once_is_not_freed_while_a_copy_to_it_is_in_flight() -> None:
     with xferlib.stager("host") as stager:
         source = stager.empty_pinned(MIB, np.uint8)
