@@ -5,19 +5,24 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.core.fakes import Point, on_thread, succeeds
-from xferlib.inflight import LARGE, LOOK_EVERY, InFlight, Landings, Traffic
+from xferlib.inflight import LARGE, LOOK_EVERY, Entry, InFlight, Landings, Traffic
 from xferlib.landing import Landing
-from xferlib.protocol import Source
+from xferlib.protocol import Source, Stream
 
 
 class Thing:
     """Something that a copy needs."""
+
+
+class Failure(Exception):
+    """What a landing keeps."""
 
 
 class Comes:
@@ -72,6 +77,15 @@ def test_small_transfers_are_asked_about_only_now_and_then() -> None:
     assert sum(point.asked for point in points) == 0
     queue.add(1, ())
     assert not queue.wait_oldest()
+
+
+def test_who_has_looked_is_not_made_to_look_again() -> None:
+    points = [Point(), Point()]
+    queue = queue_of(*points)
+    queue.add(LARGE, (), looked=True)
+    assert points[0].asked == 0
+    queue.add(LARGE, ())
+    assert points[0].asked == 1
 
 
 def test_a_failed_copy_is_let_go_too() -> None:
@@ -149,6 +163,9 @@ class Records:
     def record_d2h(self) -> Point:
         return self.d2h.pop(0)
 
+    def retire(self, streams: Iterable[Stream]) -> Point:
+        return Point(reached=True)
+
 
 def traffic(backend: Records) -> Traffic:
     return Traffic(backend)  # type: ignore[arg-type]  # only the part that records is played
@@ -167,6 +184,28 @@ def test_what_is_done_makes_room_before_anything_is_waited_for() -> None:
     assert both.wait_oldest()
     assert alive() is None
     assert pending.synchronized == 0
+
+
+def test_one_look_lets_go_of_what_is_done_of_every_kind() -> None:
+    backend = Records()
+    backend.h2d, backend.d2h = [Point(reached=True)], [Point(reached=True)]
+    both = traffic(backend)
+    things: list[Any] = [Thing(), Thing(), Failure(), np.zeros(3)]
+    alive = [weakref.ref(thing) for thing in things]
+    both.h2d.add(1, (), (), things[0])
+    both.d2h.add(1, (), (), things[1])
+    landing = Landing()
+    both.landings.add(landing)
+    landing.fail(things[2])
+    landing.reach()
+    view, ticket = both.views.lease(things[3])
+    view.stream = Stream(7, None)
+    things.clear()
+    del landing, view, ticket
+    assert [ref() is None for ref in alive] == [False] * 4
+    assert both.reap()
+    assert [ref() is None for ref in alive] == [True] * 4
+    assert not both.reap()
 
 
 def test_what_uses_memory_is_found_by_every_byte_of_it() -> None:
@@ -224,6 +263,17 @@ def test_an_event_that_was_recorded_while_another_was_does_not_answer_for_it() -
     assert [ref() is None for ref in alive] == [True, True]
 
 
+def test_one_that_is_done_answers_for_none_that_was_recorded_behind_it_wherever_that_is_listed() -> None:
+    """Other threads come between the counting and the listing of one, so those that overlap are listed in any order."""
+    queue = queue_of()
+    behind = Point()
+    # The last was asked for when the third had been recorded, and before the second was.
+    for asked, event, recorded in ((0, None, 1), (2, behind, 6), (3, None, 4), (5, None, 7)):
+        queue._entries[asked] = Entry(asked, event or Point(reached=True), recorded, (), (), None)
+    assert queue.reap()
+    assert [entry.event for entry in queue.entries()] == [behind]
+
+
 def test_a_landing_is_not_waited_for_by_its_own_thread() -> None:
     landings = Landings()
     mine = Landing(threading.get_ident())
@@ -276,6 +326,62 @@ def test_landings_are_waited_for_in_order() -> None:
         landing.reach()
     waiting.result(10)
     assert not landings.wait_oldest()
+
+
+def test_a_landing_that_is_reached_is_let_go_of_when_the_next_comes() -> None:
+    landings = Landings()
+    first, failure = Landing(), Failure()
+    kept = weakref.ref(failure)
+    landings.add(first)
+    first.fail(failure)
+    first.reach()
+    del first, failure
+    assert kept() is not None
+    landings.add(Landing())
+    assert kept() is None
+
+
+def test_who_looks_is_told_whether_a_landing_was_reached() -> None:
+    landings = Landings()
+    landing = Landing()
+    landings.add(landing)
+    assert not landings.reap()
+    landing.reach()
+    assert landings.reap()
+    assert not landings.reap()
+
+
+class Meanwhile(Landing):  # type: ignore[misc]  # Final, but for tests of what comes while one is asked.
+    """Calls, the first time that it is asked."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__()
+        self._calls = [call]
+
+    def reached(self) -> bool:
+        if self._calls:
+            self._calls.pop()()
+        return super().reached()
+
+
+def test_a_landing_that_comes_while_others_are_looked_through_is_held() -> None:
+    landings = Landings()
+    late = Landing()
+    first = Meanwhile(lambda: landings.add(late))
+    landings.add(first)
+    assert landings.unreached() == [first, late]
+
+
+def test_a_landing_that_another_thread_lets_go_of_meanwhile_is_let_go_of_once() -> None:
+    landings = Landings()
+    first, told = Landing(), list[bool]()
+    second = Meanwhile(lambda: told.append(landings.reap()))
+    landings.add(first)
+    first.reach()
+    landings.add(second)
+    assert told == [True]
+    assert landings.unreached() == [second]
+    assert not landings.reap()
 
 
 def test_a_pin_that_dies_in_the_collector_inside_a_start_does_not_hang() -> None:
