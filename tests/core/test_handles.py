@@ -98,7 +98,10 @@ def test_one_that_is_given_back_comes_next(handles: Handles[int]) -> None:
     assert handles.take() is not handle
 
 
-def test_they_are_looked_for_seldom_though_most_are_in_use(handles: Handles[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("used", [7, 1000])
+def test_they_are_looked_for_seldom_though_most_are_in_use(
+    handles: Handles[int], monkeypatch: pytest.MonkeyPatch, used: int
+) -> None:
     looks = []
 
     def counted(owned: list[Any]) -> Any:
@@ -106,7 +109,7 @@ def test_they_are_looked_for_seldom_though_most_are_in_use(handles: Handles[int]
         return unreferenced(owned)
 
     monkeypatch.setattr(module, "unreferenced", counted)
-    live = [handles.take() for _ in range(7)]
+    live = [handles.take() for _ in range(used)]
     for _ in range(1000):
         handles.take()
     assert sum(looks) <= 4 * (1000 + len(live))
@@ -133,9 +136,65 @@ class Raced(deque[int]):
 
 
 def test_what_other_threads_were_faster_to_take_is_not_taken_for_used_up(maker: Maker, handles: Handles[int]) -> None:
-    handles.take()
+    # So not all of them are free.
+    held = handles.take()
     made = maker.made
     handles.free = raced = Raced()
-    assert handles.take() in handles._owned
+    assert handles.take() in set(handles._owned) - {held}
     assert raced.times == 0
     assert maker.made == made
+
+
+class Found(deque[int]):
+    """Of which other threads take what is found, and then, while it is counted, find it again."""
+
+    def __init__(self, owned: list[int]) -> None:
+        super().__init__()
+        self._owned = owned
+        self.counted = 0
+
+    def extend(self, found: Iterable[int]) -> None:
+        super().extend(found)
+        if not self.counted:
+            self.clear()
+
+    def __len__(self) -> int:
+        number = super().__len__()
+        self.counted += 1
+        if self.counted == 1:
+            super().extend(unreferenced(self._owned))
+        return number
+
+
+def test_what_other_threads_have_found_meanwhile_is_not_taken_for_used_up(maker: Maker, handles: Handles[int]) -> None:
+    handles.take()
+    made = maker.made
+    handles.free = found = Found(handles._owned)
+    assert handles.take() in handles._owned
+    assert found.counted > 1
+    assert maker.made == made
+
+
+class Used(deque[int]):
+    """Of which another thread, before whoever found them counts, takes all that were found, and one that it makes for itself."""
+
+    def __init__(self, handles: Handles[int]) -> None:
+        super().__init__()
+        self._handles = handles
+        self.taken: list[int] = []
+
+    def extend(self, found: Iterable[int]) -> None:
+        super().extend(found)
+        if not self.taken:
+            self.taken.append(self.pop())
+            for _ in range(len(self) + 1):
+                self.taken.append(self._handles.take())
+
+
+def test_what_another_thread_makes_meanwhile_is_not_taken_for_used(maker: Maker, handles: Handles[int]) -> None:
+    handles.take()
+    made = maker.made
+    handles.free = used = Used(handles)
+    assert handles.take() not in used.taken
+    assert len(used.taken) == made + 1
+    assert maker.made == 2 * made
