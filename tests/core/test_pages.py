@@ -328,6 +328,21 @@ def test_a_backend_that_cannot_lock_in_place_allocates_itself() -> None:
         assert backend.locked == {}
 
 
+@pytest.mark.parametrize("combined", [False, True])
+def test_what_the_backend_cannot_allocate_is_an_allocation_error(backend: Locking, *, combined: bool) -> None:
+    def refuse(nbytes: int) -> int:
+        raise ArithmeticError("no")
+
+    backend.capabilities = xferlib.Capabilities(pinned=True, write_combined=True)
+    vars(backend).update(alloc_pinned=refuse, alloc_write_combined=refuse)
+    found = pages.allocators(backend)
+    allocate = found.combine if combined else found.allocate
+    assert allocate is not None
+    with pytest.raises(xferlib.AllocationError, match="4096 bytes of pinned memory could not be had: no") as caught:
+        allocate(4096)
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, Path]:
     """Two nodes, with a device on the second."""

@@ -443,6 +443,29 @@ def test_what_an_interrupt_leaves_unsettled_is_settled_by_the_next_call(monkeypa
     assert pool.nbytes == 0
 
 
+def test_what_arrays_have_is_counted_anew_after_an_interrupt() -> None:
+    """Else they would be said to have for good what they have given back, and leave staging more than its share."""
+
+    class Cut(dict[int, Any]):
+        def pop(self, *arguments: Any) -> Any:
+            found = super().pop(*arguments)
+            if interrupts:
+                raise interrupts.pop()
+            return found
+
+    pool = Driver().pool(8 * MIB, "stage")
+    array = pool.empty((4 * MIB,), U8)
+    assert pool.lends_arrays
+    pool._rows, interrupts = Cut(pool._rows), [KeyboardInterrupt()]
+    del array
+    with pytest.raises(KeyboardInterrupt):
+        pool.usage()
+    pool.usage()
+    assert not pool.lends_arrays
+    assert pool.empty((4 * MIB,), U8).nbytes == 4 * MIB
+    assert pool.fallbacks == 0
+
+
 @pytest.mark.parametrize("where", ["take", "trim", "usage", "grow"])
 def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) -> None:
     driver = Driver()

@@ -369,6 +369,30 @@ with xferlib.stager(backend) as s, s.pin(np.ones(1000)) as x:
     assert said == ""
 
 
+def test_a_forked_child_keeps_memory_that_its_parent_has_locked() -> None:
+    """Whatever gave it to the caller may ask a driver when it is to be freed."""
+    said = succeeds(
+        FORK
+        + """
+import gc, weakref
+s = xferlib.stager(backend)
+array = np.ones(1000)
+pin, memory = s.pin(array), weakref.ref(array)
+pid = os.fork()
+if not pid:
+    del array, pin
+    s.close()
+    del s
+    gc.collect()
+    os._exit(0 if memory() is not None else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+pin.close()
+s.close()
+"""
+    )
+    assert said == ""
+
+
 def test_a_forked_child_that_ends_by_itself_says_nothing_of_its_parents_stagers() -> None:
     succeeds(
         """

@@ -86,7 +86,7 @@ AREAS = {
             "/mappings.py": core("pages", "pinning"),
             "/arrays.py": (*core("arrays", "stager_put", "bad_input", "staging"), *LAWS),
             "/host.py": (*core("borrow", "stager_put", "pinning", "packing", "bad_input"), *LAWS),
-            "/blocks.py": (*POOL, *core("stager_lifetime")),
+            "/blocks.py": (*core("bad_input"), *POOL, *core("stager_lifetime")),
         },
     ),
     "transfers": Area(
