@@ -110,7 +110,7 @@ class PinnedPool:
         self._flow = flow
         # Reentrant: a foreign finalizer may ask while its thread is in here; it finds `_inside`, and is refused.
         self._lock = threading.RLock()
-        self._inside = self._torn = self._closed = False
+        self._inside = self._torn = False
         self._count = itertools.count().__next__
         self._changes = 0
         """How often there was more room than before. Who found none looks again if that was meanwhile."""
@@ -281,7 +281,6 @@ class PinnedPool:
 
     def close(self) -> None:
         """Unpin what is idle now; what arrays still hold is unpinned when the last of them is gone. No interrupt comes here."""
-        self._closed = True
         try:
             self._trim()
         except BaseException:
