@@ -1,0 +1,968 @@
+// Tests of the engine in C alone, against a device made of memcpy, delays and failures. `harness NAME` runs one, in a process of its
+// own; without a name it prints the names. Built with a sanitizer, that is what judges.
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "engine.h"
+
+#define CHECK(condition)                                                                    \
+    do {                                                                                    \
+        if (!(condition)) {                                                                 \
+            fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);       \
+            fflush(stderr);                                                                 \
+            abort();                                                                        \
+        }                                                                                   \
+    } while (0)
+
+#ifndef PATIENCE_SECONDS
+#define PATIENCE_SECONDS 60
+#endif
+enum { KIB = 1 << 10, MIB = 1 << 20, SECOND = 1000000, PATIENCE = PATIENCE_SECONDS * SECOND };
+
+static double seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec + now.tv_nsec * 1e-9;
+}
+
+static void pause_for(int microseconds) {
+    struct timespec span = {microseconds / SECOND, microseconds % SECOND * 1000};
+    nanosleep(&span, NULL);
+}
+
+static uint32_t dice(uint32_t *seed, uint32_t below) {
+    *seed = *seed * 1664525 + 1013904223;
+    return (*seed >> 8) % below;
+}
+
+// The device. A stream is a thread that does what it was told in order. Its memory is the host's.
+
+enum { NOT_READY = 600, BROKEN = 700, LOST_DEVICE = 999 };
+
+typedef struct {
+    atomic_uint recorded, reached;   // How often.
+} event;
+
+typedef enum { COPY, RECORD, WAIT, HOLD } kind;
+
+typedef struct op {
+    struct op *next;
+    kind kind;
+    void *dst;
+    const void *src;
+    size_t nbytes;
+    event *event;
+    unsigned target;
+} op;
+
+typedef struct {
+    pthread_mutex_t mu;
+    pthread_cond_t more;
+    op *first, *last;
+    kind kinds[1 << 16];             // What came into it, in order.
+    const void *which[1 << 16];      // The event, or where a copy writes to.
+    atomic_size_t count;
+    atomic_int inside;               // Calls that are in it now.
+    const void *context;             // Calls for it are made in this one.
+    bool slow;
+    uint32_t seed;
+    pthread_t thread;
+    bool over;
+} stream;
+
+static atomic_int calls_made, fail_at = -1, fail_kind = -1;
+static atomic_bool device_lost, copies_fail_late, copies_fail_unseen;
+static atomic_bool gate = true;      // Open.
+
+static void *stream_runs(void *which) {
+    stream *s = which;
+    for (;;) {
+        pthread_mutex_lock(&s->mu);
+        while (!s->first && !s->over) pthread_cond_wait(&s->more, &s->mu);
+        op *o = s->first;
+        if (!o) {
+            pthread_mutex_unlock(&s->mu);
+            return NULL;
+        }
+        s->first = o->next;
+        if (!s->first) s->last = NULL;
+        pthread_mutex_unlock(&s->mu);
+        if (s->slow) pause_for((int)dice(&s->seed, 300));
+        switch (o->kind) {
+        case COPY: memcpy(o->dst, o->src, o->nbytes); break;
+        case RECORD: atomic_store(&o->event->reached, o->target); break;
+        case WAIT:
+            while (atomic_load(&o->event->reached) < o->target) pause_for(50);
+            break;
+        case HOLD:
+            while (!atomic_load(&gate)) pause_for(2000);
+            break;
+        }
+        free(o);
+    }
+}
+
+static int contexts[2];
+
+static stream *new_stream(const void *context, bool slow) {
+    stream *s = calloc(1, sizeof *s);
+    s->context = context;
+    pthread_mutex_init(&s->mu, NULL);
+    pthread_cond_init(&s->more, NULL);
+    s->slow = slow;
+    s->seed = 7;
+    CHECK(pthread_create(&s->thread, NULL, stream_runs, s) == 0);
+    return s;
+}
+
+static void end_stream(stream *s) {
+    pthread_mutex_lock(&s->mu);
+    s->over = true;
+    pthread_cond_signal(&s->more);
+    pthread_mutex_unlock(&s->mu);
+    pthread_join(s->thread, NULL);
+    free(s);
+}
+
+static void tell(stream *s, op told, const void *which) {
+    op *o = malloc(sizeof *o);
+    *o = told;
+    o->next = NULL;
+    pthread_mutex_lock(&s->mu);
+    if (s->last) s->last->next = o;
+    else s->first = o;
+    s->last = o;
+    size_t count = atomic_load(&s->count);
+    if (count < sizeof s->kinds / sizeof *s->kinds) {
+        s->kinds[count] = o->kind;
+        s->which[count] = which;
+        atomic_store(&s->count, count + 1);
+    }
+    pthread_cond_signal(&s->more);
+    pthread_mutex_unlock(&s->mu);
+}
+
+// Wait until it has nothing to do.
+static void drain(stream *s) {
+    event *e = calloc(1, sizeof *e);
+    tell(s, (op){.kind = RECORD, .event = e, .target = 1}, e);
+    while (!atomic_load(&e->reached)) pause_for(50);
+    free(e);
+}
+
+// One call of the driver; which of them fail is decided here.
+static int fails(kind what) {
+    int number = atomic_fetch_add(&calls_made, 1);
+    if (atomic_load(&device_lost)) return LOST_DEVICE;
+    if (number == atomic_load(&fail_at) || (int)what == atomic_load(&fail_kind)) return BROKEN;
+    return 0;
+}
+
+static _Thread_local void *current;
+
+static int enter(void *context) {
+    current = context;
+    return 0;
+}
+
+static int copy_h2d(uint64_t dst, const void *src, size_t nbytes, void *which) {
+    stream *s = which;
+    CHECK(current == s->context && atomic_fetch_add(&s->inside, 1) == 0);
+    if (s->slow) pause_for(20);
+    int status = fails(COPY);
+    if (!status || atomic_load(&copies_fail_late)) tell(s, (op){.kind = COPY, .dst = (void *)dst, .src = src, .nbytes = nbytes}, (void *)dst);
+    atomic_fetch_sub(&s->inside, 1);
+    return status;
+}
+
+static int copy_d2h(void *dst, uint64_t src, size_t nbytes, void *which) {
+    return copy_h2d((uint64_t)dst, (const void *)src, nbytes, which);
+}
+
+static int record(void *which, void *where) {
+    event *e = which;
+    stream *s = where;
+    CHECK(current == s->context && atomic_fetch_add(&s->inside, 1) == 0);
+    int status = fails(RECORD);
+    if (!status) tell(s, (op){.kind = RECORD, .event = e, .target = atomic_fetch_add(&e->recorded, 1) + 1}, e);
+    atomic_fetch_sub(&s->inside, 1);
+    return status;
+}
+
+static int query(void *which) {
+    event *e = which;
+    CHECK(current);
+    if (atomic_load(&device_lost)) return LOST_DEVICE;
+    if (atomic_load(&copies_fail_unseen)) return BROKEN;
+    // One that was never recorded is reached, as CUDA has it.
+    return atomic_load(&e->reached) < atomic_load(&e->recorded) ? NOT_READY : 0;
+}
+
+static int wait_for(void *where, void *which, unsigned flags) {
+    stream *s = where;
+    event *e = which;
+    CHECK(current == s->context && flags == 0 && atomic_fetch_add(&s->inside, 1) == 0);
+    int status = fails(WAIT);
+    if (!status) tell(s, (op){.kind = WAIT, .event = e, .target = atomic_load(&e->recorded)}, e);
+    atomic_fetch_sub(&s->inside, 1);
+    return status;
+}
+
+static const xe_calls DEVICE = {XE_VERSION, sizeof DEVICE, &contexts[0], NOT_READY, 0, enter, copy_h2d, copy_d2h, record, query, wait_for};
+static const xe_calls OTHER = {XE_VERSION, sizeof OTHER, &contexts[1], NOT_READY, 0, enter, copy_h2d, copy_d2h, record, query, wait_for};
+
+// Lanes with their chunks.
+
+enum { MOST_CHUNKS = 16 };
+
+typedef struct {
+    uint32_t number;
+    int direction;
+    stream *stream;
+    event events[MOST_CHUNKS];
+    char *memory;
+    size_t chunks, nbytes;
+} bench;
+
+static atomic_uint_fast64_t next_row = 1;
+
+static bench *new_bench(uint32_t number, int direction, const xe_calls *calls, size_t chunks, size_t nbytes, bool slow) {
+    bench *b = calloc(1, sizeof *b);
+    *b = (bench){.number = number, .direction = direction, .chunks = chunks, .nbytes = nbytes};
+    b->stream = new_stream(calls ? calls->context : &contexts[0], slow);
+    b->memory = aligned_alloc(4096, chunks * nbytes);
+    CHECK(xe_open_lane(number, direction, calls, b->stream) == XE_OK);
+    for (size_t n = 0; n < chunks; n++)
+        CHECK(xe_add_chunk(number, n, b->memory + n * nbytes, nbytes, calls ? &b->events[n] : NULL) == XE_OK);
+    return b;
+}
+
+static void end_bench(bench *b) {
+    CHECK(xe_close_lane(b->number) == XE_OK);
+    end_stream(b->stream);
+    free(b->memory);
+    free(b);
+}
+
+// A transfer of pieces: each lies at a multiple of 256 behind the one before, on the device, in one block.
+
+typedef struct {
+    uint64_t row;
+    bench *bench;
+    size_t count, *sizes, total;
+    char **host;
+    char *device;
+    xe_piece *pieces;
+    uint32_t seed;
+} transfer;
+
+static char value(uint32_t seed, size_t piece, size_t at) { return (char)(seed * 31 + piece * 7 + at * 13 + (at >> 8) + 1); }
+
+static transfer *new_transfer(bench *b, size_t count, const size_t *sizes, uint32_t seed) {
+    transfer *t = calloc(1, sizeof *t);
+    *t = (transfer){.row = atomic_fetch_add(&next_row, 1), .bench = b, .count = count, .seed = seed};
+    t->sizes = malloc(count * sizeof *t->sizes);
+    memcpy(t->sizes, sizes, count * sizeof *t->sizes);
+    t->host = calloc(count, sizeof *t->host);
+    t->pieces = calloc(count, sizeof *t->pieces);
+    for (size_t n = 0; n < count; n++) t->total += (sizes[n] + 255) / 256 * 256;
+    t->device = aligned_alloc(256, t->total);
+    memset(t->device, 0x55, t->total);
+    size_t at = 0;
+    for (size_t n = 0; n < count; n++) {
+        // Not aligned: as the memory of users.
+        t->host[n] = (char *)malloc(sizes[n] + 3) + 3;
+        t->pieces[n] = (xe_piece){t->host[n], (uint64_t)(t->device + at), sizes[n], 1};
+        char *from = b->direction == XE_H2D ? t->host[n] : t->device + at;
+        for (size_t k = 0; k < sizes[n]; k++) from[k] = value(seed, n, k);
+        at += (sizes[n] + 255) / 256 * 256;
+    }
+    return t;
+}
+
+static void start(transfer *t, event *after, event *done) {
+    CHECK(xe_submit(t->row, t->bench->number, t->pieces, t->count, after, done) == XE_OK);
+}
+
+static void check_arrived(const transfer *t) {
+    for (size_t n = 0; n < t->count; n++) {
+        const char *there = t->bench->direction == XE_H2D ? (const char *)t->pieces[n].device : t->host[n];
+        for (size_t k = 0; k < t->sizes[n]; k++) CHECK(there[k] == value(t->seed, n, k));
+    }
+}
+
+static void end_transfer(transfer *t) {
+    uint64_t rows[8];
+    while (xe_forget(t->row) == XE_BUSY) {
+        CHECK(xe_wait(t->row, XE_FINISHED, 0) != XE_NOT_YET);
+        while (xe_finished(rows, 8)) {}
+    }
+    for (size_t n = 0; n < t->count; n++) free(t->host[n] - 3);
+    free(t->host);
+    free(t->device);
+    free(t->pieces);
+    free(t->sizes);
+    free(t);
+}
+
+static transfer *of_one(bench *b, size_t nbytes, uint32_t seed) { return new_transfer(b, 1, &nbytes, seed); }
+
+static void finish(transfer *t) {
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
+    check_arrived(t);
+    end_transfer(t);
+}
+
+// Both directions and lanes of their owner's, too: a thread stands for whoever owns them.
+
+static atomic_bool owner_over;
+static bench *owned[2];
+static atomic_int owner_fails_at = -1, owner_answers, owner_lasts;
+
+static void *own(void *unused) {
+    (void)unused;
+    struct { bench *bench; uint64_t chunk; } out[64];
+    size_t waiting = 0;
+    static xe_request requests[4 * XE_MOST_PIECES];
+    uint32_t seed = 3;
+    enter(&contexts[0]);
+    while (!atomic_load(&owner_over)) {
+        size_t count = xe_requests(requests, 4 * XE_MOST_PIECES, 200);
+        int failed = 0;
+        for (size_t n = 0; n < count; n++) {
+            xe_request *r = &requests[n];
+            bench *b = owned[0] && owned[0]->number == r->lane ? owned[0] : owned[1];
+            if (atomic_fetch_add(&owner_answers, 1) == atomic_load(&owner_fails_at)) failed = BROKEN;
+            if (!failed) {
+                if (b->direction == XE_H2D) copy_h2d(r->device, r->memory, r->nbytes, b->stream);
+                else copy_d2h(r->memory, r->device, r->nbytes, b->stream);
+            }
+            if (r->last) atomic_fetch_add(&owner_lasts, 1);
+            if (r->record) {
+                CHECK(record(&b->events[r->chunk], b->stream) == 0);
+                CHECK(xe_answer(r->lane, r->chunk, failed, 1) == XE_OK);
+                CHECK(xe_answer(r->lane, r->chunk, failed, 1) == XE_WRONG);
+                out[waiting].bench = b;
+                out[waiting++].chunk = r->chunk;
+                failed = 0;
+            }
+        }
+        // In any order.
+        for (size_t n = 0; n < waiting;) {
+            size_t k = n + dice(&seed, (uint32_t)(waiting - n));
+            if (query(&out[k].bench->events[out[k].chunk]) == 0) {
+                CHECK(xe_reached(out[k].bench->number, out[k].chunk, 0) == XE_OK);
+                out[k] = out[--waiting];
+            } else {
+                n++;
+            }
+        }
+    }
+    return NULL;
+}
+
+static const size_t SIZES[] = {1, 255, 256, 257, 4 * KIB, 64 * KIB, 256 * KIB - 1, 256 * KIB, 256 * KIB + 1, MIB, 3 * MIB + 17, 9 * MIB};
+
+static void moves(const xe_calls *calls, int threads, bool slow) {
+    xe_start(threads);
+    bench *both[2] = {new_bench(1, XE_H2D, calls, 4, MIB, slow), new_bench(2, XE_D2H, calls, 4, MIB, slow)};
+    pthread_t owner;
+    if (!calls) {
+        owned[0] = both[0];
+        owned[1] = both[1];
+        CHECK(pthread_create(&owner, NULL, own, NULL) == 0);
+    }
+    for (int way = 0; way < 2; way++) {
+        for (size_t n = 0; n < sizeof SIZES / sizeof *SIZES; n++) {
+            transfer *t = of_one(both[way], SIZES[n], (uint32_t)n);
+            start(t, NULL, NULL);
+            finish(t);
+        }
+        // Of many pieces, whose sizes cross every border.
+        size_t sizes[700];
+        uint32_t seed = 11;
+        for (size_t n = 0; n < 700; n++) sizes[n] = 1 + dice(&seed, n % 100 == 0 ? 700 * KIB : 3 * KIB);
+        transfer *many = new_transfer(both[way], 700, sizes, 5);
+        start(many, NULL, NULL);
+        finish(many);
+        // Several at once.
+        transfer *several[12];
+        for (size_t n = 0; n < 12; n++) start(several[n] = of_one(both[way], SIZES[n], (uint32_t)n + 40), NULL, NULL);
+        for (size_t n = 0; n < 12; n++) finish(several[n]);
+    }
+    if (!calls) {
+        atomic_store(&owner_over, true);
+        pthread_join(owner, NULL);
+        xe_figures figures;
+        xe_read_figures(&figures);
+        CHECK(atomic_load(&owner_lasts) == (int)figures.jobs);
+    }
+    end_bench(both[0]);
+    end_bench(both[1]);
+}
+
+static void moves_by_one_thread(void) { moves(&DEVICE, 1, false); }
+static void moves_by_four_threads(void) { moves(&DEVICE, 4, false); }
+static void moves_slowly(void) { moves(&DEVICE, 3, true); }
+static void moves_by_whoever_waits(void) { moves(&DEVICE, 0, false); }
+static void moves_by_its_owner(void) { moves(NULL, 2, false); }
+static void moves_slowly_by_its_owner(void) { moves(NULL, 3, true); }
+
+// When a job is staged, its source may be rewritten.
+static void frees_its_source(void) {
+    xe_start(3);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 256 * KIB, false);
+    for (uint32_t n = 0; n < 20; n++) {
+        transfer *t = of_one(b, n % 2 ? 200 * KIB : 2 * MIB, n);
+        start(t, NULL, NULL);
+        CHECK(xe_wait(t->row, XE_STAGED, PATIENCE) == XE_OK);
+        memset(t->host[0], 0, t->sizes[0]);
+        finish(t);
+    }
+    end_bench(b);
+}
+
+// Pieces in different blocks are not joined, though they lie side by side, nor are those that do not.
+static void joins_what_belongs_together(void) {
+    xe_start(2);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 4, MIB, false);
+    size_t sizes[5] = {512, 300, 512, 256, 512};
+    transfer *t = new_transfer(b, 5, sizes, 1);
+    t->pieces[2].block = 2;
+    // What lies between is somebody else's.
+    char between[256];
+    memcpy(between, (char *)t->pieces[3].device, sizeof between);
+    xe_piece sent[4] = {t->pieces[0], t->pieces[1], t->pieces[2], t->pieces[4]};
+    sent[3].block = 2;
+    CHECK(xe_submit(t->row, 1, sent, 4, NULL, NULL) == XE_OK);
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
+    CHECK(memcmp(between, (char *)t->pieces[3].device, sizeof between) == 0);
+    memcpy((char *)t->pieces[3].device, t->host[3], sizes[3]);
+    check_arrived(t);
+    size_t copies = 0;
+    for (size_t n = 0; n < b->stream->count; n++) copies += b->stream->kinds[n] == COPY;
+    CHECK(copies == 3);
+    end_transfer(t);
+    end_bench(b);
+}
+
+// A copy that is held on one lane holds up nobody, with one thread.
+static void waits_for_no_lane(void) {
+    xe_start(1);
+    bench *held = new_bench(1, XE_D2H, &DEVICE, 4, MIB, false);
+    bench *puts = new_bench(2, XE_H2D, &DEVICE, 4, MIB, false), *gets = new_bench(3, XE_D2H, &OTHER, 4, MIB, false);
+    atomic_store(&gate, false);
+    tell(held->stream, (op){.kind = HOLD}, NULL);
+    transfer *first = of_one(held, 9 * MIB, 1);
+    start(first, NULL, NULL);
+    for (uint32_t n = 0; n < 5; n++) {
+        transfer *put = of_one(puts, 9 * MIB, n), *get = of_one(gets, 9 * MIB, n + 5);
+        start(put, NULL, NULL);
+        start(get, NULL, NULL);
+        finish(put);
+        finish(get);
+    }
+    CHECK(xe_wait(first->row, XE_FINISHED, 1000) == XE_NOT_YET);
+    CHECK(xe_wait(first->row, XE_ISSUED, 0) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    finish(first);
+    end_bench(held);
+    end_bench(puts);
+    end_bench(gets);
+}
+
+static double processor_seconds(void) {
+    struct rusage used;
+    getrusage(RUSAGE_SELF, &used);
+    return used.ru_utime.tv_sec + used.ru_stime.tv_sec + (used.ru_utime.tv_usec + used.ru_stime.tv_usec) * 1e-6;
+}
+
+// Prints what it costs to have a held copy asked for; judged by whoever reads it.
+static void costs_little_while_held(void) {
+    xe_start(4);
+    bench *held = new_bench(1, XE_D2H, &DEVICE, 4, MIB, false);
+    atomic_store(&gate, false);
+    tell(held->stream, (op){.kind = HOLD}, NULL);
+    transfer *t = of_one(held, MIB, 1);
+    start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    pause_for(100000);
+    xe_figures before, after;
+    xe_read_figures(&before);
+    double began = seconds(), used = processor_seconds();
+    pause_for(2 * SECOND);
+    xe_read_figures(&after);
+    double share = (processor_seconds() - used) / (seconds() - began);
+    printf("a held copy: %.1f %% of a core, %.0f questions a second\n", 100 * share, (after.polls - before.polls) / (seconds() - began));
+    // Without the backoff it is a whole core, and there are a hundred times as many.
+    CHECK(after.polls - before.polls < 2 * 5100 + 200);
+    CHECK(after.polls - before.polls > 100);
+    atomic_store(&gate, true);
+    finish(t);
+    end_bench(held);
+}
+
+// What comes before a job is waited for directly before its first copy, and its event comes directly behind the last.
+static void orders_its_copies(void) {
+    xe_start(4);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 256 * KIB, false);
+    stream *producer = new_stream(&contexts[0], false);
+    event before[6], done[6];
+    memset(before, 0, sizeof before);
+    memset(done, 0, sizeof done);
+    transfer *t[6];
+    atomic_store(&gate, false);
+    tell(producer, (op){.kind = HOLD}, NULL);
+    enter(&contexts[0]);
+    for (uint32_t n = 0; n < 6; n++) {
+        t[n] = of_one(b, n % 2 ? 100 * KIB : 3 * MIB, n);
+        record(&before[n], producer);
+        start(t[n], n % 3 == 2 ? NULL : &before[n], &done[n]);
+    }
+    // All is held that comes behind the first wait.
+    pause_for(20000);
+    CHECK(xe_wait(t[0]->row, XE_FINISHED, 0) == XE_NOT_YET);
+    for (size_t k = 0; k < t[0]->total; k++) CHECK(t[0]->device[k] == 0x55);
+    atomic_store(&gate, true);
+    for (uint32_t n = 0; n < 6; n++) {
+        CHECK(xe_wait(t[n]->row, XE_ISSUED, PATIENCE) == XE_OK);
+        // It is recorded by then: a wait for it waits for the copies.
+        CHECK(atomic_load(&done[n].recorded) == 1);
+        CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_OK);
+        check_arrived(t[n]);
+    }
+    stream *s = b->stream;
+    pthread_mutex_lock(&s->mu);
+    for (uint32_t n = 0; n < 6; n++) {
+        size_t first = s->count, last = 0, waits = 0, dones = 0, waited = 0, done_at = 0;
+        for (size_t k = 0; k < s->count; k++) {
+            const char *where = s->which[k];
+            if (s->kinds[k] == COPY && where >= t[n]->device && where < t[n]->device + t[n]->total) {
+                if (k < first) first = k;
+                last = k;
+            }
+            if (s->which[k] == &before[n]) waits++, waited = k;
+            if (s->which[k] == &done[n]) dones++, done_at = k;
+        }
+        CHECK(waits == (n % 3 != 2));
+        if (waits) CHECK(waited + 1 == first);
+        // Behind the last copy comes the event of its chunk.
+        CHECK(dones == 1 && done_at == last + 2);
+    }
+    pthread_mutex_unlock(&s->mu);
+    for (uint32_t n = 0; n < 6; n++) end_transfer(t[n]);
+    end_stream(producer);
+    end_bench(b);
+}
+
+// Small ones need not wait for large ones, nor for ever the other way round.
+static void is_fair(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 2, 256 * KIB, false);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    transfer *large = of_one(b, 8 * MIB, 1);
+    start(large, NULL, NULL);
+    while (xe_wait(large->row, XE_STAGED, 0) == XE_NOT_YET && b->stream->count < 5) pause_for(100);
+    transfer *small[3];
+    for (uint32_t n = 0; n < 3; n++) start(small[n] = of_one(b, 64 * KIB, n + 2), NULL, NULL);
+    atomic_store(&gate, true);
+    for (uint32_t n = 0; n < 3; n++) CHECK(xe_wait(small[n]->row, XE_FINISHED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(large->row, XE_FINISHED, PATIENCE) == XE_OK);
+    size_t copies = 0, place[3];
+    for (size_t k = 0; k < b->stream->count; k++) {
+        if (b->stream->kinds[k] != COPY) continue;
+        for (uint32_t n = 0; n < 3; n++)
+            if (b->stream->which[k] == small[n]->device) place[n] = copies;
+        copies++;
+    }
+    // Two of the large one had begun when they came, and between them comes one each.
+    CHECK(place[0] <= 3 && place[1] <= 5 && place[2] <= 7);
+    CHECK(place[2] - place[0] >= 4);
+    for (uint32_t n = 0; n < 3; n++) {
+        check_arrived(small[n]);
+        end_transfer(small[n]);
+    }
+    check_arrived(large);
+    end_transfer(large);
+    end_bench(b);
+}
+
+// Whatever call fails, the job says so, nothing hangs, and the next one arrives.
+static void fails_alone(int direction, bool late) {
+    xe_start(2);
+    atomic_store(&copies_fail_late, late);
+    for (int at = 0; at < 26; at++) {
+        bench *b = new_bench((uint32_t)at + 1, direction, &DEVICE, 3, 256 * KIB, true);
+        event before = {0}, done = {0};
+        transfer *t = of_one(b, MIB + 100, 1);
+        atomic_store(&fail_at, atomic_load(&calls_made) + at);
+        start(t, &before, &done);
+        int staged = xe_wait(t->row, XE_STAGED, PATIENCE), status = xe_wait(t->row, XE_FINISHED, PATIENCE);
+        CHECK(staged != XE_NOT_YET && status != XE_NOT_YET);
+        int32_t why = 0;
+        int lost;
+        const char *what = NULL;
+        if (status == XE_FAILED) {
+            CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == BROKEN && what);
+            CHECK(lost == (strcmp(what, "recording an event") == 0));
+            if (lost) drain(b->stream);
+            CHECK(xe_wait(t->row, XE_ISSUED, 0) == XE_FAILED && xe_wait(t->row, XE_STAGED, 0) == XE_FAILED);
+        } else {
+            CHECK(xe_error(t->row, &why, &what, &lost) == XE_NOT_YET);
+            check_arrived(t);
+        }
+        // The wait, five copies and their events, and the job's.
+        CHECK(status == (at < 12 ? XE_FAILED : XE_OK));
+        atomic_store(&fail_at, -1);
+        end_transfer(t);
+        transfer *next = of_one(b, MIB + 100, 2);
+        start(next, NULL, NULL);
+        finish(next);
+        end_bench(b);
+    }
+}
+
+static void fails_alone_to_the_device(void) { fails_alone(XE_H2D, false); }
+static void fails_alone_to_the_host(void) { fails_alone(XE_D2H, false); }
+static void fails_alone_though_it_copies(void) { fails_alone(XE_H2D, true); }
+
+// A copy that failed on the device is told by its event alone.
+static void tells_what_an_event_says(void) {
+    xe_start(2);
+    for (uint32_t n = 0; n < 2; n++) {
+        bench *b = new_bench(n + 1, (int)n, &DEVICE, 2, 256 * KIB, false);
+        atomic_store(&copies_fail_unseen, true);
+        transfer *t = of_one(b, MIB, n);
+        start(t, NULL, NULL);
+        CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+        atomic_store(&copies_fail_unseen, false);
+        drain(b->stream);
+        end_transfer(t);
+        end_bench(b);
+    }
+}
+
+// A chunk whose event could not be recorded is given to nobody: its copy may still be under way.
+static void gives_away_no_chunk_that_may_be_read(void) {
+    xe_start(2);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 2, 256 * KIB, false);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    atomic_store(&fail_kind, RECORD);
+    transfer *t = of_one(b, 100, 1);
+    start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    atomic_store(&fail_kind, -1);
+    uint64_t chunk;
+    CHECK(xe_take_chunk(1, &chunk) == XE_OK);
+    CHECK(xe_take_chunk(1, &chunk) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    drain(b->stream);
+    end_transfer(t);
+    end_bench(b);
+}
+
+static void owner_fails(void) {
+    xe_start(2);
+    bench *b = owned[0] = new_bench(1, XE_D2H, NULL, 3, 256 * KIB, false);
+    pthread_t owner;
+    CHECK(pthread_create(&owner, NULL, own, NULL) == 0);
+    for (int at = 0; at < 7; at++) {
+        atomic_store(&owner_fails_at, atomic_load(&owner_answers) + at);
+        transfer *t = of_one(b, MIB + 100, 1);
+        start(t, NULL, NULL);
+        int status = xe_wait(t->row, XE_FINISHED, PATIENCE);
+        CHECK(status == (at < 5 ? XE_FAILED : XE_OK));
+        atomic_store(&owner_fails_at, -1);
+        end_transfer(t);
+        transfer *next = of_one(b, MIB + 100, 2);
+        start(next, NULL, NULL);
+        finish(next);
+    }
+    atomic_store(&owner_over, true);
+    pthread_join(owner, NULL);
+    end_bench(b);
+}
+
+// The device goes in the middle: everybody is told.
+static void loses_the_device(void) {
+    xe_start(3);
+    bench *b[2] = {new_bench(1, XE_H2D, &DEVICE, 4, 256 * KIB, true), new_bench(2, XE_D2H, &DEVICE, 4, 256 * KIB, true)};
+    transfer *t[6];
+    for (uint32_t n = 0; n < 6; n++) t[n] = of_one(b[n % 2], 8 * MIB, n);
+    atomic_store(&gate, false);
+    for (uint32_t n = 0; n < 2; n++) {
+        for (int k = 0; k < 3; k++) tell(b[n]->stream, (op){.kind = HOLD}, NULL);
+    }
+    for (uint32_t n = 0; n < 6; n++) start(t[n], NULL, NULL);
+    while (b[0]->stream->count < 8 || b[1]->stream->count < 8) pause_for(100);
+    atomic_store(&device_lost, true);
+    double began = seconds();
+    for (uint32_t n = 0; n < 6; n++) CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    printf("everybody was told after %.3f s\n", seconds() - began);
+    atomic_store(&gate, true);
+    for (uint32_t n = 0; n < 2; n++) {
+        // What was lost is the caller's to keep: here until the copies, which this device makes all the same, are over.
+        drain(b[n]->stream);
+        CHECK(xe_close_lane(b[n]->number) == XE_OK);
+        end_stream(b[n]->stream);
+        free(b[n]->memory);
+        free(b[n]);
+    }
+    for (uint32_t n = 0; n < 6; n++) end_transfer(t[n]);
+}
+
+static void drops_what_has_not_begun(void) {
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 1, 256 * KIB, false);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    transfer *first = of_one(b, MIB, 1), *second = of_one(b, MIB, 2), *third = of_one(b, 100, 3);
+    start(first, NULL, NULL);
+    start(second, NULL, NULL);
+    start(third, NULL, NULL);
+    CHECK(xe_drop(third->row) == XE_OK && xe_drop(third->row) == XE_NOT_YET);
+    CHECK(xe_wait(third->row, XE_STAGED, 0) == XE_FAILED);
+    xe_start(1);
+    while (xe_drop(second->row) == XE_NOT_YET) {}
+    while (b->stream->count < 3) pause_for(100);
+    CHECK(xe_drop(first->row) == XE_NOT_YET);
+    // It goes on, whoever stopped waiting for it.
+    CHECK(xe_wait(first->row, XE_FINISHED, 1000) == XE_NOT_YET);
+    CHECK(xe_close_lane(1) == XE_BUSY);
+    atomic_store(&gate, true);
+    finish(first);
+    int32_t why;
+    const char *what;
+    int lost;
+    CHECK(xe_error(second->row, &why, &what, &lost) == XE_OK && why == ECANCELED && !lost);
+    end_transfer(second);
+    end_transfer(third);
+    CHECK(xe_drop(12345) == XE_UNKNOWN);
+    // Nothing of the others was ever looked at.
+    xe_figures figures;
+    xe_read_figures(&figures);
+    CHECK(figures.copied_nbytes == MIB);
+    end_bench(b);
+}
+
+// A second call with the same number changes nothing, and nonsense is refused.
+static void may_be_called_again(void) {
+    xe_start(2);
+    CHECK(xe_start(1) == 2);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 2, 256 * KIB, false);
+    CHECK(xe_open_lane(1, XE_H2D, &DEVICE, b->stream) == XE_OK);
+    CHECK(xe_add_chunk(1, 0, b->memory, 256 * KIB, &b->events[0]) == XE_OK);
+    transfer *t = of_one(b, MIB, 1);
+    for (int n = 0; n < 5; n++) start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
+    start(t, NULL, NULL);
+    uint64_t rows[4], chunk, before = 7;
+    CHECK(xe_forget(t->row) == XE_BUSY);
+    CHECK(xe_finished(rows, 4) == 1 && rows[0] == t->row);
+    check_arrived(t);
+    end_transfer(t);
+    CHECK(xe_forget(atomic_load(&next_row) - 1) == XE_UNKNOWN);
+    CHECK(xe_wait(atomic_load(&next_row) - 1, XE_FINISHED, 0) == XE_UNKNOWN);
+    CHECK(xe_take_chunk(1, &chunk) == XE_OK && xe_take_chunk(1, &before) == XE_OK && chunk != before);
+    CHECK(xe_take_chunk(1, &chunk) == XE_NOT_YET && xe_take_chunk(2, &chunk) == XE_UNKNOWN);
+    char host[8];
+    xe_piece nothing = {host, 1, 0, 0}, nowhere = {NULL, 1, 8, 0}, piece = {host, 1, 8, 0};
+    event e = {0};
+    CHECK(xe_submit(900, 1, &piece, 0, NULL, NULL) == XE_WRONG && xe_submit(900, 1, &nothing, 1, NULL, NULL) == XE_WRONG);
+    CHECK(xe_submit(900, 1, &nowhere, 1, NULL, NULL) == XE_WRONG && xe_submit(900, 9, &piece, 1, NULL, NULL) == XE_UNKNOWN);
+    CHECK(xe_open_lane(5, 2, &DEVICE, NULL) == XE_WRONG);
+    xe_calls older = DEVICE;
+    older.version--;
+    CHECK(xe_open_lane(5, XE_H2D, &older, NULL) == XE_WRONG);
+    CHECK(xe_open_lane(5, XE_H2D, NULL, NULL) == XE_OK && xe_submit(900, 5, &piece, 1, &e, NULL) == XE_WRONG);
+    CHECK(xe_close_lane(5) == XE_OK && xe_close_lane(5) == XE_UNKNOWN);
+    CHECK(xe_add_chunk(5, 1, host, 256, NULL) == XE_UNKNOWN && xe_add_chunk(1, 1, host, 8, NULL) == XE_WRONG);
+    CHECK(xe_answer(1, 77, 0, 1) == XE_UNKNOWN && xe_reached(1, 77, 0) == XE_UNKNOWN);
+    end_bench(b);
+}
+
+// A source whose file was cut off fails the job, and nobody else.
+static void survives_a_file_that_is_cut_off(void) {
+    xe_start(2);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 256 * KIB, false);
+    char name[] = "/tmp/xferlib-engine-XXXXXX";
+    int file = mkstemp(name);
+    unlink(name);
+    CHECK(ftruncate(file, MIB) == 0);
+    char *mapped = mmap(NULL, MIB, PROT_READ, MAP_SHARED, file, 0);
+    CHECK(mapped != MAP_FAILED && ftruncate(file, 64 * KIB) == 0);
+    char *device = malloc(MIB);
+    xe_piece piece = {mapped, (uint64_t)device, MIB, 0};
+    CHECK(xe_submit(500, 1, &piece, 1, NULL, NULL) == XE_OK);
+    CHECK(xe_wait(500, XE_FINISHED, PATIENCE) == XE_FAILED);
+    int32_t why;
+    const char *what;
+    int lost;
+    CHECK(xe_error(500, &why, &what, &lost) == XE_OK && why == SIGBUS && !lost);
+    transfer *next = of_one(b, MIB, 2);
+    start(next, NULL, NULL);
+    finish(next);
+    free(device);
+    munmap(mapped, MIB);
+    close(file);
+    end_bench(b);
+}
+
+// At exit nothing more is issued, and nobody waits for what is held.
+static void stops(void) {
+    xe_start(3);
+    bench *b = new_bench(1, XE_D2H, &DEVICE, 4, 256 * KIB, false);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    // Reachable to the end: nobody may free what is held.
+    static transfer *t;
+    t = of_one(b, 9 * MIB, 1);
+    start(t, NULL, NULL);
+    while (b->stream->count < 9) pause_for(100);
+    CHECK(xe_stop(SECOND) == XE_OK);
+    size_t before = b->stream->count;
+    atomic_store(&gate, true);
+    pause_for(20000);
+    CHECK(b->stream->count == before);
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_STOPPED);
+    CHECK(xe_submit(901, 1, t->pieces, 1, NULL, NULL) == XE_STOPPED && xe_start(4) == XE_STOPPED);
+    xe_request requests[XE_MOST_PIECES];
+    CHECK(xe_requests(requests, XE_MOST_PIECES, PATIENCE) == 0);
+}
+
+// A child has no threads, and is left alone by what the parent does.
+static void forks(void) {
+    xe_start(3);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 256 * KIB, true);
+    for (uint32_t n = 0; n < 5; n++) {
+        transfer *t = of_one(b, 2 * MIB, n);
+        start(t, NULL, NULL);
+        pid_t child = fork();
+        if (child == 0) _exit(0);
+        int status;
+        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+        finish(t);
+    }
+    end_bench(b);
+}
+
+// No signal is handled on a thread of the engine.
+static atomic_int handled_elsewhere;
+static pthread_t main_thread;
+
+static void on_signal(int number) {
+    (void)number;
+    if (!pthread_equal(pthread_self(), main_thread)) atomic_fetch_add(&handled_elsewhere, 1);
+}
+
+static void blocks_signals(void) {
+    main_thread = pthread_self();
+    xe_start(4);
+    // Before the stream's thread is made, which would take some.
+    sigset_t alarm, old;
+    sigemptyset(&alarm);
+    sigaddset(&alarm, SIGALRM);
+    pthread_sigmask(SIG_BLOCK, &alarm, &old);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 256 * KIB, false);
+    signal(SIGALRM, on_signal);
+    for (uint32_t n = 0; n < 50; n++) {
+        transfer *t = of_one(b, MIB, n);
+        start(t, NULL, NULL);
+        kill(getpid(), SIGALRM);
+        finish(t);
+    }
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    CHECK(atomic_load(&handled_elsewhere) == 0);
+    end_bench(b);
+}
+
+// Chunks come and go, and lanes, while jobs of any shape are under way, from several threads.
+static void *rush(void *which) {
+    uint32_t seed = 100 + (uint32_t)(uintptr_t)which;
+    bench *b = new_bench(50 + (uint32_t)(uintptr_t)which, (int)((uintptr_t)which % 2), (uintptr_t)which % 3 ? &DEVICE : &OTHER, 5, 256 * KIB, dice(&seed, 2));
+    for (int turn = 0; turn < 25; turn++) {
+        transfer *t[6];
+        event done[6];
+        size_t count = 1 + dice(&seed, 6);
+        memset(done, 0, sizeof done);
+        for (size_t n = 0; n < count; n++) {
+            size_t sizes[40], pieces = 1 + dice(&seed, 40);
+            for (size_t k = 0; k < pieces; k++) sizes[k] = 1 + dice(&seed, dice(&seed, 6) ? 2000 : 400 * KIB);
+            start(t[n] = new_transfer(b, pieces, sizes, seed), NULL, &done[n]);
+        }
+        uint64_t chunk;
+        if (dice(&seed, 2) && xe_take_chunk(b->number, &chunk) == XE_OK)
+            CHECK(xe_add_chunk(b->number, chunk, b->memory + chunk * b->nbytes, b->nbytes, &b->events[chunk]) == XE_OK);
+        for (size_t n = count; n--;) {
+            if (xe_drop(t[n]->row) != XE_OK) {
+                CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_OK);
+                CHECK(atomic_load(&done[n].recorded) == 1);
+                check_arrived(t[n]);
+            }
+            end_transfer(t[n]);
+        }
+    }
+    end_bench(b);
+    return NULL;
+}
+
+static void stands_a_rush(void) {
+    xe_start(3);
+    pthread_t threads[6];
+    for (uintptr_t n = 0; n < 6; n++) CHECK(pthread_create(&threads[n], NULL, rush, (void *)n) == 0);
+    for (uintptr_t n = 0; n < 6; n++) pthread_join(threads[n], NULL);
+}
+
+// Past the caches or not, aligned or not, the bytes are the same.
+static void copies_whole(void) {
+    size_t most = 3 * MIB;
+    char *from = malloc(most + 200), *to = malloc(most + 200);
+    for (size_t n = 0; n < most + 200; n++) from[n] = value(1, 2, n);
+    const size_t sizes[] = {0, 1, 63, 64, 65, 255, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 64 * KIB + 300, MIB + 77, 3 * MIB};
+    for (size_t n = 0; n < sizeof sizes / sizeof *sizes; n++)
+        for (size_t a = 0; a < 130; a += 13)
+            for (int aside = 0; aside < 2; aside++) {
+                memset(to, 0, sizes[n] + 200);
+                xe_copy(to + a, from + 3, sizes[n], aside);
+                CHECK(memcmp(to + a, from + 3, sizes[n]) == 0 && to[a + sizes[n]] == 0 && (a == 0 || to[a - 1] == 0));
+            }
+    free(from);
+    free(to);
+}
+
+#define TEST(name) {#name, name}
+static const struct { const char *name; void (*run)(void); } TESTS[] = {
+    TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
+    TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together), TEST(waits_for_no_lane),
+    TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_fair), TEST(fails_alone_to_the_device),
+    TEST(fails_alone_to_the_host), TEST(fails_alone_though_it_copies), TEST(tells_what_an_event_says), TEST(gives_away_no_chunk_that_may_be_read),
+    TEST(owner_fails), TEST(loses_the_device), TEST(drops_what_has_not_begun), TEST(may_be_called_again),
+    TEST(survives_a_file_that_is_cut_off), TEST(stops), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
+};
+
+int main(int argc, char **argv) {
+    for (size_t n = 0; n < sizeof TESTS / sizeof *TESTS; n++) {
+        if (argc < 2) {
+            puts(TESTS[n].name);
+        } else if (strcmp(argv[1], TESTS[n].name) == 0) {
+            TESTS[n].run();
+            return 0;
+        }
+    }
+    return argc < 2 ? 0 : 2;
+}

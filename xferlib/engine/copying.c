@@ -1,0 +1,110 @@
+// Copies by the CPU: past its caches where that pays, and not fatal where a file behind a mapping has become shorter.
+#define _GNU_SOURCE
+#include "copying.h"
+
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// Below, the bytes stay in a cache until they are asked for, and stores past it only cost.
+enum { ASIDE_FROM = 64 << 10 };
+
+#if defined(__x86_64__)
+// Each stores whole vectors past the caches, and returns how many bytes that were. `dst` is aligned to the vector.
+__attribute__((target("avx512f"))) static size_t store_avx512(char *dst, const char *src, size_t nbytes) {
+    size_t at = 0;
+    for (; at + 256 <= nbytes; at += 256) {
+        __m512i a = _mm512_loadu_si512(src + at), b = _mm512_loadu_si512(src + at + 64);
+        __m512i c = _mm512_loadu_si512(src + at + 128), d = _mm512_loadu_si512(src + at + 192);
+        _mm512_stream_si512((void *)(dst + at), a);
+        _mm512_stream_si512((void *)(dst + at + 64), b);
+        _mm512_stream_si512((void *)(dst + at + 128), c);
+        _mm512_stream_si512((void *)(dst + at + 192), d);
+    }
+    return at;
+}
+
+__attribute__((target("avx2"))) static size_t store_avx2(char *dst, const char *src, size_t nbytes) {
+    size_t at = 0;
+    for (; at + 128 <= nbytes; at += 128) {
+        __m256i a = _mm256_loadu_si256((const void *)(src + at)), b = _mm256_loadu_si256((const void *)(src + at + 32));
+        __m256i c = _mm256_loadu_si256((const void *)(src + at + 64)), d = _mm256_loadu_si256((const void *)(src + at + 96));
+        _mm256_stream_si256((void *)(dst + at), a);
+        _mm256_stream_si256((void *)(dst + at + 32), b);
+        _mm256_stream_si256((void *)(dst + at + 64), c);
+        _mm256_stream_si256((void *)(dst + at + 96), d);
+    }
+    return at;
+}
+
+static size_t store(char *dst, const char *src, size_t nbytes) {
+    if (__builtin_cpu_supports("avx512f")) return store_avx512(dst, src, nbytes);
+    if (__builtin_cpu_supports("avx2")) return store_avx2(dst, src, nbytes);
+    return 0;
+}
+#endif
+
+void copy_bytes(void *dst, const void *src, size_t nbytes, bool aside) {
+#if defined(__x86_64__)
+    if (aside && nbytes >= ASIDE_FROM) {
+        char *to = dst;
+        const char *from = src;
+        size_t head = -(uintptr_t)to & 63;
+        memcpy(to, from, head);
+        size_t stored = head + store(to + head, from + head, nbytes - head);
+        memcpy(to + stored, from + stored, nbytes - stored);
+        // Such stores are not ordered by anything else: before anybody is told, they are there.
+        _mm_sfence();
+        return;
+    }
+#else
+    (void)aside;
+#endif
+    memcpy(dst, src, nbytes);
+}
+
+// A mapping whose file was cut off raises SIGBUS on the thread that touches it.
+
+static _Thread_local sigjmp_buf back;
+static _Thread_local volatile sig_atomic_t guarded;
+static struct sigaction before;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void on_bus_error(int number, siginfo_t *info, void *context) {
+    if (guarded) {
+        guarded = 0;
+        siglongjmp(back, 1);
+    }
+    // Not ours. Whoever was asked before is asked; nobody: it comes again and ends the process, as it would have.
+    if (before.sa_flags & SA_SIGINFO) {
+        before.sa_sigaction(number, info, context);
+    } else if (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
+        signal(number, SIG_DFL);
+    } else {
+        before.sa_handler(number);
+    }
+}
+
+static void listen(void) {
+    struct sigaction action = {.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGBUS, &action, &before);
+}
+
+void survive_bus_errors(void) { pthread_once(&once, listen); }
+
+bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside) {
+    // The mask is not kept: SIGBUS is not blocked by its handler.
+    if (sigsetjmp(back, 0)) return false;
+    guarded = 1;
+    copy_bytes(dst, src, nbytes, aside);
+    guarded = 0;
+    return true;
+}

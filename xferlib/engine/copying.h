@@ -1,0 +1,13 @@
+#ifndef XFERLIB_COPYING_H
+#define XFERLIB_COPYING_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+// `aside`: past the caches, for memory that the CPU does not read again soon.
+void copy_bytes(void *dst, const void *src, size_t nbytes, bool aside);
+// The same; false where the memory is a file's that has become shorter. Needs `survive_bus_errors`, once in the process.
+bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside);
+void survive_bus_errors(void);
+
+#endif

@@ -1,0 +1,125 @@
+// The engine: threads that move the bytes of ordinary memory through small chunks of pinned memory, beside the interpreter.
+//
+// It knows no Python, links against no device's library, and calls nobody back. Whoever uses it chooses the numbers of lanes,
+// chunks and jobs and keeps alive what they refer to; a number is never used twice. Every call may be made from any thread and
+// repeated: a second call with the same number changes nothing. Only xe_wait, xe_requests and xe_stop block, for as long as they
+// are told.
+//
+// A lane is one copy stream, in one direction, with its chunks. A job is one transfer on a lane: pieces of host memory and where
+// they lie on the device. Lanes share the threads and nothing else, so none of them ever waits for another.
+#ifndef XFERLIB_ENGINE_H
+#define XFERLIB_ENGINE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define XE_VERSION 1
+
+enum { XE_H2D, XE_D2H };
+
+// What calls return: below zero nothing was done, but for XE_FAILED, which tells how a job ended.
+enum {
+    XE_OK = 1,
+    XE_NOT_YET = 0,
+    XE_FAILED = -1,
+    XE_UNKNOWN = -2,      // No such lane or job.
+    XE_NO_MEMORY = -3,
+    XE_STOPPED = -4,      // xe_stop was called.
+    XE_BUSY = -5,
+    XE_WRONG = -6,        // An argument makes no sense.
+};
+
+// How far a job has come. Each includes those before it; a job that failed has reached one as soon as what it stands for is true.
+enum {
+    XE_STAGED,            // To the device: its host memory is not read any more. To the host: as XE_ISSUED.
+    XE_ISSUED,            // Every copy is in the stream, and so is the job's event behind them.
+    XE_FINISHED,          // Every copy has been made, and those to the host are in the caller's memory.
+};
+
+// The calls of one device, for streams that the engine may use itself. Each returns 0, or a status of the device's own; `query`
+// returns `not_ready` for an event that is not reached. `enter` is called once on each thread, before its other calls.
+typedef struct {
+    uint32_t version, nbytes;   // XE_VERSION, and the size of this struct.
+    void *context;
+    int32_t not_ready;
+    int32_t reserved;
+    int (*enter)(void *context);
+    int (*copy_h2d)(uint64_t dst, const void *src, size_t nbytes, void *stream);
+    int (*copy_d2h)(void *dst, uint64_t src, size_t nbytes, void *stream);
+    int (*record)(void *event, void *stream);
+    int (*query)(void *event);
+    int (*wait)(void *stream, void *event, unsigned flags);
+} xe_calls;
+
+// A part of a job. Pieces to the device with the same `block`, each of which begins at the multiple of 256 bytes that follows the
+// one before, may be copied as one, with the bytes between them.
+typedef struct {
+    void *host;
+    uint64_t device;
+    uint64_t nbytes;
+    uint64_t block;
+} xe_piece;
+
+// What the owner of a lane without calls is asked to do, in order: if `first`, let the lane wait for what comes before the job;
+// copy; if `record`, record the chunk's event; if `last`, the job's. Then xe_answer for the chunk, once, after its last request.
+typedef struct {
+    uint64_t row, chunk, device;
+    void *memory;
+    uint64_t nbytes;
+    uint32_t lane;
+    uint8_t first, record, last, reserved;
+} xe_request;
+
+int xe_version(void);
+
+// Have at least so many threads. Returns how many there are, which is fewer where the system refuses: with none, whoever waits
+// works. Signals are blocked on them.
+int xe_start(int threads);
+
+// `calls` NULL: its owner makes the calls; see xe_request. `calls` must stay.
+int xe_open_lane(uint32_t lane, int direction, const xe_calls *calls, void *stream);
+// XE_BUSY while a job is on it. Chunks that were not taken back are the caller's again.
+int xe_close_lane(uint32_t lane);
+
+// Give a lane pinned memory to copy through, and for lanes with calls an event of its own.
+int xe_add_chunk(uint32_t lane, uint64_t chunk, void *memory, size_t nbytes, void *event);
+// Take back a chunk that is idle, and store its number. XE_NOT_YET: none is.
+int xe_take_chunk(uint32_t lane, uint64_t *chunk);
+
+// Start a job. `after`: an event that the lane's stream waits for directly before the first copy; `done`: one that is recorded
+// directly behind the last. Both only for lanes with calls, and NULL for none. The pieces are copied.
+int xe_submit(uint64_t row, uint32_t lane, const xe_piece *pieces, size_t count, void *after, void *done);
+// Take back a job of which nothing has begun: as if it had failed. XE_NOT_YET: it has begun, and goes on.
+int xe_drop(uint64_t row);
+// Block until a job has come so far, or so many microseconds have passed; 0 asks without waiting.
+int xe_wait(uint64_t row, int stage, int64_t microseconds);
+// Why a job failed: the device's status, and at what. `lost`: a copy may be under way of which nobody can know when it ends, so
+// that what the job refers to must be kept for good.
+int xe_error(uint64_t row, int32_t *status, const char **at, int *lost);
+// Store the numbers of jobs that have finished, at most `count`, each once, and return how many.
+size_t xe_finished(uint64_t *rows, size_t count);
+// Forget a job that has finished and was told of.
+int xe_forget(uint64_t row);
+
+// Of lanes without calls. Store what is to be done next, whole chunks only, and return how many requests that is; blocks so long
+// for the first one. `count` is at least XE_MOST_PIECES.
+#define XE_MOST_PIECES 256
+size_t xe_requests(xe_request *requests, size_t count, int64_t microseconds);
+// The calls for a chunk have returned; `status` is not 0 where one failed. `recorded`: its event will say when it is at rest.
+int xe_answer(uint32_t lane, uint64_t chunk, int32_t status, int recorded);
+// The chunk's event is reached, or has failed.
+int xe_reached(uint32_t lane, uint64_t chunk, int32_t status);
+
+// Issue nothing more, and wait so long for threads that touch memory of the caller's. Every later call returns XE_STOPPED.
+int xe_stop(int64_t microseconds);
+
+// Figures since the start, for tests and benchmarks.
+typedef struct {
+    uint64_t threads, jobs, chunks, sleeps, polls, copied_nbytes;
+} xe_figures;
+void xe_read_figures(xe_figures *figures);
+
+// Copy as the engine does. `aside`: past the caches, for memory that the CPU does not read again soon.
+void xe_copy(void *dst, const void *src, size_t nbytes, int aside);
+
+#endif
