@@ -103,7 +103,7 @@ class Gets:
             nbytes = self._copy_pinned(sources, outs, pageable)
             event = self._d2h.add(nbytes, outs, sources, looked=looked) if nbytes or not pageable else None
             if pageable:
-                # The CPU copy raises what NumPy raises, when the memory has been made read-only meanwhile, for instance.
+                # The CPU copy raises what NumPy and the system raise.
                 return self._staging.land(pageable, sources, event), (Exception,)
         except BaseException:
             self._d2h.settle((sources, outs))
@@ -117,8 +117,9 @@ class Gets:
         for source, array in zip(sources, outs, strict=True):
             address = self._host.address(array)
             if address is None:
-                # Subclasses may not be cut and shaped as a plain array is: a matrix always has two dimensions.
-                pageable.append((source.address, np.asarray(array)))
+                # Subclasses may not be cut and shaped as a plain array is: a matrix always has two dimensions. A view: what is made
+                # read-only meanwhile, as the arrays of a slot that goes back are, is written all the same, as by a copy engine.
+                pageable.append((source.address, np.asarray(array)[...]))
             elif address:
                 self._backend.copy_d2h(address, source.address, array.nbytes)
                 nbytes += array.nbytes

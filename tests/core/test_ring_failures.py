@@ -13,6 +13,7 @@ import pytest
 import xferlib
 from tests.core.fakes import Gated, held, on_thread, tampered
 from xferlib.staging.crew import CREWS
+from xferlib.staging.parts import pick_up as picked_up
 from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20
@@ -43,8 +44,16 @@ def fails(times: int, call: Callable[[], Any]) -> Callable[[], Any]:
     return failing
 
 
-def test_a_get_that_fails_in_its_last_step_is_told_when_nothing_is_written_any_more() -> None:
+def test_a_get_that_fails_in_its_last_step_is_told_when_nothing_is_written_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = tampered()
+    steps = iter(range(100))
+
+    def pick_up(source: Any, part: Any) -> None:
+        if next(steps) == 0:
+            raise OSError("no such page")
+        picked_up(source, part)
+
+    monkeypatch.setattr("xferlib.staging.land.pick_up", pick_up)
     nbytes = 300_000
     gates: list[Any] = []
     copies = iter(range(100))
@@ -61,14 +70,13 @@ def test_a_get_that_fails_in_its_last_step_is_told_when_nothing_is_written_any_m
         out = [np.zeros(nbytes, np.uint8) for _ in device]
         with held(backend.inner.d2h):
             transfer = stager.get(device, out=out)
-            out[0].setflags(write=False)
         with pytest.raises(TimeoutError):
             on_thread(transfer.synchronize).result(0.3)
         mine = [stager.empty_pinned(nbytes, np.uint8) for _ in device]
         for array in mine:
             array[...] = 1
         gates[0][0].__exit__(None, None, None)
-        with pytest.raises(xferlib.TransferError, match="read-only"):
+        with pytest.raises(xferlib.TransferError, match="no such page"):
             on_thread(transfer.synchronize).result(SECONDS)
         backend.inner.record_d2h().synchronize()
         assert all((array == 1).all() for array in mine)

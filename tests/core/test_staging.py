@@ -208,14 +208,26 @@ def test_the_worker_ends_at_close(stager: xferlib.Stager) -> None:
     assert not worker.is_alive()
 
 
-def test_a_failure_of_the_last_step_is_a_transfer_error_every_time(stager: xferlib.Stager) -> None:
+def test_a_failure_of_the_last_step_is_a_transfer_error_every_time(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(source: Any, part: Any) -> None:
+        raise OSError("no such page")
+
+    monkeypatch.setattr("xferlib.staging.land.pick_up", break_down)
+    transfer = stager.get(np.arange(1000.0), out=np.zeros(1000))
+    for wait in (transfer.synchronize, transfer.done, transfer.result):
+        with pytest.raises(xferlib.TransferError, match="no such page"):
+            wait()
+
+
+def test_what_is_made_read_only_meanwhile_is_written_all_the_same(stager: xferlib.Stager) -> None:
     out = np.zeros(1000)
     with held(stager.backend.d2h):  # type: ignore[attr-defined]  # the host backend's
         transfer = stager.get(np.arange(1000.0), out=out)
         out.setflags(write=False)
-    for wait in (transfer.synchronize, transfer.done, transfer.result):
-        with pytest.raises(xferlib.TransferError, match="read-only"):
-            wait()
+    assert transfer.result() is out
+    assert (out == np.arange(1000.0)).all()
+    with pytest.raises(ValueError, match="out is read-only"):
+        stager.get(np.arange(1000.0), out=out)
 
 
 def test_a_worker_that_cannot_be_started_is_an_error_and_not_a_hang() -> None:
