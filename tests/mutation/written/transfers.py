@@ -87,7 +87,7 @@ MUTANTS = [
         "            self._poll(timeout)\n        return self.value",
         "            self._poll(timeout)\n        return self._arrays()",
     ),
-    (GETS, "pageable.append((source.address, np.asarray(array)))", "pageable.append((source.address, array))"),
+    (GETS, "pageable.append((source.address, np.asarray(array)[...]))", "pageable.append((source.address, array))"),
     (
         STAGER,
         "            self._traffic.reap()\n            self._staging.release()\n            self._pool.trim()",
