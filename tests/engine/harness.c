@@ -485,6 +485,33 @@ static void waits_for_no_lane(void) {
     end_bench(gets);
 }
 
+// However many lanes are held, each of them is asked.
+static void asks_every_lane(void) {
+    enum { HELD = 40 };
+    xe_start(1);
+    bench *held[HELD];
+    transfer *t[HELD];
+    atomic_store(&gate, false);
+    for (uint32_t n = 0; n < HELD; n++) {
+        held[n] = new_bench(n + 1, XE_D2H, &DEVICE, 1, 64 * KIB, false);
+        tell(held[n]->stream, (op){.kind = HOLD}, NULL);
+        start(t[n] = of_one(held[n], 100, n), NULL, NULL);
+    }
+    for (uint32_t n = 0; n < HELD; n++) CHECK(xe_wait(t[n]->row, XE_ISSUED, PATIENCE) == XE_OK);
+    bench *b = new_bench(HELD + 1, XE_D2H, &DEVICE, 1, 64 * KIB, false);
+    for (uint32_t n = 0; n < 3; n++) {
+        transfer *free = of_one(b, 100, n);
+        start(free, NULL, NULL);
+        finish(free);
+    }
+    atomic_store(&gate, true);
+    for (uint32_t n = 0; n < HELD; n++) {
+        finish(t[n]);
+        end_bench(held[n]);
+    }
+    end_bench(b);
+}
+
 static double processor_seconds(void) {
     struct rusage used;
     getrusage(RUSAGE_SELF, &used);
@@ -948,7 +975,7 @@ static void copies_whole(void) {
 #define TEST(name) {#name, name}
 static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
-    TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together), TEST(waits_for_no_lane),
+    TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together), TEST(waits_for_no_lane), TEST(asks_every_lane),
     TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_fair), TEST(fails_alone_to_the_device),
     TEST(fails_alone_to_the_host), TEST(fails_alone_though_it_copies), TEST(tells_what_an_event_says), TEST(gives_away_no_chunk_that_may_be_read),
     TEST(owner_fails), TEST(loses_the_device), TEST(drops_what_has_not_begun), TEST(may_be_called_again),

@@ -197,6 +197,12 @@ MUTANTS = (
         "        issued(c, o);\n    }\n    l->issuing = false;",
         "waits_for_no_lane",
     ),
+    Mutant(
+        "the same lanes are asked each time",
+        "rounds++ * MOST_LANES_ASKED % busy",
+        "rounds * MOST_LANES_ASKED % busy",
+        "asks_every_lane",
+    ),
     # Copies.
     Mutant(
         "the last bytes are left out",

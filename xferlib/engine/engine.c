@@ -29,7 +29,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "copying.h"
 
@@ -109,6 +108,7 @@ static chunks landed;
 static int threads, idle_threads;
 static size_t touching, copying;       // Threads in memory of the caller's; chunks whose events are the engine's to ask for.
 static unsigned quiet;           // Rounds of asking in a row that found nothing.
+static size_t rounds;            // Of asking some of the lanes.
 static bool polling, dozing, stopping;      // A thread asks; it sleeps between two rounds.
 static xe_figures figures;
 static _Thread_local void *entered;
@@ -506,9 +506,15 @@ static void reached(chunk *c, int32_t status, const char *at) {
 static size_t ask(void) {
     chunk *oldest[MOST_LANES_ASKED];
     int32_t statuses[MOST_LANES_ASKED];
-    size_t count = 0;
-    for (lane *l = lanes; l && count < MOST_LANES_ASKED; l = l->next)
-        if (l->calls && l->copying.first) oldest[count++] = l->copying.first;
+    size_t count = 0, busy = 0;
+    for (lane *l = lanes; l; l = l->next) busy += l->calls && l->copying.first;
+    // Where they are more, each round goes on behind those of the last one.
+    size_t skipped = busy > MOST_LANES_ASKED ? rounds++ * MOST_LANES_ASKED % busy : 0;
+    for (int again = 0; again < 2; again++) {
+        size_t number = 0;
+        for (lane *l = lanes; l && count < MOST_LANES_ASKED; l = l->next)
+            if (l->calls && l->copying.first && (number++ < skipped) == again) oldest[count++] = l->copying.first;
+    }
     figures.polls++;
     pthread_mutex_unlock(&mu);
     for (size_t n = 0; n < count; n++) {
