@@ -273,7 +273,8 @@ class Traffic:
     @property
     def is_read_by_none(self) -> bool:
         """Whether no copy can be in flight, of whatever stager, that uses device memory of the caller's, but puts of this one."""
-        return not self.d2h._entries and not self.unissued and len(_open) == 1
+        # In this order: a get enters what it has started before it leaves the list of what it has still to start.
+        return not self.unissued and not self.d2h._entries and len(_open) == 1
 
     def entries(self) -> Iterator[Entry]:
         """Iterate the copies of both directions that may be in flight."""

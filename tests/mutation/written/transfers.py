@@ -16,18 +16,23 @@ MUTANTS = [
     ),
     (
         "xferlib/inflight.py",
-        "return not self.d2h._entries and not self.unissued and len(_open) == 1",
+        "return not self.unissued and not self.d2h._entries and len(_open) == 1",
         "return not self.d2h._entries and len(_open) == 1",
     ),
     (
         "xferlib/inflight.py",
-        "return not self.d2h._entries and not self.unissued and len(_open) == 1",
-        "return not self.d2h._entries and not self.unissued",
+        "return not self.unissued and not self.d2h._entries and len(_open) == 1",
+        "return not self.unissued and not self.d2h._entries",
     ),
     (
         "xferlib/inflight.py",
-        "return not self.d2h._entries and not self.unissued and len(_open) == 1",
+        "return not self.unissued and not self.d2h._entries and len(_open) == 1",
         "return not self.unissued and len(_open) == 1",
+    ),
+    (
+        "xferlib/inflight.py",
+        "return not self.unissued and not self.d2h._entries and len(_open) == 1",
+        "return not self.d2h._entries and not self.unissued and len(_open) == 1",
     ),
     (PUTS, "                if traffic.place == self._traffic.place:\n", "                if True:\n"),
     (
