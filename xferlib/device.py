@@ -251,16 +251,20 @@ class BlockCache:
 
     def _mend(self) -> None:
         """Derive anew what follows from the rows."""
-        self._leased, self._places, self._idle, self._doomed = {}, {}, defaultdict(deque), deque()
+        leased: dict[int, _Row] = {}
+        places: dict[int, _Row] = {}
+        self._idle, self._doomed = defaultdict(deque), deque()
         for row in list(self._rows.values()):
             if row.doomed:
                 self._doomed.append(row)
                 continue
-            self._places[row.address] = row
+            places[row.address] = row
             if row.lease is None:
                 self._idle[row.nbytes].append(row)
             else:
-                self._leased[row.lease] = row
+                leased[row.lease] = row
+        # Only when they are whole: who asks about memory takes no lock.
+        self._leased, self._places = leased, places
 
     def _end(self, row: _Row) -> None:
         streams, doomed = list(row.streams.values()), self._closed

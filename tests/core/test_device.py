@@ -209,6 +209,37 @@ def test_a_question_about_memory_may_come_while_blocks_are_leased(monkeypatch: p
     assert taken
 
 
+@pytest.mark.parametrize("offset", [0, 256])
+def test_a_question_about_memory_may_come_while_the_table_is_mended(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+    """It takes no lock, so other threads ask meanwhile; a stream that is not noted then reads memory that is written anew."""
+    answers: list[tuple[bool, bool]] = []
+
+    class Row(xferlib.device._Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
+        __slots__ = ("_doomed",)
+
+        @property
+        def doomed(self) -> bool:
+            """Asked of each as the table is mended."""
+            if blocks._torn:
+                answers.append((blocks.owns(inside), blocks.note(inside, Stream(7, None))))
+            return self._doomed
+
+        @doomed.setter
+        def doomed(self, value: bool) -> None:
+            self._doomed = value
+
+    monkeypatch.setattr(xferlib.device, "_Row", Row)
+    blocks = cache(Device())
+    streams: dict[int, Stream] = {}
+    leases = [blocks.lease(MIB, streams), blocks.lease(MIB, {})]
+    inside = Source(leases[0][0].address + offset, 1, None)
+    # As an interrupt leaves it.
+    blocks._torn = True
+    leases.append(blocks.lease(2 * MIB, {}))
+    assert answers == [(True, True)] * 2
+    assert list(streams) == [7]
+
+
 def test_a_stream_known_by_its_handle_is_waited_for_as_any_other() -> None:
     """The caller promises that it stays valid, so no finalizer need ask about it."""
     device = Device()
