@@ -57,6 +57,31 @@ def test_a_segment_that_the_driver_refuses_to_free_is_the_only_one_left(call: Ca
     assert pool.usage()[0] == 0
 
 
+def test_a_segment_that_the_driver_never_frees_keeps_no_other_locked_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said at last, when nothing else is left: what a table raises ends the looking after it."""
+
+    class Stuck(Driver):
+        def free(self, address: int) -> None:
+            if address == stuck:
+                raise OSError("busy")
+            super().free(address)
+
+    driver = Stuck()
+    pool = driver.pool(8 * MIB)
+    blocks = [pool.take(2 * MIB), pool.take(3 * MIB)]
+    stuck = blocks.pop().address
+    watched: list[PinnedPool] = []
+    monkeypatch.setattr("xferlib.memory.pool.watch", watched.append)
+    with pytest.raises(OSError, match="busy"):
+        pool.close()
+    assert watched == [pool]
+    assert pool.settle()
+    blocks.clear()
+    with pytest.raises(OSError, match="busy"):
+        pool.settle()
+    assert list(driver.live) == [stuck]
+
+
 def test_what_could_not_be_freed_is_handed_out_again() -> None:
     driver = Failing(before=OSError("busy"))
     pool = idle_segments(driver)

@@ -295,7 +295,13 @@ class PinnedPool:
         """After `close`, unpin what no array holds any more; tell whether anything is left. See `Remains`."""
         # Copies of another stager's that are done may hold the last reference, and nobody may call that one.
         self._flow.reap()
-        self._trim()
+        try:
+            self._trim()
+        except Exception:
+            # Said when nothing else is left: what is raised ends the looking.
+            if self._rows or self._growing:
+                return True
+            raise
         return self._is_left
 
     @property
