@@ -86,11 +86,12 @@ def test_a_finalizer_on_the_thread_of_a_copy_engine_is_told_that_it_cannot_wait(
     source = stager.empty_pinned(100, np.uint8)
     transfers: list[xferlib.Transfer] = []
     told: list[str] = []
+    pin = stager.pin(np.zeros(100))
     gate, ended = threading.Event(), threading.Event()
 
     def finalizer() -> None:
         gate.wait(WATCHDOG)
-        for wait in (transfers[0].synchronize, transfers[0].result, lambda: transfers[0].value, stager.pin(np.zeros(100)).close):
+        for wait in (transfers[0].synchronize, transfers[0].result, lambda: transfers[0].value, pin.close):
             with pytest.raises(XferError, match="makes the copies") as caught:
                 wait()
             told.append(str(caught.value))
@@ -103,6 +104,7 @@ def test_a_finalizer_on_the_thread_of_a_copy_engine_is_told_that_it_cannot_wait(
     assert len(told) == 4
     # What was refused has harmed nothing.
     transfers[0].synchronize()
+    pin.close()
     stager.trim()
 
 
