@@ -131,6 +131,44 @@ def test_a_finalizer_on_the_thread_that_leads_a_borrowed_put_is_told_that_it_can
     assert told
 
 
+@pytest.mark.parametrize("where", ["xferlib-landing", "xferlib-to-host"])
+def test_a_finalizer_on_a_thread_that_starts_the_copies_of_a_get_waits_for_no_start(where: str) -> None:
+    """It may be at the very part that it would wait for."""
+    transfers: list[xferlib.Transfer] = []
+    told: list[str] = []
+    came = threading.Event()
+
+    def finalizer() -> None:
+        transfers.append(stager.get(beside))
+        transfers.append(stager.put(new, into=beside))
+        with pytest.raises(XferError, match="makes the copies") as caught:
+            stager.put(new, into=array[-1:])
+        told.append(str(caught.value))
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        name = threading.current_thread().name
+        if name.startswith(where) and not came.is_set():
+            came.set()
+            # Where the collector runs on this thread.
+            finalizer()
+        elif name.startswith("xferlib-"):
+            assert came.wait(WATCHDOG)
+        backend.inner.copy_d2h(dst, src, nbytes)
+
+    backend = tampered(copy_d2h=copy)
+    with xferlib.stager(backend, staging="4x256KiB") as stager:
+        beside, new = np.array([3]), stager.empty_pinned(1, np.int64)
+        new[:] = 4
+        array, out = np.full(2 * MIB, 5), np.zeros(2 * MIB, np.int64)
+        getting = stager.get(array, out=out)
+        on_thread(getting.synchronize).result(WATCHDOG)
+        assert (out == 5).all()
+        assert told
+        assert transfers[0].result() == [3]
+        transfers[1].synchronize()
+        assert beside == [4]
+
+
 WITHOUT = Capabilities(register=True, streams=True, put_into=True, finalizers=False)
 REFUSED = "in a finalizer that the garbage collector runs"
 

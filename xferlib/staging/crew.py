@@ -108,10 +108,6 @@ class Leader:
                 self._start()
             self._queue.put(work)
 
-    def is_current(self) -> bool:
-        """Tell whether the calling thread is this one."""
-        return self.thread is threading.current_thread()
-
     def close(self) -> None:
         """End the thread when everything submitted is done."""
         with self._starting:

@@ -16,9 +16,10 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from xferlib.errors import AllocationError
+from xferlib.errors import AllocationError, XferError
 from xferlib.inflight import Entry, Traffic, reap_all, uses, wait_for_others
 from xferlib.landing import Landing
+from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array, address_of, extent
 from xferlib.memory.pool import PAGE, HostBlock, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
@@ -248,13 +249,21 @@ class Staging:
     def wait_issued(self, target: Source | None = None) -> None:
         """Block until the copies that earlier gets still have to start are started; None: all, else of those that read `target`.
 
-        What enters the stream before them, they would wait for.
+        What enters the stream before them, they would wait for. Raises `XferError` on a thread that copies would wait for, where
+        `target` would be overwritten too early otherwise.
         """
-        if not self._unissued or self._leaders[D2H].is_current():
+        if not self._unissued:
             return
+        is_finalizer = is_copying()
         for job, sources in self._unissued.copy():
             if target is None or any(uses(source, target) for source in sources):
-                job.issued.wait()
+                if not is_finalizer:
+                    job.issued.wait()
+                elif target is not None and not job.issued.is_open():
+                    raise XferError(
+                        "a finalizer would overwrite an array that a get still reads, and cannot wait on a thread that makes the "
+                        "copies: the garbage collector runs finalizers on any thread. Put into arrays in ordinary code"
+                    )
         self._forget_issued()
 
     def _forget_issued(self) -> None:
