@@ -12,7 +12,8 @@ import pytest
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import Gated, held, on_thread, tampered
+from tests.core.fakes import Gated, held, off_main, on_thread, tampered, until
+from xferlib.pipeline.ends import Ends, users_of
 from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20
@@ -167,6 +168,21 @@ def test_pinned_leaves_beside_lent_ones_arrive(gated: Gated, stager: xferlib.Sta
     assert (got["pinned"] == 3).all()
     assert got["none"].shape == (0, 2)
     assert np.array_equal(got["lent"], numbers(8 * MIB))
+
+
+def test_pinned_leaves_beside_lent_ones_are_in_use_until_their_copies_are_done() -> None:
+    """As whoever hands out a slot of a ring asks. That all copies are started is not enough."""
+    gated = Gated(off_main)
+    with xferlib.stager(gated.backend, staging=RING) as stager, held(gated.backend.inner.h2d) as gate:
+        pinned = stager.empty_pinned(100, np.uint8)
+        transfer = stager.put([pinned, np.ones(2 * MIB, np.uint8)], borrow=True)
+        users = Ends(users_of(pinned.ctypes.data, pinned.nbytes))
+        gated.gate.set()
+        assert until(lambda: not stager._traffic.landings.unreached())
+        assert not users.done()
+        gate.set()
+        transfer.synchronize()
+        assert users.done()
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -166,7 +166,7 @@ class Staging:
         """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
 
         Holds an object until the last copy is started. `beside`: the arrays of the same transfer whose copies the caller has
-        started, held until all are done.
+        started, held until these are done.
         """
         nbytes = _bytes_of([leaf.array for leaf in leaves])
         # All threads need not end together: those that have nothing left go on with the next one.
@@ -175,11 +175,14 @@ class Staging:
 
         def end(_: Job, held: object = until_started) -> None:
             try:
-                lent.event = self._traffic.h2d.add(nbytes + _bytes_of(beside), beside)
+                lent.event = self._traffic.h2d.add(nbytes, ())
             except BaseException:
-                self._traffic.h2d.settle((beside, held))
+                self._traffic.h2d.settle(held)
                 raise
 
+        if beside:
+            # Now: whoever asks who uses this memory must find it until its own copies are done.
+            self._traffic.h2d.add(_bytes_of(beside), beside)
         self._chunks.expect(H2D, len(parts))
         lent.job = job = Job(parts, self._fill, end=end)
         job.over.memory = [extent(leaf.array) for leaf in leaves]
