@@ -278,9 +278,10 @@ class BlockCache:
             except self._failures:
                 # Nobody can say when its readers are done. The framework's own free waits for them.
                 doomed = True
+        # Before the lease: what an interrupt leaves is idle then, or doomed, but never idle by mistake.
+        row.doomed = doomed
         row.lease, row.readers, row.streams = None, frozenset(row.streams), {}
         if doomed:
-            row.doomed = True
             self._doomed.append(row)
         else:
             self._idle[row.nbytes].append(row)

@@ -56,8 +56,8 @@ class Entry(NamedTuple):
         return any(_meet(address_of(array), array.nbytes, address, nbytes) for array in self.host)
 
     def uses_device(self, target: Source) -> bool:
-        """Tell whether a copy may still read or write part of this device memory."""
-        return any(uses(source, target) for source in self.device)
+        """Tell whether a copy may still read or write part of this device memory, or of host memory that it is a view of."""
+        return any(uses(source, target) for source in self.device) or self.uses_host(target.address, target.nbytes)
 
 
 _ASKED, _RECORDED = itemgetter(0), itemgetter(2)
@@ -271,7 +271,7 @@ class Traffic:
         return self.h2d.busy or self.d2h.busy or self.landings.busy or self.views.busy
 
     @property
-    def is_read_by_none(self) -> bool:
+    def has_no_readers(self) -> bool:
         """Whether no copy can be in flight, of whatever stager, that uses device memory of the caller's, but puts of this one."""
         # In this order: a get enters what it has started before it leaves the list of what it has still to start.
         return not self.unissued and not self.d2h._entries and len(_open) == 1

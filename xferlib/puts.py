@@ -106,7 +106,7 @@ class Puts:
             self._loud.put([(array, address)], into=True)
         self._check_target(target, array)
         place = self._as_target(target, stream)
-        if not self._traffic.is_read_by_none:
+        if not self._traffic.has_no_readers:
             self._order_after_users(place)
         event = self._begin_one(place[0], array, address, place, (place,))
         try:
@@ -144,7 +144,7 @@ class Puts:
 
     def _into(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
         places = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
-        if not self._traffic.is_read_by_none:
+        if not self._traffic.has_no_readers:
             for place in places:
                 self._order_after_users(place)
         event = self._begin([place.address for place in places], sources, range(len(places)), places, places)

@@ -117,6 +117,19 @@ def test_the_only_stager_of_a_process_waits_for_its_own_gets(
     assert (part == 2).all()
 
 
+def test_a_put_into_a_view_of_host_memory_comes_after_a_get_that_writes_it(stager: xferlib.Stager) -> None:
+    memory, new = stager.empty_pinned(1000, np.uint8), stager.empty_pinned(1000, np.uint8)
+    view, new[:] = stager.mapped(memory), 2
+    with held(stager.backend.d2h) as gate:  # type: ignore[attr-defined]  # the host backend's own
+        getting = stager.get(np.full(1000, 1, np.uint8), out=memory)
+        putting = stager.put(new, into=view)
+        assert not until(putting.done, 0.1)
+        gate.set()
+        getting.synchronize()
+        putting.synchronize()
+    assert (memory == 2).all()
+
+
 def test_a_get_whose_last_copy_is_started_while_a_put_looks_for_readers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """From one list to the other it is in both for a while, so whoever looks into them in the same order finds it in one."""
     nbytes, last = 64 << 20, threading.Event()

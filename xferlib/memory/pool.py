@@ -284,7 +284,7 @@ class PinnedPool:
         try:
             self._trim()
         except BaseException:
-            # Who closes is told what was refused, and nobody tries that again.
+            # Who closes is told what was refused. It is tried again only if the reaper is wanted anyway, for what is still held.
             if self._rows or self._growing:
                 watch(self)
             raise
