@@ -17,6 +17,9 @@ CORE = ROOT / "xferlib"
 # A module may import modules of the core that stand further up only.
 FLOORS = [
     {"xferlib.callers", "xferlib.errors", "xferlib.forks", "xferlib.handles", "xferlib.latch", "xferlib.tickets"},
+    {"xferlib.engine"},
+    {"xferlib.engine.building"},
+    {"xferlib.engine.native"},
     {"xferlib.reaper"},
     {"xferlib.protocol"},
     {"xferlib.landing", "xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.ranges"},

@@ -8,12 +8,13 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from xferlib.engine.building import SOURCES
+
 __all__ = ["COMPILER", "ENGINE", "SANITIZERS", "TESTS", "built", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "xferlib" / "engine"
 HARNESS = Path(__file__).with_name("harness.c")
-SOURCES = ("engine.c", "copying.c")
 COMPILER = shutil.which("cc")
 OPTIONS = ("-std=c11", "-g", "-Wall", "-Wextra", "-Wshadow", "-Wpedantic", "-pthread")
 

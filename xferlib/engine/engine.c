@@ -630,6 +630,12 @@ static void set_up(void) {
 
 int xe_version(void) { return XE_VERSION; }
 
+#ifndef XE_SOURCE_HASH
+#define XE_SOURCE_HASH ""
+#endif
+
+const char *xe_source_hash(void) { return XE_SOURCE_HASH; }
+
 int xe_start(int wanted) {
     pthread_once(&once, set_up);
     pthread_mutex_lock(&mu);

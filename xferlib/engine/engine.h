@@ -70,7 +70,11 @@ typedef struct {
     uint8_t first, record, last, reserved;
 } xe_request;
 
+#pragma GCC visibility push(default)
+
 int xe_version(void);
+// Of the sources that it was built from; empty where that was not told.
+const char *xe_source_hash(void);
 
 // Have at least so many threads. Returns how many there are, which is fewer where the system refuses: with none, whoever waits
 // works. Signals are blocked on them.
@@ -121,5 +125,7 @@ void xe_read_figures(xe_figures *figures);
 
 // Copy as the engine does. `aside`: past the caches, for memory that the CPU does not read again soon.
 void xe_copy(void *dst, const void *src, size_t nbytes, int aside);
+
+#pragma GCC visibility pop
 
 #endif

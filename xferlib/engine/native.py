@@ -1,0 +1,113 @@
+"""The engine's library as ctypes sees it: found, checked, and its calls described. What they promise stands in engine.h."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from xferlib.engine.building import library_name
+
+__all__ = ["Calls", "Piece", "Request", "library", "opened"]
+
+VERSION = 1
+FOLDER = Path(__file__).parent
+REBUILD = "Rebuild it: pip install -e . in a checkout, else pip install --force-reinstall xferlib"
+
+_I32, _I64, _U32, _U64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
+_P, _N, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
+class Calls(ctypes.Structure):
+    """`xe_calls`."""
+
+    _fields_ = (
+        ("version", _U32),
+        ("nbytes", _U32),
+        ("context", _P),
+        ("not_ready", _I32),
+        ("reserved", _I32),
+        ("enter", _P),
+        ("copy_h2d", _P),
+        ("copy_d2h", _P),
+        ("record", _P),
+        ("query", _P),
+        ("wait", _P),
+    )
+
+
+class Piece(ctypes.Structure):
+    """`xe_piece`."""
+
+    _fields_ = (("host", _P), ("device", _U64), ("nbytes", _U64), ("block", _U64))
+
+
+class Request(ctypes.Structure):
+    """`xe_request`."""
+
+    _fields_ = (
+        ("row", _U64),
+        ("chunk", _U64),
+        ("device", _U64),
+        ("memory", _P),
+        ("nbytes", _U64),
+        ("lane", _U32),
+        ("first", ctypes.c_uint8),
+        ("record", ctypes.c_uint8),
+        ("last", ctypes.c_uint8),
+        ("reserved", ctypes.c_uint8),
+    )
+
+
+_SIGNATURES = {
+    "xe_start": (_I, (_I,)),
+    "xe_open_lane": (_I, (_U32, _I, ctypes.POINTER(Calls), _P)),
+    "xe_close_lane": (_I, (_U32,)),
+    "xe_add_chunk": (_I, (_U32, _U64, _P, _N, _P)),
+    "xe_take_chunk": (_I, (_U32, ctypes.POINTER(_U64))),
+    "xe_submit": (_I, (_U64, _U32, ctypes.POINTER(Piece), _N, _P, _P)),
+    "xe_drop": (_I, (_U64,)),
+    "xe_wait": (_I, (_U64, _I, _I64)),
+    "xe_error": (_I, (_U64, ctypes.POINTER(_I32), ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(_I))),
+    "xe_finished": (_N, (ctypes.POINTER(_U64), _N)),
+    "xe_forget": (_I, (_U64,)),
+    "xe_requests": (_N, (ctypes.POINTER(Request), _N, _I64)),
+    "xe_answer": (_I, (_U32, _U64, _I32, _I)),
+    "xe_reached": (_I, (_U32, _U64, _I32)),
+    "xe_stop": (_I, (_I64,)),
+    "xe_copy": (None, (_P, _P, _N, _I)),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Return the library, with its calls described. Raises `ImportError`, saying what to do."""
+    found = opened(_path())
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
+    return found
+
+
+def opened(path: Path) -> ctypes.CDLL:
+    """Load a library and see that it is what its name says. Raises `ImportError`."""
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(f"the engine cannot be loaded: {error}. {REBUILD}", path=str(path)) from error
+    found.xe_source_hash.restype = ctypes.c_char_p
+    told = found.xe_source_hash().decode()
+    if path.stem.removeprefix("libxferlib-") != told or found.xe_version() != VERSION:
+        raise ImportError(f"the engine in {str(path)!r} was built from other sources ({told!r}). {REBUILD}", path=str(path))
+    return found
+
+
+def _path() -> Path:
+    try:
+        # In a checkout, where they may have changed since it was built.
+        return FOLDER / library_name(FOLDER)
+    except FileNotFoundError:
+        built = sorted(FOLDER.glob("libxferlib-*.so"))
+    if len(built) != 1:
+        raise ImportError(f"the engine is not in {str(FOLDER)!r}, or more than once: {[file.name for file in built]}. {REBUILD}")
+    return built[0]
