@@ -540,6 +540,12 @@ static void costs_little_while_held(void) {
     CHECK(after.polls - before.polls > 100);
     atomic_store(&gate, true);
     finish(t);
+    // All sleep when there is nothing in flight.
+    pause_for(20000);
+    xe_read_figures(&before);
+    pause_for(100000);
+    xe_read_figures(&after);
+    CHECK(after.polls == before.polls && after.sleeps == before.sleeps);
     end_bench(held);
 }
 

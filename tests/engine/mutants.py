@@ -197,6 +197,7 @@ MUTANTS = (
         "        issued(c, o);\n    }\n    l->issuing = false;",
         "waits_for_no_lane",
     ),
+    Mutant("it asks when nothing is in flight", "        copying--;\n", "", "costs_little_while_held"),
     Mutant(
         "the same lanes are asked each time",
         "rounds++ * MOST_LANES_ASKED % busy",
