@@ -74,7 +74,7 @@ SUITE = (
 
 AREAS = {
     "memory": Area(
-        ("xferlib/memory/*.py", "xferlib/pinning.py"),
+        ("xferlib/memory/*.py", "xferlib/pinning.py", "xferlib/stats.py"),
         POOL,
         {
             "/pool.py": (*POOL, *core("full_ring", "stager_put", "stager_lifetime")),
@@ -86,11 +86,14 @@ AREAS = {
             "/mappings.py": core("pages", "pinning"),
             "/arrays.py": (*core("arrays", "stager_put", "bad_input", "staging"), *LAWS),
             "/host.py": (*core("borrow", "stager_put", "pinning", "packing", "bad_input"), *LAWS),
+            "/stats.py": core("pool_policies", "pinned_limit", "pages"),
             "/blocks.py": (*core("bad_input"), *POOL, *core("stager_lifetime")),
         },
     ),
     "transfers": Area(
-        tuple(f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "views", "maps")),
+        tuple(
+            f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "views", "maps", "loud", "registry")
+        ),
         (),
         {
             "/puts.py": (
@@ -109,6 +112,8 @@ AREAS = {
             ),
             "/views.py": ("tests/test_maps.py", *LAWS),
             "/maps.py": ("tests/test_maps.py", *LAWS),
+            "/loud.py": ("tests/test_loud.py",),
+            "/registry.py": core("registry"),
             "/stager.py": (
                 *core(
                     "bad_input", "stager_put", "stager_get", "stager_lifetime", "pool_policies", "staging", "pinning", "registry"
@@ -128,6 +133,20 @@ AREAS = {
         {
             "/tickets.py": core("ticket*", "device", "device_failures", "stager_lifetime"),
             "/reaper.py": core("reaper", "device", "device_failures", "stager_lifetime"),
+        },
+    ),
+    "ownership": Area(
+        tuple(f"xferlib/{name}.py" for name in ("inflight", "handles", "latch", "forks", "callers", "debug")),
+        (),
+        {
+            "/inflight.py": core(
+                "inflight", "across_stagers", "put_into", "reuse", "reaper", "foreign_finalizers", "stager_lifetime"
+            ),
+            "/handles.py": core("handles"),
+            "/latch.py": (*core("inflight", "transfer", "reaper", "stager_lifetime"), "tests/host"),
+            "/forks.py": (*core("stager_lifetime", "reaper", "transfer"), "tests/test_maps.py"),
+            "/callers.py": core("stager_lifetime"),
+            "/debug.py": ("tests/test_debug.py",),
         },
     ),
     "load-tree-packing": Area(
