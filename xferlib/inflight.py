@@ -293,11 +293,6 @@ class Traffic:
             return True
         return self.landings.wait_oldest(pinned=pinned) or self.views.wait_oldest()
 
-    def under_way(self) -> list[Event]:
-        """Return events after which nothing that was started before the call uses host memory of the caller's."""
-        events: list[Event] = [*self.landings.unreached()]
-        return events + [direction.add(0, ()) for direction in (self.h2d, self.d2h) if direction.busy]
-
     def wait_all(self) -> None:
         """Block until everything started before the call is done. Raises `XferError` on a thread that copies would wait for."""
         if is_copying() and self.busy:
