@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.core.fakes import Point, on_thread, succeeds
-from xferlib.inflight import LARGE, LOOK_EVERY, Entry, InFlight, Landings, Traffic
+from xferlib.inflight import LARGE, LOOK_EVERY, Entry, InFlight, Landings, Traffic, all_traffic, reap_all, wait_for_others
 from xferlib.landing import Landing
 from xferlib.protocol import Source, Stream
 
@@ -67,6 +67,21 @@ def test_exactly_what_is_done_is_let_go(done: int) -> None:
         point.reached = True
     queue.reap()
     assert [ref() is None for ref in alive] == [index < done for index in range(5)]
+
+
+def test_what_is_done_of_many_is_found_with_few_questions() -> None:
+    """Each costs as much as starting a small copy does."""
+    for done in range(201):
+        points = [Point() for _ in range(200)]
+        queue = queue_of(*points)
+        for _ in points:
+            queue.add(1, ())
+        for number, point in enumerate(points):
+            point.reached, point.asked = number < done, 0
+        queue.reap()
+        assert len(queue.entries()) == 200 - done
+        # From the end on by doubling, and then by halves, each of which may take two.
+        assert sum(point.asked for point in points) <= 3 * len(points).bit_length()
 
 
 def test_small_transfers_are_asked_about_only_now_and_then() -> None:
@@ -167,11 +182,24 @@ class Records:
         return Point(reached=True)
 
 
-def traffic(backend: Records) -> Traffic:
-    return Traffic(backend)  # type: ignore[arg-type]  # only the part that records is played
+Plays = Callable[[Records], Traffic]
 
 
-def test_what_is_done_makes_room_before_anything_is_waited_for() -> None:
+@pytest.fixture
+def traffic() -> Iterator[Plays]:
+    """Make what is in flight of a stager, and close it behind the test: whatever is open is looked at by every stager."""
+    made: list[Traffic] = []
+
+    def play(backend: Records) -> Traffic:
+        made.append(Traffic(backend))  # type: ignore[arg-type]  # only the part that records is played
+        return made[-1]
+
+    yield play
+    for each in made:
+        each.close()
+
+
+def test_what_is_done_makes_room_before_anything_is_waited_for(traffic: Plays) -> None:
     backend = Records()
     pending, done = Point(), Point(reached=True)
     backend.h2d, backend.d2h = [pending], [done]
@@ -186,7 +214,63 @@ def test_what_is_done_makes_room_before_anything_is_waited_for() -> None:
     assert pending.synchronized == 0
 
 
-def test_one_look_lets_go_of_what_is_done_of_every_kind() -> None:
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_what_is_waited_for_may_be_of_either_direction(traffic: Plays, direction: str) -> None:
+    backend = Records()
+    point = Point()
+    getattr(backend, direction).append(point)
+    both = traffic(backend)
+    getattr(both, direction).add(1, ())
+    assert both.wait_oldest()
+    assert point.synchronized == 1
+    assert not both.wait_oldest()
+
+
+def test_every_stager_is_made_to_look(traffic: Plays) -> None:
+    stagers, things = [], [Thing() for _ in range(3)]
+    alive = [weakref.ref(thing) for thing in things]
+    while things:
+        backend = Records()
+        backend.h2d = [Point(reached=True)]
+        stagers.append(traffic(backend))
+        stagers[-1].h2d.add(1, (), (), things.pop(0))
+    assert [each for each in all_traffic() if each in stagers] == stagers
+    assert reap_all()
+    assert [ref() for ref in alive] == [None] * 3
+
+
+def test_what_is_closed_is_looked_at_by_no_other_stager(traffic: Plays) -> None:
+    one, other = traffic(Records()), traffic(Records())
+    one.close()
+    assert one not in all_traffic()
+    assert other in all_traffic()
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_of_other_stagers_one_copy_after_another_is_waited_for_and_none_of_one_s_own(traffic: Plays, direction: str) -> None:
+    points = [Point() for _ in range(4)]
+    concerned = set(points[:3])
+    stagers = []
+    for point in points:
+        backend = Records()
+        getattr(backend, direction).append(point)
+        stagers.append(traffic(backend))
+        getattr(stagers[-1], direction).add(1, ())
+    own = stagers[1]
+
+    def waited() -> list[int]:
+        return [point.synchronized for point in points]
+
+    assert wait_for_others(own, lambda entry: entry.event in concerned)
+    assert waited() == [1, 0, 0, 0]
+    assert wait_for_others(own, lambda entry: entry.event in concerned)
+    assert waited() == [1, 0, 1, 0]
+    # Of what is left one is its own, and the other is no concern of anybody's.
+    assert not wait_for_others(own, lambda entry: entry.event in concerned)
+    assert waited() == [1, 0, 1, 0]
+
+
+def test_one_look_lets_go_of_what_is_done_of_every_kind(traffic: Plays) -> None:
     backend = Records()
     backend.h2d, backend.d2h = [Point(reached=True)], [Point(reached=True)]
     both = traffic(backend)
@@ -286,7 +370,7 @@ def test_a_landing_is_not_waited_for_by_its_own_thread() -> None:
     other.result(10)
 
 
-def test_waiting_for_all_ends_under_traffic_that_never_ends() -> None:
+def test_waiting_for_all_ends_under_traffic_that_never_ends(traffic: Plays) -> None:
     class Busy(Point):
         def synchronize(self) -> None:
             # Another thread starts the next transfer while this one is waited for.
@@ -326,6 +410,48 @@ def test_landings_are_waited_for_in_order() -> None:
         landing.reach()
     waiting.result(10)
     assert not landings.wait_oldest()
+
+
+class Awaited(Landing):  # type: ignore[misc]  # Final, but for tests of who is waited for.
+    """Is reached when it is waited for."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.reach()
+
+
+def test_who_waits_for_the_oldest_landing_is_told_whether_there_was_one() -> None:
+    landings = Landings()
+    both = Awaited(), Awaited()
+    for landing in both:
+        landings.add(landing)
+    assert landings.wait_oldest()
+    assert [landing.waits for landing in both] == [1, 0]
+    assert landings.wait_oldest()
+    assert not landings.wait_oldest()
+    assert [landing.waits for landing in both] == [1, 1]
+
+
+def test_who_waits_for_pinned_memory_waits_for_a_landing_that_holds_some() -> None:
+    landings = Landings()
+    without, holding = Awaited(), Awaited(holds=True)
+    landings.add(without)
+    landings.add(holding)
+    assert landings.wait_oldest(pinned=True)
+    assert [without.waits, holding.waits] == [0, 1]
+    assert not landings.wait_oldest(pinned=True)
+    assert landings.wait_oldest()
+
+
+def test_who_waits_for_all_landings_waits_for_each() -> None:
+    landings = Landings()
+    several = [Awaited() for _ in range(3)]
+    for landing in several:
+        landings.add(landing)
+    landings.wait_all()
+    assert [landing.waits for landing in several] == [1, 1, 1]
 
 
 def test_a_landing_that_is_reached_is_let_go_of_when_the_next_comes() -> None:
