@@ -143,7 +143,7 @@ AREAS = {
                 "inflight", "across_stagers", "put_into", "reuse", "reaper", "foreign_finalizers", "stager_lifetime"
             ),
             "/handles.py": core("handles"),
-            "/latch.py": (*core("inflight", "transfer", "reaper", "stager_lifetime"), "tests/host"),
+            "/latch.py": (*core("latch", "inflight", "transfer", "reaper", "stager_lifetime"), "tests/host"),
             "/forks.py": (*core("stager_lifetime", "reaper", "transfer"), "tests/test_maps.py"),
             "/callers.py": core("stager_lifetime"),
             "/debug.py": ("tests/test_debug.py",),

@@ -1,0 +1,45 @@
+"""Latches: who waits passes when they open, and no sooner than his time is over where they do not."""
+
+from __future__ import annotations
+
+import time
+
+from tests.core.fakes import WATCHDOG, on_thread
+from xferlib.latch import SLICE_SECONDS, Latch, is_copying, note_copying
+
+
+def test_all_who_wait_pass_when_it_opens() -> None:
+    latch = Latch()
+    waiting = [on_thread(latch.wait) for _ in range(3)] + [on_thread(lambda: latch.wait(WATCHDOG)) for _ in range(3)]
+    assert not latch.is_open()
+    latch.open()
+    assert latch.is_open()
+    assert all(each.result(WATCHDOG) for each in waiting)
+
+
+def test_who_comes_when_it_is_open_passes_however_little_time_he_has() -> None:
+    latch = Latch()
+    latch.open()
+    # Twice is fine.
+    latch.open()
+    assert [latch.wait(0), latch.wait(-1), latch.wait(), latch.wait(0)] == [True] * 4
+
+
+def test_a_shut_one_is_waited_for_as_long_as_was_said() -> None:
+    """Longer than one slice of it, and shorter."""
+    latch = Latch()
+    for seconds in (2.5 * SLICE_SECONDS, SLICE_SECONDS / 2):
+        began = time.monotonic()
+        assert not latch.wait(seconds)
+        assert time.monotonic() - began >= seconds
+    assert not latch.wait(0)
+
+
+def test_what_one_thread_notes_of_itself_is_said_of_no_other() -> None:
+    def noted() -> bool:
+        note_copying()
+        return is_copying()
+
+    assert on_thread(noted).result(WATCHDOG)
+    assert not is_copying()
+    assert not on_thread(is_copying).result(WATCHDOG)
