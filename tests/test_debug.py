@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import held, on_thread, succeeds, tampered
+from tests.core.fakes import Point, held, on_thread, succeeds, tampered
 from xferlib import SourceRewrittenError, debug
 from xferlib.debug import VARIABLE
 from xferlib.stager import open_stagers
@@ -310,6 +312,17 @@ def test_a_source_may_be_written_to_when_its_copy_has_failed() -> None:
             transfer.synchronize()
         source[:] = 2
         debug.verify_done()
+
+
+def test_a_put_whose_copy_has_failed_is_not_called_done_and_is_forgotten() -> None:
+    put = debug.Put([], None, "here", False, deque())
+    transfer: Any = SimpleNamespace(_event=Point(error=OSError("broken")), _check=None)
+    put.watch(transfer)
+    assert put in debug._unverified.values()
+    assert not put.reached()
+    assert put not in debug._unverified.values()
+    # Its check tells nobody anything: the transfer says that it has failed.
+    transfer._check()
 
 
 def test_who_looks_late_blames_nobody_for_what_was_written_after_the_first_look(
