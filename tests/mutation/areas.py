@@ -176,7 +176,7 @@ AREAS = {
                 *pipeline("sources_and_bills"),
             ),
             "/drain.py": pipeline("drain", "drain_failures", "one_pass*", "stream", "closing_meanwhile", "sources_and_bills"),
-            "/ends.py": pipeline("drain", "ring", "released_slots", "stream", "sources_and_bills"),
+            "/ends.py": pipeline("drain", "ring", "ring_reuse", "released_slots", "stream", "sources_and_bills"),
             "/stream.py": pipeline("stream", "drain", "report", "sources_and_bills"),
             "/report.py": pipeline("report", "stream", "sources_and_bills"),
             "/clock.py": pipeline("report", "prefetch", "sources_and_bills"),

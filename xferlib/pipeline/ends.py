@@ -10,17 +10,20 @@ from contextlib import suppress
 from typing import Any, Protocol, final
 
 from xferlib.inflight import all_traffic
-from xferlib.protocol import Event
 from xferlib.transfer import Transfer
 from xferlib.views import Views
 
-__all__ = ["End", "Ends", "Started", "end_of", "users_of"]
+__all__ = ["End", "Ends", "Pending", "Started", "end_of", "users_of"]
 
 
-class End(Protocol):
-    """A point that is reached when a transfer is done. Raises `TransferError` if that failed."""
+class Pending(Protocol):
+    """Something that is over at some time, and can be asked."""
 
     def done(self) -> bool: ...
+
+
+class End(Pending, Protocol):
+    """A point that is reached when a transfer is done. Raises `TransferError` if that failed."""
 
     def synchronize(self) -> None: ...
 
@@ -43,11 +46,11 @@ def end_of(started: Started) -> End:
 class Ends:
     """The end of several things at once, failed or not."""
 
-    def __init__(self, ends: Sequence[End | Event]) -> None:
+    def __init__(self, ends: Sequence[Pending]) -> None:
         self._left = list(ends)
 
     def done(self) -> bool:
-        """See `End`."""
+        """Tell whether all of them are over. Never blocks."""
         while self._left:
             # Who holds the transfer is told of its failure.
             with suppress(Exception):
@@ -55,12 +58,6 @@ class Ends:
                     return False
             self._left.pop()
         return True
-
-    def synchronize(self) -> None:
-        """See `End`."""
-        for end in self._left.copy():
-            with suppress(Exception):
-                end.synchronize()
 
 
 @final
@@ -76,16 +73,13 @@ class _Use:
         """Tell whether the views are gone. Work on them may be under way then."""
         return not self._views.held(self._address, self._nbytes)
 
-    def synchronize(self) -> None:
-        """Return at once: whoever has the view can let go of it, and nobody else."""
 
-
-def users_of(address: int, nbytes: int) -> list[End | Event]:
+def users_of(address: int, nbytes: int) -> list[Pending]:
     """Return what may still use this host memory: copies of any stager, and device views of it.
 
     Each is done no sooner than its use is over. A view that lives is not done, and nobody can wait for it.
     """
-    users: list[End | Event] = []
+    users: list[Pending] = []
     for traffic in all_traffic():
         traffic.reap()
         users += [entry.event for entry in traffic.entries() if entry.uses_host(address, nbytes)]

@@ -73,8 +73,8 @@ MUTANTS = [
     (DRAIN, "                failed = failed or error", "                failed = error"),
     (
         ENDS,
-        "        for end in self._left.copy():\n            with suppress(Exception):\n                end.synchronize()",
-        "        with suppress(Exception):\n            for end in self._left.copy():\n                end.synchronize()",
+        "        users += [landing for landing in traffic.landings.unreached() if _meets(landing.memory, address, nbytes)]\n",
+        "",
     ),
     (STREAM, "self._drain = Drain(stager, depth + 1, out=out)", "self._drain = Drain(stager, depth, out=out)"),
     (STREAM, "                if self._waiting is not None and self._drain.pending:", "                if self._drain.pending:"),
