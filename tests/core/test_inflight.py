@@ -162,6 +162,54 @@ def test_settle_keeps_memory_for_ever_if_nobody_can_say_when_the_copy_ends() -> 
     assert alive() is not None
 
 
+def test_what_settle_keeps_is_held_as_it_waits_and_is_nothing_that_a_copy_reads() -> None:
+    """Other threads ask meanwhile who uses what."""
+
+    class Looks(Point):
+        def synchronize(self) -> None:
+            found.extend(queue.entries())
+            super().synchronize()
+
+    found: list[Entry] = []
+    thing = Thing()
+    queue = queue_of(Looks())
+    assert queue.settle(thing)
+    (entry,) = found
+    assert entry.keepalive is thing
+    assert not entry.uses_device(Source(0, 1 << 40, None))
+    assert not entry.uses_host(0, 1 << 40)
+
+
+def test_a_forked_child_lets_go_of_nothing_that_was_in_flight_in_its_parent() -> None:
+    succeeds(
+        """
+        import gc, os
+        from tests.core.fakes import Point
+        from xferlib.inflight import InFlight
+        class Thing:
+            def __del__(self):
+                freed.append(None)
+        def record():
+            if broken:
+                raise OSError
+            return Point()
+        freed, broken = [], []
+        queue = InFlight(record, (OSError,))
+        queue.add(1, (), (), Thing())
+        broken.append(None)
+        assert not queue.settle(Thing())
+        child = os.fork()
+        if child == 0:
+            gone = not queue.busy
+            del queue
+            gc.collect()
+            os._exit(0 if gone and not freed else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert queue.busy and not freed
+        """
+    )
+
+
 class Records:
     """The part of a backend that Traffic needs."""
 
@@ -171,6 +219,7 @@ class Records:
     def __init__(self) -> None:
         self.h2d: list[Point] = []
         self.d2h: list[Point] = []
+        self.retired: list[Stream] = []
 
     def record_h2d(self) -> Point:
         return self.h2d.pop(0)
@@ -179,6 +228,7 @@ class Records:
         return self.d2h.pop(0)
 
     def retire(self, streams: Iterable[Stream]) -> Point:
+        self.retired += streams
         return Point(reached=True)
 
 
@@ -290,6 +340,20 @@ def test_one_look_lets_go_of_what_is_done_of_every_kind(traffic: Plays) -> None:
     assert both.reap()
     assert [ref() is None for ref in alive] == [True] * 4
     assert not both.reap()
+
+
+def test_behind_the_close_a_view_that_goes_lets_its_memory_go_and_nobody_is_asked(traffic: Plays) -> None:
+    backend = Records()
+    both = traffic(backend)
+    memory = np.zeros(3)
+    alive = weakref.ref(memory)
+    view, ticket = both.views.lease(memory)
+    view.stream = Stream(7, None)
+    both.close()
+    del memory, view, ticket
+    assert not both.views.settle()
+    assert alive() is None
+    assert backend.retired == []
 
 
 def test_what_uses_memory_is_found_by_every_byte_of_it() -> None:
