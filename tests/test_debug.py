@@ -141,6 +141,16 @@ def test_a_source_that_was_borrowed_is_told_whatever_its_size(stager: Stager, nb
         transfer.result()
 
 
+def test_bytes_are_counted_as_they_lie_in_memory(stager: Stager) -> None:
+    source = np.ones((8192, 2), np.uint8).T
+    assert source.flags.f_contiguous
+    with held(h2d(stager)):
+        transfer = stager.put(source, borrow=True)
+        source[1, 0] = 2
+    with pytest.raises(SourceRewrittenError, match="bytes 0 to 4095 of 16384"):
+        transfer.synchronize()
+
+
 def test_pageable_memory_that_is_not_borrowed_is_the_callers_at_once(stager: Stager) -> None:
     source, target = np.ones(LARGE, np.uint8), np.zeros(LARGE, np.uint8)
     for transfer in (stager.put(source), stager.put(source, into=target, borrow=True)):
@@ -266,6 +276,27 @@ def test_close_looks_also_where_events_are_late() -> None:
         stager.close()
 
 
+class Later(Late):
+    """An event that says no though it was waited for."""
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+@pytest.mark.parametrize("of", [lambda transfer: transfer, lambda transfer: transfer.end], ids=["transfer", "end"])
+def test_who_has_waited_may_write_also_where_events_are_late(of: Callable[[xferlib.Transfer], Any]) -> None:
+    def record() -> Any:
+        return Later(backend.inner.record_h2d())
+
+    backend: Any = tampered(record_h2d=record)
+    with xferlib.stager(backend, debug=True) as stager:
+        source = pinned(stager)
+        transfer = stager.put(source)
+        of(transfer).synchronize()
+        source[:] = 2
+        transfer.synchronize()
+
+
 def test_memory_may_be_written_to_when_its_pin_has_ended(stager: Stager) -> None:
     array = np.ones(1 << 16, np.uint8)
     with stager.pin(array):
@@ -314,15 +345,28 @@ def test_a_source_may_be_written_to_when_its_copy_has_failed() -> None:
         debug.verify_done()
 
 
-def test_a_put_whose_copy_has_failed_is_not_called_done_and_is_forgotten() -> None:
+def failed_put() -> tuple[debug.Put, Any]:
+    """Return a put whose copy has failed, and its transfer."""
     put = debug.Put([], None, "here", False, deque())
     transfer: Any = SimpleNamespace(_event=Point(error=OSError("broken")), _check=None)
     put.watch(transfer)
     assert put in debug._unverified.values()
+    return put, transfer
+
+
+def test_a_put_whose_copy_has_failed_is_not_called_done_and_is_forgotten() -> None:
+    put, transfer = failed_put()
     assert not put.reached()
     assert put not in debug._unverified.values()
     # Its check tells nobody anything: the transfer says that it has failed.
     transfer._check()
+
+
+def test_a_put_whose_copy_has_failed_is_forgotten_by_who_waits_for_its_end() -> None:
+    put, transfer = failed_put()
+    put.end()
+    assert transfer._event.synchronized == 1
+    assert put not in debug._unverified.values()
 
 
 def test_who_looks_late_blames_nobody_for_what_was_written_after_the_first_look(
