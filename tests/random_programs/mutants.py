@@ -155,9 +155,9 @@ MUTANTS = (
     Mutant(
         "memory of a closed stager is unlocked under its arrays",
         "xferlib/memory/pool.py",
-        "        self._closed = True\n        try:\n            self._trim()\n",
-        "        self._closed = True\n        self._rows.clear()\n        self._torn = True\n"
-        "        try:\n            self._trim()\n",
+        "        try:\n            self._trim()\n        except BaseException:\n            # Who closes",
+        "        self._rows.clear()\n        self._torn = True\n"
+        "        try:\n            self._trim()\n        except BaseException:\n            # Who closes",
     ),
     Mutant(
         "close does not wait",
