@@ -18,7 +18,7 @@ from xferlib.errors import BackendUnavailableError, UnknownBackendError
 from xferlib.memory.blocks import WhenFull, check_when_full
 from xferlib.protocol import Capabilities, HostStager, Opener
 from xferlib.stager import Stager
-from xferlib.staging.profile import StagingProfile, as_profile
+from xferlib.staging.profile import StagingProfile, as_profile, given_profile
 
 __all__ = ["backends", "companion", "open_backend", "stager"]
 
@@ -63,7 +63,7 @@ def stager(
         if nbytes is not None:
             positive_nbytes(nbytes, name)
     check_when_full(when_full)
-    profile = as_profile(staging)
+    profile = as_profile(staging) or given_profile()
     debug = wanted(debug)
     if not isinstance(backend, str):
         opened = _checked(backend)
@@ -71,15 +71,21 @@ def stager(
         opened = _open_first(device)
     else:
         opened = open_backend(backend, device=device)
-    return Stager(
-        opened,
-        pinned_limit=pinned_limit,
-        device_limit=device_limit,
-        when_full=when_full,
-        strict=strict,
-        staging=profile,
-        debug=debug,
-    )
+    try:
+        return Stager(
+            opened,
+            pinned_limit=pinned_limit,
+            device_limit=device_limit,
+            when_full=when_full,
+            strict=strict,
+            staging=profile,
+            debug=debug,
+        )
+    except BaseException:
+        # One that was passed is the caller's.
+        if isinstance(backend, str):
+            opened.close()
+        raise
 
 
 def open_backend(name: str, *, device: int = 0) -> HostStager[Any]:

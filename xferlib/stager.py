@@ -79,6 +79,22 @@ class Stager:
         self._failures = backend.failures
         self._capabilities = backend.capabilities
         self._finalizers = self._capabilities.finalizers
+        try:
+            self._set_up(pinned_limit, device_limit, when_full, strict, staging, debug)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _set_up(
+        self,
+        pinned_limit: int | None,
+        device_limit: int | None,
+        when_full: WhenFull,
+        strict: bool,
+        staging: StagingProfile | str | None,
+        debug: bool | None,
+    ) -> None:
+        backend = self.backend
         self._traffic = traffic = Traffic(backend)
         memory = allocators(backend)
         room, flow = Room(traffic), Flow(traffic)
@@ -104,6 +120,16 @@ class Stager:
         _live.add(self)
         forget_in_child(self)
         start_reaper()
+
+    def _abandon(self) -> None:
+        """Leave the tables of the process: an error or an interrupt has ended the constructor. The backend stays open."""
+        # Nothing was asked of them yet.
+        self.__dict__.pop("_gets", None)
+        _live.discard(self)
+        for name in ("_pins", "_blocks", "_traffic"):
+            part = self.__dict__.get(name)
+            if part is not None:
+                part.close()
 
     @property
     def name(self) -> str:

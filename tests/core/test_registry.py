@@ -11,8 +11,9 @@ import pytest
 
 import xferlib
 from tests.core.fakes import tampered
-from xferlib import registry
+from xferlib import device, inflight, registry
 from xferlib.errors import BackendUnavailableError, UnknownBackendError
+from xferlib.stager import open_stagers
 
 
 class Entry:
@@ -141,6 +142,30 @@ def test_a_limit_that_is_refused_leaves_no_backend_open(installed: list[Entry], 
     with pytest.raises((TypeError, ValueError), match=next(iter(limits))):
         xferlib.stager("a", **limits)
     assert opens.closed == opens.opened
+
+
+def test_a_variable_that_is_refused_leaves_no_backend_open(installed: list[Entry], monkeypatch: pytest.MonkeyPatch) -> None:
+    opens = Opens()
+    installed.append(Entry("a", opens))
+    monkeypatch.setenv("XFERLIB_STAGING", "much")
+    with pytest.raises(ValueError, match="XFERLIB_STAGING"):
+        xferlib.stager("a")
+    assert opens.closed == opens.opened
+
+
+def test_an_interrupt_while_a_stager_is_opened_leaves_nothing_open(installed: list[Entry], monkeypatch: pytest.MonkeyPatch) -> None:
+    opens = Opens()
+    installed.append(Entry("a", opens))
+    before = len(inflight.all_traffic()), len(device._open), open_stagers()
+
+    def strike() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["xferlib.stager"], "start_reaper", strike)
+    with pytest.raises(KeyboardInterrupt):
+        xferlib.stager("a")
+    assert opens.closed == opens.opened != []
+    assert (len(inflight.all_traffic()), len(device._open), open_stagers()) == before
 
 
 def test_a_backend_of_your_own_may_be_passed() -> None:
