@@ -87,6 +87,8 @@ typedef struct {
 static atomic_int calls_made, fail_at = -1, fail_kind = -1;
 static atomic_bool device_lost, copies_fail_late, copies_fail_unseen;
 static atomic_bool gate = true;      // Open.
+static _Atomic(const void *) held_in;  // The stream whose copies do not return before the gate is open.
+static atomic_int enter_fails;
 
 static void *stream_runs(void *which) {
     stream *s = which;
@@ -173,9 +175,12 @@ static int fails(kind what) {
 }
 
 static _Thread_local void *current;
+static _Thread_local bool was_entered;
 
 static int enter(void *context) {
+    if (atomic_load(&enter_fails)) return LOST_DEVICE;
     current = context;
+    was_entered = true;
     return 0;
 }
 
@@ -183,6 +188,7 @@ static int copy_h2d(uint64_t dst, const void *src, size_t nbytes, void *which) {
     stream *s = which;
     CHECK(current == s->context && atomic_fetch_add(&s->inside, 1) == 0);
     if (s->slow) pause_for(20);
+    while (atomic_load(&held_in) == s && !atomic_load(&gate)) pause_for(100);
     int status = fails(COPY);
     if (!status || atomic_load(&copies_fail_late)) tell(s, (op){.kind = COPY, .dst = (void *)dst, .src = src, .nbytes = nbytes}, (void *)dst);
     atomic_fetch_sub(&s->inside, 1);
@@ -205,7 +211,7 @@ static int record(void *which, void *where) {
 
 static int query(void *which) {
     event *e = which;
-    CHECK(current);
+    CHECK(was_entered);
     if (atomic_load(&device_lost)) return LOST_DEVICE;
     if (atomic_load(&copies_fail_unseen)) return BROKEN;
     // One that was never recorded is reached, as CUDA has it.
@@ -510,6 +516,68 @@ static void asks_every_lane(void) {
         end_bench(held[n]);
     }
     end_bench(b);
+}
+
+static void *start_and_wait(void *which) {
+    transfer *t = which;
+    start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
+    return NULL;
+}
+
+// Threads that are started while somebody works instead of them take over what was begun.
+static void takes_over(int direction) {
+    bench *b = new_bench(1, direction, &DEVICE, 1, 64 * KIB, false);
+    transfer *t = of_one(b, 100, 1);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, b->stream);
+    pthread_t waits;
+    CHECK(pthread_create(&waits, NULL, start_and_wait, t) == 0);
+    while (atomic_load(&b->stream->inside) == 0) pause_for(100);
+    CHECK(xe_start(1) == 1);
+    // It has found nothing to do.
+    xe_figures figures = {0};
+    while (figures.sleeps == 0) {
+        pause_for(100);
+        xe_read_figures(&figures);
+    }
+    atomic_store(&gate, true);
+    pthread_join(waits, NULL);
+    finish(t);
+    end_bench(b);
+}
+
+static void takes_over_to_the_device(void) { takes_over(XE_H2D); }
+static void takes_over_to_the_host(void) { takes_over(XE_D2H); }
+
+// A device that takes its time with a call on one lane holds up nobody else, with two threads.
+static void waits_for_no_call(void) {
+    xe_start(2);
+    bench *other = new_bench(1, XE_D2H, &DEVICE, 1, 64 * KIB, false), *held = new_bench(2, XE_D2H, &DEVICE, 1, 64 * KIB, false);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, held->stream);
+    // One thread asks for this one, and the other one sleeps, when the call that does not return is to be made.
+    tell(other->stream, (op){.kind = HOLD}, NULL);
+    transfer *first = of_one(other, 100, 1), *second = of_one(held, 100, 2);
+    start(first, NULL, NULL);
+    CHECK(xe_wait(first->row, XE_ISSUED, PATIENCE) == XE_OK);
+    pause_for(50000);
+    start(second, NULL, NULL);
+    while (atomic_load(&held->stream->inside) == 0) pause_for(100);
+    pause_for(20000);
+    xe_figures before, after;
+    xe_read_figures(&before);
+    double began = seconds();
+    do {
+        pause_for(1000);
+        xe_read_figures(&after);
+    } while (after.polls == before.polls && seconds() - began < 5);
+    CHECK(after.polls > before.polls);
+    atomic_store(&gate, true);
+    finish(first);
+    finish(second);
+    end_bench(other);
+    end_bench(held);
 }
 
 static double processor_seconds(void) {
@@ -878,6 +946,26 @@ static void stops(void) {
     CHECK(xe_requests(requests, XE_MOST_PIECES, PATIENCE) == 0);
 }
 
+// Whoever stops it is told of a call that has not returned.
+static void stops_behind_a_call(void) {
+    xe_start(1);
+    static bench *b;
+    static transfer *t;
+    b = new_bench(1, XE_D2H, &DEVICE, 2, 64 * KIB, false);
+    t = of_one(b, 300 * KIB, 1);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, b->stream);
+    start(t, NULL, NULL);
+    while (atomic_load(&b->stream->inside) == 0) pause_for(100);
+    CHECK(xe_stop(1000) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    CHECK(xe_stop(PATIENCE) == XE_OK);
+    // The chunk's copy and its event, and nothing behind.
+    CHECK(b->stream->count == 2 && atomic_load(&b->stream->inside) == 0);
+    pause_for(20000);
+    CHECK(b->stream->count == 2);
+}
+
 // A child has no threads, and is left alone by what the parent does.
 static void forks(void) {
     xe_start(3);
@@ -982,10 +1070,11 @@ static void copies_whole(void) {
 static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
     TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together), TEST(waits_for_no_lane), TEST(asks_every_lane),
+    TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(waits_for_no_call),
     TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_fair), TEST(fails_alone_to_the_device),
     TEST(fails_alone_to_the_host), TEST(fails_alone_though_it_copies), TEST(tells_what_an_event_says), TEST(gives_away_no_chunk_that_may_be_read),
     TEST(owner_fails), TEST(loses_the_device), TEST(drops_what_has_not_begun), TEST(may_be_called_again),
-    TEST(survives_a_file_that_is_cut_off), TEST(stops), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
+    TEST(survives_a_file_that_is_cut_off), TEST(stops), TEST(stops_behind_a_call), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
 };
 
 int main(int argc, char **argv) {

@@ -197,6 +197,19 @@ MUTANTS = (
         "        issued(c, o);\n    }\n    l->issuing = false;",
         "waits_for_no_lane",
     ),
+    Mutant(
+        "what was begun before there were threads is left to nobody",
+        "what this one has begun is theirs now.\n        wake(1);\n",
+        "what this one has begun is theirs now.\n",
+        "takes_over_to_the_device",
+    ),
+    Mutant("nobody asks during a call", "    if (copying && !polling) wake(1);\n", "", "waits_for_no_call"),
+    Mutant(
+        "a call is forgotten when it is stopped",
+        "        leave();\n        outcome o = issue(c, first);\n        come_back();\n",
+        "        pthread_mutex_unlock(&mu);\n        outcome o = issue(c, first);\n        pthread_mutex_lock(&mu);\n",
+        "stops_behind_a_call",
+    ),
     Mutant("it asks when nothing is in flight", "        copying--;\n", "", "costs_little_while_held"),
     Mutant(
         "the same lanes are asked each time",

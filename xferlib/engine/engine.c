@@ -106,7 +106,7 @@ static job *buckets[BUCKETS];
 static job *finished_first, *finished_last;
 static chunks landed;
 static int threads, idle_threads;
-static size_t touching, copying;       // Threads in memory of the caller's; chunks whose events are the engine's to ask for.
+static size_t touching, copying;       // Threads that copy or call a device; chunks whose events are the engine's to ask for.
 static unsigned quiet;           // Rounds of asking in a row that found nothing.
 static size_t rounds;            // Of asking some of the lanes.
 static bool polling, dozing, stopping;      // A thread asks; it sleeps between two rounds.
@@ -345,13 +345,22 @@ static chunk *start_part(lane *l) {
 
 // Lets go of `mu` meanwhile, as all that follows down to `step`.
 
+// To copy, or to call a device: however long that takes, meanwhile another thread asks.
+static void leave(void) {
+    touching++;
+    if (copying && !polling) wake(1);
+    pthread_mutex_unlock(&mu);
+}
+
+static void come_back(void) {
+    pthread_mutex_lock(&mu);
+    if (--touching == 0 && stopping) pthread_cond_broadcast(&news);
+}
+
 static bool copy_part(chunk *c) {
     job *j = c->job;
     bool to_device = c->lane->direction == XE_H2D, whole = true;
-    touching++;
-    // This takes as long as a copy does: meanwhile another one asks.
-    if (copying && !polling) wake(1);
-    pthread_mutex_unlock(&mu);
+    leave();
     walk w = walk_of(c);
     segment s;
     while (whole && next_segment(j, &w, c->part_nbytes, &s)) {
@@ -359,9 +368,8 @@ static bool copy_part(chunk *c) {
         whole = to_device ? copy_guarded(c->memory + s.at, s.host, s.nbytes, false)
                           : copy_guarded(s.host, c->memory + s.at, s.nbytes, true);
     }
-    pthread_mutex_lock(&mu);
+    come_back();
     figures.copied_nbytes += c->part_nbytes;
-    if (--touching == 0 && stopping) pthread_cond_broadcast(&news);
     return whole;
 }
 
@@ -473,16 +481,16 @@ static void issue_ready(lane *l) {
         c->state = ISSUING;
         bool first = !j->ordered;
         j->ordered = true;
-        pthread_mutex_unlock(&mu);
+        leave();
         outcome o = issue(c, first);
-        pthread_mutex_lock(&mu);
+        come_back();
         if (!o.at && is_last(j)) {
             // Before the chunk may come back: with it the job would be finished.
             int32_t status = 0;
             if (j->done) {
-                pthread_mutex_unlock(&mu);
+                leave();
                 status = l->calls->record(j->done, l->stream);
-                pthread_mutex_lock(&mu);
+                come_back();
             }
             if (status == 0) j->last_issued = true;
             else fail(j, status, "recording the job's event");
@@ -516,13 +524,13 @@ static size_t ask(void) {
             if (l->calls && l->copying.first && (number++ < skipped) == again) oldest[count++] = l->copying.first;
     }
     figures.polls++;
-    pthread_mutex_unlock(&mu);
+    leave();
     for (size_t n = 0; n < count; n++) {
         const xe_calls *calls = oldest[n]->lane->calls;
         int32_t status = enter(calls);
         statuses[n] = status ? status : calls->query(oldest[n]->event);
     }
-    pthread_mutex_lock(&mu);
+    come_back();
     size_t found = 0;
     for (size_t n = 0; n < count; n++) {
         chunk *c = oldest[n];
@@ -831,7 +839,9 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
         }
         if (threads > 0) {
             sleep_for(&news, left);
-        } else if (!step()) {
+            continue;
+        }
+        if (!step()) {
             // There is no thread but those that wait: each of them works, and sleeps where there is nothing to be done.
             if (!polling && copying) {
                 polling = true;
@@ -842,6 +852,8 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
                 sleep_for(&news, left < LONGEST_SLEEP ? left : LONGEST_SLEEP);
             }
         }
+        // Threads that were started meanwhile may sleep already, and what this one has begun is theirs now.
+        wake(1);
     }
     pthread_mutex_unlock(&mu);
     return status;

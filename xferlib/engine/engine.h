@@ -114,7 +114,8 @@ int xe_answer(uint32_t lane, uint64_t chunk, int32_t status, int recorded);
 // The chunk's event is reached, or has failed.
 int xe_reached(uint32_t lane, uint64_t chunk, int32_t status);
 
-// Issue nothing more, and wait so long for threads that touch memory of the caller's. Every later call returns XE_STOPPED.
+// Issue nothing more, and wait so long for threads that touch memory of the caller's or call a device. XE_NOT_YET: some still do.
+// Every later call that would begin or wait for something returns XE_STOPPED.
 int xe_stop(int64_t microseconds);
 
 // Figures since the start, for tests and benchmarks.
