@@ -580,6 +580,24 @@ static void waits_for_no_call(void) {
     end_bench(held);
 }
 
+// The calls are made in the lane's context, on whatever thread, and whatever was done on it meanwhile.
+static void enters_again_where_it_works_for_others(void) {
+    static xe_calls nowhere;
+    nowhere = DEVICE;
+    nowhere.context = NULL;
+    const xe_calls *calls[2] = {&nowhere, &DEVICE};
+    for (uint32_t n = 0; n < 2; n++) {
+        bench *b = new_bench(n + 1, XE_H2D, calls[n], 2, 64 * KIB, false);
+        for (uint32_t k = 0; k < 3; k++) {
+            transfer *t = of_one(b, 300 * KIB, k);
+            enter(&contexts[1]);
+            start(t, NULL, NULL);
+            finish(t);
+        }
+        end_bench(b);
+    }
+}
+
 static double processor_seconds(void) {
     struct rusage used;
     getrusage(RUSAGE_SELF, &used);
@@ -895,6 +913,18 @@ static void may_be_called_again(void) {
     CHECK(xe_add_chunk(5, 1, host, 256, NULL) == XE_UNKNOWN && xe_add_chunk(1, 1, host, 8, NULL) == XE_WRONG);
     CHECK(xe_answer(1, 77, 0, 1) == XE_UNKNOWN && xe_reached(1, 77, 0) == XE_UNKNOWN);
     end_bench(b);
+    // Of a lane with calls nobody tells what is reached.
+    b = new_bench(6, XE_H2D, &DEVICE, 1, 256 * KIB, false);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    t = of_one(b, 100, 1);
+    start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_reached(6, 0, 0) == XE_WRONG && xe_answer(6, 0, 0, 1) == XE_WRONG);
+    CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    finish(t);
+    end_bench(b);
 }
 
 // A source whose file was cut off fails the job, and nobody else.
@@ -1070,7 +1100,7 @@ static void copies_whole(void) {
 static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
     TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together), TEST(waits_for_no_lane), TEST(asks_every_lane),
-    TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(waits_for_no_call),
+    TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),
     TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_fair), TEST(fails_alone_to_the_device),
     TEST(fails_alone_to_the_host), TEST(fails_alone_though_it_copies), TEST(tells_what_an_event_says), TEST(gives_away_no_chunk_that_may_be_read),
     TEST(owner_fails), TEST(loses_the_device), TEST(drops_what_has_not_begun), TEST(may_be_called_again),

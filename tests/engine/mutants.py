@@ -56,10 +56,17 @@ MUTANTS = (
     ),
     Mutant(
         "a thread stays in its first context",
-        "if (entered == calls->context) return 0;",
-        "if (entered) return 0;",
+        "if (inside && entered == calls->context) return 0;",
+        "if (inside) return 0;",
         "waits_for_no_lane",
     ),
+    Mutant(
+        "a context without a name is not entered",
+        "if (inside && entered == calls->context) return 0;",
+        "if (entered == calls->context) return 0;",
+        "enters_again_where_it_works_for_others",
+    ),
+    Mutant("whoever waits is where it was", "    inside = false;\n", "", "enters_again_where_it_works_for_others"),
     # Chunks.
     Mutant(
         "a chunk is used again before its copy is made",
@@ -95,6 +102,12 @@ MUTANTS = (
         "    } else if (w->offset > capacity) {",
         "moves_by_one_thread",
         "addresses",
+    ),
+    Mutant(
+        "somebody else says what is reached",
+        "l->calls || c->state != wanted",
+        "c->state != wanted",
+        "may_be_called_again",
     ),
     # How far a job has come.
     Mutant("the source is free while it is read", "return j->filling == 0 && (", "return (", "frees_its_source", "threads"),

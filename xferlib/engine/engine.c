@@ -111,6 +111,7 @@ static unsigned quiet;           // Rounds of asking in a row that found nothing
 static size_t rounds;            // Of asking some of the lanes.
 static bool polling, dozing, stopping;      // A thread asks; it sleeps between two rounds.
 static xe_figures figures;
+static _Thread_local bool inside;      // Of a context: that which was entered last.
 static _Thread_local void *entered;
 
 // Lists.
@@ -397,9 +398,10 @@ static void land_part(chunk *c) {
 }
 
 static int enter(const xe_calls *calls) {
-    if (entered == calls->context) return 0;
+    if (inside && entered == calls->context) return 0;
     int status = calls->enter(calls->context);
-    if (status == 0) entered = calls->context;
+    inside = status == 0;
+    entered = calls->context;
     return status;
 }
 
@@ -820,6 +822,8 @@ int xe_drop(uint64_t row) {
 int xe_wait(uint64_t row, int stage, int64_t microseconds) {
     struct timespec began;
     clock_gettime(CLOCK_MONOTONIC, &began);
+    // This thread is not the engine's: since the last time it may have gone elsewhere.
+    inside = false;
     pthread_mutex_lock(&mu);
     int status;
     for (;;) {
@@ -957,7 +961,7 @@ static int with_chunk(uint32_t number, uint64_t which, state wanted, chunk **fou
     lane *l = find_lane(number);
     chunk *c = l ? find_chunk(l, which) : NULL;
     *found = c;
-    return !c ? XE_UNKNOWN : c->state != wanted ? XE_WRONG : XE_OK;
+    return !c ? XE_UNKNOWN : l->calls || c->state != wanted ? XE_WRONG : XE_OK;
 }
 
 int xe_answer(uint32_t number, uint64_t which, int32_t status, int recorded) {

@@ -37,7 +37,8 @@ enum {
 };
 
 // The calls of one device, for streams that the engine may use itself. Each returns 0, or a status of the device's own; `query`
-// returns `not_ready` for an event that is not reached. `enter` is called once on each thread, before its other calls.
+// returns `not_ready` for an event that is not reached. `enter` is called on each thread before its other calls, and again where the
+// thread has been in another context since, or is not the engine's.
 typedef struct {
     uint32_t version, nbytes;   // XE_VERSION, and the size of this struct.
     void *context;
