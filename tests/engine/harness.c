@@ -796,6 +796,59 @@ static void gives_away_no_chunk_that_may_be_read(void) {
     end_bench(b);
 }
 
+// Where nobody can ask, a copy may be under way as well.
+static void gives_away_no_chunk_that_it_cannot_ask_for(void) {
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 1, 256 * KIB, false);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    transfer *t = of_one(b, 100, 1);
+    start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    atomic_store(&enter_fails, 1);
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    atomic_store(&enter_fails, 0);
+    int32_t why;
+    const char *what;
+    int lost;
+    uint64_t chunk;
+    CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == LOST_DEVICE && lost);
+    CHECK(xe_take_chunk(1, &chunk) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    drain(b->stream);
+    end_transfer(t);
+    end_bench(b);
+}
+
+// When the last chunk of a lane is lost, those fail that wait for one, and those that come, until it has one again.
+static void fails_when_its_chunks_are_lost(void) {
+    enum { MANY = 8 };
+    xe_start(2);
+    bench *b = new_bench(1, XE_D2H, &DEVICE, 3, 256 * KIB, false);
+    transfer *t[MANY];
+    atomic_store(&fail_kind, RECORD);
+    for (uint32_t n = 0; n < MANY; n++) start(t[n] = of_one(b, n % 2 ? 100 : 2 * MIB, n), NULL, NULL);
+    for (uint32_t n = 0; n < MANY; n++) {
+        CHECK(xe_wait(t[n]->row, XE_STAGED, PATIENCE) == XE_FAILED);
+        CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    }
+    atomic_store(&fail_kind, -1);
+    drain(b->stream);
+    transfer *late = of_one(b, 100, 1);
+    start(late, NULL, NULL);
+    CHECK(xe_wait(late->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    int32_t why;
+    const char *what;
+    int lost;
+    CHECK(xe_error(late->row, &why, &what, &lost) == XE_OK && why == ENOBUFS && !lost);
+    CHECK(xe_add_chunk(1, 3, b->memory, 256 * KIB, &b->events[3]) == XE_OK);
+    transfer *next = of_one(b, MIB, 2);
+    start(next, NULL, NULL);
+    finish(next);
+    for (uint32_t n = 0; n < MANY; n++) end_transfer(t[n]);
+    end_transfer(late);
+    end_bench(b);
+}
+
 static void owner_fails(void) {
     xe_start(2);
     bench *b = owned[0] = new_bench(1, XE_D2H, NULL, 3, 256 * KIB, false);
@@ -1103,6 +1156,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),
     TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_fair), TEST(fails_alone_to_the_device),
     TEST(fails_alone_to_the_host), TEST(fails_alone_though_it_copies), TEST(tells_what_an_event_says), TEST(gives_away_no_chunk_that_may_be_read),
+    TEST(gives_away_no_chunk_that_it_cannot_ask_for), TEST(fails_when_its_chunks_are_lost),
     TEST(owner_fails), TEST(loses_the_device), TEST(drops_what_has_not_begun), TEST(may_be_called_again),
     TEST(survives_a_file_that_is_cut_off), TEST(stops), TEST(stops_behind_a_call), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
 };

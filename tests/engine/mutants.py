@@ -76,9 +76,27 @@ MUTANTS = (
     ),
     Mutant(
         "a chunk of which nobody knows is given away",
-        "        lose(c);\n",
-        "        give_back(c);\n",
+        "    } else if (o.enqueued) {\n        lose(c);\n",
+        "    } else if (o.enqueued) {\n        give_back(c);\n",
         "gives_away_no_chunk_that_may_be_read",
+    ),
+    Mutant(
+        "a chunk that nobody can ask for is given away",
+        "            lose(c);\n",
+        "            give_back(c);\n",
+        "gives_away_no_chunk_that_it_cannot_ask_for",
+    ),
+    Mutant(
+        "jobs wait for chunks that were lost",
+        "    fail_without_chunks(c->lane);\n",
+        "",
+        "fails_when_its_chunks_are_lost",
+    ),
+    Mutant(
+        "a job waits for chunks that were lost before",
+        "        fail_without_chunks(l);\n",
+        "",
+        "fails_when_its_chunks_are_lost",
     ),
     Mutant("nobody is told that a chunk was lost", "    j->lost = true;\n", "", "fails_alone_to_the_device"),
     Mutant(

@@ -11,7 +11,7 @@
 //                                 xe_requests
 //
 //   ISSUING --> FREE   nothing of it was enqueued (issued)
-//   ISSUING --> LOST   nobody can know when the device is done with it, and nobody gets it any more (issued)
+//   ISSUING, COPYING --> LOST   nobody can know when the device is done with it, and nobody gets it any more (issued, ask)
 //   READY, FILLING, LANDED --> FREE   the job has failed meanwhile
 //
 // The turn: of a lane's READY chunks one thread at a time issues (`issuing`), in their order, and whoever adds one meanwhile leaves
@@ -304,6 +304,18 @@ static void give_back(chunk *c) {
     look_at(j);
 }
 
+// While every chunk of a lane is lost, nothing on it can begin or go on: whoever waits for one is told.
+static void fail_without_chunks(lane *l) {
+    if (!l->all) return;
+    for (const chunk *c = l->all; c; c = c->other)
+        if (c->state != LOST) return;
+    job *j;
+    while ((j = l->small.first ? l->small.first : l->large.first)) {
+        fail(j, ENOBUFS, "every chunk of the lane is lost");
+        look_at(j);
+    }
+}
+
 static void lose(chunk *c) {
     job *j = c->job;
     c->job = NULL;
@@ -311,6 +323,7 @@ static void lose(chunk *c) {
     j->lost = true;
     j->out--;
     look_at(j);
+    fail_without_chunks(c->lane);
 }
 
 // Starting parts.
@@ -516,6 +529,7 @@ static void reached(chunk *c, int32_t status, const char *at) {
 static size_t ask(void) {
     chunk *oldest[MOST_LANES_ASKED];
     int32_t statuses[MOST_LANES_ASKED];
+    bool asked_for[MOST_LANES_ASKED];
     size_t count = 0, busy = 0;
     for (lane *l = lanes; l; l = l->next) busy += l->calls && l->copying.first;
     // Where they are more, each round goes on behind those of the last one.
@@ -529,18 +543,24 @@ static size_t ask(void) {
     leave();
     for (size_t n = 0; n < count; n++) {
         const xe_calls *calls = oldest[n]->lane->calls;
-        int32_t status = enter(calls);
-        statuses[n] = status ? status : calls->query(oldest[n]->event);
+        statuses[n] = enter(calls);
+        asked_for[n] = statuses[n] == 0;
+        if (asked_for[n]) statuses[n] = calls->query(oldest[n]->event);
     }
     come_back();
     size_t found = 0;
     for (size_t n = 0; n < count; n++) {
         chunk *c = oldest[n];
-        if (statuses[n] == c->lane->calls->not_ready) continue;
+        if (asked_for[n] && statuses[n] == c->lane->calls->not_ready) continue;
         pop(&c->lane->copying);
         copying--;
-        reached(c, statuses[n], "copying");
         found++;
+        if (asked_for[n]) {
+            reached(c, statuses[n], "copying");
+        } else {
+            fail(c->job, statuses[n], "entering the context");
+            lose(c);
+        }
     }
     return found;
 }
@@ -798,6 +818,7 @@ int xe_submit(uint64_t row, uint32_t number, const xe_piece *pieces, size_t coun
         quiet = 0;
         // As many as there are parts; the first of them may ask in the end.
         wake(1 + nbytes / j->part_nbytes);
+        fail_without_chunks(l);
         j = NULL;
         kept = NULL;
     }

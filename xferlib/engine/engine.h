@@ -83,7 +83,8 @@ int xe_start(int threads);
 
 // `calls` NULL: its owner makes the calls; see xe_request. `calls` must stay.
 int xe_open_lane(uint32_t lane, int direction, const xe_calls *calls, void *stream);
-// XE_BUSY while a job is on it. Chunks that were not taken back are the caller's again.
+// XE_BUSY while a job is on it. Chunks that were not taken back are the caller's again, but for those that were lost, which are all
+// that is left where as many as possible were taken back: a copy may be under way in them.
 int xe_close_lane(uint32_t lane);
 
 // Give a lane pinned memory to copy through, and for lanes with calls an event of its own.
@@ -99,7 +100,7 @@ int xe_drop(uint64_t row);
 // Block until a job has come so far, or so many microseconds have passed; 0 asks without waiting.
 int xe_wait(uint64_t row, int stage, int64_t microseconds);
 // Why a job failed: the device's status, and at what. `lost`: a copy may be under way of which nobody can know when it ends, so
-// that what the job refers to must be kept for good.
+// that what the job refers to must be kept for good, and its chunk. While every chunk of a lane is lost, its jobs fail (ENOBUFS).
 int xe_error(uint64_t row, int32_t *status, const char **at, int *lost);
 // Store the numbers of jobs that have finished, at most `count`, each once, and return how many.
 size_t xe_finished(uint64_t *rows, size_t count);
