@@ -826,7 +826,11 @@ static void fails_when_its_chunks_are_lost(void) {
     bench *b = new_bench(1, XE_D2H, &DEVICE, 3, 256 * KIB, false);
     transfer *t[MANY];
     atomic_store(&fail_kind, RECORD);
+    // None is lost before all of them wait.
+    atomic_store(&gate, false);
+    atomic_store(&held_in, b->stream);
     for (uint32_t n = 0; n < MANY; n++) start(t[n] = of_one(b, n % 2 ? 100 : 2 * MIB, n), NULL, NULL);
+    atomic_store(&gate, true);
     for (uint32_t n = 0; n < MANY; n++) {
         CHECK(xe_wait(t[n]->row, XE_STAGED, PATIENCE) == XE_FAILED);
         CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_FAILED);
