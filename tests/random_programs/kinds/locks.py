@@ -138,8 +138,9 @@ class Map(Kind):
         world.settled(host)
         try:
             view = opened.stager.mapped(leaf.array, stream=None if hold is None else hold.stream)
-        except ValueError:
-            if not opened.stager.stats().pool_fallbacks:
+        except ValueError as error:
+            # Any other refusal is a failure.
+            if "not in pinned memory" not in str(error) or not opened.stager.stats().pool_fallbacks:
                 raise
             raise Skip("the limit had no room for pinned memory when it was made") from None
         if hold is not None:
