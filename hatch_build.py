@@ -44,7 +44,8 @@ class EngineHook(BuildHookInterface[Any]):
             return
         # Not where the checkout's own lies, which may be of another compiler.
         self._made = tempfile.TemporaryDirectory()
-        portable = PORTABLE or building.compiler() is None or "ziglang" in building.compiler()
+        command = building.compiler(portable=PORTABLE)
+        portable = command is None or "ziglang" in command
         library = building.build(sources, Path(self._made.name), portable=portable)
         build_data["force_include"][str(library)] = str(FOLDER / library.name)
         build_data["pure_python"] = False

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple, final
@@ -267,7 +267,11 @@ class BlockCache:
         self._leased, self._places = leased, places
 
     def _end(self, row: _Row) -> None:
-        streams, doomed = list(row.streams.values()), self._closed
+        streams: Sequence[Stream] = ()
+        readers, doomed = _NOBODY, self._closed
+        # Mostly no stream was named, and the two are in the path of every small put.
+        if row.streams:
+            streams, readers = list(row.streams.values()), frozenset(row.streams)
         if doomed:
             # A bare handle had to stay valid until then, and no longer.
             streams = [stream for stream in streams if stream.keepalive is not None]
@@ -280,7 +284,7 @@ class BlockCache:
                 doomed = True
         # Before the lease: what an interrupt leaves is idle then, or doomed, but never idle by mistake.
         row.doomed = doomed
-        row.lease, row.readers, row.streams = None, frozenset(row.streams), {}
+        row.lease, row.readers, row.streams = None, readers, {}
         if doomed:
             self._doomed.append(row)
         else:
@@ -339,26 +343,29 @@ class BlockCache:
         if not cell:
             return None
         row = cell[0]
-        if row.fence is None and not self._lost(row.block):
+        reached = True if row.fence is None else self._reached(row.fence)
+        if reached and not self._lost(row.block):
             # Mostly so, and in the path of every small put: `_leased_to`, in one step less.
-            row.lease, row.streams = number, streams
+            row.fence, row.lease, row.streams = None, number, streams
             cell.popleft()
             self._leased[number] = row
             return row
         useless: list[_Row] = []
-        found = self._first_reached(cell, useless)
+        found = self._first_reached(cell, reached, useless)
         self._doom(useless)
         return None if found is None else self._leased_to(found, cell, number, streams)
 
-    def _first_reached(self, cell: deque[_Row], useless: list[_Row]) -> _Row | None:
-        """Find an idle block whose readers are done. Enters those that nobody can use any more."""
+    def _first_reached(self, cell: deque[_Row], reached: bool | None, useless: list[_Row]) -> _Row | None:
+        """Find an idle block whose readers are done: `reached` tells it of the first. Enters those that nobody can use any more."""
+        first = cell[0]
         behind: set[frozenset[int]] = set()
         for row in cell:
             # Of several blocks that wait for the same streams the oldest answers for all: asking the driver takes microseconds,
             # and where the device is behind there may be hundreds.
             if row.readers in behind:
                 continue
-            reached = self._reached(row.fence)
+            if row is not first:
+                reached = self._reached(row.fence)
             if reached is None or self._lost(row.block):
                 useless.append(row)
             elif reached:
@@ -542,12 +549,15 @@ class BlockCache:
             return self._backend.alloc_device(size)
 
     def _add_spare(self, size: int) -> None:
-        number = self._count()
-        with self._lock:
-            if self._idle.get(size) or not self._reserve(size, number):
-                return
+        if self._idle.get(size):
+            return
 
         def allocate() -> None:
+            number = self._count()
+            # Counted and taken back on one thread that no interrupt comes to: no lease has this number, whose end would settle it.
+            with self._lock:
+                if self._idle.get(size) or not self._reserve(size, number):
+                    return
             try:
                 self._enter(_Row(number, self._backend.alloc_device(size)), None, {})
             finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -12,6 +13,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.host import HostMemory
 from xferlib.memory.pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source
+from xferlib.staging.by_engine import EngineStaging
 from xferlib.staging.ring import Staging
 from xferlib.transfer import Transfer
 from xferlib.tree import Spec, path, trees_of, unflatten
@@ -25,7 +27,9 @@ Alike: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
 class Gets:
     """The D2H half of one stager. Any thread."""
 
-    def __init__(self, backend: HostStager[Any], host: HostMemory, pool: PinnedPool, staging: Staging, traffic: Traffic) -> None:
+    def __init__(
+        self, backend: HostStager[Any], host: HostMemory, pool: PinnedPool, staging: Staging | EngineStaging, traffic: Traffic
+    ) -> None:
         self._backend = backend
         self._failures = backend.failures
         self._host = host
@@ -34,6 +38,7 @@ class Gets:
         self._staging = staging
         self._d2h = traffic.d2h
         self._as_sources = getattr(backend, "as_sources", None)
+        self._by_engine = isinstance(staging, EngineStaging)
 
     def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
         """Get a tree."""
@@ -42,16 +47,22 @@ class Gets:
             raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
         given = None if out is None else self._trees.flatten_like(spec, out, name="out")
         alike = self._checked(leaves, spec, given)
-        # What the arrays wait for now would hold up the copies that earlier gets still have to start.
-        self._staging.wait_issued()
-        sources = self._ordered(leaves, spec, stream)
+        addresses = None if given is None else [self._host.address(array) for array in given]
+        if addresses is not None and None in addresses and self._by_engine:
+            sources, after = self._placed(leaves, spec, stream, direct=any(addresses))
+        else:
+            # What the arrays wait for now would hold up the copies that earlier gets still have to start.
+            self._staging.wait_issued()
+            sources, after = self._each(self._backend.as_source, leaves, spec, stream, together=self._as_sources), None
         looks = sum([source.nbytes for source in sources]) >= LARGE
         if looks:
             # Before memory is asked for: mostly an earlier get is done, and its memory is what is wanted.
             self._d2h.reap()
-        outs = [self._pool.empty(shape, dtype) for shape, dtype in alike] if given is None else given
-        event, failures = self._begin(sources, outs, looked=looks)
-        return Transfer(unflatten(spec, outs) if out is None else out, event, failures, True)
+        if given is None or addresses is None:
+            given = [self._pool.empty(shape, dtype) for shape, dtype in alike]
+            addresses = [self._host.address(array) for array in given]
+        event, failures = self._begin(sources, given, addresses, after, looked=looks)
+        return Transfer(unflatten(spec, given) if out is None else out, event, failures, True)
 
     def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
         """Check everything that needs no order first: a leaf that is refused must not hold up transfers to come."""
@@ -82,40 +93,57 @@ class Gets:
             self._backend.as_source(leaf)
             raise
 
-    def _ordered(self, leaves: list[Any], spec: Spec, stream: object | None) -> list[Source]:
-        if self._as_sources is not None and len(leaves) > 1:
-            together: list[Source] | None = self._as_sources(leaves, stream)
-            if together is not None:
-                return together
+    def _placed(self, leaves: list[Any], spec: Spec, stream: object | None, *, direct: bool) -> tuple[list[Source], Event | None]:
+        """Return what is read, and what it waits for: by the engine directly before its first copy, so that no other get waits."""
+        backend: Any = self._backend
+        sources = self._each(backend.place, leaves, spec, stream)
+        after: Event | None = backend.mark(stream)
+        if direct:
+            # Some is copied without the engine, and at once.
+            self._staging.wait_issued()
+            if after is not None:
+                backend.order_d2h(after)
+        return sources, after
+
+    def _each(
+        self, place: Callable[[Any, Any], Source], leaves: list[Any], spec: Spec, stream: object | None, *, together: Any = None
+    ) -> list[Source]:
+        if together is not None and len(leaves) > 1:
+            found: list[Source] | None = together(leaves, stream)
+            if found is not None:
+                return found
         sources: list[Source] = []
         for index, leaf in enumerate(leaves):
             try:
-                sources.append(self._backend.as_source(leaf, stream))
+                sources.append(place(leaf, stream))
             except (TypeError, ValueError) as error:
                 error.add_note(f"at {path(spec, index)}")
                 raise
         return sources
 
-    def _begin(self, sources: list[Source], outs: list[Array], *, looked: bool) -> tuple[Event, tuple[type[Exception], ...]]:
+    def _begin(
+        self, sources: list[Source], outs: list[Array], addresses: list[int | None], after: Event | None, *, looked: bool
+    ) -> tuple[Event, tuple[type[Exception], ...]]:
         """Start the copies; return the event of the last, and what it may raise."""
         pageable: list[tuple[int, Array]] = []
         try:
-            nbytes = self._copy_pinned(sources, outs, pageable)
+            nbytes = self._copy_pinned(sources, outs, addresses, pageable)
             event = self._d2h.add(nbytes, outs, sources, looked=looked) if nbytes or not pageable else None
             if pageable:
                 # The CPU copy raises what NumPy and the system raise.
-                return self._staging.land(pageable, sources, event), (Exception,)
+                return self._staging.land(pageable, sources, event, after), (Exception,)
         except BaseException:
             self._d2h.settle((sources, outs))
             raise
         assert event is not None
         return event, self._failures
 
-    def _copy_pinned(self, sources: list[Source], outs: list[Array], pageable: list[tuple[int, Array]]) -> int:
+    def _copy_pinned(
+        self, sources: list[Source], outs: list[Array], addresses: list[int | None], pageable: list[tuple[int, Array]]
+    ) -> int:
         """Start the copies to pinned memory, and return their bytes; enter what goes elsewhere."""
         nbytes = 0
-        for source, array in zip(sources, outs, strict=True):
-            address = self._host.address(array)
+        for source, array, address in zip(sources, outs, addresses, strict=True):
             if address is None:
                 # Subclasses may not be cut and shaped as a plain array is: a matrix always has two dimensions. A view: what is made
                 # read-only meanwhile, as the arrays of a slot that goes back are, is written all the same, as by a copy engine.

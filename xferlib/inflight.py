@@ -11,12 +11,14 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
+from xferlib.engine.jobs import Job
 from xferlib.errors import XferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.landing import Landing
@@ -30,6 +32,8 @@ __all__ = ["Entry", "Flow", "InFlight", "Landings", "Traffic", "all_traffic", "r
 
 LOOK_EVERY = 32
 """Transfers. Asking the driver costs as much as starting a small copy does."""
+FEW = 3
+"""Entries. Where hundreds are under way, mostly fewer than these become done from one look to the next."""
 LARGE = 64 << 10
 """Bytes. Above this the copy outweighs the question, and the memory held is worth asking for."""
 
@@ -63,6 +67,7 @@ class Entry(NamedTuple):
 _ASKED, _RECORDED = itemgetter(0), itemgetter(2)
 _exhaust: Callable[[Iterator[object]], None] = deque[object](maxlen=0).extend
 """Goes through an iterator and keeps nothing."""
+_TURN = 2 * LOOK_EVERY
 _NEW = tuple.__new__
 """A third of what the constructor of a named tuple takes."""
 
@@ -87,6 +92,7 @@ class InFlight:
 
     def entries(self) -> list[Entry]:
         """Return what may be in flight, about in the order of its start."""
+        # One call: other threads add meanwhile.
         return list(self._entries.values())
 
     def add(
@@ -100,28 +106,34 @@ class InFlight:
         event = self._record()
         self._entries[asked] = _NEW(Entry, (asked, event, self._count(), host, device, keepalive))
         self.nbytes += nbytes
-        if (nbytes >= LARGE and not looked) or len(self._entries) % LOOK_EVERY == 0:
+        # By the count, which a transfer advances by two, and not by what is held: that stays as it is where as many end as start.
+        if (nbytes >= LARGE and not looked) or asked % _TURN >= _TURN - 2:
             self.reap()
         return event
 
     def settle(self, keepalive: object) -> bool:
-        """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good."""
+        """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
+
+        A finalizer on a thread that makes the copies does not wait, since that would be for itself: `keepalive` is held until then.
+        """
         try:
             event = self.add(0, (), (), keepalive)
         except self._failures:
             # Better to lose the memory than to have it written under its next owner.
             self._stuck.append(keepalive)
             return False
-        with suppress(*self._failures):
-            event.synchronize()
+        if not is_copying():
+            with suppress(*self._failures):
+                event.synchronize()
         return True
 
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
-        found = False
-        # What is let go of here may run foreign finalizers, which may come back here. Again: a look leaves some that are done.
-        while self._entries and self._take_done():
-            found = True
+        found, more = False, True
+        # What is let go of here may run foreign finalizers, which may come back here.
+        while more and self._entries:
+            gone, more = self._take_done()
+            found = found or bool(gone)
         return found
 
     def wait_oldest(self, concerns: Concerns = lambda entry: True) -> bool:
@@ -152,30 +164,50 @@ class InFlight:
         with suppress(*self._failures):
             event.synchronize()
 
-    def _take_done(self) -> list[Entry]:
-        # One call: other threads add meanwhile.
-        entries = self.entries()
+    def _take_done(self) -> tuple[list[Entry], bool]:
+        """Let go of entries that are done; also tell whether some that look done were left."""
+        gone = entries = self._done()
+        if not entries:
+            return [], False
+        last = entries[-1]
+        # Events of one direction are reached in the order in which they were recorded, so one that is done answers for all that
+        # were recorded before it. Those of other threads that were recorded meanwhile are asked for themselves.
+        if len(entries) > 1 and max(map(_RECORDED, entries[:-1])) > last.asked:
+            gone = [entry for entry in entries if entry is last or entry.recorded < last.asked]
+        # A loop of Python's takes longer, and this is in the path of small transfers.
+        _exhaust(map(self._entries.pop, map(_ASKED, gone), itertools.repeat(None)))
+        return gone, gone is not entries
+
+    def _done(self) -> list[Entry]:
+        """Return the oldest entries, up to the last that is done. Each question to the driver takes a microsecond."""
+        entries = self._oldest(FEW)
         # Mostly there is nothing to let go of, and one question tells.
         if not entries or not self._ended(entries[0]):
             return []
-        # From the end on: mostly all are done but the newest, which has just been started.
-        low, high, step = 1, len(entries), 2
-        while low < high:
-            middle = max(low, high - step)
-            if self._ended(entries[middle]):
-                low = middle + 1
-                step = (high - low + 1) // 2
-            else:
-                high = middle
-                step *= 2
-        last, gone = entries[low - 1], entries[:low]
-        # Events of one direction are reached in the order in which they were recorded, so one that is done answers for all that
-        # were recorded before it. Those of other threads that were recorded meanwhile wait for the next look.
-        if low > 1 and max(map(_RECORDED, entries[: low - 1])) > last.asked:
-            gone = [entry for entry in gone if entry is last or entry.recorded < last.asked]
-        # A loop of Python's takes longer, and this is in the path of small transfers.
-        _exhaust(map(self._entries.pop, map(_ASKED, gone), itertools.repeat(None)))
-        return gone
+        if len(entries) < FEW or not self._ended(entries[-1]):
+            # Hardly anything, of hundreds perhaps.
+            return entries[: self._first_pending(entries, 1, min(len(entries), FEW - 1))]
+        known, entries = entries[-1], self.entries()
+        if len(entries) < FEW or entries[FEW - 1] is not known:
+            # Another thread has let go of some meanwhile.
+            return self._done()
+        # Mostly all are done then but the newest, which have just been started.
+        near = max(FEW, len(entries) - FEW)
+        if near < len(entries) and self._ended(entries[near]):
+            return entries[: self._first_pending(entries, near + 1, len(entries))]
+        return entries[: self._first_pending(entries, FEW, near)]
+
+    def _oldest(self, count: int) -> list[Entry]:
+        """Return so many of `entries`, without a list of all: there may be hundreds, and a look comes with each."""
+        try:
+            return list(itertools.islice(self._entries.values(), count))
+        except RuntimeError:
+            # Another thread has added meanwhile.
+            return self.entries()[:count]
+
+    def _first_pending(self, entries: list[Entry], low: int, high: int) -> int:
+        """Return the index of the first that is not done: those before `low` are, and the one at `high`, if any, is not."""
+        return bisect_left(entries, True, low, high, key=lambda entry: not self._ended(entry))
 
     def _ended(self, entry: Entry) -> bool:
         try:
@@ -202,7 +234,7 @@ class Landings:
 
     def __init__(self) -> None:
         # Changed in single steps: a finalizer may add while its thread is in here.
-        self._entries: dict[int, Landing] = {}
+        self._entries: dict[int, Landing | Job] = {}
         self._count = itertools.count().__next__
 
     @property
@@ -210,11 +242,11 @@ class Landings:
         """Whether a landing is not reached."""
         return bool(self.unreached())
 
-    def unreached(self) -> list[Landing]:
+    def unreached(self) -> list[Landing | Job]:
         """Return those that are not reached."""
         return [landing for landing in list(self._entries.values()) if not landing.reached()]
 
-    def add(self, landing: Landing) -> None:
+    def add(self, landing: Landing | Job) -> None:
         """Count a landing as in flight until it is reached."""
         self._entries[self._count()] = landing
         self.reap()
@@ -243,7 +275,7 @@ class Landings:
         for landing in self._waited_for():
             landing.wait()
 
-    def _waited_for(self) -> list[Landing]:
+    def _waited_for(self) -> list[Landing | Job]:
         me = threading.get_ident()
         return [landing for landing in list(self._entries.values()) if landing.owner != me]
 
@@ -261,6 +293,8 @@ class Traffic:
         """Which backend and device: the events of two stagers of one place can be waited for by each other's streams."""
         self.unissued: list[tuple[Any, Sequence[Source]]] = []
         """Of gets whose copies are not all started yet, what starts them, whose list this is, and what they read."""
+        self.gets: dict[int, Job] = {}
+        """Of the engine's jobs that read device memory those that have not finished, by number."""
         self.wait_issued: Callable[[Source], None] = lambda target: None
         """Blocks until the copies that read this memory, and are not started yet, are started."""
         _open[id(self)] = self
@@ -274,7 +308,7 @@ class Traffic:
     def has_no_readers(self) -> bool:
         """Whether no copy can be in flight, of whatever stager, that uses device memory of the caller's, but puts of this one."""
         # In this order: a get enters what it has started before it leaves the list of what it has still to start.
-        return not self.unissued and not self.d2h._entries and len(_open) == 1
+        return not self.unissued and not self.gets and not self.d2h._entries and len(_open) == 1
 
     def entries(self) -> Iterator[Entry]:
         """Iterate the copies of both directions that may be in flight."""

@@ -9,7 +9,15 @@ from xferlib.errors import CapabilityError
 from xferlib.latch import SLICE_SECONDS, Latch
 from xferlib.protocol import Stream
 
-__all__ = ["Landing"]
+__all__ = ["Landing", "no_stream_waits"]
+
+
+def no_stream_waits() -> CapabilityError:
+    """Return what is raised where a stream is to wait for a get that ends with a CPU copy."""
+    return CapabilityError(
+        "no stream can wait for this get: its last step is a copy by the CPU into pageable memory. "
+        "Leave out away, pass out=stager.empty_pinned(...), or wait on the host with synchronize()"
+    )
 
 
 @final
@@ -70,7 +78,4 @@ class Landing:
 
     def stream_wait(self, stream: object | None = None) -> Stream | None:
         """Refuse: see `Event.stream_wait`."""
-        raise CapabilityError(
-            "no stream can wait for this get: its last step is a copy by the CPU into pageable memory. "
-            "Leave out away, pass out=stager.empty_pinned(...), or wait on the host with synchronize()"
-        )
+        raise no_stream_waits()

@@ -11,6 +11,7 @@ No framework is named here, and nothing here runs.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -22,6 +23,7 @@ __all__ = [
     "Capabilities",
     "CombinesWrites",
     "DeviceBlock",
+    "DriverCalls",
     "Event",
     "HostStager",
     "MakesMany",
@@ -29,6 +31,7 @@ __all__ = [
     "Opener",
     "Place",
     "ReadsMany",
+    "ServesEngine",
     "Source",
     "Stream",
     "TakenApart",
@@ -318,6 +321,44 @@ class ReadsMany(Protocol[ArrayT_contra]):
         None, with nothing told to wait, where they are not all of a kind for which that is right, or one of them is refused: then
         the core asks for each.
         """
+
+
+class DriverCalls(Protocol):
+    """How the engine calls a device itself: the addresses of the driver's functions, and what these take."""
+
+    @property
+    def calls(self) -> ctypes.Structure:
+        """`xferlib.engine.native.Calls`. It must stay."""
+
+    @property
+    def streams(self) -> tuple[int, int]:
+        """The handles of the copy streams, to the device and to the host."""
+
+    def new_event(self) -> tuple[Event, int]:
+        """Return an event that the engine will record, and its handle. It may be asked as soon as that is done."""
+
+    def handle(self, event: Event) -> int:
+        """Return the handle of an event of the backend's own."""
+
+    def failure(self, status: int) -> Exception:
+        """Return what the framework raises for a status: one of the backend's `failures`."""
+
+
+class ServesEngine(Protocol[ArrayT_contra]):
+    """What a backend has besides whose pageable memory the engine moves: order as an entry of its own.
+
+    It may have an attribute `driver_calls`, a `DriverCalls`. Without one the core makes the engine's calls by the methods of
+    `HostStager`, on one thread of the process.
+    """
+
+    def place(self, array: ArrayT_contra, stream: object | None = None) -> Source:
+        """Return what `HostStager.as_source` returns, and raise as it does, with nothing told to wait."""
+
+    def mark(self, stream: object | None = None) -> Event | None:
+        """Return an event behind what `stream` (None: the calling thread's current one) has enqueued; None: it is done."""
+
+    def order_d2h(self, after: Event) -> None:
+        """Let later copies to the host start only after the event. The host does not wait."""
 
 
 class MapsMemory(Protocol[ViewT_co]):

@@ -14,12 +14,13 @@ from typing import Any, final
 from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalizers
 from xferlib.device import BlockCache, Lease, Streams, note_reader
 from xferlib.errors import CapabilityError
-from xferlib.inflight import Traffic, all_traffic
+from xferlib.inflight import Traffic, all_traffic, uses
 from xferlib.layout import Layout, Layouts
 from xferlib.loud import Loud
 from xferlib.memory.arrays import Array
 from xferlib.memory.host import HostLeaf, HostMemory
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
+from xferlib.staging.by_engine import EngineStaging
 from xferlib.staging.parts import Placed
 from xferlib.staging.ring import Staging
 from xferlib.transfer import Later, Transfer
@@ -36,7 +37,13 @@ class Puts:
     """The H2D half of one stager. Any thread."""
 
     def __init__(
-        self, backend: HostStager[Any], host: HostMemory, blocks: BlockCache, staging: Staging, traffic: Traffic, loud: Loud
+        self,
+        backend: HostStager[Any],
+        host: HostMemory,
+        blocks: BlockCache,
+        staging: Staging | EngineStaging,
+        traffic: Traffic,
+        loud: Loud,
     ) -> None:
         self._backend = backend
         self._failures = backend.failures
@@ -271,17 +278,23 @@ class Puts:
         """
         for traffic in all_traffic():
             traffic.wait_issued(place)
+            for job in list(traffic.gets.values()):
+                if any(uses(source, place) for source in job.device):
+                    self._order_after(job.event, traffic, job)
             if not traffic.d2h.busy and (traffic is self._traffic or not traffic.h2d.busy):
                 continue
             for entry in traffic.d2h.entries() if traffic is self._traffic else traffic.entries():
                 if not entry.uses_device(place):
                     continue
-                if traffic.place == self._traffic.place:
-                    self._backend.order_h2d(entry.event)
-                else:
-                    with suppress(Exception):
-                        # What failed uses it no more, and is said to whoever holds the transfer.
-                        entry.event.synchronize()
+                self._order_after(entry.event, traffic, entry.event)
+
+    def _order_after(self, event: Event | None, traffic: Traffic, end: Event) -> None:
+        if event is not None and traffic.place == self._traffic.place:
+            self._backend.order_h2d(event)
+            return
+        with suppress(Exception):
+            # What failed uses it no more, and is said to whoever holds the transfer.
+            end.synchronize()
 
     def _begin(
         self, addresses: Sequence[int], sources: list[HostLeaf], blocks: Sequence[int], target: object, places: Sequence[Source]

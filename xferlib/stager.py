@@ -23,6 +23,7 @@ from xferlib.callers import wait_for_callers
 from xferlib.checks import lacking, positive_nbytes, refuse_bare_zero, refuse_finalizers, translated, uncopied, whole_shape
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.device import BlockCache
+from xferlib.engine.jobs import is_child
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.forks import forget_in_child
 from xferlib.gets import Gets
@@ -39,6 +40,7 @@ from xferlib.pinning import Pin, Pins, splits
 from xferlib.protocol import Capabilities, HostStager
 from xferlib.puts import Puts
 from xferlib.reaper import close_later, collects, start_reaper, uninterrupted
+from xferlib.staging.by_engine import EngineStaging
 from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
@@ -108,7 +110,7 @@ class Stager:
         )
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
         self._blocks = BlockCache(backend, flow, device_limit)
-        self._staging = ring = Staging(backend, pool, traffic, as_profile(staging))
+        self._staging = ring = _staging(backend)(backend, pool, traffic, as_profile(staging))
         room.release, room.wait_for_rest, room.contains = ring.release, ring.wait_for_rest, pool.contains
         flow.owns, traffic.wait_issued = self._blocks.owns, ring.wait_issued
         self._pins = Pins(backend, traffic, pool)
@@ -126,7 +128,7 @@ class Stager:
         # Nothing was asked of them yet.
         self.__dict__.pop("_gets", None)
         _live.discard(self)
-        for name in ("_pins", "_blocks", "_traffic"):
+        for name in ("_staging", "_pins", "_blocks", "_traffic"):
             part = self.__dict__.get(name)
             if part is not None:
                 part.close()
@@ -403,6 +405,11 @@ class Stager:
 
     def _warn(self) -> None:
         warnings.warn(f"{self!r} was never closed. Use it as a context manager", ResourceWarning, 3, source=self)
+
+
+def _staging(backend: HostStager[Any]) -> type[Staging] | type[EngineStaging]:
+    # The threads of the engine stayed with the parent.
+    return EngineStaging if hasattr(backend, "place") and not is_child() else Staging
 
 
 _CALLS = frozenset(call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get))

@@ -18,6 +18,7 @@ from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, St
 from xferlib_cupy import _arrays, _memory
 from xferlib_cupy._arrays import CupyArray
 from xferlib_cupy._device import Device
+from xferlib_cupy._engine import EngineCalls
 from xferlib_cupy._events import AllEvents, LaterEvent, Recorded, events_of
 from xferlib_cupy._memory import Block, PinnedMemory
 
@@ -68,6 +69,7 @@ class CupyStager:
             # Made and kept in one call, which no interrupt cuts.
             device.here(self._own.extend, map(runtime.streamCreateWithFlags, (NON_BLOCKING, NON_BLOCKING)))
             self.h2d, self.d2h = self._own
+            self.driver_calls = EngineCalls(device, self._events, (self.h2d, self.d2h))
         except BaseException:
             self.close()
             raise
@@ -109,6 +111,9 @@ class CupyStager:
     def order_h2d(self, after: Event) -> None:
         cast("Recorded", after).enqueue_wait(self._device.wait, self.h2d)
 
+    def order_d2h(self, after: Event) -> None:
+        cast("Recorded", after).enqueue_wait(self._device.wait, self.d2h)
+
     def check_stream(self, stream: object) -> None:
         self._handle(stream)
 
@@ -141,13 +146,24 @@ class CupyStager:
         return _NDARRAY(shape, dtype, _POINTER(memory, 0)), found
 
     def as_source(self, array: CupyArray, stream: object | None = None) -> Source:
+        # As `place`, without the call, and with the stream found once: in the path of every small get.
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
             _arrays.check_array(array, self.ordinal)
         handle = self._handle(stream)
-        if not array._c_contiguous:
-            return self._gathered(array, stream, handle)
+        known = array.data.ptr, array.nbytes, array, None
+        source: Source = _SOURCE(Source, known) if array._c_contiguous else self._gathered(array, stream)
         self._order(self.d2h, handle)
-        return _SOURCE(Source, (array.data.ptr, array.nbytes, array, None))
+        return source
+
+    def place(self, array: CupyArray, stream: object | None = None) -> Source:
+        if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
+            _arrays.check_array(array, self.ordinal)
+        # Refuses a stream that is being captured.
+        self._handle(stream)
+        return Source(array.data.ptr, array.nbytes, array) if array._c_contiguous else self._gathered(array, stream)
+
+    def mark(self, stream: object | None = None) -> Event:
+        return self._record_event(self._device.record_users, self._handle(stream))
 
     def as_sources(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[Source] | None:
         for array in arrays:
@@ -185,9 +201,8 @@ class CupyStager:
             # Taken and destroyed in one call, likewise.
             self._device.give_back(next, map(runtime.streamDestroy, iter(self._own.pop, None)))
 
-    def _gathered(self, array: CupyArray, stream: object | None, handle: int) -> Source:
+    def _gathered(self, array: CupyArray, stream: object | None) -> Source:
         packed = _arrays.contiguous(array, stream, self._streams, self._device)
-        self._order(self.d2h, handle)
         memory = array.data.mem
         return Source(packed.data.ptr, packed.nbytes, (packed, array), (memory.ptr, memory.size))
 

@@ -71,6 +71,9 @@ class NumpyStager:
     def order_h2d(self, after: protocol.Event) -> None:
         self.h2d.wait(after)
 
+    def order_d2h(self, after: protocol.Event) -> None:
+        self.d2h.wait(after)
+
     def check_stream(self, stream: object) -> None:
         resolve(stream)
 
@@ -106,12 +109,21 @@ class NumpyStager:
         return array_over(address, shape, dtype, lease=lease), found
 
     def as_source(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
+        source = self.place(array, stream)
+        after = self.mark(stream)
+        if after is not None:
+            self.d2h.wait(after)
+        return source
+
+    def place(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
         self._check_array(array)
         on = resolve(stream)
         packed = array if array.flags.c_contiguous else _packed(array, on)
-        if on is not None:
-            self.d2h.wait(on.record())
         return _source(array) if packed is array else protocol.Source(*_source(packed)[:2], (packed, array), _reach(array))
+
+    def mark(self, stream: object | None = None) -> Event | None:
+        on = resolve(stream)
+        return None if on is None else on.record()
 
     def as_target(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
         self._check_array(array)

@@ -83,20 +83,20 @@ def test_a_put_is_not_held_up_by_a_get_whose_producer_is_held(stager_with_ring: 
     assert np.array_equal(get.result(), device)
 
 
-def test_a_get_starts_behind_one_that_still_has_copies_to_start(stager_with_ring: xferlib.Stager) -> None:
-    stager = stager_with_ring
+def test_a_get_starts_behind_one_that_still_has_copies_to_start() -> None:
     first, second = numbers(64 * MIB), numbers(64 * MIB, first=3)
     outs = np.zeros_like(first), np.zeros_like(second)
-    with held(stager.backend.d2h) as gate:  # type: ignore[attr-defined]  # the host backend's
-        one = stager.get(first, out=outs[0])
-        two = on_thread(lambda: stager.get(second, out=outs[1]))
-        with pytest.raises(TimeoutError):
-            two.result(0.1)
-        gate.set()
-    two.result(10).synchronize()
-    assert one.done()
-    assert np.array_equal(outs[0], first)
-    assert np.array_equal(outs[1], second)
+    with xferlib.stager(tampered(), pinned_limit=64 * MIB, staging=RING) as stager:
+        with held(stager.backend.d2h) as gate:  # type: ignore[attr-defined]  # the host backend's
+            one = stager.get(first, out=outs[0])
+            two = on_thread(lambda: stager.get(second, out=outs[1]))
+            with pytest.raises(TimeoutError):
+                two.result(0.1)
+            gate.set()
+        two.result(10).synchronize()
+        assert one.done()
+        assert np.array_equal(outs[0], first)
+        assert np.array_equal(outs[1], second)
 
 
 def test_memory_that_a_large_get_still_reads_is_not_overwritten(stager_with_ring: xferlib.Stager) -> None:
@@ -209,11 +209,11 @@ def test_no_room_for_a_single_chunk_is_an_error_that_says_so() -> None:
 
 def test_stagers_share_the_threads_and_the_last_one_ends_them() -> None:
     source = numbers(16 * MIB)
-    first = xferlib.stager("host", staging=RING)
+    first = xferlib.stager(tampered(), staging=RING)
     first.put(source).synchronize()
     helpers = {thread for thread in threading.enumerate() if thread.name.startswith("xferlib-to-device")}
     assert len(helpers) == 3
-    with xferlib.stager("host", staging=RING) as second:
+    with xferlib.stager(tampered(), staging=RING) as second:
         second.put(source).synchronize()
         assert {thread for thread in threading.enumerate() if thread.name.startswith("xferlib-to-device")} == helpers
         first.close()

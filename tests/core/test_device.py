@@ -442,6 +442,33 @@ def test_two_sizes_at_the_limit_settle_down() -> None:
     assert device.allocated == [MIB, 2 * MIB]
 
 
+def test_the_oldest_block_is_asked_about_once_where_another_is_taken() -> None:
+    device = Device()
+    blocks = cache(device)
+    device.fences = [Point(), Point(reached=True)]
+    oldest: Any = device.fences[0]
+    leases = [blocks.lease(MIB, {number: Stream(number, None)}) for number in (7, 9)]
+    addresses = [block.address for block, _ in leases]
+    while leases:
+        del leases[0]
+    found = blocks.lease(MIB, {})
+    assert found[0].address == addresses[1]
+    assert oldest.asked == 1
+
+
+def test_a_block_that_was_waited_for_once_has_a_fence_of_its_own_each_time() -> None:
+    device = Device()
+    blocks = cache(device)
+    device.fences = [Point(reached=True), Point()]
+    for number in (7, 9):
+        lease = blocks.lease(MIB, {number: Stream(number, None)})
+        del lease
+    blocks.lease(MIB, {})
+    assert device.retired == [[Stream(7, None)], [Stream(9, None)]]
+    # The second is not reached.
+    assert device.allocated == [MIB, MIB]
+
+
 def test_of_many_blocks_behind_one_stream_one_is_asked_about() -> None:
     """Where the device is behind, a put asks the driver once for each stream, and not for each block."""
     device = Device()

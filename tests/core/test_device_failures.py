@@ -15,6 +15,7 @@ from tests.core.fakes import WATCHDOG, Device, Flow, Point, held, on_thread, unt
 from xferlib.device import BlockCache
 from xferlib.errors import AllocationError
 from xferlib.protocol import Stream
+from xferlib.reaper import uninterrupted
 
 MIB = 1 << 20
 
@@ -210,6 +211,26 @@ def test_what_was_refused_does_not_count_for_the_peak() -> None:
     second = blocks.lease(MIB, {})
     assert blocks.peak_nbytes == blocks.nbytes == 3 * MIB
     del second
+
+
+def test_a_spare_that_is_interrupted_before_it_is_asked_for_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lease has its number, so that none would settle it when it ends."""
+    device = Device()
+    blocks = cache(device)
+    device.fresh_is_ready = False
+    calls = iter([uninterrupted])  # Of the block itself.
+
+    def interrupted_the_second_time(call: Callable[[], Any]) -> Any:
+        for uncut in calls:
+            return uncut(call)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("xferlib.device.uninterrupted", interrupted_the_second_time)
+        blocks.lease(MIB, {})
+    blocks.trim()
+    assert blocks.nbytes == 0
+    assert device.freed == device.made
 
 
 def test_a_table_that_is_mended_forgets_no_block_that_is_to_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:

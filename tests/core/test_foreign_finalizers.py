@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.interrupts.harness import at_rest
 from xferlib.errors import XferError
 from xferlib.inflight import Landings
 from xferlib.landing import Landing
+from xferlib.pinning import Pin
 from xferlib.protocol import Capabilities, Stream
 from xferlib.reaper import collects
 from xferlib.views import Views
@@ -32,6 +34,17 @@ def acts(stager: xferlib.Stager) -> dict[str, Callable[[], object]]:
     there, large_there = stager.put(small).result(), stager.put(large, borrow=True).result()
     out = np.empty_like(large)
 
+    left: list[Pin] = []
+
+    def pin() -> None:
+        # One that could not be closed on the thread where the finalizer ran is closed by the next.
+        left.append(stager.pin(np.zeros(10 * KIB, np.uint8)))
+        for each in left.copy():
+            each.close()
+            with suppress(ValueError):
+                # Another finalizer, inside of this, has closed it, too.
+                left.remove(each)
+
     def put_of_new_class() -> None:
         made: Any = dataclasses.make_dataclass(f"Made{next(numbers)}", ["x"])
         stager.put(made(small)).synchronize()
@@ -43,7 +56,7 @@ def acts(stager: xferlib.Stager) -> dict[str, Callable[[], object]]:
         "get": lambda: stager.get(there).result(),
         "get out": lambda: stager.get(large_there, out=out).result(),
         "empty_pinned": lambda: stager.empty_pinned(next(sizes), np.uint8),
-        "pin": lambda: stager.pin(np.zeros(10 * KIB, np.uint8)).close(),
+        "pin": pin,
         "trim": stager.trim,
         "open": lambda: xferlib.stager("host", pinned_limit=MIB).close(),
     }
@@ -71,7 +84,9 @@ def test_finalizers_that_transfer_and_wait_run_at_any_allocation(call: str, act:
     known = acts(stager)
     met = on_thread(lambda: at_every_allocation(known[call], known[act])).result(3 * WATCHDOG)
     assert met.count("begun") >= 2
-    assert met.count("done") > met.count("begun") // 2
+    # The collector comes on threads that make copies as well, where none may wait.
+    refused = len([outcome for outcome in met if "makes the copies" in outcome])
+    assert met.count("done") > (met.count("begun") - refused) // 2
     # Each came to its end, with success or in words.
     assert len([outcome for outcome in met if outcome != "begun" and not outcome.startswith("call")]) == met.count("begun")
     for again in known.values():

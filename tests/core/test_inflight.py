@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from tests.core.fakes import Point, on_thread, succeeds
 from xferlib.inflight import LARGE, LOOK_EVERY, Entry, InFlight, Landings, Traffic, all_traffic, reap_all, wait_for_others
 from xferlib.landing import Landing
+from xferlib.latch import note_copying
 from xferlib.protocol import Source, Stream
 
 
@@ -80,8 +82,93 @@ def test_what_is_done_of_many_is_found_with_few_questions() -> None:
             point.reached, point.asked = number < done, 0
         queue.reap()
         assert len(queue.entries()) == 200 - done
-        # From the end on by doubling, and then by halves, each of which may take two.
-        assert sum(point.asked for point in points) <= 3 * len(points).bit_length()
+        # Three of the oldest, one near the end, and then by halves.
+        assert sum(point.asked for point in points) <= 3 + len(points).bit_length()
+
+
+def reached_up_to(queue: InFlight, points: list[Point], done: int) -> int:
+    """Let the first points be reached, look, and return how many questions that took."""
+    for number, point in enumerate(points):
+        point.reached, point.asked = number < done, 0
+    queue.reap()
+    assert [entry.event for entry in queue.entries()] == points[done:]
+    return sum(point.asked for point in points)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_where_hundreds_are_under_way_a_look_that_finds_one_or_two_takes_three_questions(at_once: int) -> None:
+    points = [Point() for _ in range(300)]
+    queue = queue_of(*points)
+    for _ in points:
+        queue.add(1, ())
+    looks = range(at_once, 200, at_once)
+    assert {reached_up_to(queue, points, done) for done in looks} == {3}
+    assert reached_up_to(queue, points, looks[-1]) == 1
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_where_all_are_done_but_the_newest_a_look_takes_few_questions(left: int) -> None:
+    points = [Point() for _ in range(LOOK_EVERY)]
+    queue = queue_of(*points)
+    for _ in points:
+        queue.add(1, ())
+    assert reached_up_to(queue, points, LOOK_EVERY - left) <= 5
+
+
+def test_a_look_goes_through_hundreds_of_entries_only_when_several_are_done() -> None:
+    points = [Point() for _ in range(300)]
+    queue = queue_of(*points)
+    for _ in points:
+        queue.add(1, ())
+    listed: list[list[Entry]] = []
+    entries = queue.entries
+    queue.entries = lambda: listed.append(entries()) or listed[-1]  # type: ignore[func-returns-value, method-assign]
+    for done in (0, 1, 3):
+        for point in points[:done]:
+            point.reached = True
+        assert queue.reap() == bool(done)
+    assert listed == []
+    for point in points[:10]:
+        point.reached = True
+    assert queue.reap()
+    assert len(listed) == 1
+
+
+@pytest.mark.parametrize("count", [3, 4, 9])
+def test_what_is_not_done_is_held_where_another_thread_lets_go_of_some_meanwhile(count: int) -> None:
+    class Takes(Point):
+        def done(self) -> bool:
+            if self.asked == 0:
+                queue.wait_oldest()
+            return super().done()
+
+    points = [Point(reached=True), Point(reached=True), Takes(reached=True), *(Point() for _ in range(count - 3))]
+    queue = queue_of(*points)
+    for _ in points:
+        queue.add(1, ())
+    assert queue.reap()
+    assert [entry.event for entry in queue.entries()] == points[3:]
+
+
+def test_a_table_that_another_thread_adds_to_meanwhile_is_looked_at_as_a_whole() -> None:
+    class Changes(dict[int, Entry]):
+        values_asked = 0
+
+        def values(self) -> Any:
+            self.values_asked += 1
+            return self._cut() if self.values_asked == 1 else super().values()
+
+        def _cut(self) -> Iterator[Entry]:
+            yield next(iter(super().values()))
+            raise RuntimeError("dictionary changed size during iteration")
+
+    points = [Point(reached=number < 2) for number in range(5)]
+    queue = queue_of(*points)
+    for _ in points:
+        queue.add(1, ())
+    queue._entries = Changes(queue._entries)
+    assert queue.reap()
+    assert [entry.event for entry in queue.entries()] == points[2:]
 
 
 def test_small_transfers_are_asked_about_only_now_and_then() -> None:
@@ -92,6 +179,19 @@ def test_small_transfers_are_asked_about_only_now_and_then() -> None:
     assert sum(point.asked for point in points) == 0
     queue.add(1, ())
     assert not queue.wait_oldest()
+
+
+def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_start() -> None:
+    points = [Point() for _ in range(10 * LOOK_EVERY)]
+    queue = queue_of(*points)
+    looks = 0
+    for number in range(len(points)):
+        before = sum(point.asked for point in points)
+        # One ends with each that starts, from the tenth on.
+        points[max(0, number - 10)].reached = number >= 10
+        queue.add(1, ())
+        looks += sum(point.asked for point in points) > before
+    assert looks == 10
 
 
 def test_who_has_looked_is_not_made_to_look_again() -> None:
@@ -146,6 +246,24 @@ def test_settle_waits_and_swallows_the_failure_of_the_copy() -> None:
     point = Point(error=OSError("broken"))
     queue_of(point).settle(None)
     assert point.synchronized == 1
+
+
+def test_settle_does_not_wait_on_a_thread_that_makes_the_copies() -> None:
+    """A finalizer whose start fails there would wait for itself."""
+    point, thing = Point(), Thing()
+    queue, alive = queue_of(point), weakref.ref(thing)
+
+    def fail(thing: Thing) -> None:
+        note_copying()
+        assert queue.settle(thing)
+
+    on_thread(partial(fail, thing)).result(10)
+    del thing
+    queue.reap()
+    assert alive() is not None
+    point.reached = True
+    queue.reap()
+    assert alive() is None
 
 
 def test_settle_keeps_memory_for_ever_if_nobody_can_say_when_the_copy_ends() -> None:
@@ -420,6 +538,14 @@ def test_one_that_is_done_answers_for_none_that_was_recorded_behind_it_wherever_
         queue._entries[asked] = Entry(asked, event or Point(reached=True), recorded, (), (), None)
     assert queue.reap()
     assert [entry.event for entry in queue.entries()] == [behind]
+
+
+def test_what_is_done_but_was_recorded_while_another_was_is_let_go_of_by_the_same_look() -> None:
+    queue = queue_of()
+    for asked, recorded in ((0, 1), (2, 5), (3, 4)):
+        queue._entries[asked] = Entry(asked, Point(reached=True), recorded, (), (), None)
+    assert queue.reap()
+    assert queue.entries() == []
 
 
 def test_a_landing_is_not_waited_for_by_its_own_thread() -> None:

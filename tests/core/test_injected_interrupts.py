@@ -19,10 +19,13 @@ from xferlib.device import BlockCache
 from xferlib.errors import XferError
 from xferlib.memory.pool import HostBlock, PinnedPool
 from xferlib.protocol import Stream
+from xferlib.staging.by_engine import EngineStaging
+from xferlib.staging.profile import StagingProfile
 from xferlib.views import Views
 
 KIB, MIB = 1 << 10, 1 << 20
 TABLES = ("xferlib/device.py", "memory/pool.py", "memory/ranges.py", "memory/blocks.py", "pinning.py", "views.py", "tickets.py")
+ENGINE = ("engine/jobs.py", "engine/lanes.py", "staging/by_engine.py", "staging/bounce.py")
 FAILURES: list[type[Exception]] = [OSError, MemoryError]
 """One of the backend's own, and one that it does not name."""
 
@@ -337,6 +340,80 @@ def test_a_failure_of_any_call_loses_no_pin(
             calls = backend.inner.memory.calls()
             assert calls.pins == calls.unpins
         assert number > 2
+
+
+class Jobs:
+    """A stager that the engine serves, with something large to transfer, a job in flight in each direction, and idle chunks."""
+
+    def __init__(self) -> None:
+        self.stager = xferlib.stager("host", pinned_limit=16 * MIB, staging=StagingProfile(2, 256 * KIB, 64 * KIB))
+        self.source, self.out = np.full(MIB + 5, 4, np.uint8), np.zeros(MIB + 5, np.uint8)
+        self.odd = np.full((500, 500), 4, np.uint8)[::2].T
+        self.there = self.stager.put(self.source).result()
+        self.transfers = [
+            self.stager.put(self.source, borrow=True),
+            self.stager.get(self.there, out=np.zeros_like(self.out)),
+        ]
+
+    def check(self) -> None:
+        stager, staging = self.stager, self.stager._staging
+        assert isinstance(staging, EngineStaging)
+        assert (self.source == 4).all()
+        assert set(np.unique(self.out)) <= {0, 4}
+        self.transfers.clear()
+        again = stager.put(self.source, borrow=True).result()
+        assert (stager.get(again, out=self.out).result() == 4).all()
+        del again
+        assert until(lambda: not any(lane.jobs for lane in staging._lanes))
+        stager._traffic.wait_all()
+        assert not stager._traffic.busy
+        stager.trim()
+        assert stager._pool.usage().used == stager._pool.nbytes == 0
+        for lane in staging._lanes:
+            assert not lane._blocks
+            assert not lane._leaving
+            assert not lane._growing
+        stager.close()
+        calls = stager.backend.memory.calls()  # type: ignore[attr-defined]  # The host backend's.
+        assert calls.pinned_allocations == calls.pinned_frees
+
+
+JOBS: dict[str, Callable[[Jobs], object]] = {
+    "put": lambda jobs: jobs.stager.put(jobs.source),
+    "put of what is small": lambda jobs: jobs.stager.put(jobs.source[:100]),
+    "put of what is not contiguous": lambda jobs: jobs.stager.put([jobs.odd, jobs.source]),
+    "put borrowed": lambda jobs: jobs.stager.put(jobs.source, borrow=True),
+    "value borrowed": lambda jobs: jobs.stager.put(jobs.source, borrow=True).value,
+    "put into": lambda jobs: jobs.stager.put(jobs.source, into=jobs.there),
+    "get": lambda jobs: jobs.stager.get(jobs.there, out=jobs.out),
+    "result": lambda jobs: jobs.stager.get(jobs.there, out=jobs.out).result(),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_an_interrupt_at_any_point_loses_no_job_and_no_chunk(name: str) -> None:
+    for point in itertools.count(1):
+        jobs = Jobs()
+        if not interrupted_at(point, ENGINE, lambda: JOBS[name](jobs)):  # noqa: B023  # Called in this turn alone.
+            jobs.check()
+            break
+        jobs.check()
+    assert point >= 3
+
+
+@pytest.mark.parametrize("name", ["put", "put borrowed", "get"])
+def test_an_interrupt_at_any_point_of_a_first_transfer_loses_no_job_and_no_chunk(name: str) -> None:
+    for point in itertools.count(1):
+        jobs = Jobs()
+        # Without chunks.
+        jobs.transfers.clear()
+        jobs.stager._traffic.wait_all()
+        jobs.stager.trim()
+        if not interrupted_at(point, ENGINE, lambda: JOBS[name](jobs)):  # noqa: B023  # As above.
+            jobs.check()
+            break
+        jobs.check()
+    assert point >= 3
 
 
 class ViewBackend:

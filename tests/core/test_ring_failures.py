@@ -192,7 +192,7 @@ def test_an_interrupt_while_helpers_start_leaves_nothing_under_way(borrow: bool,
             for interrupt in interrupts:
                 raise interrupt
 
-    stager = xferlib.stager("host", pinned_limit=64 * MIB, staging=SEVERAL)
+    stager = xferlib.stager(tampered(), pinned_limit=64 * MIB, staging=SEVERAL)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     source = numbers(16 * MIB)
     with pytest.raises(KeyboardInterrupt):
@@ -210,12 +210,13 @@ def test_an_interrupt_while_a_get_waits_for_its_turn_leaves_nothing_to_wait_for(
 
         def __exit__(self, *_: object) -> None: ...
 
-    stager = xferlib.stager("host", pinned_limit=64 * MIB, staging=RING)
-    turn = stager._staging._landing
-    stager._staging._landing = Interrupted()  # type: ignore[assignment]  # where a thread waits
+    stager = xferlib.stager(tampered(), pinned_limit=64 * MIB, staging=RING)
+    ring: Any = stager._staging
+    turn = ring._landing
+    ring._landing = Interrupted()  # where a thread waits
     with pytest.raises(KeyboardInterrupt):
         stager.get(numbers(MIB), out=np.zeros(MIB // 4, np.uint32))
-    stager._staging._landing = turn
+    ring._landing = turn
     on_thread(stager.close).result(SECONDS)
 
 
@@ -223,7 +224,7 @@ def test_gets_that_have_copies_to_start_stay_in_one_list() -> None:
     """Another thread may add to it at any moment; one that took its place would have lost that."""
     backend = tampered()
     with xferlib.stager(backend, pinned_limit=64 * MIB, staging=RING) as stager:
-        ring = stager._staging
+        ring: Any = stager._staging
         with held(backend.inner.d2h):
             transfer = stager.get(numbers(16 * MIB), out=np.zeros(4 * MIB, np.uint32))
             entries = ring._unissued

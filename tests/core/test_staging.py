@@ -201,22 +201,23 @@ def test_small_leaves_of_one_get_land_in_turn_where_there_is_room_for_one() -> N
         del held
 
 
-def test_the_worker_ends_at_close(stager: xferlib.Stager) -> None:
-    stager.get(np.zeros(10), out=np.zeros(10)).synchronize()
-    worker = next(thread for thread in threading.enumerate() if thread.name == "xferlib-landing")
-    stager.close()
+def test_the_worker_ends_at_close() -> None:
+    with xferlib.stager(tampered()) as stager:
+        stager.get(np.zeros(10), out=np.zeros(10)).synchronize()
+        worker = next(thread for thread in threading.enumerate() if thread.name == "xferlib-landing")
     assert not worker.is_alive()
 
 
-def test_a_failure_of_the_last_step_is_a_transfer_error_every_time(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_last_step_is_a_transfer_error_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def break_down(source: Any, part: Any) -> None:
         raise OSError("no such page")
 
     monkeypatch.setattr("xferlib.staging.land.pick_up", break_down)
-    transfer = stager.get(np.arange(1000.0), out=np.zeros(1000))
-    for wait in (transfer.synchronize, transfer.done, transfer.result):
-        with pytest.raises(xferlib.TransferError, match="no such page"):
-            wait()
+    with xferlib.stager(tampered()) as stager:
+        transfer = stager.get(np.arange(1000.0), out=np.zeros(1000))
+        for wait in (transfer.synchronize, transfer.done, transfer.result):
+            with pytest.raises(xferlib.TransferError, match="no such page"):
+                wait()
 
 
 def test_what_is_made_read_only_meanwhile_is_written_all_the_same(stager: xferlib.Stager) -> None:
@@ -234,9 +235,10 @@ def test_a_worker_that_cannot_be_started_is_an_error_and_not_a_hang() -> None:
     succeeds(
         """
         import threading, numpy as np, xferlib
+        from tests.core.fakes import tampered
         def refuse(self):
             raise RuntimeError("can't start new thread")
-        with xferlib.stager("host") as s:
+        with xferlib.stager(tampered()) as s:
             start, threading.Thread.start = threading.Thread.start, refuse
             try:
                 s.get(np.ones(4), out=np.zeros(4))
@@ -268,9 +270,7 @@ def test_threads_that_stage_at_once_under_a_small_limit_wait_for_each_other(thre
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_who_is_told_that_a_piece_is_over_finds_its_memory(
-    stager: xferlib.Stager, direction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_told_that_a_piece_is_over_finds_its_memory(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
     reach = Landing.reach
 
@@ -281,10 +281,11 @@ def test_who_is_told_that_a_piece_is_over_finds_its_memory(
         reach(landing)
 
     monkeypatch.setattr(Landing, "reach", told)
-    if direction == "h2d":
-        stager.put(np.zeros(1000)).synchronize()
-    else:
-        stager.get(np.zeros(1000), out=np.zeros(1000)).synchronize()
+    with xferlib.stager(tampered(), pinned_limit=64 * MIB) as stager:
+        if direction == "h2d":
+            stager.put(np.zeros(1000)).synchronize()
+        else:
+            stager.get(np.zeros(1000), out=np.zeros(1000)).synchronize()
     assert used
     assert not any(used)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import xferlib
+from tests.core.fakes import tampered
 from xferlib.staging.calibration import CHUNKS, LITTLE, THREADS, _Bench, measured_profile
 from xferlib.staging.profile import VARIABLE, StagingProfile
 from xferlib.staging.saved import save_profile, saved_path, saved_profile
@@ -102,7 +103,7 @@ def test_what_is_measured_is_one_of_the_shapes_tried() -> None:
     assert profile.chunk_nbytes in CHUNKS
     assert profile.hand_off_nbytes % 4096 == 0
     assert measured_profile() is profile
-    with xferlib.stager("host") as stager:
+    with xferlib.stager(tampered()) as stager:
         assert stager.staging is profile
 
 
@@ -118,7 +119,7 @@ def test_a_kept_shape_is_used_until_something_else_is_given(monkeypatch: pytest.
     assert saved_profile() is None
     assert save_profile(kept) == saved_path()
     assert saved_profile() == kept
-    with xferlib.stager("host") as stager:
+    with xferlib.stager(tampered()) as stager:
         assert stager.staging == kept
     monkeypatch.setenv(VARIABLE, "2x1MiB")
     with xferlib.stager("host") as stager:

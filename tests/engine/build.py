@@ -1,21 +1,23 @@
-"""Building the engine with its harness, by the system's C compiler."""
+"""Building the engine with its harness, by the compiler that the library is built by."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import platform
-import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from xferlib.engine.building import SOURCES
+from xferlib.engine.building import SOURCES, compiler
 
-__all__ = ["COMPILER", "ENGINE", "SANITIZERS", "TESTS", "built", "run"]
+__all__ = ["COMPILER", "ENGINE", "NOT_TRIED", "SANITIZERS", "TESTS", "built", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "xferlib" / "engine"
 HARNESS = Path(__file__).with_name("harness.c")
-COMPILER = shutil.which("cc")
+COMPILER = compiler()
 OPTIONS = ("-std=c11", "-g", "-Wall", "-Wextra", "-Wshadow", "-Wpedantic", "-pthread")
 
 SANITIZERS = {
@@ -24,6 +26,11 @@ SANITIZERS = {
     "addresses": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 """What judges a run beside the harness's own checks."""
+NOT_TRIED: dict[str, str] = {}
+"""Those that the compiler has not, and what is said instead."""
+if COMPILER and "ziglang" in COMPILER:
+    SANITIZERS["undefined"] = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all")
+    NOT_TRIED["addresses"] = "NOT TRIED: ASan"
 SECONDS = 120
 """A run's longest time. What waits in the harness gives up long before."""
 
@@ -35,6 +42,8 @@ def tests() -> list[str]:
 
 
 TESTS = tests()
+_FOLDER = tempfile.TemporaryDirectory()
+atexit.register(_FOLDER.cleanup)
 
 
 def built(folder: Path, sanitizer: str, sources: Mapping[str, str] | None = None, *, patience_seconds: int = 60) -> Path:
@@ -50,10 +59,22 @@ def built(folder: Path, sanitizer: str, sources: Mapping[str, str] | None = None
     program = folder / "harness"
     # What a mutant leaves unused is no mistake of its.
     strict = () if sources else ("-Werror",)
-    options = [*OPTIONS, *strict, *SANITIZERS[sanitizer], f"-DPATIENCE_SECONDS={patience_seconds}", f"-I{ENGINE}"]
-    made = subprocess.run([COMPILER, *options, str(HARNESS), *files, "-o", str(program)], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
+    _compile([*strict, *SANITIZERS[sanitizer], str(_harness(sanitizer, patience_seconds)), *files, "-o", str(program)])
     return program
+
+
+@functools.cache
+def _harness(sanitizer: str, patience_seconds: int) -> Path:
+    """Compile the harness alone, once: it is longer than what is built with it again and again."""
+    made = Path(_FOLDER.name) / f"{sanitizer}-{patience_seconds}.o"
+    _compile(["-Werror", *SANITIZERS[sanitizer], f"-DPATIENCE_SECONDS={patience_seconds}", "-c", str(HARNESS), "-o", str(made)])
+    return made
+
+
+def _compile(options: list[str]) -> None:
+    assert COMPILER is not None
+    made = subprocess.run([*COMPILER, *OPTIONS, f"-I{ENGINE}", *options], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
 
 
 def run(program: Path, name: str, *, seconds: float = SECONDS) -> tuple[int, str]:

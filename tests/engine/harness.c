@@ -28,6 +28,17 @@
         }                                                                                   \
     } while (0)
 
+#if defined(__SANITIZE_THREAD__)
+#define BY_THREAD_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define BY_THREAD_SANITIZER 1
+#endif
+#endif
+#ifndef BY_THREAD_SANITIZER
+#define BY_THREAD_SANITIZER 0
+#endif
+
 #ifndef PATIENCE_SECONDS
 #define PATIENCE_SECONDS 60
 #endif
@@ -77,7 +88,8 @@ typedef struct {
     const void *which[1 << 16];      // The event, or where a copy writes to.
     atomic_size_t count;
     atomic_int inside;               // Calls that are in it now.
-    const void *context;             // Calls for it are made in this one.
+    const void *context;             // Calls for it are made in this one,
+    int library;                     // of this library.
     bool slow;
     uint32_t seed;
     pthread_t thread;
@@ -174,19 +186,57 @@ static int fails(kind what) {
     return 0;
 }
 
-static _Thread_local void *current;
-static _Thread_local bool was_entered;
+// Where a thread is, in each of two libraries for devices.
+enum { STRICT, RELAXED = 2 };
+static _Thread_local struct {
+    void *context;
+    bool entered;
+    int mode;
+} places[2];
+static atomic_int exchanges;
 
-static int enter(void *context) {
+static int enter_in(int library, void *context) {
     if (atomic_load(&enter_fails)) return LOST_DEVICE;
-    current = context;
-    was_entered = true;
+    places[library].context = context;
+    places[library].entered = true;
     return 0;
+}
+
+static int current_in(int library, void **context) {
+    *context = places[library].context;
+    return 0;
+}
+
+static int exchange_in(int library, int *mode) {
+    int before = places[library].mode;
+    places[library].mode = *mode;
+    *mode = before;
+    atomic_fetch_add(&exchanges, 1);
+    return 0;
+}
+
+static int enter(void *context) { return enter_in(0, context); }
+static int current(void **context) { return current_in(0, context); }
+static int exchange(int *mode) { return exchange_in(0, mode); }
+static int enter_second(void *context) { return enter_in(1, context); }
+static int current_second(void **context) { return current_in(1, context); }
+static int exchange_second(int *mode) { return exchange_in(1, mode); }
+
+// By a thread of the test, which does what the engine does.
+static void go_to(void *context) {
+    int mode = RELAXED;
+    enter(context);
+    exchange(&mode);
+}
+
+static void begin_call(stream *s) {
+    CHECK(places[s->library].context == s->context && places[s->library].mode == RELAXED);
+    CHECK(atomic_fetch_add(&s->inside, 1) == 0);
 }
 
 static int copy_h2d(uint64_t dst, const void *src, size_t nbytes, void *which) {
     stream *s = which;
-    CHECK(current == s->context && atomic_fetch_add(&s->inside, 1) == 0);
+    begin_call(s);
     if (s->slow) pause_for(20);
     while (atomic_load(&held_in) == s && !atomic_load(&gate)) pause_for(100);
     int status = fails(COPY);
@@ -202,7 +252,7 @@ static int copy_d2h(void *dst, uint64_t src, size_t nbytes, void *which) {
 static int record(void *which, void *where) {
     event *e = which;
     stream *s = where;
-    CHECK(current == s->context && atomic_fetch_add(&s->inside, 1) == 0);
+    begin_call(s);
     int status = fails(RECORD);
     if (!status) tell(s, (op){.kind = RECORD, .event = e, .target = atomic_fetch_add(&e->recorded, 1) + 1}, e);
     atomic_fetch_sub(&s->inside, 1);
@@ -211,7 +261,7 @@ static int record(void *which, void *where) {
 
 static int query(void *which) {
     event *e = which;
-    CHECK(was_entered);
+    CHECK((places[0].entered && places[0].mode == RELAXED) || (places[1].entered && places[1].mode == RELAXED));
     if (atomic_load(&device_lost)) return LOST_DEVICE;
     if (atomic_load(&copies_fail_unseen)) return BROKEN;
     // One that was never recorded is reached, as CUDA has it.
@@ -221,15 +271,19 @@ static int query(void *which) {
 static int wait_for(void *where, void *which, unsigned flags) {
     stream *s = where;
     event *e = which;
-    CHECK(current == s->context && flags == 0 && atomic_fetch_add(&s->inside, 1) == 0);
+    CHECK(flags == 0);
+    begin_call(s);
     int status = fails(WAIT);
     if (!status) tell(s, (op){.kind = WAIT, .event = e, .target = atomic_load(&e->recorded)}, e);
     atomic_fetch_sub(&s->inside, 1);
     return status;
 }
 
-static const xe_calls DEVICE = {XE_VERSION, sizeof DEVICE, &contexts[0], NOT_READY, 0, enter, copy_h2d, copy_d2h, record, query, wait_for};
-static const xe_calls OTHER = {XE_VERSION, sizeof OTHER, &contexts[1], NOT_READY, 0, enter, copy_h2d, copy_d2h, record, query, wait_for};
+#define IN(which, context, enter, current, exchange) \
+    {XE_VERSION, sizeof which, context, NOT_READY, RELAXED, enter, current, exchange, copy_h2d, copy_d2h, record, query, wait_for}
+static const xe_calls DEVICE = IN(DEVICE, &contexts[0], enter, current, exchange);
+static const xe_calls OTHER = IN(OTHER, &contexts[1], enter, current, exchange);
+static const xe_calls FOREIGN = IN(FOREIGN, &contexts[1], enter_second, current_second, exchange_second);
 
 // Lanes with their chunks.
 
@@ -246,10 +300,22 @@ typedef struct {
 
 static atomic_uint_fast64_t next_row = 1;
 
+// Take back what can be, of the chunks with the first numbers, and return how many those were.
+static int take_idle(uint32_t lane, uint64_t numbers) {
+    int taken = 0;
+    for (uint64_t n = 0; n < numbers; n++) {
+        int status = xe_take_chunk(lane, n);
+        CHECK(status == XE_OK || status == XE_NOT_YET);
+        taken += status == XE_OK;
+    }
+    return taken;
+}
+
 static bench *new_bench(uint32_t number, int direction, const xe_calls *calls, size_t chunks, size_t nbytes, bool slow) {
     bench *b = calloc(1, sizeof *b);
     *b = (bench){.number = number, .direction = direction, .chunks = chunks, .nbytes = nbytes};
     b->stream = new_stream(calls ? calls->context : &contexts[0], slow);
+    b->stream->library = calls && calls->enter == enter_second;
     b->memory = aligned_alloc(4096, chunks * nbytes);
     CHECK(xe_open_lane(number, direction, calls, b->stream) == XE_OK);
     for (size_t n = 0; n < chunks; n++)
@@ -345,7 +411,7 @@ static void *own(void *unused) {
     size_t waiting = 0;
     static xe_request requests[4 * XE_MOST_PIECES];
     uint32_t seed = 3;
-    enter(&contexts[0]);
+    go_to(&contexts[0]);
     while (!atomic_load(&owner_over)) {
         size_t count = xe_requests(requests, 4 * XE_MOST_PIECES, 200);
         int failed = 0;
@@ -417,6 +483,8 @@ static void moves(const xe_calls *calls, int threads, bool slow) {
         xe_read_figures(&figures);
         CHECK(atomic_load(&owner_lasts) == (int)figures.jobs);
     }
+    // Each thread once.
+    if (calls && threads) CHECK(atomic_load(&exchanges) <= threads);
     end_bench(both[0]);
     end_bench(both[1]);
 }
@@ -580,20 +648,78 @@ static void waits_for_no_call(void) {
     end_bench(held);
 }
 
-// The calls are made in the lane's context, on whatever thread, and whatever was done on it meanwhile.
+// The calls are made in the lane's context, on whatever thread, and whatever was done on it meanwhile; it finds itself where it was.
 static void enters_again_where_it_works_for_others(void) {
-    static xe_calls nowhere;
-    nowhere = DEVICE;
+    static xe_calls nowhere, alike;
+    nowhere = alike = DEVICE;
     nowhere.context = NULL;
-    const xe_calls *calls[2] = {&nowhere, &DEVICE};
-    for (uint32_t n = 0; n < 2; n++) {
+    alike.capture_mode = NULL;
+    const xe_calls *calls[] = {&nowhere, &DEVICE, &alike};
+    for (uint32_t n = 0; n < 3; n++) {
         bench *b = new_bench(n + 1, XE_H2D, calls[n], 2, 64 * KIB, false);
+        // Where threads have no modes, none is needed.
+        int before = calls[n]->capture_mode ? STRICT : RELAXED;
         for (uint32_t k = 0; k < 3; k++) {
             transfer *t = of_one(b, 300 * KIB, k);
             enter(&contexts[1]);
+            places[0].mode = before;
             start(t, NULL, NULL);
             finish(t);
+            CHECK(places[0].context == &contexts[1] && places[0].mode == before);
         }
+        end_bench(b);
+    }
+}
+
+// Of two libraries, too, whose lanes are worked for in turn.
+static void goes_back_in_each_library(void) {
+    bench *first = new_bench(1, XE_H2D, &DEVICE, 1, 64 * KIB, false), *second = new_bench(2, XE_H2D, &FOREIGN, 1, 64 * KIB, false);
+    int place;
+    for (uint32_t n = 0; n < 3; n++) {
+        transfer *one = of_one(first, 300 * KIB, n), *two = of_one(second, 300 * KIB, n + 9);
+        places[0].context = places[1].context = &place;
+        start(one, NULL, NULL);
+        start(two, NULL, NULL);
+        CHECK(xe_wait(one->row, XE_FINISHED, PATIENCE) == XE_OK && xe_wait(two->row, XE_FINISHED, PATIENCE) == XE_OK);
+        for (int k = 0; k < 2; k++) CHECK(places[k].context == &place && places[k].mode == STRICT);
+        finish(one);
+        finish(two);
+    }
+    end_bench(first);
+    end_bench(second);
+}
+
+// An event that is reached when its recording returns.
+static int record_reached(void *which, void *where) {
+    int status = record(which, where);
+    drain(where);
+    return status;
+}
+
+// Whoever asks without waiting gets on where there are no threads, as far as the chunks that are idle or come back go.
+static void does_what_can_be_done_at_once(void) {
+    static xe_calls prompt;
+    prompt = DEVICE;
+    prompt.record = record_reached;
+    for (int direction = 0; direction < 2; direction++) {
+        bench *b = new_bench((uint32_t)direction + 1, direction, &prompt, 1, 256 * KIB, false);
+        transfer *t = of_one(b, 4 * 256 * KIB, 1);
+        start(t, NULL, NULL);
+        // The first part is issued and asked for, and the second one issued; and so on.
+        for (int n = 0; n < 3; n++) CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET);
+        CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_OK);
+        CHECK(places[0].context == NULL && places[0].mode == STRICT);
+        finish(t);
+        // What is held does not hold up who asks.
+        atomic_store(&gate, false);
+        tell(b->stream, (op){.kind = HOLD}, NULL);
+        prompt.record = record;
+        start(t = of_one(b, 100, 2), NULL, NULL);
+        for (int n = 0; n < 3; n++) CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET);
+        CHECK(xe_wait(t->row, XE_ISSUED, 0) == XE_OK);
+        atomic_store(&gate, true);
+        prompt.record = record_reached;
+        finish(t);
         end_bench(b);
     }
 }
@@ -646,7 +772,7 @@ static void orders_its_copies(void) {
     transfer *t[6];
     atomic_store(&gate, false);
     tell(producer, (op){.kind = HOLD}, NULL);
-    enter(&contexts[0]);
+    go_to(&contexts[0]);
     for (uint32_t n = 0; n < 6; n++) {
         t[n] = of_one(b, n % 2 ? 100 * KIB : 3 * MIB, n);
         record(&before[n], producer);
@@ -760,20 +886,44 @@ static void fails_alone_to_the_device(void) { fails_alone(XE_H2D, false); }
 static void fails_alone_to_the_host(void) { fails_alone(XE_D2H, false); }
 static void fails_alone_though_it_copies(void) { fails_alone(XE_H2D, true); }
 
-// A copy that failed on the device is told by its event alone.
+// A copy that failed on the device is told by its event alone, and nobody knows whether it goes on.
 static void tells_what_an_event_says(void) {
     xe_start(2);
     for (uint32_t n = 0; n < 2; n++) {
-        bench *b = new_bench(n + 1, (int)n, &DEVICE, 2, 256 * KIB, false);
+        bench *b = new_bench(n + 1, (int)n, &DEVICE, 1, 256 * KIB, false);
         atomic_store(&copies_fail_unseen, true);
         transfer *t = of_one(b, MIB, n);
         start(t, NULL, NULL);
         CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
         atomic_store(&copies_fail_unseen, false);
+        int32_t why;
+        const char *what;
+        int lost;
+        CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == BROKEN && lost);
+        CHECK(xe_take_chunk(b->number, 0) == XE_BUSY);
         drain(b->stream);
         end_transfer(t);
         end_bench(b);
     }
+}
+
+// Whoever owns a lane knows: what has failed is at rest.
+static void tells_what_its_owner_says(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_H2D, NULL, 1, 256 * KIB, false);
+    transfer *t = of_one(b, 100, 1);
+    start(t, NULL, NULL);
+    xe_request requests[XE_MOST_PIECES];
+    while (xe_requests(requests, XE_MOST_PIECES, SECOND) == 0) {}
+    CHECK(xe_answer(1, 0, 0, 1) == XE_OK && xe_reached(1, 0, BROKEN) == XE_OK);
+    CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_FAILED);
+    int32_t why;
+    const char *what;
+    int lost;
+    CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == BROKEN && !lost);
+    CHECK(xe_take_chunk(1, 0) == XE_OK);
+    end_transfer(t);
+    end_bench(b);
 }
 
 // A chunk whose event could not be recorded is given to nobody: its copy may still be under way.
@@ -787,9 +937,10 @@ static void gives_away_no_chunk_that_may_be_read(void) {
     start(t, NULL, NULL);
     CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
     atomic_store(&fail_kind, -1);
-    uint64_t chunk;
-    CHECK(xe_take_chunk(1, &chunk) == XE_OK);
-    CHECK(xe_take_chunk(1, &chunk) == XE_NOT_YET);
+    // The one that was added last.
+    CHECK(xe_take_chunk(1, 0) == XE_OK);
+    // Lost, and told of once.
+    CHECK(xe_take_chunk(1, 1) == XE_BUSY && xe_take_chunk(1, 1) == XE_UNKNOWN);
     atomic_store(&gate, true);
     drain(b->stream);
     end_transfer(t);
@@ -810,9 +961,8 @@ static void gives_away_no_chunk_that_it_cannot_ask_for(void) {
     int32_t why;
     const char *what;
     int lost;
-    uint64_t chunk;
     CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == LOST_DEVICE && lost);
-    CHECK(xe_take_chunk(1, &chunk) == XE_NOT_YET);
+    CHECK(xe_take_chunk(1, 0) == XE_BUSY);
     atomic_store(&gate, true);
     drain(b->stream);
     end_transfer(t);
@@ -844,6 +994,8 @@ static void fails_when_its_chunks_are_lost(void) {
     const char *what;
     int lost;
     CHECK(xe_error(late->row, &why, &what, &lost) == XE_OK && why == ENOBUFS && !lost);
+    // The same one is not given twice.
+    for (uint64_t n = 0; n < 3; n++) CHECK(xe_add_chunk(1, n, b->memory, 256 * KIB, &b->events[n]) == XE_BUSY);
     CHECK(xe_add_chunk(1, 3, b->memory, 256 * KIB, &b->events[3]) == XE_OK);
     transfer *next = of_one(b, MIB, 2);
     start(next, NULL, NULL);
@@ -936,6 +1088,435 @@ static void drops_what_has_not_begun(void) {
     end_bench(b);
 }
 
+static void check_abandoned(const transfer *t) {
+    int32_t why;
+    const char *what;
+    int lost;
+    CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == ECANCELED && strcmp(what, "abandoned") == 0 && !lost);
+}
+
+// What was abandoned is at rest while its copies are held, is begun no further, and holds up nobody behind it.
+static void abandons(int direction) {
+    xe_start(2);
+    bench *b = new_bench(1, direction, &DEVICE, 4, 256 * KIB, false);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    event none = {0}, done = {0};
+    // One has parts that want a chunk, one is in the stream as a whole, one has not begun.
+    transfer *whole = of_one(b, 300 * KIB, 1), *begun = of_one(b, 8 * MIB, 2), *waiting = of_one(b, MIB, 3), *next = of_one(b, MIB, 4);
+    start(whole, NULL, &done);
+    CHECK(xe_wait(whole->row, XE_ISSUED, PATIENCE) == XE_OK);
+    start(begun, NULL, &none);
+    while (b->stream->count < 1 + 8 + 1) pause_for(100);
+    start(waiting, NULL, &none);
+    start(next, NULL, NULL);
+    transfer *abandoned[3] = {whole, begun, waiting};
+    for (int n = 0; n < 3; n++) {
+        CHECK(xe_abandon(abandoned[n]->row) == XE_OK && xe_abandon(abandoned[n]->row) == XE_OK);
+        CHECK(xe_wait(abandoned[n]->row, XE_STAGED, PATIENCE) == XE_FAILED);
+        memset(abandoned[n]->host[0], 0x11, abandoned[n]->sizes[0]);
+        check_abandoned(abandoned[n]);
+    }
+    // What has come so far stays there.
+    CHECK(xe_wait(whole->row, XE_ISSUED, 0) == XE_FAILED && xe_wait(begun->row, XE_ISSUED, 0) == XE_NOT_YET);
+    CHECK(xe_wait(whole->row, XE_FINISHED, 0) == XE_NOT_YET && xe_wait(waiting->row, XE_FINISHED, 0) == XE_FAILED);
+    CHECK(xe_close_lane(1) == XE_BUSY);
+    atomic_store(&gate, true);
+    finish(next);
+    size_t copies = 0;
+    for (size_t n = 0; n < b->stream->count; n++) copies += b->stream->kinds[n] == COPY;
+    CHECK(copies == 4 + 4 && atomic_load(&done.recorded) == 1 && atomic_load(&none.recorded) == 0);
+    for (int n = 0; n < 3; n++) {
+        CHECK(xe_wait(abandoned[n]->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+        const char *host = abandoned[n]->host[0];
+        for (size_t k = 0; k < abandoned[n]->sizes[0]; k++) CHECK(host[k] == 0x11);
+        end_transfer(abandoned[n]);
+    }
+    // What has finished has not failed.
+    transfer *late = of_one(b, MIB, 5);
+    start(late, NULL, NULL);
+    CHECK(xe_wait(late->row, XE_FINISHED, PATIENCE) == XE_OK && xe_abandon(late->row) == XE_OK);
+    finish(late);
+    CHECK(xe_abandon(12345) == XE_UNKNOWN);
+    end_bench(b);
+}
+
+static void abandons_to_the_device(void) { abandons(XE_H2D); }
+static void abandons_to_the_host(void) { abandons(XE_D2H); }
+
+// Its chunks that nobody has issued come back at once, while another one's call does not return.
+static void abandons_what_is_ready(int direction) {
+    xe_start(2);
+    bench *b = new_bench(1, direction, &DEVICE, 4, 256 * KIB, false);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, b->stream);
+    transfer *t = of_one(b, 4 * 256 * KIB, 1);
+    start(t, NULL, NULL);
+    xe_figures figures = {0};
+    while (figures.chunks < 4 || (direction == XE_H2D && figures.copied_nbytes < MIB) || atomic_load(&b->stream->inside) == 0) {
+        pause_for(100);
+        xe_read_figures(&figures);
+    }
+    CHECK(xe_abandon(t->row) == XE_OK);
+    CHECK(take_idle(1, 4) == 3);
+    CHECK(xe_wait(t->row, XE_STAGED, 0) == XE_NOT_YET && xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    check_abandoned(t);
+    CHECK(b->stream->count == 2);
+    end_transfer(t);
+    end_bench(b);
+}
+
+static void abandons_what_is_ready_to_the_device(void) { abandons_what_is_ready(XE_H2D); }
+static void abandons_what_is_ready_to_the_host(void) { abandons_what_is_ready(XE_D2H); }
+
+// Memory that stops who touches it, until the gate is open.
+static char *trap;
+static atomic_int trapped;
+
+static void on_fault(int number) {
+    (void)number;
+    atomic_fetch_add(&trapped, 1);
+    while (!atomic_load(&gate)) pause_for(100);
+    mprotect(trap, MIB, PROT_READ | PROT_WRITE);
+}
+
+static void set_trap(void) {
+    trap = mmap(NULL, MIB, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(trap != MAP_FAILED && signal(SIGSEGV, on_fault) != SIG_ERR);
+    atomic_store(&gate, false);
+}
+
+// Nobody may touch it any more.
+static void take_trap_away(void) {
+    munmap(trap, MIB);
+    signal(SIGSEGV, SIG_DFL);
+}
+
+// What was abandoned is not at rest while one of its parts is copied, and no other one is begun.
+static void rests_behind_a_copy(int direction) {
+    xe_start(1);
+    bench *b = new_bench(1, direction, &DEVICE, 4, 256 * KIB, false);
+    set_trap();
+    char *device = calloc(1, MIB);
+    xe_piece piece = {trap, (uint64_t)device, MIB, 0};
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    while (atomic_load(&trapped) == 0) pause_for(100);
+    CHECK(xe_abandon(700) == XE_OK);
+    CHECK(xe_wait(700, XE_STAGED, 10000) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    CHECK(xe_wait(700, XE_STAGED, PATIENCE) == XE_FAILED);
+    take_trap_away();
+    CHECK(xe_wait(700, XE_FINISHED, PATIENCE) == XE_FAILED);
+    xe_figures figures;
+    xe_read_figures(&figures);
+    CHECK(atomic_load(&trapped) == 1 && figures.copied_nbytes == 256 * KIB);
+    free(device);
+    end_bench(b);
+}
+
+static void rests_behind_a_copy_to_the_device(void) { rests_behind_a_copy(XE_H2D); }
+static void rests_behind_a_copy_to_the_host(void) { rests_behind_a_copy(XE_D2H); }
+
+// What was abandoned is not at rest while the device is called for it, and nothing of it comes into the stream behind that call.
+static void rests_behind_a_call(int direction) {
+    xe_start(1);
+    bench *b = new_bench(1, direction, &DEVICE, 4, 256 * KIB, false);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, b->stream);
+    event done = {0};
+    transfer *t = of_one(b, MIB, 1);
+    start(t, NULL, &done);
+    while (atomic_load(&b->stream->inside) == 0) pause_for(100);
+    CHECK(xe_abandon(t->row) == XE_OK && b->stream->count == 0);
+    CHECK(xe_wait(t->row, XE_STAGED, 10000) == XE_NOT_YET && xe_wait(t->row, XE_ISSUED, 0) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    CHECK(xe_wait(t->row, XE_STAGED, PATIENCE) == XE_FAILED);
+    // The copy that was called for, and the event of its chunk.
+    CHECK(b->stream->count == 2);
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    check_abandoned(t);
+    // Whoever comes next has every chunk, and nothing before it.
+    transfer *next = of_one(b, MIB, 2);
+    start(next, NULL, NULL);
+    finish(next);
+    CHECK(b->stream->count == 2 + 2 * 4 && atomic_load(&done.recorded) == 0);
+    end_transfer(t);
+    end_bench(b);
+}
+
+static void rests_behind_a_call_to_the_device(void) { rests_behind_a_call(XE_H2D); }
+static void rests_behind_a_call_to_the_host(void) { rests_behind_a_call(XE_D2H); }
+
+// Nobody is asked for what was abandoned, and what was asked for before is answered as ever.
+static void abandons_what_its_owner_copies(void) {
+    xe_start(1);
+    for (int asked = 0; asked < 2; asked++) {
+        bench *b = new_bench((uint32_t)asked + 1, XE_H2D, NULL, 4, 256 * KIB, false);
+        transfer *t = of_one(b, MIB, 1);
+        start(t, NULL, NULL);
+        CHECK(xe_wait(t->row, XE_STAGED, PATIENCE) == XE_OK);
+        xe_request requests[4 * XE_MOST_PIECES];
+        size_t count = asked ? xe_requests(requests, 4 * XE_MOST_PIECES, 0) : 0;
+        CHECK(count == (asked ? 4 : 0) && xe_abandon(t->row) == XE_OK);
+        CHECK(xe_requests(requests + count, XE_MOST_PIECES * 3, 0) == 0);
+        for (size_t n = 0; n < count; n++) {
+            // Until it answers, its owner may be copying.
+            CHECK(xe_wait(t->row, XE_STAGED, 0) == XE_NOT_YET);
+            CHECK(xe_answer(requests[n].lane, requests[n].chunk, 0, 1) == XE_OK);
+        }
+        CHECK(xe_wait(t->row, XE_STAGED, 0) == XE_FAILED);
+        for (size_t n = 0; n < count; n++) {
+            CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET);
+            CHECK(xe_reached(requests[n].lane, requests[n].chunk, 0) == XE_OK);
+        }
+        CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_FAILED);
+        check_abandoned(t);
+        end_transfer(t);
+        end_bench(b);
+    }
+}
+
+// What has come and was not copied yet goes back at once.
+static void abandons_what_has_landed(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_D2H, NULL, 4, 256 * KIB, false);
+    set_trap();
+    char *device = calloc(1, MIB);
+    xe_piece piece = {trap, (uint64_t)device, MIB, 0};
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    xe_request requests[4 * XE_MOST_PIECES];
+    for (int n = 0; n < 4; n++) {
+        while (xe_requests(requests, XE_MOST_PIECES, SECOND) == 0) {}
+        CHECK(xe_answer(1, requests[0].chunk, 0, 1) == XE_OK && xe_reached(1, requests[0].chunk, 0) == XE_OK);
+    }
+    while (atomic_load(&trapped) == 0) pause_for(100);
+    CHECK(xe_abandon(700) == XE_OK);
+    CHECK(take_idle(1, 4) == 3);
+    atomic_store(&gate, true);
+    CHECK(xe_wait(700, XE_FINISHED, PATIENCE) == XE_FAILED);
+    take_trap_away();
+    free(device);
+    end_bench(b);
+}
+
+// The event of a job that was abandoned says nothing, so it is not recorded behind a copy that was being made.
+static void abandons_during_its_last_copy(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 1, 256 * KIB, false);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, b->stream);
+    event done = {0};
+    transfer *t = of_one(b, 100, 1);
+    start(t, NULL, &done);
+    while (atomic_load(&b->stream->inside) == 0) pause_for(100);
+    CHECK(xe_abandon(t->row) == XE_OK);
+    atomic_store(&gate, true);
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(atomic_load(&done.recorded) == 0);
+    end_transfer(t);
+    end_bench(b);
+}
+
+// Until the only thread has gone to sleep so often.
+static void until_asleep(uint64_t times) {
+    xe_figures figures;
+    do {
+        pause_for(100);
+        xe_read_figures(&figures);
+    } while (figures.sleeps < times);
+}
+
+// Whoever waits for chunks gets those of what was abandoned, and who has some keeps them.
+static void leaves_others_their_chunks(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_H2D, NULL, 4, 256 * KIB, false);
+    transfer *t[3];
+    until_asleep(1);
+    for (uint32_t n = 0; n < 3; n++) {
+        start(t[n] = of_one(b, 2 * 256 * KIB, n), NULL, NULL);
+        until_asleep(n + 2);
+    }
+    CHECK(xe_wait(t[1]->row, XE_STAGED, 0) == XE_OK && xe_wait(t[2]->row, XE_STAGED, 0) == XE_NOT_YET);
+    CHECK(xe_abandon(t[0]->row) == XE_OK);
+    CHECK(xe_wait(t[2]->row, XE_STAGED, PATIENCE) == XE_OK);
+    xe_request requests[4 * XE_MOST_PIECES];
+    CHECK(xe_requests(requests, 4 * XE_MOST_PIECES, 0) == 4);
+    for (int n = 0; n < 4; n++) {
+        CHECK(requests[n].row == t[n < 2 ? 1 : 2]->row);
+        memcpy((void *)requests[n].device, requests[n].memory, requests[n].nbytes);
+        CHECK(xe_answer(1, requests[n].chunk, 0, 1) == XE_OK && xe_reached(1, requests[n].chunk, 0) == XE_OK);
+    }
+    CHECK(xe_wait(t[0]->row, XE_FINISHED, 0) == XE_FAILED);
+    end_transfer(t[0]);
+    finish(t[1]);
+    finish(t[2]);
+    end_bench(b);
+}
+
+// A job that was there before its chunks keeps them until it has begun as a whole.
+static void leaves_chunks_to_jobs_that_want_them(void) {
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 0, 256 * KIB, false);
+    char *memory = malloc(2 * 256 * KIB);
+    transfer *small = of_one(b, 100, 1), *large = of_one(b, 2 * MIB, 2);
+    transfer *each[2] = {small, large};
+    for (uint64_t n = 0; n < 2; n++) {
+        start(each[n], NULL, NULL);
+        CHECK(xe_add_chunk(1, n, memory + n * 256 * KIB, 256 * KIB, &b->events[n]) == XE_OK);
+        CHECK(xe_take_chunk(1, n) == XE_NOT_YET);
+        finish(each[n]);
+        CHECK(xe_take_chunk(1, n) == XE_OK);
+    }
+    free(memory);
+    end_bench(b);
+}
+
+// A chunk is taken back by its number, once, unless it is in use or wanted.
+static void takes_back_by_number(void) {
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 3, 256 * KIB, false);
+    CHECK(xe_take_chunk(9, 0) == XE_UNKNOWN && xe_take_chunk(1, 9) == XE_UNKNOWN);
+    CHECK(xe_take_chunk(1, 1) == XE_OK && xe_take_chunk(1, 1) == XE_UNKNOWN);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    transfer *t = of_one(b, 100, 1);
+    start(t, NULL, NULL);
+    CHECK(xe_take_chunk(1, 0) == XE_NOT_YET && xe_take_chunk(1, 2) == XE_NOT_YET);
+    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    // The one that was added last is in use now.
+    CHECK(xe_take_chunk(1, 2) == XE_NOT_YET && xe_take_chunk(1, 0) == XE_OK && xe_take_chunk(1, 0) == XE_UNKNOWN);
+    atomic_store(&gate, true);
+    finish(t);
+    CHECK(xe_take_chunk(1, 2) == XE_OK && xe_take_chunk(1, 2) == XE_UNKNOWN);
+    // Nothing is left to begin with until one is given again.
+    start(t = of_one(b, 100, 2), NULL, NULL);
+    CHECK(xe_wait(t->row, XE_STAGED, 1000) == XE_NOT_YET);
+    CHECK(xe_add_chunk(1, 1, b->memory, 256 * KIB, &b->events[1]) == XE_OK);
+    finish(t);
+    end_bench(b);
+}
+
+// Whoever waits for a stage.
+typedef struct {
+    uint64_t row;
+    int stage, status;
+    atomic_bool over;
+    pthread_t thread;
+} waiter;
+
+static void *wait_for_stage(void *which) {
+    waiter *w = which;
+    w->status = xe_wait(w->row, w->stage, PATIENCE);
+    atomic_store(&w->over, true);
+    return NULL;
+}
+
+static void start_waiter(waiter *w, uint64_t row, int stage) {
+    *w = (waiter){.row = row, .stage = stage};
+    CHECK(pthread_create(&w->thread, NULL, wait_for_stage, w) == 0);
+}
+
+// It has come now, and not because its patience is over.
+static void end_waiter(waiter *w, int status) {
+    double began = seconds();
+    pthread_join(w->thread, NULL);
+    CHECK(w->status == status && seconds() - began < PATIENCE_SECONDS / 2.0);
+}
+
+// Whoever waits is woken when a job has come so far, and no later.
+static void wakes_whoever_waits(int direction) {
+    xe_start(1);
+    bench *b = new_bench(1, direction, &DEVICE, 0, 256 * KIB, false);
+    char *memory = malloc(256 * KIB);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, b->stream);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    transfer *t = of_one(b, 100, 1);
+    start(t, NULL, NULL);
+    waiter w[XE_FINISHED + 1];
+    for (int stage = 0; stage <= XE_FINISHED; stage++) start_waiter(&w[stage], t->row, stage);
+    // They are asleep.
+    pause_for(50000);
+    CHECK(xe_add_chunk(1, 0, memory, 256 * KIB, &b->events[0]) == XE_OK);
+    if (direction == XE_H2D) end_waiter(&w[XE_STAGED], XE_OK);
+    while (atomic_load(&b->stream->inside) == 0) pause_for(100);
+    CHECK(!atomic_load(&w[XE_ISSUED].over));
+    // The call returns, and the stream stays as it is.
+    atomic_store(&held_in, NULL);
+    if (direction == XE_D2H) end_waiter(&w[XE_STAGED], XE_OK);
+    end_waiter(&w[XE_ISSUED], XE_OK);
+    CHECK(!atomic_load(&w[XE_FINISHED].over));
+    atomic_store(&gate, true);
+    end_waiter(&w[XE_FINISHED], XE_OK);
+    finish(t);
+    CHECK(xe_take_chunk(1, 0) == XE_OK);
+    free(memory);
+    end_bench(b);
+}
+
+static void wakes_whoever_waits_to_the_device(void) { wakes_whoever_waits(XE_H2D); }
+static void wakes_whoever_waits_to_the_host(void) { wakes_whoever_waits(XE_D2H); }
+
+// Of a job that failed, too, of which a stage counts no more that had been reached.
+static void wakes_whoever_waits_for_what_failed(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 1, 256 * KIB, false);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, b->stream);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    transfer *t = of_one(b, 100, 1), *waiting = of_one(b, 100, 2);
+    start(t, NULL, NULL);
+    start(waiting, NULL, NULL);
+    while (atomic_load(&b->stream->inside) == 0) pause_for(100);
+    CHECK(xe_wait(t->row, XE_STAGED, 0) == XE_OK && xe_abandon(t->row) == XE_OK);
+    waiter staged, finished, not_begun;
+    start_waiter(&staged, t->row, XE_STAGED);
+    start_waiter(&finished, t->row, XE_FINISHED);
+    start_waiter(&not_begun, waiting->row, XE_FINISHED);
+    pause_for(50000);
+    CHECK(!atomic_load(&staged.over) && xe_abandon(waiting->row) == XE_OK);
+    end_waiter(&not_begun, XE_FAILED);
+    atomic_store(&held_in, NULL);
+    end_waiter(&staged, XE_FAILED);
+    CHECK(!atomic_load(&finished.over));
+    atomic_store(&gate, true);
+    end_waiter(&finished, XE_FAILED);
+    end_transfer(t);
+    end_transfer(waiting);
+    end_bench(b);
+}
+
+// A thread that is about to fall asleep misses nothing, whenever it is told.
+static void misses_nothing_as_it_falls_asleep(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 1, 64 * KIB, false);
+    uint32_t seed = 5;
+    for (int n = 0; n < 3000; n++) {
+        transfer *t = of_one(b, 100, 1);
+        // About as long as it stays awake; asleep, this thread would come later.
+        for (double until = seconds() + dice(&seed, 60) * 1e-6; seconds() < until;) {}
+        start(t, NULL, NULL);
+        finish(t);
+    }
+    end_bench(b);
+}
+
+// Without work it sleeps: where there are cores to spare a moment later, and still.
+static void falls_asleep(void) {
+    for (int threads = 1; threads < 4; threads += 2) {
+        xe_start(threads);
+        bench *b = new_bench((uint32_t)threads, XE_H2D, &DEVICE, 2, 64 * KIB, false);
+        transfer *t = of_one(b, 300 * KIB, 1);
+        start(t, NULL, NULL);
+        finish(t);
+        pause_for(50000);
+        double began = seconds(), used = processor_seconds();
+        pause_for(200000);
+        CHECK(processor_seconds() - used < 0.3 * (seconds() - began));
+        end_bench(b);
+    }
+}
+
 // A second call with the same number changes nothing, and nonsense is refused.
 static void may_be_called_again(void) {
     xe_start(2);
@@ -947,15 +1528,15 @@ static void may_be_called_again(void) {
     for (int n = 0; n < 5; n++) start(t, NULL, NULL);
     CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
     start(t, NULL, NULL);
-    uint64_t rows[4], chunk, before = 7;
+    uint64_t rows[4];
     CHECK(xe_forget(t->row) == XE_BUSY);
     CHECK(xe_finished(rows, 4) == 1 && rows[0] == t->row);
     check_arrived(t);
     end_transfer(t);
     CHECK(xe_forget(atomic_load(&next_row) - 1) == XE_UNKNOWN);
     CHECK(xe_wait(atomic_load(&next_row) - 1, XE_FINISHED, 0) == XE_UNKNOWN);
-    CHECK(xe_take_chunk(1, &chunk) == XE_OK && xe_take_chunk(1, &before) == XE_OK && chunk != before);
-    CHECK(xe_take_chunk(1, &chunk) == XE_NOT_YET && xe_take_chunk(2, &chunk) == XE_UNKNOWN);
+    CHECK(xe_take_chunk(1, 0) == XE_OK && xe_take_chunk(1, 0) == XE_UNKNOWN);
+    CHECK(xe_take_chunk(2, 1) == XE_UNKNOWN && xe_take_chunk(1, 1) == XE_OK);
     char host[8];
     xe_piece nothing = {host, 1, 0, 0}, nowhere = {NULL, 1, 8, 0}, piece = {host, 1, 8, 0};
     event e = {0};
@@ -1009,6 +1590,53 @@ static void survives_a_file_that_is_cut_off(void) {
     munmap(mapped, MIB);
     close(file);
     end_bench(b);
+}
+
+// In a child with an engine of its own, which found `handler` there: the status by which it ended.
+static int end_of_child(void (*handler)(int), bool while_copying) {
+    pid_t child = fork();
+    if (child == 0) {
+        signal(SIGBUS, handler);
+        if (while_copying) {
+            // It comes to the engine's thread, which nobody else keeps it from.
+            sigset_t bus;
+            sigemptyset(&bus);
+            sigaddset(&bus, SIGBUS);
+            pthread_sigmask(SIG_BLOCK, &bus, NULL);
+            xe_start(1);
+            new_bench(1, XE_H2D, &DEVICE, 1, 256 * KIB, false);
+            set_trap();
+            xe_piece piece = {trap, 256, 100, 0};
+            CHECK(xe_submit(800, 1, &piece, 1, NULL, NULL) == XE_OK);
+            while (atomic_load(&trapped) == 0) pause_for(100);
+            kill(getpid(), SIGBUS);
+            CHECK(xe_wait(800, XE_FINISHED, PATIENCE) == XE_FAILED);
+        } else {
+            CHECK(xe_open_lane(1, XE_H2D, &DEVICE, NULL) == XE_OK);
+            kill(getpid(), SIGBUS);
+        }
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child);
+    return status;
+}
+
+static void exit_by_signal(int number) { _exit(number == SIGBUS ? 44 : 45); }
+
+// One that was sent, and that no fault has raised, does what it did before there was an engine.
+static void ends_by_a_signal_that_was_sent(void) {
+    int status = end_of_child(SIG_DFL, false);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS);
+#if !BY_THREAD_SANITIZER
+    // It keeps signals back while another one is handled, as here.
+    status = end_of_child(SIG_DFL, true);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS);
+#endif
+    status = end_of_child(SIG_IGN, false);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    status = end_of_child(exit_by_signal, false);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 44);
 }
 
 // At exit nothing more is issued, and nobody waits for what is held.
@@ -1113,8 +1741,8 @@ static void *rush(void *which) {
             for (size_t k = 0; k < pieces; k++) sizes[k] = 1 + dice(&seed, dice(&seed, 6) ? 2000 : 400 * KIB);
             start(t[n] = new_transfer(b, pieces, sizes, seed), NULL, &done[n]);
         }
-        uint64_t chunk;
-        if (dice(&seed, 2) && xe_take_chunk(b->number, &chunk) == XE_OK)
+        uint64_t chunk = dice(&seed, (uint32_t)b->chunks);
+        if (dice(&seed, 2) && xe_take_chunk(b->number, chunk) == XE_OK)
             CHECK(xe_add_chunk(b->number, chunk, b->memory + chunk * b->nbytes, b->nbytes, &b->events[chunk]) == XE_OK);
         for (size_t n = count; n--;) {
             if (xe_drop(t[n]->row) != XE_OK) {
@@ -1158,11 +1786,19 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
     TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together), TEST(waits_for_no_lane), TEST(asks_every_lane),
     TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),
+    TEST(goes_back_in_each_library), TEST(does_what_can_be_done_at_once),
     TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_fair), TEST(fails_alone_to_the_device),
-    TEST(fails_alone_to_the_host), TEST(fails_alone_though_it_copies), TEST(tells_what_an_event_says), TEST(gives_away_no_chunk_that_may_be_read),
+    TEST(fails_alone_to_the_host), TEST(fails_alone_though_it_copies), TEST(tells_what_an_event_says), TEST(tells_what_its_owner_says),
+    TEST(gives_away_no_chunk_that_may_be_read),
     TEST(gives_away_no_chunk_that_it_cannot_ask_for), TEST(fails_when_its_chunks_are_lost),
-    TEST(owner_fails), TEST(loses_the_device), TEST(drops_what_has_not_begun), TEST(may_be_called_again),
-    TEST(survives_a_file_that_is_cut_off), TEST(stops), TEST(stops_behind_a_call), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
+    TEST(owner_fails), TEST(loses_the_device), TEST(drops_what_has_not_begun), TEST(abandons_to_the_device),
+    TEST(abandons_to_the_host), TEST(abandons_what_is_ready_to_the_device), TEST(abandons_what_is_ready_to_the_host),
+    TEST(rests_behind_a_copy_to_the_device), TEST(rests_behind_a_copy_to_the_host), TEST(rests_behind_a_call_to_the_device), TEST(rests_behind_a_call_to_the_host), TEST(abandons_what_its_owner_copies), TEST(abandons_what_has_landed),
+    TEST(abandons_during_its_last_copy), TEST(leaves_others_their_chunks),
+    TEST(leaves_chunks_to_jobs_that_want_them), TEST(takes_back_by_number), TEST(wakes_whoever_waits_to_the_device),
+    TEST(wakes_whoever_waits_to_the_host), TEST(wakes_whoever_waits_for_what_failed), TEST(misses_nothing_as_it_falls_asleep),
+    TEST(falls_asleep), TEST(may_be_called_again),
+    TEST(survives_a_file_that_is_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
 };
 
 int main(int argc, char **argv) {

@@ -18,6 +18,16 @@ class Mutant(NamedTuple):
     file: str = "engine.c"
 
 
+STAYS_AWAKE = """    if (!spares_cores) return false;
+    unsigned seen = atomic_load_explicit(&work_told, memory_order_relaxed);
+    pthread_mutex_unlock(&mu);
+    for (int n = 0; n < TURNS_AWAKE && atomic_load_explicit(&work_told, memory_order_relaxed) == seen; n++) take_breath();
+    pthread_mutex_lock(&mu);
+    // Asked again: what was told since the last look has woken nobody, and nobody will be woken for it.
+    return stopping || atomic_load_explicit(&work_told, memory_order_relaxed) != seen;
+"""
+"""Mutants of it do as where there are cores to spare, whatever this machine has."""
+
 MUTANTS = (
     # Order.
     Mutant(
@@ -41,8 +51,8 @@ MUTANTS = (
     ),
     Mutant(
         "a job is issued when its last part has begun",
-        "(j->last_issued && !has_failed(j))",
-        "(all_started(j) && !has_failed(j))",
+        "return j->finished || j->last_issued;",
+        "return j->finished || all_started(j);",
         "orders_its_copies",
     ),
     Mutant(
@@ -56,17 +66,53 @@ MUTANTS = (
     ),
     Mutant(
         "a thread stays in its first context",
-        "if (inside && entered == calls->context) return 0;",
-        "if (inside) return 0;",
+        "here.inside && here.context == calls->context",
+        "here.inside",
         "waits_for_no_lane",
     ),
     Mutant(
         "a context without a name is not entered",
-        "if (inside && entered == calls->context) return 0;",
-        "if (entered == calls->context) return 0;",
+        "here.inside && here.context == calls->context",
+        "here.context == calls->context",
         "enters_again_where_it_works_for_others",
     ),
-    Mutant("whoever waits is where it was", "    inside = false;\n", "", "enters_again_where_it_works_for_others"),
+    Mutant(
+        "whoever waits is where it was",
+        "    here.inside = false;\n    here.enter = NULL;",
+        "    here.enter = NULL;",
+        "enters_again_where_it_works_for_others",
+    ),
+    Mutant(
+        "whoever waited is where it worked",
+        "if (here.guest && here.enter) here.enter(here.context_before);",
+        "",
+        "enters_again_where_it_works_for_others",
+    ),
+    Mutant(
+        "whoever waited stays relaxed",
+        "if (here.guest && here.capture_mode) here.capture_mode(&here.mode_before);",
+        "",
+        "enters_again_where_it_works_for_others",
+    ),
+    Mutant(
+        "a device without modes is asked for one",
+        "if (!calls->capture_mode || here.capture_mode",
+        "if (here.capture_mode && here.capture_mode",
+        "enters_again_where_it_works_for_others",
+    ),
+    Mutant(
+        "whoever waits goes back in its last library alone",
+        "    if (here.enter && here.enter != calls->enter) go_back();\n",
+        "",
+        "goes_back_in_each_library",
+    ),
+    Mutant("the mode stays as it was", "    int status = relax(calls);\n", "    int status = 0;\n", "moves_by_one_thread"),
+    Mutant(
+        "the mode is exchanged each time",
+        "if (!calls->capture_mode || here.capture_mode == calls->capture_mode)",
+        "if (!calls->capture_mode)",
+        "moves_by_one_thread",
+    ),
     # Chunks.
     Mutant(
         "a chunk is used again before its copy is made",
@@ -87,6 +133,12 @@ MUTANTS = (
         "gives_away_no_chunk_that_it_cannot_ask_for",
     ),
     Mutant(
+        "a chunk is given away whose event has failed",
+        "            lose(c);\n",
+        "            if (asked_for[n]) give_back(c);\n            else lose(c);\n",
+        "tells_what_an_event_says",
+    ),
+    Mutant(
         "jobs wait for chunks that were lost",
         "    fail_without_chunks(c->lane);\n",
         "",
@@ -96,6 +148,12 @@ MUTANTS = (
         "a job waits for chunks that were lost before",
         "        fail_without_chunks(l);\n",
         "",
+        "fails_when_its_chunks_are_lost",
+    ),
+    Mutant(
+        "a chunk that was lost is given again",
+        "there && there->state == LOST ? XE_BUSY : XE_OK",
+        "XE_OK",
         "fails_when_its_chunks_are_lost",
     ),
     Mutant("nobody is told that a chunk was lost", "    j->lost = true;\n", "", "fails_alone_to_the_device"),
@@ -128,18 +186,24 @@ MUTANTS = (
         "may_be_called_again",
     ),
     # How far a job has come.
-    Mutant("the source is free while it is read", "return j->filling == 0 && (", "return (", "frees_its_source", "threads"),
+    Mutant(
+        "the source is free while it is read",
+        "return j->touched == 0 && all_started(j);",
+        "return all_started(j);",
+        "frees_its_source",
+        "threads",
+    ),
     Mutant(
         "the source is free before all parts have begun",
-        "(all_started(j) || has_failed(j));",
-        "(j->started || has_failed(j));",
+        "j->touched == 0 && all_started(j);",
+        "j->touched == 0 && j->started;",
         "frees_its_source",
     ),
     Mutant("a job has finished while a chunk is out", "!j->finished && j->out == 0 &&", "!j->finished &&", "stands_a_rush"),
     Mutant(
         "what lands is not copied",
-        "if (!has_failed(c->job) && !copy_part(c))",
-        "if (has_failed(c->job) && !copy_part(c))",
+        'if (!copy_part(c)) fail(c->job, SIGBUS, "writing the destination");',
+        "",
         "moves_by_one_thread",
     ),
     Mutant(
@@ -161,18 +225,141 @@ MUTANTS = (
         "j->finished ? XE_NOT_YET",
         "drops_what_has_not_begun",
     ),
+    # Jobs that are abandoned.
+    Mutant(
+        "what is held is not at rest",
+        "        if (has_failed(j)) return true;\n",
+        "",
+        "abandons_to_the_host",
+    ),
+    Mutant(
+        "what failed is at rest while it is read",
+        "if (has_failed(j) && (j->touched || j->calling)) return false;",
+        "if (has_failed(j) && j->calling) return false;",
+        "rests_behind_a_copy_to_the_device",
+    ),
+    Mutant(
+        "what failed is at rest while it is written",
+        "if (has_failed(j) && (j->touched || j->calling)) return false;",
+        "if (has_failed(j) && j->calling) return false;",
+        "rests_behind_a_copy_to_the_host",
+    ),
+    Mutant(
+        "what was abandoned lands",
+        "c->lane->direction == XE_H2D || has_failed(c->job)",
+        "c->lane->direction == XE_H2D",
+        "abandons_to_the_host",
+    ),
+    Mutant(
+        "what had landed stays so",
+        "clear(&j->lane->ready, j) + clear(&landed, j)",
+        "clear(&j->lane->ready, j)",
+        "abandons_what_has_landed",
+    ),
+    Mutant(
+        "what is ready stays so",
+        "clear(&j->lane->ready, j) + clear(&landed, j)",
+        "clear(&landed, j)",
+        "abandons_what_is_ready_to_the_device",
+    ),
+    Mutant(
+        "others' chunks are given back",
+        "        if (c->job != j) {",
+        "        if (c->job == NULL) {",
+        "leaves_others_their_chunks",
+    ),
+    Mutant(
+        "chunks come back and nobody is told",
+        "    wake(clear(&j->lane->ready, j) + clear(&landed, j));",
+        "    (void)(clear(&j->lane->ready, j) + clear(&landed, j));",
+        "leaves_others_their_chunks",
+    ),
+    Mutant(
+        "what was issued is not, when it is abandoned",
+        "return j->finished || j->last_issued;",
+        "return j->finished || (j->last_issued && !has_failed(j));",
+        "abandons_to_the_device",
+    ),
+    Mutant("what has finished is abandoned", "if (j && !j->finished) fail(", "if (j) fail(", "abandons_to_the_device"),
+    Mutant(
+        "the event of what was abandoned is recorded",
+        "all_started(j) && !has_failed(j); }",
+        "all_started(j); }",
+        "abandons_during_its_last_copy",
+    ),
+    Mutant(
+        "what was abandoned is at rest while its device is called",
+        "if (has_failed(j) && (j->touched || j->calling)) return false;",
+        "if (has_failed(j) && j->touched) return false;",
+        "rests_behind_a_call_to_the_device",
+    ),
+    Mutant(
+        "nobody notes that a device is called",
+        "        j->calling++;\n        bool",
+        "        bool",
+        "rests_behind_a_call_to_the_host",
+    ),
+    Mutant(
+        "what was abandoned is at rest before its owner has answered",
+        "    c->state = ISSUING;\n    j->calling++;\n    bool",
+        "    c->state = ISSUING;\n    bool",
+        "abandons_what_its_owner_copies",
+    ),
+    Mutant(
+        "another chunk is taken back than was asked for",
+        "        while (*place != c) place = &(*place)->next;\n",
+        "        c = *place;\n",
+        "takes_back_by_number",
+    ),
+    Mutant(
+        "a chunk in use is taken back",
+        "c && c->state == FREE && !wants_chunks(l), lost",
+        "c && !wants_chunks(l), lost",
+        "takes_back_by_number",
+    ),
+    Mutant(
+        "what was taken back is waited for",
+        "return !c ? XE_UNKNOWN : idle",
+        "return !c ? XE_NOT_YET : idle",
+        "takes_back_by_number",
+    ),
+    Mutant(
+        "a chunk that was taken back is the lane's",
+        "        while (*place != c) place = &(*place)->other;\n        *place = c->other;\n        free(c);\n",
+        "        (void)place;\n        free(c);\n",
+        "takes_back_by_number",
+        "addresses",
+    ),
+    Mutant(
+        "chunks that are wanted are taken back",
+        "c->state == FREE && !wants_chunks(l), lost",
+        "c->state == FREE, lost",
+        "leaves_chunks_to_jobs_that_want_them",
+    ),
+    Mutant(
+        "a chunk that was lost stays the lane's",
+        "    if (idle || lost) {\n",
+        "    if (idle) {\n",
+        "gives_away_no_chunk_that_may_be_read",
+    ),
     # Failures.
     Mutant("a failed call is not told", "    if (o.at) fail(j, o.status, o.at);\n", "", "fails_alone_to_the_host"),
     Mutant(
         "a failed event counts as reached",
-        "    if (status != 0) fail(c->job, status, at);\n",
-        "    (void)at;\n",
+        "        if (statuses[n] == 0) {\n",
+        "        if (asked_for[n]) {\n",
         "tells_what_an_event_says",
     ),
     Mutant(
+        "what failed by its owner's word counts as reached",
+        '        if (status != 0) fail(c->job, status, "copying");\n',
+        "",
+        "tells_what_its_owner_says",
+    ),
+    Mutant(
         "a failed job goes on",
-        "    unqueue(j);\n}\n\nstatic void give_back",
-        "}\n\nstatic void give_back",
+        "    unqueue(j);\n    // Others",
+        "    // Others",
         "drops_what_has_not_begun",
     ),
     Mutant(
@@ -183,19 +370,93 @@ MUTANTS = (
     ),
     Mutant(
         "a source that was cut off counts as read",
-        '    if (!whole) fail(j, SIGBUS, "reading the source");\n',
-        "",
+        '    if (!copy_part(c)) fail(j, SIGBUS, "reading the source");\n',
+        "    copy_part(c);\n",
         "survives_a_file_that_is_cut_off",
     ),
     Mutant(
         "a file that is cut off ends the process",
-        "    if (guarded) {\n",
+        "    if (guarded && !sent) {\n",
         "    if (guarded && number == 0) {\n",
         "survives_a_file_that_is_cut_off",
         "plain",
         "copying.c",
     ),
+    Mutant(
+        "a signal that was sent counts as a file that is cut off",
+        "    if (guarded && !sent) {\n",
+        "    if (guarded) {\n",
+        "ends_by_a_signal_that_was_sent",
+        "plain",
+        "copying.c",
+    ),
+    Mutant(
+        "a signal that was sent is swallowed",
+        "        if (sent) raise(number);\n",
+        "",
+        "ends_by_a_signal_that_was_sent",
+        "plain",
+        "copying.c",
+    ),
+    Mutant(
+        "a signal that is ignored ends the process",
+        "before.sa_handler == SIG_IGN && sent",
+        "before.sa_handler == SIG_IGN && sent && number == 0",
+        "ends_by_a_signal_that_was_sent",
+        "plain",
+        "copying.c",
+    ),
+    Mutant(
+        "nobody else is told of a signal that was sent",
+        "        before.sa_handler(number);\n",
+        "",
+        "ends_by_a_signal_that_was_sent",
+        "plain",
+        "copying.c",
+    ),
     # Threads.
+    Mutant(
+        "whoever waits is not woken",
+        "    if (come > j->come) pthread_cond_broadcast(&news);\n",
+        "",
+        "wakes_whoever_waits_to_the_device",
+    ),
+    Mutant(
+        "whoever waits is woken at the end alone",
+        "    if (come > j->come) pthread_cond_broadcast(&news);\n",
+        "    if (come > j->come && j->finished) pthread_cond_broadcast(&news);\n",
+        "wakes_whoever_waits_to_the_host",
+    ),
+    Mutant(
+        "whoever waits is woken at the first stage alone",
+        "    if (come > j->come) pthread_cond_broadcast(&news);\n",
+        "    if (come > j->come && j->come == 0) pthread_cond_broadcast(&news);\n",
+        "wakes_whoever_waits_to_the_device",
+    ),
+    Mutant(
+        "what had come before a failure counts behind it",
+        "    j->come = come;\n",
+        "    if (come > j->come) j->come = come;\n",
+        "wakes_whoever_waits_for_what_failed",
+    ),
+    Mutant(
+        "a thread that looks for work never sleeps",
+        STAYS_AWAKE,
+        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("n < TURNS_AWAKE && ", "!stopping && "),
+        "falls_asleep",
+    ),
+    Mutant(
+        "a thread that has looked for work does so again",
+        STAYS_AWAKE,
+        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("!= seen;", "!= seen || true;"),
+        "falls_asleep",
+    ),
+    Mutant(
+        "a thread falls asleep on what it was told meanwhile",
+        STAYS_AWAKE,
+        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("!= seen;", "!= seen && false;"),
+        "misses_nothing_as_it_falls_asleep",
+    ),
     Mutant("signals come to the engine", "        sigfillset(&all);\n", "        sigemptyset(&all);\n", "blocks_signals"),
     Mutant(
         "nobody is asked without a sleep between",
@@ -230,9 +491,21 @@ MUTANTS = (
     ),
     Mutant(
         "what was begun before there were threads is left to nobody",
-        "what this one has begun is theirs now.\n        wake(1);\n",
+        "what this one has begun is theirs now.\n            wake(1);\n",
         "what this one has begun is theirs now.\n",
         "takes_over_to_the_device",
+    ),
+    Mutant(
+        "whoever only asks does nothing",
+        "        if (threads == 0) {\n",
+        "        if (threads == 0 && left > 0) {\n",
+        "does_what_can_be_done_at_once",
+    ),
+    Mutant(
+        "whoever only asks finishes it all",
+        "(left > 0 || questions-- > 0)",
+        "(left > 0 || questions > 0)",
+        "does_what_can_be_done_at_once",
     ),
     Mutant("nobody asks during a call", "    if (copying && !polling) wake(1);\n", "", "waits_for_no_call"),
     Mutant(

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.core.fakes import WATCHDOG
 from xferlib.engine import building
-from xferlib.engine.native import Calls, Piece, Request, library, opened
+from xferlib.engine.native import VERSION, Calls, Figures, Piece, Request, library, opened
 
 ENGINE = Path(building.__file__).parent
 H2D, D2H, STAGED, ISSUED, FINISHED = 0, 1, 0, 1, 2
-OK, NOT_YET, WRONG = 1, 0, -6
+OK, NOT_YET, FAILED, WRONG = 1, 0, -1, -6
+RELAXED = 2
 
 
 @pytest.fixture
@@ -41,6 +44,18 @@ def test_a_library_that_is_there_is_not_written_again(sources: Path, tmp_path: P
     assert second != first
     assert first.stat().st_ino == before
     assert opened(second).xe_version() == opened(first).xe_version()
+
+
+def test_a_library_that_was_built_otherwise_is_another_one(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = building.library_name(sources)
+    monkeypatch.setattr(building, "OPTIONS", (*building.OPTIONS, "-O1"))
+    assert building.library_name(sources) != before
+
+
+def test_a_library_of_something_else_is_refused(sources: Path, tmp_path: Path) -> None:
+    (sources / "engine.c").write_text("int xe_version(void) { return 2; }\n")
+    with pytest.raises(ImportError, match=r"cannot be loaded.*xe_source_hash.*Rebuild it"):
+        opened(building.build(sources, tmp_path))
 
 
 def test_a_library_of_other_sources_is_refused(sources: Path, tmp_path: Path) -> None:
@@ -81,11 +96,77 @@ def test_a_portable_wheel_with_a_library_that_wants_more_is_refused(tmp_path: Pa
 
 
 def test_the_structs_are_those_of_the_library() -> None:
-    calls = Calls(version=1, nbytes=ctypes.sizeof(Calls), not_ready=600)
+    calls = Calls(version=VERSION, nbytes=ctypes.sizeof(Calls), not_ready=600)
     assert library().xe_open_lane(990, H2D, calls, None) == OK
     assert library().xe_close_lane(990) == OK
     calls.nbytes += 8
     assert library().xe_open_lane(990, H2D, calls, None) == WRONG
+
+
+def test_a_device_is_called_by_its_struct() -> None:
+    """Each function stands where the library looks for it."""
+    engine, lane, row = library(), 991, 4000
+    said: list[str] = []
+
+    def function(name: str, arguments: list[Any], does: Callable[..., object]) -> Any:
+        def call(*given: Any) -> int:
+            said.append(name)
+            does(*given)
+            return 0
+
+        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(call)
+
+    pointer, n = ctypes.c_void_p, ctypes.c_size_t
+    modes: list[int] = []
+    mode = ctypes.POINTER(ctypes.c_int)
+    functions = {
+        "enter": function("enter", [pointer], lambda context: None),
+        "current": function("current", [ctypes.POINTER(pointer)], lambda context: None),
+        "capture_mode": function("capture_mode", [mode], lambda mode: modes.append(mode[0])),
+        "copy_h2d": function(
+            "copy_h2d", [pointer, pointer, n, pointer], lambda dst, src, nbytes, _: ctypes.memmove(dst, src, nbytes)
+        ),
+        "record": function("record", [pointer, pointer], lambda event, stream: None),
+        "query": function("query", [pointer], lambda event: None),
+        "wait": function("wait", [pointer, pointer, ctypes.c_uint], lambda stream, event, flags: None),
+    }
+    addresses = {name: ctypes.cast(each, pointer).value for name, each in functions.items()}
+    calls = Calls(version=VERSION, nbytes=ctypes.sizeof(Calls), not_ready=600, relaxed=RELAXED, **addresses)
+    assert engine.xe_start(1) >= 1
+    assert engine.xe_open_lane(lane, H2D, calls, None) == OK
+    memory, here, there = (np.full(4096, value, np.uint8) for value in (0, 7, 0))
+    assert engine.xe_add_chunk(lane, 1, memory.ctypes.data, memory.nbytes, None) == OK
+    assert engine.xe_submit(row, lane, Piece(here.ctypes.data, there.ctypes.data, here.nbytes, 0), 1, 1, 2) == OK
+    assert engine.xe_wait(row, FINISHED, int(WATCHDOG * 1e6)) == OK
+    assert (there == 7).all()
+    # Which thread asks for the chunk's event is open, and so how often one enters.
+    assert [name for name in said if name in ("wait", "copy_h2d", "record")] == ["wait", "copy_h2d", "record", "record"]
+    assert {"enter", "query"} <= set(said)
+    assert "current" not in said
+    assert set(modes) == {RELAXED}
+    _forget(row)
+    assert engine.xe_close_lane(lane) == OK
+
+
+def test_a_job_without_chunks_is_abandoned() -> None:
+    engine, lane, row = library(), 992, 4001
+    assert engine.xe_open_lane(lane, D2H, None, None) == OK
+    there = np.zeros(100, np.uint8)
+    assert engine.xe_submit(row, lane, Piece(there.ctypes.data, 1, there.nbytes, 0), 1, None, None) == OK
+    assert engine.xe_wait(row, STAGED, 0) == NOT_YET
+    assert engine.xe_abandon(row) == OK
+    assert engine.xe_wait(row, STAGED, 0) == FAILED
+    status, at, lost = ctypes.c_int32(), ctypes.c_char_p(), ctypes.c_int()
+    assert engine.xe_error(row, status, at, lost) == OK
+    assert (status.value, at.value, lost.value) == (errno.ECANCELED, b"abandoned", 0)
+    _forget(row)
+    assert engine.xe_close_lane(lane) == OK
+
+
+def _forget(row: int) -> None:
+    rows = (ctypes.c_uint64 * 8)()
+    assert row in rows[: library().xe_finished(rows, 8)]
+    assert library().xe_forget(row) == OK
 
 
 class Owner:
@@ -121,6 +202,12 @@ def owner() -> Iterator[Owner]:
     owner.close()
 
 
+def figures() -> Figures:
+    found = Figures()
+    library().xe_read_figures(found)
+    return found
+
+
 @pytest.mark.parametrize("direction", [H2D, D2H])
 def test_bytes_cross_for_a_backend_in_python(owner: Owner, direction: int) -> None:
     engine, lane, row = library(), 1000 + direction, 5000 + direction
@@ -136,12 +223,16 @@ def test_bytes_cross_for_a_backend_in_python(owner: Owner, direction: int) -> No
     for number, (mine, its) in enumerate(zip(here, there, strict=True)):
         host, device = (mine, its) if direction == H2D else (its, mine)
         pieces[number] = Piece(host.ctypes.data, device.ctypes.data, host.nbytes, number)
+    before = figures()
     assert engine.xe_submit(row, lane, pieces, 3, None, None) == OK
     assert engine.xe_wait(row, FINISHED, int(WATCHDOG * 1e6)) == OK
     assert all((mine == its).all() for mine, its in zip(here, there, strict=True))
     assert [entry for entry in owner.rows if entry[1]] == [(row, True, owner.rows[0][2])]
     assert [entry[0] for entry in owner.rows if entry[2]] == [row]
-    rows = (ctypes.c_uint64 * 8)()
-    assert row in rows[: engine.xe_finished(rows, 8)]
-    assert engine.xe_forget(row) == OK
+    after = figures()
+    assert after.threads >= 2
+    assert after.jobs == before.jobs + 1
+    # With what lies between the pieces.
+    assert 0 <= after.copied_nbytes - before.copied_nbytes - sum(sizes) < 2 * 256
+    _forget(row)
     assert engine.xe_close_lane(lane) == OK

@@ -44,6 +44,7 @@ def footprint(stager: Stager) -> Footprint:
     )
 
 
+@pytest.mark.alone
 @given(*CUDA_KITS)
 @pytest.mark.parametrize("use", ["dropped", "waited_for_by_a_stream", "into_an_array"])
 def test_a_hundred_thousand_small_puts_leave_nothing_behind(laws: StagerConformance, stager: Stager, use: str) -> None:
@@ -84,6 +85,7 @@ def test_views_and_aliases_outlive_transfer_batch_and_stager(kit: Kit, laws: Sta
     del others
 
 
+@pytest.mark.alone
 @given(*CUDA_KITS)
 def test_memory_is_freed_with_the_last_view_of_a_closed_stager(laws: StagerConformance, stager: Stager) -> None:
     # CUDA hands small requests out of larger pieces: this one is a piece of its own.

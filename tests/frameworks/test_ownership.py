@@ -172,6 +172,7 @@ def test_stagers_use_one_anothers_events(kit: CudaKit, laws: StagerConformance, 
     assert {use() for _ in range(20)} == {first}
 
 
+@pytest.mark.alone
 @every_cuda_kit
 def test_memory_of_a_closed_stager_is_back_by_nobodys_call(kit: CudaKit, laws: StagerConformance, stager: Stager) -> None:
     values = words(1, 64 << 20)

@@ -26,6 +26,8 @@ def main() -> None:
     operations = OPERATIONS[options.backend]
     each, began, hits = -(-options.times // len(operations)), time.monotonic(), {}
     for name, operation in operations.items():
+        # Of a failure the last line tells at what.
+        print(f"at {name!r}", flush=True)
         # A hang ends with a traceback: what is looked for here is locks that stay held.
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         hits[name] = interrupt(options.backend, operation, times=each, seed=options.seed, twice=False, meanwhile="idle")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.fakes import on_thread
 from tests.interrupts.harness import COUNT, PATIENCE, SEED, interrupted
-from tests.interrupts.transfers import OPERATIONS, STARTS, WAITS, Bench, interrupt
+from tests.interrupts.transfers import OPERATIONS, STAGED, STARTS, WAITS, Bench, interrupt
 
 HOST = OPERATIONS["host"]
 
@@ -25,10 +25,16 @@ def test_a_start_that_is_interrupted_while_copies_are_held_leaves_nothing_behind
     assert interrupt("host", STARTS[name], times=COUNT, seed=SEED, twice=True, meanwhile="held") == COUNT
 
 
-@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("name", ["put staged", "put borrowed", "get staged"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_staged_transfer_that_is_interrupted_while_copies_are_held_leaves_nothing_behind(name: str) -> None:
+    assert interrupt("host", STAGED[name], times=COUNT, seed=SEED, twice=True, meanwhile="held") == COUNT
+
+
+@pytest.mark.parametrize("name", [*WAITS, "value borrowed", "result staged"])
 @pytest.mark.filterwarnings("ignore")
 def test_waiting_that_is_interrupted_leaves_nothing_behind(name: str) -> None:
-    assert interrupt("host", WAITS[name], times=COUNT, seed=SEED, twice=False, meanwhile="slow") == COUNT
+    assert interrupt("host", HOST[name], times=COUNT, seed=SEED, twice=False, meanwhile="slow") == COUNT
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])

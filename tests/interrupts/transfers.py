@@ -14,12 +14,14 @@ import xferlib
 from tests.core.fakes import held, on_thread
 from tests.interrupts.harness import PATIENCE, at_rest, interrupted, until_free
 
-__all__ = ["OPERATIONS", "Bench", "interrupt"]
+__all__ = ["OPERATIONS", "STAGED", "STARTS", "WAITS", "Bench", "interrupt"]
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUND = 500
 """Interrupts that one stager bears."""
 SLOW_SECONDS = 0.0005
+LARGE = 3 * MIB
+"""Bytes of pageable memory that take several chunks."""
 
 
 @final
@@ -34,6 +36,9 @@ class Bench:
         self.out = stager.empty_pinned(100 * KIB, np.uint8)
         self.there = stager.put(self.pinned).result()
         self.mine = np.zeros(300 * KIB, np.uint8)
+        self.large = np.full(LARGE, 4, np.uint8)
+        self.landed = np.zeros(LARGE, np.uint8)
+        self.large_there = stager.put(self.large).result()
         self.tree = [np.full(300, number, np.uint8) for number in range(20)]
 
     def new_size(self) -> int:
@@ -90,9 +95,18 @@ WAITS: dict[str, Operation] = {
     "pin": pinned_in_place,
     "trim": trimmed,
 }
+STAGED: dict[str, Operation] = {
+    "put staged": lambda bench: bench.stager.put(bench.large),
+    "put borrowed": lambda bench: bench.stager.put(bench.large, borrow=True),
+    "value borrowed": lambda bench: bench.stager.put(bench.large, borrow=True).value,
+    "get staged": lambda bench: bench.stager.get(bench.large_there, out=bench.landed),
+    "result staged": lambda bench: bench.stager.get(bench.large_there, out=bench.landed).result(),
+    "put into staged": lambda bench: bench.stager.put(bench.large, into=bench.large_there),
+}
+"""Those of pageable memory."""
 INTO: dict[str, Operation] = {"put into": lambda bench: bench.stager.put(bench.pinned, into=bench.there)}
 OPERATIONS = {
-    "host": STARTS | WAITS | INTO,
+    "host": STARTS | WAITS | INTO | STAGED,
     "jax": STARTS | WAITS,
     "cupy": STARTS | WAITS | INTO,
     "numba": STARTS | WAITS | INTO,
@@ -128,7 +142,10 @@ def well(bench: Bench) -> None:
     until_free()
     _work(bench)
     on_thread(lambda: _work(bench)).result(PATIENCE)
-    del bench.there, bench.pinned, bench.out
+    # What was interrupted has written nothing but what it was to write.
+    assert (bench.large == 4).all()
+    assert set(np.unique(bench.landed)) <= {0, 4}
+    del bench.there, bench.pinned, bench.out, bench.large, bench.landed, bench.large_there
     on_thread(lambda: at_rest(bench.stager)).result(2 * PATIENCE)
     assert not bench.stager._pins._rows
     assert not bench.stager._traffic.busy
@@ -140,6 +157,8 @@ def _work(bench: Bench) -> None:
     there = stager.put(source).result()
     assert (stager.get(there).result() == 5).all()
     assert (stager.get(there, out=np.zeros(100 * KIB, np.uint8)).result() == 5).all()
+    large = stager.put(np.full(LARGE, 7, np.uint8), borrow=True).result()
+    assert (stager.get(large, out=np.zeros(LARGE, np.uint8)).result() == 7).all()
     if stager.capabilities.put_into:
         source[:] = 6
         assert (stager.get(stager.put(source, into=there).result()).result() == 6).all()

@@ -116,12 +116,17 @@ def broken_core(*tests: str, hooks: type[StagerConformance]) -> Callable[[F], F]
 
 
 class BrokenBackend:
-    """An honest backend behind a wall. A subclass replaces what it breaks, and may use `inner`."""
+    """An honest backend behind a wall. A subclass replaces what it breaks, and may use `inner`.
+
+    The engine does not serve it: what is broken are calls of its own, which the engine would not make, or not on threads of ours.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
+        if name == "place":
+            raise AttributeError(name)
         return getattr(self.inner, name)
 
 

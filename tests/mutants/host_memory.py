@@ -21,7 +21,7 @@ from xferlib.errors import ClosedError
 from xferlib.inflight import InFlight, Landings, Traffic
 from xferlib.protocol import Capabilities, Event, Source, Stream
 from xferlib.stager import Stager
-from xferlib.staging.ring import Staging
+from xferlib.staging.by_engine import EngineStaging as Staging
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
 
@@ -107,6 +107,7 @@ class OverwritesAtOnce(BrokenBackend):
 def overlooks_what_is_not_enqueued(patch: pytest.MonkeyPatch) -> None:
     """The core looks for those who read an array among the copies that are enqueued, and not among those that will be."""
     patch.setattr(Staging, "wait_issued", lambda staging, *what: None)
+    patch.setattr("xferlib.puts.uses", lambda *what: False)
 
 
 @broken_core("test_law08_a_pinned_slot_is_nobody_elses_while_another_stager_uses_it[put]", hooks=LockingHost)
@@ -307,7 +308,7 @@ def closes_at_once(patch: pytest.MonkeyPatch) -> None:
     """Closing waits for nothing."""
     patch.setattr(Traffic, "wait_all", lambda traffic: None)
     patch.setattr("xferlib.device.BlockCache.close", lambda blocks: None)
-    patch.setattr("xferlib.staging.ring.Staging.close", lambda staging: None)
+    patch.setattr("xferlib.staging.by_engine.EngineStaging.close", lambda staging: None)
     patch.setattr("xferlib_host._engine.Engine.close", lambda engine: None)
 
 

@@ -63,6 +63,7 @@ PUTS = core("stager_put", "put_into", "borrow", "staging")
 GETS = core("stager_get", "staging")
 LOAD = ("tests/test_load.py", "tests/test_load_damaged.py")
 LAWS = ("tests/test_conformance_host.py::TestHost",)
+JOBS = folder("engine", "jobs")
 JAX = tuple(
     f"tests/jax/test_jax_{name}.py" for name in ("arrays", "cpu", "engines", "imports", "layouts", "leases", "unpack", "sharded")
 )
@@ -102,7 +103,7 @@ AREAS = {
                 "tests/test_loud.py",
                 *LAWS,
             ),
-            "/gets.py": (*GETS, *core("second_leaf", "bad_input", "inflight"), *LAWS),
+            "/gets.py": (*GETS, *JOBS, *core("second_leaf", "bad_input", "inflight"), *LAWS),
             "/transfer.py": (*core("transfer", "borrow", "stager_get"), *LAWS),
             "/checks.py": (
                 *core("bad_input", "put_into", "stager_put", "stager_get"),
@@ -121,6 +122,25 @@ AREAS = {
                 *("tests/test_loud.py", "tests/test_maps.py", *LAWS),
             ),
         },
+    ),
+    "engine": Area(
+        (
+            *(f"xferlib/engine/{name}.py" for name in ("jobs", "lanes", "dispatcher", "cores")),
+            *(f"xferlib/staging/{name}.py" for name in ("by_engine", "bounce")),
+        ),
+        (*JOBS, *core("staging", "across_stagers", "stager_lifetime", "injected_interrupts"), *LAWS),
+        {
+            "/cores.py": folder("engine", "cores"),
+            "/dispatcher.py": (*JOBS, *core("foreign_finalizers", "stager_lifetime"), *LAWS),
+            "/bounce.py": (*core("staging", "pinned_limit", "stager_put", "packing", "full_ring"), *JOBS, *LAWS),
+            "/by_engine.py": (
+                *JOBS,
+                *core("staging", "packing", "put_into", "across_stagers", "foreign_finalizers", "staging_profile"),
+                *LAWS,
+            ),
+        },
+        # Some wait for what a broken engine never does, and some start processes.
+        hang_seconds=120,
     ),
     "device": Area(
         ("xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"),

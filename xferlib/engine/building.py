@@ -1,7 +1,7 @@
 """Building the engine's library: for the hook that makes wheels, which runs this file before anything is installed.
 
 Nothing but the standard library is imported here. A library is written under another name and renamed, and its name has the hash of
-its sources: whoever has an older one mapped keeps it, and environments that share a checkout share what they build.
+its sources and options: whoever has an older one mapped keeps it, and environments that share a checkout share what they build.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ OLDEST_GLIBC = (2, 17)
 
 
 def source_hash(folder: Path) -> str:
-    """Return what tells one state of the sources from another. Raises `FileNotFoundError` where they are not."""
-    told = hashlib.sha256()
+    """Return what tells one state of the sources, and of how they are built, from another.
+
+    Raises `FileNotFoundError` where they are not.
+    """
+    told = hashlib.sha256("\0".join(OPTIONS).encode())
     for name in (*SOURCES, *HEADERS):
         told.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
     return told.hexdigest()[:16]

@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -15,6 +16,7 @@
 
 // Below, the bytes stay in a cache until they are asked for, and stores past it only cost.
 enum { ASIDE_FROM = 64 << 10 };
+enum { PAGE = 4096, POPULATE_WRITE = 23 };  // MADV_POPULATE_WRITE, of Linux 5.14.
 
 #if defined(__x86_64__)
 // Each stores whole vectors past the caches, and returns how many bytes that were. `dst` is aligned to the vector.
@@ -51,11 +53,20 @@ static size_t store(char *dst, const char *src, size_t nbytes) {
 }
 #endif
 
+// Memory that was never touched comes page by page, each with a fault. Where the first page is not there, mostly none is.
+static void populate(char *dst, size_t nbytes) {
+    uintptr_t page = PAGE, first = ((uintptr_t)dst + page - 1) & -page, end = ((uintptr_t)dst + nbytes) & -page;
+    unsigned char there = 1;
+    // Older systems refuse, and nothing is lost.
+    if (first < end && mincore((void *)first, page, &there) == 0 && !(there & 1)) madvise((void *)first, end - first, POPULATE_WRITE);
+}
+
 void copy_bytes(void *dst, const void *src, size_t nbytes, bool aside) {
 #if defined(__x86_64__)
     if (aside && nbytes >= ASIDE_FROM) {
         char *to = dst;
         const char *from = src;
+        populate(to, nbytes);
         size_t head = -(uintptr_t)to & 63;
         memcpy(to, from, head);
         size_t stored = head + store(to + head, from + head, nbytes - head);
@@ -78,15 +89,21 @@ static struct sigaction before;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void on_bus_error(int number, siginfo_t *info, void *context) {
-    if (guarded) {
+    // By somebody, and not by what this thread touched.
+    bool sent = info->si_code <= 0;
+    if (guarded && !sent) {
         guarded = 0;
         siglongjmp(back, 1);
     }
     // Not ours. Whoever was asked before is asked; nobody: it comes again and ends the process, as it would have.
     if (before.sa_flags & SA_SIGINFO) {
         before.sa_sigaction(number, info, context);
+    } else if (before.sa_handler == SIG_IGN && sent) {
+        // As before. What is touched is not ignored by any system.
     } else if (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
         signal(number, SIG_DFL);
+        // By itself it does not come again.
+        if (sent) raise(number);
     } else {
         before.sa_handler(number);
     }

@@ -12,7 +12,8 @@
 //
 //   ISSUING --> FREE   nothing of it was enqueued (issued)
 //   ISSUING, COPYING --> LOST   nobody can know when the device is done with it, and nobody gets it any more (issued, ask)
-//   READY, FILLING, LANDED --> FREE   the job has failed meanwhile
+//   READY, LANDED --> FREE   the job fails (fail), so that no chunk of a failed job is in these lists
+//   FILLING, COPYING --> FREE   it has failed meanwhile
 //
 // The turn: of a lane's READY chunks one thread at a time issues (`issuing`), in their order, and whoever adds one meanwhile leaves
 // it to that thread. So what the stream is to wait for comes directly before a job's first copy, and its event directly behind
@@ -25,10 +26,12 @@
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "copying.h"
 
@@ -40,6 +43,7 @@ enum {
     ROUNDS_AWAKE = 100,          // Rounds of asking without a sleep: a chunk takes tens of microseconds.
     FIRST_SLEEP = 20, LONGEST_SLEEP = 200,   // Microseconds.
     BUCKETS = 1024,
+    TURNS_AWAKE = 1000,          // Some twenty microseconds.
 };
 
 typedef enum { FREE, FILLING, READY, ISSUING, COPYING, LANDED, LANDING, LOST } state;
@@ -76,7 +80,9 @@ struct job {
     size_t part_nbytes;
     void *after, *done;
     size_t started, issued, out; // Parts that were given a chunk; whose copies are in the stream; whose chunk is not back.
-    size_t filling;              // Of those, how many read the caller's memory now.
+    size_t touched;              // Of those, how many are copied from or to the caller's memory now.
+    size_t calling;              // Of those, for how many a device is called now, or its owner is.
+    int come;                    // How many stages it has reached, as those who wait were told.
     bool small;                  // It has one part.
     bool queued, ordered, last_issued, finished, listed, lost;
     int32_t status;
@@ -111,8 +117,17 @@ static unsigned quiet;           // Rounds of asking in a row that found nothing
 static size_t rounds;            // Of asking some of the lanes.
 static bool polling, dozing, stopping;      // A thread asks; it sleeps between two rounds.
 static xe_figures figures;
-static _Thread_local bool inside;      // Of a context: that which was entered last.
-static _Thread_local void *entered;
+static _Atomic unsigned work_told;     // How often there was something new to do.
+static bool spares_cores;        // There are twice as many as threads.
+// Where this thread is, for the device.
+static _Thread_local struct {
+    bool guest;                  // It is not the engine's, and goes back to where it was.
+    bool inside;                 // Of `context`, which was entered last.
+    void *context, *context_before;
+    int (*enter)(void *context);       // By which it came from where it was; NULL: it is there.
+    int mode_before;
+    int (*capture_mode)(int *mode);    // By which it was relaxed; NULL: it was not.
+} here;
 
 // Lists.
 
@@ -162,6 +177,8 @@ static void dequeue(jobs *list, job *j) {
     }
 }
 
+static bool wants_chunks(const lane *l) { return l->small.first || l->large.first; }
+
 static lane *find_lane(uint32_t number) {
     lane *l = lanes;
     while (l && l->number != number) l = l->next;
@@ -192,6 +209,7 @@ static void rotate(lane *l) {
 }
 
 static void wake(size_t many) {
+    if (many) atomic_fetch_add_explicit(&work_told, 1, memory_order_relaxed);
     if (many && dozing) {
         pthread_cond_signal(&doze);
         many--;
@@ -257,12 +275,15 @@ static bool all_started(const job *j) { return j->piece == j->count; }
 static bool has_failed(const job *j) { return j->at != NULL; }
 
 static bool has_come(const job *j, int stage) {
+    // Of one that failed, nothing counts before its memory is at rest, and nothing more of it can come into the stream.
+    if (has_failed(j) && (j->touched || j->calling)) return false;
     switch (stage) {
     case XE_STAGED:
-        if (j->lane->direction == XE_H2D) return j->filling == 0 && (all_started(j) || has_failed(j));
+        if (has_failed(j)) return true;
+        if (j->lane->direction == XE_H2D) return j->touched == 0 && all_started(j);
         // fall through
     case XE_ISSUED:
-        return j->finished || (j->last_issued && !has_failed(j));
+        return j->finished || j->last_issued;
     default:
         return j->finished;
     }
@@ -278,20 +299,17 @@ static void look_at(job *j) {
         finished_last = j;
         j->listed = true;
     }
-    pthread_cond_broadcast(&news);
+    // Whoever waits is not woken by each part.
+    int come = 0;
+    while (come <= XE_FINISHED && has_come(j, come)) come++;
+    if (come > j->come) pthread_cond_broadcast(&news);
+    j->come = come;
 }
 
 static void unqueue(job *j) {
     if (!j->queued) return;
     j->queued = false;
     dequeue(j->small ? &j->lane->small : &j->lane->large, j);
-}
-
-static void fail(job *j, int32_t status, const char *at) {
-    if (has_failed(j)) return;
-    j->status = status;
-    j->at = at;
-    unqueue(j);
 }
 
 static void give_back(chunk *c) {
@@ -304,16 +322,38 @@ static void give_back(chunk *c) {
     look_at(j);
 }
 
+// Give back a job's chunks out of a list, and return how many those are.
+static size_t clear(chunks *list, const job *j) {
+    size_t count = 0;
+    chunks rest = {0};
+    for (chunk *c; (c = pop(list));) {
+        if (c->job != j) {
+            push(&rest, c);
+        } else {
+            give_back(c);
+            count++;
+        }
+    }
+    *list = rest;
+    return count;
+}
+
+static void fail(job *j, int32_t status, const char *at) {
+    if (has_failed(j)) return;
+    j->status = status;
+    j->at = at;
+    unqueue(j);
+    // Others may wait for its chunks.
+    wake(clear(&j->lane->ready, j) + clear(&landed, j));
+    look_at(j);
+}
+
 // While every chunk of a lane is lost, nothing on it can begin or go on: whoever waits for one is told.
 static void fail_without_chunks(lane *l) {
     if (!l->all) return;
     for (const chunk *c = l->all; c; c = c->other)
         if (c->state != LOST) return;
-    job *j;
-    while ((j = l->small.first ? l->small.first : l->large.first)) {
-        fail(j, ENOBUFS, "every chunk of the lane is lost");
-        look_at(j);
-    }
+    while (wants_chunks(l)) fail(l->small.first ? l->small.first : l->large.first, ENOBUFS, "every chunk of the lane is lost");
 }
 
 static void lose(chunk *c) {
@@ -336,7 +376,7 @@ static job *pick(lane *l) {
 }
 
 static chunk *start_part(lane *l) {
-    if (!l->idle || !(l->small.first || l->large.first)) return NULL;
+    if (!l->idle || !wants_chunks(l)) return NULL;
     job *j = pick(l);
     chunk *c = l->idle;
     l->idle = c->next;
@@ -374,6 +414,7 @@ static void come_back(void) {
 static bool copy_part(chunk *c) {
     job *j = c->job;
     bool to_device = c->lane->direction == XE_H2D, whole = true;
+    j->touched++;
     leave();
     walk w = walk_of(c);
     segment s;
@@ -383,6 +424,7 @@ static bool copy_part(chunk *c) {
                           : copy_guarded(s.host, c->memory + s.at, s.nbytes, true);
     }
     come_back();
+    j->touched--;
     figures.copied_nbytes += c->part_nbytes;
     return whole;
 }
@@ -390,10 +432,7 @@ static bool copy_part(chunk *c) {
 static void fill_part(chunk *c) {
     job *j = c->job;
     c->state = FILLING;
-    j->filling++;
-    bool whole = copy_part(c);
-    j->filling--;
-    if (!whole) fail(j, SIGBUS, "reading the source");
+    if (!copy_part(c)) fail(j, SIGBUS, "reading the source");
     if (has_failed(j)) {
         give_back(c);
         return;
@@ -406,15 +445,39 @@ static void fill_part(chunk *c) {
 
 static void land_part(chunk *c) {
     c->state = LANDING;
-    if (!has_failed(c->job) && !copy_part(c)) fail(c->job, SIGBUS, "writing the destination");
+    if (!copy_part(c)) fail(c->job, SIGBUS, "writing the destination");
     give_back(c);
 }
 
+// Where a thread is, all without `mu`. Other functions are those of another device's library, and what was exchanged by them is set
+// right first.
+
+static void go_back(void) {
+    if (here.guest && here.enter) here.enter(here.context_before);
+    if (here.guest && here.capture_mode) here.capture_mode(&here.mode_before);
+    here.inside = false;
+    here.enter = NULL;
+    here.capture_mode = NULL;
+}
+
+static int relax(const xe_calls *calls) {
+    if (!calls->capture_mode || here.capture_mode == calls->capture_mode) return 0;
+    here.mode_before = calls->relaxed;
+    int status = calls->capture_mode(&here.mode_before);
+    if (status == 0) here.capture_mode = calls->capture_mode;
+    return status;
+}
+
 static int enter(const xe_calls *calls) {
-    if (inside && entered == calls->context) return 0;
-    int status = calls->enter(calls->context);
-    inside = status == 0;
-    entered = calls->context;
+    if (here.enter && here.enter != calls->enter) go_back();
+    int status = relax(calls);
+    if (status == 0 && here.inside && here.context == calls->context) return 0;
+    if (status == 0 && here.guest && !here.enter) status = calls->current(&here.context_before);
+    if (status != 0) return status;
+    here.enter = calls->enter;
+    here.context = calls->context;
+    status = calls->enter(calls->context);
+    here.inside = status == 0;
     return status;
 }
 
@@ -466,6 +529,7 @@ static bool is_last(job *j) { return ++j->issued == j->started && all_started(j)
 
 static void issued(chunk *c, outcome o) {
     job *j = c->job;
+    j->calling--;
     if (o.at) fail(j, o.status, o.at);
     if (o.recorded) {
         c->state = COPYING;
@@ -489,11 +553,8 @@ static void issue_ready(lane *l) {
     chunk *c;
     while (!stopping && (c = pop(&l->ready))) {
         job *j = c->job;
-        if (has_failed(j)) {
-            give_back(c);
-            continue;
-        }
         c->state = ISSUING;
+        j->calling++;
         bool first = !j->ordered;
         j->ordered = true;
         leave();
@@ -515,8 +576,7 @@ static void issue_ready(lane *l) {
     l->issuing = false;
 }
 
-static void reached(chunk *c, int32_t status, const char *at) {
-    if (status != 0) fail(c->job, status, at);
+static void reached(chunk *c) {
     if (c->lane->direction == XE_H2D || has_failed(c->job)) {
         give_back(c);
     } else {
@@ -555,10 +615,10 @@ static size_t ask(void) {
         pop(&c->lane->copying);
         copying--;
         found++;
-        if (asked_for[n]) {
-            reached(c, statuses[n], "copying");
+        if (statuses[n] == 0) {
+            reached(c);
         } else {
-            fail(c->job, statuses[n], "entering the context");
+            fail(c->job, statuses[n], asked_for[n] ? "copying" : "entering the context");
             lose(c);
         }
     }
@@ -592,6 +652,15 @@ static bool step(void) {
     return false;
 }
 
+// What a thread may do that waits where there is none of the engine's. False: nothing has come.
+static bool ask_meanwhile(void) {
+    if (polling || copying == 0) return false;
+    polling = true;
+    size_t found = ask();
+    polling = false;
+    return found > 0;
+}
+
 static int64_t since(const struct timespec *began) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -610,9 +679,29 @@ static void sleep_for(pthread_cond_t *condition, int64_t microseconds) {
     pthread_cond_timedwait(condition, &mu, &until);
 }
 
+static void take_breath(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+// Look for more work for a moment: waking up takes longer than the next part needs to come. Not where the cores are wanted.
+static bool stays_awake(void) {
+    if (!spares_cores) return false;
+    unsigned seen = atomic_load_explicit(&work_told, memory_order_relaxed);
+    pthread_mutex_unlock(&mu);
+    for (int n = 0; n < TURNS_AWAKE && atomic_load_explicit(&work_told, memory_order_relaxed) == seen; n++) take_breath();
+    pthread_mutex_lock(&mu);
+    // Asked again: what was told since the last look has woken nobody, and nobody will be woken for it.
+    return stopping || atomic_load_explicit(&work_told, memory_order_relaxed) != seen;
+}
+
 // There is nothing to do now: ask, or sleep until there is.
 static void rest(void) {
     if (polling || copying == 0) {
+        if (stays_awake()) return;
         idle_threads++;
         figures.sleeps++;
         pthread_cond_wait(&work, &mu);
@@ -685,6 +774,7 @@ int xe_start(int wanted) {
         pthread_detach(thread);
         threads++;
     }
+    spares_cores = sysconf(_SC_NPROCESSORS_ONLN) >= 2 * threads;
     int there = stopping ? XE_STOPPED : threads;
     pthread_mutex_unlock(&mu);
     return there;
@@ -736,38 +826,41 @@ int xe_add_chunk(uint32_t number, uint64_t which, void *memory, size_t nbytes, v
     *c = (chunk){.number = which, .memory = memory, .nbytes = nbytes, .event = event};
     pthread_mutex_lock(&mu);
     lane *l = find_lane(number);
-    int status = l ? stopping ? XE_STOPPED : XE_OK : XE_UNKNOWN;
-    if (status == XE_OK && !find_chunk(l, which)) {
+    const chunk *there = l ? find_chunk(l, which) : NULL;
+    int status = !l ? XE_UNKNOWN : stopping ? XE_STOPPED : there && there->state == LOST ? XE_BUSY : XE_OK;
+    if (status == XE_OK && !there) {
         c->lane = l;
         c->other = l->all;
         l->all = c;
         c->next = l->idle;
         l->idle = c;
         c = NULL;
-        wake(l->small.first || l->large.first);
+        wake(wants_chunks(l));
     }
     pthread_mutex_unlock(&mu);
     free(c);
     return status;
 }
 
-int xe_take_chunk(uint32_t number, uint64_t *which) {
-    chunk *c = NULL;
+int xe_take_chunk(uint32_t number, uint64_t which) {
     pthread_mutex_lock(&mu);
     lane *l = find_lane(number);
-    if (l && l->idle) {
-        c = l->idle;
-        l->idle = c->next;
+    chunk *c = l ? find_chunk(l, which) : NULL;
+    // One that is wanted stays, be it that nobody has got to it yet.
+    bool idle = c && c->state == FREE && !wants_chunks(l), lost = c && c->state == LOST;
+    if (idle) {
+        chunk **place = &l->idle;
+        while (*place != c) place = &(*place)->next;
+        *place = c->next;
+    }
+    if (idle || lost) {
         chunk **place = &l->all;
         while (*place != c) place = &(*place)->other;
         *place = c->other;
-        *which = c->number;
+        free(c);
     }
     pthread_mutex_unlock(&mu);
-    if (!l) return XE_UNKNOWN;
-    if (!c) return XE_NOT_YET;
-    free(c);
-    return XE_OK;
+    return !c ? XE_UNKNOWN : idle ? XE_OK : lost ? XE_BUSY : XE_NOT_YET;
 }
 
 static size_t least_chunk(const lane *l) {
@@ -777,10 +870,21 @@ static size_t least_chunk(const lane *l) {
     return least;
 }
 
-static void shape(job *j, size_t nbytes) {
+static size_t part_of(size_t nbytes) {
     // All threads begin, and none of them ends with more than half of another one's part.
     size_t share = nbytes / (threads ? 2 * (size_t)threads : 1) / LEAST_PART * LEAST_PART;
-    j->part_nbytes = share > LEAST_PART ? share : LEAST_PART;
+    return share > LEAST_PART ? share : LEAST_PART;
+}
+
+size_t xe_part_nbytes(size_t nbytes) {
+    pthread_mutex_lock(&mu);
+    size_t part = part_of(nbytes);
+    pthread_mutex_unlock(&mu);
+    return part;
+}
+
+static void shape(job *j, size_t nbytes) {
+    j->part_nbytes = part_of(nbytes);
     size_t least = least_chunk(j->lane), capacity = least < j->part_nbytes ? least : j->part_nbytes;
     walk w = {0};
     segment s;
@@ -832,21 +936,25 @@ int xe_drop(uint64_t row) {
     pthread_mutex_lock(&mu);
     job *j = *place_of(row);
     int status = !j ? XE_UNKNOWN : j->started || j->finished ? XE_NOT_YET : XE_OK;
-    if (status == XE_OK) {
-        fail(j, ECANCELED, "dropped before it had begun");
-        look_at(j);
-    }
+    if (status == XE_OK) fail(j, ECANCELED, "dropped before it had begun");
     pthread_mutex_unlock(&mu);
     return status;
+}
+
+int xe_abandon(uint64_t row) {
+    pthread_mutex_lock(&mu);
+    job *j = *place_of(row);
+    if (j && !j->finished) fail(j, ECANCELED, "abandoned");
+    pthread_mutex_unlock(&mu);
+    return j ? XE_OK : XE_UNKNOWN;
 }
 
 int xe_wait(uint64_t row, int stage, int64_t microseconds) {
     struct timespec began;
     clock_gettime(CLOCK_MONOTONIC, &began);
-    // This thread is not the engine's: since the last time it may have gone elsewhere.
-    inside = false;
+    here.guest = true;
+    int status, questions = 1;
     pthread_mutex_lock(&mu);
-    int status;
     for (;;) {
         job *j = *place_of(row);
         if (!j) {
@@ -857,28 +965,31 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
             status = has_failed(j) ? XE_FAILED : XE_OK;
             break;
         }
-        int64_t left = microseconds - since(&began);
-        if (left <= 0 || stopping) {
-            status = stopping ? XE_STOPPED : XE_NOT_YET;
+        if (stopping) {
+            status = XE_STOPPED;
             break;
         }
-        if (threads > 0) {
-            sleep_for(&news, left);
-            continue;
+        int64_t left = microseconds - since(&began);
+        if (threads == 0) {
+            // There is no thread but those that wait: each of them works, and sleeps where there is nothing to be done. When its
+            // time is over it asks once more and no further, so that what others have to be done does not keep it.
+            bool done = step();
+            if (!done && (left > 0 || questions-- > 0)) done = ask_meanwhile();
+            // Threads that were started meanwhile may sleep already, and what this one has begun is theirs now.
+            wake(1);
+            if (done) continue;
         }
-        if (!step()) {
-            // There is no thread but those that wait: each of them works, and sleeps where there is nothing to be done.
-            if (!polling && copying) {
-                polling = true;
-                size_t found = ask();
-                polling = false;
-                if (!found) sleep_for(&news, left < FIRST_SLEEP ? left : FIRST_SLEEP);
-            } else {
-                sleep_for(&news, left < LONGEST_SLEEP ? left : LONGEST_SLEEP);
-            }
+        if (left <= 0) {
+            status = XE_NOT_YET;
+            break;
         }
-        // Threads that were started meanwhile may sleep already, and what this one has begun is theirs now.
-        wake(1);
+        int64_t longest = threads ? left : copying && !polling ? FIRST_SLEEP : LONGEST_SLEEP;
+        sleep_for(&news, left < longest ? left : longest);
+    }
+    if (here.enter || here.capture_mode) {
+        leave();
+        go_back();
+        come_back();
     }
     pthread_mutex_unlock(&mu);
     return status;
@@ -929,6 +1040,7 @@ static size_t ask_for(chunk *c, xe_request *requests) {
     job *j = c->job;
     lane *l = c->lane;
     c->state = ISSUING;
+    j->calling++;
     bool first = !j->ordered;
     j->ordered = true;
     c->last = is_last(j);
@@ -954,13 +1066,7 @@ static size_t next_requests(xe_request *requests, size_t count) {
     for (lane *l = lanes; l; l = l->next) {
         if (l->calls) continue;
         while (l->ready.first && count - found >= XE_MOST_PIECES) {
-            chunk *c = pop(&l->ready);
-            if (has_failed(c->job)) {
-                give_back(c);
-                wake(1);
-            } else {
-                found += ask_for(c, requests + found);
-            }
+            found += ask_for(pop(&l->ready), requests + found);
         }
     }
     return found;
@@ -1004,7 +1110,8 @@ int xe_reached(uint32_t number, uint64_t which, int32_t status) {
     int known = with_chunk(number, which, COPYING, &c);
     if (known == XE_OK) {
         take_out(&c->lane->copying, c);
-        reached(c, status, "copying");
+        if (status != 0) fail(c->job, status, "copying");
+        reached(c);
         wake(1);
     }
     pthread_mutex_unlock(&mu);

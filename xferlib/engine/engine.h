@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define XE_VERSION 1
+#define XE_VERSION 2
 
 enum { XE_H2D, XE_D2H };
 
@@ -31,20 +31,27 @@ enum {
 
 // How far a job has come. Each includes those before it; a job that failed has reached one as soon as what it stands for is true.
 enum {
-    XE_STAGED,            // To the device: its host memory is not read any more. To the host: as XE_ISSUED.
+    XE_STAGED,            // To the device: its host memory is not read any more. To the host: as XE_ISSUED. Of a job that failed: no
+                          // thread of the engine reads or writes its host memory now or later, and no copy of it comes into the
+                          // stream any more, whatever those that are there wait for.
     XE_ISSUED,            // Every copy is in the stream, and so is the job's event behind them.
     XE_FINISHED,          // Every copy has been made, and those to the host are in the caller's memory.
 };
 
 // The calls of one device, for streams that the engine may use itself. Each returns 0, or a status of the device's own; `query`
-// returns `not_ready` for an event that is not reached. `enter` is called on each thread before its other calls, and again where the
-// thread has been in another context since, or is not the engine's.
+// returns `not_ready` for an event that is not reached, and any other status leaves open whether the copy before it goes on: its
+// chunk is lost. `enter` is called on each thread before its other calls, and again where the thread has been in another context
+// since. `capture_mode` exchanges what the thread may call while streams are captured, and may be NULL; each thread gets `relaxed`
+// before its first call. A thread that is not the engine's, but works while it waits, is asked first where it is (`current`), and
+// is there again, and in its own mode, when xe_wait returns.
 typedef struct {
     uint32_t version, nbytes;   // XE_VERSION, and the size of this struct.
     void *context;
     int32_t not_ready;
-    int32_t reserved;
+    int32_t relaxed;
     int (*enter)(void *context);
+    int (*current)(void **context);
+    int (*capture_mode)(int *mode);
     int (*copy_h2d)(uint64_t dst, const void *src, size_t nbytes, void *stream);
     int (*copy_d2h)(void *dst, uint64_t src, size_t nbytes, void *stream);
     int (*record)(void *event, void *stream);
@@ -87,17 +94,25 @@ int xe_open_lane(uint32_t lane, int direction, const xe_calls *calls, void *stre
 // that is left where as many as possible were taken back: a copy may be under way in them.
 int xe_close_lane(uint32_t lane);
 
-// Give a lane pinned memory to copy through, and for lanes with calls an event of its own.
+// Give a lane pinned memory to copy through, and for lanes with calls an event of its own. XE_BUSY: the chunk of this number is lost.
 int xe_add_chunk(uint32_t lane, uint64_t chunk, void *memory, size_t nbytes, void *event);
-// Take back a chunk that is idle, and store its number. XE_NOT_YET: none is.
-int xe_take_chunk(uint32_t lane, uint64_t *chunk);
+// How much of a job of so many bytes one chunk carries, if it is as large: what the job gains from more of them.
+size_t xe_part_nbytes(size_t nbytes);
+// Take back a chunk. XE_NOT_YET: it is in use, or a job of the lane wants chunks. XE_UNKNOWN: it was taken back already. XE_BUSY: it
+// is lost, and taken back, but a copy may be under way in its memory for ever.
+int xe_take_chunk(uint32_t lane, uint64_t chunk);
 
 // Start a job. `after`: an event that the lane's stream waits for directly before the first copy; `done`: one that is recorded
 // directly behind the last. Both only for lanes with calls, and NULL for none. The pieces are copied.
 int xe_submit(uint64_t row, uint32_t lane, const xe_piece *pieces, size_t count, void *after, void *done);
 // Take back a job of which nothing has begun: as if it had failed. XE_NOT_YET: it has begun, and goes on.
 int xe_drop(uint64_t row);
-// Block until a job has come so far, or so many microseconds have passed; 0 asks without waiting.
+// Fail a job (ECANCELED), though it has begun. No more of it is begun or issued, and its event is not recorded any more; what is in
+// the stream goes on, and its chunks come back as ever. At XE_STAGED its host memory is at rest. A job that has failed or finished
+// stays as it is.
+int xe_abandon(uint64_t row);
+// Block until a job has come so far, or so many microseconds have passed; 0 asks without waiting. Where there are no threads, what
+// can be done at once is done first.
 int xe_wait(uint64_t row, int stage, int64_t microseconds);
 // Why a job failed: the device's status, and at what. `lost`: a copy may be under way of which nobody can know when it ends, so
 // that what the job refers to must be kept for good, and its chunk. While every chunk of a lane is lost, its jobs fail (ENOBUFS).

@@ -5,14 +5,44 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import TypeVar
 
 from xferlib.engine.building import library_name
 
-__all__ = ["Calls", "Piece", "Request", "library", "opened"]
+__all__ = [
+    "BUSY",
+    "D2H",
+    "FAILED",
+    "FINISHED",
+    "H2D",
+    "ISSUED",
+    "MOST_PIECES",
+    "NOT_YET",
+    "OK",
+    "STAGED",
+    "STOPPED",
+    "UNKNOWN",
+    "VERSION",
+    "Calls",
+    "Figures",
+    "Piece",
+    "Request",
+    "library",
+    "opened",
+    "quick",
+]
 
-VERSION = 1
+H2D, D2H = range(2)
+STAGED, ISSUED, FINISHED = range(3)
+OK, NOT_YET, FAILED, UNKNOWN, STOPPED, BUSY = 1, 0, -1, -2, -4, -5
+MOST_PIECES = 256
+"""`XE_MOST_PIECES`."""
+
+VERSION = 2
 FOLDER = Path(__file__).parent
 REBUILD = "Rebuild it: pip install -e . in a checkout, else pip install --force-reinstall xferlib"
+
+Library = TypeVar("Library", bound=ctypes.CDLL)
 
 _I32, _I64, _U32, _U64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
 _P, _N, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -26,8 +56,10 @@ class Calls(ctypes.Structure):
         ("nbytes", _U32),
         ("context", _P),
         ("not_ready", _I32),
-        ("reserved", _I32),
+        ("relaxed", _I32),
         ("enter", _P),
+        ("current", _P),
+        ("capture_mode", _P),
         ("copy_h2d", _P),
         ("copy_d2h", _P),
         ("record", _P),
@@ -59,13 +91,28 @@ class Request(ctypes.Structure):
     )
 
 
+class Figures(ctypes.Structure):
+    """`xe_figures`."""
+
+    _fields_ = (
+        ("threads", _U64),
+        ("jobs", _U64),
+        ("chunks", _U64),
+        ("sleeps", _U64),
+        ("polls", _U64),
+        ("copied_nbytes", _U64),
+    )
+
+
 _SIGNATURES = {
     "xe_start": (_I, (_I,)),
     "xe_open_lane": (_I, (_U32, _I, ctypes.POINTER(Calls), _P)),
     "xe_close_lane": (_I, (_U32,)),
     "xe_add_chunk": (_I, (_U32, _U64, _P, _N, _P)),
-    "xe_take_chunk": (_I, (_U32, ctypes.POINTER(_U64))),
+    "xe_part_nbytes": (_N, (_N,)),
+    "xe_take_chunk": (_I, (_U32, _U64)),
     "xe_submit": (_I, (_U64, _U32, ctypes.POINTER(Piece), _N, _P, _P)),
+    "xe_abandon": (_I, (_U64,)),
     "xe_drop": (_I, (_U64,)),
     "xe_wait": (_I, (_U64, _I, _I64)),
     "xe_error": (_I, (_U64, ctypes.POINTER(_I32), ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(_I))),
@@ -75,6 +122,7 @@ _SIGNATURES = {
     "xe_answer": (_I, (_U32, _U64, _I32, _I)),
     "xe_reached": (_I, (_U32, _U64, _I32)),
     "xe_stop": (_I, (_I64,)),
+    "xe_read_figures": (None, (ctypes.POINTER(Figures),)),
     "xe_copy": (None, (_P, _P, _N, _I)),
 }
 
@@ -82,7 +130,16 @@ _SIGNATURES = {
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the library, with its calls described. Raises `ImportError`, saying what to do."""
-    found = opened(_path())
+    return _described(opened(_path()))
+
+
+@functools.cache
+def quick() -> ctypes.PyDLL:
+    """Return the same, for calls that wait for nothing: they keep the interpreter, which takes longer to give up than they do."""
+    return _described(ctypes.PyDLL(library()._name))
+
+
+def _described(found: Library) -> Library:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
@@ -93,9 +150,9 @@ def opened(path: Path) -> ctypes.CDLL:
     """Load a library and see that it is what its name says. Raises `ImportError`."""
     try:
         found = ctypes.CDLL(str(path))
-    except OSError as error:
+        found.xe_source_hash.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
         raise ImportError(f"the engine cannot be loaded: {error}. {REBUILD}", path=str(path)) from error
-    found.xe_source_hash.restype = ctypes.c_char_p
     told = found.xe_source_hash().decode()
     if path.stem.removeprefix("libxferlib-") != told or found.xe_version() != VERSION:
         raise ImportError(f"the engine in {str(path)!r} was built from other sources ({told!r}). {REBUILD}", path=str(path))

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import psutil
 
+from xferlib.control_groups import MEMBERSHIP, ROOT, control_groups
+
 __all__ = ["available_memory", "default_pinned_limit", "memory_limit"]
 
 PINNED_SHARE = 8
 AVAILABLE_SHARE = 2
 SMALLEST = 16 << 20
 """Bytes. What the default is never less than: with nothing to transfer through, nothing could be transferred."""
-MEMBERSHIP, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 class _Files(NamedTuple):
@@ -67,18 +68,7 @@ def _cgroup_rooms(membership: Path, root: Path) -> list[int]:
 
 
 def _groups(membership: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base, files = (root, VERSION_2) if controllers == "" else (root / "memory", VERSION_1)
-        group = Path(path.lstrip("/"))
-        # Inside a container the path may be the host's and absent here; the root of the mount is then the container's own group.
-        yield from ((base / above, files) for above in (group, *group.parents))
+    return ((group, VERSION_1 if old else VERSION_2) for group, old in control_groups("memory", membership, root))
 
 
 def _limits(group: Path, files: _Files) -> list[int]:

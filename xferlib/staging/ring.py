@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
-import numpy as np
-
 from xferlib.errors import AllocationError, XferError
 from xferlib.inflight import Entry, Traffic, reap_all, uses, wait_for_others
 from xferlib.landing import Landing
@@ -23,13 +21,14 @@ from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array, address_of, extent
 from xferlib.memory.pool import PAGE, HostBlock, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
+from xferlib.staging.bounce import Bounce, few_parts
 from xferlib.staging.calibration import measured_profile
 from xferlib.staging.chunks import D2H, H2D, Chunk, Chunks
 from xferlib.staging.crew import CREWS, Leader
 from xferlib.staging.fill import filling
 from xferlib.staging.job import Job
 from xferlib.staging.land import Lander
-from xferlib.staging.parts import ALIGNMENT, LEAST, Part, Placed, cut, lay, run_of
+from xferlib.staging.parts import ALIGNMENT, LEAST, Part, Placed, cut, run_of
 from xferlib.staging.profile import StagingProfile, given_profile
 from xferlib.staging.saved import saved_profile
 
@@ -123,6 +122,7 @@ class Staging:
         self._profile: StagingProfile | None = None
         self._bounce = min(HAND_OFF if self._given is None else self._given.hand_off_nbytes, max(PAGE, pool.limit // 2))
         self._chunks = Chunks(pool, backend.failures)
+        self._bounced = Bounce(backend, pool, traffic)
         self._fill = filling(backend, self._chunks, traffic)
         self._lander = Lander(backend, self._chunks, traffic)
         self._leaders = (Leader("feeding"), Leader("landing"))
@@ -149,7 +149,7 @@ class Staging:
         self._count(len(leaves))
         nbytes = _bytes_of([leaf.array for leaf in leaves])
         if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce:
-            for part in _few_parts(leaves, nbytes):
+            for part in few_parts(leaves, nbytes):
                 self._bounced(part)
             return
         parts = self._parts(leaves, nbytes, ways=self.profile.threads)
@@ -201,7 +201,9 @@ class Staging:
             raise
         return lent
 
-    def land(self, transfers: Sequence[Staged], sources: Sequence[Source], before: Event | None) -> Landing:
+    def land(
+        self, transfers: Sequence[Staged], sources: Sequence[Source], before: Event | None, after: Event | None = None
+    ) -> Landing:
         """Start copies from device addresses into C-contiguous pageable arrays.
 
         The landing is reached when these are done, and what `before` stands for, if anything. `sources` are held, and known as
@@ -359,31 +361,6 @@ class Staging:
             # The rest is the user's, so what was started is all that can make room, and nobody lands it before all are started.
             self._lander.land(job)
             return self._pool.take(nbytes)
-
-    def _bounced(self, part: Part) -> None:
-        # Counts as in flight before another thread finds neither room nor anything to wait for.
-        filled = Landing(threading.get_ident(), holds=True)
-        block: HostBlock | None = None
-        try:
-            block = self._pool.take(part.nbytes, lambda: self._traffic.landings.add(filled))
-            lay(part, np.asarray(block)[: part.nbytes])
-            self._backend.copy_h2d(part.address, block.address, part.nbytes)
-            # Whose bytes they are is counted by who puts them: these have pads.
-            self._traffic.h2d.add(0, (), (), block)
-        except BaseException:
-            self._traffic.h2d.settle(block)
-            raise
-        finally:
-            # Before anyone is told: who waits for room must find it, and this frame may live on for a while.
-            block, filled.given_up = None, True
-            filled.reach()
-
-
-def _few_parts(leaves: Sequence[Placed], nbytes: int) -> list[Part]:
-    if len(leaves) == 1:
-        ((address, array, _),) = leaves
-        return [Part(address, nbytes, (array,))]
-    return run_of(leaves, largest=nbytes + len(leaves) * ALIGNMENT)
 
 
 def _bytes_of(arrays: Sequence[Array]) -> int:

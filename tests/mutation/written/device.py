@@ -23,6 +23,15 @@ MUTANTS = [
     (DEVICE, "            if row is not None and row.lease == number:", "            if row is not None:"),
     (DEVICE, "                self._wanted[number] = False\n", "                pass\n"),
     (DEVICE, "        if row.fence is None and (streams or not doomed):", "        if row.fence is None:"),
+    (DEVICE, "        if reached and not self._lost(row.block):", "        if not self._lost(row.block):"),
+    (DEVICE, "        if reached and not self._lost(row.block):", "        if reached:"),
+    (
+        DEVICE,
+        "            row.fence, row.lease, row.streams = None, number, streams\n            cell.popleft()",
+        "            row.lease, row.streams = number, streams\n            cell.popleft()",
+    ),
+    (DEVICE, "            if row is not first:\n                reached", "            if True:\n                reached"),
+    (DEVICE, "list(row.streams.values()), frozenset(row.streams)\n", "list(row.streams.values()), _NOBODY\n"),
     (
         DEVICE,
         "                row.fence = self._retire(streams)",
@@ -30,8 +39,8 @@ MUTANTS = [
     ),
     (
         DEVICE,
-        "        row.lease, row.readers, row.streams = None, frozenset(row.streams), {}",
-        "        row.lease, row.readers = None, frozenset(row.streams)",
+        "        row.lease, row.readers, row.streams = None, readers, {}",
+        "        row.lease, row.readers = None, readers",
     ),
     (
         DEVICE,

@@ -1,0 +1,238 @@
+"""A backend whose pageable memory the engine moves by functions of C, on the CPU: see device.c."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, cast, final
+
+import numpy as np
+from xferlib_host import open_stager
+from xferlib_host._stream import AllEvents
+
+from tests.engine.build import COMPILER
+from xferlib.engine.native import VERSION, Calls
+from xferlib.protocol import Capabilities, Event, Source, Stream
+
+__all__ = ["FUNCTIONS", "Device", "DeviceError", "DeviceEvent", "DeviceStream", "Driven", "built_device"]
+
+SOURCE = Path(__file__).with_name("device.c")
+OPTIONS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Wshadow", "-Wpedantic", "-Werror")
+NOT_READY = 600
+RELAXED = 2
+DRIVER = ("enter", "current", "capture_mode", "copy_h2d", "copy_d2h", "record", "query", "wait")
+"""What the engine is given."""
+
+_P, _U64, _N, _I, _U = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
+FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    "device_copy_h2d": (_I, (_U64, _P, _N, _P)),
+    "device_copy_d2h": (_I, (_P, _U64, _N, _P)),
+    "device_record": (_I, (_P, _P)),
+    "device_query": (_I, (_P,)),
+    "device_wait": (_I, (_P, _P, _U)),
+    "device_synchronize": (_I, (_P,)),
+    "device_new_event": (_P, ()),
+    "device_new_stream": (_P, ()),
+    "device_end_stream": (None, (_P,)),
+    "device_hold": (_I, (_P,)),
+    "device_release": (None, (_P,)),
+    "device_refuse": (None, (_P, _I, _I)),
+    "device_break": (_I, (_P, _I)),
+}
+
+
+def built_device(folder: Path) -> ctypes.CDLL:
+    """Build the device into a folder and return its library."""
+    assert COMPILER is not None
+    made = folder / "device.so"
+    done = subprocess.run([*COMPILER, *OPTIONS, str(SOURCE), "-o", str(made)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    library = ctypes.CDLL(str(made))
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class DeviceError(Exception):
+    """A status that is not 0."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the device says {status}")
+        self.status = status
+
+
+def check(status: int) -> None:
+    if status:
+        raise DeviceError(status)
+
+
+@final
+class Device:
+    """The library, as Python calls it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def event(self) -> DeviceEvent:
+        return DeviceEvent(self, self.library.device_new_event())
+
+    def stream(self) -> DeviceStream:
+        return DeviceStream(self, self.library.device_new_stream())
+
+    def calls(self) -> Calls:
+        addresses = {name: ctypes.cast(getattr(self.library, f"device_{name}"), ctypes.c_void_p) for name in DRIVER}
+        return Calls(version=VERSION, nbytes=ctypes.sizeof(Calls), context=1, not_ready=NOT_READY, relaxed=RELAXED, **addresses)
+
+
+@final
+class DeviceEvent:
+    """See `Event`."""
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self.device = device
+        self.handle = handle
+
+    def done(self) -> bool:
+        status: int = self.device.library.device_query(self.handle)
+        if status == NOT_READY:
+            return False
+        check(status)
+        return True
+
+    def synchronize(self) -> None:
+        check(self.device.library.device_synchronize(self.handle))
+
+    def stream_wait(self, stream: object | None = None) -> Stream | None:
+        if stream is None:
+            # A thread of the host is a stream itself.
+            self.synchronize()
+            return None
+        on = cast("DeviceStream", stream)
+        on.wait(self)
+        return Stream(on.handle, on)
+
+
+@final
+class DeviceStream:
+    """A stream, which is held or broken by the test."""
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self.device = device
+        self.handle = handle
+
+    def record(self) -> DeviceEvent:
+        event = self.device.event()
+        check(self.device.library.device_record(event.handle, self.handle))
+        return event
+
+    def wait(self, event: Event) -> None:
+        check(self.device.library.device_wait(self.handle, cast("DeviceEvent", event).handle, 0))
+
+    def hold(self) -> None:
+        """Have nothing that comes now done, until `release`."""
+        check(self.device.library.device_hold(self.handle))
+
+    def release(self) -> None:
+        self.device.library.device_release(self.handle)
+
+    def refuse(self, after: int, status: int) -> None:
+        """Have one copy refused, after so many others."""
+        self.device.library.device_refuse(self.handle, after, status)
+
+    def break_with(self, status: int) -> None:
+        """Have whatever comes now fail."""
+        check(self.device.library.device_break(self.handle, status))
+
+    def close(self) -> None:
+        """Wait until it has done what it was told."""
+        self.device.library.device_end_stream(self.handle)
+
+
+@final
+class DeviceCalls:
+    """See `DriverCalls`."""
+
+    def __init__(self, device: Device, streams: tuple[int, int]) -> None:
+        self.calls = device.calls()
+        self.streams = streams
+        self._device = device
+
+    def new_event(self) -> tuple[Event, int]:
+        event = self._device.event()
+        return event, event.handle
+
+    def handle(self, event: Event) -> int:
+        return cast("DeviceEvent", event).handle
+
+    def failure(self, status: int) -> Exception:
+        return DeviceError(status)
+
+
+@final
+class Driven:
+    """The host backend, with its copies, events and order on such a device."""
+
+    name: Final = "driven"
+    capabilities: Final = Capabilities(register=True, streams=True, put_into=True)
+
+    def __init__(self, device: Device) -> None:
+        self.inner = open_stager()
+        self.failures: tuple[type[Exception], ...] = (DeviceError, *self.inner.failures)
+        self.h2d, self.d2h = device.stream(), device.stream()
+        self.driver_calls = DeviceCalls(device, (self.h2d.handle, self.d2h.handle))
+        self._library = device.library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        check(self._library.device_copy_h2d(dst, src, nbytes, self.h2d.handle))
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
+        check(self._library.device_copy_d2h(dst, src, nbytes, self.d2h.handle))
+
+    def record_h2d(self) -> Event:
+        return self.h2d.record()
+
+    def record_d2h(self) -> Event:
+        return self.d2h.record()
+
+    def order_h2d(self, after: Event) -> None:
+        self.h2d.wait(after)
+
+    def order_d2h(self, after: Event) -> None:
+        self.d2h.wait(after)
+
+    def check_stream(self, stream: object) -> None:
+        if not isinstance(stream, DeviceStream):
+            raise TypeError(f"expected a DeviceStream, got {stream!r}")
+
+    def place(self, array: np.ndarray[Any, Any], stream: object | None = None) -> Source:
+        return self.inner.place(array)
+
+    def mark(self, stream: object | None = None) -> Event | None:
+        return None if stream is None else cast("DeviceStream", stream).record()
+
+    def as_source(self, array: np.ndarray[Any, Any], stream: object | None = None) -> Source:
+        source, after = self.place(array, stream), self.mark(stream)
+        if after is not None:
+            self.order_d2h(after)
+        return source
+
+    def as_target(self, array: np.ndarray[Any, Any], stream: object | None = None) -> Source:
+        target, after = self.inner.as_target(array), self.mark(stream)
+        if after is not None:
+            self.order_h2d(after)
+        return target
+
+    def retire(self, streams: Iterable[Stream]) -> Event | None:
+        events = [cast("DeviceStream", stream.keepalive).record() for stream in streams]
+        return AllEvents(events) if events else None
+
+    def close(self) -> None:
+        self.h2d.close()
+        self.d2h.close()
+        self.inner.close()

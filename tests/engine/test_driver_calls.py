@@ -1,0 +1,297 @@
+"""The engine calls a device itself, by addresses of functions: a device of C stands for a driver."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast, final
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import WATCHDOG, on_thread, until
+from tests.engine.build import COMPILER
+from tests.engine.device import FUNCTIONS, Device, DeviceError, DeviceStream, Driven, built_device
+from xferlib.engine.jobs import SLICE_MICROSECONDS
+from xferlib.engine.native import _SIGNATURES as SIGNATURES
+from xferlib.engine.native import Figures, library, quick
+from xferlib.errors import ClosedError, TransferError
+from xferlib.staging.profile import StagingProfile
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler: a device of C was not tried")
+
+KIB, MIB = 1 << 10, 1 << 20
+PROFILE = StagingProfile(2, MIB, 64 * KIB)
+"""Small chunks, so that a transfer takes several, and little on the caller's thread."""
+SLICE_SECONDS = SLICE_MICROSECONDS / 1e6
+BROKEN = 700
+QUESTIONS: list[Callable[[xferlib.Transfer], object]] = [
+    lambda transfer: transfer.synchronize(),
+    lambda transfer: transfer.done(),
+    lambda transfer: transfer.result(),
+    lambda transfer: transfer.value,
+]
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    return Device(built_device(tmp_path_factory.mktemp("device")))
+
+
+@pytest.fixture
+def stream(device: Device) -> Iterator[DeviceStream]:
+    """Return a stream of the user's. It outlives the stagers that know it."""
+    stream = device.stream()
+    yield stream
+    stream.close()
+
+
+@pytest.fixture
+def opened(device: Device, stream: DeviceStream) -> Iterator[Callable[[], xferlib.Stager]]:
+    """Return what opens a stager. Whatever the test has done to it, it closes."""
+    stagers: list[xferlib.Stager] = []
+
+    def opens() -> xferlib.Stager:
+        stagers.append(xferlib.Stager(Driven(device), staging=PROFILE))
+        return stagers[-1]
+
+    yield opens
+    for stager in stagers:
+        on_thread(stager.close).result(WATCHDOG)
+        with pytest.raises(ClosedError):
+            stager.put(np.ones(3))
+
+
+@pytest.fixture
+def stager(opened: Callable[[], xferlib.Stager]) -> xferlib.Stager:
+    return opened()
+
+
+def numbers(nbytes: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def driven(stager: xferlib.Stager) -> Driven:
+    return cast("Driven", stager.backend)
+
+
+def jobs() -> int:
+    """Return how many jobs the engine has had."""
+    found = Figures()
+    library().xe_read_figures(found)
+    return int(found.jobs)
+
+
+@pytest.mark.parametrize("borrow", [False, True])
+@pytest.mark.parametrize("nbytes", [64 * KIB + 1, MIB, 9 * MIB + 13, 40 * MIB])
+def test_ordinary_memory_crosses_both_ways(stager: xferlib.Stager, nbytes: int, borrow: bool) -> None:
+    source, before = numbers(nbytes), jobs()
+    there = stager.put(source, borrow=borrow).value
+    assert np.array_equal(there, source)
+    out = np.zeros_like(source)
+    stager.get(there, out=out).synchronize()
+    assert np.array_equal(out, source)
+    assert jobs() == before + 2
+
+
+def test_a_source_may_be_rewritten_behind_a_put(stager: xferlib.Stager) -> None:
+    source = numbers(20 * MIB)
+    kept = source.copy()
+    transfer = stager.put(source)
+    source[:] = 0
+    assert np.array_equal(transfer.value, kept)
+
+
+@pytest.mark.parametrize("borrow", [False, True])
+def test_a_tree_of_many_leaves_crosses_both_ways(stager: xferlib.Stager, borrow: bool) -> None:
+    sizes = np.random.default_rng(1).integers(1, 40 * KIB, 300)
+    sizes[::50] = 3 * MIB
+    tree = {f"{n}": {"leaf": numbers(int(size), n)} for n, size in enumerate(sizes)}
+    before = jobs()
+    there = stager.put(tree, borrow=borrow).value
+    out = {name: {"leaf": np.zeros_like(node["leaf"])} for name, node in tree.items()}
+    stager.get(there, out=out).synchronize()
+    for name, node in tree.items():
+        assert np.array_equal(there[name]["leaf"], node["leaf"])
+        assert np.array_equal(out[name]["leaf"], node["leaf"])
+    assert jobs() == before + 2
+
+
+def _check_failed(transfer: xferlib.Transfer) -> None:
+    """Each question says so, and again."""
+    for ask in QUESTIONS * 2:
+        with pytest.raises(TransferError) as raised:
+            ask(transfer)
+        assert isinstance(raised.value.__cause__, DeviceError)
+        assert raised.value.__cause__.status == BROKEN
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_copy_that_is_refused_fails_its_put(stager: xferlib.Stager, after: int) -> None:
+    source = numbers(9 * MIB)
+    driven(stager).h2d.refuse(after, BROKEN)
+    with pytest.raises(TransferError) as raised:
+        stager.put(source)
+    assert isinstance(raised.value.__cause__, DeviceError)
+    assert raised.value.__cause__.status == BROKEN
+    assert np.array_equal(stager.put(source).value, source)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_copy_that_is_refused_fails_its_borrowing_put(stager: xferlib.Stager, after: int) -> None:
+    source = numbers(9 * MIB)
+    driven(stager).h2d.refuse(after, BROKEN)
+    _check_failed(stager.put(source, borrow=True))
+    assert np.array_equal(stager.put(source, borrow=True).value, source)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_copy_that_is_refused_fails_its_get(stager: xferlib.Stager, after: int) -> None:
+    source, out = numbers(9 * MIB), np.zeros(9 * MIB, np.uint8)
+    driven(stager).d2h.refuse(after, BROKEN)
+    _check_failed(stager.get(source, out=out))
+    stager.get(source, out=out).synchronize()
+    assert np.array_equal(out, source)
+
+
+@pytest.mark.parametrize("borrow", [False, True])
+def test_a_device_that_breaks_fails_what_is_put(stager: xferlib.Stager, borrow: bool) -> None:
+    """Nobody knows then whether its copies go on: their chunks are lost."""
+    driven(stager).h2d.break_with(BROKEN)
+    if borrow:
+        _check_failed(stager.put(numbers(9 * MIB), borrow=True))
+        return
+    # It says so itself where the device has failed before all was started.
+    with pytest.raises(TransferError) as raised:
+        stager.put(numbers(9 * MIB)).synchronize()
+    assert isinstance(raised.value.__cause__, DeviceError)
+
+
+def test_a_device_that_breaks_fails_what_is_got(stager: xferlib.Stager) -> None:
+    driven(stager).d2h.break_with(BROKEN)
+    _check_failed(stager.get(numbers(9 * MIB), out=np.zeros(9 * MIB, np.uint8)))
+
+
+def test_a_get_that_is_held_holds_up_nobody_else(stream: DeviceStream, opened: Callable[[], xferlib.Stager]) -> None:
+    stager, other = opened(), opened()
+    array, out = np.zeros(9 * MIB, np.uint8), np.zeros(9 * MIB, np.uint8)
+    source = numbers(array.nbytes)
+    stream.hold()
+    try:
+        held = on_thread(lambda: stager.get(array, out=out, stream=stream)).result(WATCHDOG)
+        for turn in range(3):
+            mine = numbers(9 * MIB + turn, turn)
+            for one in (other, stager):
+                assert np.array_equal(on_thread(partial(one.put, mine)).result(WATCHDOG).result(WATCHDOG), mine)
+            back = np.zeros_like(mine)
+            on_thread(other.get(mine, out=back).synchronize).result(WATCHDOG)
+            assert np.array_equal(back, mine)
+        assert not held.done()
+        assert not out.any()
+        # What the producer makes, the get reads.
+        array[:] = source
+    finally:
+        stream.release()
+    held.synchronize()
+    assert np.array_equal(out, source)
+
+
+def test_a_put_that_borrows_is_done_behind_its_last_copy(stager: xferlib.Stager, stream: DeviceStream) -> None:
+    source = numbers(4 * MIB)
+    driven(stager).h2d.hold()
+    try:
+        transfer = stager.put(source, borrow=True)
+        on_thread(partial(transfer.stream_wait, stream)).result(WATCHDOG)
+        read = stream.record()
+        assert not transfer.done()
+        assert not read.done()
+    finally:
+        driven(stager).h2d.release()
+    read.synchronize()
+    assert transfer.done()
+    assert np.array_equal(transfer.value, source)
+
+
+def test_a_put_into_an_array_comes_behind_a_get_that_reads_it(stager: xferlib.Stager) -> None:
+    before, after = numbers(4 * MIB, 1), numbers(4 * MIB, 2)
+    array, out = before.copy(), np.zeros_like(before)
+    driven(stager).d2h.hold()
+    try:
+        got = stager.get(array, out=out)
+        put = on_thread(partial(stager.put, after, into=array)).result(WATCHDOG)
+        assert not put.done()
+    finally:
+        driven(stager).d2h.release()
+    got.synchronize()
+    assert np.array_equal(out, before)
+    put.synchronize()
+    assert np.array_equal(array, after)
+
+
+@final
+class Counted:
+    """Something whose methods are counted, and those of the calls of its driver."""
+
+    def __init__(self, inner: Any, said: list[str]) -> None:
+        self._inner = inner
+        self._said = said
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name == "driver_calls":
+            return Counted(found, self._said)
+        return counted(found, name, self._said) if callable(found) else found
+
+
+def counted(call: Callable[..., Any], name: str, said: list[str]) -> Callable[..., Any]:
+    def counts(*args: Any, **named: Any) -> Any:
+        said.append(name)
+        return call(*args, **named)
+
+    return counts
+
+
+QUESTIONS_ASKED = {"xe_wait", "xe_forget", "xe_finished", "device_query"}
+"""How often is asked whether something has come depends on how long that takes: by a job's slices of 50 ms, and a few more."""
+WAYS: dict[str, Callable[[xferlib.Stager, Any, Any], xferlib.Transfer]] = {
+    "put": lambda stager, source, out: stager.put(source),
+    "borrow": lambda stager, source, out: stager.put(source, borrow=True),
+    "get": lambda stager, source, out: stager.get(source, out=out),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_larger_transfer_takes_no_more_calls_of_python(device: Device, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    said: list[str] = []
+    backend = Driven(device)
+    for called in (device.library, library(), quick()):
+        for name in FUNCTIONS if called is device.library else SIGNATURES:
+            monkeypatch.setattr(called, name, counted(getattr(called, name), name, said))
+    small, large = MIB, 64 * MIB
+    source, out = numbers(large), np.zeros(large, np.uint8)
+    told: dict[int, Counter[str]] = {}
+    with xferlib.Stager(Counted(backend, said), staging=PROFILE) as stager:
+
+        def moves(nbytes: int) -> tuple[int, float]:
+            """Have nothing left of it; return how many questions it took until it was there, and how many seconds."""
+            said.clear()
+            began = time.monotonic()
+            WAYS[way](stager, source[:nbytes], out[:nbytes]).synchronize()
+            took, questions = time.monotonic() - began, sum(name in QUESTIONS_ASKED for name in said)
+            # What asks here is this test.
+            assert until(lambda: not (stager._traffic.reap() or stager._traffic.busy))
+            return questions, took
+
+        for nbytes in (large, small):
+            # Chunks and blocks are there from then on.
+            for _ in range(3):
+                moves(nbytes)
+            questions, seconds = moves(nbytes)
+            told[nbytes] = Counter(name for name in said if name not in QUESTIONS_ASKED)
+            assert questions <= 20 + 4 * seconds / SLICE_SECONDS
+    assert told[large] == told[small]
+    assert told[large]["xe_submit"] == 1
+    assert told[large].total() <= 20

@@ -1,0 +1,26 @@
+"""What is in flight: what is let go of, and what the look costs."""
+
+from __future__ import annotations
+
+INFLIGHT = "xferlib/inflight.py"
+
+MUTANTS = [
+    # What is not done is let go of.
+    (INFLIGHT, "if len(entries) < FEW or entries[FEW - 1] is not known:", "if len(entries) < FEW:"),
+    (INFLIGHT, "if len(entries) < FEW or entries[FEW - 1] is not known:", "if entries[FEW - 1] is not known:"),
+    (INFLIGHT, "entries[: self._first_pending(entries, FEW, near)]", "entries[:near]"),
+    (INFLIGHT, "max(map(_RECORDED, entries[:-1])) > last.asked", "False"),
+    (INFLIGHT, "if entry is last or entry.recorded < last.asked]", "if entry is last or entry.asked < last.asked]"),
+    # What is done is held.
+    (INFLIGHT, "return gone, gone is not entries", "return gone, False"),
+    (INFLIGHT, "near + 1, len(entries))", "near + 1, near + 1)"),
+    (INFLIGHT, "min(len(entries), FEW - 1))", "1)"),
+    # The driver is asked too often, or hundreds of entries are listed.
+    (INFLIGHT, "        if len(entries) < FEW or not self._ended(entries[-1]):\n", "        if len(entries) < FEW:\n"),
+    (INFLIGHT, "if near < len(entries) and self._ended(entries[near]):", "if False:"),
+    (INFLIGHT, "entries = self._oldest(FEW)", "entries = self.entries()"),
+    (INFLIGHT, "asked % _TURN >= _TURN - 2", "len(self._entries) % LOOK_EVERY == 0"),
+    (INFLIGHT, "gone, more = self._take_done()", "gone, more = self._take_done()[0], True"),
+    # Another thread adds meanwhile.
+    (INFLIGHT, "        except RuntimeError:\n            # Another", "        except ZeroDivisionError:\n            # Another"),
+]

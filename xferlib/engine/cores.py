@@ -1,0 +1,43 @@
+"""How many cores this process may use: what it is pinned to, and what its control group is given."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from xferlib.control_groups import MEMBERSHIP, ROOT, control_groups
+
+__all__ = ["usable_cores"]
+
+
+def usable_cores(membership: Path = MEMBERSHIP, root: Path = ROOT) -> int:
+    """Return the number, at least 1: a share of a core counts as one."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min([cores, *_quotas(membership, root)]))
+
+
+def _quotas(membership: Path, root: Path) -> list[int]:
+    """Read how many cores' time each group is given."""
+    found = [_quota_1(group) if old else _quota_2(group) for group, old in control_groups("cpu", membership, root)]
+    return [quota for quota in found if quota is not None]
+
+
+def _quota_2(group: Path) -> int | None:
+    words = _text(group / "cpu.max").split()
+    return _whole(words[0], words[1]) if len(words) == 2 else None
+
+
+def _quota_1(group: Path) -> int | None:
+    return _whole(_text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us"))
+
+
+def _whole(quota: str, period: str) -> int | None:
+    # "max", or -1 in version 1: as much as there is.
+    return -(-int(quota) // int(period)) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,167 @@
+"""The thread that makes the engine's calls of a device for backends that have no addresses of functions to hand over.
+
+It takes requests in batches and asks the events of what is under way; it waits for no event, so that no lane holds up another.
+A request counts as failed until its method has returned. What a method raises is kept by the job.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from _thread import start_new_thread
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Final, final
+
+from xferlib.engine.jobs import Job
+from xferlib.engine.native import FINISHED, H2D, MOST_PIECES, Request, library, quick
+from xferlib.errors import XferError
+from xferlib.latch import note_copying
+from xferlib.protocol import Event
+
+__all__ = ["DISPATCHER", "Served"]
+
+BATCH = 2 * MOST_PIECES
+FIRST_PAUSE, LONGEST_PAUSE = 20, 1000
+"""Microseconds between two looks at what is under way, which grow while nothing ends."""
+
+
+@final
+class Served:
+    """A lane whose calls are made here."""
+
+    def __init__(self, number: int, backend: Any, direction: int, jobs: dict[int, Job]) -> None:
+        """`backend`: a `HostStager` that is a `ServesEngine` as well."""
+        self.number = number
+        self.jobs = jobs
+        self.under_way: deque[tuple[int, Event, Job]] = deque()
+        """Chunks whose copies are started, in their order."""
+        to_device = direction == H2D
+        self.order: Callable[[Event], None] = backend.order_h2d if to_device else backend.order_d2h
+        self.record: Callable[[], Event] = backend.record_h2d if to_device else backend.record_d2h
+        self._copy = backend.copy_h2d if to_device else backend.copy_d2h
+        self._to_device = to_device
+        self._failed = False
+
+    def serve(self, request: Request) -> None:
+        """Make the calls for one request; answer when it is the last of its chunk."""
+        job = self.jobs[request.row]
+        try:
+            if not self._failed:
+                if request.first and job.after is not None:
+                    self.order(job.after)
+                if self._to_device:
+                    self._copy(request.device, request.memory, request.nbytes)
+                else:
+                    self._copy(request.memory, request.device, request.nbytes)
+        except BaseException as error:  # Whatever it is: without this thread everybody would wait.
+            self._fail(job, error)
+        if request.record:
+            self._answer(request, job)
+
+    def _answer(self, request: Request, job: Job) -> None:
+        event = None
+        try:
+            # Also behind what failed: others of the chunk may be under way.
+            event = self.record()
+        except BaseException as error:  # As above.
+            self._fail(job, error)
+        if request.last and not self._failed:
+            job.event = event
+        failed, self._failed = self._failed, False
+        if event is not None:
+            self.under_way.append((request.chunk, event, job))
+        quick().xe_answer(self.number, request.chunk, int(failed), int(event is not None))
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        self._failed = True
+        _note(job, error)
+
+    def look(self) -> bool:
+        """Tell the engine which copies are done, and whoever asks whether any was."""
+        found = False
+        while self.under_way:
+            chunk, event, job = self.under_way[0]
+            failed = False
+            try:
+                if not event.done():
+                    break
+            except BaseException as error:  # As above.
+                failed = True
+                _note(job, error)
+            self.under_way.popleft()
+            quick().xe_reached(self.number, chunk, int(failed))
+            found = True
+        for job in list(self.jobs.values()):
+            # Who holds the transfer may never ask; with the job goes what it keeps.
+            found = job.has_come(FINISHED) or found
+        return found
+
+
+def _note(job: Job, error: BaseException) -> None:
+    """Keep why a job failed, the first time."""
+    if job.cause is not None:
+        return
+    if not isinstance(error, Exception):
+        error = XferError(f"a call of the backend ended by {error!r}")
+    # Without its traceback, whose frames lead back here.
+    job.cause = error.with_traceback(None)
+
+
+@final
+class Dispatcher:
+    """The thread of the process: asleep where no such lane has a job, gone with the process."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, Served] = {}
+        self._running = False
+        self._woken: SimpleQueue[None] = SimpleQueue()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def start(self) -> None:
+        """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
+        if not self._running:
+            self._running = True
+            try:
+                start_new_thread(self._run, ())
+            except RuntimeError:
+                # There can be no more threads now. Whoever opens the next stager tries again.
+                self._running = False
+                raise
+
+    def work(self, lane: Served) -> None:
+        """Serve a lane, which has a job now."""
+        self._lanes[lane.number] = lane
+        self._woken.put(None)
+
+    def leave(self, lane: Served) -> None:
+        """Serve a lane no more; it has no job."""
+        self._lanes.pop(lane.number, None)
+
+    def stop(self) -> None:
+        """End the thread, whatever is under way. At exit."""
+        self._running = False
+        self._woken.put(None)
+
+    def _forget(self) -> None:
+        self._lanes, self._running, self._woken = {}, False, SimpleQueue()
+
+    def _run(self) -> None:
+        threading.current_thread().name = "xferlib-dispatcher"
+        note_copying()
+        requests = (Request * BATCH)()
+        pause = FIRST_PAUSE
+        while self._running:
+            busy = [lane for lane in list(self._lanes.values()) if lane.jobs]
+            if not busy:
+                self._woken.get()
+                continue
+            count = library().xe_requests(requests, BATCH, pause)
+            for request in requests[:count]:
+                self._lanes[request.lane].serve(request)
+            found = [lane.look() for lane in busy]
+            pause = FIRST_PAUSE if count or any(found) else min(2 * pause, LONGEST_PAUSE)
+
+
+DISPATCHER: Final = Dispatcher()

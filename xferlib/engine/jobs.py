@@ -1,0 +1,242 @@
+"""Jobs: transfers that the engine works on, as the core sees them.
+
+Who submits a job has chosen its number and entered it, with all that must stay alive, before the engine hears of it: an interrupt
+loses what a native call returns, and then the row is there all the same. A forked child never calls the engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol, final
+
+from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, STAGED, STOPPED, UNKNOWN, library, quick
+from xferlib.errors import BackendUnavailableError, TransferError, XferError
+from xferlib.landing import no_stream_waits
+from xferlib.protocol import Event, Source, Stream
+
+__all__ = ["Job", "is_child", "refuse_child"]
+
+SLICE_MICROSECONDS = 50_000
+"""How long is waited at a time: until a native call returns, Python runs no signal's handler."""
+MANY = 64
+
+_rows = itertools.count(1)
+_is_child = False
+_lost: list[object] = []
+"""What copies may use for ever, of which nobody can know when they end."""
+
+
+def _note_fork() -> None:
+    global _is_child
+    _is_child = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def is_child() -> bool:
+    """Tell whether this process was forked when the engine's threads may have run."""
+    return _is_child
+
+
+def refuse_child() -> None:
+    """Raise `BackendUnavailableError` in a forked child, where the engine's threads are not, and its lock may be held for ever."""
+    if _is_child:
+        raise BackendUnavailableError(
+            "memory cannot be transferred here: this process was forked after a stager was used. "
+            "Start processes with the spawn or forkserver method"
+        )
+
+
+class Carrier(Protocol):
+    """The lane that a job is on."""
+
+    jobs: dict[int, Job]
+    """By row, all that have not finished."""
+
+    def failure(self, status: int, at: str) -> Exception:
+        """Return what a status of the device's is raised as."""
+
+    def let_go_of_lost(self) -> None:
+        """Have others come for chunks that are lost."""
+
+
+@final
+class Job:
+    """One transfer. Any thread. See `xferlib.landing.Landing` for `owner`, `holds` and `memory`.
+
+    `kept` is held until the job has finished; `device`: memory of the caller's that it reads there; `after`: an event that its
+    lane waits for before its first copy; `beside`: one without which it is not done; `event`: one behind its last copy, once that
+    is issued.
+    """
+
+    __slots__ = (
+        "_error",
+        "_over",
+        "after",
+        "beside",
+        "cause",
+        "device",
+        "event",
+        "given_up",
+        "holds",
+        "kept",
+        "lane",
+        "memory",
+        "owner",
+        "row",
+        "submitted",
+    )
+
+    def __init__(self, lane: Carrier, *, owner: int | None = None) -> None:
+        self.row = next(_rows)
+        self.lane = lane
+        self.owner = owner
+        self.holds = False
+        self.memory: Sequence[tuple[int, int]] = ()
+        self.device: Sequence[Source] = ()
+        self.after: Event | None = None
+        self.beside: Event | None = None
+        self.event: Event | None = None
+        self.kept: Any = None
+        self.cause: Exception | None = None
+        """What a call of the backend raised, where Python makes them."""
+        self.submitted = False
+        """Whether the engine has it."""
+        self.given_up = False
+        """Set by whoever may be interrupted on the way to `abandon`, as it or submitting failed: an assignment is not."""
+        self._error: Exception | None = None
+        self._over = False
+
+    def has_come(self, stage: int) -> bool:
+        """Tell whether the job has come so far, failed or not. Never blocks."""
+        if self._over or not (self.submitted or self.given_up):
+            return self._over
+        refuse_child()
+        if self.given_up:
+            # Perhaps the engine has not heard of that yet.
+            quick().xe_abandon(self.row)
+        status = quick().xe_wait(self.row, stage, 0)
+        if status in (NOT_YET, STOPPED):
+            return False
+        if status == FAILED:
+            self._note_failure()
+        # Unknown: another thread has seen its end meanwhile, or it never came there.
+        if stage == FINISHED or status == UNKNOWN:
+            self._end()
+        return True
+
+    def wait_for(self, stage: int) -> None:
+        """Block, without the GIL, until the job has come so far, failed or not."""
+        while not self.has_come(stage):
+            if library().xe_wait(self.row, stage, SLICE_MICROSECONDS) == STOPPED:
+                raise XferError("the interpreter ends, and nothing is transferred any more")
+
+    def raise_failure(self) -> None:
+        """Raise why the job failed, if it has."""
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """Have nothing more of it started, and block until no thread touches the caller's memory."""
+        refuse_child()
+        if quick().xe_abandon(self.row) == OK:
+            self.submitted = True
+            self.wait_for(STAGED)
+        else:
+            # It never came there, or is forgotten already.
+            self._end()
+        self.owner = None
+
+    def enqueued(self) -> Event:
+        """Block until every copy is in the stream, and return the event behind them. Raises why that failed."""
+        self.wait_for(ISSUED)
+        self.raise_failure()
+        assert self.event is not None
+        return self.event
+
+    def is_copied(self) -> bool:
+        """Tell whether the device has made every copy."""
+        return self.has_come(ISSUED) and self.event is not None and _is_over(self.event)
+
+    # As `xferlib.landing.Landing`.
+
+    def reached(self) -> bool:
+        """Tell whether nothing of the job is under way any more, failed or not."""
+        if not self.has_come(FINISHED):
+            return False
+        return self.beside is None or _is_over(self.beside)
+
+    def wait(self) -> None:
+        """Block until then."""
+        self.wait_for(FINISHED)
+        if self.beside is not None:
+            with suppress(Exception):
+                self.beside.synchronize()
+
+    def done(self) -> bool:
+        """See `Event.done`."""
+        if not self.has_come(FINISHED):
+            return False
+        self.raise_failure()
+        return self.beside is None or self.beside.done()
+
+    def synchronize(self) -> None:
+        """See `Event.synchronize`."""
+        self.wait_for(FINISHED)
+        self.raise_failure()
+        if self.beside is not None:
+            self.beside.synchronize()
+
+    def stream_wait(self, stream: object | None = None) -> Stream | None:
+        """Refuse: see `Event.stream_wait`."""
+        raise no_stream_waits()
+
+    def _note_failure(self) -> None:
+        status, at, lost = ctypes.c_int32(), ctypes.c_char_p(), ctypes.c_int()
+        if quick().xe_error(self.row, ctypes.byref(status), ctypes.byref(at), ctypes.byref(lost)) != OK:
+            return
+        if self._error is None:
+            if lost.value:
+                _lost.append(self.kept)
+                self.lane.let_go_of_lost()
+            self._error = self._failure(status.value, (at.value or b"").decode())
+
+    def _failure(self, status: int, at: str) -> Exception:
+        if self.cause is not None:
+            return self.cause
+        if status == errno.ECANCELED:
+            return TransferError("the transfer was given up before its end")
+        if at in _OWN:
+            return TransferError(f"{_OWN[at]} ({os.strerror(status) if at.startswith('every') else 'SIGBUS'})")
+        return self.lane.failure(status, at)
+
+    def _end(self) -> None:
+        """Forget the job: it has finished. Twice is fine, and what an interrupt cuts short the next look does again."""
+        self.kept, self.memory, self.device, self.after = None, (), (), None
+        # The engine forgets what it has told of.
+        while quick().xe_forget(self.row) == BUSY:
+            quick().xe_finished((ctypes.c_uint64 * MANY)(), MANY)
+        self.lane.jobs.pop(self.row, None)
+        self._over = True
+
+
+_OWN = {
+    "reading the source": "the memory of a source is not there any more: its file was cut off",
+    "writing the destination": "the memory of a destination is not there any more: its file was cut off",
+    "every chunk of the lane is lost": "nobody can know when the device is done with earlier copies",
+}
+"""What fails in the engine itself, by where."""
+
+
+def _is_over(event: Event) -> bool:
+    try:
+        return event.done()
+    except Exception:
+        # Its transfer says so to whoever asks.
+        return True

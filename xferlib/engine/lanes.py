@@ -1,0 +1,242 @@
+"""Lanes: one copy stream of a stager each, with the pinned chunks that its jobs pass through.
+
+A job is submitted first and given chunks then: while it waits for one, the engine gives none away. Chunks come from the stager's
+pool when they are first wanted, and go back to it when it needs the room, by `release`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, final
+
+from xferlib.engine.cores import usable_cores
+from xferlib.engine.dispatcher import DISPATCHER, Served
+from xferlib.engine.jobs import Job, is_child, refuse_child
+from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, Piece, library, quick
+from xferlib.errors import AllocationError, XferError
+from xferlib.latch import is_copying
+from xferlib.memory.pool import HostBlock, PinnedPool
+from xferlib.protocol import DriverCalls, Event, HostStager
+from xferlib.reaper import uninterrupted
+
+__all__ = ["Lane", "start_threads", "usual_threads"]
+
+MOST_THREADS = 6
+"""More of them do not copy faster than a link, and small transfers wait for all of them to wake."""
+STOP_MICROSECONDS = 2_000_000
+LEAVE_SECONDS = 0.0001
+
+_lanes = itertools.count(1)
+_chunks = itertools.count(1)
+_kept: list[object] = []
+"""The memory of chunks that are lost."""
+
+
+def usual_threads() -> int:
+    """Return how many threads copy at the rate of a usual link, or as many as there are cores."""
+    return min(MOST_THREADS, usable_cores())
+
+
+def start_threads(count: int) -> None:
+    """Have at least so many threads. Raises `RuntimeError` if there can be none."""
+    if library().xe_start(count) == 0:
+        raise RuntimeError("can't start new thread")
+
+
+@final
+class Lane:
+    """One direction of one stager. Any thread."""
+
+    def __init__(
+        self, direction: int, backend: HostStager[Any], pool: PinnedPool, jobs: dict[int, Job], *, nbytes: int, most: int
+    ) -> None:
+        """`jobs`: where those that have not finished are entered; `most`: how many chunks of `nbytes` bytes it may have."""
+        self.direction = direction
+        self.nbytes = nbytes
+        self.jobs = jobs
+        """By row, all that have not finished."""
+        self._number = next(_lanes)
+        self._pool = pool
+        self._most = most
+        self._blocks: dict[int, HostBlock] = {}
+        """By the number of the chunk."""
+        self._leaving: dict[int, HostBlock] = {}
+        """Those that go back to the pool."""
+        self._events: dict[int, Event] = {}
+        self._releasing = threading.RLock()
+        self._growing: dict[int, None] = {}
+        # Reentrant: a finalizer may transfer while its thread is in here. Held for a few steps.
+        self._counting = threading.RLock()
+        self._calls: DriverCalls | None = getattr(backend, "driver_calls", None)
+        self._served: Served | None = None
+        if self._calls is None:
+            self._served = Served(self._number, backend, direction, self.jobs)
+            DISPATCHER.start()
+        self._open()
+
+    def _open(self) -> None:
+        calls = self._calls
+        address, stream = (None, None) if calls is None else (ctypes.byref(calls.calls), calls.streams[self.direction])
+        if quick().xe_open_lane(self._number, self.direction, address, stream) != OK:
+            raise XferError("the engine has no memory, or the interpreter ends")
+
+    def failure(self, status: int, at: str) -> Exception:
+        """Return what a status of the device's is raised as."""
+        if self._calls is None:
+            return XferError(f"{at} failed with status {status}")
+        return self._calls.failure(status)
+
+    def submit(self, job: Job, pieces: Sequence[tuple[int, int, int, int]]) -> None:
+        """Start a job: of each piece the host address, the device's, the bytes, and the number of its piece of device memory.
+
+        `feed` must follow, or `Job.abandon` where anything is raised.
+        """
+        refuse_child()
+        listed: Any = (Piece * len(pieces))(*pieces)  # type: ignore[misc]  # A tuple is as good, says ctypes.
+        after = done = None
+        if self._calls is not None:
+            job.event, done = self._calls.new_event()
+            after = None if job.after is None else self._calls.handle(job.after)
+        self.jobs[job.row] = job
+        if self._served is not None:
+            # First: it also ends the job where an interrupt comes between here and `abandon`.
+            DISPATCHER.work(self._served)
+        status = quick().xe_submit(job.row, self._number, listed, len(pieces), after, done)
+        if status != OK:
+            raise XferError("the interpreter ends" if status == STOPPED else f"the engine refused a transfer ({status})")
+        job.submitted = True
+
+    def feed(self, job: Job, nbytes: int, blocks: int) -> None:
+        """Have chunks for a job of so many bytes, as far as the pool has room, and one at least. Raises `AllocationError`."""
+        # As many as it has parts, so that all its copies can be in the stream before the first is done. To the device a part ends
+        # with its piece of device memory.
+        parts = -(-nbytes // min(self.nbytes, quick().xe_part_nbytes(nbytes))) + blocks - 1
+        goal = min(self._most, parts + len(self.jobs) - 1)
+        while len(self._blocks) + len(self._growing) < goal and uninterrupted(partial(self._grow, goal)):
+            pass
+        while not self._blocks:
+            if is_copying():
+                raise AllocationError(
+                    "pinned memory asked by a finalizer on a thread that makes the copies. Ask from ordinary code"
+                )
+            try:
+                uninterrupted(self._ask)
+            except AllocationError:
+                # One that was on its way back to the pool may have stayed, since this job wants it.
+                if not self._blocks:
+                    raise
+        # In this order: whoever waits for room may wait for it from now on.
+        job.owner, job.holds = None, True
+
+    def release(self) -> bool:
+        """Give idle chunks back to the pool, and tell whether there were any.
+
+        Waits for no copy; where the device has made all of a job's, until the engine has seen it.
+        """
+        refuse_child()
+        if self._releasing._is_owned():  # type: ignore[attr-defined]  # As `threading.Condition` asks.
+            # A finalizer, inside a release.
+            return False
+        if self.direction == H2D and not is_copying():
+            for job in list(self.jobs.values()):
+                # The copies are made, and the engine is about to see it.
+                if job.is_copied():
+                    job.wait_for(FINISHED)
+        with self._releasing:
+            found = self._settle()
+            for number, block in list(self._blocks.items()):
+                # From here on no job counts on it; and it is kept, whatever cuts this short, until the engine has it no more.
+                self._leaving[number] = block
+                self._blocks.pop(number, None)
+                found = self._settle() or found
+        return found
+
+    def let_go_of_lost(self) -> None:
+        """Have others come for chunks that are lost: their memory is nobody's any more."""
+        with self._releasing:
+            for number, block in list(self._blocks.items()):
+                if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, None) == BUSY:
+                    self._leaving[number] = block
+                    self._blocks.pop(number, None)
+            self._settle()
+
+    def _settle(self) -> bool:
+        found = False
+        for number, block in list(self._leaving.items()):
+            status = quick().xe_take_chunk(self._number, number)
+            if status == NOT_YET:
+                self._blocks[number] = block
+            else:
+                if status == BUSY:
+                    _kept.append((block, self._events.get(number)))
+                # Also from where an interrupt has left it: as a chunk to be counted on that the engine has no more.
+                self._blocks.pop(number, None)
+                self._events.pop(number, None)
+            self._leaving.pop(number, None)
+            found = found or status == OK
+        return found
+
+    def close(self) -> None:
+        """End what nobody waits for, and give the chunks back."""
+        for job in list(self.jobs.values()):
+            job.abandon()
+            job.wait_for(FINISHED)
+        self.release()
+        # What is left may be written for ever.
+        _kept.extend(left for left in (self._blocks, self._leaving) if left)
+        while quick().xe_close_lane(self._number) == BUSY:
+            # A thread is about to leave it.
+            time.sleep(LEAVE_SECONDS)
+        if self._served is not None:
+            DISPATCHER.leave(self._served)
+
+    def _grow(self, goal: int) -> bool:
+        number = next(_chunks)
+        with self._counting:
+            if len(self._blocks) + len(self._growing) >= goal:
+                return False
+            self._growing[number] = None
+        try:
+            # What the driver refuses is not missed while there are others; where there is none, `_ask` says why.
+            with suppress(AllocationError):
+                block = self._pool.try_take(self.nbytes)
+                if block is not None:
+                    self._add(number, block)
+                    return True
+        finally:
+            self._growing.pop(number, None)
+        return False
+
+    def _ask(self) -> None:
+        self._add(next(_chunks), self._pool.take(self.nbytes))
+
+    def _add(self, number: int, block: HostBlock) -> None:
+        event = None
+        if self._calls is not None:
+            self._events[number], event = self._calls.new_event()
+        # Whoever releases meanwhile would hear that the engine has no such chunk, and take it for one that is back.
+        with self._releasing:
+            self._blocks[number] = block
+            if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, event) != OK:
+                self._blocks.pop(number, None)
+                raise XferError("the engine has no memory, or the interpreter ends")
+
+
+def _stop() -> None:
+    """At exit: issue nothing more, wait for copies of memory that run, and leave the rest to the end of the process."""
+    if is_child():
+        # The threads stayed with the parent, and the engine's lock may be held for ever.
+        return
+    DISPATCHER.stop()
+    if library.cache_info().currsize:
+        library().xe_stop(STOP_MICROSECONDS)
+
+
+atexit.register(_stop)

@@ -1,0 +1,238 @@
+"""Pageable memory, moved by the engine: by its threads, through its chunks, beside the interpreter.
+
+To the device: the bytes are in pinned memory when `stage` returns, and their copies in the stream; `lend` returns at once instead.
+To the host: the engine copies them out of pinned memory as they land. A get waits for its producer in the copy stream directly
+before its first copy, so that it holds up no get before it.
+
+What is small goes to the device on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, final
+
+from xferlib.engine.jobs import Job
+from xferlib.engine.lanes import Lane, start_threads, usual_threads
+from xferlib.engine.native import D2H, H2D, ISSUED
+from xferlib.errors import XferError
+from xferlib.inflight import Traffic, uses
+from xferlib.latch import is_copying
+from xferlib.memory.arrays import Array, address_of, extent, pieces
+from xferlib.memory.pool import PAGE, PinnedPool
+from xferlib.protocol import Event, HostStager, Source, Stream
+from xferlib.staging.bounce import Bounce, few_parts
+from xferlib.staging.parts import ALIGNMENT, Part, Placed
+from xferlib.staging.profile import StagingProfile, given_profile
+
+__all__ = ["EngineStaging"]
+
+BUDGET = 64 << 20
+"""Bytes that the chunks of one stager take at most: enough for the rate of the link, small enough for the processor's cache."""
+CHUNK = 2 << 20
+SMALL = 1 << 20
+"""Bytes that the caller's thread has copied in the time that it takes to wake others."""
+LEAST_CHUNKS = 2
+"""Of a direction: one that is copied, one that is sent."""
+
+
+@final
+class EngineStaging:
+    """The staging of one stager. Any thread."""
+
+    def __init__(self, backend: HostStager[Any], pool: PinnedPool, traffic: Traffic, profile: StagingProfile | None = None) -> None:
+        self.leaves = 0
+        self._traffic = traffic
+        given = profile or given_profile()
+        self.profile = given or StagingProfile(usual_threads(), CHUNK, SMALL)
+        self._bounce = min(self.profile.hand_off_nbytes, max(PAGE, pool.limit // 2))
+        self._bounced = Bounce(backend, pool, traffic)
+        # A share of the limit, and several of them, so that both directions go on.
+        nbytes = min(self.profile.chunk_nbytes, max(PAGE, pool.limit // 8 // PAGE * PAGE))
+        # Reentrant: a finalizer may transfer while its thread is in here.
+        self._counting = threading.RLock()
+        start_threads(self.profile.threads)
+        most = max(LEAST_CHUNKS, min(BUDGET // nbytes, pool.limit // 2 // nbytes) // 2)
+        self._lanes = (
+            Lane(H2D, backend, pool, {}, nbytes=nbytes, most=most),
+            # The traffic's own table: puts into arrays look for gets in it.
+            Lane(D2H, backend, pool, traffic.gets, nbytes=nbytes, most=most),
+        )
+
+    def stage(self, leaves: Sequence[Placed]) -> None:
+        """Start the copies of pageable arrays; their memory is free on return.
+
+        Bytes between leaves of one block, up to the next multiple of 256, may be overwritten.
+        """
+        self._count(len(leaves))
+        nbytes = sum([leaf.array.nbytes for leaf in leaves])
+        if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce:
+            for part in few_parts(leaves, nbytes):
+                self._bounced(part)
+            return
+        whole = self._bounce_odd(leaves)
+        if not whole:
+            return
+        job = Job(self._lanes[H2D], owner=threading.get_ident())
+        job.kept = whole
+        try:
+            self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes)
+            job.wait_for(ISSUED)
+        except BaseException:
+            # The caller's memory must be at rest before he hears of it. Interrupted again, he may hear earlier, and drop it.
+            job.given_up = True
+            job.abandon()
+            job.kept = None
+            raise
+        job.kept = None
+        job.raise_failure()
+
+    def lend(self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array]) -> Lent:
+        """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
+
+        Holds an object until the last copy is started. `beside`: the arrays of the same transfer whose copies the caller has
+        started, held until these are done.
+        """
+        if beside:
+            # Now: whoever asks who uses this memory must find it until its own copies are done.
+            self._traffic.h2d.add(sum([array.nbytes for array in beside]), beside)
+        whole = self._bounce_odd(leaves)
+        nbytes = sum([leaf.array.nbytes for leaf in leaves])
+        if not whole:
+            return Lent(None, self._traffic.h2d.add(nbytes, (), (), until_started))
+        job = Job(self._lanes[H2D], owner=threading.get_ident())
+        job.kept, job.memory = (whole, until_started), [extent(leaf.array) for leaf in whole]
+        try:
+            self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes)
+        except BaseException:
+            job.given_up = True
+            job.abandon()
+            raise
+        self._traffic.h2d.nbytes += nbytes
+        return Lent(job)
+
+    def land(
+        self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], before: Event | None, after: Event | None
+    ) -> Job:
+        """Start copies from device addresses into C-contiguous pageable arrays, behind `after`.
+
+        The job is done when these are, and what `before` stands for, if anything. `sources` are held, and known as being read.
+        """
+        self._count(len(transfers))
+        whole = [(address, array) for address, array in transfers if array.nbytes]
+        nbytes = sum([array.nbytes for _, array in whole])
+        job = Job(self._lanes[D2H], owner=threading.get_ident())
+        job.kept, job.device, job.memory = (transfers, sources), sources, [extent(array) for _, array in whole]
+        job.after, job.beside = after, before
+        self._wait_for_writers(job)
+        try:
+            self._start(self._lanes[D2H], job, [(address_of(array), address, array.nbytes, 0) for address, array in whole], nbytes)
+        except BaseException:
+            job.given_up = True
+            job.abandon()
+            raise
+        self._traffic.d2h.nbytes += nbytes
+        return job
+
+    def wait_issued(self, target: Source | None = None) -> None:
+        """Block until the copies that earlier gets still have to start are started; None: all, else of those that read `target`.
+
+        What enters the stream before them, they would wait for. Raises `XferError` on a thread that copies would wait for, where
+        `target` would be overwritten too early otherwise.
+        """
+        for job in list(self._lanes[D2H].jobs.values()):
+            if target is not None and not any(uses(source, target) for source in job.device):
+                continue
+            if not is_copying():
+                job.wait_for(ISSUED)
+            elif target is not None and not job.has_come(ISSUED):
+                raise XferError(
+                    "a finalizer would overwrite an array that a get still reads, and cannot wait on a thread that makes the "
+                    "copies: the garbage collector runs finalizers on any thread. Put into arrays in ordinary code"
+                )
+
+    def release(self) -> bool:
+        """Give idle chunks back to the pool, and tell whether there were any. Never blocks."""
+        found = [lane.release() for lane in self._lanes]
+        return any(found)
+
+    def wait_for_rest(self) -> bool:
+        """Tell that there is nothing to wait for but jobs, which are known as in flight."""
+        return False
+
+    def close(self) -> None:
+        """Give the chunks back: nothing is in flight."""
+        for lane in self._lanes:
+            lane.close()
+
+    def _count(self, leaves: int) -> None:
+        with self._counting:
+            self.leaves += leaves
+
+    def _start(self, lane: Lane, job: Job, listed: Sequence[tuple[int, int, int, int]], nbytes: int) -> None:
+        lane.submit(job, listed)
+        self._traffic.landings.add(job)
+        lane.feed(job, nbytes, len({block for _, _, _, block in listed}))
+
+    def _bounce_odd(self, leaves: Sequence[Placed]) -> list[Placed]:
+        """Start the copies of what the engine cannot read, and return the rest: of arrays that are not contiguous, and all of a
+        finalizer's on a thread that the engine would wait for.
+        """
+        whole = []
+        for leaf in leaves:
+            if leaf.array.flags.c_contiguous and not is_copying():
+                whole.append(leaf)
+                continue
+            address = leaf.address
+            for piece in pieces(leaf.array, max(ALIGNMENT, self._bounce)):
+                self._bounced(Part(address, piece.nbytes, (piece,)))
+                address += piece.nbytes
+        return whole
+
+    def _wait_for_writers(self, job: Job) -> None:
+        """Block until no earlier get writes memory of this one's: a small one may overtake it."""
+        for other in self._traffic.landings.unreached():
+            if any(one < low + n and low < one + many for one, many in other.memory for low, n in job.memory):
+                if is_copying() and not other.reached():
+                    raise XferError(
+                        "a finalizer would get into memory that an earlier get still writes, and cannot wait on a thread that "
+                        "makes the copies: the garbage collector runs finalizers on any thread. Get in ordinary code"
+                    )
+                other.wait()
+
+
+@final
+class Lent:
+    """The event of a put whose sources are still being read: reached when the copies are done.
+
+    Any thread. Failures are those of threads of ours: any `Exception`.
+    """
+
+    def __init__(self, job: Job | None, event: Event | None = None) -> None:
+        """`event`: where there is no job."""
+        self._job = job
+        self._event = event
+
+    def enqueued(self) -> Event:
+        """Block until every copy is started, and return the event behind them."""
+        if self._job is not None:
+            return self._job.enqueued()
+        assert self._event is not None
+        return self._event
+
+    def done(self) -> bool:
+        """See `Event.done`."""
+        return (self._job is None or self._job.has_come(ISSUED)) and self.enqueued().done()
+
+    def synchronize(self) -> None:
+        """See `Event.synchronize`."""
+        self.enqueued().synchronize()
+
+    def stream_wait(self, stream: object | None = None) -> Stream | None:
+        """See `Event.stream_wait`. Blocks until the copies are started, not until they are done."""
+        return self.enqueued().stream_wait(stream)
+
+
+def _piece(leaf: Placed) -> tuple[int, int, int, int]:
+    return address_of(leaf.array), leaf.address, leaf.array.nbytes, leaf.block
