@@ -12,6 +12,7 @@ from typing import Any, Final, final
 
 import jax
 import numpy as np
+from jaxlib import _jax
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError
@@ -57,7 +58,7 @@ class CpuStager:
         self.device: Final = f"JAX on the CPU ({cores} core{'s' if cores > 1 else ''})"
         self.jax_device: Final = device
         self.memory: Final = Memory()
-        self._readings = Readings(device)
+        self._readings = Readings(_jax.collect_garbage)
         self._promises = Promises(self._readings)
         self._capsules = capsules()
         self._imports = Imports(device, DLPACK_CPU, self._capsules, None)

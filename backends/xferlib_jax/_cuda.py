@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias, cast, final
 
 import jax
 import numpy as np
+from jaxlib import _jax
 
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
@@ -65,7 +66,7 @@ class CudaStager:
         self._pinned = PinnedMemory(driver)
         self._capsules = capsules()
         self._imports = Imports(device, (CUDA, driver.ordinal), self._capsules, driver)
-        self._readings = Readings(device)
+        self._readings = Readings(_jax.collect_garbage)
         self._origin = zero(device)
         self._streams: list[c_void_p] = []
         try:

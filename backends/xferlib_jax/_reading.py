@@ -7,6 +7,7 @@ would then outlive its array by as long as nobody does.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, final
 
 from xferlib.tickets import Returns
@@ -34,10 +35,16 @@ class Reading:
 class Readings:
     """The readings of one stager. Any thread."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, look: Callable[[], object]) -> None:
+        """`look` makes JAX look at its list, and waits for nothing: `jaxlib._jax.collect_garbage`.
+
+        That is private, and what JAX itself calls behind each collection, since 2023. What is public does the same, but keeps the
+        interpreter meanwhile: `Device.memory_stats` waits so for the lock of JAX's device memory, which may be held inside the
+        driver while that memory grows. No thread of Python's runs then, and if the driver waits for one, none ever does.
+        """
         self._numbers = itertools.count()
         self._ended = Returns()
-        self._look = device.memory_stats
+        self._look = look
 
     def make(self, array: Any, capsule: Any) -> Reading:
         return Reading(array, capsule, self._ended.ticket(next(self._numbers)))
@@ -46,7 +53,6 @@ class Readings:
         """Have JAX let go of what was read, if there was anything since the last call."""
         if self._ended:
             numbers = self._ended.unsettled()
-            # The cheapest call that makes JAX look at its list: a microsecond.
             self._look()
             for number in numbers:
                 self._ended.settled(number)

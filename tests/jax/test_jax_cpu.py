@@ -42,10 +42,7 @@ def test_what_could_not_be_computed_fails_the_thread_that_asked_until_it_was_tol
         def block_until_ready(self) -> None:
             raise ArithmeticError("on purpose")
 
-    class Device:
-        def memory_stats(self) -> None: ...
-
-    promises = Promises(Readings(Device()))
+    promises = Promises(Readings(lambda: None))
     promise = promises.make(Broken())
     engine = Engine("engine", promises)
     target = np.zeros(8, np.uint8)
@@ -71,11 +68,8 @@ def test_an_array_that_was_computed_when_it_was_promised_is_not_asked_again(cpu:
         def block_until_ready(self) -> None:
             raise RuntimeError("deleted")
 
-    class Device:
-        def memory_stats(self) -> None: ...
-
     array = on_cpu(words(1))
-    promise = Promises(Readings(Device())).make(Deleted(), array.__dlpack__())
+    promise = Promises(Readings(lambda: None)).make(Deleted(), array.__dlpack__())
     assert promise.wait() == array.unsafe_buffer_pointer()
 
 
@@ -83,12 +77,7 @@ def test_what_was_read_is_let_go_of_by_one_look() -> None:
     from xferlib_jax._reading import Readings
 
     looks: list[None] = []
-
-    class Device:
-        def memory_stats(self) -> None:
-            looks.append(None)
-
-    readings = Readings(Device())
+    readings = Readings(lambda: looks.append(None))
     kept = [readings.make(None, None) for _ in range(3)]
     readings.let_go()
     assert looks == []
