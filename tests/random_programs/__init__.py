@@ -13,9 +13,9 @@ What is covered: trees of one to 600 leaves of every dtype and layout, whose siz
 and views of it, pageable, read-only, mapped from files, page-locked in place, borrowed; `into=` and `out=`; streams, named, current
 and held; `value`, `value_on`, `result`, `done`, `stream_wait`; several stagers, and devices where there are several; slots of rings
 that other stagers read and write; mapped views; `prefetch`, `stream_map`, `drain`; `load`; things dropped in any order and in
-reference cycles, with and without finalizers, while the collector runs as often as every fifth allocation; `trim`, limits,
-`close` while arrays live on; copies and compute that are held; threads. Not covered: worker processes (`SharedRing`), forks,
-interrupts, failing copies, JAX's shardings and donation, graphs.
+reference cycles, with and without finalizers, some of which bring all of it back, while the collector runs as often as every fifth
+allocation; `trim`, limits, `close` while arrays live on; copies and compute that are held; threads. Not covered: worker processes
+(`SharedRing`), forks, interrupts, failing copies, JAX's shardings and donation, graphs.
 
 What is checked: every byte that a transfer or a loop gives, past the stager and by it; that `done()` says yes only to what is
 there; readers on the device that are behind held work; canaries, memory of others beside ours; on host and on JAX's CPU a driver

@@ -247,8 +247,10 @@ class JaxKit(Kit):
         self.jax.effects_barrier()
 
     def ask(self) -> None:
-        for device in self.jax.local_devices():
-            device.memory_stats()
+        from jaxlib import _jax
+
+        # Not by what keeps the interpreter while it waits for the lock of JAX's device memory.
+        _jax.collect_garbage()
 
 
 @final

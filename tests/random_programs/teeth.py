@@ -17,6 +17,8 @@ from tests.random_programs.kits import NAMES
 from tests.random_programs.mutants import MUTANTS, Mutant
 from tests.random_programs.supervise import Failure, Runner
 
+__all__ = ["environment_of", "plant"]
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("xferlib", "backends", "tests/random_programs")
 
@@ -30,12 +32,12 @@ def main() -> int:
     options = parser.parse_args()
     missed = 0
     for mutant in MUTANTS:
-        if options.only not in mutant.name or mutant.only not in ("", options.backend):
+        if options.only not in mutant.name or (mutant.only and options.backend not in mutant.only):
             continue
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
-            if not _plant(mutant, root):
+            if not plant(mutant, root):
                 print(f"| {mutant.name} | its text is gone | |", flush=True)
                 continue
             found = _hunt(options.backend, root, options.seed, options.programs)
@@ -45,7 +47,15 @@ def main() -> int:
     return missed
 
 
-def _plant(mutant: Mutant, root: Path) -> bool:
+def environment_of(root: Path) -> dict[str, str]:
+    """Return the environment in which the copy of the checkout is what is imported."""
+    # What else is on it may have the packages that both need.
+    found = [str(root), str(root / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(found)}
+
+
+def plant(mutant: Mutant, root: Path) -> bool:
+    """Copy what programs need of the checkout, and plant the mutant there. False: its text is gone."""
     for part in PARTS:
         shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
     file = root / mutant.file
@@ -58,9 +68,7 @@ def _plant(mutant: Mutant, root: Path) -> bool:
 
 def _hunt(backend: str, root: Path, seed: int, programs: int) -> Failure | None:
     """Return the first program that fails with the mutant and passes without it."""
-    # What else is on it may have the packages that both need.
-    found = [str(root), str(root / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(found)}
+    environment = environment_of(root)
     if backend == "jax":
         environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
     with Runner(backend, environment, root=root) as mutated, Runner(backend) as sound:

@@ -16,6 +16,7 @@ from tests.random_programs.program import Program
 from tests.random_programs.release import Releaser
 from tests.random_programs.shrink import shrink
 from tests.random_programs.supervise import Failure, Runner
+from tests.random_programs.teeth import environment_of, plant
 
 MOST = 60
 """Programs."""
@@ -142,6 +143,16 @@ def test_a_hole_between_two_locked_ranges_is_noted(driver: Driver) -> None:
     assert "byte 1000 is not page-locked" in told(driver)
     driver.unlock(start)
     driver.unlock(start + 2000)
+
+
+def test_an_array_that_comes_back_from_a_cycle_shows_that_its_memory_was_given_away(tmp_path: Path) -> None:
+    (mutant,) = [mutant for mutant in MUTANTS if "die together in a cycle" in mutant.name]
+    program = (Path(__file__).parent / "regressions" / "host_array_comes_back_from_a_cycle.json").read_text()
+    assert plant(mutant, tmp_path)
+    with Runner("host", environment_of(tmp_path), root=tmp_path) as runner:
+        failure = runner.run_text(program)
+    assert failure is not None
+    assert "bytes are wrong" in failure.message
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -17,22 +17,28 @@ from tests.random_programs.world import HOST, Device, Host, Named, Skip, Started
 
 __all__ = ["ALL"]
 
-FINALIZERS = ("none", "none", "none", "note", "done", "put")
+FINALIZERS = ("none", "none", "none", "note", "done", "put", "back", "back")
+
+
+def take(world: World, name: str) -> Device | Host | Started:
+    """Take a thing out of the world. Raises `Skip` for what must be ended instead."""
+    thing = world.find(name, object, own=True)
+    if not isinstance(thing, Device | Host | Started):
+        raise Skip(f"{name} is not dropped")
+    if isinstance(thing, Host) and thing.slot is not None:
+        raise Skip("it is put or given back")
+    del world.things[name]
+    return thing
 
 
 def forget(world: World, name: str) -> Any:
-    """Take a thing out of the world, and return what users hold of it. Raises `Skip` for what must be ended instead."""
-    thing = world.find(name, object, own=True)
-    if isinstance(thing, Device | Host | Started):
-        if isinstance(thing, Host) and thing.slot is not None:
-            raise Skip("it is put or given back")
-        del world.things[name]
-        if isinstance(thing, Device):
-            return list(thing.arrays)
-        if isinstance(thing, Started):
-            return thing.transfer
-        return [thing.tree, [leaf.array for leaf in thing.leaves]]
-    raise Skip(f"{name} is not dropped")
+    """Take a thing out of the world, and return what users hold of it. Raises `Skip` as `take` does."""
+    thing = take(world, name)
+    if isinstance(thing, Device):
+        return list(thing.arrays)
+    if isinstance(thing, Started):
+        return thing.transfer
+    return [thing.tree, [leaf.array for leaf in thing.leaves]]
 
 
 @final
@@ -104,6 +110,36 @@ class PuttingKnot(Knot):
             self.stager.put(np.zeros(300, np.uint8))
 
 
+class ReturningKnot(Knot):
+    """Its finalizer brings all that it held back to life. Python runs it once, so each of them does it for one cycle."""
+
+    def __init__(self, held: list[Any], back: list[Any]) -> None:
+        super().__init__(held)
+        self.back = back
+
+    def __del__(self) -> None:
+        self.back.extend(self.held)
+
+
+def die_and_come_back(world: World, names: list[str]) -> None:
+    """Let things die in a cycle whose finalizer brings them back. They are then what they were, and have the names that they had.
+
+    The collector took them for garbage, and each of them that has a finalizer has been through it.
+    """
+    back: list[tuple[str, Any]] = []
+    held: list[tuple[str, Any]] = []
+    for name in names:
+        with suppress(Skip):
+            held.append((name, take(world, name)))
+    count = len(held)
+    ReturningKnot(held, back)
+    del held
+    while len(back) < count:
+        # It does nothing where another thread collects, which may have begun before these were garbage.
+        gc.collect()
+    world.things.update(back)
+
+
 @final
 class Cycle(Kind):
     """Let things die in a reference cycle: arrays, transfers, host memory; the stager, too, where nothing else needs it."""
@@ -116,8 +152,6 @@ class Cycle(Kind):
         # In an order that is the same in every process.
         chosen = [name for name in sorted(filter(None, names)) if sketch.chance(0.7)]
         seen = [sketch.seen(name) for name in chosen]
-        for name in chosen:
-            sketch.gone(name)
         stager = None
         if not sketch.threaded and sketch.chance(0.08):
             stager = sketch.pick("stager", own=True)
@@ -127,12 +161,36 @@ class Cycle(Kind):
             return []
         by = sketch.pick("stager")
         finalizer = sketch.random.choice(FINALIZERS) if by else "none"
+        if finalizer == "back" and stager is not None:
+            # Its finalizer has it closed, whoever brings it back.
+            finalizer = "note"
+        if finalizer == "back":
+            # With the transfers that gave them, without which they would be garbage to nobody.
+            givers = sketch.names("transfer", lambda other: other.get("given") in chosen, own=True)
+            step = self.step(names=sorted({*chosen, *givers}), stager=None, finalizer=finalizer, by=by)
+            return [step, *self._look_at_what_is_back(sketch, chosen)]
         step = self.step(names=chosen, stager=stager, finalizer=finalizer, by=by)
+        for name in chosen:
+            sketch.gone(name)
         if not seen or not sketch.chance(0.5):
             return [step]
         return [step, *Collect().draw(sketch), *put_alike(sketch, seen[0])]
 
+    def _look_at_what_is_back(self, sketch: Sketch, names: list[str]) -> list[Step]:
+        """Draw steps that put others like these, which must not lie in their memory, and look at these then: mostly some."""
+        devices = [name for name in names if sketch.seen(name)["kind"] == "device"]
+        if not devices or not sketch.chance(0.7):
+            return []
+        others = [step for name in devices for step in put_alike(sketch, sketch.seen(name))]
+        # What was put is there before anybody looks.
+        put = [step.arguments["to"] for step in others if step.kind == "put"]
+        waits = [Step("value", {"to": None, "source": name, "how": "result"}) for name in put]
+        return [*others, *waits, *(Step("check_device", {"device": name}) for name in devices)]
+
     def run(self, world: World, **arguments: Any) -> None:
+        if arguments["finalizer"] == "back":
+            die_and_come_back(world, arguments["names"])
+            return
         held: list[Any] = []
         for name in arguments["names"]:
             with suppress(Skip):
