@@ -172,6 +172,7 @@ def test_gathered_memory_is_used_again_and_its_data_stays_apart(laws: conformanc
         assert_same(transfer.result(), np.ascontiguousarray(value[:, ::2]))
 
 
+@pytest.mark.alone
 def test_memory_of_gathered_arrays_is_freed_with_the_stager(laws: conformance.TestNumba, stager: Stager) -> None:
     values = words(1, 64 * MEBI).reshape(-1, 2)
     array = laws.from_numpy(values)

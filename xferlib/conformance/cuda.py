@@ -6,6 +6,7 @@ through a backend's own calls, so that a hold also holds a backend that is broke
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ __all__ = [
     "StreamHold",
     "call",
     "context",
+    "copies_go_nowhere",
     "device_free_nbytes",
     "hold_streams",
     "page_locked",
@@ -35,6 +37,9 @@ HOST_REGISTER_PORTABLE_AND_MAPPED = 1 | 2
 HOST_ALLOC_WRITE_COMBINED = 4
 MEMORYTYPE_HOST = 1
 WAIT_VALUE_GEQ = 0
+_TO_DEVICE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_TO_HOST = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+_broken: list[object] = []
 
 
 @final
@@ -134,6 +139,24 @@ def hold_streams(
     hold.finish()
     if hold.opened_by == "watchdog":
         raise TimeoutError(_overdue(seconds))
+
+
+@contextmanager
+def copies_go_nowhere(calls: Any, nowhere: int) -> Iterator[None]:
+    """Let the copies that the engine makes by these calls, an `xferlib.engine.native.Calls`, have a device address of nobody's."""
+    before = calls.copy_h2d, calls.copy_d2h
+    to_device, to_host = _TO_DEVICE(before[0]), _TO_HOST(before[1])
+    broken = (
+        _TO_DEVICE(lambda dst, src, nbytes, stream: to_device(nowhere, src, nbytes, stream)),
+        _TO_HOST(lambda dst, src, nbytes, stream: to_host(dst, nowhere, nbytes, stream)),
+    )
+    # For good: a thread may be in one of them when this has ended.
+    _broken.append(broken)
+    calls.copy_h2d, calls.copy_d2h = [ctypes.cast(function, ctypes.c_void_p).value for function in broken]
+    try:
+        yield
+    finally:
+        calls.copy_h2d, calls.copy_d2h = before
 
 
 def page_locked(address: int) -> bool:
