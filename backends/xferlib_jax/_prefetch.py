@@ -89,6 +89,7 @@ class ShardedPrefetch:
                 batches,
                 puts.put,
                 depth=depth,
+                borrow=puts.borrow,
                 in_place=puts.in_place,
                 nbytes=puts.nbytes,
                 device_waits=lambda: puts.device_waits() - waits,

@@ -138,17 +138,24 @@ class ShardedPuts:
 
     def put(self, batch: Any) -> ShardedTransfer:
         """Start the copies of a batch: a tree of arrays, or a slot of any ring. Raises as `Stager.put`."""
+        return self._start(batch, borrow=self._borrows)
+
+    def borrow(self, batch: Any) -> ShardedTransfer:
+        """Start those of a tree of arrays that nobody writes to any more."""
+        return self._start(batch, borrow=True)
+
+    def _start(self, batch: Any, *, borrow: bool) -> ShardedTransfer:
         with self._putting:
             if self._over:
                 raise ClosedError("this loop has ended")
-            return self._put(batch)
+            return self._put(batch, borrow=borrow)
 
     def end(self) -> None:
         """Start nothing any more; waits for a batch that is being started."""
         with self._putting:
             self._over = True
 
-    def _put(self, batch: Any) -> ShardedTransfer:
+    def _put(self, batch: Any, *, borrow: bool) -> ShardedTransfer:
         slot = batch if isinstance(batch, xferlib.Slot) else None
         given = batch if slot is None else slot.tree
         recorded = with_records(given)
@@ -163,8 +170,7 @@ class ShardedPuts:
         transfers: dict[Device, xferlib.Transfer] = {}
         try:
             for device, views in plan.views(arrays).items():
-                # Lent: one device's pageable memory would otherwise be staged after another's.
-                transfers[device] = self._stagers[device].put(views, borrow=self._lends)
+                transfers[device] = self._stagers[device].put(views, borrow=borrow)
         except BaseException:
             _wait_for_all(transfers.values())
             raise
@@ -177,7 +183,7 @@ class ShardedPuts:
             return batch.ring.slots <= self._depth
         if not self._rewrites:
             return False
-        return self._lends or any(self._is_pinned(leaf) for leaf in jax.tree.leaves(with_records(batch)))
+        return self._borrows or any(self._is_pinned(leaf) for leaf in jax.tree.leaves(with_records(batch)))
 
     def nbytes(self, batch: Any) -> int:
         """Return the bytes of a batch's arrays. What is no array counts for nothing: it will be refused."""
@@ -188,7 +194,8 @@ class ShardedPuts:
         return sum(stager.stats().device_waits for stager in self._stagers.values())
 
     @property
-    def _lends(self) -> bool:
+    def _borrows(self) -> bool:
+        # Over several devices always: one's pageable memory would otherwise be staged after another's.
         return not self._rewrites or len(self._stagers) > 1
 
     def _is_pinned(self, leaf: Any) -> bool:

@@ -10,7 +10,6 @@ import linecache
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -48,15 +47,20 @@ def at_line(number: int, files: tuple[str, ...], call: Callable[[], object]) -> 
 def by_signal(seconds: float, call: Callable[[], object]) -> None:
     """Call something that has no end, until a timer of the system interrupts it."""
 
+    over = False
+
     def heard(number: int, frame: FrameType | None) -> None:
-        raise Interrupt
+        if not over:
+            raise Interrupt
 
     before = signal.signal(signal.SIGALRM, heard)
-    # The second one is for an interrupt that is raised inside a finalizer, where Python ignores it.
-    with suppress(Interrupt):
-        try:
-            signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
-            call()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        # The second one is for an interrupt that is raised inside a finalizer, where Python ignores it.
+        signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
+        call()
+    except Interrupt:
+        # One that came late would get out of here: nothing looks for signals between this and the line above.
+        over = True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)

@@ -56,7 +56,7 @@ def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
             assert asked.acquire(timeout=PATIENCE)
             yield number
 
-    shared = feed.Feed(slow(), lambda item, clock: item, depth=1000)
+    shared = feed.Feed(slow(), lambda box, clock: box[0], depth=1000)
     for number in range(100):
         asked.release()
         assert shared.take() == number
@@ -72,7 +72,7 @@ def test_two_takers_of_a_feed_both_hear_of_its_end() -> None:
         yield 1
         assert gate.wait(PATIENCE)
 
-    shared = feed.Feed(source(), lambda item, clock: item, depth=1)
+    shared = feed.Feed(source(), lambda box, clock: box[0], depth=1)
     assert shared.take() == 1
     both = [on_thread(lambda: list(iter(shared.take, None))) for _ in range(2)]
     until(lambda: len(shared._shared.takers) == 2)
@@ -100,7 +100,7 @@ def test_an_item_that_comes_with_the_end_between_two_looks_of_a_taker_is_not_los
                     until(lambda: items._shared.ended)
                 raise
 
-    items = feed.Feed(source(), lambda item, clock: item, depth=2)
+    items = feed.Feed(source(), lambda box, clock: box[0], depth=2)
     items._shared.items = Raced()
     assert items.take() == 1
     with pytest.raises(StopIteration):
@@ -112,10 +112,10 @@ def test_an_item_that_is_started_behind_a_close_that_could_not_wait_is_let_go_of
     monkeypatch.setattr(feed, "CLOSE_SECONDS", 0.05)
     inside, gate = threading.Event(), threading.Event()
 
-    def start(item: object, clock: xferlib.Clock) -> object:
+    def start(box: list[object], clock: xferlib.Clock) -> object:
         inside.set()
         assert gate.wait(PATIENCE)
-        return item
+        return box[0]
 
     items = feed.Feed([object()], start, depth=1)
     assert inside.wait(PATIENCE)
@@ -128,12 +128,12 @@ def test_an_item_that_is_started_behind_a_close_that_could_not_wait_is_let_go_of
 def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -> None:
     inside, gate = threading.Event(), threading.Event()
 
-    def start(item: int, clock: xferlib.Clock) -> int:
-        if item == 1:
+    def start(box: list[int], clock: xferlib.Clock) -> int:
+        if box == [1]:
             inside.set()
             assert gate.wait(PATIENCE)
             raise xferlib.AllocationError("full")
-        return item
+        return box[0]
 
     items = feed.Feed(range(2), start, depth=2)
     assert inside.wait(PATIENCE)
@@ -148,7 +148,7 @@ def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -
 def test_a_feed_that_is_made_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[tuple[threading.Thread, Any]] = []
     monkeypatch.setattr(feed, "start_thread", lambda *start: wanted.append(start))
-    making = on_thread(lambda: feed.Feed(range(1), lambda item, clock: item, depth=1))
+    making = on_thread(lambda: feed.Feed(range(1), lambda box, clock: box[0], depth=1))
     until(lambda: wanted and (wanted[0][1].__self__.changed.sleepers or making.done()))
     assert not making.done()
     wanted[0][0].start()
@@ -162,7 +162,7 @@ def test_a_thread_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
-        items = feed.Feed(range(1), lambda item, clock: item, depth=1)
+        items = feed.Feed(range(1), lambda box, clock: box[0], depth=1)
     with pytest.raises(RuntimeError, match="can't start"):
         items.take()
     with pytest.raises(StopIteration):
@@ -175,7 +175,7 @@ def test_an_error_that_was_told_is_held_by_nobody() -> None:
         raise Lost
         yield 1
 
-    items = feed.Feed(source(), lambda item, clock: item, depth=1)
+    items = feed.Feed(source(), lambda box, clock: box[0], depth=1)
     gc.disable()
     try:
         items.take()
@@ -206,7 +206,7 @@ def test_the_thread_keeps_no_item_while_the_source_makes_the_next() -> None:
         waiting.set()
         assert gate.wait(PATIENCE)
 
-    items = feed.Feed(source(), lambda item, clock: "started", depth=1)
+    items = feed.Feed(source(), lambda box, clock: "started", depth=1)
     assert items.take() == "started"
     assert waiting.wait(PATIENCE)
     assert kept[0]() is None

@@ -21,7 +21,7 @@ from xferlib.debug import caller
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
 from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.failed import Failed
-from xferlib.pipeline.source_thread import SourceThread, live, run
+from xferlib.pipeline.source_thread import SourceThread, Start, live, run
 from xferlib.reaper import start_thread
 
 __all__ = ["Feed"]
@@ -34,7 +34,8 @@ CLOSE_SECONDS = 2.0
 
 @final
 class Feed(Generic[T]):
-    """Iterates `source` on a thread of its own, and calls `start(item, clock)` there for each item.
+    """Iterates `source` on a thread of its own, and calls `start(box, clock)` there for each item: a list of that alone, by which
+    the thread refers to it, and by nothing else.
 
     `take()` gives what `start` returned, in order. At most `depth` items are started and not taken: the source is asked for the
     next one when there is a place for it. If `start` raises `AllocationError`, it is tried again when items have been taken, and
@@ -48,7 +49,7 @@ class Feed(Generic[T]):
     def __init__(
         self,
         source: Iterable[Any],
-        start: Callable[[Any, Clock], T],
+        start: Start[T],
         *,
         depth: int,
         before_next: Callable[[Clock], None] = lambda clock: None,

@@ -26,6 +26,7 @@ from xferlib.pipeline.ends import End, Started, end_of
 from xferlib.pipeline.feed import Feed
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
+from xferlib.pipeline.unshared import is_unshared
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
@@ -40,9 +41,13 @@ def prefetch(
 
     `batches`: any iterable of trees of NumPy arrays, or of `Slot`s of a `Ring` of this stager. It is iterated on a thread of its
     own. `rewrites`: whether the source may write to the arrays of a batch after it has given it. If so, it is asked for the next
-    one only when that is safe; if not, ordinary memory is lent to the copies instead of being copied first, and the source is asked
-    at once. None: as the source's attribute `rewrites` says, else true. Slots come back to their ring when their copy is done,
-    either way.
+    one only when that is safe; if not, pageable memory is borrowed by the copies instead of being copied first, and the source is
+    asked at once. None: as the source's attribute `rewrites` says, else true. Slots come back to their ring when their copy is
+    done, either way.
+
+    A batch that nothing else refers to is borrowed whatever is said, since nobody can write to it: arrays that own their memory (or
+    are the only view of one that does, or read `bytes`), in dicts, lists and tuples that the source keeps no reference to either. A
+    generator that says `batch = ...` and then `yield batch` keeps one, `yield ...` does not.
 
     `stream`: the one whose work will use the batches. None: the consumer's current one. A framework that knows no current stream
     means the default one, so there a consumer with streams of its own must name the one it uses.
@@ -58,6 +63,7 @@ def prefetch(
         batches,
         putter.put,
         depth=depth,
+        borrow=putter.borrow,
         in_place=putter.in_place,
         nbytes=putter.nbytes,
         device_waits=lambda: stager.stats().device_waits - waits,
@@ -78,10 +84,11 @@ class Prefetch:
     """Device trees that are put ahead of time, on a thread, for one pass: `for batch in loop`, or `next(loop)`. Made by `prefetch`.
 
     `put(batch)` is called on that thread for each item of `batches`, and returns a transfer; `take(transfer)` is called on the
-    consumer's thread and returns what it gets. Where `in_place(batch)` is true, the source is asked for the next batch only when
-    that transfer is done. `nbytes(batch)` is for the bill. `device_waits` counts the puts that waited on the device for work that
-    still read an older batch. Batches may be kept for as long as wanted; a consumer that never waits for its own work on the device
-    runs ahead of it, and `device_limit` of the stager then bounds the memory.
+    consumer's thread and returns what it gets. `borrow(batch)` is called instead of `put` for a batch that nothing but the loop
+    refers to: nobody writes to it before its transfer is done. Where `in_place(batch)` is true of another, the source is asked for
+    the next batch only when that transfer is done. `nbytes(batch)` is for the bill. `device_waits` counts the puts that waited on
+    the device for work that still read an older batch. Batches may be kept for as long as wanted; a consumer that never waits for
+    its own work on the device runs ahead of it, and `device_limit` of the stager then bounds the memory.
 
     Exceptions of source, put and copy come out where their batch would have, with their traceback. That batch is the only one
     lost: the source is asked for the next one, if it can go on, when the consumer asks again. An interrupt of the consumer, such as
@@ -102,6 +109,7 @@ class Prefetch:
         put: Callable[[Any], Started],
         *,
         depth: int = 2,
+        borrow: Callable[[Any], Started] | None = None,
         in_place: Callable[[Any], bool] = lambda batch: False,
         nbytes: Callable[[Any], int] = tree_nbytes,
         device_waits: Callable[[], int] = lambda: 0,
@@ -119,7 +127,7 @@ class Prefetch:
         self._taken = self._late = 0
         self._first: _Mark | None = None
         """What the first batch took, which pays for what is done once."""
-        self._starter = starter = _Starter(put, in_place, nbytes, depth)
+        self._starter = starter = _Starter(put, put if borrow is None else borrow, in_place, nbytes, depth)
         self._feed: Feed[Started] = Feed(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
@@ -133,9 +141,10 @@ class Prefetch:
     def report(self) -> Report:
         """Say who waited for whom since the second batch was asked for. Any thread, also after the end."""
         first = self._first or _Mark({}, {}, 0, 0)
-        depth, notes = self._feed.depth, self._starter.notes
+        depth = self._feed.depth
+        notes: tuple[str, ...] = ()
         if depth < self._asked_depth:
-            notes = (*notes, f"depth was lowered from {self._asked_depth} to {depth}: {self._feed.lowered}")
+            notes = (f"depth was lowered from {self._asked_depth} to {depth}: {self._feed.lowered}",)
         return of_prefetch(
             batches=self._taken,
             late=self._late - first.late,
@@ -219,11 +228,16 @@ class _Starter:
     """Starts the items of one prefetch, on its thread: no more than `depth` copies are under way."""
 
     def __init__(
-        self, put: Callable[[Any], Started], in_place: Callable[[Any], bool], nbytes: Callable[[Any], int], depth: int
+        self,
+        put: Callable[[Any], Started],
+        borrow: Callable[[Any], Started],
+        in_place: Callable[[Any], bool],
+        nbytes: Callable[[Any], int],
+        depth: int,
     ) -> None:
         self.bill = Bill()
-        self.notes: tuple[str, ...] = ()
         self._put = put
+        self._borrow = borrow
         self._in_place = in_place
         self._nbytes = nbytes
         self._reading: End | None = None
@@ -232,8 +246,11 @@ class _Starter:
         self._asked = 0
         self._recent: deque[End] = deque()
 
-    def start(self, batch: Any, clock: Clock) -> Started:
+    def start(self, box: list[Any], clock: Clock) -> Started:
         """Put a batch. The clock is with the source's thread."""
+        # Before it has a name here.
+        unshared = is_unshared(box)
+        (batch,) = box
         if isinstance(batch, Slot):
             clock.move(batch.waited_here(), "source", "slot")
         if not self._billed:
@@ -245,8 +262,8 @@ class _Starter:
             self._recent.popleft()
         clock.turn("start")
         try:
-            in_place = self._in_place(batch)
-            started = self._put(batch)
+            in_place = not unshared and self._in_place(batch)
+            started = (self._borrow if unshared else self._put)(batch)
         except AllocationError:
             # It will be tried again.
             raise
@@ -312,9 +329,11 @@ class _Putter:
                     f"that prefetch was given, {self._stager!r}. Make the ring with that"
                 )
             return batch.put()
-        if not self._rewrites:
-            return self._stager.put(batch, borrow=True)
-        return self._stager.put(batch)
+        return self._stager.put(batch, borrow=not self._rewrites)
+
+    def borrow(self, batch: Any) -> Transfer:
+        """Put one that nothing but the pipeline refers to, on the source's thread."""
+        return self._stager.put(batch, borrow=True)
 
     def nbytes(self, batch: Any) -> int:
         """Return the bytes of a batch's arrays."""

@@ -22,10 +22,11 @@ from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import before_closing
 
-__all__ = ["SourceThread", "live", "run"]
+__all__ = ["SourceThread", "Start", "live", "run"]
 
 T = TypeVar("T")
-Work: TypeAlias = "tuple[Iterable[Any], Callable[[Any, Clock], T], Callable[[Clock], None]]"
+Start: TypeAlias = "Callable[[list[Any], Clock], T]"
+Work: TypeAlias = "tuple[Iterable[Any], Start[T], Callable[[Clock], None]]"
 
 LET_GO_SECONDS = 1.0
 """How long whoever closes a stager waits for a feed that was dropped while it started an item."""
@@ -130,7 +131,7 @@ class SourceThread(Generic[T]):
             self.paused = False
         return not self.paused
 
-    def started(self, start: Callable[[Any, Clock], T], item: Any) -> T:
+    def started(self, start: Start[T], box: list[Any]) -> T:
         """Start an item; where there is no memory for it, after others have been taken."""
         fits = max(1, len(self.items))
         lower = False
@@ -138,7 +139,7 @@ class SourceThread(Generic[T]):
             # Before the try: whoever waits has let go of all that it will.
             starving = self.starving
             try:
-                started = self._start(start, item)
+                started = self._start(start, box)
                 break
             except AllocationError as error:
                 if starving:
@@ -152,7 +153,7 @@ class SourceThread(Generic[T]):
             self.depth = min(fits, self.depth)
         return started
 
-    def _start(self, start: Callable[[Any, Clock], T], item: Any) -> T:
+    def _start(self, start: Start[T], box: list[Any]) -> T:
         while True:
             # First the mark, then the question: whoever pauses, closes or drops the feed asks in the opposite order.
             self.starting = True
@@ -164,7 +165,7 @@ class SourceThread(Generic[T]):
             self.wait(self.going)
         try:
             self.clock.turn("start")
-            return start(item, self.clock)
+            return start(box, self.clock)
         finally:
             self.starting = False
             self.changed.wake()
@@ -210,7 +211,7 @@ def _work(shared: SourceThread[Any]) -> None:
 def _give_all(
     shared: SourceThread[Any],
     iterator: Iterator[Any],
-    start: Callable[[Any, Clock], Any],
+    start: Start[Any],
     before_next: Callable[[Clock], None],
 ) -> None:
     while not _finished(iterator):
@@ -219,17 +220,18 @@ def _give_all(
             before_next(shared.clock)
             shared.clock.turn("source")
             try:
-                item = next(iterator)
+                # At once, without a name: whoever starts it may ask who else refers to it.
+                box = [next(iterator)]
             except StopIteration:
                 return
-            shared.give(shared.started(start, item))
+            shared.give(shared.started(start, box))
         except _Stopped:
             raise
         except BaseException as error:
             # Nothing new until somebody wants what is behind it: many a taker goes no further.
             shared.paused = True
             shared.give(Failed(error))
-        item = None
+        box = []
 
 
 def _finished(iterator: Iterator[Any]) -> bool:

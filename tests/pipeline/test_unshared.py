@@ -1,0 +1,197 @@
+"""Batches that nobody else can rewrite are borrowed, and no other."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import sys
+import sysconfig
+import weakref
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.pipeline.steps import until
+from xferlib.pipeline import unshared
+from xferlib.pipeline.unshared import is_unshared
+
+pytestmark = pytest.mark.skipif(
+    bool(sysconfig.get_config_var("Py_GIL_DISABLED")), reason="this Python does not count references exactly, and nothing is proved"
+)
+
+Pair = namedtuple("Pair", "image label")
+LARGE = 3 << 20
+_kept: list[Any] = []
+
+
+def new(nbytes: int = 8) -> Any:
+    return np.zeros(nbytes, np.uint8)
+
+
+def kept(thing: Any) -> Any:
+    """Refer to it from elsewhere, too."""
+    _kept.append(thing)
+    return thing
+
+
+def part_of(array: Any) -> Any:
+    return array[1:]
+
+
+UNSHARED: dict[str, Callable[[], Any]] = {
+    "an array": new,
+    "one of no dimension": lambda: np.array(1.0),
+    "a view of an array": lambda: part_of(new()),
+    "a view of a view": lambda: part_of(new().reshape(2, 4)).T,
+    "bytes": lambda: np.frombuffer(b"constant", np.uint8).reshape(2, 4),
+    "a dict": lambda: {"image": new(), "label": new()},
+    "a list and a tuple": lambda: [new(), (new(), [new()])],
+    "a named tuple": lambda: Pair(new(), new()),
+    "beside what is no array": lambda: {"image": new(), "name": "x" * 100, "number": 10**6, "none": None},
+}
+
+
+@pytest.mark.parametrize("make", UNSHARED.values(), ids=UNSHARED)
+def test_what_was_made_for_the_batch_alone_is_unshared(make: Callable[[], Any]) -> None:
+    assert is_unshared([make()])
+
+
+@dataclass
+class Record:
+    image: Any
+
+
+class Marked(np.ndarray[Any, Any]):
+    """An array of a class that may do anything."""
+
+
+def noted() -> Any:
+    array = new()
+    _kept.append(weakref.ref(array))
+    return array
+
+
+def twice() -> Any:
+    array = new()
+    return [array, array]
+
+
+def in_a_circle() -> Any:
+    batch: list[Any] = [new()]
+    batch.append(batch)
+    return batch
+
+
+SHARED: dict[str, Callable[[], Any]] = {
+    "an array": lambda: kept(new()),
+    "a view of one": lambda: part_of(kept(new())),
+    "an array by its view": lambda: kept(new()[:]).base,
+    "two views of one": lambda: np.split(new(), 2),
+    "one of them": lambda: kept(np.split(new(), 2))[0][:],
+    "a dict": lambda: kept({"image": new()}),
+    "an array in a dict": lambda: {"image": kept(new())},
+    "a dict in a list": lambda: [kept({"image": new()})],
+    "the second of two": lambda: (new(), kept(new())),
+    "one array twice": twice,
+    "a list in itself": in_a_circle,
+    "through a weak reference": noted,
+    "memory that can be written": lambda: np.frombuffer(bytearray(8), np.uint8),
+    "a class of the user's": lambda: Record(new()),
+    "an array of another class": lambda: new().view(Marked),
+    "an iterator": lambda: iter([new()]),
+}
+
+
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
+def test_what_somebody_else_may_refer_to_is_shared(make: Callable[[], Any]) -> None:
+    assert not is_unshared([make()])
+
+
+def test_a_named_tuple_is_looked_into_whatever_its_class_says_of_its_items() -> None:
+    class Liar(Pair):
+        def __iter__(self) -> Iterator[Any]:
+            return iter((new(), new()))
+
+    assert not is_unshared([Liar(kept(new()), new())])
+
+
+def test_nothing_is_proved_where_references_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unshared, "_IS_COUNTED", False)
+    assert not is_unshared([new()])
+
+
+def makes() -> Iterator[Any]:
+    for number in range(4):
+        yield np.full(LARGE, number, np.uint8)
+
+
+def names() -> Iterator[Any]:
+    for number in range(4):
+        batch = np.full(LARGE, number, np.uint8)
+        yield batch
+
+
+def fills() -> Iterator[Any]:
+    batch = np.zeros(LARGE, np.uint8)
+    for number in range(4):
+        batch[:] = number
+        yield batch[:]
+
+
+def from_a_queue() -> Iterator[Any]:
+    batches: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for number in range(4):
+        batches.put([np.full(LARGE, number, np.uint8)])
+    return iter(batches.get_nowait()[0] for _ in range(4))
+
+
+SOURCES: dict[str, tuple[Callable[[], Any], bool]] = {
+    "a generator that yields what it makes": (makes, True),
+    "map": (lambda: map(partial(np.full, LARGE, dtype=np.uint8), range(4)), True),
+    "a queue": (from_a_queue, True),
+    "a generator that keeps a name": (names, False),
+    "a generator that fills one array": (fills, False),
+    "a list": (lambda: list(makes()), False),
+    "a cycle": (lambda: itertools.islice(itertools.cycle(makes()), 4), False),
+}
+
+
+@pytest.mark.parametrize(("source", "borrowed"), SOURCES.values(), ids=SOURCES)
+def test_a_loop_borrows_what_nobody_else_refers_to(source: Callable[[], Any], borrowed: bool, stager: xferlib.Stager) -> None:
+    before = stager.stats().synchronous
+    with xferlib.prefetch(source(), stager) as loop:
+        assert [set(tree.tolist()) for tree in loop] == [{0}, {1}, {2}, {3}]
+    assert stager.stats().synchronous == before + (0 if borrowed else 4)
+
+
+def test_where_there_was_no_memory_for_it_at_first_it_is_borrowed_all_the_same() -> None:
+    with xferlib.stager("host", device_limit=2 * LARGE) as stager:
+        numbers = []
+        with xferlib.prefetch(makes(), stager, 4) as loop:
+            until(lambda: loop._feed.lowered is not None)
+            for tree in loop:
+                numbers.append(int(tree[-1]))
+                del tree
+        assert numbers == [0, 1, 2, 3]
+        assert stager.stats().synchronous == 0
+
+
+def test_a_batch_that_could_not_be_borrowed_is_told_with_its_place(stager: xferlib.Stager) -> None:
+    with xferlib.prefetch((array for array in map(np.array, ["a", "b"])), stager) as loop:
+        for number in range(2):
+            with pytest.raises(TypeError) as raised:
+                next(loop)
+            assert any(f"batch {number} of the source" in note for note in raised.value.__notes__)
+
+
+def test_counting_costs_no_reference_afterwards() -> None:
+    array = new()
+    before = sys.getrefcount(array)
+    is_unshared([{"image": array}])
+    assert sys.getrefcount(array) == before
