@@ -4,9 +4,22 @@
 
 from __future__ import annotations
 
-RING, FEED, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS = (
+RING, FEED, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED = (
     f"xferlib/pipeline/{name}.py"
-    for name in ("ring", "feed", "source_thread", "prefetch", "drain", "ends", "stream", "report", "clock", "bill", "rows")
+    for name in (
+        "ring",
+        "feed",
+        "source_thread",
+        "prefetch",
+        "drain",
+        "ends",
+        "stream",
+        "report",
+        "clock",
+        "bill",
+        "rows",
+        "unshared",
+    )
 )
 
 MUTANTS = [
@@ -45,7 +58,7 @@ MUTANTS = [
     (THREAD, "            self.depth = min(fits, self.depth)", "            self.depth = min(1, self.depth)"),
     (THREAD, "lambda: self.going() and len(self.items) < self.depth)", "lambda: self.going() and len(self.items) <= self.depth)"),
     (THREAD, "        if isinstance(iterator, GeneratorType):\n            iterator.close()\n", "        pass\n"),
-    (THREAD, "        item = None\n", "        pass\n"),
+    (THREAD, "        box = []\n", "        pass\n"),
     (PREFETCH, "        while len(self._recent) >= self._depth:", "        while len(self._recent) > self._depth:"),
     (
         PREFETCH,
@@ -80,4 +93,18 @@ MUTANTS = [
     (STREAM, "                if self._waiting is not None and self._drain.pending:", "                if self._drain.pending:"),
     (CLOCK, "        seconds = min(seconds, self._seconds.get(source, 0.0))\n", ""),
     (ROWS, "        if end > self.rows:", "        if end >= self.rows:"),
+    (UNSHARED, "if count != _ALONE + owners or weakref.getweakrefcount(item):", "if count != _ALONE + owners:"),
+    (UNSHARED, "if count != _ALONE + owners or", "if count > _ALONE + 1 or"),
+    (UNSHARED, "item.flags.owndata or _is_base_unshared([item.base])", "item.flags.owndata or type(item.base) is np.ndarray"),
+    (UNSHARED, "kind is bytes or (kind", "(kind"),
+    (UNSHARED, "kind is np.ndarray and _are_unshared(bases, 1)", "_are_unshared(bases, 1)"),
+    (UNSHARED, "list(kind.__iter__(item))", "list(item)"),
+    (UNSHARED, "_are_unshared(list(item.values()), 1)", "_are_unshared(list(item.values()), 2)"),
+    (
+        PREFETCH,
+        "        unshared = is_unshared(box)\n        (batch,) = box\n",
+        "        (batch,) = box\n        unshared = is_unshared(box)\n",
+    ),
+    (PREFETCH, "in_place = not unshared and self._in_place(batch)", "in_place = not unshared"),
+    (PREFETCH, "(self._borrow if unshared else self._put)(batch)", "self._borrow(batch)"),
 ]
