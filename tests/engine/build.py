@@ -7,6 +7,7 @@ import functools
 import platform
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def tests() -> list[str]:
 TESTS = tests()
 _FOLDER = tempfile.TemporaryDirectory()
 atexit.register(_FOLDER.cleanup)
+_compiling = threading.Lock()
 
 
 def built(folder: Path, sanitizer: str, sources: Mapping[str, str] | None = None, *, patience_seconds: int = 60) -> Path:
@@ -63,9 +65,14 @@ def built(folder: Path, sanitizer: str, sources: Mapping[str, str] | None = None
     return program
 
 
-@functools.cache
 def _harness(sanitizer: str, patience_seconds: int) -> Path:
-    """Compile the harness alone, once: it is longer than what is built with it again and again."""
+    """Compile the harness alone, once: it is longer than what is built with it again and again. Any thread."""
+    with _compiling:
+        return _compiled_harness(sanitizer, patience_seconds)
+
+
+@functools.cache
+def _compiled_harness(sanitizer: str, patience_seconds: int) -> Path:
     made = Path(_FOLDER.name) / f"{sanitizer}-{patience_seconds}.o"
     _compile(["-Werror", *SANITIZERS[sanitizer], f"-DPATIENCE_SECONDS={patience_seconds}", "-c", str(HARNESS), "-o", str(made)])
     return made

@@ -1731,7 +1731,7 @@ static void blocks_signals(void) {
 static void *rush(void *which) {
     uint32_t seed = 100 + (uint32_t)(uintptr_t)which;
     bench *b = new_bench(50 + (uint32_t)(uintptr_t)which, (int)((uintptr_t)which % 2), (uintptr_t)which % 3 ? &DEVICE : &OTHER, 5, 256 * KIB, dice(&seed, 2));
-    for (int turn = 0; turn < 25; turn++) {
+    for (int turn = 0; turn < 10; turn++) {
         transfer *t[6];
         event done[6];
         size_t count = 1 + dice(&seed, 6);

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.engine.build import COMPILER, ENGINE, NOT_TRIED, built, run
 from tests.engine.mutants import MUTANTS, Mutant
+from tests.side_by_side import chosen, side_by_side
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler: the engine's mutants were not tried")
 
 
+@pytest.fixture(scope="module")
+def is_seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Mutant], bool]]:
+    def tried(mutant: Mutant) -> bool:
+        text = (ENGINE / mutant.file).read_text().replace(mutant.old, mutant.new)
+        program = built(tmp_path_factory.mktemp("mutant"), mutant.sanitizer, {mutant.file: text}, patience_seconds=3)
+        # What races may come out right now and then.
+        return any(run(program, mutant.test, seconds=8)[0] != 0 for _ in range(5))
+
+    mutants = [parameters["mutant"] for parameters in chosen(request, "test_the_harness_sees_it")]
+    with side_by_side(tried, [mutant for mutant in mutants if mutant.sanitizer not in NOT_TRIED]) as outcome:
+        yield outcome
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
-def test_the_harness_sees_it(mutant: Mutant, tmp_path: Path) -> None:
-    text = (ENGINE / mutant.file).read_text()
-    assert text.count(mutant.old) == 1
+def test_the_harness_sees_it(mutant: Mutant, is_seen: Callable[[Mutant], bool]) -> None:
+    assert (ENGINE / mutant.file).read_text().count(mutant.old) == 1
     if mutant.sanitizer in NOT_TRIED:
         pytest.skip(NOT_TRIED[mutant.sanitizer])
-    program = built(tmp_path, mutant.sanitizer, {mutant.file: text.replace(mutant.old, mutant.new)}, patience_seconds=3)
-    # What races may come out right now and then.
-    assert any(run(program, mutant.test, seconds=8)[0] != 0 for _ in range(5))
+    assert is_seen(mutant)

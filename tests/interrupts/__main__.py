@@ -30,7 +30,7 @@ def main() -> None:
         print(f"at {name!r}", flush=True)
         # A hang ends with a traceback: what is looked for here is locks that stay held.
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-        hits[name] = interrupt(options.backend, operation, times=each, seed=options.seed, twice=False, meanwhile="idle")
+        hits[name] = interrupt(options.backend, operation, times=each, seed=options.seed, strikes=1, meanwhile="idle")
         faulthandler.cancel_dump_traceback_later()
     print(json.dumps({"backend": options.backend, "interrupts": sum(hits.values()), "of": hits}, indent=2))
     print(f"in {time.monotonic() - began:.0f} s: nothing is held, nothing is left behind")

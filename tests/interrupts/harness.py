@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, final
 import xferlib
 from xferlib.latch import Latch
 
-__all__ = ["COUNT", "SEED", "Interrupt", "at_rest", "held_locks", "interrupted", "until_free"]
+__all__ = ["COUNT", "SEED", "Interrupt", "at_rest", "held_locks", "interrupted", "until_free", "usual_seconds"]
 
 COUNT = int(os.environ.get("XFERLIB_INTERRUPTS", "40"))
 SEED = int(os.environ.get("XFERLIB_SEED", "1"))
@@ -64,10 +64,10 @@ class _Signal:
         self.left -= 1
         raise Interrupt
 
-    def strikes(self, operation: Callable[[], object], delay: float, *, twice: bool) -> bool:
+    def strikes(self, operation: Callable[[], object], delay: float, *, times: int) -> bool:
         """Run an operation, interrupted after a delay. Returns whether it was."""
         try:
-            self.left = 2 if twice else 1
+            self.left = times
             signal.setitimer(signal.ITIMER_REAL, delay, AGAIN_SECONDS)
             operation()
             self.left = 0
@@ -84,20 +84,22 @@ def interrupted(
     *,
     times: int = COUNT,
     seed: int = SEED,
-    twice: bool = False,
+    strikes: int = 1,
     where: Callable[[FrameType], bool] = lambda frame: True,
     after: Callable[[], object] = lambda: None,
+    seconds: float | None = None,
 ) -> Struck:
     """Run an operation so many times, each interrupted at a random moment of the time that it usually takes.
 
-    Main thread only. `operation()` must work each time, and is run three times without an interrupt first. `after()` is called
-    behind each, without interrupts. `twice`: a second interrupt follows soon, and strikes whatever deals with the first.
-    `where(frame)`: whether it may strike here, else it comes a little later.
+    Main thread only. `operation()` must work each time. `after()` is called behind each, without interrupts. `strikes`: so many
+    interrupts follow each other soon, and each strikes whatever deals with the one before. `where(frame)`: whether it may strike
+    here, else it comes a little later. `seconds`: what the operation takes, else it is measured first.
     An operation that ends before its interrupt comes counts for nothing and is run again.
     """
     assert threading.current_thread() is threading.main_thread()
     chance = random.Random(seed)
-    seconds = statistics.median(_seconds(operation, after) for _ in range(3))
+    if seconds is None:
+        seconds = usual_seconds(operation, after)
     hits = tries = 0
     striking = _Signal(where)
     with _handled(striking) as swallowed:
@@ -106,9 +108,14 @@ def interrupted(
             assert tries <= 20 * times + 100, f"of {tries} operations only {hits} could be interrupted"
             # Half of them early: what is set up is set up in little time.
             longest = seconds if chance.random() < 0.5 else seconds / 10
-            hits += striking.strikes(operation, max(LEAST_SECONDS, chance.uniform(0, longest)), twice=twice)
+            hits += striking.strikes(operation, max(LEAST_SECONDS, chance.uniform(0, longest)), times=strikes)
             after()
     return Struck(hits, len(swallowed))
+
+
+def usual_seconds(operation: Callable[[], object], after: Callable[[], object] = lambda: None) -> float:
+    """Return what it takes without an interrupt: the median of three times."""
+    return statistics.median(_seconds(operation, after) for _ in range(3))
 
 
 def _seconds(operation: Callable[[], object], after: Callable[[], object]) -> float:

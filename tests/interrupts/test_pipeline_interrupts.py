@@ -39,7 +39,7 @@ def in_pipelines(frame: FrameType | None) -> bool:
 def test_an_interrupted_pipeline_leaves_nothing_held_and_nothing_behind(make: Maker, twice: bool) -> None:
     with xferlib.stager("host", pinned_limit=64 << 20) as stager:
         run = make(stager)
-        struck = interrupted(run, times=COUNT, seed=SEED, twice=twice, where=in_pipelines)
+        struck = interrupted(run, times=COUNT, seed=SEED, strikes=1 + twice, where=in_pipelines)
         assert struck.hits == COUNT
         until_free()
         run()

@@ -15,26 +15,27 @@ HOST = OPERATIONS["host"]
 @pytest.mark.parametrize("name", HOST)
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_interrupted_leaves_nothing_held_and_nothing_behind(name: str, twice: bool) -> None:
-    assert interrupt("host", HOST[name], times=COUNT, seed=SEED, twice=twice, meanwhile="idle") == COUNT
+    assert interrupt("host", HOST[name], times=COUNT, seed=SEED, strikes=1 + twice, meanwhile="idle") == COUNT
 
 
 @pytest.mark.parametrize("name", [name for name in STARTS if name != "put of a tree"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_start_that_is_interrupted_while_copies_are_held_leaves_nothing_behind(name: str) -> None:
     # An interrupted start waits until its copy is done, and for each pageable leaf again: the second one ends that.
-    assert interrupt("host", STARTS[name], times=COUNT, seed=SEED, twice=True, meanwhile="held") == COUNT
+    assert interrupt("host", STARTS[name], times=COUNT, seed=SEED, strikes=2, meanwhile="held") == COUNT
 
 
 @pytest.mark.parametrize("name", ["put staged", "put borrowed", "get staged"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_staged_transfer_that_is_interrupted_while_copies_are_held_leaves_nothing_behind(name: str) -> None:
-    assert interrupt("host", STAGED[name], times=COUNT, seed=SEED, twice=True, meanwhile="held") == COUNT
+    # Waiting to be staged, waiting until nothing reads the source, waiting for the copies: an interrupt ends each.
+    assert interrupt("host", STAGED[name], times=COUNT, seed=SEED, strikes=3, meanwhile="held") == COUNT
 
 
 @pytest.mark.parametrize("name", [*WAITS, "value borrowed", "result staged"])
 @pytest.mark.filterwarnings("ignore")
 def test_waiting_that_is_interrupted_leaves_nothing_behind(name: str) -> None:
-    assert interrupt("host", HOST[name], times=COUNT, seed=SEED, twice=False, meanwhile="slow") == COUNT
+    assert interrupt("host", HOST[name], times=COUNT, seed=SEED, strikes=1, meanwhile="slow") == COUNT
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
@@ -55,5 +56,5 @@ def test_an_interrupted_close_can_be_repeated_by_anybody(twice: bool) -> None:
         benches[-1].slow()
         benches[-1].stager.put(benches[-1].pinned[: benches[-1].new_size()])
 
-    assert interrupted(close, times=COUNT, seed=SEED, twice=twice, after=again).hits == COUNT
+    assert interrupted(close, times=COUNT, seed=SEED, strikes=1 + twice, after=again).hits == COUNT
     close()

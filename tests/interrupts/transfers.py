@@ -12,7 +12,7 @@ import numpy as np
 
 import xferlib
 from tests.core.fakes import held, on_thread
-from tests.interrupts.harness import PATIENCE, at_rest, interrupted, until_free
+from tests.interrupts.harness import PATIENCE, at_rest, interrupted, until_free, usual_seconds
 
 __all__ = ["OPERATIONS", "STAGED", "STARTS", "WAITS", "Bench", "interrupt"]
 
@@ -113,7 +113,7 @@ OPERATIONS = {
 }
 
 
-def interrupt(backend: str, operation: Operation, *, times: int, seed: int, twice: bool, meanwhile: str) -> int:
+def interrupt(backend: str, operation: Operation, *, times: int, seed: int, strikes: int, meanwhile: str) -> int:
     """Interrupt an operation so often, and see each few hundred times that all is well; return how often.
 
     `meanwhile`: "idle"; "held", no copy comes to its end while the operation is interrupted; "slow", each takes a while.
@@ -122,15 +122,19 @@ def interrupt(backend: str, operation: Operation, *, times: int, seed: int, twic
     while done < times:
         bench = Bench(backend)
         with ExitStack() as stack:
+            seconds = None
             if meanwhile == "held":
+                # Now: what waits for memory that copies use has no end then.
+                seconds = usual_seconds(lambda: operation(bench))  # noqa: B023  # As below.
                 for engine in bench.engines:
                     stack.enter_context(held(engine))
             done += interrupted(
                 lambda: operation(bench),  # noqa: B023  # Called in this turn alone.
                 times=min(ROUND, times - done),
                 seed=seed + done,
-                twice=twice,
+                strikes=strikes,
                 after=bench.slow if meanwhile == "slow" else lambda: None,
+                seconds=seconds,
             ).hits
         well(bench)
         ended(bench, bench.stager.close)

@@ -14,4 +14,4 @@ from tests.interrupts.transfers import OPERATIONS, interrupt
 @pytest.mark.parametrize("name", OPERATIONS["jax"])
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_interrupted_leaves_nothing_held_and_nothing_behind(name: str) -> None:
-    assert interrupt("jax", OPERATIONS["jax"][name], times=COUNT, seed=SEED, twice=False, meanwhile="idle") == COUNT
+    assert interrupt("jax", OPERATIONS["jax"][name], times=COUNT, seed=SEED, strikes=1, meanwhile="idle") == COUNT

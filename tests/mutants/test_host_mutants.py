@@ -5,11 +5,15 @@ The mutants run many to a process; here stands what came out.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import pytest
 
 from tests.mutants import host
 from tests.mutants.broken import MUTANTS
-from tests.mutants.running import Case, caught, run
+from tests.mutants.running import Batch, Case, caught, run
+from tests.side_by_side import chosen, side_by_side
 from xferlib.conformance import StagerConformance
 from xferlib.protocol import LAWS
 
@@ -24,9 +28,21 @@ def batch_with(name: str) -> tuple[Case, ...]:
     return tuple(case for case in CASES if case[0] in names)
 
 
+def honest(name: str) -> tuple[Case, ...]:
+    return tuple((name, test) for test in host.HONEST[name].tests)
+
+
+@pytest.fixture(scope="module")
+def batch_of(request: pytest.FixtureRequest) -> Iterator[Callable[[tuple[Case, ...]], Batch]]:
+    caught = [batch_with(parameters["name"]) for parameters in chosen(request, "test_mutant_is_caught")]
+    kept = [honest(parameters["name"]) for parameters in chosen(request, "test_what_mutants_are_built_on_keeps_the_laws")]
+    with side_by_side(partial(run, host.__file__), caught + kept) as outcome:
+        yield outcome
+
+
 @pytest.mark.parametrize(("name", "test"), CASES)
-def test_mutant_is_caught(name: str, test: str) -> None:
-    outcome = run(host.__file__, batch_with(name)).outcome((name, test))
+def test_mutant_is_caught(name: str, test: str, batch_of: Callable[[tuple[Case, ...]], Batch]) -> None:
+    outcome = batch_of(batch_with(name)).outcome((name, test))
     assert caught(outcome), outcome
     if test.startswith("test_hook_"):
         assert "the hook " in outcome, f"who wrote it would look for the fault in the backend: {outcome}"
@@ -37,9 +53,9 @@ TESTED_ALONE = {"TestHonestTestHost", "TestHonestLockingHost"}
 
 
 @pytest.mark.parametrize("name", sorted(set(host.HONEST) - TESTED_ALONE))
-def test_what_mutants_are_built_on_keeps_the_laws(name: str) -> None:
-    cases = tuple((name, test) for test in host.HONEST[name].tests)
-    batch = run(host.__file__, cases)
+def test_what_mutants_are_built_on_keeps_the_laws(name: str, batch_of: Callable[[tuple[Case, ...]], Batch]) -> None:
+    cases = honest(name)
+    batch = batch_of(cases)
     assert {test: batch.outcome((name, test)) for _, test in cases} == dict.fromkeys(host.HONEST[name].tests, "passed")
 
 
