@@ -38,7 +38,7 @@ FLOORS = [
     {"xferlib.staging.by_engine", "xferlib.staging.ring"},
     {"xferlib.gets", "xferlib.puts"},
     {"xferlib.stager"},
-    {"xferlib.pipeline.failed", "xferlib.pipeline.wakeup"},
+    {"xferlib.pipeline.failed", "xferlib.pipeline.unshared", "xferlib.pipeline.wakeup"},
     {f"xferlib.pipeline{part}" for part in ("", ".bill", ".clock", ".ends", ".report", ".rows", ".shared.layout")},
     {f"xferlib.pipeline.shared{part}" for part in ("", ".channel", ".failures", ".memory", ".messages", ".servant", ".slots")},
     {"xferlib.pipeline.shared.process"},
@@ -127,9 +127,8 @@ def test_core_names_no_framework(path: Path) -> None:
 @pytest.mark.parametrize("path", backend_files, ids=lambda path: str(path.relative_to(ROOT)))
 def test_backend_imports_only_the_contract(path: Path) -> None:
     package = path.relative_to(ROOT / "backends").parts[0]
-    allowed = {f"xferlib.{name}" for name in ("protocol", "errors", "engine.cuda", "handles", "latch", "reaper", "tickets")} | {
-        "xferlib"
-    }
+    names = ("protocol", "errors", "engine.cuda", "handles", "latch", "reaper", "tickets", "tree")
+    allowed = {"xferlib", *(f"xferlib.{name}" for name in names)}
     if path.stem == "conformance":
         allowed |= {"xferlib.conformance"}
     if path.stem == "workload":

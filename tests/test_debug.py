@@ -397,8 +397,8 @@ def test_who_looks_late_blames_nobody_for_what_was_written_after_the_first_look(
 
 def test_a_refused_put_is_refused_as_without(stager: Stager) -> None:
     source = pinned(stager)
-    with pytest.raises(TypeError, match=r"expected a NumPy array, got builtins\.int") as told:
-        stager.put([source, 3])
+    with pytest.raises(TypeError, match=r"expected a NumPy array, got builtins\.set") as told:
+        stager.put([source, {3}])
     assert told.value.__notes__ == ["at tree[1]"]
     source[:] = 2
 

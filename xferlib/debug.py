@@ -124,7 +124,7 @@ class Sources:
 
     def _read_later(self, tree: Any, borrow: bool) -> tuple[list[_Source], Spec]:
         """Return those leaves that are read after the put has returned."""
-        leaves, spec = self._trees.flatten(tree)
+        leaves, spec = self._trees.arrays(tree)
         sources: list[_Source] = []
         for index, given in enumerate(leaves):
             try:

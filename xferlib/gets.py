@@ -42,7 +42,7 @@ class Gets:
 
     def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
         """Get a tree."""
-        leaves, spec = self._trees.flatten(tree)
+        leaves, spec = self._trees.arrays(tree)
         if not leaves:
             raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
         given = None if out is None else self._trees.flatten_like(spec, out, name="out")

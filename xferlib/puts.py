@@ -65,9 +65,11 @@ class Puts:
 
     def start(self, tree: Any, into: Any, stream: object | None, borrow: bool) -> Transfer:
         """Put a tree."""
-        leaves, spec = self._trees.flatten(tree)
+        leaves, spec = self._trees.arrays(tree)
         if not leaves:
-            raise ValueError(f"there is no array in {tree!r}: expected a NumPy array, or a tree of them")
+            raise ValueError(
+                f"there is no array in {tree!r}: expected a NumPy array, or a tree of them. Convert numbers with numpy.asarray"
+            )
         sources = self._host.leaves(leaves)
         if sources is None:
             sources = [checked_at(spec, index, self._host.leaf, leaf) for index, leaf in enumerate(leaves)]

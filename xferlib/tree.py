@@ -2,6 +2,8 @@
 
 A backend whose framework knows more trees brings them: see `TakesTreesApart`. A dataclass that the framework knows is taken apart
 as the framework does. A bare array is the commonest tree, and never meets the tree library here.
+
+What belongs to a batch and is no array (names, ids, numbers, times) rides along: it stays where it is in the tree, untouched.
 """
 
 from __future__ import annotations
@@ -10,7 +12,13 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, TypeAlias, cast, final
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any, NamedTuple, TypeAlias, cast, final
+from uuid import UUID
 
 import numpy as np
 import optree
@@ -18,12 +26,23 @@ import optree
 from xferlib.errors import CapabilityError
 from xferlib.protocol import HostStager, TakesTreesApart
 
-__all__ = ["PLAIN", "Spec", "Trees", "flatten", "flatten_like", "path", "trees_of", "unflatten"]
-
-Spec: TypeAlias = optree.PyTreeSpec | None
-"""The shape of a tree; None is a bare leaf."""
+__all__ = ["PLAIN", "Spec", "Trees", "flatten", "flatten_like", "path", "rides_along", "trees_of", "unflatten"]
 
 NUMPY = {np.ndarray}
+RIDERS = (str, bytes, int, float, complex, date, time, timedelta, Decimal, Fraction, Enum, PurePath, UUID)
+"""What no array hides in. NumPy's own numbers, some of which are Python's as well, are arrays."""
+
+
+class Mixed(NamedTuple):
+    """The shape of a tree in which some leaves ride along."""
+
+    spec: optree.PyTreeSpec
+    riders: dict[int, Any]
+    """By their numbers among all leaves."""
+
+
+Spec: TypeAlias = optree.PyTreeSpec | Mixed | None
+"""The shape of a tree; None is a bare leaf."""
 
 
 @final
@@ -39,10 +58,10 @@ class Trees:
         self._take_apart = None if framework is None else framework.take_apart
         self._put_together = None if framework is None else framework.put_together
         # Types that are leaves.
-        self._bare: set[type] = {np.ndarray, int}
+        self._bare: set[type] = {np.ndarray, str, bytes, bool, int, float, complex}
         self._registered: set[type] = set()
 
-    def flatten(self, tree: Any) -> tuple[list[Any], Spec]:
+    def flatten(self, tree: Any) -> tuple[list[Any], optree.PyTreeSpec | None]:
         """Return the leaves, in a fixed order, and what `unflatten` needs."""
         if type(tree) in self._bare:
             return [tree], None
@@ -52,10 +71,19 @@ class Trees:
             return self.flatten(tree)
         return leaves, None if spec.is_leaf() else spec
 
+    def arrays(self, tree: Any) -> tuple[list[Any], Spec]:
+        """Return the leaves that do not ride along, in a fixed order, and what `unflatten` needs."""
+        leaves, spec = self.flatten(tree)
+        kinds = set(map(type, leaves))
+        if spec is None or kinds == NUMPY or not any(map(rides_along, kinds)):
+            return leaves, spec
+        riders = {index: leaf for index, leaf in enumerate(leaves) if rides_along(type(leaf))}
+        return [leaf for index, leaf in enumerate(leaves) if index not in riders], Mixed(spec, riders)
+
     def flatten_like(self, spec: Spec, tree: Any, *, name: str) -> list[Any]:
-        """Return the leaves of a tree that must have this shape. Raises `ValueError`, naming the argument."""
-        leaves, other = self.flatten(tree)
-        if other != spec:
+        """Return the arrays of a tree that must have this shape; what rides along may differ. Raises `ValueError`, naming it."""
+        leaves, other = self.arrays(tree)
+        if _shape_of(other) != _shape_of(spec):
             raise ValueError(f"{name} has another structure: expected {_shown(spec)}, got {_shown(other)}")
         return leaves
 
@@ -111,23 +139,41 @@ def trees_of(backend: HostStager[Any]) -> Trees:
     return _by_namespace.get(namespace) or _by_namespace.setdefault(namespace, Trees(namespace, cast("TakesTreesApart", backend)))
 
 
+def rides_along(kind: type) -> bool:
+    """Tell whether leaves of a type stay where they are in a tree that is put or got."""
+    return issubclass(kind, RIDERS) and not issubclass(kind, np.generic)
+
+
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
     """Build the tree again from other leaves."""
     if spec is None:
         (leaf,) = leaves
         return leaf
+    if isinstance(spec, Mixed):
+        spec, riders = spec
+        given = iter(leaves)
+        leaves = [riders[index] if index in riders else next(given) for index in range(spec.num_leaves)]
     return optree.tree_unflatten(spec, leaves)
 
 
 def path(spec: Spec, index: int) -> str:
-    """Say in words where a leaf stands, for an error."""
+    """Say in words where an array stands, for an error."""
     if spec is None:
         return "the array itself"
+    if isinstance(spec, Mixed):
+        spec, riders = spec
+        index = [number for number in range(spec.num_leaves) if number not in riders][index]
     return "tree" + "".join(f"[{part!r}]" if not isinstance(part, str) else f".{part}" for part in spec.paths()[index])
 
 
+def _shape_of(spec: Spec) -> object:
+    return (spec.spec, spec.riders.keys()) if isinstance(spec, Mixed) else spec
+
+
 def _shown(spec: Spec) -> str:
-    return "one array" if spec is None else str(spec)
+    if spec is None:
+        return "one array"
+    return f"{spec.spec} without {len(spec.riders)} that are no arrays" if isinstance(spec, Mixed) else str(spec)
 
 
 def _is_record(leaf: Any) -> bool:

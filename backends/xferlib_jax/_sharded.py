@@ -17,6 +17,7 @@ import numpy as np
 
 import xferlib
 from xferlib.errors import ClosedError, XferError
+from xferlib.tree import rides_along
 from xferlib_jax import _arrays
 from xferlib_jax._gather import gathers
 from xferlib_jax._spread import Array, LeafPlan, plan_leaf
@@ -53,8 +54,8 @@ class BatchPlan:
                 found.setdefault(device, []).append(view)
         return found
 
-    def whole(self, pulled: dict[Device, Iterator[Any]]) -> Any:
-        """Return the batch of global arrays, from what each device pulled."""
+    def whole(self, pulled: dict[Device, Iterator[Any]], riders: dict[int, Any]) -> Any:
+        """Return the batch of global arrays, from what each device pulled. `riders`: what stays where it is, by its number."""
         pieces: list[Any] = [
             {device: _moved(next(pulled[device]), device) for group in leaf.groups for device in group.devices}
             for leaf in self.leaves
@@ -63,9 +64,10 @@ class BatchPlan:
             for number, shards in zip(numbers, gather([pieces[number] for number in numbers]), strict=True):
                 pieces[number] = shards
         make = jax.make_array_from_single_device_arrays
-        whole = self._tree.unflatten(
-            make(leaf.shape, leaf.sharding, list(shards.values())) for leaf, shards in zip(self.leaves, pieces, strict=True)
+        made = iter(
+            [make(leaf.shape, leaf.sharding, list(shards.values())) for leaf, shards in zip(self.leaves, pieces, strict=True)]
         )
+        whole = self._tree.unflatten(riders[number] if number in riders else next(made) for number in range(self._tree.num_leaves))
         return without_records(whole) if self._has_records else whole
 
 
@@ -77,8 +79,11 @@ class ShardedTransfer:
     the transfer done, by `done` or `synchronize`.
     """
 
-    def __init__(self, plan: BatchPlan, transfers: dict[Device, xferlib.Transfer], slot: xferlib.Slot | None) -> None:
+    def __init__(
+        self, plan: BatchPlan, transfers: dict[Device, xferlib.Transfer], riders: dict[int, Any], slot: xferlib.Slot | None
+    ) -> None:
         self._plan = plan
+        self._riders = riders
         self._transfers: dict[Device, xferlib.Transfer] | None = transfers
         # Without the arrays: their memory could not be used again as long as somebody may want to wait.
         self._ends = [transfer.end for transfer in transfers.values()]
@@ -89,7 +94,7 @@ class ShardedTransfer:
         """The batch, to be taken once. The host waits where JAX computes on the CPU, and on GPUs for nothing."""
         transfers, self._transfers = self._transfers, None
         assert transfers is not None, "the value was taken"
-        return self._plan.whole({device: iter(transfer.value) for device, transfer in transfers.items()})
+        return self._plan.whole({device: iter(transfer.value) for device, transfer in transfers.items()}, self._riders)
 
     def done(self) -> bool:
         """See `Transfer.done`."""
@@ -160,10 +165,11 @@ class ShardedPuts:
         given = batch if slot is None else slot.tree
         recorded = with_records(given)
         leaves, tree = jax.tree.flatten(recorded)
-        arrays = [_checked(leaf, tree, number) for number, leaf in enumerate(leaves)]
+        riders = {number: leaf for number, leaf in enumerate(leaves) if rides_along(type(leaf))}
+        arrays = [_checked(leaf, tree, number) for number, leaf in enumerate(leaves) if number not in riders]
         if slot is not None and slot.rows is not None:
             arrays = [array[: slot.rows] for array in arrays]
-        plan = self._plan(tree, arrays, has_records=recorded is not given)
+        plan = self._plan(tree, arrays, frozenset(riders), has_records=recorded is not given)
         if self.first is None:
             own = self._rewrites and slot is None and any(self._is_pinned(leaf) for leaf in leaves)
             self.first = First(plan.device_nbytes, pinned=own or slot is not None)
@@ -174,7 +180,7 @@ class ShardedPuts:
         except BaseException:
             _wait_for_all(transfers.values())
             raise
-        return ShardedTransfer(plan, transfers, slot)
+        return ShardedTransfer(plan, transfers, riders, slot)
 
     def in_place(self, batch: Any) -> bool:
         """Tell whether a copy reads memory of a batch after `put` has returned that the source may rewrite."""
@@ -203,21 +209,24 @@ class ShardedPuts:
             return False
         return any(stager.backend.is_pinned(leaf.ctypes.data, leaf.nbytes) for stager in self._stagers.values())
 
-    def _plan(self, tree: Any, arrays: Sequence[Array], *, has_records: bool) -> BatchPlan:
-        key = (tree, *((array.shape, array.dtype) for array in arrays))
+    def _plan(self, tree: Any, arrays: Sequence[Array], riders: frozenset[int], *, has_records: bool) -> BatchPlan:
+        """`riders`: the numbers of leaves that are no arrays, and stay where they are."""
+        key = (tree, riders, *((array.shape, array.dtype) for array in arrays))
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = BatchPlan(tree, self._plan_leaves(tree, arrays), has_records=has_records)
+            plan = self._plans[key] = BatchPlan(tree, self._plan_leaves(tree, arrays, riders), has_records=has_records)
             if len(self._plans) > KEPT_PLANS:
                 self._plans.popitem(last=False)
         return plan
 
-    def _plan_leaves(self, tree: Any, arrays: Sequence[Array]) -> list[LeafPlan]:
+    def _plan_leaves(self, tree: Any, arrays: Sequence[Array], riders: frozenset[int]) -> list[LeafPlan]:
         if not arrays:
             raise ValueError("there is no array in the batch: expected a NumPy array, or a tree of them")
-        shardings = jax.tree.leaves(jax.tree.broadcast(self._sharding, tree.unflatten(range(len(arrays)))))
+        shardings = jax.tree.leaves(jax.tree.broadcast(self._sharding, tree.unflatten(range(tree.num_leaves))))
         leaves = []
-        for number, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
+        numbers = (number for number in range(tree.num_leaves) if number not in riders)
+        for number, array in zip(numbers, arrays, strict=True):
+            sharding = shardings[number]
             try:
                 _arrays.check_dtype(array.dtype)
                 leaves.append(plan_leaf(sharding, array.shape, array.dtype))

@@ -26,33 +26,37 @@ def nothing_starts(stager: xferlib.Stager) -> Any:
     assert stager._pool.usage()[2] == 0
 
 
-@pytest.mark.parametrize(
-    ("leaf", "words"),
-    [
-        (np.array([object()]), "expected numbers"),
-        (np.zeros(2, [("a", "i4"), ("b", "f8")]), "Transfer fields"),
-        (np.array(["text"]), "expected numbers"),
-        (np.zeros(2, "V16"), "expected numbers"),
-        (np.ma.masked_array([1.0, 2.0], [True, False]), r"mask would be lost.*filled"),
-        (np.zeros(3, ">f8" if np.little_endian else "<f8"), r"native byte order.*astype"),
-        ("text", r"got builtins\.str. put takes an array, or a tree of them: dict, list"),
-        ({1, 2}, r"got builtins\.set. put takes an array, or a tree of them: dict, list"),
-        ((n for n in [1]), r"got builtins\.generator. put takes an array, or a tree of them: dict, list"),
-        (3, r"got builtins\.int.*numpy\.asarray"),
-        (memoryview(b"abc"), r"numpy\.asarray"),
-    ],
-)
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_cannot_be_put_is_a_type_error(stager: xferlib.Stager, leaf: Any, words: str, inside: bool) -> None:
+NO_SOURCES: list[tuple[Any, str]] = [
+    (np.array([object()]), "expected numbers"),
+    (np.zeros(2, [("a", "i4"), ("b", "f8")]), "Transfer fields"),
+    (np.array(["text"]), "expected numbers"),
+    (np.zeros(2, "V16"), "expected numbers"),
+    (np.ma.masked_array([1.0, 2.0], [True, False]), r"mask would be lost.*filled"),
+    (np.zeros(3, ">f8" if np.little_endian else "<f8"), r"native byte order.*astype"),
+    ("text", r"got builtins\.str. put takes an array, or a tree of them: dict, list"),
+    ({1, 2}, r"got builtins\.set. put takes an array, or a tree of them: dict, list"),
+    ((n for n in [1]), r"got builtins\.generator. put takes an array, or a tree of them: dict, list"),
+    (3, r"got builtins\.int.*numpy\.asarray"),
+    (memoryview(b"abc"), r"numpy\.asarray"),
+]
+
+
+@pytest.mark.parametrize(("leaf", "words"), NO_SOURCES)
+def test_what_cannot_be_put_is_a_type_error(stager: xferlib.Stager, leaf: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        stager.put(leaf)
+
+
+@pytest.mark.parametrize(("leaf", "words"), [(leaf, words) for leaf, words in NO_SOURCES if not isinstance(leaf, str | int)])
+def test_what_cannot_be_put_is_a_type_error_that_says_where_it_is(stager: xferlib.Stager, leaf: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words) as caught:
-        stager.put({"good": GOOD, "bad": (leaf,)} if inside else leaf)
-    if inside:
-        assert caught.value.__notes__ == ["at tree.bad[0]"]
+        stager.put({"good": GOOD, "bad": (leaf,)})
+    assert caught.value.__notes__ == ["at tree.bad[0]"]
 
 
 @pytest.mark.parametrize(
     "leaf",
-    [np.array([object()]), np.zeros(2, [("a", "i4")]), np.ma.masked_array([1.0]), np.zeros(3, ">f8"), "text", 3, np.float64(3)],
+    [np.array([object()]), np.zeros(2, [("a", "i4")]), np.ma.masked_array([1.0]), np.zeros(3, ">f8"), {1}, np.float64(3)],
 )
 def test_what_is_no_device_array_is_a_type_error(stager: xferlib.Stager, leaf: Any) -> None:
     with pytest.raises(TypeError, match=r"device array|dtype") as caught:
@@ -60,7 +64,7 @@ def test_what_is_no_device_array_is_a_type_error(stager: xferlib.Stager, leaf: A
     assert caught.value.__notes__ == ["at tree.bad"]
 
 
-@pytest.mark.parametrize("tree", [None, [], {}, {"a": None}, ((), [])])
+@pytest.mark.parametrize("tree", [None, [], {}, {"a": None}, ((), []), ["text"], {"a": 1.0}])
 def test_a_tree_without_arrays_is_refused(stager: xferlib.Stager, tree: Any) -> None:
     for move in (stager.put, stager.get):
         with pytest.raises(ValueError, match="there is no array in"):
@@ -155,7 +159,6 @@ class Convertible:
     [
         (Foreign(), "Foreign. An array that is on a device already needs no put; convert one in host memory with numpy.asarray"),
         (Convertible(), "Convertible. Convert it with numpy.asarray$"),
-        (True, "bool. Convert numbers, or a list of them, with numpy.asarray$"),
         (Future(), "Future. Pass what its result() returns$"),
     ],
 )
@@ -163,6 +166,13 @@ def test_what_to_do_with_what_is_no_array_depends_on_its_kind(stager: xferlib.St
     with pytest.raises(TypeError, match=r"(?m)got .*\." + words.replace("()", r"\(\)")) as caught:
         stager.put({"x": leaf})
     assert caught.value.__notes__ == ["at tree.x"]
+
+
+def test_numbers_alone_are_no_batch_and_are_told_how_to_become_one(stager: xferlib.Stager) -> None:
+    with pytest.raises(TypeError, match="bool. Convert numbers, or a list of them, with numpy.asarray"):
+        stager.put(True)
+    with pytest.raises(ValueError, match=r"there is no array in \[1.0, 2.0\]: .*Convert numbers with numpy.asarray$"):
+        stager.put([1.0, 2.0])
 
 
 def test_a_transfer_is_neither_put_nor_taken_for_an_array(stager: xferlib.Stager) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import array
+import datetime
+import pathlib
 import threading
+import uuid
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +19,13 @@ import optree
 import pytest
 
 import xferlib
-from tests.core.fakes import on_thread
+from tests.core.fakes import held, on_thread
 from xferlib.protocol import TakenApart
 from xferlib.tree import PLAIN, flatten, flatten_like, path, trees_of, unflatten
+
+
+class Colour(Enum):
+    RED = 1
 
 
 class Pair(NamedTuple):
@@ -67,14 +78,127 @@ def test_trees_come_back_as_they_were(tree: Any, count: int) -> None:
     assert repr(again) == repr(tree)
 
 
+RIDERS: tuple[Any, ...] = (
+    "name",
+    b"bytes",
+    7,
+    True,
+    1.5,
+    2j,
+    datetime.date(2000, 1, 2),
+    datetime.datetime(2000, 1, 2),
+    datetime.time(3),
+    datetime.timedelta(4),
+    Decimal(5),
+    Fraction(6, 7),
+    Colour.RED,
+    pathlib.Path("a"),
+    uuid.UUID(int=8),
+)
+
+
+@pytest.mark.parametrize("rider", RIDERS, ids=repr)
+def test_what_is_no_array_rides_along(rider: Any) -> None:
+    tree = {"id": rider, "image": A, "more": [B, rider, (C, {"last": rider})]}
+    leaves, spec = PLAIN.arrays(tree)
+    assert [id(leaf) for leaf in leaves] == [id(A), id(B), id(C)]
+    again = unflatten(spec, "abc")
+    assert again == {"id": rider, "image": "a", "more": ["b", rider, ("c", {"last": rider})]}
+    assert again["id"] is rider
+    assert [path(spec, index) for index in range(3)] == ["tree.image", "tree.more[0]", "tree.more[2][0]"]
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [np.float64(1), np.str_("x"), np.bytes_(b"x"), np.int32(1), memoryview(b"x"), bytearray(b"x"), {1}, object(), array.array("b")],
+    ids=repr,
+)
+def test_what_is_an_array_or_may_hold_one_does_not_ride_along(leaf: Any) -> None:
+    leaves, _ = PLAIN.arrays([A, leaf])
+    assert leaves == [A, leaf]
+
+
+def test_an_array_alone_and_what_is_none_are_told_as_they_are() -> None:
+    for tree in (A, "text", 3):
+        assert PLAIN.arrays(tree) == ([tree], None)
+    assert PLAIN.arrays(["text", 3])[0] == []
+
+
+def test_riders_may_differ_from_tree_to_tree_and_their_places_may_not() -> None:
+    _, spec = PLAIN.arrays({"image": A, "name": "first"})
+    assert flatten_like(spec, {"image": B, "name": "second"}, name="into") == [B]
+    for other in ({"image": B, "name": C}, {"image": "text", "name": B}, {"image": B}, B, {"image": "x", "name": "y"}):
+        with pytest.raises(ValueError, match=r"into has another structure: expected .* without 1 that are no arrays, got"):
+            flatten_like(spec, other, name="into")
+    _, plain = PLAIN.arrays({"image": A, "name": B})
+    with pytest.raises(ValueError, match="into has another structure"):
+        flatten_like(plain, {"image": A, "name": "text"}, name="into")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_batch_goes_to_the_device_and_back_with_its_names(debug: bool) -> None:
+    batch: dict[str, Any] = {
+        "image": np.arange(6.0).reshape(2, 3),
+        "name": ["a.png", "b.png"],
+        "label": np.array([1, 2]),
+        "step": 7,
+    }
+    with xferlib.stager("host", debug=debug) as stager:
+        there = stager.put(batch).value
+        assert there["name"] is not batch["name"]
+        assert (there["name"], there["step"]) == (["a.png", "b.png"], 7)
+        back = stager.get(there).value
+        out = {"image": np.zeros((2, 3)), "name": ["", ""], "label": np.zeros(2, int), "step": 0}
+        assert stager.get(there, out=out).value is out
+        into = stager.put(out | {"image": np.zeros((2, 3))}).value
+        assert stager.put(batch, into=into).value is into
+        into = stager.get(into).value
+    for found in (back, out, into):
+        assert np.array_equal(found["image"], batch["image"])
+        assert np.array_equal(found["label"], batch["label"])
+    assert (back["name"], back["step"]) == (["a.png", "b.png"], 7)
+    # Only arrays are written to.
+    assert out["name"] == ["", ""]
+
+
+def test_many_arrays_are_put_with_a_name_among_them() -> None:
+    tree: list[Any] = [np.full(3, number) for number in range(40)]
+    tree.insert(17, "name")
+    with xferlib.stager("host") as stager:
+        back = stager.get(stager.put(tree).value).value
+    assert back.pop(17) == "name"
+    assert [array.tolist() for array in back] == [[number] * 3 for number in range(40)]
+
+
+def test_debug_mode_watches_the_sources_of_a_batch_with_names() -> None:
+    with xferlib.stager("host", debug=True) as stager:
+        source = stager.empty_pinned(1000, np.uint8)
+        with held(stager.backend.h2d):  # type: ignore[attr-defined]  # The host's.
+            transfer = stager.put({"name": "x", "x": source})
+            source[:] = 1
+        with pytest.raises(xferlib.SourceRewrittenError, match=r"tree\.x"):
+            transfer.synchronize()
+
+
+def test_names_ride_along_a_pipeline(stager: xferlib.Stager) -> None:
+    batches = ({"image": np.full(9, number), "name": f"{number}.png"} for number in range(4))
+    results = xferlib.stream_map(lambda batch: {"twice": batch["image"] * 2, "name": batch["name"]}, batches, stager)
+    assert [(int(result["twice"][0]), result["name"]) for result in results] == [
+        (0, "0.png"),
+        (2, "1.png"),
+        (4, "2.png"),
+        (6, "3.png"),
+    ]
+
+
 def test_dict_keys_keep_their_order() -> None:
     leaves, spec = flatten({"z": A, "a": B, "m": C})
     assert list(unflatten(spec, leaves)) == ["z", "a", "m"]
 
 
 def test_dicts_match_by_key_whatever_the_order() -> None:
-    _, spec = flatten({"z": 1, "a": 2})
-    assert dict(zip(["a", "z"], flatten_like(spec, {"a": 4, "z": 3}, name="into"), strict=True)) == {"a": 4, "z": 3}
+    _, spec = flatten({"z": A, "a": B})
+    assert dict(zip(["a", "z"], flatten_like(spec, {"a": C, "z": B}, name="into"), strict=True)) == {"a": C, "z": B}
 
 
 def test_dataclasses_are_rebuilt_without_their_constructor() -> None:
@@ -189,8 +313,8 @@ def test_a_put_and_a_get_keep_the_tree(stager: xferlib.Stager) -> None:
 
 
 def test_an_error_says_where_in_the_tree(stager: xferlib.Stager) -> None:
-    with pytest.raises(TypeError, match=r"got builtins\.str") as caught:
-        stager.put({"good": A, "bad": [B, "text"]})
+    with pytest.raises(TypeError, match=r"got builtins\.set") as caught:
+        stager.put({"good": A, "name": "x", "bad": [B, {1}]})
     assert caught.value.__notes__ == ["at tree.bad[1]"]
 
 
@@ -274,9 +398,9 @@ def test_a_backend_brings_trees_of_its_own() -> None:
     leaves, spec = trees.flatten({"z": Opaque(A, Frozen(B, Opaque(C, label="inner")), label="outer"), "a": None})
     assert all(found is expected for found, expected in zip(leaves, (A, B, C), strict=True))
     assert [path(spec, index) for index in range(3)] == ["tree.z.first", "tree.z[1].image", "tree.z[1].label.first"]
-    again = unflatten(spec, [1, 2, 3])
-    assert (again["z"].label, again["z"].parts[0], again["z"].parts[1].label.parts) == ("outer", 1, (3,))
-    assert trees.flatten_like(spec, again, name="out") == [1, 2, 3]
+    again = unflatten(spec, [C, B, A])
+    assert (again["z"].label, again["z"].parts[0], again["z"].parts[1].label.parts) == ("outer", C, (A,))
+    assert trees.flatten_like(spec, again, name="out") == [C, B, A]
     again["z"].label = "other"
     with pytest.raises(ValueError, match="out has another structure"):
         trees.flatten_like(spec, again, name="out")

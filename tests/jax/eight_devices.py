@@ -388,7 +388,7 @@ def test_a_batch_that_cannot_be_divided_fails_in_its_place_before_anything_start
         (np.ma.zeros(8), TypeError, "is a numpy.*MaskedArray: expected a plain NumPy array"),
         (np.zeros(8, ml_dtypes.int4), TypeError, "packs several items"),
         (np.float32(1), ValueError, r"has 0 axes, and .* names 1. Give a tree of shardings"),
-        ("text", TypeError, r"batch\['y'\] is a builtins.str: expected a plain"),
+        ({1}, TypeError, r"batch\['y'\] is a builtins.set: expected a plain"),
     ],
     ids=str,
 )
@@ -412,6 +412,16 @@ def test_arrays_of_jax_and_traced_ones_are_refused() -> None:
         jax.jit(traced)(np.ones(8, np.float32))
     with pytest.raises(ValueError, match="there is no array in the batch"):
         all_of([{}], over("a"))
+    with pytest.raises(ValueError, match="there is no array in the batch"):
+        all_of([{"name": "x"}], over("a"))
+
+
+def test_names_ride_along(stagers: tuple[Stager, ...]) -> None:
+    batches = [{"name": [f"{number}", number], "x": random((16, 4))} for number in range(3)]
+    found = all_of(batches, over("a"), stagers=stagers)
+    assert [batch["name"] for batch in found] == [["0", 0], ["1", 1], ["2", 2]]
+    for batch, given in zip(found, batches, strict=True):
+        assert_is(batch["x"], given["x"], over("a"))
 
 
 def test_what_is_no_sharding_of_this_process_is_refused() -> None:
