@@ -169,7 +169,7 @@ def test_what_to_do_with_what_is_no_array_depends_on_its_kind(stager: xferlib.St
 
 
 def test_numbers_alone_are_no_batch_and_are_told_how_to_become_one(stager: xferlib.Stager) -> None:
-    with pytest.raises(TypeError, match="bool. Convert numbers, or a list of them, with numpy.asarray"):
+    with pytest.raises(TypeError, match=r"bool. Convert numbers, or a list of them, with numpy.asarray"):
         stager.put(True)
     with pytest.raises(ValueError, match=r"there is no array in \[1.0, 2.0\]: .*Convert numbers with numpy.asarray$"):
         stager.put([1.0, 2.0])
