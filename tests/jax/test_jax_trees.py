@@ -117,27 +117,36 @@ def test_a_class_that_looks_like_an_array_is_no_leaf_because_another_backend_saw
     @dataclasses.dataclass
     class Both:
         values: Any
-        name: str
+        names: Any
 
     with xferlib.stager("host") as host:
-        with pytest.raises(TypeError, match=r"got builtins\.str"):
-            host.put(Both(A, "name"))
-        jax.tree_util.register_dataclass(Both, ["values"], ["name"])
-        assert stager.put(Both(A, "name")).value.name == "name"
-        with pytest.raises(TypeError, match=r"got builtins\.str"):
-            host.put(Both(A, "name"))
+        with pytest.raises(TypeError, match=r"got builtins\.frozenset"):
+            host.put(Both(A, frozenset("a")))
+        jax.tree_util.register_dataclass(Both, ["values"], ["names"])
+        assert stager.put(Both(A, frozenset("a"))).value.names == {"a"}
+        with pytest.raises(TypeError, match=r"got builtins\.frozenset"):
+            host.put(Both(A, frozenset("a")))
 
 
 def test_an_error_says_where_in_the_tree(stager: Stager) -> None:
     for tree, where in (
-        (Node(A, "text"), "at tree[1]"),
-        (Static([A, "text"]), "at tree.values[1]"),
-        (Plain(A, Typed("text")), "at tree.right.value"),
-        ({"a": Static({"k": "text"})}, "at tree.a.values.k"),
+        (Node(A, {1}), "at tree[1]"),
+        (Static([A, {1}]), "at tree.values[1]"),
+        (Plain(A, Typed({1})), "at tree.right.value"),
+        ({"a": Static({"k": {1}})}, "at tree.a.values.k"),
     ):
-        with pytest.raises(TypeError, match=r"got builtins\.str") as caught:
+        with pytest.raises(TypeError, match=r"got builtins\.set") as caught:
             stager.put(tree)
         assert caught.value.__notes__ == [where]
+
+
+def test_names_stay_where_they_are(stager: Stager) -> None:
+    tree = Node(A, Plain("left", Typed(B)))
+    there = stager.put(tree).value
+    assert (there.parts[1].left, there.parts[0].shape) == ("left", A.shape)
+    back = stager.get(there).value
+    assert back.parts[1].left == "left"
+    assert np.array_equal(back.parts[1].right.value, B)
 
 
 def test_out_must_have_the_same_structure(stager: Stager) -> None:
