@@ -9,6 +9,7 @@ from tests.random_programs.content import Wrong
 
 __all__ = ["FORMS", "Pair", "Record", "built", "flat"]
 
+NAME, NUMBER = "rides along", 7
 FORMS = ("leaf", "list", "tuple", "dict", "pair", "record", "nested")
 
 
@@ -22,6 +23,7 @@ class Pair(NamedTuple):
 class Record:
     first: Any
     nothing: None
+    name: str
     rest: Any
 
 
@@ -40,9 +42,9 @@ def built(form: str, leaves: list[Any]) -> Any:
         case "pair":
             return Pair(leaves[0], leaves[1:])
         case "record":
-            return Record(leaves[0], None, leaves[1:])
+            return Record(leaves[0], None, NAME, leaves[1:])
     middle = len(leaves) // 2
-    return {"a": [tuple(leaves[:middle]), None], "b": {"c": leaves[middle:], "d": ()}}
+    return {"a": [tuple(leaves[:middle]), None], "b": {"c": leaves[middle:], "d": (), "e": NUMBER}}
 
 
 def flat(form: str, tree: Any) -> list[Any]:
@@ -59,9 +61,11 @@ def flat(form: str, tree: Any) -> list[Any]:
                 return [tree[_key(index)] for index in range(len(tree))]
             case "pair", Pair(first=first, rest=list() as rest):
                 return [first, *rest]
-            case "record", Record(first=first, nothing=None, rest=list() as rest):
+            case "record", Record(first=first, nothing=None, name=name, rest=list() as rest) if name == NAME:
                 return [first, *rest]
-            case "nested", {"a": [tuple() as before, None], "b": {"c": list() as after, "d": ()}}:
+            case "nested", {"a": [tuple() as before, None], "b": {"c": list() as after, "d": (), "e": int() as number}} if (
+                number == NUMBER
+            ):
                 return [*before, *after]
     except KeyError as error:
         raise Wrong(f"a tree of the form {form} came back without {error}") from error
