@@ -142,6 +142,12 @@ MUTANTS = (
         "return False and any(self._is_pinned(leaf)",
     ),
     Mutant(
+        "a batch is borrowed that its source refers to",
+        "xferlib/pipeline/unshared.py",
+        "return _IS_COUNTED and _are_unshared(box, 0)",
+        "return type(box[0]) in (np.ndarray, dict, list, tuple)",
+    ),
+    Mutant(
         "pinned memory is given back for less than was taken",
         "xferlib/memory/ranges.py",
         "        if size > nbytes:\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -31,9 +32,15 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         ways = {"slots": self._slots, "rewritten": self._rewritten}
-        for batch in ways.get(self._arguments["way"], self._fresh)():
+        batches = ways.get(self._arguments["way"], self._fresh)()
+        box: list[Any] = []
+        while True:
+            # Without a name: nothing may refer to a fresh batch.
+            box.extend(itertools.islice(batches, 1))
+            if not box:
+                return
             self._world.run_ahead(len(self.contents[-1]))
-            yield batch
+            yield box.pop()
 
     def _made(self, number: int) -> Host:
         arguments = self._arguments
@@ -43,7 +50,9 @@ class Batches:
         for number in range(self._arguments["count"]):
             host = self._made(number)
             self.contents.append([leaf.content for leaf in host.leaves])
-            yield host.tree
+            box = [host.tree]
+            del host
+            yield box.pop()
 
     def _rewritten(self) -> Iterator[Any]:
         host = self._made(0)
