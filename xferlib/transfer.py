@@ -12,6 +12,7 @@ from xferlib.debug import Check
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
 from xferlib.latch import is_copying
 from xferlib.protocol import Event, Stream
+from xferlib.tree import described
 
 __all__ = ["Later", "Transfer"]
 
@@ -26,6 +27,11 @@ class Later:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make: Callable[[], Any] | None = make
         self._made: dict[None, Any] = {}
+
+    @property
+    def made(self) -> Any:
+        """The arrays, if they were made."""
+        return self._made.get(None)
 
     def __call__(self) -> Any:
         """Return the arrays."""
@@ -190,9 +196,17 @@ class Transfer:
         raise TypeError("a transfer is no array. Take its arrays with .value, or with .result(), which blocks until it is done")
 
     def __repr__(self) -> str:
-        direction = "D2H" if self._on_host else "H2D"
-        state = "failed" if self._error is not None else "done" if self._finished else "started"
-        return f"<Transfer {direction} {state}>"
+        value = self._value.made if isinstance(self._value, Later) else self._value
+        words = ("D2H" if self._on_host else "H2D", self._state(), *([] if value is None else [described(value)]))
+        return f"<Transfer {', '.join(words)}>"
+
+    def _state(self) -> str:
+        if _forks and self._born != _forks:
+            return "of another process"
+        try:
+            return "done" if self.done() else "in flight"
+        except Exception:
+            return "failed"
 
     def _arrays(self) -> Any:
         value = self._value

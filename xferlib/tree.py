@@ -26,9 +26,10 @@ import optree
 from xferlib.errors import CapabilityError
 from xferlib.protocol import HostStager, TakesTreesApart
 
-__all__ = ["PLAIN", "Spec", "Trees", "flatten", "flatten_like", "path", "rides_along", "trees_of", "unflatten"]
+__all__ = ["PLAIN", "Spec", "Trees", "described", "flatten", "flatten_like", "path", "rides_along", "trees_of", "unflatten"]
 
 NUMPY = {np.ndarray}
+DESCRIBED = 4
 RIDERS = (str, bytes, int, float, complex, date, time, timedelta, Decimal, Fraction, Enum, PurePath, UUID)
 """What no array hides in. NumPy's own numbers, some of which are Python's as well, are arrays."""
 
@@ -164,6 +165,16 @@ def path(spec: Spec, index: int) -> str:
         spec, riders = spec
         index = [number for number in range(spec.num_leaves) if number not in riders][index]
     return "tree" + "".join(f"[{part!r}]" if not isinstance(part, str) else f".{part}" for part in spec.paths()[index])
+
+
+def described(tree: Any) -> str:
+    """Say in words which arrays a tree has, of any library."""
+    arrays, _ = PLAIN.arrays(tree)
+    words = [
+        f"{getattr(array, 'dtype', type(array).__qualname__)}{list(getattr(array, 'shape', ()))}" for array in arrays[:DESCRIBED]
+    ]
+    more = [f"and {len(arrays) - DESCRIBED} more"] if len(arrays) > DESCRIBED else []
+    return ", ".join(words + more)
 
 
 def _shape_of(spec: Spec) -> object:

@@ -80,6 +80,11 @@ class Feed(Generic[T]):
         return self._shared.depth
 
     @property
+    def ahead(self) -> int:
+        """How many items are started and not taken."""
+        return len(self._shared.items)
+
+    @property
     def lowered(self) -> AllocationError | None:
         """Why there are fewer ahead than asked."""
         return self._shared.lowered

@@ -195,6 +195,12 @@ class Prefetch:
     def __enter__(self) -> Prefetch:
         return self
 
+    def __repr__(self) -> str:
+        state = (
+            "spent" if self._feed.spent else "closed" if self._feed.closed else f"{self._feed.ahead} ahead of {self._feed.depth}"
+        )
+        return f"<Prefetch, {self._taken} taken, {state}>"
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
