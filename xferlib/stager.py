@@ -220,7 +220,8 @@ class Stager:
     def put(self, tree: Any, *, into: Any = None, stream: object | None = None, borrow: bool = False) -> Transfer:
         """Start copying a tree of NumPy arrays to the device and return at once.
 
-        Text, numbers, times, paths and members of enumerations among them ride along: they come out where they stood.
+        Text, numbers, times, paths and members of enumerations among them ride along: they come out where they stood, and `into`
+        keeps its own.
         Sources in pinned memory are read after this returns: do not rewrite them before `done()`. Pageable sources are free when
         it returns, which it does when the CPU has copied them: with a `SynchronousTransferWarning`, the first time in a line.
         `into`: device arrays of the same structure, shapes and dtypes to overwrite; the copy waits for what `stream` (None: the

@@ -26,12 +26,24 @@ import optree
 from xferlib.errors import CapabilityError
 from xferlib.protocol import HostStager, TakesTreesApart
 
-__all__ = ["PLAIN", "Spec", "Trees", "described", "flatten", "flatten_like", "path", "rides_along", "trees_of", "unflatten"]
+__all__ = [
+    "PLAIN",
+    "Spec",
+    "Trees",
+    "check_structure",
+    "described",
+    "flatten",
+    "flatten_like",
+    "path",
+    "rides_along",
+    "trees_of",
+    "unflatten",
+]
 
-NUMPY = {np.ndarray}
+NUMPY: set[type] = {np.ndarray}
 DESCRIBED = 4
 RIDERS = (str, bytes, int, float, complex, date, time, timedelta, Decimal, Fraction, Enum, PurePath, UUID)
-"""What no array hides in. NumPy's own numbers, some of which are Python's as well, are arrays."""
+"""What is no array. NumPy's own numbers, some of which are Python's as well, are."""
 
 
 class Mixed(NamedTuple):
@@ -64,18 +76,12 @@ class Trees:
 
     def flatten(self, tree: Any) -> tuple[list[Any], optree.PyTreeSpec | None]:
         """Return the leaves, in a fixed order, and what `unflatten` needs."""
-        if type(tree) in self._bare:
-            return [tree], None
-        leaves, spec = optree.tree_flatten(tree, namespace=self.namespace)
-        kinds = set(map(type, leaves))
-        if kinds != NUMPY and not kinds <= self._bare and self._learn(kinds, leaves):
-            return self.flatten(tree)
-        return leaves, None if spec.is_leaf() else spec
+        leaves, spec, _ = self._taken_apart(tree)
+        return leaves, spec
 
     def arrays(self, tree: Any) -> tuple[list[Any], Spec]:
         """Return the leaves that do not ride along, in a fixed order, and what `unflatten` needs."""
-        leaves, spec = self.flatten(tree)
-        kinds = set(map(type, leaves))
+        leaves, spec, kinds = self._taken_apart(tree)
         if spec is None or kinds == NUMPY or not any(map(rides_along, kinds)):
             return leaves, spec
         riders = {index: leaf for index, leaf in enumerate(leaves) if rides_along(type(leaf))}
@@ -84,9 +90,18 @@ class Trees:
     def flatten_like(self, spec: Spec, tree: Any, *, name: str) -> list[Any]:
         """Return the arrays of a tree that must have this shape; what rides along may differ. Raises `ValueError`, naming it."""
         leaves, other = self.arrays(tree)
-        if _shape_of(other) != _shape_of(spec):
-            raise ValueError(f"{name} has another structure: expected {_shown(spec)}, got {_shown(other)}")
+        check_structure(spec, other, name=name)
         return leaves
+
+    def _taken_apart(self, tree: Any) -> tuple[list[Any], optree.PyTreeSpec | None, set[type]]:
+        """Return the leaves, the shape, and the types of the leaves."""
+        if type(tree) in self._bare:
+            return [tree], None, NUMPY
+        leaves, spec = optree.tree_flatten(tree, namespace=self.namespace)
+        kinds = set(map(type, leaves))
+        if kinds != NUMPY and not kinds <= self._bare and self._learn(kinds, leaves):
+            return self._taken_apart(tree)
+        return leaves, None if spec.is_leaf() else spec, kinds
 
     def _learn(self, kinds: set[type], leaves: list[Any]) -> bool:
         """Look at leaves of types that are not known, one of each: there may be hundreds. Tell whether any can be taken apart."""
@@ -157,6 +172,12 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
     return optree.tree_unflatten(spec, leaves)
 
 
+def check_structure(spec: Spec, other: Spec, *, name: str) -> None:
+    """Raise `ValueError`, naming the argument, unless two trees have the same shape, and what rides along at the same places."""
+    if _shape_of(other) != _shape_of(spec):
+        raise ValueError(f"{name} has another structure: expected {_shown(spec)}, got {_shown(other)}")
+
+
 def path(spec: Spec, index: int) -> str:
     """Say in words where an array stands, for an error."""
     if spec is None:
@@ -164,6 +185,10 @@ def path(spec: Spec, index: int) -> str:
     if isinstance(spec, Mixed):
         spec, riders = spec
         index = [number for number in range(spec.num_leaves) if number not in riders][index]
+    return _place(spec, index)
+
+
+def _place(spec: optree.PyTreeSpec, index: int) -> str:
     return "tree" + "".join(f"[{part!r}]" if not isinstance(part, str) else f".{part}" for part in spec.paths()[index])
 
 
@@ -184,12 +209,17 @@ def _shape_of(spec: Spec) -> object:
 def _shown(spec: Spec) -> str:
     if spec is None:
         return "one array"
-    return f"{spec.spec} without {len(spec.riders)} that are no arrays" if isinstance(spec, Mixed) else str(spec)
+    if not isinstance(spec, Mixed):
+        return str(spec)
+    places = [_place(spec.spec, index) for index in spec.riders]
+    return f"{spec.spec} with {', '.join(places[:DESCRIBED] + ['...'][: len(places) - DESCRIBED])} no array"
 
 
 def _is_record(leaf: Any) -> bool:
     # A framework's array may be a dataclass as well; it is no nest of arrays for that.
-    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and not hasattr(leaf, "dtype")
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    return not hasattr(leaf, "dtype") and not rides_along(type(leaf))
 
 
 def _fields(instance: Any) -> tuple[list[Any], Any, tuple[str, ...]]:

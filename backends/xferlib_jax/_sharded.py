@@ -222,11 +222,11 @@ class ShardedPuts:
     def _plan_leaves(self, tree: Any, arrays: Sequence[Array], riders: frozenset[int]) -> list[LeafPlan]:
         if not arrays:
             raise ValueError("there is no array in the batch: expected a NumPy array, or a tree of them")
-        shardings = jax.tree.leaves(jax.tree.broadcast(self._sharding, tree.unflatten(range(tree.num_leaves))))
+        numbers = [number for number in range(tree.num_leaves) if number not in riders]
+        numbered = tree.unflatten(None if number in riders else number for number in range(tree.num_leaves))
+        shardings = jax.tree.leaves(jax.tree.broadcast(self._sharding, numbered))
         leaves = []
-        numbers = (number for number in range(tree.num_leaves) if number not in riders)
-        for number, array in zip(numbers, arrays, strict=True):
-            sharding = shardings[number]
+        for number, array, sharding in zip(numbers, arrays, shardings, strict=True):
             try:
                 _arrays.check_dtype(array.dtype)
                 leaves.append(plan_leaf(sharding, array.shape, array.dtype))

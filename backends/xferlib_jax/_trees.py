@@ -9,6 +9,7 @@ from typing import Any, final
 import jax
 
 from xferlib.protocol import TakenApart
+from xferlib.tree import rides_along
 
 __all__ = ["put_together", "take_apart", "with_records", "without_records"]
 
@@ -83,7 +84,9 @@ def _made(node: Any) -> Any:
 
 
 def _is_record(leaf: Any) -> bool:
-    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and not hasattr(leaf, "dtype")
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    return not hasattr(leaf, "dtype") and not rides_along(type(leaf))
 
 
 def _is_recorded(node: Any) -> bool:

@@ -8,6 +8,7 @@ import pathlib
 import threading
 import uuid
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum
@@ -26,6 +27,17 @@ from xferlib.tree import PLAIN, flatten, flatten_like, path, trees_of, unflatten
 
 class Colour(Enum):
     RED = 1
+
+
+@dataclass
+class Fields:
+    mass: float
+    radius: float
+
+
+@dataclass(init=False)
+class Day(datetime.date):
+    """A dataclass, and a day all the same."""
 
 
 class Pair(NamedTuple):
@@ -128,7 +140,7 @@ def test_riders_may_differ_from_tree_to_tree_and_their_places_may_not() -> None:
     _, spec = PLAIN.arrays({"image": A, "name": "first"})
     assert flatten_like(spec, {"image": B, "name": "second"}, name="into") == [B]
     for other in ({"image": B, "name": C}, {"image": "text", "name": B}, {"image": B}, B, {"image": "x", "name": "y"}):
-        with pytest.raises(ValueError, match=r"into has another structure: expected .* without 1 that are no arrays, got"):
+        with pytest.raises(ValueError, match=r"into has another structure: expected .* with tree\.name no array, got"):
             flatten_like(spec, other, name="into")
     _, plain = PLAIN.arrays({"image": A, "name": B})
     with pytest.raises(ValueError, match="into has another structure"):
@@ -178,6 +190,60 @@ def test_debug_mode_watches_the_sources_of_a_batch_with_names() -> None:
             source[:] = 1
         with pytest.raises(xferlib.SourceRewrittenError, match=r"tree\.x"):
             transfer.synchronize()
+
+
+class Planet(Fields, Enum):
+    """As the documentation of enumerations has it."""
+
+    EARTH = 5.9, 6.3
+
+
+def test_a_member_of_an_enumeration_is_itself_though_it_has_fields() -> None:
+    with xferlib.stager("host") as stager:
+        there = stager.put({"x": A, "planet": Planet.EARTH, "day": Day(2000, 1, 2)}).value
+    assert there["planet"] is Planet.EARTH
+    assert there["day"] == Day(2000, 1, 2)
+
+
+def test_many_that_are_no_arrays_are_not_all_named() -> None:
+    _, spec = PLAIN.arrays([A, *"abcdef"])
+    with pytest.raises(ValueError, match=r"with tree\[1\], tree\[2\], tree\[3\], tree\[4\], \.\.\. no array, got"):
+        flatten_like(spec, [A, B], name="out")
+
+
+def test_names_ride_along_in_slots(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, {"x": ((4, 2), np.uint8)}, slots=2) as ring:
+
+        def slots() -> Iterator[Any]:
+            for number in range(5):
+                slot = ring.acquire()
+                slot["x"][:] = number
+                slot.tree["name"] = f"{number}.png"
+                slot.rows = 3
+                yield slot
+
+        found = [(batch["name"], stager.get(batch["x"]).value.tolist()) for batch in xferlib.prefetch(slots(), stager)]
+        assert found == [(f"{number}.png", [[number] * 2] * 3) for number in range(5)]
+        slot = ring.acquire()
+        slot.tree["name"] = "not put"
+        slot.release()
+        slot = ring.acquire()
+        assert list(slot.tree) == ["x"]
+
+
+def test_names_ride_along_into_the_rows_of_one_array(stager: xferlib.Stager) -> None:
+    out = {"x": np.zeros((6, 2)), "name": None, "number": 0}
+    results = [stager.put({"x": np.full((2, 2), number), "name": None, "number": number}).value for number in (1.0, 2.0, 3.0)]
+    with xferlib.drain(results, stager, out=out) as drained:
+        found = [(result["number"], result["x"].tolist()) for result in drained]
+    assert found == [(number, [[number] * 2] * 2) for number in (1.0, 2.0, 3.0)]
+    assert out["x"].tolist() == [[1.0] * 2] * 2 + [[2.0] * 2] * 2 + [[3.0] * 2] * 2  # type: ignore[union-attr]  # It is an array.
+    assert out["number"] == 0
+    with (
+        xferlib.drain(results, stager, out={"x": np.zeros((6, 2))}) as drained,
+        pytest.raises(ValueError, match="another structure"),
+    ):
+        next(drained)
 
 
 def test_names_ride_along_a_pipeline(stager: xferlib.Stager) -> None:

@@ -430,6 +430,10 @@ def test_names_ride_along(stagers: tuple[Stager, ...]) -> None:
     assert [batch["name"] for batch in found] == [["0", 0], ["1", 1], ["2", 2]]
     for batch, given in zip(found, batches, strict=True):
         assert_is(batch["x"], given["x"], over("a"))
+    for shardings in ({"x": over("b"), "name": None}, {"x": over("b"), "name": over("a")}):
+        (batch,) = all_of([{"x": random((16, 4)), "name": "one"}], shardings, stagers=stagers)
+        assert_is(batch["x"], random((16, 4)), over("b"))
+        assert batch["name"] == "one"
 
 
 def test_what_is_no_sharding_of_this_process_is_refused() -> None:

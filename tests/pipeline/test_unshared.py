@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
+import pickle
 import queue
 import sys
 import sysconfig
 import weakref
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 Pair = namedtuple("Pair", "image label")
+DAY = datetime.date(2000, 1, 2)
 LARGE = 3 << 20
 _kept: list[Any] = []
 
@@ -49,11 +52,10 @@ UNSHARED: dict[str, Callable[[], Any]] = {
     "one of no dimension": lambda: np.array(1.0),
     "a view of an array": lambda: part_of(new()),
     "a view of a view": lambda: part_of(new().reshape(2, 4)).T,
-    "bytes": lambda: np.frombuffer(b"constant", np.uint8).reshape(2, 4),
+    "bytes": lambda: np.frombuffer(bytes([1, 2, 3, 4]), np.uint8).reshape(2, 2),
     "a dict": lambda: {"image": new(), "label": new()},
     "a list and a tuple": lambda: [new(), (new(), [new()])],
-    "a named tuple": lambda: Pair(new(), new()),
-    "beside what is no array": lambda: {"image": new(), "name": "x" * 100, "number": 10**6, "none": None},
+    "beside what is no array": lambda: {"image": new(), "name": "x" * 100, "number": 10**6, "none": None, "day": DAY, "empty": ()},
 }
 
 
@@ -65,6 +67,10 @@ def test_what_was_made_for_the_batch_alone_is_unshared(make: Callable[[], Any]) 
 @dataclass
 class Record:
     image: Any
+
+
+class Wide(tuple[Any, ...]):
+    """It may have more than its items."""
 
 
 class Marked(np.ndarray[Any, Any]):
@@ -102,7 +108,14 @@ SHARED: dict[str, Callable[[], Any]] = {
     "a list in itself": in_a_circle,
     "through a weak reference": noted,
     "memory that can be written": lambda: np.frombuffer(bytearray(8), np.uint8),
+    "bytes": lambda: np.frombuffer(kept(bytes([1, 2, 3, 4])), np.uint8),
+    "bytes that pickle has made an array of": lambda: np.frombuffer(
+        kept(pickle.loads(pickle.dumps(np.arange(1000.0), 3))).base, np.uint8
+    ),
     "a class of the user's": lambda: Record(new()),
+    "a named tuple, which may have a finalizer": lambda: Pair(new(), new()),
+    "an array in an attribute of a tuple": lambda: Wide((new(),)),
+    "a dict of another class": lambda: OrderedDict(image=new()),
     "an array of another class": lambda: new().view(Marked),
     "an iterator": lambda: iter([new()]),
 }
@@ -113,12 +126,30 @@ def test_what_somebody_else_may_refer_to_is_shared(make: Callable[[], Any]) -> N
     assert not is_unshared([make()])
 
 
-def test_a_named_tuple_is_looked_into_whatever_its_class_says_of_its_items() -> None:
-    class Liar(Pair):
-        def __iter__(self) -> Iterator[Any]:
-            return iter((new(), new()))
+class Pooled(NamedTuple):
+    """Gives its array back to whoever made it."""
 
-    assert not is_unshared([Liar(kept(new()), new())])
+    image: Any
+
+    def __del__(self) -> None:
+        _kept.append(self.image)
+
+
+def test_a_batch_that_gives_its_arrays_back_is_copied_first(stager: xferlib.Stager) -> None:
+    _kept.clear()
+
+    def source() -> Iterator[Any]:
+        for number in range(4):
+            image = _kept.pop() if _kept else np.empty(LARGE, np.uint8)
+            image[:] = number
+            batch = [Pooled(image)]
+            del image
+            yield batch.pop()
+
+    before = stager.stats().synchronous
+    with xferlib.prefetch(source(), stager, 4) as loop:
+        assert [set(batch.image.tolist()) for batch in loop] == [{0}, {1}, {2}, {3}]
+    assert stager.stats().synchronous == before + 4
 
 
 def test_nothing_is_proved_where_references_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def prefetch(
     done, either way.
 
     A batch that nothing else refers to is borrowed whatever is said, since nobody can write to it: arrays that own their memory (or
-    are the only view of one that does, or read `bytes`), in dicts, lists and tuples that the source keeps no reference to either. A
+    are the only view of one that does, or of `bytes`), in dicts, lists and tuples that the source keeps no reference to either. A
     generator that says `batch = ...` and then `yield batch` keeps one, `yield ...` does not.
 
     `stream`: the one whose work will use the batches. None: the consumer's current one. A framework that knows no current stream

@@ -291,7 +291,7 @@ class Slot:
     @rows.setter
     def rows(self, rows: int | None) -> None:
         self._check()
-        leaves, _ = self._trees.flatten(self._tree)
+        leaves, _ = self._trees.arrays(self._tree)
         room = min((len(leaf) if leaf.ndim else 0) for leaf in leaves)
         if rows is not None and not 0 <= rows <= room:
             raise ValueError(f"rows={rows!r}: the first axes of this slot have room for 0 to {room}")
@@ -308,7 +308,7 @@ class Slot:
         Its arrays are made read-only. Views that were taken of them before are not: do not write through those any more.
         """
         lease = self._check()
-        leaves, spec = self._trees.flatten(self._tree)
+        leaves, spec = self._trees.arrays(self._tree)
         sent = leaves if self._rows is None else [leaf[: self._rows] for leaf in leaves]
         transfer = self.ring.stager.put(unflatten(spec, sent), stream=stream)
         # Let go of first: what is interrupted here comes back when the copy does.
@@ -322,7 +322,7 @@ class Slot:
         """Give the slot back; nothing if it was put or given back before."""
         if self._lease is None:
             return
-        _freeze(self._trees.flatten(self._tree)[0])
+        _freeze(self._trees.arrays(self._tree)[0])
         number = self._lease.number
         self._lease = None
         self._done = "given back"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from xferlib.memory.arrays import Array
-from xferlib.tree import Trees, path, unflatten
+from xferlib.tree import Spec, Trees, check_structure, path, unflatten
 
 __all__ = ["Rows"]
 
@@ -14,13 +14,14 @@ __all__ = ["Rows"]
 class Rows:
     """A tree of arrays that results fill from the front. In memory, mapped from a file, or shared: any NumPy arrays.
 
-    A result with as many axes as its array takes as many rows as it has; one with an axis less takes one row.
+    A result with as many axes as its array takes as many rows as it has; one with an axis less takes one row. What rides along in
+    results has something that is no array at its place in `out`, which stays as it is.
     """
 
     def __init__(self, out: Any, trees: Trees) -> None:
         self.filled = 0
         self._trees = trees
-        leaves, self._spec = trees.flatten(out)
+        leaves, self._spec = trees.arrays(out)
         if not leaves:
             raise ValueError(f"out: there is no array in {out!r}")
         for index, leaf in enumerate(leaves):
@@ -31,7 +32,7 @@ class Rows:
 
     def next(self, result: Any) -> tuple[Any, int]:
         """Return the views that this result is to be copied to, and how many rows they are. Raises `ValueError`."""
-        leaves = self._like(result)
+        leaves, spec = self._like(result)
         counts = {self._count(array, leaf, index) for index, (array, leaf) in enumerate(zip(self._arrays, leaves, strict=True))}
         if len(counts) > 1:
             raise ValueError(f"the arrays of one result have different numbers of rows: {sorted(counts)}")
@@ -45,7 +46,8 @@ class Rows:
             array[self.filled : end] if array.ndim == len(leaf.shape) else array[self.filled, ...]
             for array, leaf in zip(self._arrays, leaves, strict=True)
         ]
-        return unflatten(self._spec, views), count
+        # With what rides along in the result.
+        return unflatten(spec, views), count
 
     def _count(self, array: Array, leaf: Any, index: int) -> int:
         axes = len(leaf.shape)
@@ -56,9 +58,10 @@ class Rows:
             )
         return int(leaf.shape[0]) if axes == array.ndim else 1
 
-    def _like(self, result: Any) -> list[Any]:
-        leaves = self._trees.flatten_like(self._spec, result, name="a result (compared with out)")
+    def _like(self, result: Any) -> tuple[list[Any], Spec]:
+        leaves, spec = self._trees.arrays(result)
+        check_structure(self._spec, spec, name="a result (compared with out)")
         for leaf in leaves:
             if not hasattr(leaf, "shape"):
                 raise TypeError(f"expected a device array, got {type(leaf).__module__}.{type(leaf).__qualname__}")
-        return leaves
+        return leaves, spec

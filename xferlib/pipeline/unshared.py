@@ -9,7 +9,12 @@ from __future__ import annotations
 import sys
 import sysconfig
 import weakref
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
@@ -17,14 +22,19 @@ __all__ = ["is_unshared"]
 
 _IS_COUNTED = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 """Elsewhere `sys.getrefcount` leaves out references, or there is none to ask."""
-_CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_CONSTANTS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes}
+    | {date, datetime, time, timedelta, Decimal, Fraction, UUID, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath}
+)
+"""What rides along, and no copy reads. Not their subclasses, which a framework may take apart."""
 
 
 def is_unshared(box: list[Any]) -> bool:
     """Tell whether nothing refers to the one item of a list, nor to any array in it, but the list. Any thread.
 
-    The item: an array, or any nest of dict, list, tuple and named tuple with arrays at the leaves. The caller must not refer to it
-    otherwise. An array owns its memory, is a view of one that does and that nothing else refers to, or reads `bytes`.
+    The item: an array, or any nest of dict, list and tuple with arrays at the leaves; not of classes derived from these, which may
+    have finalizers, attributes and iterators of their own. The caller must not refer to it otherwise. An array owns its memory, or
+    is the only view of an array that does, or of `bytes`.
     """
     return _IS_COUNTED and _are_unshared(box, 0)
 
@@ -33,18 +43,15 @@ def _are_unshared(items: list[Any], owners: int) -> bool:
     """Look at items of a list that is this function's, or the box. `owners`: how many references each has besides."""
     for item, count in zip(items, _counts(items), strict=True):
         kind = type(item)
-        if kind in _CONSTANTS:
+        if kind in _CONSTANTS or item is _EMPTY:
             continue
         if count != _ALONE + owners or weakref.getweakrefcount(item):
             return False
         if kind is np.ndarray:
             if not (item.flags.owndata or _is_base_unshared([item.base])):
                 return False
-        elif kind is dict:
-            if not _are_unshared(list(item.values()), 1):
-                return False
-        elif kind is list or isinstance(item, tuple):
-            if not _are_unshared(list(kind.__iter__(item)), 1):
+        elif kind is dict or kind is list or kind is tuple:
+            if not _are_unshared(list(item.values() if kind is dict else item), 1):
                 return False
         else:
             return False
@@ -54,12 +61,16 @@ def _are_unshared(items: list[Any], owners: int) -> bool:
 def _is_base_unshared(bases: list[Any]) -> bool:
     """Tell whether the memory of a view is nobody else's. A view refers to the owner of the memory, says NumPy, and to no view."""
     (kind,) = map(type, bases)
-    return kind is bytes or (kind is np.ndarray and _are_unshared(bases, 1))
+    if kind is bytes:
+        # Others may write to it: NumPy lets those do so that it has made of it itself, by pickle.
+        return _counts(bases) == [_ALONE + 1]
+    return kind is np.ndarray and _are_unshared(bases, 1)
 
 
 def _counts(items: list[Any]) -> list[int]:
     return list(map(sys.getrefcount, items))
 
 
+_EMPTY = ()
 _ALONE = _counts([object()])[0]
 """Of an object that only a list refers to: what the interpreter adds while it counts is its own affair."""
