@@ -31,7 +31,7 @@ def test_a_result_comes_in_time_or_not_at_all(stager: xferlib.Stager) -> None:
         for timeout in (0, 0.001):
             with pytest.raises(TimeoutError, match=f"not done after {timeout} seconds"):
                 started.result(timeout)
-        assert "started" in repr(started)
+        assert "in flight" in repr(started)
     assert started.result(10).tolist() == [1] * 3
     assert started.result(0).tolist() == [1] * 3
     assert "done" in repr(started)
