@@ -105,7 +105,7 @@ def interrupted(
     with _handled(striking) as swallowed:
         while hits < times:
             tries += 1
-            assert tries <= 20 * times + 100, f"of {tries} operations only {hits} could be interrupted"
+            assert tries <= 200 * times + 100, f"of {tries} operations only {hits} could be interrupted"
             # Half of them early: what is set up is set up in little time.
             longest = seconds if chance.random() < 0.5 else seconds / 10
             hits += striking.strikes(operation, max(LEAST_SECONDS, chance.uniform(0, longest)), times=strikes)

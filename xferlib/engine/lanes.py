@@ -161,11 +161,14 @@ class Lane:
     def let_go_of_lost(self) -> None:
         """Have others come for chunks that are lost: their memory is nobody's any more."""
         with self._releasing:
-            for number, block in list(self._blocks.items()):
-                if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, None) == BUSY:
-                    self._leaving[number] = block
-                    self._blocks.pop(number, None)
+            self._note_lost()
             self._settle()
+
+    def _note_lost(self) -> None:
+        for number, block in list(self._blocks.items()):
+            if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, None) == BUSY:
+                self._leaving[number] = block
+                self._blocks.pop(number, None)
 
     def _settle(self) -> bool:
         found = False
