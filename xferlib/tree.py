@@ -28,6 +28,7 @@ from xferlib.protocol import HostStager, TakesTreesApart
 
 __all__ = [
     "PLAIN",
+    "RIDERS",
     "Spec",
     "Trees",
     "check_structure",

@@ -9,24 +9,20 @@ from __future__ import annotations
 import sys
 import sysconfig
 import weakref
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
-from fractions import Fraction
-from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from datetime import datetime
+from pathlib import Path, PurePath
 from typing import Any
-from uuid import UUID
 
 import numpy as np
+
+from xferlib.tree import RIDERS
 
 __all__ = ["is_unshared"]
 
 _IS_COUNTED = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 """Elsewhere `sys.getrefcount` leaves out references, or there is none to ask."""
-_CONSTANTS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes}
-    | {date, datetime, time, timedelta, Decimal, Fraction, UUID, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath}
-)
-"""What rides along, and no copy reads. Not their subclasses, which a framework may take apart."""
+_UNREAD = frozenset({type(None), bool, datetime, type(Path()), type(PurePath()), *RIDERS})
+"""What rides along, and no copy reads. Not what else is derived from these: a framework may take that apart."""
 
 
 def is_unshared(box: list[Any]) -> bool:
@@ -43,7 +39,7 @@ def _are_unshared(items: list[Any], owners: int) -> bool:
     """Look at items of a list that is this function's, or the box. `owners`: how many references each has besides."""
     for item, count in zip(items, _counts(items), strict=True):
         kind = type(item)
-        if kind in _CONSTANTS or item is _EMPTY:
+        if kind in _UNREAD or item is _EMPTY:
             continue
         if count != _ALONE + owners or weakref.getweakrefcount(item):
             return False
