@@ -42,6 +42,10 @@ class Gets:
 
     def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
         """Get a tree."""
+        if type(tree) in self._trees.bare and (out is None or type(out) is np.ndarray):
+            transfer = self._one(tree, out, stream)
+            if transfer is not None:
+                return transfer
         leaves, spec = self._trees.arrays(tree)
         if not leaves:
             raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
@@ -63,6 +67,51 @@ class Gets:
             addresses = [self._host.address(array) for array in given]
         event, failures = self._begin(sources, given, addresses, after, looked=looks)
         return Transfer(unflatten(spec, given) if out is None else out, event, failures, True)
+
+    # One array into pinned memory, without the lists that `start` makes: a third of the time of a small get would go into them.
+
+    def _checked_one(self, array: Any, out: Array | None) -> Alike:
+        """Check both as `_checked` does."""
+        try:
+            shape, dtype = self._described(array)
+            self._host.check_dtype(dtype)
+            if out is not None:
+                check_out(out, shape, dtype)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"at {path(None, 0)}")
+            raise
+        return shape, dtype
+
+    def _one(self, array: Any, out: Array | None, stream: object | None) -> Transfer | None:
+        """None: `out` is in pageable memory, or empty, and nothing was started."""
+        shape, dtype = self._checked_one(array, out)
+        address = None if out is None else self._host.address(out)
+        if out is not None and not address:
+            return None
+        # In the order of `start`.
+        self._staging.wait_issued()
+        try:
+            source = self._backend.as_source(array, stream)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"at {path(None, 0)}")
+            raise
+        looks = source.nbytes >= LARGE
+        if looks:
+            self._d2h.reap()
+        if out is None:
+            out = self._pool.empty(shape, dtype)
+            address = self._host.address(out)
+        if not address:
+            event, failures = self._begin([source], [out], [address], None, looked=looks)
+            return Transfer(out, event, failures, True)
+        nbytes = out.nbytes
+        try:
+            self._backend.copy_d2h(address, source.address, nbytes)
+            event = self._d2h.add(nbytes, (out,), (source,), looked=looks)
+        except BaseException:
+            self._d2h.settle((source, out))
+            raise
+        return Transfer(out, event, self._failures, True)
 
     def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
         """Check everything that needs no order first: a leaf that is refused must not hold up transfers to come."""

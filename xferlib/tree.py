@@ -71,8 +71,8 @@ class Trees:
         # Without the backend, which would be kept for the process.
         self._take_apart = None if framework is None else framework.take_apart
         self._put_together = None if framework is None else framework.put_together
-        # Types that are leaves.
-        self._bare: set[type] = {np.ndarray, str, bytes, bool, int, float, complex}
+        self.bare: set[type] = {np.ndarray, str, bytes, bool, int, float, complex}
+        """Types that are leaves, as far as it is known."""
         self._registered: set[type] = set()
 
     def flatten(self, tree: Any) -> tuple[list[Any], optree.PyTreeSpec | None]:
@@ -96,11 +96,11 @@ class Trees:
 
     def _taken_apart(self, tree: Any) -> tuple[list[Any], optree.PyTreeSpec | None, set[type]]:
         """Return the leaves, the shape, and the types of the leaves."""
-        if type(tree) in self._bare:
+        if type(tree) in self.bare:
             return [tree], None, NUMPY
         leaves, spec = optree.tree_flatten(tree, namespace=self.namespace)
         kinds = set(map(type, leaves))
-        if kinds != NUMPY and not kinds <= self._bare and self._learn(kinds, leaves):
+        if kinds != NUMPY and not kinds <= self.bare and self._learn(kinds, leaves):
             return self._taken_apart(tree)
         return leaves, None if spec.is_leaf() else spec, kinds
 
@@ -108,7 +108,7 @@ class Trees:
         """Look at leaves of types that are not known, one of each: there may be hundreds. Tell whether any can be taken apart."""
         found = False
         for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items():
-            if kind in self._bare or kind in self._registered:
+            if kind in self.bare or kind in self._registered:
                 continue
             if self._take_apart is not None and self._put_together is not None and self._take_apart(leaf) is not None:
                 self._register(kind, self._take_apart, self._put_together)
@@ -118,7 +118,7 @@ class Trees:
                 found = True
             elif hasattr(leaf, "dtype"):
                 # Of others a class may be registered with the framework later.
-                self._bare.add(kind)
+                self.bare.add(kind)
         return found
 
     def _register(self, kind: type, apart: Callable[[Any], Any], together: Callable[[Any, Any], Any]) -> None:

@@ -179,6 +179,12 @@ MUTANTS = (
         "sources.append(place(leaf, None))",
     ),
     Mutant(
+        "the order of a get of one array is not its array's",
+        "xferlib/gets.py",
+        "source = self._backend.as_source(array, stream)",
+        "source = self._backend.as_source(array, None)",
+    ),
+    Mutant(
         "an array is adopted at another place",
         "xferlib/puts.py",
         "arrays[index] = array\n        return unflatten(spec, arrays)",

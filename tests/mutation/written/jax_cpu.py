@@ -56,8 +56,8 @@ MUTANTS = [
     (SHARDED, "            return batch.ring.slots <= self._depth", "            return batch.ring.slots < self._depth"),
     (
         SHARDED,
-        "        key = (tree, *((array.shape, array.dtype) for array in arrays))",
-        "        key = (tree, *(array.shape for array in arrays))",
+        "        key = (tree, riders, *((array.shape, array.dtype) for array in arrays))",
+        "        key = (tree, riders, *(array.shape for array in arrays))",
     ),
     (SPREAD, "        if start + self.step > len(shard):", "        if start + self.step >= len(shard):"),
     (STAGERS, "if id(stager) not in used)", "if id(stager) not in used or len(row) > 1)"),

@@ -16,25 +16,25 @@ MUTANTS = [
     ),
     (
         "xferlib/inflight.py",
-        "return not self.unissued and not self.d2h._entries and len(_open) == 1",
-        "return not self.d2h._entries and len(_open) == 1",
+        "return not self.unissued and not self.gets and not self.d2h._entries and len(_open) == 1",
+        "return not self.gets and not self.d2h._entries and len(_open) == 1",
     ),
     (
         "xferlib/inflight.py",
-        "return not self.unissued and not self.d2h._entries and len(_open) == 1",
-        "return not self.unissued and not self.d2h._entries",
+        "return not self.unissued and not self.gets and not self.d2h._entries and len(_open) == 1",
+        "return not self.unissued and not self.gets and not self.d2h._entries",
     ),
     (
         "xferlib/inflight.py",
-        "return not self.unissued and not self.d2h._entries and len(_open) == 1",
-        "return not self.unissued and len(_open) == 1",
+        "return not self.unissued and not self.gets and not self.d2h._entries and len(_open) == 1",
+        "return not self.unissued and not self.gets and len(_open) == 1",
     ),
     (
         "xferlib/inflight.py",
+        "return not self.unissued and not self.gets and not self.d2h._entries and len(_open) == 1",
         "return not self.unissued and not self.d2h._entries and len(_open) == 1",
-        "return not self.d2h._entries and not self.unissued and len(_open) == 1",
     ),
-    (PUTS, "                if traffic.place == self._traffic.place:\n", "                if True:\n"),
+    (PUTS, "if event is not None and traffic.place == self._traffic.place:\n", "if event is not None:\n"),
     (
         PUTS,
         "            for place in places:\n                self._order_after_users(place)\n        event",
