@@ -19,12 +19,16 @@ class Mutant(NamedTuple):
 
 
 STAYS_AWAKE = """    if (!spares_cores) return false;
-    unsigned seen = atomic_load_explicit(&work_told, memory_order_relaxed);
+    unsigned seen = atomic_load_explicit(told, memory_order_relaxed);
     pthread_mutex_unlock(&mu);
-    for (int n = 0; n < TURNS_AWAKE && atomic_load_explicit(&work_told, memory_order_relaxed) == seen; n++) take_breath();
+    struct timespec began;
+    clock_gettime(CLOCK_MONOTONIC, &began);
+    do
+        for (int n = 0; n < BREATHS && atomic_load_explicit(told, memory_order_relaxed) == seen; n++) take_breath();
+    while (atomic_load_explicit(told, memory_order_relaxed) == seen && since(&began) < microseconds);
     pthread_mutex_lock(&mu);
     // Asked again: what was told since the last look has woken nobody, and nobody will be woken for it.
-    return stopping || atomic_load_explicit(&work_told, memory_order_relaxed) != seen;
+    return stopping || atomic_load_explicit(told, memory_order_relaxed) != seen;
 """
 """Mutants of it do as where there are cores to spare, whatever this machine has."""
 
@@ -417,19 +421,19 @@ MUTANTS = (
     # Threads.
     Mutant(
         "whoever waits is not woken",
-        "    if (come > j->come) pthread_cond_broadcast(&news);\n",
+        "        pthread_cond_broadcast(&news);\n    }\n    j->come = come;\n",
         "",
         "wakes_whoever_waits_to_the_device",
     ),
     Mutant(
         "whoever waits is woken at the end alone",
-        "    if (come > j->come) pthread_cond_broadcast(&news);\n",
+        "        pthread_cond_broadcast(&news);\n    }\n    j->come = come;\n",
         "    if (come > j->come && j->finished) pthread_cond_broadcast(&news);\n",
         "wakes_whoever_waits_to_the_host",
     ),
     Mutant(
         "whoever waits is woken at the first stage alone",
-        "    if (come > j->come) pthread_cond_broadcast(&news);\n",
+        "        pthread_cond_broadcast(&news);\n    }\n    j->come = come;\n",
         "    if (come > j->come && j->come == 0) pthread_cond_broadcast(&news);\n",
         "wakes_whoever_waits_to_the_device",
     ),
@@ -442,7 +446,7 @@ MUTANTS = (
     Mutant(
         "a thread that looks for work never sleeps",
         STAYS_AWAKE,
-        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("n < TURNS_AWAKE && ", "!stopping && "),
+        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("&& since(&began) < microseconds", "&& !stopping"),
         "falls_asleep",
     ),
     Mutant(
@@ -496,6 +500,30 @@ MUTANTS = (
         "takes_over_to_the_device",
     ),
     Mutant(
+        "whoever waits only waits",
+        "if (threads && help(j)) {",
+        "if (threads && has_failed(j) && help(j)) {",
+        "works_while_it_waits_to_the_device",
+    ),
+    Mutant(
+        "whoever waits lands nothing",
+        "    if (c) {\n        take_out(&landed, c);\n",
+        "    if (c && false) {\n        take_out(&landed, c);\n",
+        "works_while_it_waits_to_the_host",
+    ),
+    Mutant(
+        "whoever waits asks for nothing",
+        "    if (polling || copying == 0) return false;\n    polling = true;\n    size_t found = ask(), mine = 0;",
+        "    if (polling || copying < SIZE_MAX) return false;\n    polling = true;\n    size_t found = ask(), mine = 0;",
+        "works_while_it_waits_to_the_device",
+    ),
+    Mutant(
+        "what whoever waits has begun is left to nobody",
+        "        // As above.\n        if (copying && !polling) wake(1);\n",
+        "",
+        "leaves_what_it_began",
+    ),
+    Mutant(
         "whoever only asks does nothing",
         "        if (threads == 0) {\n",
         "        if (threads == 0 && left > 0) {\n",
@@ -507,7 +535,12 @@ MUTANTS = (
         "(left > 0 || questions > 0)",
         "does_what_can_be_done_at_once",
     ),
-    Mutant("nobody asks during a call", "    if (copying && !polling) wake(1);\n", "", "waits_for_no_call"),
+    Mutant(
+        "nobody asks during a call",
+        "    touching++;\n    if (copying && !polling) wake(1);\n",
+        "    touching++;\n",
+        "waits_for_no_call",
+    ),
     Mutant(
         "a call is forgotten when it is stopped",
         "        leave();\n        outcome o = issue(c, first);\n        come_back();\n",

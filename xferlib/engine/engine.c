@@ -37,13 +37,16 @@
 
 enum {
     ALIGNMENT = 256,             // Between pieces that may be copied as one. The core's.
-    LEAST_PART = 256 << 10,      // Bytes. Less would be more calls than copying.
+    LEAST_PART = 128 << 10,      // Bytes. Less would be more calls than copying.
     MOST_THREADS = 64,
     MOST_LANES_ASKED = 32,       // How many events are asked for in one round.
     ROUNDS_AWAKE = 100,          // Rounds of asking without a sleep: a chunk takes tens of microseconds.
     FIRST_SLEEP = 20, LONGEST_SLEEP = 200,   // Microseconds.
     BUCKETS = 1024,
-    TURNS_AWAKE = 1000,          // Some twenty microseconds.
+    MOST_ISSUED = 8,             // Chunks that a thread which waits issues before it looks whether it waits any more.
+    AWAKE = 200,                 // Microseconds: longer than most programs need from one batch to the next.
+    GLANCE = 5,                  // Microseconds between two questions of a thread that waits.
+    BREATHS = 32,                // Between two looks at the clock: about a microsecond.
 };
 
 typedef enum { FREE, FILLING, READY, ISSUING, COPYING, LANDED, LANDING, LOST } state;
@@ -118,6 +121,7 @@ static size_t rounds;            // Of asking some of the lanes.
 static bool polling, dozing, stopping;      // A thread asks; it sleeps between two rounds.
 static xe_figures figures;
 static _Atomic unsigned work_told;     // How often there was something new to do.
+static _Atomic unsigned news_told;     // How often a job has come further.
 static bool spares_cores;        // There are twice as many as threads.
 // Where this thread is, for the device.
 static _Thread_local struct {
@@ -302,7 +306,10 @@ static void look_at(job *j) {
     // Whoever waits is not woken by each part.
     int come = 0;
     while (come <= XE_FINISHED && has_come(j, come)) come++;
-    if (come > j->come) pthread_cond_broadcast(&news);
+    if (come > j->come) {
+        atomic_fetch_add_explicit(&news_told, 1, memory_order_relaxed);
+        pthread_cond_broadcast(&news);
+    }
     j->come = come;
 }
 
@@ -547,11 +554,11 @@ static void issued(chunk *c, outcome o) {
     }
 }
 
-// With the lane's turn.
-static void issue_ready(lane *l) {
+// With the lane's turn. What is more than `most` is left to whoever looks next.
+static void issue_ready(lane *l, size_t most) {
     l->issuing = true;
     chunk *c;
-    while (!stopping && (c = pop(&l->ready))) {
+    while (!stopping && most-- && (c = pop(&l->ready))) {
         job *j = c->job;
         c->state = ISSUING;
         j->calling++;
@@ -574,6 +581,7 @@ static void issue_ready(lane *l) {
         issued(c, o);
     }
     l->issuing = false;
+    if (l->ready.first) wake(1);
 }
 
 static void reached(chunk *c) {
@@ -625,6 +633,16 @@ static size_t ask(void) {
     return found;
 }
 
+static void begin_part(chunk *c) {
+    if (c->lane->direction == XE_H2D) {
+        fill_part(c);
+        return;
+    }
+    c->state = READY;
+    push(&c->lane->ready, c);
+    if (!c->lane->calls) pthread_cond_signal(&asked);
+}
+
 // Do something that can be done now. False: there is nothing but to ask.
 static bool step(void) {
     chunk *c = pop(&landed);
@@ -634,19 +652,13 @@ static bool step(void) {
     }
     for (lane *l = lanes; l; l = l->next) {
         if (!l->calls || l->issuing || !l->ready.first) continue;
-        issue_ready(l);
+        issue_ready(l, SIZE_MAX);
         return true;
     }
     for (lane *l = lanes; l; l = l->next) {
         if (!(c = start_part(l))) continue;
         rotate(l);
-        if (l->direction == XE_H2D) {
-            fill_part(c);
-        } else {
-            c->state = READY;
-            push(&l->ready, c);
-            if (!l->calls) pthread_cond_signal(&asked);
-        }
+        begin_part(c);
         return true;
     }
     return false;
@@ -658,6 +670,35 @@ static bool ask_meanwhile(void) {
     polling = true;
     size_t found = ask();
     polling = false;
+    return found > 0;
+}
+
+// What a thread may do that waits for a job where the engine has threads: what brings this job further, and not for long. Each of
+// them would have to be woken first.
+static bool help(job *j) {
+    lane *l = j->lane;
+    chunk *c = landed.first;
+    while (c && c->job != j) c = c->next;
+    if (c) {
+        take_out(&landed, c);
+        land_part(c);
+        return true;
+    }
+    if (l->calls && !l->issuing && l->ready.first) {
+        issue_ready(l, MOST_ISSUED);
+        return true;
+    }
+    if ((c = start_part(l))) {
+        begin_part(c);
+        return true;
+    }
+    if (polling || copying == 0) return false;
+    polling = true;
+    size_t found = ask(), mine = 0;
+    polling = false;
+    // None of this job's had landed before. The rest is for others.
+    for (c = landed.first; c; c = c->next) mine += c->job == j;
+    if (found > mine) wake(found - mine);
     return found > 0;
 }
 
@@ -687,21 +728,26 @@ static void take_breath(void) {
 #endif
 }
 
-// Look for more work for a moment: waking up takes longer than the next part needs to come. Not where the cores are wanted.
-static bool stays_awake(void) {
+// Look out for a moment whether there is more: waking up takes longer than the next part needs to come. Not where the cores are
+// wanted. `told` counts what is looked out for. Lets go of `mu` meanwhile.
+static bool stays_awake(_Atomic unsigned *told, int64_t microseconds) {
     if (!spares_cores) return false;
-    unsigned seen = atomic_load_explicit(&work_told, memory_order_relaxed);
+    unsigned seen = atomic_load_explicit(told, memory_order_relaxed);
     pthread_mutex_unlock(&mu);
-    for (int n = 0; n < TURNS_AWAKE && atomic_load_explicit(&work_told, memory_order_relaxed) == seen; n++) take_breath();
+    struct timespec began;
+    clock_gettime(CLOCK_MONOTONIC, &began);
+    do
+        for (int n = 0; n < BREATHS && atomic_load_explicit(told, memory_order_relaxed) == seen; n++) take_breath();
+    while (atomic_load_explicit(told, memory_order_relaxed) == seen && since(&began) < microseconds);
     pthread_mutex_lock(&mu);
     // Asked again: what was told since the last look has woken nobody, and nobody will be woken for it.
-    return stopping || atomic_load_explicit(&work_told, memory_order_relaxed) != seen;
+    return stopping || atomic_load_explicit(told, memory_order_relaxed) != seen;
 }
 
 // There is nothing to do now: ask, or sleep until there is.
 static void rest(void) {
     if (polling || copying == 0) {
-        if (stays_awake()) return;
+        if (stays_awake(&work_told, AWAKE)) return;
         idle_threads++;
         figures.sleeps++;
         pthread_cond_wait(&work, &mu);
@@ -872,8 +918,9 @@ static size_t least_chunk(const lane *l) {
 
 static size_t part_of(size_t nbytes) {
     // All threads begin, and none of them ends with more than half of another one's part.
-    size_t share = nbytes / (threads ? 2 * (size_t)threads : 1) / LEAST_PART * LEAST_PART;
-    return share > LEAST_PART ? share : LEAST_PART;
+    size_t share = nbytes / (threads ? 2 * (size_t)threads : 1);
+    // Rounded up, or one would be left over, and all would wait for it.
+    return (share / LEAST_PART + 1) * LEAST_PART;
 }
 
 size_t xe_part_nbytes(size_t nbytes) {
@@ -952,6 +999,7 @@ int xe_abandon(uint64_t row) {
 int xe_wait(uint64_t row, int stage, int64_t microseconds) {
     struct timespec began;
     clock_gettime(CLOCK_MONOTONIC, &began);
+    struct timespec busy = began;
     here.guest = true;
     int status, questions = 1;
     pthread_mutex_lock(&mu);
@@ -983,13 +1031,26 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
             status = XE_NOT_YET;
             break;
         }
-        int64_t longest = threads ? left : copying && !polling ? FIRST_SLEEP : LONGEST_SLEEP;
+        if (threads && help(j)) {
+            clock_gettime(CLOCK_MONOTONIC, &busy);
+            continue;
+        }
+        if (threads && spares_cores && since(&busy) < AWAKE) {
+            stays_awake(&news_told, GLANCE);
+            continue;
+        }
+        // What this thread has started is asked for by others from now on. Where all of them are in calls, by this one.
+        bool unasked = copying && !polling;
+        if (threads && unasked) wake(1);
+        int64_t longest = threads ? unasked ? LONGEST_SLEEP : left : unasked ? FIRST_SLEEP : LONGEST_SLEEP;
         sleep_for(&news, left < longest ? left : longest);
     }
     if (here.enter || here.capture_mode) {
         leave();
         go_back();
         come_back();
+        // As above.
+        if (copying && !polling) wake(1);
     }
     pthread_mutex_unlock(&mu);
     return status;
