@@ -63,7 +63,7 @@ class Puts:
         self._traffic = traffic
         self._h2d = traffic.h2d
 
-    def start(self, tree: Any, into: Any, stream: object | None, borrow: bool) -> Transfer:
+    def start(self, tree: Any, into: Any, stream: object | None, borrow: object) -> Transfer:
         """Put a tree."""
         leaves, spec = self._trees.arrays(tree)
         if not leaves:
@@ -84,7 +84,7 @@ class Puts:
 
     # One array, without the lists that `start` makes: half of the time of a small transfer would go into them.
 
-    def one(self, array: Array, stream: object | None, borrow: bool) -> Transfer:
+    def one(self, array: Array, stream: object | None, borrow: object) -> Transfer:
         """Put one array into fresh memory."""
         address = self._checked(array)
         if address is None:

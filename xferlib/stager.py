@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Any, NoReturn, final
+from typing import Any, Literal, NoReturn, final
 
 import numpy as np
 import numpy.typing as npt
@@ -217,7 +217,9 @@ class Stager:
             self._check_stream(stream)
         return self._maps.view(array, stream)
 
-    def put(self, tree: Any, *, into: Any = None, stream: object | None = None, borrow: bool = False) -> Transfer:
+    def put(
+        self, tree: Any, *, into: Any = None, stream: object | None = None, borrow: bool | Literal["staged"] = False
+    ) -> Transfer:
         """Start copying a tree of NumPy arrays to the device and return at once.
 
         Text, numbers, times, paths and members of enumerations among them ride along: they come out where they stood, and `into`
@@ -227,7 +229,8 @@ class Stager:
         `into`: device arrays of the same structure, shapes and dtypes to overwrite; the copy waits for what `stream` (None: the
         calling thread's current one) has enqueued, so earlier readers are safe. `stream`: it also waits for the copy, as by
         `Transfer.stream_wait`. `borrow`: pageable sources are lent until `done()` instead, and large ones are copied by threads of
-        ours after this has returned; `value` then waits on the host until the copies are started. It has no effect on `into`.
+        ours after this has returned; `value` then waits on the host until the copies are started. "staged": likewise, but only
+        until `Transfer.wait_staged` has returned. It has no effect on `into`.
 
         Raises before anything starts: `TypeError` and `ValueError` for arguments, `CapabilityError`, `AllocationError`; in debug
         mode `SourceRewrittenError` for an earlier put whose transfer nobody holds any more.
@@ -239,9 +242,11 @@ class Stager:
             refuse_finalizers(self.backend)
         if stream is not None:
             self._check_stream(stream)
+        if borrow and borrow is not True and borrow != "staged":
+            raise ValueError(f"borrow={borrow!r}: expected False, True or 'staged'")
         try:
             sources = self._sources
-            before = sources and sources.look(tree, borrow=borrow and into is None)
+            before = sources and sources.look(tree, borrow=borrow is True and into is None)
             if type(tree) is not np.ndarray:
                 transfer = self._puts.start(tree, into, stream, borrow)
             elif into is None:

@@ -165,6 +165,19 @@ class Transfer:
             self._check()
         self._finished = True
 
+    def wait_staged(self) -> None:
+        """Block the host until pageable sources are free, since the CPU has copied them; at once where `put` has waited for that.
+
+        Pinned sources are free when the transfer is done. Says nothing of a failure.
+        """
+        if _forks and self._born != _forks:
+            raise _forked()
+        if is_copying():
+            self._refuse_to_wait()
+        wait = getattr(self._event, "wait_staged", None)
+        if wait is not None:
+            wait()
+
     def stream_wait(self, stream: object | None = None) -> None:
         """Make later work on `stream` (None: the calling thread's current one) wait for the transfer; the host does not.
 

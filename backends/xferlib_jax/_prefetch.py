@@ -93,6 +93,7 @@ class ShardedPrefetch:
                 in_place=puts.in_place,
                 nbytes=puts.nbytes,
                 device_waits=lambda: puts.device_waits() - waits,
+                rewrites=rewrites,
             )
         except BaseException:
             held.release()

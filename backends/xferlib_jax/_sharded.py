@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import jax
 import numpy as np
@@ -110,6 +110,11 @@ class ShardedTransfer:
         for end in self._ends:
             end.synchronize()
 
+    def wait_staged(self) -> None:
+        """See `Transfer.wait_staged`."""
+        for end in self._ends:
+            end.wait_staged()
+
     def _let_slot_go(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
@@ -143,13 +148,13 @@ class ShardedPuts:
 
     def put(self, batch: Any) -> ShardedTransfer:
         """Start the copies of a batch: a tree of arrays, or a slot of any ring. Raises as `Stager.put`."""
-        return self._start(batch, borrow=self._borrows)
+        return self._start(batch, borrow="staged" if self._rewrites else True)
 
     def borrow(self, batch: Any) -> ShardedTransfer:
         """Start those of a tree of arrays that nobody writes to any more."""
         return self._start(batch, borrow=True)
 
-    def _start(self, batch: Any, *, borrow: bool) -> ShardedTransfer:
+    def _start(self, batch: Any, *, borrow: bool | Literal["staged"]) -> ShardedTransfer:
         with self._putting:
             if self._over:
                 raise ClosedError("this loop has ended")
@@ -160,7 +165,7 @@ class ShardedPuts:
         with self._putting:
             self._over = True
 
-    def _put(self, batch: Any, *, borrow: bool) -> ShardedTransfer:
+    def _put(self, batch: Any, *, borrow: bool | Literal["staged"]) -> ShardedTransfer:
         slot = batch if isinstance(batch, xferlib.Slot) else None
         given = batch if slot is None else slot.tree
         recorded = with_records(given)
@@ -189,7 +194,7 @@ class ShardedPuts:
             return batch.ring.slots <= self._depth
         if not self._rewrites:
             return False
-        return self._borrows or any(self._is_pinned(leaf) for leaf in jax.tree.leaves(with_records(batch)))
+        return any(self._is_pinned(leaf) for leaf in jax.tree.leaves(with_records(batch)))
 
     def nbytes(self, batch: Any) -> int:
         """Return the bytes of a batch's arrays. What is no array counts for nothing: it will be refused."""
@@ -198,11 +203,6 @@ class ShardedPuts:
     def device_waits(self) -> int:
         """Return how many puts of all stagers waited on their device so far."""
         return sum(stager.stats().device_waits for stager in self._stagers.values())
-
-    @property
-    def _borrows(self) -> bool:
-        # Over several devices always: one's pageable memory would otherwise be staged after another's.
-        return not self._rewrites or len(self._stagers) > 1
 
     def _is_pinned(self, leaf: Any) -> bool:
         if not isinstance(leaf, np.ndarray) or not leaf.nbytes:

@@ -50,8 +50,16 @@ def test_the_engine(name: str, sanitizer: str, outcome: Outcome) -> None:
 @pytest.mark.parametrize("sanitizer", ["plain", "threads"])
 @pytest.mark.parametrize(
     "name",
-    ["moves_by_four_threads", "misses_nothing_as_it_falls_asleep", "falls_asleep", "stands_a_rush", "stops", "leaves_what_it_began"]
-    + ["works_while_it_waits_to_the_device", "works_while_it_waits_to_the_host"],
+    [
+        "moves_by_four_threads",
+        "misses_nothing_as_it_falls_asleep",
+        "falls_asleep",
+        "stands_a_rush",
+        "stops",
+        "leaves_what_it_began",
+        "works_while_it_waits_to_the_device",
+        "works_while_it_waits_to_the_host",
+    ],
 )
 def test_the_engine_where_there_are_cores_to_spare(name: str, sanitizer: str, outcome: Outcome) -> None:
     status, said = outcome((sanitizer, True, name))

@@ -12,7 +12,7 @@ import pytest
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import held, on_thread
+from tests.core.fakes import Gated, held, on_thread
 from tests.pipeline.steps import PATIENCE, batch, h2d, until
 from xferlib.pipeline.bill import tree_nbytes
 
@@ -84,6 +84,55 @@ def test_a_source_of_ordinary_memory_is_asked_again_though_its_copy_is_held(stag
         batches = xferlib.prefetch(source(), stager, 3)
         until(lambda: len(asked) == 3)
     assert [int(array[0]) for array in batches] == [0, 1, 2]
+
+
+def rewriting(asked: list[int], tail: int = 0) -> Iterator[Any]:
+    """Give the same array each time, with other bytes, too many for the chunks there are."""
+    image = np.zeros((16 << 20) + tail, np.uint8)
+    for number in range(3):
+        asked.append(number)
+        image[:] = number
+        yield image
+
+
+def is_read(batches: xferlib.Prefetch) -> bool:
+    """Tell whether the source's thread waits until a batch may be rewritten."""
+    return batches._feed.clock.part == "read"
+
+
+@pytest.mark.parametrize("tail", [0, 1])
+def test_a_source_is_not_asked_again_before_its_bytes_are_staged(tail: int) -> None:
+    asked: list[int] = []
+    gated = Gated()
+    with xferlib.stager(gated.backend, pinned_limit=4 << 20) as stager:
+        batches = xferlib.prefetch(rewriting(asked, tail), stager)
+        until(lambda: is_read(batches))
+        assert asked == [0]
+        gated.gate.set()
+        assert [set(image.tolist()) for image in batches] == [{0}, {1}, {2}]
+
+
+def test_a_source_ends_when_what_it_gave_is_staged_though_nobody_takes_it() -> None:
+    gone: list[bool] = []
+    asked: list[int] = []
+
+    def source() -> Iterator[Any]:
+        try:
+            yield from rewriting(asked)
+        finally:
+            gone.append(gated.gate.is_set())
+
+    gated = Gated()
+    with xferlib.stager(gated.backend, pinned_limit=4 << 20) as stager:
+        batches = xferlib.prefetch(source(), stager)
+        until(lambda: is_read(batches))
+        closing = on_thread(batches.close)
+        until(lambda: batches._feed.closed)
+        assert gone == []
+        gated.gate.set()
+        closing.result(PATIENCE)
+        until(lambda: gone == [True])
+        assert asked == [0]
 
 
 def test_a_report_behind_the_end_does_not_change(stager: xferlib.Stager) -> None:

@@ -27,6 +27,9 @@ class End(Pending, Protocol):
 
     def synchronize(self) -> None: ...
 
+    def wait_staged(self) -> None:
+        """Block until pageable sources are free. Says nothing of a failure."""
+
 
 class Started(End, Protocol):
     """What putting a batch returns: a `Transfer`, or several that look like one."""

@@ -67,6 +67,7 @@ def prefetch(
         in_place=putter.in_place,
         nbytes=putter.nbytes,
         device_waits=lambda: stager.stats().device_waits - waits,
+        rewrites=putter.rewrites,
         take=_value if stream is None else partial(_value_on, stream),
     )
 
@@ -85,8 +86,9 @@ class Prefetch:
 
     `put(batch)` is called on that thread for each item of `batches`, and returns a transfer; `take(transfer)` is called on the
     consumer's thread and returns what it gets. `borrow(batch)` is called instead of `put` for a batch that nothing but the loop
-    refers to: nobody writes to it before its transfer is done. Where `in_place(batch)` is true of another, the source is asked for
-    the next batch only when that transfer is done. `nbytes(batch)` is for the bill. `device_waits` counts the puts that waited on
+    refers to: nobody writes to it before its transfer is done. After another, where the source `rewrites` what it has given, it is
+    asked for the next batch only when that is staged; where `in_place(batch)` is true, when its transfer is done. `nbytes(batch)`
+    is for the bill. `device_waits` counts the puts that waited on
     the device for work that still read an older batch. Batches may be kept for as long as wanted; a consumer that never waits for
     its own work on the device runs ahead of it, and `device_limit` of the stager then bounds the memory.
 
@@ -113,6 +115,7 @@ class Prefetch:
         in_place: Callable[[Any], bool] = lambda batch: False,
         nbytes: Callable[[Any], int] = tree_nbytes,
         device_waits: Callable[[], int] = lambda: 0,
+        rewrites: bool = True,
         take: Callable[[Any], Any] = _value,
     ) -> None:
         if isinstance(batches, Mapping):
@@ -127,7 +130,7 @@ class Prefetch:
         self._taken = self._late = 0
         self._first: _Mark | None = None
         """What the first batch took, which pays for what is done once."""
-        self._starter = starter = _Starter(put, put if borrow is None else borrow, in_place, nbytes, depth)
+        self._starter = starter = _Starter(put, put if borrow is None else borrow, in_place, nbytes, depth, rewrites)
         self._feed: Feed[Started] = Feed(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
@@ -240,13 +243,16 @@ class _Starter:
         in_place: Callable[[Any], bool],
         nbytes: Callable[[Any], int],
         depth: int,
+        rewrites: bool,
     ) -> None:
         self.bill = Bill()
+        self._rewrites = rewrites
         self._put = put
         self._borrow = borrow
         self._in_place = in_place
         self._nbytes = nbytes
-        self._reading: End | None = None
+        self._read: tuple[Callable[[], None], Any] | None = None
+        """What waits until the source may write to the batch that it gave last, and the batch: with its end may go its memory."""
         self._depth = depth
         self._billed = False
         self._asked = 0
@@ -282,16 +288,22 @@ class _Starter:
             raise
         end = end_of(started)
         self._recent.append(end)
-        self._reading = end if in_place else None
+        if in_place:
+            self._read = end.synchronize, batch
+        elif self._rewrites and not unshared and not isinstance(batch, Slot):
+            self._read = end.wait_staged, batch
         return started
 
     def before_next(self, clock: Clock) -> None:
         """Wait until the source may be asked for another batch."""
         self._asked += 1
-        reading, self._reading = self._reading, None
-        if reading is not None:
+        if self._read is not None:
+            wait, _ = self._read
             clock.turn("read")
-            _wait_for(reading)
+            # Whoever takes the batch is told of its failure.
+            with suppress(XferError):
+                wait()
+            self._read = None
 
     def settle(self) -> None:
         """Wait for what was started."""
@@ -324,7 +336,7 @@ class _Putter:
 
     def __init__(self, stager: Stager, *, rewrites: bool) -> None:
         self._stager = stager
-        self._rewrites = rewrites
+        self.rewrites = rewrites
 
     def put(self, batch: Any) -> Transfer:
         """Put one batch, on the source's thread."""
@@ -335,7 +347,7 @@ class _Putter:
                     f"that prefetch was given, {self._stager!r}. Make the ring with that"
                 )
             return batch.put()
-        return self._stager.put(batch, borrow=not self._rewrites)
+        return self._stager.put(batch, borrow="staged" if self.rewrites else True)
 
     def borrow(self, batch: Any) -> Transfer:
         """Put one that nothing but the pipeline refers to, on the source's thread."""
@@ -347,7 +359,7 @@ class _Putter:
 
     def in_place(self, batch: Any) -> bool:
         """Tell whether a copy reads the memory of a batch that the source may rewrite."""
-        if not self._rewrites or isinstance(batch, Slot):
+        if not self.rewrites or isinstance(batch, Slot):
             return False
         leaves, _ = trees_of(self._stager.backend).flatten(batch)
         # What is no array is refused by the put, which says where it stands.

@@ -204,6 +204,8 @@ def _work(shared: SourceThread[Any]) -> None:
     try:
         _give_all(shared, iterator, start, before_next)
     finally:
+        # With its end may go the memory of what it gave last.
+        before_next(shared.clock)
         if isinstance(iterator, GeneratorType):
             iterator.close()
 

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from xferlib.engine.jobs import Job
 from xferlib.engine.lanes import Lane, start_threads, usual_threads
-from xferlib.engine.native import D2H, H2D, ISSUED
+from xferlib.engine.native import D2H, H2D, ISSUED, STAGED
 from xferlib.errors import XferError
 from xferlib.inflight import Traffic, uses
 from xferlib.latch import is_copying
@@ -213,6 +213,11 @@ class Lent:
         """`event`: where there is no job."""
         self._job = job
         self._event = event
+
+    def wait_staged(self) -> None:
+        """Block until the CPU has copied the sources, or will not any more."""
+        if self._job is not None:
+            self._job.wait_for(STAGED)
 
     def enqueued(self) -> Event:
         """Block until every copy is started, and return the event behind them."""
