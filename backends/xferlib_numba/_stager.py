@@ -55,10 +55,9 @@ class NumbaStager:
         self._gathering = Gathering(device)
         # Another, since it is another stream: neither may use memory again that the other still writes.
         self._gathering_aside = Gathering(device)
-        # Set for good, and before the first wait enters the stream: nobody's `mark` misses one that was meant for it, whatever an
-        # interrupt or another thread's call, or a finalizer's in between, has cut short. Programs whose arrays name no stream and
-        # lie in one piece have the short way; for the others a get may wait for what an earlier one waits for, behind which its
-        # copies come anyway.
+        # Set for good: cleared by a `mark`, it might be cleared by another thread's, or by that of a finalizer between a `place` and
+        # its own, and a wait would be lost. Programs whose arrays name no stream and lie in one piece have the short way. Elsewhere
+        # a get may wait for what earlier ones wait for, as their copies in the one stream would make it wait anyway.
         self._is_aside_used = False
         # On the path of every small transfer: an attribute of this object each, no chain of them.
         self._copy_h2d = device.copy_h2d
