@@ -55,9 +55,9 @@ class NumbaStager:
         self._gathering = Gathering(device)
         # Another, since it is another stream: neither may use memory again that the other still writes.
         self._gathering_aside = Gathering(device)
-        # Set for good: cleared by a `mark`, it might be cleared by another thread's, or by that of a finalizer between a `place` and
-        # its own, and a wait would be lost. Programs whose arrays name no stream and lie in one piece have the short way. Elsewhere
-        # a get may wait for what earlier ones wait for, as their copies in the one stream would make it wait anyway.
+        # Set for good: cleared by a `mark`, it might be cleared by another thread's, or by a finalizer's between a `place` and its
+        # own, and a wait would be lost. Programs whose arrays name no stream and lie in one piece have the short way. Elsewhere a
+        # get may wait for what earlier ones wait for, as their copies in the one stream would make it wait anyway.
         self._is_aside_used = False
         # On the path of every small transfer: an attribute of this object each, no chain of them.
         self._copy_h2d = device.copy_h2d
