@@ -54,7 +54,8 @@ class Device:
 
         # Never released: arrays outlive every stager.
         self._context = self.raw("cuDevicePrimaryCtxRetain")(self.raw("cuDeviceGet")(ordinal))
-        thread = Context(int(self._context), self._fail_to_push)
+        self.context = int(self._context)
+        thread = Context(self.context, self._fail_to_push)
         self._push, self._pop = thread.push, thread.pop
         self.copy_h2d = self.call("cuMemcpyHtoDAsync")
         self.copy_d2h = self.call("cuMemcpyDtoHAsync")
@@ -132,7 +133,7 @@ class Device:
     def owns(self, stream: Any) -> bool:
         """Tell whether a stream, not one of the default streams, is of this device."""
         found = self.raw("cuStreamGetCtx")(stream)
-        if int(found) == int(self._context):
+        if int(found) == self.context:
             return True
         # A context beside the primary one may still be of this device.
         push, pop = self._binding.cuCtxPushCurrent, self._binding.cuCtxPopCurrent

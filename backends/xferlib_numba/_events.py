@@ -98,6 +98,11 @@ class NumbaEvent:
         self._pool = pool
         self._named: Any = None
 
+    @property
+    def handle(self) -> int:
+        """As the driver's functions take it. It means this event for as long as anybody refers to that."""
+        return int(self._handle)
+
     def done(self) -> bool:
         device = self._pool.device
         status = device.relaxed(device.event_status, self._handle)[0]

@@ -1,6 +1,7 @@
 """Device arrays that are not contiguous, brought together by the copy engine: no kernel is compiled, and no framework asked.
 
-Everything runs on one stream, that of the copies to the host, so that memory for it may be used again without asking who reads it.
+All copies of one `Gathering` run on one stream, so that memory for them may be used again without asking what still writes it. Who
+reads it on another stream keeps the ticket until that is done.
 The memory is owned by a table, and held by tickets: whose number was posted, that memory is idle again.
 """
 
@@ -73,7 +74,7 @@ def plan(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> lis
 
 @final
 class Gathering:
-    """Memory for gathered arrays, and the copies into it, on one stream. Any thread."""
+    """Memory for gathered arrays, and the copies into it, on one stream, which each call is given. Any thread."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

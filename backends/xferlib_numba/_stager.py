@@ -1,7 +1,10 @@
 """The backend: copies by Numba's driver bindings on two streams of its own, Numba's arrays over blocks of its own.
 
-Invariant: nothing but copies and waits enters the two copy streams, and both are non-blocking: those that `cuda.stream()` makes
-stop for whatever anybody enqueues on the legacy default stream, where Numba works unless told otherwise. Compiles nothing.
+Invariant: nothing but copies and waits enters the two copy streams, and all of ours are non-blocking: those that `cuda.stream()`
+makes stop for whatever anybody enqueues on the legacy default stream, where Numba works unless told otherwise. Compiles nothing.
+
+The third stream is for gets that the engine makes. What comes before their copies, if it is more than one stream's work, is brought
+together there, and the copy stream waits for one event of it: the engine says when.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from xferlib.protocol import Capabilities, DeviceBlock, Event, Source, Stream
 from xferlib_numba import _arrays, _memory
 from xferlib_numba._arrays import Lay, NumbaArray
 from xferlib_numba._device import LEGACY, PER_THREAD, Device
+from xferlib_numba._engine import EngineCalls
 from xferlib_numba._events import AllEvents, LaterEvent, NumbaEvent, Recorded, events_of
 from xferlib_numba._gather import Gathering, plan
 from xferlib_numba._memory import Block, PinnedMemory
@@ -49,6 +53,12 @@ class NumbaStager:
         self._streams = self._events.streams
         self._pinned = PinnedMemory(device)
         self._gathering = Gathering(device)
+        # Another, since it is another stream: neither may use memory again that the other still writes.
+        self._gathering_aside = Gathering(device)
+        # Set for good: cleared by a `mark`, it might be cleared by another thread's, or by a finalizer's between a `place` and its
+        # own, and a wait would be lost. Programs whose arrays name no stream and lie in one piece have the short way. Elsewhere a
+        # get may wait for what earlier ones wait for, as their copies in the one stream would make it wait anyway.
+        self._is_aside_used = False
         # On the path of every small transfer: an attribute of this object each, no chain of them.
         self._copy_h2d = device.copy_h2d
         self._copy_d2h = device.copy_d2h
@@ -64,8 +74,9 @@ class NumbaStager:
         """What the driver returned for each stream: the status, and the handle."""
         try:
             # Made and kept in one call, which no interrupt cuts.
-            device.here(self._own.extend, map(binding.cuStreamCreate, (NON_BLOCKING, NON_BLOCKING)))
-            self.h2d, self.d2h = [self._made(*made) for made in self._own]
+            device.here(self._own.extend, map(binding.cuStreamCreate, (NON_BLOCKING,) * 3))
+            self.h2d, self.d2h, self._aside = [self._made(*made) for made in self._own]
+            self.driver_calls = EngineCalls(device, self._events, (int(self.h2d), int(self.d2h)))
         except BaseException:
             self._close_streams()
             raise
@@ -106,6 +117,9 @@ class NumbaStager:
 
     def order_h2d(self, after: Event) -> None:
         cast("Recorded", after).enqueue_wait(self.h2d)
+
+    def order_d2h(self, after: Event) -> None:
+        cast("Recorded", after).enqueue_wait(self.d2h)
 
     def check_stream(self, stream: object) -> None:
         self._handle(stream)
@@ -148,6 +162,26 @@ class NumbaStager:
         address, ticket = self._gathering.copy(lay.address, lay.nbytes, runs, self.d2h)
         return Source(address, lay.nbytes, (ticket, array), _arrays.reach(lay))
 
+    def place(self, array: NumbaArray, stream: object | None = None) -> Source:
+        lay = self._look(array)
+        # Refused, if at all, before anything has to wait.
+        runs = None if lay.strides is None else plan(lay.shape, lay.strides, lay.itemsize)
+        if runs is None and self._other(stream, lay.stream, self._handle(stream)) is None:
+            return Source(lay.address, lay.nbytes, array)
+        self._is_aside_used = True
+        self._order_after(self._aside, stream, lay.stream)
+        if runs is None:
+            return Source(lay.address, lay.nbytes, array)
+        address, ticket = self._gathering_aside.copy(lay.address, lay.nbytes, runs, self._aside)
+        return Source(address, lay.nbytes, (ticket, array), _arrays.reach(lay))
+
+    def mark(self, stream: object | None = None) -> Event:
+        handle = self._handle(stream)
+        if not self._is_aside_used:
+            return self._record(handle)
+        self._order(self._aside, handle)
+        return self._record(self._aside)
+
     def as_sources(self, arrays: Sequence[NumbaArray], stream: object | None = None) -> list[Source] | None:
         if self._several:
             return None
@@ -189,6 +223,7 @@ class NumbaStager:
     def close(self) -> None:
         """See `HostStager`. Nothing else destroys the streams; at interpreter exit they go with the process."""
         self._gathering.close()
+        self._gathering_aside.close()
         self._close_streams()
 
     def _made(self, status: Any, handle: Handle) -> Handle:
@@ -209,18 +244,24 @@ class NumbaStager:
             _arrays.check_device(lay.address, self._device)
         return lay
 
-    def _order_after(self, copies: Handle, stream: object | None, named: Any) -> None:
-        """Make a copy stream wait for the stream given, else for the default stream and the one that the array names.
+    def _order_after(self, own: Handle, stream: object | None, named: Any) -> None:
+        """Make a stream of ours wait for the stream given, else for the default stream and the one that the array names.
 
         Both, since Numba's kernels run on the default stream whatever an array names.
         """
         handle = self._handle(stream)
+        other = self._other(stream, named, handle)
+        if other is not None:
+            self._order(own, other)
+        self._order(own, handle)
+
+    def _other(self, stream: object | None, named: Any, handle: Handle) -> Handle | None:
+        """Return the stream that an array names, if it counts, and is another than this one."""
         # Arrays of ours name the default stream by the very same object; Numba's name none by 0.
-        if stream is None and named and getattr(named, "handle", None) is not self._default:
-            other = self._handle(named)
-            if int(other) != int(handle):
-                self._order(copies, other)
-        self._order(copies, handle)
+        if stream is not None or not named or getattr(named, "handle", None) is self._default:
+            return None
+        other = self._handle(named)
+        return None if int(other) == int(handle) else other
 
     def _fence(self, stream: Stream) -> Recorded:
         if stream.handle == PER_THREAD:

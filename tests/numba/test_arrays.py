@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,13 @@ import pytest
 from xferlib_numba import conformance
 
 from xferlib.conformance import cuda
-from xferlib.conformance.values import assert_same, words
+from xferlib.conformance.values import LARGE, SMALL, assert_same, words
 from xferlib.stager import Stager
 
 LEGACY, PER_THREAD = 1, 2
 MEBI = 1 << 20
+Values: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Target: TypeAlias = Callable[[conformance.TestNumba, Stager, Values], Values]
 
 
 @final
@@ -67,16 +69,64 @@ def test_an_array_names_no_stream_that_its_owner_may_destroy(laws: conformance.T
         assert named_by(stager.put(words(1), stream=name).value) == LEGACY
 
 
-def test_get_waits_for_the_stream_to_which_an_array_is_bound(laws: conformance.TestNumba, stager: Stager) -> None:
-    values = words(1)
+def pinned_of(laws: conformance.TestNumba, stager: Stager, values: Values) -> Values:
+    return laws.pinned(stager, np.zeros_like(values))
+
+
+def pageable_of(laws: conformance.TestNumba, stager: Stager, values: Values) -> Values:
+    return np.zeros_like(values)
+
+
+every_target = pytest.mark.parametrize("target", [pinned_of, pageable_of], ids=["pinned", "pageable"])
+"""The engine makes the copies to pageable memory, and is told otherwise what they wait for."""
+
+
+@every_target
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+def test_get_waits_for_the_stream_to_which_an_array_is_bound(
+    laws: conformance.TestNumba, stager: Stager, target: Target, size: int
+) -> None:
+    values = words(1, size)
     laws.warm(stager, values)
     idle = conformance.bench().non_blocking()
+    first, second = target(laws, stager, values), target(laws, stager, values)
     with laws.held_array(stager.backend, values) as held:
-        completes = stager.get(held.array.bind(held.stream), stream=idle)
+        completes = laws.assert_returns(lambda: stager.get(held.array.bind(held.stream), out=first, stream=idle))
         laws.assert_completes(completes)
-        waits = laws.assert_returns(lambda: stager.get(held.array.bind(held.stream)))
+        waits = laws.assert_returns(lambda: stager.get(held.array.bind(held.stream), out=second))
         laws.assert_stays_undone(waits, held)
     assert_same(waits.result(), values)
+
+
+@every_target
+@pytest.mark.parametrize("part", [slice(None, None, 2), slice(1, None)], ids=["every_second", "but_the_first"])
+def test_get_of_a_view_reads_after_its_producer(laws: conformance.TestNumba, stager: Stager, target: Target, part: slice) -> None:
+    values = words(1, 3 * MEBI).reshape(-1, 64)
+    laws.warm(stager, values)
+    seen = np.ascontiguousarray(values[:, part])
+    # Memory to gather it in is taken before anything is held.
+    stager.get(laws.from_numpy(values)[:, part], out=target(laws, stager, seen)).synchronize()
+    out = target(laws, stager, seen)
+    with laws.held_array(stager.backend, values) as held:
+        transfer = laws.assert_returns(lambda: stager.get(held.array[:, part], out=out, stream=held.stream))
+        laws.assert_stays_undone(transfer, held)
+    assert_same(transfer.result(), seen)
+
+
+def test_a_get_into_pageable_memory_that_waits_holds_up_no_other_stager(laws: conformance.TestNumba, stager: Stager) -> None:
+    values = words(1, LARGE)
+    with laws.new_stager() as other:
+        for each in (stager, other):
+            laws.warm(each, values)
+        array, out = laws.from_numpy(values), [np.zeros_like(values) for _ in range(2)]
+        idle = conformance.bench().non_blocking()
+        with laws.held_array(stager.backend, values) as held:
+            waits = laws.assert_returns(lambda: stager.get(held.array.bind(held.stream), out=out[0]))
+            laws.assert_completes(laws.assert_returns(lambda: stager.put(values, borrow=True)))
+            laws.assert_completes(laws.assert_returns(lambda: other.get(array, out=out[1], stream=idle)))
+            laws.assert_stays_undone(waits, held)
+        assert_same(out[1], values)
+        assert_same(waits.result(), values)
 
 
 def test_get_waits_for_the_stream_that_a_foreign_array_names(laws: conformance.TestNumba, stager: Stager) -> None:

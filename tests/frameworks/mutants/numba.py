@@ -135,7 +135,7 @@ class PutsIntoACopy(BrokenBackend):
         return source
 
 
-@listing.broken(f"{LAW13}[small-put]", f"{LAW13}[large-put_pageable]", f"{LAW13}[small-get]", f"{LAW13}[large-get_out]")
+@listing.broken(f"{LAW13}[small-put]", f"{LAW13}[large-put]", f"{LAW13}[small-get]", f"{LAW13}[large-get]")
 class AllocatesForEachCopy(BrokenBackend):
     """Takes device memory for each copy, and gives it back."""
 
