@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -11,7 +11,7 @@ from benchmarks import ours
 from benchmarks.arena import Arena
 from benchmarks.harness import Absences, Contender, Effort, able, sample
 from benchmarks.pipeline import Pipe
-from benchmarks.records import Record
+from benchmarks.records import Key, Record
 from benchmarks.ways import Corrupted, Device, Direction, Kind, Peer, Way
 from xferlib import Stager
 
@@ -38,6 +38,10 @@ class Bench:
     quick: bool
     absences: Absences
     say: Callable[[str], None]
+    sizes: Sequence[int] = ()
+    """What was asked for, of a case that can be asked; none: all of its own."""
+    done: Collection[Key] = ()
+    """Rows that need not be measured again."""
 
     def open_peers(self, names: Iterable[str]) -> list[Peer]:
         """Open those of these peers that the device knows; the reasons of those that cannot run are noted."""

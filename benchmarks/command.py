@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +28,7 @@ __all__ = ["main", "run"]
 RESULTS = Path(__file__).resolve().parent / "results"
 TO_RESULTS = "results"
 LOG_WIDTH = 200
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,12 +46,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (xferlib.XferError, LookupError) as error:
         print(f"cannot run: {error}", file=sys.stderr)
         return 1
-    return run(partial(xferlib.stager, backend), device, cases, quick=options.quick, json_file=options.json)
+    return run(
+        partial(xferlib.stager, backend),
+        device,
+        cases,
+        quick=options.quick,
+        json_file=options.json,
+        resume=options.resume,
+        sizes=options.size,
+    )
 
 
-def run(open_stager: OpenStager, device: Device, cases: Sequence[Case], *, quick: bool, json_file: str | None) -> int:
-    """Run the cases, write the records of each when it has ended, and print the table. Wrong bytes end the run with status 1."""
-    bench = Bench(
+def run(
+    open_stager: OpenStager,
+    device: Device,
+    cases: Sequence[Case],
+    *,
+    quick: bool,
+    json_file: str | None,
+    resume: bool = False,
+    sizes: Sequence[int] = (),
+) -> int:
+    """Run the cases, write the records of each when it has ended, and print the table. Wrong bytes end the run with status 1.
+
+    `resume`: write each record at once, and leave out rows that the file has already, where the case can.
+    """
+    file = _file(json_file, machine.slug(device.name))
+    bench = _bench(open_stager, device, quick=quick, sizes=sizes)
+    if resume and file is not None:
+        bench = replace(bench, done=records.keys_of(file, bench))
+    shown: list[Record] = []
+    for case in cases:
+        try:
+            shown += _measure(bench, case, file, at_once=resume)
+        except Corrupted as error:
+            print(f"case {case.name!r} failed: {error}", file=sys.stderr)
+            return 1
+    report.show(_console(), shown, bench.absences.reasons)
+    return 0
+
+
+def _bench(open_stager: OpenStager, device: Device, *, quick: bool, sizes: Sequence[int]) -> Bench:
+    return Bench(
         open_stager=open_stager,
         device=device,
         machine=machine.machine(device),
@@ -57,23 +96,28 @@ def run(open_stager: OpenStager, device: Device, cases: Sequence[Case], *, quick
         quick=quick,
         absences=Absences(),
         say=_say_when(),
+        sizes=sizes,
     )
-    file = _file(json_file, machine.slug(device.name))
-    shown: list[Record] = []
-    for case in cases:
-        try:
-            with warnings.catch_warnings():
-                # Of puts that wait: what they cost is the question.
-                warnings.simplefilter("ignore", xferlib.SynchronousTransferWarning)
-                measured = list(case.run(bench))
-        except Corrupted as error:
-            print(f"case {case.name!r} failed: {error}", file=sys.stderr)
-            return 1
-        if file is not None:
-            records.merge(file, measured)
-        shown += measured
-    report.show(_console(), shown, bench.absences.reasons)
-    return 0
+
+
+def _measure(bench: Bench, case: Case, file: Path | None, *, at_once: bool) -> list[Record]:
+    """Return the records of a case, which are then in the file; none is if bytes were wrong."""
+    measured: list[Record] = []
+    try:
+        with warnings.catch_warnings():
+            # Of puts that wait: what they cost is the question.
+            warnings.simplefilter("ignore", xferlib.SynchronousTransferWarning)
+            for record in case.run(bench):
+                measured.append(record)
+                if at_once and file is not None:
+                    records.merge(file, [record])
+    except Corrupted:
+        if at_once and file is not None:
+            records.forget(file, measured)
+        raise
+    if file is not None:
+        records.merge(file, measured)
+    return measured
 
 
 def _say_when() -> Callable[[str], None]:
@@ -93,6 +137,14 @@ def _file(asked: str | None, stem: str) -> Path | None:
     return RESULTS / f"{stem}.json" if asked == TO_RESULTS else Path(asked)
 
 
+def _size(text: str) -> int:
+    """Return the bytes of a size such as 16MiB."""
+    found = re.fullmatch(r"([1-9][0-9]*)([KMG]iB)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 16MiB, in KiB, MiB or GiB")
+    return int(found[1]) * UNITS[found[2]]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks/run.py", description="Measure xferlib beside its peers and the limit.")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
@@ -104,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
         const=TO_RESULTS,
         metavar="FILE",
         help="merge the records into FILE (default: benchmarks/results/<gpu>.json)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="write each row at once, and skip those FILE has of this machine and these versions"
+    )
+    parser.add_argument(
+        "--size", action="append", type=_size, default=[], metavar="SIZE", help="of the case 'sizes', as 16MiB; may be repeated"
     )
     parser.add_argument("--quick", action="store_true", help="few sizes and repeats: shows that it runs, not how fast")
     return parser

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.steps import Bytes
 
-__all__ = ["copy_rates", "empty_pageable", "equal", "fill_random", "invert", "pieces"]
+__all__ = ["copied", "copy_rates", "empty_pageable", "equal", "fill_random", "invert", "pieces"]
 
 PIECE = 4 << 20
 HOT_PIECE = 1 << 20
@@ -52,6 +52,18 @@ def invert(source: Bytes, out: Bytes) -> None:
 def pieces(array: Any, ends: tuple[int, ...]) -> list[Any]:
     """Return views of an array, of the host's or a device's, that end at these bytes."""
     return [array[start:end] for start, end in pairwise((0, *ends))]
+
+
+def copied(source: Bytes) -> Bytes:
+    """Return new ordinary memory with the same bytes."""
+    target = empty_pageable(source.nbytes)
+
+    def copy(start: int) -> bool:
+        np.copyto(target[start : start + PIECE], source[start : start + PIECE])
+        return True
+
+    _each(copy, range(0, source.nbytes, PIECE))
+    return target
 
 
 def equal(left: Bytes, right: Bytes) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import cycle, islice
 from typing import Any, cast
@@ -13,7 +13,7 @@ from benchmarks.steps import Bytes, Compute, Drain, Feed
 from benchmarks.ways import Call, Direction, Way
 from xferlib import Stager
 
-__all__ = ["NAME", "drain", "feed", "fresh", "into", "source", "untouched", "value"]
+__all__ = ["NAME", "drain", "feed", "fresh", "into", "made", "prefetched", "source", "untouched", "value"]
 
 NAME = "xferlib"
 
@@ -80,6 +80,16 @@ def untouched(stager: Stager) -> Way:
     return Way(name=NAME, direction="d2h", bind=bind, synchronize=synchronize, result=lambda pair: pair[1], keep=None)
 
 
+def made(stager: Stager) -> Way:
+    """Return `get().result()`: the target is a host array that the stager makes."""
+
+    def bind(source: Any, _: Any) -> Call:
+        get = stager.get
+        return lambda: get(source).result()
+
+    return Way(name=NAME, direction="d2h", bind=bind, synchronize=lambda _: None, result=lambda array: array, keep=None, waits=True)
+
+
 def feed(stager: Stager, compute: Compute) -> Feed:
     """Return `put()`, started for the stream of the compute."""
     options: dict[str, Any] = {} if compute.stream is None else {"stream": compute.stream}
@@ -92,6 +102,11 @@ def source(stager: Stager, batches: Sequence[Bytes], compute: Compute) -> Callab
     They are not rewritten, so they are lent to the copies.
     """
     return lambda steps: xferlib.prefetch(islice(cycle(batches), steps), stager, rewrites=False, stream=compute.stream)
+
+
+def prefetched(stager: Stager, compute: Compute, batches: Iterable[Bytes], *, rewrites: bool | None = None) -> xferlib.Prefetch:
+    """Prefetch these batches for the stream of the compute. `rewrites`: None is the default."""
+    return xferlib.prefetch(batches, stager, rewrites=rewrites, stream=compute.stream)
 
 
 def drain(stager: Stager, compute: Compute) -> Drain:

@@ -28,6 +28,7 @@ __all__ = [
     "Result",
     "checksums",
     "drain",
+    "drain_on",
     "measure",
     "random_batches",
     "train",
@@ -60,6 +61,8 @@ class Result:
 
     timings: dict[str, Timing]
     bound: Timing
+    copies: Timing
+    """Of the bare copy alone, in the same rounds."""
     compute: list[float] = field(default_factory=list)
     copy: list[float] = field(default_factory=list)
 
@@ -192,11 +195,14 @@ def train_on(
     compute: Compute,
     name: str,
     open_source: Callable[[int], AbstractContextManager[Iterable[Any]]],
-    batches: Sequence[Bytes],
+    expected: Sequence[int],
     rounds: int,
     steps: int,
 ) -> float:
-    """Run a training loop on device arrays that a source has put ahead of time, from these batches in turn; as `train`."""
+    """Run a training loop on device arrays that a source has put ahead of time; as `train`.
+
+    `expected`: the checksums of the batches that come in turn.
+    """
     marks: list[Any] = []
     begin = time.perf_counter()
     with open_source(steps) as source:
@@ -207,7 +213,7 @@ def train_on(
                 compute.wait(marks[index - 1])
         compute.wait(marks[-1])
     seconds = time.perf_counter() - begin
-    _verify(name, compute, checksums(compute, batches), marks)
+    _verify(name, compute, expected, marks)
     return seconds
 
 
@@ -243,6 +249,30 @@ def train_steadily(
     return seconds
 
 
+class _Frames:
+    """Verifies outputs: some hundred bytes of each as it comes, all bytes of the latest at the end."""
+
+    def __init__(self, name: str, bases: Sequence[tuple[Bytes, Any]], keep: int) -> None:
+        nbytes = bases[0][0].nbytes
+        self._name = name
+        self._values = [values for values, _ in bases]
+        self._probes = np.unique(np.linspace(0, nbytes - 1, min(PROBES, nbytes)).astype(np.intp))
+        self._samples = [values[self._probes] for values in self._values]
+        self._latest: deque[tuple[int, Bytes]] = deque(maxlen=keep)
+
+    def add(self, index: int, found: Bytes) -> None:
+        """Take the output of a step. Raises `Corrupted`."""
+        if not np.array_equal(found[self._probes], self._samples[index % len(self._samples)] ^ np.uint8(_tag(index))):
+            raise _corrupted(self._name, "d2h", f"frame {index}")
+        self._latest.append((index, found))
+
+    def end(self) -> None:
+        """Compare all bytes of the latest. Raises `Corrupted`."""
+        for index, found in self._latest:
+            if not memory.equal(found ^ np.uint8(_tag(index)), self._values[index % len(self._values)]):
+                raise _corrupted(self._name, "d2h", f"frame {index}")
+
+
 def drain(
     compute: Compute, way: Drain, bases: Sequence[tuple[Bytes, Any]], targets: Sequence[Bytes], rounds: int, steps: int
 ) -> float:
@@ -251,17 +281,11 @@ def drain(
     Some hundred bytes of each output are compared as soon as it is said to be there, all bytes of the last ones at the end.
     """
     under_way: deque[tuple[int, Any]] = deque()
-    latest: deque[tuple[int, Bytes]] = deque(maxlen=OUTPUTS)
-    nbytes = targets[0].nbytes
-    probes = np.unique(np.linspace(0, nbytes - 1, min(PROBES, nbytes)).astype(np.intp))
-    samples = [values[probes] for values, _ in bases]
+    frames = _Frames(way.name, bases, OUTPUTS)
 
     def finish() -> None:
         index, started = under_way.popleft()
-        found = way.finish(started)
-        if not np.array_equal(found[probes], samples[index % len(bases)] ^ np.uint8(_tag(index))):
-            raise _corrupted(way.name, "d2h", f"frame {index}")
-        latest.append((index, found))
+        frames.add(index, way.finish(started))
 
     begin = time.perf_counter()
     for index in range(steps):
@@ -272,16 +296,37 @@ def drain(
     while under_way:
         finish()
     seconds = time.perf_counter() - begin
-    for index, found in latest:
-        if not memory.equal(found ^ np.uint8(_tag(index)), bases[index % len(bases)][0]):
-            raise _corrupted(way.name, "d2h", f"frame {index}")
+    frames.end()
+    return seconds
+
+
+def drain_on(
+    compute: Compute,
+    name: str,
+    open_drain: Callable[[Iterable[Any]], Iterable[Bytes]],
+    bases: Sequence[tuple[Bytes, Any]],
+    rounds: int,
+    steps: int,
+) -> float:
+    """Take the output of every step from what brings them to the host; as `drain`, but only the last one is kept."""
+    frames = _Frames(name, bases, 1)
+    begin = time.perf_counter()
+    outputs = (compute.step(bases[index % len(bases)][1], rounds, _tag(index))[1] for index in range(steps))
+    taken = 0
+    for found in open_drain(outputs):
+        frames.add(taken, found)
+        taken += 1
+    seconds = time.perf_counter() - begin
+    if taken < steps:
+        raise RuntimeError(f"{name!r} gave {taken} outputs and ended: expected {steps}")
+    frames.end()
     return seconds
 
 
 def measure(pipes: Sequence[Pipe], alone: Alone, *, steps: int, samples: int) -> Result:
     """Let the contenders take turns; the first is ours. Compute and copy alone are measured before, between and after."""
     timings = {pipe.name: Timing(count=max(8, int(steps * pipe.share))) for pipe in pipes}
-    result = Result(timings=timings, bound=Timing())
+    result = Result(timings=timings, bound=Timing(), copies=Timing())
     for pipe in pipes:
         pipe.run(max(8, min(20, timings[pipe.name].count)))
     before = alone.measure()
@@ -292,6 +337,7 @@ def measure(pipes: Sequence[Pipe], alone: Alone, *, steps: int, samples: int) ->
             after = alone.measure()
             if pipe is pipes[0]:
                 computes, copies = zip(*before, *after, strict=True)
+                result.copies.add([statistics.median(copies)])
                 result.bound.add([max(statistics.median(computes), statistics.median(copies))])
                 result.compute += computes
                 result.copy += copies

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict
 
 from benchmarks.harness import Timing
 
-__all__ = ["Record", "Run", "check", "make", "merge"]
+__all__ = ["Key", "Record", "Run", "check", "forget", "keys_of", "make", "merge"]
 
 
 class Seconds(TypedDict):
@@ -46,7 +46,7 @@ class Record(TypedDict):
     """What one case alone can say: its docstring says what."""
 
 
-KEY = ("case", "backend", "direction", "nbytes", "label")
+Key: TypeAlias = tuple[str, str, str, int, str]
 TEXT = ("case", "backend", "direction", "label")
 RATES = ("gbps", "limit_gbps", "of_limit")
 TABLES: dict[str, type] = {"peers": float, "peers_seconds": float, "machine": str, "versions": str}
@@ -125,11 +125,31 @@ def check(record: Mapping[str, Any]) -> None:
 
 def merge(file: Path, records: Iterable[Record]) -> None:
     """Write the records into the file, in place of those of the same key, and keep the others."""
-    known = json.loads(file.read_text()) if file.exists() else []
-    table = {_key(record): record for record in known}
+    table = {_key(record): record for record in _read(file)}
     for record in records:
         check(record)
         table[_key(record)] = record
+    _write(file, table)
+
+
+def forget(file: Path, records: Iterable[Record]) -> None:
+    """Take records out of the file: their run has turned out void."""
+    void = {_key(record) for record in records}
+    if void:
+        _write(file, {_key(record): record for record in _read(file) if _key(record) not in void})
+
+
+def keys_of(file: Path, run: Run) -> set[Key]:
+    """Return the keys of what the file has of the same machine and the same versions."""
+    return {_key(one) for one in _read(file) if (one["machine"], one["versions"]) == (run.machine, run.versions)}
+
+
+def _read(file: Path) -> list[Record]:
+    known: list[Record] = json.loads(file.read_text()) if file.exists() else []
+    return known
+
+
+def _write(file: Path, table: Mapping[Key, Record]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     # Replaced as one: a run that is stopped here leaves the old file.
     draft = file.with_name(f"{file.name}.new")
@@ -137,8 +157,8 @@ def merge(file: Path, records: Iterable[Record]) -> None:
     draft.replace(file)
 
 
-def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(record[name] for name in KEY)
+def _key(record: Record) -> Key:
+    return record["case"], record["backend"], record["direction"], record["nbytes"], record["label"]
 
 
 def _positive(value: object) -> bool:

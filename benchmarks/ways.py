@@ -16,9 +16,9 @@ from benchmarks.steps import Bytes, Compute, Drain, Feed
 __all__ = ["Bytes", "Call", "Corrupted", "Device", "Direction", "Kind", "Opener", "Peer", "Way"]
 
 Direction: TypeAlias = Literal["h2d", "d2h"]
-Kind: TypeAlias = Literal["pinned", "pageable", "fresh", "untouched"]
+Kind: TypeAlias = Literal["pinned", "pageable", "fresh", "untouched", "new"]
 """From or into pinned or pageable memory that is there and touched; from pinned memory into a new device array ("fresh"); from the
-device into new pageable memory that nobody has touched."""
+device into new pageable memory that nobody has touched; between pageable memory and a new array on the other side ("new")."""
 Call: TypeAlias = Callable[[], object]
 
 
@@ -61,8 +61,8 @@ class Peer(Protocol):
     def feeds(self, kind: Kind, compute: Compute) -> Sequence[Feed]:
         """Return how its users bring batches to this compute, none if they do not."""
 
-    def drains(self, compute: Compute) -> Sequence[Drain]:
-        """Return how its users bring outputs of this compute to the host."""
+    def drains(self, kind: Kind, compute: Compute) -> Sequence[Drain]:
+        """Return how its users bring outputs of this compute to the host: into given pinned memory, or into new memory ("new")."""
 
 
 Opener: TypeAlias = Callable[[], Peer]

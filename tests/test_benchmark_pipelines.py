@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,12 +18,13 @@ import pytest
 # Last: what is installed comes before the clone.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import memory, pipeline
+from benchmarks import memory, pipeline, sources
 from benchmarks.arena import Arena, Batch, fitted
 from benchmarks.devices import open_device
 from benchmarks.pipeline import Alone, Pipe
 from benchmarks.steps import Drain, Feed
 from benchmarks.ways import Corrupted, Device
+from xferlib.pipeline.unshared import is_unshared
 
 
 class NoWriting:
@@ -120,6 +123,48 @@ def test_an_output_of_an_earlier_frame_fails_the_drain(byte: int) -> None:
 
     with pytest.raises(Corrupted, match="'stale' said it was done, but the d2h target"):
         pipeline.drain(compute, replace(sound, name="stale", finish=leave), bases, targets, 1, 12)
+
+
+def test_drained_outputs_come_in_order_and_all_of_them() -> None:
+    compute = open_device("host").compute(4096, "in order")
+    bases = [(values, values.copy()) for values in pipeline.random_batches(memory.empty_pageable, 4096, 2, 1)]
+    assert pipeline.drain_on(compute, "sound", lambda outputs: (one.copy() for one in outputs), bases, 0, 9) > 0
+    with pytest.raises(RuntimeError, match="'short' gave 3 outputs and ended: expected 9"):
+        pipeline.drain_on(compute, "short", lambda outputs: islice(outputs, 3), bases, 0, 9)
+    with pytest.raises(Corrupted, match="'late' said it was done, but the d2h target"):
+        pipeline.drain_on(compute, "late", lambda outputs: islice(outputs, 1, 5), bases, 0, 4)
+
+
+def test_nobody_else_refers_to_batches_that_are_made_anew() -> None:
+    batches = pipeline.random_batches(memory.empty_pageable, 4096, 2, 1)
+    anew, kept = sources.anew(batches)(3), sources.kept(batches)(3)
+    for index in range(3):
+        box = [next(anew)]
+        assert is_unshared(box)
+        assert np.array_equal(box[0], batches[index % 2])
+        assert not is_unshared([next(kept)])
+    assert list(anew) == list(kept) == []
+
+
+def test_a_thread_is_two_batches_ahead_of_the_loop() -> None:
+    batches = pipeline.random_batches(memory.empty_pageable, 64, 6, 1)
+    started: list[int] = []
+    feed = Feed(name="counted", start=lambda batch: started.append(len(started)), use=lambda _: len(started))
+    with sources.in_line(feed, batches) as arrays:
+        assert list(arrays) == [1, 2, 3, 4, 5, 6]
+    started.clear()
+    with sources.ahead(feed, batches) as arrays:
+        for index, _ in enumerate(arrays):
+            assert len(started) <= index + 1 + sources.AHEAD
+    assert started == list(range(6))
+
+
+def test_a_loop_that_is_left_ends_the_thread_of_its_feed() -> None:
+    feed = Feed(name="sound", start=lambda batch: batch, use=lambda array: array)
+    batches = pipeline.random_batches(memory.empty_pageable, 64, 6, 1)
+    with sources.ahead(feed, batches) as arrays:
+        assert next(arrays) is batches[0]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("benchmark-feed")]
 
 
 class Clockwork:

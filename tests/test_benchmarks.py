@@ -24,7 +24,7 @@ from xferlib.registry import open_backend
 # Last: what is installed comes before the clone.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import memory, records
+from benchmarks import memory, plot, records
 from benchmarks.arena import Arena, Batch
 from benchmarks.cases import CASES
 from benchmarks.command import run
@@ -46,6 +46,13 @@ LABELS = {
     "loop": {("in order", "h2d")},
     "drain": {("in order", "d2h")},
     "pageable": {("touched", "h2d"), ("touched", "d2h"), ("untouched", "d2h"), ("batches, in order", "h2d")},
+    "sizes": {
+        ("call", "h2d"),
+        ("call", "d2h"),
+        ("call, out=", "d2h"),
+        *((f"loop, {how}", "h2d") for how in ("kept by the source", "rewrites=False", "made anew")),
+        ("loop", "d2h"),
+    },
     "leaves": {("20 leaves", "h2d")},
     "loaders": {
         (f"{regime}, {source}", "h2d")
@@ -142,7 +149,7 @@ def test_quick_run_covers_every_label_and_direction(quick_records: list[records.
 @pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
 def test_arrays_that_cannot_be_written_to_leave_out_what_would(tmp_path: Path) -> None:
     file = tmp_path / "jax.json"
-    cases = [argument for case in ("link", "loop", "drain", "leaves") for argument in ("--case", case)]
+    cases = [argument for case in ("link", "loop", "drain", "sizes", "leaves") for argument in ("--case", case)]
     done = benchmark("--quick", "--backend", "jax", "--json", str(file), *cases, JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr
     labels = {(record["label"], record["direction"]) for record in json.loads(file.read_text()) if record["case"] == "link"}
@@ -313,6 +320,62 @@ def test_a_later_run_replaces_its_own_records_only(quick_records: list[records.R
     assert again in written
     assert quick_records[1] not in written
     assert [record for record in quick_records[:3] if record in written] == [quick_records[0], quick_records[2]]
+
+
+@pytest.mark.parametrize("wrong", ["16", "16MB", "0KiB", "MiB", "-1MiB", "1KiB1"])
+def test_a_size_that_is_none_is_refused(wrong: str) -> None:
+    done = benchmark("--case", "sizes", f"--size={wrong}")
+    assert done.returncode == 2
+    assert f"{wrong!r}: expected a size such as 16MiB" in done.stderr
+
+
+def test_rows_that_are_there_are_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "host.json"
+
+    def said(*sizes: int) -> str:
+        opened = partial(xferlib.stager, "host")
+        cases = [CASES["sizes"]]
+        assert run(opened, open_device("host"), cases, quick=True, json_file=str(file), resume=True, sizes=sizes) == 0
+        return capsys.readouterr().err
+
+    assert "sizes: call h2d, 4096 bytes" in said(4096)
+    first = json.loads(file.read_text())
+    assert {record["nbytes"] for record in first} == {4096}
+    assert said(4096) == ""
+    assert json.loads(file.read_text()) == first
+    # One row of another machine, and a size that is not there.
+    first[0]["machine"]["cpu"] = "another"
+    file.write_text(json.dumps(first))
+    lines = said(4096, 16384).splitlines()
+    assert len([line for line in lines if "4096 bytes" in line]) == 1
+    assert len([line for line in lines if "16384 bytes" in line]) == 6
+
+
+def test_wrong_bytes_take_back_what_was_written_at_once(quick_records: list[records.Record], tmp_path: Path) -> None:
+    file = tmp_path / "host.json"
+    records.merge(file, quick_records[:2])
+    kept = json.loads(file.read_text())
+    status = run(
+        partial(open_short, "d2h"),
+        open_device("host"),
+        [CASES["sizes"]],
+        quick=True,
+        json_file=str(file),
+        resume=True,
+        sizes=[8192],
+    )
+    assert status == 1
+    assert json.loads(file.read_text()) == kept
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_sizes_are_drawn(quick_records: list[records.Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "host.json", tmp_path / "sizes.svg"
+    records.merge(file, quick_records)
+    assert plot.main([str(file), str(picture), "--backend", "host"]) == 0
+    assert "<svg" in picture.read_text()
+    assert plot.main([str(file), str(picture)]) == 1
+    assert "has no such records of the case 'sizes' with backend 'cupy'" in capsys.readouterr().err
 
 
 def set_to(name: str, value: object) -> Callable[[dict[str, Any]], None]:

@@ -64,7 +64,7 @@ def _measure(
         rounds = pipeline.tune(alone)
         frames = alone.steps(QUICK_FRAMES if bench.quick else FRAMES)
         pairs = [(values, bench.device.upload(values)) for values in bases]
-        drains = [ours.drain(stager, compute), *(way for peer in peers for way in peer.drains(compute))]
+        drains = [ours.drain(stager, compute), *(way for peer in peers for way in peer.drains("pinned", compute))]
         pipes = [Pipe(way.name, partial(pipeline.drain, compute, way, pairs, targets, rounds), way.share) for way in drains]
         result = pipeline.measure(bench.able_pipes(pipes), alone, steps=frames, samples=QUICK_SAMPLES if bench.quick else SAMPLES)
     timing = result.timings.pop(ours.NAME)

@@ -108,10 +108,11 @@ def _loop(bench: Bench, stager: Stager, peers: Sequence[Peer], nbytes: int, stre
         rounds = pipeline.tune(alone)
         steps = alone.steps(QUICK_STEPS if bench.quick else STEPS)
         feeds = [feed for peer in peers for feed in peer.feeds("pageable", compute)]
+        expected = pipeline.checksums(compute, batches)
         pipes = [
             Pipe(
                 ours.NAME,
-                partial(pipeline.train_on, compute, ours.NAME, ours.source(stager, batches, compute), batches, rounds),
+                partial(pipeline.train_on, compute, ours.NAME, ours.source(stager, batches, compute), expected, rounds),
                 1.0,
             ),
             *(Pipe(feed.name, partial(pipeline.train, compute, feed, batches, rounds), feed.share) for feed in feeds),

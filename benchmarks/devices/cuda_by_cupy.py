@@ -81,7 +81,9 @@ class _CudaDevice:
         return memory.pieces(array, ends)
 
     def equal(self, left: Any, right: Any) -> bool:
-        mine = right if isinstance(right, cupy.ndarray) else cupy.from_dlpack(right)
+        # Numba's arrays may know no DLPack.
+        foreign = hasattr(right, "__dlpack__") and not isinstance(right, cupy.ndarray)
+        mine = cupy.from_dlpack(right) if foreign else cupy.asarray(right)
         return bool(cupy.array_equal(_wide(left), _wide(mine)))
 
     def synchronize(self) -> None:

@@ -88,7 +88,9 @@ class _JaxDevice:
         return pieces
 
     def equal(self, left: Any, right: Any) -> bool:
-        mine = right if isinstance(right, jax.Array) else jnp.from_dlpack(right)
+        # Numba's arrays may know no DLPack.
+        foreign = hasattr(right, "__dlpack__") and not isinstance(right, jax.Array)
+        mine = jnp.from_dlpack(right) if foreign else jnp.asarray(right)
         return bool(_same(left, mine))
 
     def synchronize(self) -> None:

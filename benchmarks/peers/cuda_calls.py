@@ -33,7 +33,7 @@ class _CudaCalls:
     def feeds(self, kind: Kind, compute: Compute) -> Sequence[Feed]:
         return ()
 
-    def drains(self, compute: Compute) -> Sequence[Drain]:
+    def drains(self, kind: Kind, compute: Compute) -> Sequence[Drain]:
         return ()
 
     def _put(self, source: Any, target: Any) -> Call:

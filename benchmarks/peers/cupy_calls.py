@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, final
 
@@ -33,6 +34,8 @@ class _CupyCalls:
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
         if kind == "fresh":
             return (_asarray(),)
+        if kind == "new":
+            return (_asarray() if direction == "h2d" else _asnumpy(),)
         if kind == "untouched":
             return (_asnumpy(),)
         if kind == "pinned":
@@ -60,10 +63,12 @@ class _CupyCalls:
 
         return (Feed(name="cupy set(stream)", start=start, use=use, share=SHARE),)
 
-    def drains(self, compute: Compute) -> Sequence[Drain]:
+    def drains(self, kind: Kind, compute: Compute) -> Sequence[Drain]:
         if compute.handle is None:
             return ()
         writer, stream = _stream(compute.handle), self._gets
+        if kind == "new":
+            return (_asnumpy_on_a_thread(writer, stream),)
 
         def start(output: Any, target: Bytes) -> tuple[Bytes, Any]:
             stream.wait_event(writer.record())
@@ -124,6 +129,20 @@ def _asnumpy() -> Way:
         keep=None,
         waits=True,
     )
+
+
+def _asnumpy_on_a_thread(writer: Any, stream: Any) -> Drain:
+    thread = ThreadPoolExecutor(1, "cupy-asnumpy")
+
+    def take(output: Any, made: Any) -> Bytes:
+        stream.wait_event(made)
+        values: Bytes = cupy.asnumpy(output, stream=stream)
+        return values
+
+    def start(output: Any, _: Bytes) -> Future[Bytes]:
+        return thread.submit(take, _mine(output), writer.record())
+
+    return Drain(name="cupy asnumpy, thread", start=start, finish=lambda taken: taken.result(), share=SHARE)
 
 
 def _itself(array: Any) -> Any:

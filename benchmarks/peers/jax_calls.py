@@ -48,7 +48,7 @@ class _JaxCalls:
         put = partial(self._jax.device_put, device=self._device)
         return (Feed(name="jax device_put", start=put, use=lambda array: array, share=SHARE),)
 
-    def drains(self, compute: Compute) -> Sequence[Drain]:
+    def drains(self, kind: Kind, compute: Compute) -> Sequence[Drain]:
         if compute.handle is not None:
             return ()
 

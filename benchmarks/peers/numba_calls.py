@@ -25,7 +25,9 @@ class _NumbaCalls:
         self._stream = cuda.stream()
 
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
-        if kind in ("fresh", "untouched"):
+        if kind == "new" and direction == "h2d":
+            return (self._to_device(),)
+        if kind in ("fresh", "untouched", "new"):
             return (self._new(),) if direction == "d2h" else ()
         if kind == "pageable":
             return (self._into(direction, waits=True),)
@@ -34,7 +36,7 @@ class _NumbaCalls:
     def feeds(self, kind: Kind, compute: Compute) -> Sequence[Feed]:
         return ()
 
-    def drains(self, compute: Compute) -> Sequence[Drain]:
+    def drains(self, kind: Kind, compute: Compute) -> Sequence[Drain]:
         return ()
 
     def _into(self, direction: Direction, *, waits: bool) -> Way:
@@ -53,6 +55,17 @@ class _NumbaCalls:
             bind=put if direction == "h2d" else get,
             synchronize=lambda _: self._cuda.synchronize() if waits else self._stream.synchronize(),
             waits=waits,
+        )
+
+    def _to_device(self) -> Way:
+        return Way(
+            name="numba to_device",
+            direction="h2d",
+            bind=lambda source, _: partial(self._cuda.to_device, source),
+            synchronize=lambda _: self._cuda.synchronize(),
+            result=lambda array: array,
+            keep=None,
+            waits=True,
         )
 
     def _new(self) -> Way:

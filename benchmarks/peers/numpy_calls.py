@@ -22,7 +22,7 @@ def open_peer() -> Peer:
 @final
 class _NumpyCalls:
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
-        if kind in ("fresh", "untouched"):
+        if kind in ("fresh", "untouched", "new"):
             return (
                 Way(
                     name="ndarray.copy",
@@ -38,7 +38,10 @@ class _NumpyCalls:
     def feeds(self, kind: Kind, compute: Compute) -> Sequence[Feed]:
         return (Feed(name="ndarray.copy", start=lambda batch: batch.copy(), use=lambda array: array),)
 
-    def drains(self, compute: Compute) -> Sequence[Drain]:
+    def drains(self, kind: Kind, compute: Compute) -> Sequence[Drain]:
+        if kind == "new":
+            return (Drain(name="ndarray.copy", start=lambda output, _: output.copy(), finish=lambda values: values),)
+
         def start(output: Any, target: Bytes) -> Bytes:
             np.copyto(target, output)
             return target

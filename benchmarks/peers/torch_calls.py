@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from typing import Any, final
@@ -37,6 +38,8 @@ class _TorchCalls:
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
         if kind == "fresh":
             return (self._to(non_blocking=True),)
+        if kind == "new":
+            return (self._to(non_blocking=False), self._pin_to()) if direction == "h2d" else (self._cpu(),)
         if kind == "untouched":
             return (self._cpu(),)
         if kind == "pinned":
@@ -47,11 +50,13 @@ class _TorchCalls:
         if compute.handle is None:
             return ()
         if kind == "pinned":
-            return (self._on_compute_stream(compute), self._on_side_stream(compute))
+            return (self._on_compute_stream(compute), self._on_side_stream(compute, pin=False))
+        if kind == "new":
+            return (self._on_compute_stream(compute), self._pinning(compute), self._on_side_stream(compute, pin=True))
         return (self._on_compute_stream(compute), self._pinning(compute))
 
-    def drains(self, compute: Compute) -> Sequence[Drain]:
-        return ()
+    def drains(self, kind: Kind, compute: Compute) -> Sequence[Drain]:
+        return () if kind != "new" or compute.handle is None else (self._cpu_on_a_thread(compute),)
 
     def _on_compute_stream(self, compute: Compute) -> Feed:
         """As it is written in most loops."""
@@ -72,20 +77,37 @@ class _TorchCalls:
 
         return Feed(name="torch pin_memory to", start=start, use=compute.adopt, share=SHARE)
 
-    def _on_side_stream(self, compute: Compute) -> Feed:
+    def _on_side_stream(self, compute: Compute, *, pin: bool) -> Feed:
         """As a prefetcher does it that takes care of streams."""
         torch, stream, side = self._torch, self._stream(compute), self._side
 
         def start(batch: Bytes) -> Any:
             with torch.cuda.stream(side):
-                return self._on_host(batch).to("cuda", non_blocking=True)
+                tensor = torch.from_numpy(batch).pin_memory() if pin else self._on_host(batch)
+                return tensor.to("cuda", non_blocking=True)
 
         def use(tensor: Any) -> Any:
             stream.wait_stream(side)
             tensor.record_stream(stream)
             return compute.adopt(tensor)
 
-        return Feed(name="torch to, side stream", start=start, use=use, share=SHARE)
+        name = "torch pin_memory to, side stream" if pin else "torch to, side stream"
+        return Feed(name=name, start=start, use=use, share=SHARE)
+
+    def _cpu_on_a_thread(self, compute: Compute) -> Drain:
+        torch, stream, writer = self._torch, self._gets, self._stream(compute)
+        thread = ThreadPoolExecutor(1, "torch-cpu")
+
+        def take(tensor: Any, made: Any) -> Bytes:
+            with torch.cuda.stream(stream):
+                stream.wait_event(made)
+                values: Bytes = tensor.cpu().numpy()
+                return values
+
+        def start(output: Any, _: Bytes) -> Future[Bytes]:
+            return thread.submit(take, self._on_device(output), writer.record_event())
+
+        return Drain(name="torch cpu, thread", start=start, finish=lambda taken: taken.result(), share=SHARE)
 
     def _stream(self, compute: Compute) -> Any:
         return self._torch.cuda.ExternalStream(compute.handle) if compute.handle else self._torch.cuda.default_stream()
@@ -136,6 +158,20 @@ class _TorchCalls:
             result=lambda tensor: tensor,
             keep=None,
             empty_pinned=self._empty_pinned,
+        )
+
+    def _pin_to(self) -> Way:
+        def bind(source: Any, _: Any) -> Call:
+            tensor = self._torch.from_numpy(source)
+            return lambda: tensor.pin_memory().to("cuda", non_blocking=True)
+
+        return Way(
+            name="torch pin_memory to",
+            direction="h2d",
+            bind=bind,
+            synchronize=self._synchronize,
+            result=lambda tensor: tensor,
+            keep=None,
         )
 
     def _copy_out_at_once(self) -> Way:
