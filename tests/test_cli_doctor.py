@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,6 @@ import xferlib_cupy.diagnosis
 
 import xferlib
 from xferlib.cli import doctor, main
-from xferlib.staging.calibration import measured_profile
-from xferlib.staging.profile import VARIABLE
-from xferlib.staging.saved import saved_path, saved_profile
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -146,25 +142,3 @@ def test_without_a_command_the_page_and_the_commands_are_shown() -> None:
     assert "host" in shown.stdout
     assert all(f"xferlib {command}" in shown.stdout for command in ("demo", "doctor", "conformance"))
     assert shown.stderr == ""
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep shapes of the ring in a folder of the test's own."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
-def test_doctor_keeps_the_staging_that_it_measures(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert str(saved_path()) in told(capsys, "--save-staging").replace("\n", "")
-    assert saved_path().is_relative_to(cache)
-    assert saved_profile() == measured_profile()
-
-
-def test_a_folder_that_cannot_be_written_is_told_with_the_way_out(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (cache / "xferlib").write_text("a file")
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", "--save-staging"])
-    assert end.value.code not in (0, None)
-    assert f"{VARIABLE}={measured_profile()}" in capsys.readouterr().err

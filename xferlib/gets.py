@@ -13,8 +13,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.host import HostMemory
 from xferlib.memory.pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source
-from xferlib.staging.by_engine import EngineStaging
-from xferlib.staging.ring import Staging
+from xferlib.staging.pageable import Staging
 from xferlib.transfer import Transfer
 from xferlib.tree import Spec, path, trees_of, unflatten
 
@@ -27,9 +26,7 @@ Alike: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
 class Gets:
     """The D2H half of one stager. Any thread."""
 
-    def __init__(
-        self, backend: HostStager[Any], host: HostMemory, pool: PinnedPool, staging: Staging | EngineStaging, traffic: Traffic
-    ) -> None:
+    def __init__(self, backend: HostStager[Any], host: HostMemory, pool: PinnedPool, staging: Staging, traffic: Traffic) -> None:
         self._backend = backend
         self._failures = backend.failures
         self._host = host
@@ -38,7 +35,6 @@ class Gets:
         self._staging = staging
         self._d2h = traffic.d2h
         self._as_sources = getattr(backend, "as_sources", None)
-        self._by_engine = isinstance(staging, EngineStaging)
 
     def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
         """Get a tree."""
@@ -52,7 +48,7 @@ class Gets:
         given = None if out is None else self._trees.flatten_like(spec, out, name="out")
         alike = self._checked(leaves, spec, given)
         addresses = None if given is None else [self._host.address(array) for array in given]
-        if addresses is not None and None in addresses and self._by_engine:
+        if addresses is not None and None in addresses:
             sources, after = self._placed(leaves, spec, stream, direct=any(addresses))
         else:
             # What the arrays wait for now would hold up the copies that earlier gets still have to start.
@@ -144,14 +140,13 @@ class Gets:
 
     def _placed(self, leaves: list[Any], spec: Spec, stream: object | None, *, direct: bool) -> tuple[list[Source], Event | None]:
         """Return what is read, and what it waits for: by the engine directly before its first copy, so that no other get waits."""
-        backend: Any = self._backend
-        sources = self._each(backend.place, leaves, spec, stream)
-        after: Event | None = backend.mark(stream)
+        sources = self._each(self._backend.place, leaves, spec, stream)
+        after = self._backend.mark(stream)
         if direct:
             # Some is copied without the engine, and at once.
             self._staging.wait_issued()
             if after is not None:
-                backend.order_d2h(after)
+                self._backend.order_d2h(after)
         return sources, after
 
     def _each(

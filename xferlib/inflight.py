@@ -15,20 +15,19 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
-from xferlib.engine.jobs import Job
+from xferlib.engine.jobs import Job, next_row
 from xferlib.errors import XferError
 from xferlib.forks import forget_in_child, leave
-from xferlib.landing import Landing
-from xferlib.latch import is_copying
+from xferlib.latch import SLICE_SECONDS, Latch, is_copying
 from xferlib.memory.arrays import Array, address_of
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.reaper import watch
 from xferlib.views import Views
 
-__all__ = ["Entry", "Flow", "InFlight", "Landings", "Traffic", "all_traffic", "reap_all", "uses", "wait_for_others"]
+__all__ = ["Entry", "Fill", "Flow", "InFlight", "Jobs", "Room", "Traffic", "all_traffic", "reap_all", "uses", "wait_for_others"]
 
 LOOK_EVERY = 32
 """Transfers. Asking the driver costs as much as starting a small copy does."""
@@ -64,7 +63,7 @@ class Entry(NamedTuple):
         return any(uses(source, target) for source in self.device) or self.uses_host(target.address, target.nbytes)
 
 
-_ASKED, _RECORDED = itemgetter(0), itemgetter(2)
+_ASKED, _RECORDED, _ROW = itemgetter(0), itemgetter(2), attrgetter("row")
 _exhaust: Callable[[Iterator[object]], None] = deque[object](maxlen=0).extend
 """Goes through an iterator and keeps nothing."""
 _TURN = 2 * LOOK_EVERY
@@ -229,55 +228,97 @@ def _meet(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
 
 
 @final
-class Landings:
-    """Points that worker threads or other callers will reach without this thread: CPU copies, and memory about to be in flight."""
+class Fill:
+    """A pinned block that its thread fills, and starts the copy of: neither idle nor in flight yet. Waited for as a `Job` is."""
+
+    __slots__ = ("_told", "over", "owner", "row")
+
+    holds = True
+
+    def __init__(self) -> None:
+        self.row = next_row()
+        self.owner = threading.get_ident()
+        self.over = False
+        """Set by its thread, when the block is in flight, or idle: no interrupt comes between an assignment and what it assigns."""
+        self._told = Latch()
+
+    def tell(self) -> None:
+        """Wake whoever waits, at once: `over` is set. Its thread only."""
+        self._told.open()
+
+    def reached(self) -> bool:
+        """Tell whether it is over. Never blocks."""
+        return self.over
+
+    def wait(self) -> None:
+        """Block until it is."""
+        while not self.over:
+            self._told.wait(SLICE_SECONDS)
+
+
+@final
+class Jobs:
+    """What is in flight, or about to be, by the work of other threads: the engine's jobs, and blocks that callers fill."""
 
     def __init__(self) -> None:
         # Changed in single steps: a finalizer may add while its thread is in here.
-        self._entries: dict[int, Landing | Job] = {}
-        self._count = itertools.count().__next__
+        self.h2d: dict[int, Job] = {}
+        """By row. A lane enters its jobs, and each leaves when it is seen to have finished."""
+        self.d2h: dict[int, Job] = {}
+        self._fills: dict[int, Fill] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether a landing is not reached."""
-        return bool(self.unreached())
+        """Whether anything is under way."""
+        return bool(self.under_way())
 
-    def unreached(self) -> list[Landing | Job]:
-        """Return those that are not reached."""
-        return [landing for landing in list(self._entries.values()) if not landing.reached()]
+    def under_way(self) -> list[Job | Fill]:
+        """Return what is not over, the oldest first."""
+        return [work for work in self._entries() if not work.reached()]
 
-    def add(self, landing: Landing | Job) -> None:
-        """Count a landing as in flight until it is reached."""
-        self._entries[self._count()] = landing
+    def using(self, memory: Sequence[tuple[int, int]]) -> list[Job]:
+        """Return the jobs that still read or write part of this memory of the caller's: address and bytes of each range."""
+        jobs = [*self.h2d.values(), *self.d2h.values()]
+        return [job for job in jobs if any(_meet(*one, *other) for one in job.memory for other in memory) and not job.reached()]
+
+    def add(self, fill: Fill) -> None:
+        """Count a block as in flight until its thread says that it is."""
+        self._fills[fill.row] = fill
         self.reap()
 
     def reap(self) -> bool:
-        """Let go of those that are reached, and tell whether any was: one that failed refers to what it should have copied."""
-        # A copy: a list of pairs takes an allocation for each, and with any of them a finalizer may come, and add.
-        reached = [number for number, landing in self._entries.copy().items() if landing.reached()]
-        # What is let go of now may run foreign finalizers, which may come back here.
-        gone = [self._entries.pop(number, None) for number in reached]
-        return any(gone)
+        """Let go of what is over, and tell whether anything was. Never blocks."""
+        # A job leaves when it is asked.
+        over = [work for work in self._entries() if work.reached()]
+        for work in over:
+            self._fills.pop(work.row, None)
+        return bool(over)
 
     def wait_oldest(self, *, pinned: bool = False) -> bool:
-        """Block until the oldest landing that this thread can wait for is reached. Returns False if there was none.
+        """Block until the oldest that this thread can wait for is over. Returns False if there was none.
 
         `pinned`: only one that then gives pinned memory back. The others may be waiting for some themselves.
         """
-        for landing in self._waited_for():
-            if not landing.reached() and (landing.holds or not pinned):
-                landing.wait()
+        for work in self._waited_for():
+            if not work.reached() and (work.holds or not pinned):
+                work.wait()
                 return True
         return False
 
     def wait_all(self) -> None:
-        """Block until every landing added before the call, that this thread can wait for, is reached."""
-        for landing in self._waited_for():
-            landing.wait()
+        """Block until everything added before the call, that this thread can wait for, is over."""
+        for work in self._waited_for():
+            work.wait()
 
-    def _waited_for(self) -> list[Landing | Job]:
+    def _entries(self) -> list[Job | Fill]:
+        # One call each: other threads add meanwhile.
+        found: list[Job | Fill] = [*self.h2d.values(), *self.d2h.values(), *self._fills.values()]
+        found.sort(key=_ROW)
+        return found
+
+    def _waited_for(self) -> list[Job | Fill]:
         me = threading.get_ident()
-        return [landing for landing in list(self._entries.values()) if landing.owner != me]
+        return [work for work in self._entries() if work.owner != me]
 
 
 @final
@@ -287,14 +328,10 @@ class Traffic:
     def __init__(self, backend: HostStager[Any]) -> None:
         self.h2d = InFlight(backend.record_h2d, backend.failures)
         self.d2h = InFlight(backend.record_d2h, backend.failures)
-        self.landings = Landings()
+        self.jobs = Jobs()
         self.views = Views(backend)
         self.place = (backend.name, backend.device)
         """Which backend and device: the events of two stagers of one place can be waited for by each other's streams."""
-        self.unissued: list[tuple[Any, Sequence[Source]]] = []
-        """Of gets whose copies are not all started yet, what starts them, whose list this is, and what they read."""
-        self.gets: dict[int, Job] = {}
-        """Of the engine's jobs that read device memory those that have not finished, by number."""
         self.wait_issued: Callable[[Source], None] = lambda target: None
         """Blocks until the copies that read this memory, and are not started yet, are started."""
         _open[id(self)] = self
@@ -302,13 +339,12 @@ class Traffic:
     @property
     def busy(self) -> bool:
         """Whether anything may be in flight."""
-        return self.h2d.busy or self.d2h.busy or self.landings.busy or self.views.busy
+        return self.h2d.busy or self.d2h.busy or self.jobs.busy or self.views.busy
 
     @property
     def has_no_readers(self) -> bool:
         """Whether no copy can be in flight, of whatever stager, that uses device memory of the caller's, but puts of this one."""
-        # In this order: a get enters what it has started before it leaves the list of what it has still to start.
-        return not self.unissued and not self.gets and not self.d2h._entries and len(_open) == 1
+        return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1
 
     def entries(self) -> Iterator[Entry]:
         """Iterate the copies of both directions that may be in flight."""
@@ -317,15 +353,15 @@ class Traffic:
 
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
-        found = [self.d2h.reap(), self.h2d.reap(), self.landings.reap(), self.views.reap()]
+        found = [self.d2h.reap(), self.h2d.reap(), self.jobs.reap(), self.views.reap()]
         return any(found)
 
     def wait_oldest(self, *, pinned: bool = False) -> bool:
-        """Block until something has ended. Returns False if nothing was in flight. `pinned`: see `Landings.wait_oldest`."""
+        """Block until something has ended. Returns False if nothing was in flight. `pinned`: see `Jobs.wait_oldest`."""
         # What is done in one direction must not wait for the other.
         if self.reap() or self.h2d.wait_oldest() or self.d2h.wait_oldest():
             return True
-        return self.landings.wait_oldest(pinned=pinned) or self.views.wait_oldest()
+        return self.jobs.wait_oldest(pinned=pinned) or self.views.wait_oldest()
 
     def wait_all(self) -> None:
         """Block until everything started before the call is done. Raises `XferError` on a thread that copies would wait for."""
@@ -334,8 +370,7 @@ class Traffic:
                 "a finalizer would wait for transfers on a thread that makes the copies, and so for itself: the garbage collector "
                 "runs finalizers on any thread. Close stagers and pins in ordinary code"
             )
-        # What lands late adds its entry before it has landed.
-        self.landings.wait_all()
+        self.jobs.wait_all()
         self.h2d.wait_all()
         self.d2h.wait_all()
         self.views.wait_all()
@@ -343,7 +378,7 @@ class Traffic:
     def close(self) -> None:
         """Nothing is in flight, and nothing will be."""
         _open.pop(id(self), None)
-        self.landings.reap()
+        self.jobs.reap()
         self.views.close()
         if self.views.settle():
             watch(self.views)
@@ -388,3 +423,32 @@ class Flow:
     def wait_oldest(self) -> bool:
         """Block until something has ended. Returns False if nothing was in flight."""
         return self._traffic.wait_oldest() or wait_for_others(self._traffic, lambda entry: any(map(self.owns, entry.device)))
+
+
+@final
+class Room:
+    """What may make room in one stager's pinned pool: chunks that are idle, and transfers that will end, of whatever stager."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self.release: Callable[[], bool] = bool
+        """Gives idle chunks back, and tells whether there were any."""
+        self.contains: Callable[[int, int], bool] = lambda address, nbytes: False
+        """Whether memory is the pool's."""
+
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
+        return reap_all()
+
+    def yield_idle(self) -> bool:
+        """Give memory back that is kept for later, and tell whether there was any. Never blocks."""
+        return self.release()
+
+    def wait_oldest(self) -> bool:
+        """Block until something has ended. Returns False if nothing was in flight."""
+        if self.release() or self._traffic.wait_oldest(pinned=True):
+            return True
+        return wait_for_others(self._traffic, self._concerns)
+
+    def _concerns(self, entry: Entry) -> bool:
+        return any(self.contains(address_of(array), array.nbytes) for array in entry.host)

@@ -31,7 +31,6 @@ __all__ = [
     "Opener",
     "Place",
     "ReadsMany",
-    "ServesEngine",
     "Source",
     "Stream",
     "TakenApart",
@@ -227,6 +226,9 @@ class HostStager(Protocol[ArrayT]):
     def order_h2d(self, after: Event) -> None:
         """Let later copies to the device start only after the event. The host does not wait."""
 
+    def order_d2h(self, after: Event) -> None:
+        """Let later copies to the host start only after the event, as `order_h2d`."""
+
     def check_stream(self, stream: object) -> None:
         """Raise what `Event.stream_wait` would raise for this stream, and do nothing else. Needs the capability `streams`."""
 
@@ -268,6 +270,17 @@ class HostStager(Protocol[ArrayT]):
         Returns its memory in C order: a view that is not contiguous is copied by the framework, on that stream.
         Raises `TypeError` for what is not an array of this framework, `ValueError` for one of another device, and
         `CapabilityError`, before the framework is asked, for a capturing stream.
+        The same as `place`, then `order_d2h` after `mark`, in one step: small gets come here.
+        """
+
+    def place(self, array: ArrayT, stream: object | None = None) -> Source:
+        """Return what `as_source` returns, and raise as it does, with nothing told to wait: pageable memory is moved so."""
+
+    def mark(self, stream: object | None = None) -> Event | None:
+        """Return an event behind what `stream` (None: the calling thread's current one) has enqueued; None: it is done.
+
+        Called once `place` was asked for every array of a get. Where arrays carry their own order, the event is also behind what
+        produces these: as of a stream on which `place` lets a wait for each be enqueued, and to which nobody's copies go.
         """
 
     def as_target(self, array: ArrayT, stream: object | None = None) -> Source:
@@ -324,7 +337,11 @@ class ReadsMany(Protocol[ArrayT_contra]):
 
 
 class DriverCalls(Protocol):
-    """How the engine calls a device itself: the addresses of the driver's functions, and what these take."""
+    """How the engine calls a device itself: the addresses of the driver's functions, and what these take.
+
+    What a backend may have besides, as its attribute `driver_calls`. Without it the core makes the engine's calls by the methods of
+    `HostStager`, on one thread of the process.
+    """
 
     @property
     def calls(self) -> ctypes.Structure:
@@ -342,23 +359,6 @@ class DriverCalls(Protocol):
 
     def failure(self, status: int) -> Exception:
         """Return what the framework raises for a status: one of the backend's `failures`."""
-
-
-class ServesEngine(Protocol[ArrayT_contra]):
-    """What a backend has besides whose pageable memory the engine moves: order as an entry of its own.
-
-    It may have an attribute `driver_calls`, a `DriverCalls`. Without one the core makes the engine's calls by the methods of
-    `HostStager`, on one thread of the process.
-    """
-
-    def place(self, array: ArrayT_contra, stream: object | None = None) -> Source:
-        """Return what `HostStager.as_source` returns, and raise as it does, with nothing told to wait."""
-
-    def mark(self, stream: object | None = None) -> Event | None:
-        """Return an event behind what `stream` (None: the calling thread's current one) has enqueued; None: it is done."""
-
-    def order_d2h(self, after: Event) -> None:
-        """Let later copies to the host start only after the event. The host does not wait."""
 
 
 class MapsMemory(Protocol[ViewT_co]):

@@ -20,9 +20,8 @@ from xferlib.loud import Loud
 from xferlib.memory.arrays import Array
 from xferlib.memory.host import HostLeaf, HostMemory
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
-from xferlib.staging.by_engine import EngineStaging
+from xferlib.staging.pageable import Staging
 from xferlib.staging.parts import Placed
-from xferlib.staging.ring import Staging
 from xferlib.transfer import Later, Transfer
 from xferlib.tree import Spec, path, trees_of, unflatten
 
@@ -41,7 +40,7 @@ class Puts:
         backend: HostStager[Any],
         host: HostMemory,
         blocks: BlockCache,
-        staging: Staging | EngineStaging,
+        staging: Staging,
         traffic: Traffic,
         loud: Loud,
     ) -> None:
@@ -280,7 +279,7 @@ class Puts:
         """
         for traffic in all_traffic():
             traffic.wait_issued(place)
-            for job in list(traffic.gets.values()):
+            for job in list(traffic.jobs.d2h.values()):
                 if any(uses(source, place) for source in job.device):
                     self._order_after(job.event, traffic, job)
             if not traffic.d2h.busy and (traffic is self._traffic or not traffic.h2d.busy):

@@ -51,7 +51,7 @@ def stager(
     "raise" at once; or "stage": take ordinary memory, which is transferred by way of the pinned memory that is then kept for it.
     `strict`: a put that would make its caller wait for a CPU copy raises `ValueError`, where otherwise the first of a line issues a
     `SynchronousTransferWarning`. `staging`: how ordinary memory is staged, as "8x4MiB", threads and chunk size, or a
-    `StagingProfile`; None: what `XFERLIB_STAGING` says, else what `xferlib doctor` has kept, else what is measured. `debug`: find
+    `StagingProfile`; None: what `XFERLIB_STAGING` says, else the default, which suits the usual links. `debug`: find
     sources of puts, pinned or borrowed, that are written to before their transfer is done, by sums over them, and raise
     `SourceRewrittenError` with the line of the put: from the transfer, or, when nobody holds that any more, from the next put or
     from `close()`. It costs a pass of the CPU over each source at the put and another when it is done. None: what `XFERLIB_DEBUG`

@@ -23,11 +23,10 @@ from xferlib.callers import wait_for_callers
 from xferlib.checks import lacking, positive_nbytes, refuse_bare_zero, refuse_finalizers, translated, uncopied, whole_shape
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.device import BlockCache
-from xferlib.engine.jobs import is_child
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.forks import forget_in_child
 from xferlib.gets import Gets
-from xferlib.inflight import Flow, Traffic
+from xferlib.inflight import Flow, Room, Traffic
 from xferlib.loud import Loud
 from xferlib.maps import Maps
 from xferlib.memory.arrays import Array, check_dtype
@@ -40,9 +39,8 @@ from xferlib.pinning import Pin, Pins, splits
 from xferlib.protocol import Capabilities, HostStager
 from xferlib.puts import Puts
 from xferlib.reaper import close_later, collects, start_reaper, uninterrupted
-from xferlib.staging.by_engine import EngineStaging
+from xferlib.staging.pageable import Staging
 from xferlib.staging.profile import StagingProfile, as_profile
-from xferlib.staging.ring import Room, Staging
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
@@ -110,15 +108,15 @@ class Stager:
         )
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
         self._blocks = BlockCache(backend, flow, device_limit)
-        self._staging = ring = _staging(backend)(backend, pool, traffic, as_profile(staging))
-        room.release, room.wait_for_rest, room.contains = ring.release, ring.wait_for_rest, pool.contains
-        flow.owns, traffic.wait_issued = self._blocks.owns, ring.wait_issued
+        self._staging = staged = Staging(backend, pool, traffic, as_profile(staging))
+        room.release, room.contains = staged.release, pool.contains
+        flow.owns, traffic.wait_issued = self._blocks.owns, staged.wait_issued
         self._pins = Pins(backend, traffic, pool)
         host = HostMemory(backend, pool, splits)
         self._maps = Maps(backend, host, traffic.views)
-        self._puts = Puts(backend, host, self._blocks, ring, traffic, Loud(strict=strict))
+        self._puts = Puts(backend, host, self._blocks, staged, traffic, Loud(strict=strict))
         self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
-        self._gets = Gets(backend, host, pool, ring, traffic)
+        self._gets = Gets(backend, host, pool, staged, traffic)
         _live.add(self)
         forget_in_child(self)
         start_reaper()
@@ -155,7 +153,7 @@ class Stager:
 
     @property
     def staging(self) -> StagingProfile:
-        """How pageable memory is staged: given, or kept by `xferlib doctor`, or else measured now, in a fraction of a second."""
+        """With how many threads, and through chunks of which size, pageable memory is copied: given, or the default."""
         return self._staging.profile
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, write_combined: bool = False) -> Array:
@@ -412,11 +410,6 @@ class Stager:
 
     def _warn(self) -> None:
         warnings.warn(f"{self!r} was never closed. Use it as a context manager", ResourceWarning, 3, source=self)
-
-
-def _staging(backend: HostStager[Any]) -> type[Staging] | type[EngineStaging]:
-    # The threads of the engine stayed with the parent.
-    return EngineStaging if hasattr(backend, "place") and not is_child() else Staging
 
 
 _CALLS = frozenset(call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get))

@@ -13,6 +13,7 @@ from xferlib_host import Stream
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, tampered, until
+from xferlib.engine.native import ISSUED
 from xferlib.pipeline.ends import Ends, users_of
 from xferlib.staging.profile import StagingProfile
 
@@ -178,7 +179,7 @@ def test_pinned_leaves_beside_lent_ones_are_in_use_until_their_copies_are_done()
         transfer = stager.put([pinned, np.ones(2 * MIB, np.uint8)], borrow=True)
         users = Ends(users_of(pinned.ctypes.data, pinned.nbytes))
         gated.gate.set()
-        assert until(lambda: not stager._traffic.landings.unreached())
+        assert until(lambda: all(job.has_come(ISSUED) for job in stager._traffic.jobs.h2d.values()))
         assert not users.done()
         gate.set()
         transfer.synchronize()

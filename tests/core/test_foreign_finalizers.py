@@ -18,8 +18,7 @@ from tests.core.fakes import WATCHDOG, Point, on_thread, tampered, until
 from tests.core.garbage import Garbage, at_every_allocation, collected_when_told  # noqa: F401  # A fixture for each test.
 from tests.interrupts.harness import at_rest
 from xferlib.errors import XferError
-from xferlib.inflight import Landings
-from xferlib.landing import Landing
+from xferlib.inflight import Fill, Jobs
 from xferlib.pinning import Pin
 from xferlib.protocol import Capabilities, Stream
 from xferlib.reaper import collects
@@ -146,8 +145,7 @@ def test_a_finalizer_on_the_thread_that_leads_a_borrowed_put_is_told_that_it_can
     assert told
 
 
-@pytest.mark.parametrize("where", ["xferlib-landing", "xferlib-to-host"])
-def test_a_finalizer_on_a_thread_that_starts_the_copies_of_a_get_waits_for_no_start(where: str) -> None:
+def test_a_finalizer_on_a_thread_that_starts_the_copies_of_a_get_waits_for_no_start() -> None:
     """It may be at the very part that it would wait for."""
     transfers: list[xferlib.Transfer] = []
     told: list[str] = []
@@ -162,7 +160,7 @@ def test_a_finalizer_on_a_thread_that_starts_the_copies_of_a_get_waits_for_no_st
 
     def copy(dst: int, src: int, nbytes: int) -> None:
         name = threading.current_thread().name
-        if name.startswith(where) and not came.is_set():
+        if name == "xferlib-dispatcher" and not came.is_set():
             came.set()
             # Where the collector runs on this thread.
             finalizer()
@@ -242,10 +240,10 @@ def test_trim_and_close_in_finalizers_wait_for_a_framework_that_does_not_survive
 
 
 def test_finalizers_that_change_a_table_while_it_is_gone_through_harm_nothing() -> None:
-    landings, views = Landings(), Views(Retiring())  # type: ignore[arg-type]  # Only what views need is played.
+    jobs, views = Jobs(), Views(Retiring())  # type: ignore[arg-type]  # Only what views need is played.
 
-    def land() -> None:
-        landings.add(Landing())
+    def fill() -> None:
+        jobs.add(Fill())
 
     def view() -> None:
         row, ticket = views.lease(np.zeros(8, np.uint8))
@@ -253,7 +251,7 @@ def test_finalizers_that_change_a_table_while_it_is_gone_through_harm_nothing() 
         del ticket
         views.held(0, 1)
 
-    for call, add, count in ((land, land, landings.unreached), (views.reap, view, lambda: views._fenced)):
+    for call, add, count in ((fill, fill, jobs.under_way), (views.reap, view, lambda: views._fenced)):
         for _ in range(50):
             add()
         before = len(count())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 
 from tests.core.fakes import Point, on_thread, succeeds
-from xferlib.inflight import LARGE, LOOK_EVERY, Entry, InFlight, Landings, Traffic, all_traffic, reap_all, wait_for_others
-from xferlib.landing import Landing
+from xferlib.inflight import LARGE, LOOK_EVERY, Entry, Fill, InFlight, Jobs, Traffic, all_traffic, reap_all, wait_for_others
 from xferlib.latch import note_copying
 from xferlib.protocol import Source, Stream
 
@@ -23,8 +21,27 @@ class Thing:
     """Something that a copy needs."""
 
 
-class Failure(Exception):
-    """What a landing keeps."""
+class Work(Fill):  # type: ignore[misc]  # Final, but for tests of who is waited for.
+    """Another thread's, which keeps something."""
+
+    def __init__(self, kept: object = None, *, holds: bool = True) -> None:
+        super().__init__()
+        self.owner = 0
+        self.kept = kept
+        self.holds = holds
+        self.waits = 0
+
+    def end(self) -> None:
+        self.over = True
+        self.tell()
+
+
+class Awaited(Work):  # type: ignore[misc]  # As above.
+    """Is over when it is waited for."""
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.end()
 
 
 class Comes:
@@ -442,18 +459,17 @@ def test_one_look_lets_go_of_what_is_done_of_every_kind(traffic: Plays) -> None:
     backend = Records()
     backend.h2d, backend.d2h = [Point(reached=True)], [Point(reached=True)]
     both = traffic(backend)
-    things: list[Any] = [Thing(), Thing(), Failure(), np.zeros(3)]
+    things: list[Any] = [Thing(), Thing(), Thing(), np.zeros(3)]
     alive = [weakref.ref(thing) for thing in things]
     both.h2d.add(1, (), (), things[0])
     both.d2h.add(1, (), (), things[1])
-    landing = Landing()
-    both.landings.add(landing)
-    landing.fail(things[2])
-    landing.reach()
+    work = Work(things[2])
+    both.jobs.add(work)
+    work.end()
     view, ticket = both.views.lease(things[3])
     view.stream = Stream(7, None)
     things.clear()
-    del landing, view, ticket
+    del work, view, ticket
     assert [ref() is None for ref in alive] == [False] * 4
     assert both.reap()
     assert [ref() is None for ref in alive] == [True] * 4
@@ -548,16 +564,16 @@ def test_what_is_done_but_was_recorded_while_another_was_is_let_go_of_by_the_sam
     assert queue.entries() == []
 
 
-def test_a_landing_is_not_waited_for_by_its_own_thread() -> None:
-    landings = Landings()
-    mine = Landing(threading.get_ident())
-    landings.add(mine)
-    assert landings.busy
-    assert not landings.wait_oldest()
-    landings.wait_all()
-    other = on_thread(landings.wait_oldest)
-    mine.reach()
-    other.result(10)
+def test_a_block_that_is_filled_is_not_waited_for_by_its_own_thread() -> None:
+    jobs, mine = Jobs(), Fill()
+    jobs.add(mine)
+    assert jobs.busy
+    assert not jobs.wait_oldest()
+    jobs.wait_all()
+    other = on_thread(jobs.wait_oldest)
+    mine.over = True
+    mine.tell()
+    assert other.result(10)
 
 
 def test_waiting_for_all_ends_under_traffic_that_never_ends(traffic: Plays) -> None:
@@ -588,86 +604,75 @@ def test_waiting_for_all_ends_under_traffic_that_never_ends(traffic: Plays) -> N
     assert last.reached
 
 
-def test_landings_are_waited_for_in_order() -> None:
-    landings = Landings()
-    first, second = Landing(), Landing()
-    landings.add(first)
-    landings.add(second)
-    waiting = on_thread(landings.wait_all)
-    for landing in (first, second):
-        assert landings.busy
+def test_jobs_are_waited_for_in_order() -> None:
+    jobs = Jobs()
+    first, second = Work(), Work()
+    jobs.add(second)
+    jobs.add(first)
+    waiting = on_thread(jobs.wait_all)
+    for work in (first, second):
+        assert jobs.under_way()[0] is work
         assert not waiting.done()
-        landing.reach()
+        work.end()
     waiting.result(10)
-    assert not landings.wait_oldest()
+    assert not jobs.wait_oldest()
 
 
-class Awaited(Landing):  # type: ignore[misc]  # Final, but for tests of who is waited for.
-    """Is reached when it is waited for."""
-
-    waits = 0
-
-    def wait(self) -> None:
-        self.waits += 1
-        self.reach()
-
-
-def test_who_waits_for_the_oldest_landing_is_told_whether_there_was_one() -> None:
-    landings = Landings()
+def test_who_waits_for_the_oldest_job_is_told_whether_there_was_one() -> None:
+    jobs = Jobs()
     both = Awaited(), Awaited()
-    for landing in both:
-        landings.add(landing)
-    assert landings.wait_oldest()
-    assert [landing.waits for landing in both] == [1, 0]
-    assert landings.wait_oldest()
-    assert not landings.wait_oldest()
-    assert [landing.waits for landing in both] == [1, 1]
+    for work in both:
+        jobs.add(work)
+    assert jobs.wait_oldest()
+    assert [work.waits for work in both] == [1, 0]
+    assert jobs.wait_oldest()
+    assert not jobs.wait_oldest()
+    assert [work.waits for work in both] == [1, 1]
 
 
-def test_who_waits_for_pinned_memory_waits_for_a_landing_that_holds_some() -> None:
-    landings = Landings()
-    without, holding = Awaited(), Awaited(holds=True)
-    landings.add(without)
-    landings.add(holding)
-    assert landings.wait_oldest(pinned=True)
+def test_who_waits_for_pinned_memory_waits_for_a_job_that_holds_some() -> None:
+    jobs = Jobs()
+    without, holding = Awaited(holds=False), Awaited()
+    jobs.add(without)
+    jobs.add(holding)
+    assert jobs.wait_oldest(pinned=True)
     assert [without.waits, holding.waits] == [0, 1]
-    assert not landings.wait_oldest(pinned=True)
-    assert landings.wait_oldest()
+    assert not jobs.wait_oldest(pinned=True)
+    assert jobs.wait_oldest()
 
 
-def test_who_waits_for_all_landings_waits_for_each() -> None:
-    landings = Landings()
+def test_who_waits_for_all_jobs_waits_for_each() -> None:
+    jobs = Jobs()
     several = [Awaited() for _ in range(3)]
-    for landing in several:
-        landings.add(landing)
-    landings.wait_all()
-    assert [landing.waits for landing in several] == [1, 1, 1]
+    for work in several:
+        jobs.add(work)
+    jobs.wait_all()
+    assert [work.waits for work in several] == [1, 1, 1]
 
 
-def test_a_landing_that_is_reached_is_let_go_of_when_the_next_comes() -> None:
-    landings = Landings()
-    first, failure = Landing(), Failure()
-    kept = weakref.ref(failure)
-    landings.add(first)
-    first.fail(failure)
-    first.reach()
-    del first, failure
+def test_a_job_that_is_over_is_let_go_of_when_the_next_comes() -> None:
+    jobs = Jobs()
+    first = Work(Thing())
+    kept = weakref.ref(first.kept)
+    jobs.add(first)
+    first.end()
+    del first
     assert kept() is not None
-    landings.add(Landing())
+    jobs.add(Work())
     assert kept() is None
 
 
-def test_who_looks_is_told_whether_a_landing_was_reached() -> None:
-    landings = Landings()
-    landing = Landing()
-    landings.add(landing)
-    assert not landings.reap()
-    landing.reach()
-    assert landings.reap()
-    assert not landings.reap()
+def test_who_looks_is_told_whether_a_job_was_over() -> None:
+    jobs = Jobs()
+    work = Work()
+    jobs.add(work)
+    assert not jobs.reap()
+    work.end()
+    assert jobs.reap()
+    assert not jobs.reap()
 
 
-class Meanwhile(Landing):  # type: ignore[misc]  # Final, but for tests of what comes while one is asked.
+class Meanwhile(Work):  # type: ignore[misc]  # As above.
     """Calls, the first time that it is asked."""
 
     def __init__(self, call: Callable[[], object]) -> None:
@@ -680,24 +685,24 @@ class Meanwhile(Landing):  # type: ignore[misc]  # Final, but for tests of what 
         return super().reached()
 
 
-def test_a_landing_that_comes_while_others_are_looked_through_is_held() -> None:
-    landings = Landings()
-    late = Landing()
-    first = Meanwhile(lambda: landings.add(late))
-    landings.add(first)
-    assert landings.unreached() == [first, late]
+def test_a_job_that_comes_while_others_are_looked_through_is_held() -> None:
+    jobs = Jobs()
+    late = Work()
+    first = Meanwhile(lambda: jobs.add(late))
+    jobs.add(first)
+    assert set(jobs.under_way()) == {first, late}
 
 
-def test_a_landing_that_another_thread_lets_go_of_meanwhile_is_let_go_of_once() -> None:
-    landings = Landings()
-    first, told = Landing(), list[bool]()
-    second = Meanwhile(lambda: told.append(landings.reap()))
-    landings.add(first)
-    first.reach()
-    landings.add(second)
+def test_a_job_that_another_thread_lets_go_of_meanwhile_is_let_go_of_once() -> None:
+    jobs = Jobs()
+    first, told = Work(), list[bool]()
+    second = Meanwhile(lambda: told.append(jobs.reap()))
+    jobs.add(first)
+    first.end()
+    jobs.add(second)
     assert told == [True]
-    assert landings.unreached() == [second]
-    assert not landings.reap()
+    assert jobs.under_way() == [second]
+    assert not jobs.reap()
 
 
 def test_a_pin_that_dies_in_the_collector_inside_a_start_does_not_hang() -> None:

@@ -130,54 +130,6 @@ def test_a_put_into_a_view_of_host_memory_comes_after_a_get_that_writes_it(stage
     assert (memory == 2).all()
 
 
-def test_a_get_whose_last_copy_is_started_while_a_put_looks_for_readers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From one list to the other it is in both for a while, so whoever looks into them in the same order finds it in one."""
-    nbytes, last = 64 << 20, threading.Event()
-    target, out = np.full(nbytes, 1, np.uint8), np.zeros(nbytes, np.uint8)
-    end = target.ctypes.data + nbytes
-
-    def copy(dst: int, src: int, count: int) -> None:
-        if src + count == end:
-            backend.inner.d2h.submit(lambda: last.wait(WATCHDOG))
-        backend.inner.copy_d2h(dst, src, count)
-
-    backend = tampered(copy_d2h=copy)
-    with xferlib.stager(backend) as stager, held(backend.inner.d2h) as first:
-        traffic = stager._traffic
-        monkeypatch.setattr(inflight, "_open", {0: traffic})
-        new, beside = stager.empty_pinned(1 << 20, np.uint8), np.zeros(100, np.uint8)
-        new[:] = 2
-
-        class Started(dict[int, inflight.Entry]):
-            """Copies that are started. While the put looks there the others are started, too, and somebody sees it."""
-
-            def __bool__(self) -> bool:
-                found = len(self) > 0
-                if not found and threading.current_thread() in putters:
-                    first.set()
-                    on_thread(lambda: stager.get(beside))
-                    assert until(lambda: not traffic.unissued)
-                return found
-
-        def put() -> xferlib.Transfer:
-            putters.append(threading.current_thread())
-            return stager.put(new, into=part)
-
-        putters: list[threading.Thread] = []
-        part = target[-len(new) :]
-        traffic.d2h._entries = Started()
-        getting = stager.get(target, out=out)
-        putting = on_thread(put)
-        until(putting.done, 0.2)
-        first.set()
-        is_early = until(lambda: putting.done() and putting.result().done(), 0.2)
-        last.set()
-        assert not is_early
-        assert (getting.result() == 1).all()
-        putting.result(WATCHDOG).synchronize()
-    assert (part == 2).all()
-
-
 def test_leaves_that_lie_side_by_side_share_nothing(stager: xferlib.Stager) -> None:
     """As the parts of one array do."""
     memory = np.zeros(6)

@@ -211,7 +211,7 @@ def test_a_stager_that_dies_in_the_collector_of_its_own_engine_does_not_hang(eng
     )
 
 
-def test_a_stager_that_dies_in_the_collector_of_its_landing_worker_does_not_hang() -> None:
+def test_a_stager_that_dies_in_the_collector_of_a_thread_that_makes_its_copies_does_not_hang() -> None:
     succeeds(
         """
         import gc, threading, warnings, numpy as np, xferlib
@@ -223,7 +223,7 @@ def test_a_stager_that_dies_in_the_collector_of_its_landing_worker_does_not_hang
             def __init__(self, event):
                 self.event, self.done = event, event.done
             def synchronize(self):
-                if threading.current_thread().name == "xferlib-landing":
+                if threading.current_thread().name == "xferlib-dispatcher":
                     gc.collect()
                 self.event.synchronize()
         backend.record_d2h = lambda: Collects(backend.inner.record_d2h())

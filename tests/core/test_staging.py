@@ -11,7 +11,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, succeeds, tampered
-from xferlib.landing import Landing
+from xferlib.inflight import Fill
 from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20
@@ -142,12 +142,12 @@ class CopyBroke(Exception):
     """What the backend raises."""
 
 
-def breaks_after(count: int, copy: Any) -> Any:
-    """Return a copy call that fails from its `count`-th use on."""
+def breaks_once(at: int, copy: Any) -> Any:
+    """Return a copy call that fails at its use of this number."""
     calls = iter(range(10**9))
 
     def call(dst: int, src: int, nbytes: int) -> None:
-        if next(calls) >= count:
+        if next(calls) == at:
             raise CopyBroke("no more")
         copy(dst, src, nbytes)
 
@@ -156,7 +156,7 @@ def breaks_after(count: int, copy: Any) -> Any:
 
 def test_a_put_that_fails_in_the_middle_leaves_memory_at_rest() -> None:
     backend = tampered(failures=(CopyBroke,))
-    backend.copy_h2d = breaks_after(2, backend.inner.copy_h2d)
+    backend.copy_h2d = breaks_once(2, backend.inner.copy_h2d)
     events: list[Any] = []
 
     def record() -> Any:
@@ -168,21 +168,19 @@ def test_a_put_that_fails_in_the_middle_leaves_memory_at_rest() -> None:
         with pytest.raises(xferlib.TransferError, match="could not be started: no more"):
             stager.put(numbers(4 * PIECE))
         assert all(event.done() for event in events)
-        backend.copy_h2d = backend.inner.copy_h2d
-        assert np.array_equal(stager.put(numbers(PIECE)).value, numbers(PIECE))
+        assert np.array_equal(stager.put(numbers(PIECE)).result(), numbers(PIECE))
         stager.trim()
         assert stager._pool.usage().used == 0
 
 
 def test_a_get_that_fails_in_the_middle_leaves_memory_at_rest() -> None:
     backend = tampered(failures=(CopyBroke,))
-    backend.copy_d2h = breaks_after(2, backend.inner.copy_d2h)
+    backend.copy_d2h = breaks_once(2, backend.inner.copy_d2h)
     with xferlib.stager(backend, pinned_limit=64 * MIB, staging=RING) as stager:
         out = np.zeros_like(numbers(4 * PIECE))
-        with pytest.raises(xferlib.TransferError, match="could not be started: no more"):
-            stager.get(numbers(4 * PIECE), out=out)
+        with pytest.raises(xferlib.TransferError, match="no more"):
+            stager.get(numbers(4 * PIECE), out=out).synchronize()
         seen = out.copy()
-        backend.copy_d2h = backend.inner.copy_d2h
         other = stager.get(numbers(PIECE)).result()
         assert np.array_equal(out, seen)
         assert np.array_equal(other, numbers(PIECE))
@@ -201,25 +199,6 @@ def test_small_leaves_of_one_get_land_in_turn_where_there_is_room_for_one() -> N
         del held
 
 
-def test_the_worker_ends_at_close() -> None:
-    with xferlib.stager(tampered()) as stager:
-        stager.get(np.zeros(10), out=np.zeros(10)).synchronize()
-        worker = next(thread for thread in threading.enumerate() if thread.name == "xferlib-landing")
-    assert not worker.is_alive()
-
-
-def test_a_failure_of_the_last_step_is_a_transfer_error_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_down(source: Any, part: Any) -> None:
-        raise OSError("no such page")
-
-    monkeypatch.setattr("xferlib.staging.land.pick_up", break_down)
-    with xferlib.stager(tampered()) as stager:
-        transfer = stager.get(np.arange(1000.0), out=np.zeros(1000))
-        for wait in (transfer.synchronize, transfer.done, transfer.result):
-            with pytest.raises(xferlib.TransferError, match="no such page"):
-                wait()
-
-
 def test_what_is_made_read_only_meanwhile_is_written_all_the_same(stager: xferlib.Stager) -> None:
     out = np.zeros(1000)
     with held(stager.backend.d2h):  # type: ignore[attr-defined]  # the host backend's
@@ -229,29 +208,6 @@ def test_what_is_made_read_only_meanwhile_is_written_all_the_same(stager: xferli
     assert (out == np.arange(1000.0)).all()
     with pytest.raises(ValueError, match="out is read-only"):
         stager.get(np.arange(1000.0), out=out)
-
-
-def test_a_worker_that_cannot_be_started_is_an_error_and_not_a_hang() -> None:
-    succeeds(
-        """
-        import threading, numpy as np, xferlib
-        from tests.core.fakes import tampered
-        def refuse(self):
-            raise RuntimeError("can't start new thread")
-        with xferlib.stager(tampered()) as s:
-            start, threading.Thread.start = threading.Thread.start, refuse
-            try:
-                s.get(np.ones(4), out=np.zeros(4))
-            except RuntimeError as error:
-                assert "start new thread" in str(error)
-            else:
-                raise AssertionError("no error")
-            finally:
-                threading.Thread.start = start
-            out = np.zeros(4)
-            assert s.get(np.ones(4), out=out).result().tolist() == [1, 1, 1, 1]
-        """
-    )
 
 
 @pytest.mark.parametrize("threads", [4])
@@ -269,23 +225,18 @@ def test_threads_that_stage_at_once_under_a_small_limit_wait_for_each_other(thre
         assert all(future.result(30) for future in futures)
 
 
-@pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_who_is_told_that_a_piece_is_over_finds_its_memory(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_told_that_a_block_is_filled_finds_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    reach = Landing.reach
+    tell = Fill.tell
 
-    def told(landing: Landing) -> None:
+    def told(fill: Fill) -> None:
         stager._traffic.h2d.wait_all()
-        stager._traffic.d2h.wait_all()
         used.append(stager._pool.usage().used)
-        reach(landing)
+        tell(fill)
 
-    monkeypatch.setattr(Landing, "reach", told)
-    with xferlib.stager(tampered(), pinned_limit=64 * MIB) as stager:
-        if direction == "h2d":
-            stager.put(np.zeros(1000)).synchronize()
-        else:
-            stager.get(np.zeros(1000), out=np.zeros(1000)).synchronize()
+    monkeypatch.setattr(Fill, "tell", told)
+    with xferlib.stager("host", pinned_limit=64 * MIB) as stager:
+        stager.put(np.zeros(1000)).synchronize()
     assert used
     assert not any(used)
 
@@ -321,3 +272,48 @@ def test_a_get_of_many_parts_that_is_done_holds_its_array_no_longer() -> None:
         del array
         stager.trim()
         assert stager.stats().device_nbytes == 0
+
+
+def test_chunks_take_no_more_than_their_budget() -> None:
+    with xferlib.stager("host", pinned_limit=1 << 30, staging=StagingProfile(24, 4 * MIB)) as stager:
+        source = numbers(160 * MIB)
+        stager.get(stager.put(source).result(), out=np.zeros_like(source)).synchronize()
+        assert stager._pool.usage().peak <= 64 * MIB
+
+
+def test_staging_page_locks_nothing_for_what_it_has_carried_before() -> None:
+    """However many chunks were busy at a time then, and are now."""
+    backend, at_once = tampered(), True
+
+    def copy_at_once(dst: int, src: int, nbytes: int) -> None:
+        backend.inner.copy_h2d(dst, src, nbytes)
+        if at_once:
+            backend.inner.record_h2d().synchronize()
+
+    backend.copy_h2d = copy_at_once
+    with xferlib.stager(backend, pinned_limit=128 * MIB, staging=StagingProfile(1, MIB, MIB // 2)) as stager:
+        source = numbers(16 * MIB)
+        stager.put(source).synchronize()
+        misses = stager.stats().pool_misses
+        at_once = False
+        with held(stager.backend.h2d) as gate:  # type: ignore[attr-defined]  # the host backend's
+            put = on_thread(lambda: stager.put(source))
+            with pytest.raises(TimeoutError):
+                put.result(0.2)
+            gate.set()
+        assert np.array_equal(put.result(10).result(), source)
+        assert stager.stats().pool_misses == misses
+
+
+def test_a_stager_that_was_never_closed_does_not_keep_the_process() -> None:
+    succeeds(
+        """
+        import warnings, numpy as np, xferlib
+        from xferlib.staging.profile import StagingProfile
+        warnings.simplefilter("ignore")
+        s = xferlib.stager("host", staging=StagingProfile(4, 1 << 20))
+        x = np.ones(16 << 20, np.uint8)
+        s.get(s.put(x).value, out=np.zeros_like(x)).synchronize()
+        s.put(x, borrow=True)
+        """
+    )

@@ -125,8 +125,6 @@ class BrokenBackend:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        if name == "place":
-            raise AttributeError(name)
         return getattr(self.inner, name)
 
 

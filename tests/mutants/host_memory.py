@@ -18,10 +18,10 @@ from tests.mutants.host_copies import holds_nothing_in_flight
 from tests.mutants.locking import LockingBackend, LockingHost
 from xferlib.device import BlockCache
 from xferlib.errors import ClosedError
-from xferlib.inflight import InFlight, Landings, Traffic
+from xferlib.inflight import InFlight, Jobs, Traffic
 from xferlib.protocol import Capabilities, Event, Source, Stream
 from xferlib.stager import Stager
-from xferlib.staging.by_engine import EngineStaging as Staging
+from xferlib.staging.pageable import Staging
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
 
@@ -308,7 +308,7 @@ def closes_at_once(patch: pytest.MonkeyPatch) -> None:
     """Closing waits for nothing."""
     patch.setattr(Traffic, "wait_all", lambda traffic: None)
     patch.setattr("xferlib.device.BlockCache.close", lambda blocks: None)
-    patch.setattr("xferlib.staging.by_engine.EngineStaging.close", lambda staging: None)
+    patch.setattr("xferlib.staging.pageable.Staging.close", lambda staging: None)
     patch.setattr("xferlib_host._engine.Engine.close", lambda engine: None)
 
 
@@ -347,21 +347,21 @@ def closes_by_halves(patch: pytest.MonkeyPatch) -> None:
 @broken_core("test_law10_close_after_an_interrupt_waits_as_ever", hooks=Host)
 def gives_up_what_lands(patch: pytest.MonkeyPatch) -> None:
     """An interrupt while closing waits for what lands in ordinary memory, and only then, counts as the end of closing."""
-    close, wait_all = Stager.close, Landings.wait_all
-    given_up: list[Landings] = []
+    close, wait_all = Stager.close, Jobs.wait_all
+    given_up: list[Jobs] = []
 
-    def wait_or_give_up(landings: Landings) -> None:
+    def wait_or_give_up(jobs: Jobs) -> None:
         try:
-            wait_all(landings)
+            wait_all(jobs)
         except KeyboardInterrupt:
-            given_up.append(landings)
+            given_up.append(jobs)
             raise
 
     def close_unless_given_up(stager: Stager) -> None:
-        if stager._traffic.landings not in given_up:
+        if stager._traffic.jobs not in given_up:
             close(stager)
 
-    patch.setattr(Landings, "wait_all", wait_or_give_up)
+    patch.setattr(Jobs, "wait_all", wait_or_give_up)
     patch.setattr(Stager, "close", close_unless_given_up)
 
 

@@ -11,7 +11,7 @@ from xferlib_host.conformance import TestHost as Host
 
 from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
 from xferlib.stager import Stager
-from xferlib.staging.by_engine import EngineStaging as Staging
+from xferlib.staging.pageable import Staging
 
 __all__: list[str] = []
 

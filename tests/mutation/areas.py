@@ -78,7 +78,7 @@ AREAS = {
         ("xferlib/memory/*.py", "xferlib/pinning.py", "xferlib/stats.py"),
         POOL,
         {
-            "/pool.py": (*POOL, *core("full_ring", "stager_put", "stager_lifetime")),
+            "/pool.py": (*POOL, *core("staging_room", "stager_put", "stager_lifetime")),
             "/pinning.py": (*core("pinning", "pinning_failures", "stager_lifetime"), "tests/test_maps.py"),
             "/limits.py": core("limits", "pages"),
             "/ranges.py": (*core("ranges"), *POOL),
@@ -126,16 +126,16 @@ AREAS = {
     "engine": Area(
         (
             *(f"xferlib/engine/{name}.py" for name in ("jobs", "lanes", "dispatcher", "cores")),
-            *(f"xferlib/staging/{name}.py" for name in ("by_engine", "bounce")),
+            *(f"xferlib/staging/{name}.py" for name in ("pageable", "bounce", "parts")),
         ),
-        (*JOBS, *core("staging", "across_stagers", "stager_lifetime", "injected_interrupts"), *LAWS),
+        (*JOBS, *core("staging*", "across_stagers", "stager_lifetime", "injected_interrupts"), *LAWS),
         {
             "/cores.py": folder("engine", "cores"),
             "/dispatcher.py": (*JOBS, *core("foreign_finalizers", "stager_lifetime"), *LAWS),
-            "/bounce.py": (*core("staging", "pinned_limit", "stager_put", "packing", "full_ring"), *JOBS, *LAWS),
-            "/by_engine.py": (
+            "/bounce.py": (*core("staging", "pinned_limit", "stager_put", "packing", "staging_room"), *JOBS, *LAWS),
+            "/pageable.py": (
                 *JOBS,
-                *core("staging", "packing", "put_into", "across_stagers", "foreign_finalizers", "staging_profile"),
+                *core("staging*", "packing", "put_into", "across_stagers", "foreign_finalizers"),
                 *LAWS,
             ),
         },

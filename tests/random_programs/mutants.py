@@ -127,13 +127,6 @@ MUTANTS = (
         "self._fenced[number] = (view.memory, event)",
         "pass",
     ),
-    Mutant("a chunk is filled while its copy reads it", "xferlib/staging/fill.py", "if chunk.busy is not None:", "if False:"),
-    Mutant(
-        "a job is over before its last part",
-        "xferlib/staging/job.py",
-        "            self._workers -= 1\n            if self._workers:\n                return\n        try:",
-        "            self._workers -= 1\n        try:",
-    ),
     Mutant("a lent block is free before its copies are started", "xferlib/puts.py", "until_started=leases", "until_started=None"),
     Mutant(
         "the source of a prefetch is asked too early",

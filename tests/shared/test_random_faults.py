@@ -37,7 +37,7 @@ from xferlib.pipeline.shared.ring import SharedRing
 FAULTS = int(os.environ.get("XFERLIB_FAULTS", "40"))
 SEED = int(os.environ.get("XFERLIB_SEED", "1"))
 DEATH = re.compile(r"worker (\d+) was killed by SIGKILL while it (?:had nothing to fill|filled a slot for task (\d+))")
-STAYING = ("xferlib-host-", "xferlib-to-", "xferlib-feeding", "xferlib-landing")
+STAYING = ("xferlib-host-", "xferlib-dispatcher")
 """Threads of an open stager."""
 
 

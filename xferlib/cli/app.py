@@ -47,15 +47,10 @@ def doctor(
     require: Annotated[
         list[str] | None, typer.Option("--require", metavar="NAME", help="Exit with 1 if this backend is not ready. Repeatable.")
     ] = None,
-    save_staging: Annotated[
-        bool, typer.Option("--save-staging", help="Measure how ordinary memory is best staged, and keep it for this machine.")
-    ] = False,
 ) -> None:
     """Show which backends are installed, which are ready, and for the others what to type."""
-    from xferlib.cli.doctor import examine, keep_staging, lacking, print_json, show
+    from xferlib.cli.doctor import examine, lacking, print_json, show
 
-    if save_staging:
-        typer.echo(keep_staging(), err=as_json)
     report = examine()
     if as_json:
         print_json(report)

@@ -20,17 +20,14 @@ from rich.table import Table
 
 from xferlib.cli.breakeven import BreakEven, break_even
 from xferlib.cli.companions import diagnosis, own_versions
-from xferlib.cli.errors import CommandError
 from xferlib.debug import wanted
 from xferlib.errors import BackendUnavailableError, XferError
 from xferlib.memory.limits import default_pinned_limit, memory_limit
 from xferlib.registry import backends, stager
 from xferlib.stager import Stager
-from xferlib.staging.calibration import measured_profile
 from xferlib.staging.profile import VARIABLE, StagingProfile, given_profile
-from xferlib.staging.saved import save_profile
 
-__all__ = ["examine", "keep_staging", "lacking", "print_json", "show"]
+__all__ = ["examine", "lacking", "print_json", "show"]
 
 Report = dict[str, Any]
 
@@ -61,16 +58,6 @@ def examine() -> Report:
         "backends": states,
         "findings": _settings() + unreadable,
     }
-
-
-def keep_staging() -> str:
-    """Measure the shape of the ring, keep it for later processes, and say so. Raises `CommandError`."""
-    profile = measured_profile()
-    try:
-        path = save_profile(profile)
-    except (OSError, RuntimeError) as error:
-        raise CommandError(f"{profile} was measured and cannot be kept: {error}. Set {VARIABLE}={profile}") from None
-    return f"staging {profile}, kept in {path}"
 
 
 def lacking(report: Report, names: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from xferlib.engine.jobs import Job
 from xferlib.engine.native import FINISHED, H2D, MOST_PIECES, Request, library, quick
 from xferlib.errors import XferError
 from xferlib.latch import note_copying
-from xferlib.protocol import Event
+from xferlib.protocol import Event, HostStager
 
 __all__ = ["DISPATCHER", "Served"]
 
@@ -31,8 +31,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 20, 1000
 class Served:
     """A lane whose calls are made here."""
 
-    def __init__(self, number: int, backend: Any, direction: int, jobs: dict[int, Job]) -> None:
-        """`backend`: a `HostStager` that is a `ServesEngine` as well."""
+    def __init__(self, number: int, backend: HostStager[Any], direction: int, jobs: dict[int, Job]) -> None:
         self.number = number
         self.jobs = jobs
         self.under_way: deque[tuple[int, Event, Job]] = deque()

@@ -1,7 +1,8 @@
 """Jobs: transfers that the engine works on, as the core sees them.
 
 Who submits a job has chosen its number and entered it, with all that must stay alive, before the engine hears of it: an interrupt
-loses what a native call returns, and then the row is there all the same. A forked child never calls the engine.
+loses what a native call returns, and then the row is there all the same. A forked child has an engine of its
+own, and never calls its parent's, whose threads it has not got.
 """
 
 from __future__ import annotations
@@ -10,46 +11,41 @@ import ctypes
 import errno
 import itertools
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
 from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, STAGED, STOPPED, UNKNOWN, library, quick
-from xferlib.errors import BackendUnavailableError, TransferError, XferError
-from xferlib.landing import no_stream_waits
+from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
 from xferlib.protocol import Event, Source, Stream
 
-__all__ = ["Job", "is_child", "refuse_child"]
+__all__ = ["Job", "next_row", "refuse_parents"]
 
 SLICE_MICROSECONDS = 50_000
 """How long is waited at a time: until a native call returns, Python runs no signal's handler."""
 MANY = 64
 
-_rows = itertools.count(1)
-_is_child = False
+next_row: Callable[[], int] = itertools.count(1).__next__
+"""Numbers what the engine does, or callers, for the whole process: the order in which it began."""
+_first = 0
+"""The number from which on they are this process's own."""
 _lost: list[object] = []
 """What copies may use for ever, of which nobody can know when they end."""
 
 
 def _note_fork() -> None:
-    global _is_child
-    _is_child = True
+    global _first
+    _first = next_row()
 
 
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def is_child() -> bool:
-    """Tell whether this process was forked when the engine's threads may have run."""
-    return _is_child
-
-
-def refuse_child() -> None:
-    """Raise `BackendUnavailableError` in a forked child, where the engine's threads are not, and its lock may be held for ever."""
-    if _is_child:
+def refuse_parents(row: int) -> None:
+    """Raise `BackendUnavailableError` for what was numbered before this process was forked: it stayed with the parent."""
+    if row < _first:
         raise BackendUnavailableError(
-            "memory cannot be transferred here: this process was forked after a stager was used. "
-            "Start processes with the spawn or forkserver method"
+            "memory cannot be transferred here: this process was forked after the stager was opened. "
+            "Open stagers in the child, and start processes with the spawn or forkserver method"
         )
 
 
@@ -68,11 +64,12 @@ class Carrier(Protocol):
 
 @final
 class Job:
-    """One transfer. Any thread. See `xferlib.landing.Landing` for `owner`, `holds` and `memory`.
+    """One transfer. Any thread. The event of a get that ends with a copy by the CPU.
 
-    `kept` is held until the job has finished; `device`: memory of the caller's that it reads there; `after`: an event that its
-    lane waits for before its first copy; `beside`: one without which it is not done; `event`: one behind its last copy, once that
-    is issued.
+    `owner`: the thread that is starting it, which must not wait for it; None: the engine has all that it needs. `holds`: pinned
+    memory comes back when it has finished. `memory`: the ranges of the caller's that are used until then. `kept`: held until then.
+    `device`: memory of the caller's that it reads there; `after`: an event that its lane waits for before its first copy; `beside`:
+    one without which it is not done; `event`: one behind its last copy, once that is issued.
     """
 
     __slots__ = (
@@ -94,7 +91,7 @@ class Job:
     )
 
     def __init__(self, lane: Carrier, *, owner: int | None = None) -> None:
-        self.row = next(_rows)
+        self.row = next_row()
         self.lane = lane
         self.owner = owner
         self.holds = False
@@ -117,7 +114,7 @@ class Job:
         """Tell whether the job has come so far, failed or not. Never blocks."""
         if self._over or not (self.submitted or self.given_up):
             return self._over
-        refuse_child()
+        refuse_parents(self.row)
         if self.given_up:
             # Perhaps the engine has not heard of that yet.
             quick().xe_abandon(self.row)
@@ -144,7 +141,7 @@ class Job:
 
     def abandon(self) -> None:
         """Have nothing more of it started, and block until no thread touches the caller's memory."""
-        refuse_child()
+        refuse_parents(self.row)
         if quick().xe_abandon(self.row) == OK:
             self.submitted = True
             self.wait_for(STAGED)
@@ -164,20 +161,13 @@ class Job:
         """Tell whether the device has made every copy."""
         return self.has_come(ISSUED) and self.event is not None and _is_over(self.event)
 
-    # As `xferlib.landing.Landing`.
-
     def reached(self) -> bool:
-        """Tell whether nothing of the job is under way any more, failed or not."""
-        if not self.has_come(FINISHED):
-            return False
-        return self.beside is None or _is_over(self.beside)
+        """Tell whether nothing of the job is under way any more, failed or not. Never blocks."""
+        return self.has_come(FINISHED)
 
     def wait(self) -> None:
         """Block until then."""
         self.wait_for(FINISHED)
-        if self.beside is not None:
-            with suppress(Exception):
-                self.beside.synchronize()
 
     def done(self) -> bool:
         """See `Event.done`."""
@@ -195,7 +185,10 @@ class Job:
 
     def stream_wait(self, stream: object | None = None) -> Stream | None:
         """Refuse: see `Event.stream_wait`."""
-        raise no_stream_waits()
+        raise CapabilityError(
+            "no stream can wait for this get: its last step is a copy by the CPU into pageable memory. "
+            "Leave out away, pass out=stager.empty_pinned(...), or wait on the host with synchronize()"
+        )
 
     def _note_failure(self) -> None:
         status, at, lost = ctypes.c_int32(), ctypes.c_char_p(), ctypes.c_int()

@@ -18,7 +18,7 @@ from typing import Any, final
 
 from xferlib.engine.cores import usable_cores
 from xferlib.engine.dispatcher import DISPATCHER, Served
-from xferlib.engine.jobs import Job, is_child, refuse_child
+from xferlib.engine.jobs import Job, next_row, refuse_parents
 from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, Piece, library, quick
 from xferlib.errors import AllocationError, XferError
 from xferlib.latch import is_copying
@@ -63,6 +63,7 @@ class Lane:
         self.jobs = jobs
         """By row, all that have not finished."""
         self._number = next(_lanes)
+        self._row = next_row()
         self._pool = pool
         self._most = most
         self._blocks: dict[int, HostBlock] = {}
@@ -98,7 +99,7 @@ class Lane:
 
         `feed` must follow, or `Job.abandon` where anything is raised.
         """
-        refuse_child()
+        refuse_parents(job.row)
         listed: Any = (Piece * len(pieces))(*pieces)  # type: ignore[misc]  # A tuple is as good, says ctypes.
         after = done = None
         if self._calls is not None:
@@ -140,7 +141,7 @@ class Lane:
 
         Waits for no copy; where the device has made all of a job's, until the engine has seen it.
         """
-        refuse_child()
+        refuse_parents(self._row)
         if self._releasing._is_owned():  # type: ignore[attr-defined]  # As `threading.Condition` asks.
             # A finalizer, inside a release.
             return False
@@ -234,9 +235,6 @@ class Lane:
 
 def _stop() -> None:
     """At exit: issue nothing more, wait for copies of memory that run, and leave the rest to the end of the process."""
-    if is_child():
-        # The threads stayed with the parent, and the engine's lock may be held for ever.
-        return
     DISPATCHER.stop()
     if library.cache_info().currsize:
         library().xe_stop(STOP_MICROSECONDS)

@@ -1,9 +1,13 @@
-"""The engine's library as ctypes sees it: found, checked, and its calls described. What they promise stands in engine.h."""
+"""The engine's library as ctypes sees it: found, checked, and its calls described. What they promise stands in engine.h.
+
+A forked child loads it anew: its parent's threads are not there, and its parent's lock may be held for ever.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -130,13 +134,27 @@ _SIGNATURES = {
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the library, with its calls described. Raises `ImportError`, saying what to do."""
-    return _described(opened(_path()))
+    return _described(opened(_path(), anew=_is_parents))
 
 
 @functools.cache
 def quick() -> ctypes.PyDLL:
     """Return the same, for calls that wait for nothing: they keep the interpreter, which takes longer to give up than they do."""
-    return _described(ctypes.PyDLL(library()._name))
+    return _described(ctypes.PyDLL(library()._name, handle=library()._handle))
+
+
+_is_parents = False
+"""Whether the library was loaded before this process was forked."""
+
+
+def _note_fork() -> None:
+    global _is_parents
+    _is_parents = _is_parents or library.cache_info().currsize > 0
+    library.cache_clear()
+    quick.cache_clear()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def _described(found: Library) -> Library:
@@ -146,10 +164,13 @@ def _described(found: Library) -> Library:
     return found
 
 
-def opened(path: Path) -> ctypes.CDLL:
-    """Load a library and see that it is what its name says. Raises `ImportError`."""
+def opened(path: Path, *, anew: bool = False) -> ctypes.CDLL:
+    """Load a library and see that it is what its name says. Raises `ImportError`.
+
+    `anew`: one that this process may have loaded already, with a state of its own.
+    """
     try:
-        found = ctypes.CDLL(str(path))
+        found = _copy_of(path) if anew else ctypes.CDLL(str(path))
         found.xe_source_hash.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         raise ImportError(f"the engine cannot be loaded: {error}. {REBUILD}", path=str(path)) from error
@@ -157,6 +178,17 @@ def opened(path: Path) -> ctypes.CDLL:
     if path.stem.removeprefix("libxferlib-") != told or found.xe_version() != VERSION:
         raise ImportError(f"the engine in {str(path)!r} was built from other sources ({told!r}). {REBUILD}", path=str(path))
     return found
+
+
+def _copy_of(path: Path) -> ctypes.CDLL:
+    # The loader knows a file again, by its name and by its number.
+    copy = os.memfd_create(path.name)
+    try:
+        with open(copy, "wb", closefd=False) as file:
+            file.write(path.read_bytes())
+        return ctypes.CDLL(f"/proc/{os.getpid()}/fd/{copy}")
+    finally:
+        os.close(copy)
 
 
 def _path() -> Path:

@@ -5,7 +5,7 @@ Whoever only waits must not hold the device arrays: their memory could not be us
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol, final
 
@@ -86,14 +86,10 @@ def users_of(address: int, nbytes: int) -> list[Pending]:
     for traffic in all_traffic():
         traffic.reap()
         users += [entry.event for entry in traffic.entries() if entry.uses_host(address, nbytes)]
-        users += [landing for landing in traffic.landings.unreached() if _meets(landing.memory, address, nbytes)]
+        users += traffic.jobs.using([(address, nbytes)])
         views = traffic.views
         # In this order: a view that goes meanwhile is in the second.
         if views.held(address, nbytes):
             users.append(_Use(views, address, nbytes))
         users += views.readers(address, nbytes)
     return users
-
-
-def _meets(memory: Iterable[tuple[int, int]], address: int, nbytes: int) -> bool:
-    return any(start < address + nbytes and address < start + size for start, size in memory)

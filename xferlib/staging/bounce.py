@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 
-from xferlib.inflight import Traffic
-from xferlib.landing import Landing
+from xferlib.inflight import Fill, Traffic
 from xferlib.memory.pool import HostBlock, PinnedPool
 from xferlib.protocol import HostStager
 from xferlib.staging.parts import ALIGNMENT, Part, Placed, lay, run_of
@@ -29,10 +27,10 @@ class Bounce:
     def __call__(self, part: Part) -> None:
         """Start the copy of a part; its arrays are free on return."""
         # Counts as in flight before another thread finds neither room nor anything to wait for.
-        filled = Landing(threading.get_ident(), holds=True)
+        fill = Fill()
         block: HostBlock | None = None
         try:
-            block = self._pool.take(part.nbytes, lambda: self._traffic.landings.add(filled))
+            block = self._pool.take(part.nbytes, lambda: self._traffic.jobs.add(fill))
             lay(part, np.asarray(block)[: part.nbytes])
             self._backend.copy_h2d(part.address, block.address, part.nbytes)
             # Whose bytes they are is counted by who puts them: these have pads.
@@ -42,8 +40,8 @@ class Bounce:
             raise
         finally:
             # Before anyone is told: who waits for room must find it, and this frame may live on for a while.
-            block, filled.given_up = None, True
-            filled.reach()
+            block, fill.over = None, True
+            fill.tell()
 
 
 def few_parts(leaves: Sequence[Placed], nbytes: int) -> list[Part]:

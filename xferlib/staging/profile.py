@@ -1,4 +1,4 @@
-"""How many threads, how large the chunks: values that belong to the machine, given or measured."""
+"""How many threads copy pageable memory, through chunks of which size: given by the program or the environment."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ MIN_CHUNK = 4096
 
 @dataclass(frozen=True)
 class StagingProfile:
-    """The shape of the chunk ring. Printed, and read from the environment, as `8x4MiB`."""
+    """How pageable memory is copied. Printed, and read from the environment, as `8x4MiB`."""
 
     threads: int
-    """That copy at the same time in one direction, the caller's included."""
+    """At least so many for the whole process, both directions and all stagers."""
     chunk_nbytes: int
-    hand_off_nbytes: int = 2 << 20
-    """A transfer up to this size is copied by one thread: waking others would take longer."""
+    """At most: under a small limit they are smaller."""
+    hand_off_nbytes: int = 1 << 20
+    """A put of up to so many bytes is copied by its caller, in the time that it takes to wake others."""
 
     def __post_init__(self) -> None:
         for name, number in asdict(self).items():

@@ -86,7 +86,7 @@ MUTANTS = [
     (DRAIN, "                failed = failed or error", "                failed = error"),
     (
         ENDS,
-        "        users += [landing for landing in traffic.landings.unreached() if _meets(landing.memory, address, nbytes)]\n",
+        "        users += traffic.jobs.using([(address, nbytes)])\n",
         "",
     ),
     (STREAM, "self._drain = Drain(stager, depth + 1, out=out)", "self._drain = Drain(stager, depth, out=out)"),

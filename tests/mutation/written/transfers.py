@@ -16,23 +16,18 @@ MUTANTS = [
     ),
     (
         "xferlib/inflight.py",
-        "return not self.unissued and not self.gets and not self.d2h._entries and len(_open) == 1",
-        "return not self.gets and not self.d2h._entries and len(_open) == 1",
+        "return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1",
+        "return not self.jobs.d2h and not self.d2h._entries",
     ),
     (
         "xferlib/inflight.py",
-        "return not self.unissued and not self.gets and not self.d2h._entries and len(_open) == 1",
-        "return not self.unissued and not self.gets and not self.d2h._entries",
+        "return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1",
+        "return not self.jobs.d2h and len(_open) == 1",
     ),
     (
         "xferlib/inflight.py",
-        "return not self.unissued and not self.gets and not self.d2h._entries and len(_open) == 1",
-        "return not self.unissued and not self.gets and len(_open) == 1",
-    ),
-    (
-        "xferlib/inflight.py",
-        "return not self.unissued and not self.gets and not self.d2h._entries and len(_open) == 1",
-        "return not self.unissued and not self.d2h._entries and len(_open) == 1",
+        "return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1",
+        "return not self.d2h._entries and len(_open) == 1",
     ),
     (PUTS, "if event is not None and traffic.place == self._traffic.place:\n", "if event is not None:\n"),
     (

@@ -89,7 +89,7 @@ class ToyStager:
     failures: tuple[type[Exception], ...] = (ToyError,)
 
     def __init__(self) -> None:
-        self.h2d, self.d2h = Queue(), Queue()
+        self.h2d, self.d2h, self.producers = Queue(), Queue(), Queue()
         self.copy_h2d = lambda dst, src, nbytes: self.h2d.run(ctypes.memmove, dst, src, nbytes)
         self.copy_d2h = lambda dst, src, nbytes: self.d2h.run(ctypes.memmove, dst, src, nbytes)
         self.record_h2d, self.record_d2h = self.h2d.record, self.d2h.record
@@ -118,6 +118,9 @@ class ToyStager:
     def order_h2d(self, after: Event) -> None:
         self.h2d.run(after.synchronize)
 
+    def order_d2h(self, after: Event) -> None:
+        self.d2h.run(after.synchronize)
+
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         if dtype.kind not in "biufc":
             raise TypeError(f"the toy holds numbers and bools, not {dtype!r}. Convert the array first")
@@ -139,12 +142,20 @@ class ToyStager:
         raw: Any = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(block.address + offset)
         return ToyArray(np.ndarray(shape, dtype, raw), after, lease)
 
-    def as_source(self, array: ToyArray, stream: object | None = None) -> Source:
+    def place(self, array: ToyArray, stream: object | None = None) -> Source:
         if not isinstance(array, ToyArray):
             raise TypeError(f"expected a ToyArray, got {type(array)!r}")
         if array.ready is not None:
-            self.d2h.run(array.ready.synchronize)
+            self.producers.run(array.ready.synchronize)
         return Source(array.values.ctypes.data, array.values.nbytes, array)
+
+    def mark(self, stream: object | None = None) -> Event:
+        return self.producers.record()
+
+    def as_source(self, array: ToyArray, stream: object | None = None) -> Source:
+        source = self.place(array)
+        self.order_d2h(self.mark())
+        return source
 
     def as_target(self, array: ToyArray, stream: object | None = None) -> Source:
         raise TypeError("toy arrays are immutable")  # Never called: `put_into` is off.
@@ -156,8 +167,8 @@ class ToyStager:
         return False
 
     def close(self) -> None:
-        self.h2d.close()
-        self.d2h.close()
+        for queue in (self.h2d, self.d2h, self.producers):
+            queue.close()
 
 
 def open_stager(*, device: int = 0) -> ToyStager:

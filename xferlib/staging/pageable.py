@@ -26,26 +26,23 @@ from xferlib.staging.bounce import Bounce, few_parts
 from xferlib.staging.parts import ALIGNMENT, Part, Placed
 from xferlib.staging.profile import StagingProfile, given_profile
 
-__all__ = ["EngineStaging"]
+__all__ = ["Lent", "Staging"]
 
 BUDGET = 64 << 20
 """Bytes that the chunks of one stager take at most: enough for the rate of the link, small enough for the processor's cache."""
 CHUNK = 2 << 20
-SMALL = 1 << 20
-"""Bytes that the caller's thread has copied in the time that it takes to wake others."""
 LEAST_CHUNKS = 2
 """Of a direction: one that is copied, one that is sent."""
 
 
 @final
-class EngineStaging:
+class Staging:
     """The staging of one stager. Any thread."""
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, traffic: Traffic, profile: StagingProfile | None = None) -> None:
         self.leaves = 0
         self._traffic = traffic
-        given = profile or given_profile()
-        self.profile = given or StagingProfile(usual_threads(), CHUNK, SMALL)
+        self.profile = profile or given_profile() or StagingProfile(usual_threads(), CHUNK)
         self._bounce = min(self.profile.hand_off_nbytes, max(PAGE, pool.limit // 2))
         self._bounced = Bounce(backend, pool, traffic)
         # A share of the limit, and several of them, so that both directions go on.
@@ -55,9 +52,8 @@ class EngineStaging:
         start_threads(self.profile.threads)
         most = max(LEAST_CHUNKS, min(BUDGET // nbytes, pool.limit // 2 // nbytes) // 2)
         self._lanes = (
-            Lane(H2D, backend, pool, {}, nbytes=nbytes, most=most),
-            # The traffic's own table: puts into arrays look for gets in it.
-            Lane(D2H, backend, pool, traffic.gets, nbytes=nbytes, most=most),
+            Lane(H2D, backend, pool, traffic.jobs.h2d, nbytes=nbytes, most=most),
+            Lane(D2H, backend, pool, traffic.jobs.d2h, nbytes=nbytes, most=most),
         )
 
     def stage(self, leaves: Sequence[Placed]) -> None:
@@ -157,10 +153,6 @@ class EngineStaging:
         found = [lane.release() for lane in self._lanes]
         return any(found)
 
-    def wait_for_rest(self) -> bool:
-        """Tell that there is nothing to wait for but jobs, which are known as in flight."""
-        return False
-
     def close(self) -> None:
         """Give the chunks back: nothing is in flight."""
         for lane in self._lanes:
@@ -171,8 +163,9 @@ class EngineStaging:
             self.leaves += leaves
 
     def _start(self, lane: Lane, job: Job, listed: Sequence[tuple[int, int, int, int]], nbytes: int) -> None:
+        # What has ended refers to what it should have copied until somebody asks.
+        self._traffic.jobs.reap()
         lane.submit(job, listed)
-        self._traffic.landings.add(job)
         lane.feed(job, nbytes, len({block for _, _, _, block in listed}))
 
     def _bounce_odd(self, leaves: Sequence[Placed]) -> list[Placed]:
@@ -192,14 +185,16 @@ class EngineStaging:
 
     def _wait_for_writers(self, job: Job) -> None:
         """Block until no earlier get writes memory of this one's: a small one may overtake it."""
-        for other in self._traffic.landings.unreached():
-            if any(one < low + n and low < one + many for one, many in other.memory for low, n in job.memory):
-                if is_copying() and not other.reached():
-                    raise XferError(
-                        "a finalizer would get into memory that an earlier get still writes, and cannot wait on a thread that "
-                        "makes the copies: the garbage collector runs finalizers on any thread. Get in ordinary code"
-                    )
-                other.wait()
+        for other in self._traffic.jobs.using(job.memory):
+            # What this thread is starting itself can only wait for the finalizer that this is.
+            if other.owner == job.owner:
+                continue
+            if is_copying():
+                raise XferError(
+                    "a finalizer would get into memory that an earlier get still writes, and cannot wait on a thread that "
+                    "makes the copies: the garbage collector runs finalizers on any thread. Get in ordinary code"
+                )
+            other.wait()
 
 
 @final

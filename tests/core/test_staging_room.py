@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,9 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import Gated, held, off_main, on_thread, tampered
-from xferlib.staging import land
-from xferlib.staging.parts import pick_up
+from tests.core.fakes import Gated, held, off_main, on_thread, tampered, until
+from xferlib.engine.native import H2D
+from xferlib.staging.pageable import LEAST_CHUNKS
 from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20
@@ -33,37 +32,11 @@ def fill(stager: xferlib.Stager) -> list[Any]:
 
 
 def test_a_lent_put_that_finds_no_room_fails() -> None:
-    with xferlib.stager(tampered(), pinned_limit=LIMIT, staging=RING) as stager:
+    with xferlib.stager("host", pinned_limit=LIMIT, staging=RING) as stager:
         arrays = fill(stager)
-        transfer = stager.put(numbers(3 * MIB), borrow=True)
-        with pytest.raises(xferlib.TransferError, match="pinned memory is full"):
-            on_thread(transfer.synchronize).result(SECONDS)
+        with pytest.raises(xferlib.AllocationError, match="pinned memory is full"):
+            on_thread(lambda: stager.put(numbers(3 * MIB), borrow=True)).result(SECONDS)
         del arrays
-
-
-def test_a_get_whose_chunks_were_given_away_in_the_middle_fails() -> None:
-    """By a `trim` beside it, and arrays that took what it gave back."""
-    with xferlib.stager(tampered(), pinned_limit=LIMIT, staging=RING, when_full="raise") as stager:
-        ring: Any = stager._staging
-        chunks = ring._chunks
-        arrays: list[Any] = []
-        give = chunks.give
-
-        def given(direction: int, chunk: Any) -> None:
-            give(direction, chunk)
-            if threading.current_thread().name == "xferlib-landing":
-                stager.trim()
-                while True:
-                    try:
-                        arrays.append(stager.empty_pinned(64 << 10, np.uint8))
-                    except xferlib.AllocationError:
-                        return
-
-        chunks.give = given
-        transfer = stager.get(numbers(8 * MIB), out=np.zeros(2 * MIB, np.uint32))
-        with pytest.raises(xferlib.TransferError, match="pinned memory is full"):
-            on_thread(transfer.synchronize).result(SECONDS)
-        assert arrays
 
 
 @pytest.mark.parametrize("way", ["put", "get small", "get large"])
@@ -98,9 +71,10 @@ def test_a_put_waits_for_a_chunk_that_another_thread_has() -> None:
         source = numbers(3 * MIB)
         large = on_thread(lambda: stager.put(source).result())
         assert gated.entered.wait(SECONDS)
-        # The chunks that are idle come back at once, that one does not.
-        ring: Any = stager._staging
-        array = stager.empty_pinned(2 * MIB - ring._chunks.nbytes, np.uint8)
+        staging: Any = stager._staging
+        lane = staging._lanes[H2D]
+        assert until(lambda: len(lane._blocks) == LEAST_CHUNKS)
+        array = stager.empty_pinned(2 * MIB - LEAST_CHUNKS * lane.nbytes, np.uint8)
         small = on_thread(lambda: stager.put(source[:9]).result())
         with pytest.raises(TimeoutError):
             small.result(0.2)
@@ -108,29 +82,6 @@ def test_a_put_waits_for_a_chunk_that_another_thread_has() -> None:
         assert np.array_equal(small.result(SECONDS), source[:9])
         assert np.array_equal(large.result(SECONDS), source)
         del array
-
-
-@pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_a_finalizer_on_a_thread_that_has_a_chunk_does_not_wait_for_it(direction: str) -> None:
-    """It gets its memory, or is told that there is none: the chunk comes back after it has returned."""
-    backend = tampered()
-    told: list[BaseException] = []
-
-    def copy(dst: int, src: int, nbytes: int) -> None:
-        if not told:
-            try:
-                # What a finalizer may do that the collector runs just here.
-                stager.empty_pinned(LIMIT, np.uint8)
-            except xferlib.AllocationError as error:
-                told.append(error)
-        getattr(backend.inner, f"copy_{direction}")(dst, src, nbytes)
-
-    setattr(backend, f"copy_{direction}", copy)
-    with xferlib.stager(backend, pinned_limit=LIMIT, staging=RING) as stager:
-        source, out = numbers(3 * MIB), np.zeros(3 * MIB // 4, np.uint32)
-        call = {"h2d": lambda: stager.put(source).result(), "d2h": lambda: stager.get(source, out=out).result()}[direction]
-        assert np.array_equal(on_thread(call).result(SECONDS), source)
-        assert told
 
 
 def test_many_tiny_leaves_count_with_what_their_alignment_adds() -> None:
@@ -177,23 +128,55 @@ def test_memory_on_its_way_into_flight_is_waited_for() -> None:
         assert array.result(SECONDS).nbytes == LIMIT
 
 
-def test_memory_that_waits_to_be_landed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, go = threading.Event(), threading.Event()
+def test_chunks_make_room_for_whoever_asks_the_pool() -> None:
+    with xferlib.stager("host", pinned_limit=16 * MIB, staging=RING) as stager:
+        stager.put(numbers(32 * MIB)).synchronize()
+        assert stager._pool.usage().used >= 2 * MIB
+        assert stager.empty_pinned(16 * MIB, np.uint8).nbytes == 16 * MIB
 
-    def slow(source: Any, part: Any) -> None:
-        entered.set()
-        go.wait(SECONDS)
-        pick_up(source, part)
 
-    monkeypatch.setattr(land, "pick_up", slow)
-    with xferlib.stager(tampered(), pinned_limit=LIMIT, staging=RING) as stager:
-        out = np.zeros(MIB // 4, np.uint32)
-        transfer = stager.get(numbers(MIB), out=out)
-        assert entered.wait(SECONDS)
-        array = on_thread(lambda: stager.empty_pinned(LIMIT, np.uint8))
-        with pytest.raises(TimeoutError):
-            array.result(0.2)
-        go.set()
-        transfer.synchronize()
-        assert np.array_equal(out, numbers(MIB))
-        assert array.result(SECONDS).nbytes == LIMIT
+def test_chunks_make_room_where_nobody_waits() -> None:
+    with xferlib.stager("host", pinned_limit=16 * MIB, staging=RING, when_full="raise") as stager:
+        stager.put(numbers(32 * MIB)).synchronize()
+        assert stager.empty_pinned(16 * MIB, np.uint8).nbytes == 16 * MIB
+
+
+def test_a_transfer_gets_on_with_the_chunks_that_the_driver_grants() -> None:
+    class Refused(Exception): ...
+
+    backend = tampered(failures=(Refused,))
+    granted: list[int] = []
+
+    def alloc(nbytes: int) -> int:
+        if len(granted) == 2:
+            raise Refused("no more pages")
+        granted.append(nbytes)
+        address: int = backend.inner.alloc_pinned(nbytes)
+        return address
+
+    backend.alloc_pinned = alloc
+    with xferlib.stager(backend, pinned_limit=128 * MIB, staging=RING) as stager:
+        source = numbers(16 * MIB)
+        assert np.array_equal(stager.put(source).result(), source)
+        assert len(granted) == 2
+
+
+def test_a_transfer_gets_on_with_whatever_chunk_the_user_leaves() -> None:
+    with xferlib.stager("host", pinned_limit=16 * MIB, staging=RING) as stager:
+        kept = stager.empty_pinned(15 * MIB, np.uint8)
+        source = numbers(32 * MIB)
+        out = np.zeros_like(source)
+        stager.get(stager.put(source).result(), out=out).synchronize()
+        assert np.array_equal(out, source)
+        del kept
+
+
+def test_no_room_for_a_single_chunk_is_an_error_that_says_so() -> None:
+    with xferlib.stager("host", pinned_limit=16 * MIB, staging=RING) as stager:
+        kept = stager.empty_pinned(16 * MIB, np.uint8)
+        with pytest.raises(xferlib.AllocationError, match="pinned memory is full"):
+            stager.put(numbers(4 * MIB))
+        with pytest.raises(xferlib.AllocationError, match="pinned memory is full"):
+            stager.get(numbers(4 * MIB), out=numbers(4 * MIB))
+        del kept
+        assert np.array_equal(stager.put(numbers(4 * MIB)).result(), numbers(4 * MIB))
