@@ -101,6 +101,9 @@ class CpuStager:
     def order_h2d(self, after: protocol.Event) -> None:
         self.h2d.wait(after)
 
+    def order_d2h(self, after: protocol.Event) -> None:
+        self.d2h.wait(after)
+
     def check_stream(self, stream: object) -> None:
         raise CapabilityError(f"JAX has no streams: got {stream!r}. Leave stream out")
 
@@ -126,6 +129,9 @@ class CpuStager:
         return self._imports.adopt(block.address + offset, shape, dtype, order=None, lease=lease)
 
     def as_source(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
+        return self.place(array, stream)
+
+    def place(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
         check_array(array, self.jax_device)
         if stream is not None:
             self.check_stream(stream)
@@ -137,6 +143,11 @@ class CpuStager:
                 return protocol.Source(address, array.nbytes, self._readings.make(array, capsule))
         promise = self._promises.make(array, capsule)
         return protocol.Source(promise.start, array.nbytes, promise)
+
+    def mark(self, stream: object | None = None) -> None:
+        """Return None: the thread that copies waits for an array when it comes to its first copy, by the address it was given."""
+        if stream is not None:
+            self.check_stream(stream)
 
     def as_target(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
         raise CapabilityError("JAX arrays never change. Put into a new array")

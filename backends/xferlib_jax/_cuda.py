@@ -4,6 +4,9 @@ JAX's transfers wait for every computation already launched, and so does memory 
 blocks that were taken earlier, and JAX imports the result: its streams wait on the GPU for our event, and our stream for the host
 direction waits on the GPU for what produces an array. The host waits for neither.
 
+What produces an array can only be waited for by a stream, at once. The engine wants the wait later, directly before a get's first
+copy: so a stream on which nothing else happens waits meanwhile, and an event behind that is what the engine is given.
+
 Invariant: nothing but copies and waits enters the two copy streams, and none of ours stops for the legacy default stream.
 """
 
@@ -24,6 +27,7 @@ from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, JaxArray
 from xferlib_jax._blocks import Block, BlockMaker, PoolError
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._driver import CudaError, Driver
+from xferlib_jax._driver_calls import EngineCalls
 from xferlib_jax._events import CudaEvent, event_pool
 from xferlib_jax._fence import Fences
 from xferlib_jax._imports import Imports
@@ -70,7 +74,10 @@ class CudaStager:
         self._origin = zero(device)
         self._streams: list[c_void_p] = []
         try:
-            self.h2d, self.d2h, aside = (self._add_stream() for _ in range(3))
+            # Producers on a stream of their own: fresh memory and fences, on the one aside, wait for all compute there is, and a
+            # get of what is there already would wait with them.
+            self.h2d, self.d2h, aside, self._producers = (self._add_stream() for _ in range(4))
+            self.driver_calls = EngineCalls(driver, self._events, (self.h2d, self.d2h))
             self._blocks = BlockMaker(device, aside, self._events)
             self._fences = self._tried(aside)
         except BaseException:
@@ -134,6 +141,9 @@ class CudaStager:
     def order_h2d(self, after: Event) -> None:
         cast("CudaEvent", after).hold_back(self.h2d)
 
+    def order_d2h(self, after: Event) -> None:
+        cast("CudaEvent", after).hold_back(self.d2h)
+
     def check_stream(self, stream: object) -> None:
         raise CapabilityError(f"JAX has no streams: got {stream!r}. Leave stream out")
 
@@ -161,19 +171,16 @@ class CudaStager:
         return unpack(places, adopt, self._origin)
 
     def as_source(self, array: JaxArray, stream: object | None = None) -> Source:
-        _arrays.check_array(array, self.jax_device)
+        return self._source(array, stream, self.d2h)
+
+    def place(self, array: JaxArray, stream: object | None = None) -> Source:
+        return self._source(array, stream, self._producers)
+
+    def mark(self, stream: object | None = None) -> Event:
+        """Return an event behind the producers of all arrays that were placed, the calling thread's among them."""
         if stream is not None:
             self.check_stream(stream)
-        kind = array.sharding.memory_kind
-        if kind in HOST_KINDS:
-            raise ValueError(f"the array is in host memory ({kind}) already. Look at it with numpy.asarray(array)")
-        capsule = array.__dlpack__(stream=self.d2h)
-        address, strides = exported(capsule)
-        if strides is not None:
-            array = laid_out(array)
-            capsule = array.__dlpack__(stream=self.d2h)
-            address, _ = exported(capsule)
-        return Source(address, array.nbytes, self._readings.make(array, capsule))
+        return self._events.record(self._producers)
 
     def as_target(self, array: JaxArray, stream: object | None = None) -> Source:
         raise CapabilityError("JAX arrays never change. Put into a new array")
@@ -193,6 +200,22 @@ class CudaStager:
             stream = self._streams.pop().value
             if stream is not None:
                 self._driver.destroy_stream(stream)
+
+    def _source(self, array: JaxArray, stream: object | None, waiting: int) -> Source:
+        """Make one of our streams wait for what produces the array, and return its memory in C order."""
+        _arrays.check_array(array, self.jax_device)
+        if stream is not None:
+            self.check_stream(stream)
+        kind = array.sharding.memory_kind
+        if kind in HOST_KINDS:
+            raise ValueError(f"the array is in host memory ({kind}) already. Look at it with numpy.asarray(array)")
+        capsule = array.__dlpack__(stream=waiting)
+        address, strides = exported(capsule)
+        if strides is not None:
+            array = laid_out(array)
+            capsule = array.__dlpack__(stream=waiting)
+            address, _ = exported(capsule)
+        return Source(address, array.nbytes, self._readings.make(array, capsule))
 
     def _add_stream(self) -> int:
         # Noted before it is there: an interrupt loses what is returned.

@@ -92,7 +92,10 @@ def wait_for_releases() -> None:
 
 @final
 class Driver:
-    """The calls for one device, by its number in CUDA. Never closed: events, blocks and arrays outlive stagers."""
+    """The calls for one device, by its number in CUDA. Never closed: events, blocks and arrays outlive stagers.
+
+    `context` is the handle of the device's primary context, which JAX uses, too.
+    """
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -101,7 +104,7 @@ class Driver:
         self._own, self._shared = ctypes.PyDLL(LIBRARY), ctypes.CDLL(LIBRARY)
         self._push, self._pop = self._bound(self._own, "cuCtxPushCurrent_v2"), self._bound(self._own, "cuCtxPopCurrent_v2")
         self._exchange = self._bound(self._own, "cuThreadExchangeStreamCaptureMode")
-        self._context = self._retain()
+        self.context = self._retain()
         # Written by every pop, read by none.
         self._popped = ctypes.byref(ctypes.c_void_p())
         # A cell is swapped with the thread's mode. One in use belongs to one call: the collector may run another's inside it.
@@ -200,13 +203,19 @@ class Driver:
         with self.current():
             self._launch_host(stream, function, argument)
 
+    def failure(self, what: str, status: int) -> CudaError:
+        """Return what is raised for a status other than 0 of a call of the driver."""
+        text = ctypes.c_char_p()
+        self._bound(self._shared, "cuGetErrorName")(status, ctypes.byref(text))
+        return CudaError(what, status, (text.value or b"unknown error").decode())
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make the device's primary context the thread's current one, and allow what CUDA holds to be unsafe during a capture.
 
         In global mode the capture may be another thread's, so there is no asking first. Not in a hot path: 2 us.
         """
-        self._push(self._context)
+        self._push(self.context)
         cell = self._relax()
         try:
             yield
@@ -233,7 +242,7 @@ class Driver:
 
     def _reached(self, name: str, query: Call, handle: int) -> bool:
         push, pop = self._push, self._pop
-        push(self._context)
+        push(self.context)
         cell = self._relax()
         status = query(handle)
         self._restore(cell)
@@ -277,7 +286,7 @@ class Driver:
     def _checked(self, library: ctypes.CDLL, name: str) -> Callable[..., None]:
         """Return the call with the context current around it and its status raised. For what harms no capture, or in `current`."""
         function = self._bound(library, name)
-        push, pop, context, popped, check = self._push, self._pop, self._context, ctypes.byref(ctypes.c_void_p()), self._check
+        push, pop, context, popped, check = self._push, self._pop, self.context, ctypes.byref(ctypes.c_void_p()), self._check
 
         def call(*arguments: Any) -> None:
             push(context)
@@ -289,8 +298,5 @@ class Driver:
         return call
 
     def _check(self, name: str, status: int) -> None:
-        if status == SUCCESS:
-            return
-        text = ctypes.c_char_p()
-        self._bound(self._shared, "cuGetErrorName")(status, ctypes.byref(text))
-        raise CudaError(name, status, (text.value or b"unknown error").decode())
+        if status != SUCCESS:
+            raise self.failure(name, status)

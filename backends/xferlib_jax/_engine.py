@@ -1,8 +1,10 @@
 """The copy engine of one direction where the device is the CPU: a thread that runs copies and events in order of their start.
 
-Invariant: an event is reached without an error only if every copy that its thread started before it was made.
+Invariant: an event is reached without an error only if every copy was made that was started before it and since the event before
+by the same caller, and every other one but of arrays that could not be computed.
 An engine that failed stays failed, as a CUDA context does after an illegal access. An array that could not be computed is no
-failure of the engine: the events of the thread that asked for it fail until somebody was told.
+failure of the engine: the copies of one transfer, or of one chunk of it, are started by one caller, who then asks for their event,
+and that event fails. Those of others do not.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeAlias, cast, final
+from typing import Any, NamedTuple, TypeAlias, cast, final
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError, ClosedError
+from xferlib.latch import note_copying
+from xferlib.reaper import collects
 from xferlib_jax._promise import ComputeError, Promise, Promises
 
 __all__ = ["CopyError", "CpuEvent", "Engine"]
 
 Job: TypeAlias = Callable[[], Any]
+Caller: TypeAlias = tuple[int, bool]
+"""A thread, and whether it is a finalizer that the collector runs there, between two steps of the thread's own."""
 
 EXIT_SECONDS = 2.0
 
@@ -33,25 +39,21 @@ class CopyError(Exception):
 
 
 @final
-class _Failure:
-    """Why events fail: all from here on, or those of one thread until somebody was told."""
+class _Failure(NamedTuple):
+    """Why an event failed. `lasting`: and all behind it."""
 
-    __slots__ = ("cause", "thread", "told")
-
-    def __init__(self, cause: BaseException, thread: int | None) -> None:
-        self.cause = cause
-        self.thread = thread
-        self.told = False
+    cause: BaseException
+    lasting: bool
 
 
 @final
 class CpuEvent:
     """A point among the copies of one direction. Any thread may call any method; it needs neither the engine nor the stager."""
 
-    __slots__ = ("_failure", "_gate", "_is_reached", "thread")
+    __slots__ = ("_failure", "_gate", "_is_reached", "caller")
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
+        self.caller = _caller()
         self._is_reached = False
         self._failure: _Failure | None = None
         # Whoever waits takes it and gives it back at once, in steps that neither an interrupt nor a finalizer comes between.
@@ -97,9 +99,8 @@ class CpuEvent:
         failure = self._failure
         if failure is None:
             return
-        failure.told = True
         # A new exception each time: raised again and again, one and the same would grow its traceback.
-        if failure.thread is None:
+        if failure.lasting:
             raise CopyError(
                 f"a copy failed and later ones in that direction were not made: {failure.cause!r}. Open a new stager"
             ) from failure.cause
@@ -117,7 +118,8 @@ class Engine:
         self._open = True
         self._pid = os.getpid()
         self._broken: _Failure | None = None
-        self._unmade: list[_Failure] = []
+        self._unmade: dict[Caller, _Failure] = {}
+        """Why copies were not made whose event is yet to come. Of the engine's thread alone."""
         self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
         # As long as it is open: who drops an engine without closing it leaves its thread behind, and no copy hangs.
@@ -129,7 +131,7 @@ class Engine:
         if promise is None:
             self._put(partial(self._make, partial(ctypes.memmove, dst, src, nbytes)))
         else:
-            self._put(partial(self._make, partial(_copy_promised, dst, promise, src, nbytes)))
+            self._put(partial(self._make, partial(_copy_promised, dst, promise, src, nbytes), _caller()))
 
     def submit(self, job: Job) -> None:
         """Run anything in the place of a copy: for tests of programs.
@@ -174,21 +176,25 @@ class Engine:
             # Closed meanwhile, as by a finalizer: it may lie behind the mark that ends the thread, and nobody is to wait for it.
         raise ClosedError(f"{self._name!r} is closed and copies nothing any more. Open a new stager")
 
-    def _make(self, job: Job) -> None:
+    def _make(self, job: Job, caller: Caller | None = None) -> None:
+        """`caller`: who is told of an array that could not be computed."""
         if self._broken is not None:
             return
         try:
             job()
-        except ComputeError as error:
-            self._unmade.append(_Failure(error.cause, error.thread))
         except BaseException as error:  # Whatever it is: a thread that died would leave everybody waiting.
-            self._broken = _Failure(error, None)
+            if caller is not None and isinstance(error, ComputeError):
+                self._unmade.setdefault(caller, _Failure(error.cause, lasting=False))
+            else:
+                self._broken = _Failure(error, lasting=True)
 
     def _reach(self, event: CpuEvent) -> None:
-        if self._unmade:
-            self._unmade = [failure for failure in self._unmade if not failure.told]
-        mine = (failure for failure in self._unmade if failure.thread == event.thread)
-        event.reach(self._broken or next(mine, None))
+        unmade = self._unmade.pop(event.caller, None)
+        event.reach(self._broken or unmade)
+
+
+def _caller() -> Caller:
+    return threading.get_ident(), collects()
 
 
 def _copy_promised(dst: int, promise: Promise, offset: int, nbytes: int) -> None:
@@ -198,6 +204,7 @@ def _copy_promised(dst: int, promise: Promise, offset: int, nbytes: int) -> None
 def _run(queue: SimpleQueue[Job | None]) -> None:
     me = threading.get_ident()
     _threads[me] = None
+    note_copying()
     while (job := queue.get()) is not None:
         job()
         del job  # What the job refers to must not live on until the next one comes.

@@ -5,14 +5,14 @@ with the GIL held, which stops every thread of Python. And memory that does not 
 caller of a get does not wait for either. A promise gives out addresses that no process can have, and the engine, which may wait,
 finds out what they mean.
 
-Invariant: the addresses of a promise are never given out again.
+Invariant: no two promises that live have an address in common. Those of one that is gone are given out again millions later, so
+that a copy which comes too late is told, and reads nothing of another's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import threading
 import weakref
 from typing import Any, final
 
@@ -28,27 +28,27 @@ FIRST = 1 << 62
 """Above what any processor of 64 bits lets a process have."""
 STEP = 1 << 40
 """More than any array has bytes."""
+MOST = 1 << 22
+"""Promises at a time. The engine knows addresses of 64 bits, and would cut off what is higher."""
 
 
 @final
 class ComputeError(Exception):
     """Raised when what a promise stands for could not be computed."""
 
-    def __init__(self, cause: BaseException, thread: int) -> None:
+    def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause))
         self.cause = cause
-        self.thread = thread
 
 
 @final
 class Promise:
     """An array, and the addresses that stand for its memory in C order while this object lives."""
 
-    __slots__ = ("__weakref__", "_laid_out", "_reading", "_ticket", "start", "thread")
+    __slots__ = ("__weakref__", "_laid_out", "_reading", "_ticket", "start")
 
     def __init__(self, reading: Reading, start: int, ticket: object) -> None:
         self.start = start
-        self.thread = threading.get_ident()
         self._reading = reading
         self._laid_out: np.ndarray[Any, Any] | None = None
         self._ticket = ticket
@@ -63,7 +63,7 @@ class Promise:
                 reading.array.block_until_ready()
                 reading.capsule = reading.array.__dlpack__()
         except Exception as error:  # The computation may be a Python function's.
-            raise ComputeError(error, self.thread) from error
+            raise ComputeError(error) from error
         tensor = exported(reading.capsule)
         if tensor.strides is None:
             return tensor.address
@@ -86,7 +86,9 @@ class Promises:
         for number in self._returns.unsettled():
             self._live.pop(number, None)
             self._returns.settled(number)
-        number = next(self._numbers)
+        number = next(self._numbers) % MOST
+        while number in self._live:
+            number = next(self._numbers) % MOST
         ticket = self._returns.ticket(number)
         promise = Promise(self._readings.make(array, capsule), FIRST + number * STEP, ticket)
         self._live[number] = weakref.ref(promise)

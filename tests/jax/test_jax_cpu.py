@@ -33,7 +33,7 @@ def on_cpu(array: np.ndarray) -> Any:
     return jax.device_put(array, jax.local_devices(backend="cpu")[0])
 
 
-def test_what_could_not_be_computed_fails_the_thread_that_asked_until_it_was_told() -> None:
+def test_what_could_not_be_computed_fails_the_next_event_of_whoever_copied_it() -> None:
     from xferlib_jax._engine import CopyError, Engine
     from xferlib_jax._promise import Promises
     from xferlib_jax._reading import Readings
@@ -47,14 +47,20 @@ def test_what_could_not_be_computed_fails_the_thread_that_asked_until_it_was_tol
     engine = Engine("engine", promises)
     target = np.zeros(8, np.uint8)
     try:
-        engine.copy(target.ctypes.data, promise.start, 8)
-        first, second = engine.record(), engine.record()
-        # Another thread asked for nothing that could not be computed.
+        # Twice, as of two leaves.
+        for _ in range(2):
+            engine.copy(target.ctypes.data, promise.start, 8)
+        # Another thread copied nothing that could not be computed.
         on_thread(lambda: engine.record().synchronize()).result(10)
-        for event in (first, second, first):
+        first, second = engine.record(), engine.record()
+        for _ in range(2):
             with pytest.raises(CopyError, match="could not be computed"):
-                event.synchronize()
-        engine.record().synchronize()
+                first.synchronize()
+            with pytest.raises(CopyError, match="could not be computed"):
+                first.done()
+        # It covers the copy, too, and is another transfer's.
+        second.synchronize()
+        assert second.done()
     finally:
         engine.close()
 

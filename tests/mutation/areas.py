@@ -65,9 +65,10 @@ LOAD = ("tests/test_load.py", "tests/test_load_damaged.py")
 LAWS = ("tests/test_conformance_host.py::TestHost",)
 JOBS = folder("engine", "jobs")
 JAX = tuple(
-    f"tests/jax/test_jax_{name}.py" for name in ("arrays", "cpu", "engines", "imports", "layouts", "leases", "unpack", "sharded")
+    f"tests/jax/test_jax_{name}.py"
+    for name in ("arrays", "cpu", "engines", "imports", "layouts", "leases", "staged", "unpack", "sharded")
 )
-JAX_ON_CUDA = ("_cuda", "_driver", "_events", "_fence", "_pinning", "_blocks")
+JAX_ON_CUDA = ("_cuda", "_driver", "_driver_calls", "_events", "_fence", "_pinning", "_blocks")
 SUITE = (
     *("tests/test_suite_rules.py", "tests/test_suite_parts.py", "tests/test_gates.py"),
     *("tests/test_conformance_host.py", "tests/test_cli_conformance.py"),
