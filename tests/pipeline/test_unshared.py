@@ -180,7 +180,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[Transfer]:
     """Return the transfers of which somebody waits until their sources are staged."""
     waits: list[Transfer] = []
     wait_staged = Transfer.wait_staged
-    monkeypatch.setattr(Transfer, "wait_staged", lambda transfer: (waits.append(transfer), wait_staged(transfer))[1])
+
+    def noted(transfer: Transfer) -> None:
+        waits.append(transfer)
+        wait_staged(transfer)
+
+    monkeypatch.setattr(Transfer, "wait_staged", noted)
     return waits
 
 

@@ -220,6 +220,9 @@ def _give_all(
         shared.place()
         try:
             before_next(shared.clock)
+            if shared.stopping:
+                # Meanwhile.
+                return
             shared.clock.turn("source")
             try:
                 # At once, without a name: whoever starts it may ask who else refers to it.
