@@ -30,7 +30,10 @@ __all__ = ["Lent", "Staging"]
 
 BUDGET = 64 << 20
 """Bytes that the chunks of one stager take at most: enough for the rate of the link, small enough for the processor's cache."""
-CHUNK = 2 << 20
+CHUNK = 1 << 20
+"""To the device: half of what a core has as its second cache, on the processors beside these devices."""
+LARGER = 2
+"""Times as large is one to the host: past the caches long runs are faster."""
 LEAST_CHUNKS = 2
 """Of a direction: one that is copied, one that is sent."""
 
@@ -51,9 +54,10 @@ class Staging:
         self._counting = threading.RLock()
         start_threads(self.profile.threads)
         most = max(LEAST_CHUNKS, min(BUDGET // nbytes, pool.limit // 2 // nbytes) // 2)
+        larger = LARGER if most >= LEAST_CHUNKS * LARGER else 1
         self._lanes = (
             Lane(H2D, backend, pool, traffic.jobs.h2d, nbytes=nbytes, most=most),
-            Lane(D2H, backend, pool, traffic.jobs.d2h, nbytes=nbytes, most=most),
+            Lane(D2H, backend, pool, traffic.jobs.d2h, nbytes=larger * nbytes, most=most // larger),
         )
 
     def stage(self, leaves: Sequence[Placed]) -> None:
