@@ -116,10 +116,7 @@ def broken_core(*tests: str, hooks: type[StagerConformance]) -> Callable[[F], F]
 
 
 class BrokenBackend:
-    """An honest backend behind a wall. A subclass replaces what it breaks, and may use `inner`.
-
-    The engine does not serve it: what is broken are calls of its own, which the engine would not make, or not on threads of ours.
-    """
+    """An honest backend behind a wall. A subclass replaces what it breaks, and may use `inner`."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

@@ -269,3 +269,7 @@ class ForgetsTheArray(BrokenBackend):
     def as_source(self, array: Any, stream: object | None = None) -> Source:
         source: Source = self.inner.as_source(array, stream)
         return source._replace(keepalive=None)
+
+    def place(self, array: Any, stream: object | None = None) -> Source:
+        source: Source = self.inner.place(array, stream)
+        return source._replace(keepalive=None)

@@ -144,7 +144,8 @@ def refuse_after_a_failure(patch: pytest.MonkeyPatch, blamed: Callable[[Stager],
     patch.setattr(Stager, "get", tried(Stager.get))
 
 
-@broken_core(*(f"{POISONS}[{way}]" for way in WAYS), hooks=MendingHost)
+# A get into pageable memory fails behind its start.
+@broken_core(*(f"{POISONS}[{way}]" for way in WAYS if way != "get_pageable_out"), hooks=MendingHost)
 def blames_the_stager(patch: pytest.MonkeyPatch) -> None:
     """After a failure the core takes the whole stager for lost, though its backend is not."""
     refuse_after_a_failure(patch, id)

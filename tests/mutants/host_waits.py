@@ -13,6 +13,7 @@ from xferlib_host.conformance import TestHost as Host
 
 from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend
 from xferlib import protocol
+from xferlib.latch import is_copying
 from xferlib.protocol import HostStager, Source
 
 __all__: list[str] = []
@@ -79,9 +80,15 @@ class NeverDone(BrokenEvent):
 
 @broken_backend("test_law10_close_waits_for_what_is_in_flight", "test_law10_close_after_an_interrupt_waits_as_ever", hooks=Host)
 class NeverSaysYes(BrokenEvents):
-    """`done()` says no for ever, though who waits comes back."""
+    """`done()` says no for ever, though who waits comes back. To its callers: the core's thread would serve no other stager."""
 
     event = NeverDone
+
+    def record_h2d(self) -> Any:
+        return self.inner.record_h2d() if is_copying() else super().record_h2d()
+
+    def record_d2h(self) -> Any:
+        return self.inner.record_d2h() if is_copying() else super().record_d2h()
 
 
 class DoneOnceWaitedFor(BrokenEvent):
@@ -97,9 +104,15 @@ class DoneOnceWaitedFor(BrokenEvent):
 
 @broken_backend(f"{WHEN_RELEASED}[put]", f"{WHEN_RELEASED}[get]", hooks=Host)
 class SaysYesOnlyIfWaitedFor(BrokenEvents):
-    """`done()` does not get to yes without `synchronize`."""
+    """`done()` does not get to yes without `synchronize`. To its callers: the core's thread never waits."""
 
     event = DoneOnceWaitedFor
+
+    def record_h2d(self) -> Any:
+        return self.inner.record_h2d() if is_copying() else super().record_h2d()
+
+    def record_d2h(self) -> Any:
+        return self.inner.record_d2h() if is_copying() else super().record_d2h()
 
 
 class WaitsToSay(BrokenEvent):
@@ -321,6 +334,9 @@ class DoesNotWaitForTheProducer(BrokenBackend):
     def as_source(self, array: Any, stream: object | None = None) -> Source:
         source: Source = self.inner.as_source(array)
         return source
+
+    def mark(self, stream: object | None = None) -> None:
+        return None
 
 
 @broken_backend(*(f"{TREE_AFTER_PRODUCERS}[{place}]" for place in range(3)), hooks=Host)

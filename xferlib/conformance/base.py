@@ -125,7 +125,7 @@ class Laws(Hooks):
                 node.add_marker(pytest.mark.xfail(strict=True, reason=self.known_failures[name]))
 
     def new_stager(self, *, staging: str | None = None) -> Stager:
-        """Open the backend and wrap it, or skip: here and nowhere else. `staging`: the shape of the chunk ring."""
+        """Open the backend and wrap it, or skip: here and nowhere else. `staging`: as the argument of that name."""
         return Stager(self._open_or_skip(), staging=staging)
 
     def assert_returns(self, function: Callable[[], T]) -> T:
