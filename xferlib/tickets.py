@@ -12,6 +12,7 @@ tickets are hidden from the garbage collector: they are gone when the last refer
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,8 @@ _OBJECT = np.dtype(object)
 _EMPTY = np.empty
 _NOBODY = -1
 """No row has this number."""
+LOOK_SECONDS = 0.0001
+"""How often is looked whether something was posted."""
 
 
 @final
@@ -77,10 +80,14 @@ class Returns:
         self.put(_NOBODY)
 
     def wait(self, seconds: float) -> None:
-        """Block until something is posted, or so many seconds have passed."""
-        with suppress(Empty):
-            # One call, as in `unsettled`.
-            self._unsettled.extend(map(self._posted.get, (True,), (seconds,)))
+        """Block until something is posted, or so many seconds have passed.
+
+        By looking: before Python 3.13 `SimpleQueue.get` with an end never comes back at times where another thread takes what has
+        woken it.
+        """
+        until = time.monotonic() + seconds
+        while self.nothing_new() and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
 
     def __bool__(self) -> bool:
         return not self._posted.empty() or bool(self._unsettled)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+import time
 from queue import SimpleQueue
 from typing import Any
 
@@ -96,6 +99,37 @@ def test_a_row_that_a_finalizer_brings_back_is_held_until_it_is_gone_again() -> 
 
 def test_the_collector_knows_nothing_of_a_ticket() -> None:
     assert not gc.is_tracked(ticket(SimpleQueue[int]().put, 1))
+
+
+def test_a_wait_ends_in_time_though_another_thread_takes_what_was_posted() -> None:
+    returns = Returns()
+    ended: list[int] = []
+    over = threading.Event()
+
+    def wait() -> None:
+        while not over.is_set():
+            returns.wait(0.0001)
+            ended.append(1)
+
+    waiting = threading.Thread(target=wait)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        waiting.start()
+        for _ in range(2000):
+            for _ in range(20):
+                returns.post()
+                returns.pending().clear()
+            before = len(ended)
+            deadline = time.monotonic() + 30
+            while len(ended) == before:
+                assert time.monotonic() < deadline, "it waits for ever"
+                time.sleep(0)
+    finally:
+        over.set()
+        returns.post()
+        sys.setswitchinterval(interval)
+        waiting.join(30)
 
 
 def test_tickets_end_on_any_thread_while_others_settle() -> None:
