@@ -401,6 +401,14 @@ static void finish(transfer *t) {
     end_transfer(t);
 }
 
+// By the engine's threads alone: whoever waits works as well.
+static int ask_until(const transfer *t, int stage) {
+    int status;
+    double until = seconds() + PATIENCE_SECONDS;
+    while ((status = xe_wait(t->row, stage, 0)) == XE_NOT_YET && seconds() < until) pause_for(5);
+    return status;
+}
+
 // Both directions and lanes of their owner's, too: a thread stands for whoever owns them.
 
 static atomic_bool owner_over;
@@ -588,6 +596,15 @@ static void asks_every_lane(void) {
     end_bench(b);
 }
 
+// Until the only thread has gone to sleep so often.
+static void until_asleep(uint64_t times) {
+    xe_figures figures;
+    do {
+        pause_for(100);
+        xe_read_figures(&figures);
+    } while (figures.sleeps < times);
+}
+
 static void *start_and_wait(void *which) {
     transfer *t = which;
     start(t, NULL, NULL);
@@ -662,7 +679,7 @@ static void leaves_what_it_began(void) {
     CHECK(pthread_create(&waits, NULL, start_and_leave, second) == 0);
     while (atomic_load(&b->stream->inside) == 0) pause_for(100);
     atomic_store(&held_in, NULL);
-    while (xe_wait(first->row, XE_FINISHED, 0) == XE_NOT_YET) pause_for(100);
+    CHECK(ask_until(first, XE_FINISHED) == XE_OK);
     // The thread of the engine finds nothing to do, and sleeps.
     xe_figures before, after = {0};
     do {
@@ -672,13 +689,29 @@ static void leaves_what_it_began(void) {
     } while (after.sleeps == 0 || after.sleeps != before.sleeps);
     atomic_store(&gate, true);
     pthread_join(waits, NULL);
-    double began = seconds();
-    while (xe_wait(second->row, XE_FINISHED, 0) == XE_NOT_YET && seconds() - began < 5) pause_for(100);
-    CHECK(xe_wait(second->row, XE_FINISHED, 0) == XE_OK);
+    CHECK(ask_until(second, XE_FINISHED) == XE_OK);
     finish(first);
     finish(second);
     end_bench(b);
     end_bench(held);
+}
+
+// Nor does it matter that there were none when it began.
+static void leaves_what_it_began_before_there_were_threads(void) {
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 1, 64 * KIB, false);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, b->stream);
+    transfer *t = of_one(b, 100, 1);
+    pthread_t waits;
+    CHECK(pthread_create(&waits, NULL, start_and_leave, t) == 0);
+    while (atomic_load(&b->stream->inside) == 0) pause_for(100);
+    CHECK(xe_start(1) == 1);
+    until_asleep(1);
+    atomic_store(&gate, true);
+    pthread_join(waits, NULL);
+    CHECK(ask_until(t, XE_FINISHED) == XE_OK);
+    finish(t);
+    end_bench(b);
 }
 
 // A device that takes its time with a call on one lane holds up nobody else, with two threads.
@@ -889,9 +922,8 @@ static void is_fair(void) {
     transfer *small[3];
     for (uint32_t n = 0; n < 3; n++) start(small[n] = of_one(b, 64 * KIB, n + 2), NULL, NULL);
     atomic_store(&gate, true);
-    // Without waiting: who waits works as well, and of two threads either may be faster.
-    for (uint32_t n = 0; n < 3; n++)
-        while (xe_wait(small[n]->row, XE_FINISHED, 0) == XE_NOT_YET) pause_for(100);
+    // Of two threads either may be faster.
+    for (uint32_t n = 0; n < 3; n++) CHECK(ask_until(small[n], XE_FINISHED) == XE_OK);
     CHECK(xe_wait(large->row, XE_FINISHED, PATIENCE) == XE_OK);
     size_t copies = 0, place[3];
     for (size_t k = 0; k < b->stream->count; k++) {
@@ -1384,15 +1416,6 @@ static void abandons_during_its_last_copy(void) {
     end_bench(b);
 }
 
-// Until the only thread has gone to sleep so often.
-static void until_asleep(uint64_t times) {
-    xe_figures figures;
-    do {
-        pause_for(100);
-        xe_read_figures(&figures);
-    } while (figures.sleeps < times);
-}
-
 // Whoever waits for chunks gets those of what was abandoned, and who has some keeps them.
 static void leaves_others_their_chunks(void) {
     xe_start(1);
@@ -1405,7 +1428,7 @@ static void leaves_others_their_chunks(void) {
     }
     CHECK(xe_wait(t[1]->row, XE_STAGED, 0) == XE_OK && xe_wait(t[2]->row, XE_STAGED, 0) == XE_NOT_YET);
     CHECK(xe_abandon(t[0]->row) == XE_OK);
-    CHECK(xe_wait(t[2]->row, XE_STAGED, PATIENCE) == XE_OK);
+    CHECK(ask_until(t[2], XE_STAGED) == XE_OK);
     xe_request requests[4 * XE_MOST_PIECES];
     CHECK(xe_requests(requests, 4 * XE_MOST_PIECES, 0) == 4);
     for (int n = 0; n < 4; n++) {
@@ -1559,8 +1582,9 @@ static void misses_nothing_as_it_falls_asleep(void) {
     for (int n = 0; n < 3000; n++) {
         transfer *t = of_one(b, 100, 1);
         // About as long as it stays awake; asleep, this thread would come later.
-        for (double until = seconds() + dice(&seed, 60) * 1e-6; seconds() < until;) {}
+        for (double until = seconds() + dice(&seed, 130) * 1e-6; seconds() < until;) {}
         start(t, NULL, NULL);
+        CHECK(ask_until(t, XE_FINISHED) == XE_OK);
         finish(t);
     }
     end_bench(b);
@@ -1851,7 +1875,8 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
     TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together), TEST(waits_for_no_lane), TEST(asks_every_lane),
     TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(works_while_it_waits_to_the_device),
-    TEST(works_while_it_waits_to_the_host), TEST(leaves_what_it_began), TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),
+    TEST(works_while_it_waits_to_the_host), TEST(leaves_what_it_began), TEST(leaves_what_it_began_before_there_were_threads),
+    TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),
     TEST(goes_back_in_each_library), TEST(does_what_can_be_done_at_once),
     TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_fair), TEST(fails_alone_to_the_device),
     TEST(fails_alone_to_the_host), TEST(fails_alone_though_it_copies), TEST(tells_what_an_event_says), TEST(tells_what_its_owner_says),

@@ -422,19 +422,19 @@ MUTANTS = (
     Mutant(
         "whoever waits is not woken",
         "        pthread_cond_broadcast(&news);\n    }\n    j->come = come;\n",
-        "",
+        "    }\n    j->come = come;\n",
         "wakes_whoever_waits_to_the_device",
     ),
     Mutant(
         "whoever waits is woken at the end alone",
         "        pthread_cond_broadcast(&news);\n    }\n    j->come = come;\n",
-        "    if (come > j->come && j->finished) pthread_cond_broadcast(&news);\n",
+        "        if (j->finished) pthread_cond_broadcast(&news);\n    }\n    j->come = come;\n",
         "wakes_whoever_waits_to_the_host",
     ),
     Mutant(
         "whoever waits is woken at the first stage alone",
         "        pthread_cond_broadcast(&news);\n    }\n    j->come = come;\n",
-        "    if (come > j->come && j->come == 0) pthread_cond_broadcast(&news);\n",
+        "        if (j->come == 0) pthread_cond_broadcast(&news);\n    }\n    j->come = come;\n",
         "wakes_whoever_waits_to_the_device",
     ),
     Mutant(
@@ -495,9 +495,9 @@ MUTANTS = (
     ),
     Mutant(
         "what was begun before there were threads is left to nobody",
-        "what this one has begun is theirs now.\n            wake(1);\n",
-        "what this one has begun is theirs now.\n",
-        "takes_over_to_the_device",
+        "            worked = worked || done;\n",
+        "",
+        "leaves_what_it_began_before_there_were_threads",
     ),
     Mutant(
         "whoever waits only waits",
@@ -519,8 +519,8 @@ MUTANTS = (
     ),
     Mutant(
         "what whoever waits has begun is left to nobody",
-        "        // As above.\n        if (copying && !polling) wake(1);\n",
-        "",
+        "may sleep already.\n    if (worked) wake(1);\n",
+        "may sleep already.\n",
         "leaves_what_it_began",
     ),
     Mutant(

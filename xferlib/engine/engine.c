@@ -44,7 +44,7 @@ enum {
     FIRST_SLEEP = 20, LONGEST_SLEEP = 200,   // Microseconds.
     BUCKETS = 1024,
     MOST_ISSUED = 8,             // Chunks that a thread which waits issues before it looks whether it waits any more.
-    AWAKE = 200,                 // Microseconds: longer than most programs need from one batch to the next.
+    AWAKE = 100,                 // Microseconds: longer than most programs need from one batch to the next.
     GLANCE = 5,                  // Microseconds between two questions of a thread that waits.
     BREATHS = 32,                // Between two looks at the clock: about a microsecond.
 };
@@ -1001,6 +1001,7 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
     clock_gettime(CLOCK_MONOTONIC, &began);
     struct timespec busy = began;
     here.guest = true;
+    bool worked = false;
     int status, questions = 1;
     pthread_mutex_lock(&mu);
     for (;;) {
@@ -1023,8 +1024,7 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
             // time is over it asks once more and no further, so that what others have to be done does not keep it.
             bool done = step();
             if (!done && (left > 0 || questions-- > 0)) done = ask_meanwhile();
-            // Threads that were started meanwhile may sleep already, and what this one has begun is theirs now.
-            wake(1);
+            worked = worked || done;
             if (done) continue;
         }
         if (left <= 0) {
@@ -1032,6 +1032,7 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
             break;
         }
         if (threads && help(j)) {
+            worked = true;
             clock_gettime(CLOCK_MONOTONIC, &busy);
             continue;
         }
@@ -1039,19 +1040,21 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
             stays_awake(&news_told, GLANCE);
             continue;
         }
-        // What this thread has started is asked for by others from now on. Where all of them are in calls, by this one.
+        // What this thread has begun is for others now. Where all of them are in calls, this one asks.
+        if (worked) wake(1);
+        worked = false;
         bool unasked = copying && !polling;
-        if (threads && unasked) wake(1);
         int64_t longest = threads ? unasked ? LONGEST_SLEEP : left : unasked ? FIRST_SLEEP : LONGEST_SLEEP;
         sleep_for(&news, left < longest ? left : longest);
     }
     if (here.enter || here.capture_mode) {
-        leave();
+        touching++;
+        pthread_mutex_unlock(&mu);
         go_back();
         come_back();
-        // As above.
-        if (copying && !polling) wake(1);
     }
+    // As above; threads that were started meanwhile may sleep already.
+    if (worked) wake(1);
     pthread_mutex_unlock(&mu);
     return status;
 }

@@ -32,7 +32,7 @@ from xferlib.protocol import HostStager
 __all__ = ["Allocators", "HostPages", "allocators"]
 
 HUGE = 2 << 20
-PART = 32 << 20
+PART = 2 << 20
 """Bytes. What one thread touches at a time: other threads of the process can change their mappings in between."""
 MOST_THREADS = 16
 PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
