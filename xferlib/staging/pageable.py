@@ -45,7 +45,8 @@ class Staging:
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, traffic: Traffic, profile: StagingProfile | None = None) -> None:
         self.leaves = 0
         self._traffic = traffic
-        self.profile = profile or given_profile() or StagingProfile(usual_threads(), CHUNK)
+        given = profile or given_profile()
+        self.profile = given or StagingProfile(usual_threads(), CHUNK)
         self._bounce = min(self.profile.hand_off_nbytes, max(PAGE, pool.limit // 2))
         self._bounced = Bounce(backend, pool, traffic)
         # A share of the limit, and several of them, so that both directions go on.
@@ -54,7 +55,8 @@ class Staging:
         self._counting = threading.RLock()
         start_threads(self.profile.threads)
         most = max(LEAST_CHUNKS, min(BUDGET // nbytes, pool.limit // 2 // nbytes) // 2)
-        larger = LARGER if most >= LEAST_CHUNKS * LARGER else 1
+        # Not where there are few of them: each part of a job takes one.
+        larger = LARGER if given is None and most == BUDGET // nbytes // 2 else 1
         self._lanes = (
             Lane(H2D, backend, pool, traffic.jobs.h2d, nbytes=nbytes, most=most),
             Lane(D2H, backend, pool, traffic.jobs.d2h, nbytes=larger * nbytes, most=most // larger),
