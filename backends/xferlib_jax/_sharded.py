@@ -197,7 +197,7 @@ class ShardedPuts:
         return any(self._is_pinned(leaf) for leaf in jax.tree.leaves(with_records(batch)))
 
     def nbytes(self, batch: Any) -> int:
-        """Return the bytes of a batch's arrays. What is no array counts for nothing: it will be refused."""
+        """Return the bytes of a batch's arrays. What is no array counts for nothing."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(with_records(batch)) if isinstance(leaf, np.ndarray | np.generic))
 
     def device_waits(self) -> int:
