@@ -176,8 +176,7 @@ class ShardedPuts:
             arrays = [array[: slot.rows] for array in arrays]
         plan = self._plan(tree, arrays, frozenset(riders), has_records=recorded is not given)
         if self.first is None:
-            own = self._rewrites and slot is None and any(self._is_pinned(leaf) for leaf in leaves)
-            self.first = First(plan.device_nbytes, pinned=own or slot is not None)
+            self.first = First(plan.device_nbytes, pinned=slot is not None or self.in_place(batch))
         transfers: dict[Device, xferlib.Transfer] = {}
         try:
             for device, views in plan.views(arrays).items():
