@@ -121,6 +121,17 @@ def test_a_full_pool_does_not_wait_for_a_stranger_that_holds_none_of_it() -> Non
         del kept
 
 
+def test_a_full_pool_does_not_wait_for_a_stranger_that_stages_none_of_it() -> None:
+    with xferlib.stager("host", pinned_limit=4 * MIB) as one, xferlib.stager("host") as other:
+        with held(other.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+            strange = other.put(np.zeros(3 * MIB, np.uint8), borrow=True)
+            kept = one.empty_pinned(3 * MIB, np.uint8)
+            with pytest.raises(xferlib.AllocationError, match="nothing is in flight that could free more"):
+                on_thread(lambda: one.empty_pinned(3 * MIB, np.uint8)).result(WATCHDOG)
+            assert not strange.done()
+        del kept
+
+
 def test_device_memory_at_its_limit_waits_for_what_another_stager_reads_of_it() -> None:
     with xferlib.stager("host", device_limit=MIB) as one, xferlib.stager("host") as other:
         x = one.put(filled(one, 1)).result()
