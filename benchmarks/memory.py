@@ -23,7 +23,7 @@ _threads = ThreadPoolExecutor(THREADS, "benchmark-bytes")
 
 
 def empty_pageable(nbytes: int) -> Bytes:
-    """Return ordinary memory, untouched."""
+    """Return pageable memory, untouched."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -55,7 +55,7 @@ def pieces(array: Any, ends: tuple[int, ...]) -> list[Any]:
 
 
 def copied(source: Bytes) -> Bytes:
-    """Return new ordinary memory with the same bytes."""
+    """Return new pageable memory with the same bytes."""
     target = empty_pageable(source.nbytes)
 
     def copy(start: int) -> bool:

@@ -99,7 +99,7 @@ def feed(stager: Stager, compute: Compute) -> Feed:
 def source(stager: Stager, batches: Sequence[Bytes], compute: Compute) -> Callable[[int], xferlib.Prefetch]:
     """Return what prefetches so many of the batches, in turn, for the stream of the compute.
 
-    They are not rewritten, so they are lent to the copies.
+    They are not rewritten, so the copies borrow them.
     """
     return lambda steps: xferlib.prefetch(islice(cycle(batches), steps), stager, rewrites=False, stream=compute.stream)
 

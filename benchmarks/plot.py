@@ -56,7 +56,7 @@ def _draw(records: Sequence[dict[str, Any]], picture: Path) -> None:
             group = [one for one in records if (one["direction"], one["label"]) == (way, label)]
             _panel(panels[row, column], f"{WAYS[way]}: {label}", sorted(group, key=lambda one: one["nbytes"]))
     first = records[0]
-    figure.suptitle(f"{first['backend']} on {first['machine'].get('gpu')}, ordinary memory, default arguments")
+    figure.suptitle(f"{first['backend']} on {first['machine'].get('gpu')}, pageable memory, default arguments")
     figure.savefig(picture)
 
 

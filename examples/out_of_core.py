@@ -48,7 +48,7 @@ def convert(stager: xferlib.Stager, source: Image, path: Path, batch: int) -> No
     library = import_module(NUMPY_LIKE[stager.name])
     batches: Iterator[Image] = (source[first : first + batch] for first in range(0, len(source), batch))
     out = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=source.shape[:-1])
-    # Nobody writes to the source, so its pages may be lent to the copies.
+    # Nobody writes to the source, so the copies may borrow its pages.
     with xferlib.stream_map(lambda images: grey(library, images), batches, stager, out=out, rewrites=False) as loop:
         for _ in loop:
             pass

@@ -174,7 +174,7 @@ class Gets:
             nbytes = self._copy_pinned(sources, outs, addresses, pageable)
             event = self._d2h.add(nbytes, outs, sources, looked=looked) if nbytes or not pageable else None
             if pageable:
-                # The CPU copy raises what NumPy and the system raise.
+                # A job raises whatever a call of the backend raised.
                 return self._staging.land(pageable, sources, event, after), (Exception,)
         except BaseException:
             self._d2h.settle((sources, outs))

@@ -305,6 +305,14 @@ class Jobs:
                 return True
         return False
 
+    def wait_user(self, uses_it: Callable[[Job], bool]) -> bool:
+        """Block until the oldest job that uses some memory, and that this thread can wait for, is over. False: there was none."""
+        for work in self._waited_for():
+            if isinstance(work, Job) and uses_it(work):
+                work.wait()
+                return True
+        return False
+
     def wait_all(self) -> None:
         """Block until everything added before the call, that this thread can wait for, is over."""
         for work in self._waited_for():
@@ -401,10 +409,13 @@ def reap_all() -> bool:
     return any(found)
 
 
-def wait_for_others(own: Traffic, concerns: Concerns) -> bool:
-    """Block until the oldest copy of another stager that `concerns` the caller is done. Returns False if there was none."""
+def wait_for_others(own: Traffic, concerns: Concerns, job_concerns: Callable[[Job], bool]) -> bool:
+    """Block until the oldest copy, or job, of another stager that concerns the caller is done. False: there was none."""
     others = [traffic for traffic in all_traffic() if traffic is not own]
-    return any(traffic.h2d.wait_oldest(concerns) or traffic.d2h.wait_oldest(concerns) for traffic in others)
+    return any(
+        traffic.h2d.wait_oldest(concerns) or traffic.d2h.wait_oldest(concerns) or traffic.jobs.wait_user(job_concerns)
+        for traffic in others
+    )
 
 
 @final
@@ -422,7 +433,10 @@ class Flow:
 
     def wait_oldest(self) -> bool:
         """Block until something has ended. Returns False if nothing was in flight."""
-        return self._traffic.wait_oldest() or wait_for_others(self._traffic, lambda entry: any(map(self.owns, entry.device)))
+        return self._traffic.wait_oldest() or wait_for_others(self._traffic, self._is_read, self._is_read)
+
+    def _is_read(self, work: Entry | Job) -> bool:
+        return any(map(self.owns, work.device))
 
 
 @final
@@ -448,7 +462,11 @@ class Room:
         """Block until something has ended. Returns False if nothing was in flight."""
         if self.release() or self._traffic.wait_oldest(pinned=True):
             return True
-        return wait_for_others(self._traffic, self._concerns)
+        return wait_for_others(self._traffic, self._concerns, self._is_used)
 
     def _concerns(self, entry: Entry) -> bool:
         return any(self.contains(address_of(array), array.nbytes) for array in entry.host)
+
+    def _is_used(self, job: Job) -> bool:
+        # One that has no chunk yet may be waiting for room itself.
+        return job.holds and any(self.contains(*memory) for memory in job.memory)

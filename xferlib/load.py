@@ -1,6 +1,6 @@
 """Files of arrays to the device: what a file holds is mapped into memory, not read, and put as it is.
 
-The file's pages are ordinary memory to `put`, so a file of any size passes through as much pinned memory as the stager may have.
+The file's pages are pageable memory to `put`, so a file of any size passes through as much pinned memory as the stager may have.
 Nothing is converted on the way, and nothing in a file is executed.
 """
 

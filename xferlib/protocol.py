@@ -68,7 +68,7 @@ class Capabilities:
     """
 
     pinned: bool = False
-    """`alloc_pinned` really page-locks. Off: it returns ordinary memory, and programs still run."""
+    """`alloc_pinned` really page-locks. Off: it returns pageable memory, and programs still run."""
     register: bool = False
     """`pin` and `unpin` work on memory that the caller owns."""
     streams: bool = False
@@ -270,7 +270,7 @@ class HostStager(Protocol[ArrayT]):
         Returns its memory in C order: a view that is not contiguous is copied by the framework, on that stream.
         Raises `TypeError` for what is not an array of this framework, `ValueError` for one of another device, and
         `CapabilityError`, before the framework is asked, for a capturing stream.
-        The same as `place`, then `order_d2h` after `mark`, in one step: small gets come here.
+        The same as `place`, then `order_d2h` after `mark`, in one step: gets into pinned memory come here.
         """
 
     def place(self, array: ArrayT, stream: object | None = None) -> Source:

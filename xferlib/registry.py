@@ -48,9 +48,9 @@ def stager(
     are bytes: of pinned host memory, the pool's and what `pin` and `SharedRing` lock (None: an eighth of the memory this process
     may use, or half of what is available), and of device memory that puts may take (None: what the device has). `when_full`, for
     arrays in pinned memory that find no room: "wait" while transfers in flight will make some, else raise `AllocationError`;
-    "raise" at once; or "stage": take ordinary memory, which is transferred by way of the pinned memory that is then kept for it.
+    "raise" at once; or "stage": take pageable memory, which is transferred by way of the pinned memory that is then kept for it.
     `strict`: a put that would make its caller wait for a CPU copy raises `ValueError`, where otherwise the first of a line issues a
-    `SynchronousTransferWarning`. `staging`: how ordinary memory is staged, as "8x4MiB", threads and chunk size, or a
+    `SynchronousTransferWarning`. `staging`: how pageable memory is staged, as "8x2MiB", threads and chunk size, or a
     `StagingProfile`; None: what `XFERLIB_STAGING` says, else the default, which suits the usual links. `debug`: find
     sources of puts, pinned or borrowed, that are written to before their transfer is done, by sums over them, and raise
     `SourceRewrittenError` with the line of the put: from the transfer, or, when nobody holds that any more, from the next put or

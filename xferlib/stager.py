@@ -160,7 +160,7 @@ class Stager:
         """Return an array in pinned memory, contents undefined, from the bounded pool.
 
         The memory goes back to the pool when the last view of it is gone and no copy uses it. Where the backend cannot page-lock,
-        it is ordinary memory. Where the limit has no room it does as the stager's `when_full` says: it waits for transfers in
+        it is pageable memory. Where the limit has no room it does as the stager's `when_full` says: it waits for transfers in
         flight if they will make some, else raises `AllocationError`.
 
         `write_combined`: memory that the CPU writes past its caches, for sources that are filled once, from front to back, and put:
@@ -226,9 +226,9 @@ class Stager:
         it returns, which it does when the CPU has copied them: with a `SynchronousTransferWarning`, the first time in a line.
         `into`: device arrays of the same structure, shapes and dtypes to overwrite; the copy waits for what `stream` (None: the
         calling thread's current one) has enqueued, so earlier readers are safe. `stream`: it also waits for the copy, as by
-        `Transfer.stream_wait`. `borrow`: pageable sources are lent until `done()` instead, and large ones are copied by threads of
-        ours after this has returned; `value` then waits on the host until the copies are started. "staged": likewise, but only
-        until `Transfer.wait_staged` has returned. It has no effect on `into`.
+        `Transfer.stream_wait`. `borrow`: pageable sources are borrowed until `done()` instead, and large ones are copied by threads
+        of ours after this has returned; `value` then waits on the host until the copies are started. "staged": likewise, but only
+        until `Transfer.wait_staged` has returned; debug mode does not watch these. It has no effect on `into`.
 
         Raises before anything starts: `TypeError` and `ValueError` for arguments, `CapabilityError`, `AllocationError`; in debug
         mode `SourceRewrittenError` for an earlier put whose transfer nobody holds any more.
@@ -262,7 +262,7 @@ class Stager:
 
         The copy waits for what produces the arrays: where they do not carry their own order, for what `stream` (None: the calling
         thread's current one) has enqueued. Without `out` the result is in pinned memory from the pool. `out`: NumPy arrays of the
-        same structure, shapes and dtypes, contiguous and writable; into pageable ones a worker thread makes the last step.
+        same structure, shapes and dtypes, contiguous and writable; into pageable ones threads of ours make the last step.
 
         Raises as `put` does.
         """

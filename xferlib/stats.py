@@ -32,7 +32,7 @@ class Stats:
     pool_wait_seconds: float
     """For how long, all of them together."""
     pool_fallbacks: int
-    """Arrays in ordinary memory, since the pool was full: with when_full="stage"."""
+    """Arrays in pageable memory, since the pool was full: with when_full="stage"."""
     device_nbytes: int
     """Device memory taken from the framework for puts, in use or idle."""
     device_peak_nbytes: int

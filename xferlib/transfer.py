@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero, uncopied
@@ -170,13 +171,16 @@ class Transfer:
 
         Pinned sources are free when the transfer is done. Says nothing of a failure.
         """
+        wait = getattr(self._event, "wait_staged", None)
+        if wait is None or self._finished:
+            return
         if _forks and self._born != _forks:
             raise _forked()
         if is_copying():
-            self._refuse_to_wait()
-        wait = getattr(self._event, "wait_staged", None)
-        if wait is not None:
-            wait()
+            # One that has failed is at rest.
+            with suppress(TransferError):
+                self._refuse_to_wait()
+        wait()
 
     def stream_wait(self, stream: object | None = None) -> None:
         """Make later work on `stream` (None: the calling thread's current one) wait for the transfer; the host does not.

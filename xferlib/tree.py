@@ -35,6 +35,7 @@ __all__ = [
     "described",
     "flatten",
     "flatten_like",
+    "is_record",
     "path",
     "rides_along",
     "trees_of",
@@ -113,7 +114,7 @@ class Trees:
             if self._take_apart is not None and self._put_together is not None and self._take_apart(leaf) is not None:
                 self._register(kind, self._take_apart, self._put_together)
                 found = True
-            elif _is_record(leaf):
+            elif is_record(leaf):
                 self._register(kind, _fields, _rebuild)
                 found = True
             elif hasattr(leaf, "dtype"):
@@ -216,7 +217,8 @@ def _shown(spec: Spec) -> str:
     return f"{spec.spec} with {', '.join(places[:DESCRIBED] + ['...'][: len(places) - DESCRIBED])} no array"
 
 
-def _is_record(leaf: Any) -> bool:
+def is_record(leaf: Any) -> bool:
+    """Tell whether a leaf is a dataclass whose fields are a tree of their own."""
     # A framework's array may be a dataclass as well; it is no nest of arrays for that.
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return False

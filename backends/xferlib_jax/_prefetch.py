@@ -47,8 +47,7 @@ def prefetch(
 
     `stagers`: one for each device, of the caller's, as `local_stagers` opens them; else those of this process, opened for the first
     loop and closed with the last. Contiguous pinned memory is read where it is, whichever of the stagers pinned it. `rewrites`: as
-    for `xferlib.prefetch`; over several devices pageable batches are lent to the copies even so, and the source is asked for the
-    next when they are done.
+    for `xferlib.prefetch`.
 
     Raises `TypeError` and `ValueError`, and what `xferlib.stager` raises.
     """

@@ -176,8 +176,7 @@ class ShardedPuts:
             arrays = [array[: slot.rows] for array in arrays]
         plan = self._plan(tree, arrays, frozenset(riders), has_records=recorded is not given)
         if self.first is None:
-            own = self._rewrites and slot is None and any(self._is_pinned(leaf) for leaf in leaves)
-            self.first = First(plan.device_nbytes, pinned=own or slot is not None)
+            self.first = First(plan.device_nbytes, pinned=slot is not None or self.in_place(batch))
         transfers: dict[Device, xferlib.Transfer] = {}
         try:
             for device, views in plan.views(arrays).items():
@@ -197,7 +196,7 @@ class ShardedPuts:
         return any(self._is_pinned(leaf) for leaf in jax.tree.leaves(with_records(batch)))
 
     def nbytes(self, batch: Any) -> int:
-        """Return the bytes of a batch's arrays. What is no array counts for nothing: it will be refused."""
+        """Return the bytes of a batch's arrays. What is no array counts for nothing."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(with_records(batch)) if isinstance(leaf, np.ndarray | np.generic))
 
     def device_waits(self) -> int:

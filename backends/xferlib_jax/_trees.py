@@ -9,7 +9,7 @@ from typing import Any, final
 import jax
 
 from xferlib.protocol import TakenApart
-from xferlib.tree import rides_along
+from xferlib.tree import is_record
 
 __all__ = ["put_together", "take_apart", "with_records", "without_records"]
 
@@ -57,7 +57,7 @@ class _Record:
 
 def with_records(tree: Any) -> Any:
     """Return a tree in which JAX finds what is inside of dataclasses, whether they are registered with it or not."""
-    if not any(map(_is_record, jax.tree.leaves(tree))):
+    if not any(map(is_record, jax.tree.leaves(tree))):
         return tree
     return jax.tree.map(_recorded, tree)
 
@@ -68,7 +68,7 @@ def without_records(tree: Any) -> Any:
 
 
 def _recorded(leaf: Any) -> Any:
-    if not _is_record(leaf):
+    if not is_record(leaf):
         return leaf
     return _Record(type(leaf), {field.name: with_records(getattr(leaf, field.name)) for field in dataclasses.fields(leaf)})
 
@@ -81,12 +81,6 @@ def _made(node: Any) -> Any:
     for name, value in node.fields.items():
         object.__setattr__(instance, name, without_records(value))
     return instance
-
-
-def _is_record(leaf: Any) -> bool:
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return False
-    return not hasattr(leaf, "dtype") and not rides_along(type(leaf))
 
 
 def _is_recorded(node: Any) -> bool:

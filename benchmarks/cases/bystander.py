@@ -1,6 +1,6 @@
 """A Python training thread beside staging at full speed, against the same thread by itself.
 
-Question: do threads that stage pageable memory disturb the thread that trains? They need the interpreter, and memory bandwidth.
+Question: do threads that stage pageable memory disturb the thread that trains? They need cores and memory bandwidth.
 
 Isolated: the step time of the calling thread. Two kinds of it, neither with a transfer. A "training step" is what a training loop
 does on the host: some Python, the launch of a step of ten milliseconds on the device, the wait for the step before. A "Python step"

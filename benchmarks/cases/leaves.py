@@ -1,6 +1,6 @@
 """Many small arrays to the device in one tree, against one call for each.
 
-Question: how long until a tree of hundreds of arrays in ordinary memory is on the device and may be used?
+Question: how long until a tree of hundreds of arrays in pageable memory is on the device and may be used?
 
 Isolated: the price of a leaf. 500 NumPy arrays of 64 KiB, and of 4 KiB, lie one after another in pageable memory that is touched;
 the clock runs from the call to the moment when all arrays are done. Ours is `put(list).value`.

@@ -4,14 +4,14 @@ Question: how long is a step that its batches come to by Flax's `prefetch_to_dev
 `DataLoader(pin_memory=True, num_workers=4)`, or by `xferlib.prefetch`, where the transfer is the limit and where compute is?
 
 Isolated: the way from host memory to the device. Six batches of random bytes, as large as 64 or 256 MiB of images, are there before
-the clock starts, and nobody decodes or collates: in ordinary memory for whoever reads them in this process, in anonymous shared
+the clock starts, and nobody decodes or collates: in pageable memory for whoever reads them in this process, in anonymous shared
 memory that worker processes have mapped for those that have workers. One jitted step for all, a checksum of the batch and matrix
 products of a static length: a quarter of the bare copy ("transfer-bound") or twice it ("compute-bound"). Each loader at its best:
 Flax two batches ahead, its batches with a leading axis of one device; Grain with whole batches as items and the two prefetching
 threads of `grain.experimental.device_put`; PyTorch with whole batches as items, from workers that have lived before, copied to the
 device on a stream of its own and handed to JAX by DLPack, which overlaps better than a model of PyTorch's on the stream of its
 copies would; and once more with tensors that lie in shared memory beforehand, so that its workers copy nothing. Ours: from the
-same ordinary memory ("pageable"), from prepared pinned slots ("pinned slots"), and from a `SharedRing` into whose slots four
+same pageable memory ("pageable"), from prepared pinned slots ("pinned slots"), and from a `SharedRing` into whose slots four
 workers copy every batch anew ("4 workers").
 
 Method: a sample is 40 steps of ours or 16 of a peer's from the middle of an endless loop, after six that are not timed; three

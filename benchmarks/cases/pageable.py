@@ -1,4 +1,4 @@
-"""Ordinary memory, at the size of a batch and of a whole file, against the pinned limit.
+"""Pageable memory, at the size of a batch and of a whole file, against the pinned limit.
 
 Question: how near to the link's rate do arrays come that nobody has page-locked?
 
@@ -9,9 +9,9 @@ the next batch when a step is launched), with compute tuned to the bare copy.
 
 Method: one transfer a sample, right behind one that is not timed; five samples, contenders in turn, every byte compared. The limit
 is the bare copy between pinned memory, for the loop the longer of that and compute alone. `details` says how much was page-locked
-beside what this case asked for (`pinned_beyond_nbytes`), how the ring was shaped (`staging`), and what NumPy copies in this memory
-with several threads (`copy_gbps`): no staging can be faster than reading the source. A loop has 60 steps a sample, each with its
-checksum.
+beside what this case asked for (`pinned_beyond_nbytes`), how many threads staged, through chunks of which size (`staging`), and
+what NumPy copies in this memory with several threads (`copy_gbps`): no staging can be faster than reading the source. A loop has 60
+steps a sample, each with its checksum.
 
 Command: python benchmarks/run.py --case pageable --backend jax --json
 """
@@ -149,4 +149,4 @@ def _record(
     )
 
 
-CASE = Case(name=NAME, summary="1 GiB of ordinary memory each way, and a training loop from ordinary batches", run=run)
+CASE = Case(name=NAME, summary="1 GiB of pageable memory each way, and a training loop from pageable batches", run=run)

@@ -1,12 +1,12 @@
-"""Ordinary memory of every size, as it is moved by who reads no further than the first example.
+"""Pageable memory of every size, as it is moved by who reads no further than the first example.
 
-Question: how near to the link's rate does ordinary memory come with default arguments, by one call and in a loop, 4 KiB to 1 GiB?
+Question: how near to the link's rate does pageable memory come with default arguments, by one call and in a loop, 4 KiB to 1 GiB?
 
-Isolated: the default. Nothing is pinned, lent or named by the user, and the stager is as it opens. What is there before the clock
+Isolated: the default. The user pins, borrows and names nothing, and the stager is as it opens. What is there before the clock
 starts is memory that is touched. Six labels:
 
 "call": `put(array)` to a new device array; `get(array).result()` into host memory of xferlib's own, which its pool has after the
-first round, as it has in a program that lets go of its results. "call, out=": `get(array, out=)` into ordinary memory. The clock
+first round, as it has in a program that lets go of its results. "call, out=": `get(array, out=)` into pageable memory. The clock
 runs from the call until the bytes are there; the limit and the peers are waited for in the same way, call by call.
 
 "loop, kept by the source": `for batch in xferlib.prefetch(batches, stager)` over arrays that come in turn, again and again. "loop,
@@ -293,4 +293,4 @@ def _measure(
         yield rows.record(direction, nbytes, label, timing, result.copies, result.timings, details)
 
 
-CASE = Case(name=NAME, summary="ordinary memory with default arguments, 4 KiB to 1 GiB, by call and in a loop, each way", run=run)
+CASE = Case(name=NAME, summary="pageable memory with default arguments, 4 KiB to 1 GiB, by call and in a loop, each way", run=run)

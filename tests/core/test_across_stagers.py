@@ -121,6 +121,17 @@ def test_a_full_pool_does_not_wait_for_a_stranger_that_holds_none_of_it() -> Non
         del kept
 
 
+def test_a_full_pool_does_not_wait_for_a_stranger_that_stages_none_of_it() -> None:
+    with xferlib.stager("host", pinned_limit=4 * MIB) as one, xferlib.stager("host") as other:
+        with held(other.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+            strange = other.put(np.zeros(3 * MIB, np.uint8), borrow=True)
+            kept = one.empty_pinned(3 * MIB, np.uint8)
+            with pytest.raises(xferlib.AllocationError, match="nothing is in flight that could free more"):
+                on_thread(lambda: one.empty_pinned(3 * MIB, np.uint8)).result(WATCHDOG)
+            assert not strange.done()
+        del kept
+
+
 def test_device_memory_at_its_limit_waits_for_what_another_stager_reads_of_it() -> None:
     with xferlib.stager("host", device_limit=MIB) as one, xferlib.stager("host") as other:
         x = one.put(filled(one, 1)).result()
@@ -132,6 +143,41 @@ def test_device_memory_at_its_limit_waits_for_what_another_stager_reads_of_it() 
             gate.set()
             assert (putting.result(WATCHDOG) == 2).all()
         assert (got.result() == 1).all()
+
+
+def test_device_memory_at_its_limit_waits_for_what_another_stager_gets_of_it_into_pageable_memory() -> None:
+    with xferlib.stager("host", device_limit=MIB) as one, xferlib.stager("host") as other:
+        x = one.put(filled(one, 1)).result()
+        out = np.zeros(MIB, np.uint8)
+        with held(other.backend.d2h) as gate:  # type: ignore[attr-defined]  # the host backend's
+            got = other.get(x, out=out)
+            del x
+            putting = on_thread(lambda: one.put(filled(one, 2)).result())
+            assert not until(putting.done, 0.1)
+            gate.set()
+            assert (putting.result(WATCHDOG) == 2).all()
+        got.synchronize()
+        assert (out == 1).all()
+
+
+@pytest.mark.parametrize("direction", ["put", "get"])
+def test_a_full_pool_waits_for_what_another_stager_stages_of_it(direction: str) -> None:
+    with xferlib.stager("host", pinned_limit=4 * MIB) as one, other_backend() as other:
+        backend: Any = other.backend
+        array = one.empty_pinned(3 * MIB, np.uint8)
+        array[:] = 1
+        x = other.put(np.full(3 * MIB, 2, np.uint8)).result()
+        assert not other.backend.is_pinned(array.ctypes.data, array.nbytes)
+        with held(backend.inner.h2d if direction == "put" else backend.inner.d2h) as gate:
+            under_way = other.put(array, borrow=True) if direction == "put" else other.get(x, out=array)
+            address = array.ctypes.data
+            end = under_way.end
+            del array, under_way
+            asking = on_thread(lambda: one.empty_pinned(3 * MIB, np.uint8))
+            assert not until(asking.done, 0.1)
+            gate.set()
+            assert asking.result(WATCHDOG).ctypes.data == address
+        end.synchronize()
 
 
 class SideBySide:

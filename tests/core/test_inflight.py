@@ -446,12 +446,12 @@ def test_of_other_stagers_one_copy_after_another_is_waited_for_and_none_of_one_s
     def waited() -> list[int]:
         return [point.synchronized for point in points]
 
-    assert wait_for_others(own, lambda entry: entry.event in concerned)
+    assert wait_for_others(own, lambda entry: entry.event in concerned, lambda job: False)
     assert waited() == [1, 0, 0, 0]
-    assert wait_for_others(own, lambda entry: entry.event in concerned)
+    assert wait_for_others(own, lambda entry: entry.event in concerned, lambda job: False)
     assert waited() == [1, 0, 1, 0]
     # Of what is left one is its own, and the other is no concern of anybody's.
-    assert not wait_for_others(own, lambda entry: entry.event in concerned)
+    assert not wait_for_others(own, lambda entry: entry.event in concerned, lambda job: False)
     assert waited() == [1, 0, 1, 0]
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import xferlib_host
 
 import xferlib
-from tests.core.fakes import Point, held, succeeds, tampered
+from tests.core.fakes import WATCHDOG, Point, held, on_thread, succeeds, tampered
+from xferlib.latch import note_copying
 from xferlib.staging.profile import StagingProfile
 from xferlib.transfer import Transfer
 
@@ -132,6 +134,30 @@ def test_a_put_of_lent_sources_that_fails_does_so_whatever_is_asked_first(first:
             with pytest.raises(xferlib.TransferError, match="none left") as caught:
                 wait(failed)
             assert isinstance(caught.value.__cause__, Broke)
+
+
+@pytest.mark.parametrize("copying", [False, True])
+def test_to_wait_until_sources_are_staged_says_nothing_of_a_failure(copying: bool) -> None:
+    with xferlib.stager(tampered(failures=(Broke,), copy_h2d=fails), pinned_limit=64 << 20) as stager:
+        failed = stager.put(np.ones(LENT, np.uint8), borrow="staged")
+        with pytest.raises(xferlib.TransferError, match="none left"):
+            failed.synchronize()
+        on_thread(partial(waits_staged, failed, copying=copying)).result(WATCHDOG)
+
+
+@pytest.mark.parametrize("copying", [False, True])
+def test_where_nothing_is_staged_nobody_waits_for_it(stager: xferlib.Stager, copying: bool) -> None:
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+        started = stager.put(stager.empty_pinned(3, np.uint8))
+        on_thread(partial(waits_staged, started, copying=copying)).result(WATCHDOG)
+        assert not started.done()
+
+
+def waits_staged(transfer: Transfer, *, copying: bool) -> None:
+    if copying:
+        # As a finalizer that the collector runs on a thread of the engine's.
+        note_copying()
+    transfer.wait_staged()
 
 
 def test_a_stream_that_is_refused_leaves_a_put_of_lent_sources_sound() -> None:

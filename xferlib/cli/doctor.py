@@ -94,7 +94,7 @@ def show(report: Report) -> None:
     for state in report["backends"]:
         if state["ready"]:
             console.print(f"[bold]pin[/bold]       {escape(state['name'])}: {escape(_pays(state))}", highlight=False)
-            shape = f"{state['name']}: {state['staging'] or 'unknown'}, threads x chunk, for ordinary memory. {VARIABLE} sets it"
+            shape = f"{state['name']}: {state['staging'] or 'unknown'}, threads x chunk, for pageable memory. {VARIABLE} sets it"
             console.print(f"[bold]staging[/bold]   {escape(shape)}", highlight=False)
     for line in [*report["findings"], *(line for state in report["backends"] for line in state["findings"])]:
         console.print(f"[yellow]note[/yellow]      {escape(line)}", highlight=False)

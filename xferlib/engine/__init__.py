@@ -1,1 +1,1 @@
-"""The engine: threads of C that move ordinary memory through pinned chunks, beside the interpreter. See engine.h."""
+"""The engine: threads in C that move pageable memory through pinned chunks, beside the interpreter. See engine.h."""

@@ -9,7 +9,7 @@ __all__ = ["Flow", "HostBlock", "Usage", "Wanted", "WhenFull", "check_when_full"
 
 WhenFull: TypeAlias = Literal["wait", "raise", "stage"]
 """What happens to an array for which the limit has no room: it waits while transfers in flight will make some, and fails if none
-will; or fails at once; or lies in ordinary memory, which is staged. Pieces of staging itself come back by themselves and wait.
+will; or fails at once; or lies in pageable memory, which is staged. Chunks of staging itself come back by themselves and wait.
 """
 
 

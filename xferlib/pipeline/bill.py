@@ -61,7 +61,7 @@ def in_words(nbytes: int) -> str:
 
 
 def tree_nbytes(tree: Any, trees: Trees = PLAIN) -> int:
-    """Return the bytes of all arrays, host or device, of a tree. What cannot be moved counts for nothing: it will be refused."""
+    """Return the bytes of all arrays, host or device, of a tree. What is no array counts for nothing."""
     leaves, _ = trees.flatten(tree)
     return sum(_nbytes(leaf) for leaf in leaves)
 

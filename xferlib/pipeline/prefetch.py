@@ -40,14 +40,14 @@ def prefetch(
     """Iterate device trees: up to `depth` batches are being copied, or are there, while the consumer works on an earlier one.
 
     `batches`: any iterable of trees of NumPy arrays, or of `Slot`s of a `Ring` of this stager. It is iterated on a thread of its
-    own. `rewrites`: whether the source may write to the arrays of a batch after it has given it. If so, it is asked for the next
-    one only when that is safe; if not, pageable memory is borrowed by the copies instead of being copied first, and the source is
-    asked at once. None: as the source's attribute `rewrites` says, else true. Slots come back to their ring when their copy is
-    done, either way.
+    own, and pageable memory is borrowed by the copies. `rewrites`: whether the source may write to the arrays of a batch after it
+    has given it. If so, it is asked for the next one only when that is safe: for pageable memory when the CPU has copied it
+    (`Transfer.wait_staged`), for pinned memory when its copy is done. If not, it is asked at once. None: as the source's attribute
+    `rewrites` says, else true. Slots come back to their ring when their copy is done, either way.
 
-    A batch that nothing else refers to is borrowed whatever is said, since nobody can write to it: arrays that own their memory (or
-    are the only view of one that does, or of `bytes`), in dicts, lists and tuples that the source keeps no reference to either. A
-    generator that says `batch = ...` and then `yield batch` keeps one, `yield ...` does not.
+    After a batch that nothing else refers to it is asked at once whatever is said, since nobody can write to that: arrays that own
+    their memory (or are the only view of one that does, or of `bytes`), in dicts, lists and tuples that the source keeps no
+    reference to either. A generator that says `batch = ...` and then `yield batch` keeps one, `yield ...` does not.
 
     `stream`: the one whose work will use the batches. None: the consumer's current one. A framework that knows no current stream
     means the default one, so there a consumer with streams of its own must name the one it uses.
@@ -88,9 +88,9 @@ class Prefetch:
     consumer's thread and returns what it gets. `borrow(batch)` is called instead of `put` for a batch that nothing but the loop
     refers to: nobody writes to it before its transfer is done. After another, where the source `rewrites` what it has given, it is
     asked for the next batch only when that is staged; where `in_place(batch)` is true, when its transfer is done. `nbytes(batch)`
-    is for the bill. `device_waits` counts the puts that waited on
-    the device for work that still read an older batch. Batches may be kept for as long as wanted; a consumer that never waits for
-    its own work on the device runs ahead of it, and `device_limit` of the stager then bounds the memory.
+    is for the bill. `device_waits` counts the puts that waited on the device for work that still read an older batch. Batches may
+    be kept for as long as wanted; a consumer that never waits for its own work on the device runs ahead of it, and `device_limit`
+    of the stager then bounds the memory.
 
     Exceptions of source, put and copy come out where their batch would have, with their traceback. That batch is the only one
     lost: the source is asked for the next one, if it can go on, when the consumer asks again. An interrupt of the consumer, such as
@@ -362,7 +362,6 @@ class _Putter:
         if not self.rewrites or isinstance(batch, Slot):
             return False
         leaves, _ = trees_of(self._stager.backend).flatten(batch)
-        # What is no array is refused by the put, which says where it stands.
         return any(self._is_pinned(leaf) for leaf in leaves if isinstance(leaf, np.ndarray))
 
     def _is_pinned(self, array: Array) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from xferlib.inflight import Fill, Traffic
 from xferlib.memory.pool import HostBlock, PinnedPool
 from xferlib.protocol import HostStager
-from xferlib.staging.parts import ALIGNMENT, Part, Placed, lay, run_of
+from xferlib.staging.parts import Part, Placed, lay, run_of
 
 __all__ = ["Bounce", "few_parts"]
 
@@ -49,4 +49,4 @@ def few_parts(leaves: Sequence[Placed], nbytes: int) -> list[Part]:
     if len(leaves) == 1:
         ((address, array, _),) = leaves
         return [Part(address, nbytes, (array,))]
-    return run_of(leaves, largest=nbytes + len(leaves) * ALIGNMENT)
+    return run_of(leaves)

@@ -82,7 +82,7 @@ class Staging:
             self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes)
             job.wait_for(ISSUED)
         except BaseException:
-            # The caller's memory must be at rest before he hears of it. Interrupted again, he may hear earlier, and drop it.
+            # The caller's memory must be at rest before the caller hears of it. Interrupted again, it may be heard of earlier.
             job.given_up = True
             job.abandon()
             job.kept = None
@@ -155,7 +155,7 @@ class Staging:
                 )
 
     def release(self) -> bool:
-        """Give idle chunks back to the pool, and tell whether there were any. Never blocks."""
+        """Give idle chunks back to the pool, and tell whether there were any. Waits for no copy."""
         found = [lane.release() for lane in self._lanes]
         return any(found)
 

@@ -33,8 +33,8 @@ class Placed(NamedTuple):
     """Arrays of one number lie in one piece of device memory. Others may lie side by side all the same: no copy may span two."""
 
 
-def run_of(leaves: Iterable[Placed], *, largest: int) -> list[Part]:
-    """Join small arrays into parts of at most `largest` bytes, where they follow each other in one block.
+def run_of(leaves: Iterable[Placed]) -> list[Part]:
+    """Join small arrays into parts, where they follow each other in one block.
 
     The bytes between them, fewer than 256, are overwritten.
     """
@@ -44,7 +44,7 @@ def run_of(leaves: Iterable[Placed], *, largest: int) -> list[Part]:
     for address, array, block in leaves:
         nbytes = array.nbytes
         gap = address - end
-        if not arrays or block != last or not 0 <= gap < ALIGNMENT or address + nbytes - start > largest:
+        if not arrays or block != last or not 0 <= gap < ALIGNMENT:
             if arrays:
                 parts.append(Part(start, end - start, arrays))
             arrays, start, last = [], address, block

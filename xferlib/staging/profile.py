@@ -21,7 +21,7 @@ class StagingProfile:
     threads: int
     """At least so many for the whole process, both directions and all stagers."""
     chunk_nbytes: int
-    """At most: under a small limit they are smaller."""
+    """At most: under a small limit they are smaller. Where nothing is given, those to the host are twice as large."""
     hand_off_nbytes: int = 1 << 20
     """A put of up to so many bytes is copied by its caller, in the time that it takes to wake others."""
 

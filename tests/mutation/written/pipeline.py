@@ -62,8 +62,8 @@ MUTANTS = [
     (PREFETCH, "        while len(self._recent) >= self._depth:", "        while len(self._recent) > self._depth:"),
     (
         PREFETCH,
-        "        self._reading = end if in_place else None",
-        "        self._reading = end if in_place and self._depth > 1 else None",
+        "        if in_place:\n",
+        "        if in_place and self._depth > 1:\n",
     ),
     (PREFETCH, "        end = end_of(started)\n", "        end = started\n"),
     (
