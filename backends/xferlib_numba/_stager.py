@@ -212,6 +212,9 @@ class NumbaStager:
         """Do nothing: Numba's arrays drop their lease when they die."""
 
     def retire(self, streams: Iterable[Stream]) -> Event | None:
+        if not streams:
+            # Mostly, and in the path of every small put.
+            return None
         events = list(map(self._fence, streams))
         if len(events) > 1:
             return AllEvents(tuple(events), self._events)

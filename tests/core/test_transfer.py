@@ -12,7 +12,7 @@ import pytest
 import xferlib_host
 
 import xferlib
-from tests.core.fakes import WATCHDOG, Point, held, on_thread, succeeds, tampered
+from tests.core.fakes import WATCHDOG, Point, held, on_thread, succeeds, tampered, until
 from xferlib.latch import note_copying
 from xferlib.staging.profile import StagingProfile
 from xferlib.transfer import Transfer
@@ -111,7 +111,8 @@ def fails(*args: object, **options: object) -> None:
 
 
 WAITS: dict[str, Callable[[Transfer], object]] = {
-    "done": Transfer.done,
+    # Where it rightly says no at first.
+    "done": lambda transfer: until(transfer.done),
     "synchronize": Transfer.synchronize,
     "result": Transfer.result,
     "result in time": lambda transfer: transfer.result(10),

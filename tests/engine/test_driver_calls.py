@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -213,6 +215,25 @@ def test_a_put_that_borrows_is_done_behind_its_last_copy(stager: xferlib.Stager,
     read.synchronize()
     assert transfer.done()
     assert np.array_equal(transfer.value, source)
+
+
+def test_memory_of_the_source_comes_back_though_nobody_asks_for_the_end_of_its_copy(stager: xferlib.Stager) -> None:
+    free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    free.put(np.empty(4 * MIB, np.uint8))
+
+    def source() -> Iterator[Any]:
+        for number in range(4):
+            memory = free.get(timeout=WATCHDOG)
+            batch = memory[:]
+            batch[:] = number
+            weakref.finalize(batch, free.put, memory)
+            yield batch
+            del batch
+
+    with xferlib.prefetch(source(), stager) as batches:
+        found = [set(np.asarray(batch).tolist()) for batch in batches]
+    assert found == [{0}, {1}, {2}, {3}]
+    assert not free.empty()
 
 
 def test_a_put_into_an_array_comes_behind_a_get_that_reads_it(stager: xferlib.Stager) -> None:

@@ -70,6 +70,37 @@ def test_a_forked_child_ends_by_itself() -> None:
     )
 
 
+def test_threads_that_are_first_at_once_in_a_forked_child_share_one_engine() -> None:
+    assert (
+        run(
+            "import os, sys, threading, warnings\n"
+            "import numpy as np, xferlib\n"
+            "from xferlib.engine import native\n"
+            "warnings.simplefilter('ignore')\n"
+            "stager = xferlib.stager('host')\n"
+            "stager.put(np.ones(4 << 20, np.uint8), borrow=True).result()\n"
+            "child = os.fork()\n"
+            "if child == 0:\n"
+            "    several, copy, right = threading.Barrier(4), native._copy_of, []\n"
+            "    def copied(path):\n"
+            "        several.wait(20)\n"
+            "        return copy(path)\n"
+            "    native._copy_of = copied\n"
+            "    def work():\n"
+            "        with xferlib.stager('host') as own:\n"
+            "            right.append(own.put(np.full(4 << 20, 7, np.uint8), borrow=True).result(20).min() == 7)\n"
+            "    threads = [threading.Thread(target=work) for _ in range(4)]\n"
+            "    for thread in threads: thread.start()\n"
+            "    for thread in threads: thread.join(30)\n"
+            "    os._exit(7 if right == [True] * 4 else 1)\n"
+            "_, status = os.waitpid(child, 0)\n"
+            "stager.close()\n"
+            "print(os.waitstatus_to_exitcode(status))\n"
+        )
+        == "7\n"
+    )
+
+
 def test_a_worker_that_has_ended_is_not_waited_for() -> None:
     worker = Worker("ended")
     worker.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import Any
@@ -110,6 +111,24 @@ def test_a_source_is_not_asked_again_before_its_bytes_are_staged(tail: int) -> N
         assert asked == [0]
         gated.gate.set()
         assert [set(image.tolist()) for image in batches] == [{0}, {1}, {2}]
+
+
+def test_a_batch_that_is_staged_is_its_sources_again_though_its_copy_is_held(stager: xferlib.Stager) -> None:
+    gone: list[bool] = []
+
+    def source() -> Iterator[Any]:
+        for number in range(3):
+            image = np.full(2 << 20, number, np.uint8)
+            known = weakref.ref(image)
+            yield image
+            del image
+            gone.append(known() is None)
+
+    with held(h2d(stager)):
+        batches = xferlib.prefetch(source(), stager, 3)
+        until(lambda: len(gone) == 2)
+        assert gone == [True, True]
+    assert [set(image.tolist()) for image in batches] == [{0}, {1}, {2}]
 
 
 def test_a_source_ends_when_what_it_gave_is_staged_though_nobody_takes_it() -> None:

@@ -68,8 +68,9 @@ class Job:
 
     `owner`: the thread that is starting it, which must not wait for it; None: the engine has all that it needs. `holds`: pinned
     memory comes back when it has finished. `memory`: the ranges of the caller's that are used until then. `kept`: held until then.
-    `device`: memory of the caller's that it reads there; `after`: an event that its lane waits for before its first copy; `beside`:
-    one without which it is not done; `event`: one behind its last copy, once that is issued.
+    `sources`: arrays that it reads, held until they are staged. `device`: memory of the caller's that it reads there; `after`: an
+    event that its lane waits for before its first copy; `beside`: one without which it is not done; `event`: one behind its last
+    copy, once that is issued.
     """
 
     __slots__ = (
@@ -87,6 +88,7 @@ class Job:
         "memory",
         "owner",
         "row",
+        "sources",
         "submitted",
     )
 
@@ -101,6 +103,7 @@ class Job:
         self.beside: Event | None = None
         self.event: Event | None = None
         self.kept: Any = None
+        self.sources: Any = None
         self.cause: Exception | None = None
         """What a call of the backend raised, where Python makes them."""
         self.submitted = False
@@ -211,7 +214,8 @@ class Job:
 
     def _end(self) -> None:
         """Forget the job: it has finished. Twice is fine, and what an interrupt cuts short the next look does again."""
-        self.kept, self.memory, self.device, self.after = None, (), (), None
+        self.sources = self.kept = self.after = None
+        self.memory = self.device = ()
         # The engine forgets what it has told of.
         while quick().xe_forget(self.row) == BUSY:
             quick().xe_finished((ctypes.c_uint64 * MANY)(), MANY)

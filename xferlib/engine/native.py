@@ -134,7 +134,9 @@ _SIGNATURES = {
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the library, with its calls described. Raises `ImportError`, saying what to do."""
-    return _described(opened(_path(), anew=_is_parents))
+    found = _described(opened(_path(), anew=_is_parents))
+    # Several threads may have come here at once, and in a forked child each has loaded an engine of its own.
+    return _loaded.setdefault("library", found)
 
 
 @functools.cache
@@ -143,13 +145,15 @@ def quick() -> ctypes.PyDLL:
     return _described(ctypes.PyDLL(library()._name, handle=library()._handle))
 
 
+_loaded: dict[str, ctypes.CDLL] = {}
 _is_parents = False
 """Whether the library was loaded before this process was forked."""
 
 
 def _note_fork() -> None:
     global _is_parents
-    _is_parents = _is_parents or library.cache_info().currsize > 0
+    _is_parents = _is_parents or bool(_loaded)
+    _loaded.clear()
     library.cache_clear()
     quick.cache_clear()
 

@@ -77,7 +77,7 @@ class Staging:
         if not whole:
             return
         job = Job(self._lanes[H2D], owner=threading.get_ident())
-        job.kept = whole
+        job.sources = whole
         try:
             self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes)
             job.wait_for(ISSUED)
@@ -85,9 +85,9 @@ class Staging:
             # The caller's memory must be at rest before the caller hears of it. Interrupted again, it may be heard of earlier.
             job.given_up = True
             job.abandon()
-            job.kept = None
+            job.sources = None
             raise
-        job.kept = None
+        job.sources = None
         job.raise_failure()
 
     def lend(self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array]) -> Lent:
@@ -104,7 +104,7 @@ class Staging:
         if not whole:
             return Lent(None, self._traffic.h2d.add(nbytes, (), (), until_started))
         job = Job(self._lanes[H2D], owner=threading.get_ident())
-        job.kept, job.memory = (whole, until_started), [extent(leaf.array) for leaf in whole]
+        job.sources, job.kept, job.memory = whole, until_started, [extent(leaf.array) for leaf in whole]
         try:
             self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes)
         except BaseException:
@@ -217,13 +217,20 @@ class Lent:
 
     def wait_staged(self) -> None:
         """Block until the CPU has copied the sources, or will not any more."""
-        if self._job is not None:
-            self._job.wait_for(STAGED)
+        job = self._job
+        if job is not None:
+            job.wait_for(STAGED)
+            # They are their owner's again, who may wait until nobody else refers to them.
+            job.sources = None
 
     def enqueued(self) -> Event:
         """Block until every copy is started, and return the event behind them."""
-        if self._job is not None:
-            return self._job.enqueued()
+        job = self._job
+        if job is not None:
+            event = job.enqueued()
+            # Perhaps nobody asks for the end of the job before the stager's next transfer.
+            job.sources, job.kept, job.memory = None, None, ()
+            return event
         assert self._event is not None
         return self._event
 
