@@ -1,8 +1,8 @@
 """Jobs: transfers that the engine works on, as the core sees them.
 
 Who submits a job has chosen its number and entered it, with all that must stay alive, before the engine hears of it: an interrupt
-loses what a native call returns, and then the row is there all the same. A forked child has an engine of its
-own, and never calls its parent's, whose threads it has not got.
+loses what a native call returns, and then the row is there all the same. A forked child has an engine
+of its own, and never calls its parent's, whose threads it has not got.
 """
 
 from __future__ import annotations

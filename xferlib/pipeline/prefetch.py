@@ -270,7 +270,7 @@ class _Starter:
         while len(self._recent) >= self._depth:
             # A consumer that takes batches as fast as they come would have them all under way.
             clock.turn("copy")
-            _wait_for(self._recent[0])
+            _wait_for(self._recent[0].synchronize)
             self._recent.popleft()
         clock.turn("start")
         try:
@@ -300,15 +300,13 @@ class _Starter:
         if self._read is not None:
             wait, _ = self._read
             clock.turn("read")
-            # Whoever takes the batch is told of its failure.
-            with suppress(XferError):
-                wait()
+            _wait_for(wait)
             self._read = None
 
     def settle(self) -> None:
         """Wait for what was started."""
         for end in self._recent.copy():
-            _wait_for(end)
+            _wait_for(end.synchronize)
 
     def _charge(self, batch: Any) -> None:
         self._billed = True
@@ -324,10 +322,10 @@ class _Starter:
             self.bill = Bill((device,))
 
 
-def _wait_for(end: End) -> None:
+def _wait_for(wait: Callable[[], None]) -> None:
     # Whoever takes the batch is told of its failure.
     with suppress(XferError):
-        end.synchronize()
+        wait()
 
 
 @final
