@@ -586,6 +586,8 @@ static void asks_every_lane(void) {
     for (uint32_t n = 0; n < 3; n++) {
         transfer *free = of_one(b, 100, n);
         start(free, NULL, NULL);
+        // A thread of the engine puts the lane behind all others as it begins; whoever waits would leave it where it is.
+        CHECK(ask_until(free, XE_FINISHED) == XE_OK);
         finish(free);
     }
     atomic_store(&gate, true);
@@ -907,6 +909,25 @@ static void orders_its_copies(void) {
     pthread_mutex_unlock(&s->mu);
     for (uint32_t n = 0; n < 6; n++) end_transfer(t[n]);
     end_stream(producer);
+    end_bench(b);
+}
+
+// Not when its last part has begun, nor when its copy is being enqueued: somebody waits on its event next.
+static void is_issued_when_its_event_is_recorded(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 1, 64 * KIB, false);
+    event done = {0};
+    transfer *t = of_one(b, 100, 1);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, b->stream);
+    start(t, NULL, &done);
+    while (atomic_load(&b->stream->inside) == 0) pause_for(100);
+    CHECK(xe_wait(t->row, XE_STAGED, 0) == XE_OK);
+    CHECK(xe_wait(t->row, XE_ISSUED, 0) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(atomic_load(&done.recorded) == 1);
+    finish(t);
     end_bench(b);
 }
 
@@ -1878,7 +1899,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(works_while_it_waits_to_the_host), TEST(leaves_what_it_began), TEST(leaves_what_it_began_before_there_were_threads),
     TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),
     TEST(goes_back_in_each_library), TEST(does_what_can_be_done_at_once),
-    TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_fair), TEST(fails_alone_to_the_device),
+    TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_issued_when_its_event_is_recorded), TEST(is_fair), TEST(fails_alone_to_the_device),
     TEST(fails_alone_to_the_host), TEST(fails_alone_though_it_copies), TEST(tells_what_an_event_says), TEST(tells_what_its_owner_says),
     TEST(gives_away_no_chunk_that_may_be_read),
     TEST(gives_away_no_chunk_that_it_cannot_ask_for), TEST(fails_when_its_chunks_are_lost),

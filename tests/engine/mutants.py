@@ -57,7 +57,7 @@ MUTANTS = (
         "a job is issued when its last part has begun",
         "return j->finished || j->last_issued;",
         "return j->finished || all_started(j);",
-        "orders_its_copies",
+        "is_issued_when_its_event_is_recorded",
     ),
     Mutant(
         "two threads issue at once", "!l->calls || l->issuing || !l->ready.first", "!l->calls || !l->ready.first", "moves_slowly"
