@@ -234,16 +234,14 @@ def _meet(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
 class Fill:
     """Pinned memory that its thread fills, and starts the copy of: neither idle nor in flight yet. Waited for as a `Job` is."""
 
-    __slots__ = ("address", "memory", "over", "owner", "row")
+    __slots__ = ("memory", "over", "owner", "row")
 
     holds = True
 
     def __init__(self) -> None:
         self.row = next_row()
         self.owner = threading.get_ident()
-        self.address = 0
-        self.memory: Any = None
-        """Bytes at the address, as an array that holds their block."""
+        self.memory: Array | None = None
         self.over = False
         """Set by its thread, when the memory is in flight or idle. No interrupt comes between an assignment and what it assigns."""
 

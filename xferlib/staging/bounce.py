@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from xferlib.staging.parts import Part, Placed, lay, run_of
 
 __all__ = ["Bounce", "few_parts"]
 
+Slot: TypeAlias = tuple[int, Array]
+"""An address, and the bytes there, which hold their block."""
 SLOT = 16 << 10
 """Bytes."""
 SLOTS = 16
@@ -39,8 +41,7 @@ class Bounce:
         self._jobs = traffic.jobs
         self._most = SLOT if pool.limit >= SHARE * SLOTS * SLOT else 0
         # Changed in single steps: a finalizer may put while its thread is in here.
-        self._slots: deque[tuple[int, Array]] = deque()
-        """Addresses, and the memory there, which holds the block."""
+        self._slots: deque[Slot] = deque()
 
     def __call__(self, part: Part) -> None:
         """Start the copy of a part, and count it as in flight; its arrays are free on return."""
@@ -65,9 +66,9 @@ class Bounce:
         Whoever calls enters the memory of the last of `fills` as in flight next, and then ends that, whatever is raised. Those
         before it are over.
         """
-        memory = self._take(part.nbytes, fills)
+        address, memory = self._take(part.nbytes, fills)
         lay(part, memory[: part.nbytes])
-        self._backend.copy_h2d(part.address, fills[-1].address, part.nbytes)
+        self._backend.copy_h2d(part.address, address, part.nbytes)
 
     def release(self) -> bool:
         """Give idle slots back to the pool, and tell whether there were any."""
@@ -75,16 +76,17 @@ class Bounce:
         self._slots.clear()
         return found
 
-    def _take(self, nbytes: int, fills: list[Fill]) -> Array:
-        """Enter a fill, and return its memory."""
+    def _take(self, nbytes: int, fills: list[Fill]) -> Slot:
+        """Take memory, and enter a fill that holds it."""
         while nbytes <= self._most and (self._slots or self._add_slots()):
             fill = Fill()
             fills.append(fill)
             # Counts as in flight before another thread finds neither room nor anything to wait for.
             self._jobs.add(fill)
             try:
-                fill.address, fill.memory = self._slots.popleft()
-                return fill.memory
+                slot = self._slots.popleft()
+                fill.memory = slot[1]
+                return slot
             except IndexError:
                 # Another thread was faster. This one may have to wait for room now, so nobody may wait for it.
                 fill.over = True
@@ -92,8 +94,8 @@ class Bounce:
         fill = Fill()
         fills.append(fill)
         block = self._pool.take(nbytes, lambda: self._jobs.add(fill))
-        fill.address, fill.memory = block.address, np.asarray(block)
-        return fill.memory
+        memory = fill.memory = np.asarray(block)
+        return block.address, memory
 
     def _add_slots(self) -> bool:
         """Take a block of slots, where the pool has one for which nobody must wait."""
