@@ -88,6 +88,19 @@ def test_room_is_waited_for_while_another_thread_fills_its_slot() -> None:
         assert asked.result(SECONDS).nbytes == limit
 
 
+@pytest.mark.parametrize("nbytes", [100, SLOT + 1])
+def test_the_error_of_a_copy_that_could_not_be_started_holds_no_memory(nbytes: int) -> None:
+    def breaks(*_: object) -> None:
+        raise OSError("no copy to be had")
+
+    with xferlib.stager(tampered(copy_h2d=breaks, failures=(OSError,))) as stager:
+        with pytest.raises(xferlib.TransferError) as caught:
+            stager.put(numbers(nbytes))
+        stager.trim()
+        assert caught.value.__traceback__ is not None
+        assert stager._pool.usage().used == 0
+
+
 def test_a_small_put_records_one_event() -> None:
     recorded: list[str] = []
     backend = tampered()

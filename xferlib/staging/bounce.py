@@ -67,8 +67,12 @@ class Bounce:
         before it are over.
         """
         address, memory = self._take(part.nbytes, fills)
-        lay(part, memory[: part.nbytes])
-        self._backend.copy_h2d(part.address, address, part.nbytes)
+        try:
+            lay(part, memory[: part.nbytes])
+            self._backend.copy_h2d(part.address, address, part.nbytes)
+        finally:
+            # Of a copy that fails, the frame lives as long as what is raised.
+            del memory
 
     def release(self) -> bool:
         """Give idle slots back to the pool, and tell whether there were any."""
