@@ -5,8 +5,10 @@ What can be taken from the code is: the laws, their tests and the API are read f
 
 from __future__ import annotations
 
+import tomllib
 from importlib import import_module
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import xferlib_jax
@@ -20,7 +22,7 @@ from xferlib.protocol import LAWS
 
 project = "xferlib"
 author = "the xferlib authors"
-version = release = "0.1.0"
+version = release = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
