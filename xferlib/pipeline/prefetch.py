@@ -39,7 +39,7 @@ def prefetch(
 ) -> Prefetch:
     """Iterate device trees: up to `depth` batches are being copied, or are there, while the consumer works on an earlier one.
 
-    `batches`: any iterable of trees of NumPy arrays, or of `Slot`s of a `Ring` of this stager. It is iterated on a thread of its
+    `batches`: any iterable of trees of NumPy arrays, or of slots of a `Ring` of this stager. It is iterated on a thread of its
     own, and pageable memory is borrowed by the copies. `rewrites`: whether the source may write to the arrays of a batch after it
     has given it. If so, it is asked for the next one only when that is safe: for pageable memory when the CPU has copied it
     (`Transfer.wait_staged`), for pinned memory when its copy is done. If not, it is asked at once. None: as the source's attribute
