@@ -160,7 +160,7 @@ def test_a_batch_goes_to_the_device_and_back_with_its_names(debug: bool) -> None
         assert there["name"] is not batch["name"]
         assert (there["name"], there["step"]) == (["a.png", "b.png"], 7)
         back = stager.get(there).value
-        out = {"image": np.zeros((2, 3)), "name": ["", ""], "label": np.zeros(2, int), "step": 0}
+        out: dict[str, Any] = {"image": np.zeros((2, 3)), "name": ["", ""], "label": np.zeros(2, int), "step": 0}
         assert stager.get(there, out=out).value is out
         into = stager.put(out | {"image": np.zeros((2, 3))}).value
         assert stager.put(batch, into=into).value is into
