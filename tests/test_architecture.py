@@ -26,7 +26,7 @@ FLOORS = [
     {"xferlib.engine.cores", "xferlib.engine.cuda", "xferlib.engine.jobs"},
     {"xferlib.engine.dispatcher"},
     {"xferlib.views"},
-    {"xferlib.debug"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
+    {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
     {"xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.device", "xferlib.inflight", "xferlib.memory.pool", "xferlib.stats"},
     {"xferlib.engine.lanes", "xferlib.memory.host", "xferlib.pinning", "xferlib.transfer"},
@@ -54,6 +54,8 @@ LIBRARIES = {"numpy", "optree", "psutil"}
 MORE_LIBRARIES = {
     "cli": {"rich", "typer", "click", "PIL", "matplotlib"},
     "load.py": {"safetensors", "ml_dtypes"},
+    # For type checkers alone, which bring it.
+    "typed.py": {"typing_extensions"},
     "conformance": {"pytest", "_pytest", "cuda", "cupti", "ml_dtypes"},
 }
 FRAMEWORKS = re.compile(r"\b(cupy|numba|jax)\b", re.IGNORECASE)
@@ -125,7 +127,7 @@ def test_core_names_no_framework(path: Path) -> None:
 @pytest.mark.parametrize("path", backend_files, ids=lambda path: str(path.relative_to(ROOT)))
 def test_backend_imports_only_the_contract(path: Path) -> None:
     package = path.relative_to(ROOT / "backends").parts[0]
-    names = ("protocol", "errors", "engine.cuda", "handles", "latch", "reaper", "tickets", "tree")
+    names = ("protocol", "errors", "engine.cuda", "handles", "latch", "reaper", "tickets", "tree", "typed")
     allowed = {"xferlib", *(f"xferlib.{name}" for name in names)}
     if path.stem == "conformance":
         allowed |= {"xferlib.conformance"}

@@ -1,10 +1,9 @@
 """How the type of a tree comes through a transfer. For type checkers; nothing here is asked at run time.
 
-A class that names its parts (TypedDict, named tuple, dataclass, whatever else is a tree) comes out as itself, so that a misspelt name
-is an error. Its fields read as declared, though they hold another library's arrays: declare those as `Any`, or as what both sides have.
-
-An array, or a plain dict, list or tuple, names nothing but the library whose arrays come in, and others come out: they do as `Any`.
-So no program that is right is refused for them.
+A class that names its parts (TypedDict, named tuple, dataclass, whatever else is a tree) comes out as itself, so that a misspelt
+name is an error. Its fields read as declared, though they hold another library's arrays then: declare those as `Any`, or as what
+both libraries have. An array, or a plain dict, list or tuple of them, names nothing but the library, and that changes: `Any` comes
+out in the place of what it holds, so that no sound program is refused.
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ Sequences: TypeAlias = list[Any] | tuple[Any, ...]
 Unnamed: TypeAlias = Array | Sequences
 KeyT = TypeVar("KeyT")
 NamedT = TypeVar("NamedT", bound=NamesFields)
-TreeT = TypeVar("TreeT")
 if TYPE_CHECKING:
     # Checkers have it without the package. What is annotated as a bare `Transfer` is one of anything.
     from typing_extensions import TypeVar as TypeVarOr
 
+    TreeT = TypeVarOr("TreeT", default=Any)
     TreeT_co = TypeVarOr("TreeT_co", covariant=True, default=Any)
 else:
+    TreeT = TypeVar("TreeT")
     TreeT_co = TypeVar("TreeT_co", covariant=True)

@@ -232,12 +232,12 @@ def test_names_ride_along_in_slots(stager: xferlib.Stager) -> None:
 
 
 def test_names_ride_along_into_the_rows_of_one_array(stager: xferlib.Stager) -> None:
-    out = {"x": np.zeros((6, 2)), "name": None, "number": 0}
+    out: dict[str, Any] = {"x": np.zeros((6, 2)), "name": None, "number": 0}
     results = [stager.put({"x": np.full((2, 2), number), "name": None, "number": number}).value for number in (1.0, 2.0, 3.0)]
     with xferlib.drain(results, stager, out=out) as drained:
         found = [(result["number"], result["x"].tolist()) for result in drained]
     assert found == [(number, [[number] * 2] * 2) for number in (1.0, 2.0, 3.0)]
-    assert out["x"].tolist() == [[1.0] * 2] * 2 + [[2.0] * 2] * 2 + [[3.0] * 2] * 2  # type: ignore[union-attr]  # It is an array.
+    assert out["x"].tolist() == [[1.0] * 2] * 2 + [[2.0] * 2] * 2 + [[3.0] * 2] * 2
     assert out["number"] == 0
     with (
         xferlib.drain(results, stager, out={"x": np.zeros((6, 2))}) as drained,
