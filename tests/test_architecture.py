@@ -167,7 +167,15 @@ def test_importing_the_package_loads_no_framework_no_backend_and_no_pytest() -> 
 
 def test_package_exports_what_it_imports_and_nothing_else() -> None:
     tree = ast.parse((CORE / "__init__.py").read_text())
-    assert isinstance(tree.body[0], ast.Expr)
-    for node in tree.body[1:]:
+    docstring, hidden, *imported, names, aliases = tree.body
+    assert isinstance(docstring, ast.Expr)
+    assert isinstance(hidden, ast.ImportFrom)
+    exported: list[str] = []
+    for node in imported:
         assert isinstance(node, ast.ImportFrom)
         assert [alias.asname for alias in node.names] == [alias.name for alias in node.names]
+        exported += [alias.name for alias in node.names]
+    assert isinstance(names, ast.Assign)
+    assert ast.literal_eval(names.value) == sorted(exported)
+    # What was public once.
+    assert isinstance(aliases, ast.If)

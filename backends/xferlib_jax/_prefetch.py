@@ -130,13 +130,12 @@ class ShardedPrefetch(Generic[TreeT_co]):
             return bill
         devices = len(self._hold.stagers)
         what = "batches" if devices == 1 else f"batches over {devices} devices"
-        return xferlib.Bill(
-            tuple(
-                replace(charge, nbytes=first.nbytes, what=what) if charge.memory == "device" else charge
-                for charge in bill.charges
-                if charge.memory == "device" or first.pinned
-            )
+        charges = tuple(
+            replace(charge, nbytes=first.nbytes, what=what) if charge.memory == "device" else charge
+            for charge in bill.charges
+            if charge.memory == "device" or first.pinned
         )
+        return replace(bill, charges=charges)
 
     def report(self) -> xferlib.Report:
         """See `xferlib.Prefetch.report`."""

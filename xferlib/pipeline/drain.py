@@ -48,6 +48,11 @@ class Drain(Generic[TreeT_co]):
 
     A context manager; `close()` waits for what is in flight. The end of a `with` block raises as `synchronize` where `out` was
     given, since nobody else may be told. One thread submits at a time, any number may take.
+
+    Attributes:
+        depth: How many results may be under way now.
+        bill: What the loop costs in memory, known from the first result on.
+        lowered: Why `depth` is less than asked, in words.
     """
 
     __reduce_ex__ = uncopied("Make another one")
@@ -58,9 +63,7 @@ class Drain(Generic[TreeT_co]):
             raise ValueError(f"depth={depth!r}: expected 1 or more")
         self.depth = depth
         self.bill: Bill | None = None
-        """Known from the first result on."""
         self.lowered: str | None = None
-        """Why `depth` is less than asked, in words."""
         self._stager = stager
         self._rows = None if out is None else Rows(out, trees_of(stager.backend))
         self._changed = Wakeup()

@@ -58,6 +58,11 @@ class Ring(Generic[TreeT_co]):
         np.stack(images, out=slot["image"])
         transfer = slot.put()
 
+    Attributes:
+        stager: The one that its slots are put by.
+        slots: How many there are.
+        bill: What they cost in memory.
+
     What a batch is, a type checker is told: `ring: Ring[Batch] = Ring(stager, spec)`. Its slots, and what they put, are typed so.
 
     Raises `TypeError` and `ValueError` for the spec, and `AllocationError` where the stager's pinned_limit forbids so many slots.

@@ -106,6 +106,10 @@ class SharedRing(Generic[TreeT_co]):
 
     Raises `TypeError` and `ValueError` for the spec, and `AllocationError` for memory that cannot be had or that the stager's
     pinned_limit forbids.
+
+    Attributes:
+        slots: How many there are.
+        nbytes: Of all slots: what the ring costs in pinned memory.
     """
 
     __reduce_ex__ = uncopied("Threads may share it; another process makes one of its own")
@@ -118,7 +122,6 @@ class SharedRing(Generic[TreeT_co]):
         self._layout = layout = Layout(spec)
         self.slots = slots
         self.nbytes = slots * layout.nbytes
-        """Of all slots: what the ring costs in pinned memory."""
         self._check_bill(stager)
         self._runs = itertools.count()
         self._run: weakref.ref[Run[TreeT_co]] | None = None
