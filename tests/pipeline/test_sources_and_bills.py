@@ -28,7 +28,7 @@ class Rows:
 
 
 def test_a_source_may_have_numbers_and_no_iterator(stager: xferlib.Stager) -> None:
-    with xferlib.prefetch(Rows(), stager) as batches:  # type: ignore[arg-type]  # as `iter` takes it
+    with xferlib.prefetch(Rows(), stager) as batches:  # type: ignore[call-overload]  # as `iter` takes it
         assert len(list(batches)) == 3
 
 
