@@ -131,8 +131,8 @@ class Loop:
         seconds = {"h2d": _median(h2d)}
         if rounds is None:
             once, more = _median(lambda: compute(1)), _median(lambda: compute(5))
-            each = max((more - once) / 4, 1e-9)
-            rounds = max(1, min(MOST_ROUNDS, 1 + round((seconds["h2d"] - once) / each)))
+            extra = 4 * max(0.0, seconds["h2d"] - once) / (more - once) if more > once else 0.0
+            rounds = min(MOST_ROUNDS, 1 + round(extra))
         seconds |= {"compute": _median(lambda: compute(rounds)), "d2h": _median(d2h)}
         for slot in slots:
             slot.release()
