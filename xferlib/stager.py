@@ -288,7 +288,8 @@ class Stager:
 
         Its type comes out as that of `put` does; a bare array of any library comes out as NumPy's.
         The copy waits for what produces the arrays: where they do not carry their own order, for what `stream` (None: the calling
-        thread's current one) has enqueued. Without `out` the result is in pinned memory from the pool. `out`: NumPy arrays of the
+        thread's current one) has enqueued. Without `out` the result is in pinned memory from the pool; arrays of a tree of at most
+        16 KiB each lie there together, up to a MiB, so that keeping one keeps those beside it. `out`: NumPy arrays of the
         same structure, shapes and dtypes, contiguous and writable; into pageable ones threads of ours make the last step.
 
         Raises as `put` does.
