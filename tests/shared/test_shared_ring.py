@@ -373,7 +373,7 @@ def test_a_batch_of_a_run_that_was_left_never_comes_out_of_the_next(pair: Shared
 
 
 def test_arguments_that_make_no_sense_are_refused(stager: xferlib.Stager, pair: SharedRing) -> None:
-    with pytest.raises(ValueError, match="1 slots: expected 2 or more"):
+    with pytest.raises(ValueError, match="slots=1: expected 2 or more"):
         SharedRing(stager, (4, "f4"), slots=1)
     for wrong in ({"workers": 0}, {"retries": -1}, {"on_death": "ignore"}):
         with pytest.raises(ValueError, match="expected 1 or more"):
@@ -389,7 +389,7 @@ def test_tasks_that_cannot_be_iterated_are_refused_and_the_run_before_goes_on(pa
 
 
 def test_a_ring_beyond_the_limit_is_refused_before_memory_is_taken(stager: xferlib.Stager) -> None:
-    with pytest.raises(AllocationError, match=r"8 slots of 16777216 bytes are 134217728 .*pinned_limit=67108864"):
+    with pytest.raises(AllocationError, match=r"8 slots of 16\.0 MiB need 128\.0 MiB .*pinned_limit=67108864"):
         SharedRing(stager, (16 << 20, np.uint8))
 
 
@@ -414,7 +414,7 @@ def test_closing_leaves_batches_valid_and_ends_a_run(stager: xferlib.Stager) -> 
         batch = next(run)
         transfer = stager.put(next(run))
     ring.close()
-    assert repr(ring) == "<SharedRing 3 slots of 4096 bytes, closed>"
+    assert repr(ring) == "<SharedRing: 3 slots of 4.0 KiB, closed>"
     with pytest.raises(ClosedError, match="this ring is closed"):
         next(run)
     with pytest.raises(ClosedError):
@@ -448,6 +448,6 @@ def test_a_ring_that_was_never_closed_says_so_and_is_closed(stager: xferlib.Stag
         rings.clear()
         return crew() is None
 
-    with pytest.warns(ResourceWarning, match=r"<SharedRing 2 slots of 4096 bytes> was never closed"):
+    with pytest.warns(ResourceWarning, match=r"<SharedRing: 2 slots of 4\.0 KiB> was never closed"):
         until(gone)
     assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -19,13 +19,14 @@ from typing import Any, NoReturn, final
 
 from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
-from xferlib.pipeline.bill import Bill, Charge, in_words, tree_nbytes
+from xferlib.pipeline.bill import Bill, Charge, tree_nbytes
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.rows import Rows
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
+from xferlib.words import counted, in_words
 
 __all__ = ["Drain", "Results"]
 
@@ -99,8 +100,8 @@ class Drain:
                 self._land_until(self.depth - 1)
             elif not self._wait_taken(lambda: len(self._pending) < self.depth):
                 raise RuntimeError(
-                    f"{len(self._pending)} results wait to be taken, and nobody else takes them: call results() first and iterate "
-                    "it on another thread, use drain(...), or give out="
+                    f"not taken yet: {counted(len(self._pending), 'result')}, and nobody else takes: call results() first and "
+                    "iterate it on another thread, use drain(...), or give out="
                 )
             try:
                 self.start(tree, stream)
@@ -297,7 +298,7 @@ class Drain:
                     f"pinned_limit={limit} ({in_words(limit)}). Raise pinned_limit, give out=, or make smaller results"
                 )
             if fit < self.depth:
-                self.lowered = f"{fit} results are under way instead of {self.depth}: pinned_limit={limit} has no room for more"
+                self.lowered = f"depth is {fit} instead of {self.depth}: pinned_limit={limit} has no room for more results"
                 self.depth = fit
         device = Charge("device", self.depth + 1, nbytes, "results")
         own = () if self._rows is not None else (Charge("pinned", self.depth + 1, nbytes, "results"),)

@@ -27,13 +27,14 @@ from xferlib.debug import verify_done
 from xferlib.errors import AllocationError, ClosedError, TransferError
 from xferlib.inflight import reap_all
 from xferlib.memory.arrays import Array, address_of
-from xferlib.pipeline.bill import Bill, Charge, in_words
+from xferlib.pipeline.bill import Bill, Charge
 from xferlib.pipeline.ends import End, Ends, end_of, users_of
 from xferlib.pipeline.shared.layout import Layout
 from xferlib.stager import Stager, check_stager
 from xferlib.tickets import Returns
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of, unflatten
+from xferlib.words import counted, in_words
 
 __all__ = ["Ring", "Slot"]
 
@@ -235,8 +236,8 @@ class Ring:
         if self.slots > fit:
             advice = f"Use slots={fit}, or raise pinned_limit" if fit else "Raise pinned_limit, or use smaller batches"
             raise AllocationError(
-                f"{self.slots} slots of {in_words(self._layout.nbytes)} are {in_words(self.bill.pinned_nbytes)} of pinned memory, "
-                f"more than pinned_limit={limit} ({in_words(limit)}). {advice}"
+                f"{counted(self.slots, 'slot')} of {in_words(self._layout.nbytes)} need {in_words(self.bill.pinned_nbytes)} of "
+                f"pinned memory, more than pinned_limit={limit} ({in_words(limit)}). {advice}"
             )
 
     def _check_open(self) -> None:

@@ -17,6 +17,7 @@ import optree
 
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.tree import PLAIN, Trees, flatten, path, unflatten
+from xferlib.words import counted
 
 __all__ = ["ALIGNMENT", "Layout", "Part", "Parts"]
 
@@ -99,7 +100,7 @@ class Layout:
         parts = self.whole.parts
         room = min((part.shape[0] if part.shape else -1) for part in parts)
         if not 0 <= rows <= room:
-            raise ValueError(f"fill returned {rows} rows; the first axis of its slot has room for 0 to {room}")
+            raise ValueError(f"fill returned {counted(rows, 'row')}; the first axis of its slot has room for 0 to {room}")
         return Parts(self.whole.tree, tuple(part._replace(shape=(rows, *part.shape[1:])) for part in parts))
 
 

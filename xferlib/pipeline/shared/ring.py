@@ -31,6 +31,7 @@ from xferlib.pipeline.shared.servant import Servant
 from xferlib.pipeline.shared.slots import Slots
 from xferlib.pipeline.shared.worker import serve
 from xferlib.stager import Stager, check_stager
+from xferlib.words import counted, in_words
 
 __all__ = ["SharedRing"]
 
@@ -60,7 +61,7 @@ class _Holdings:
             try:
                 self._pin = self._stager.pin(memory.raw)
             except AllocationError as error:
-                error.add_note(f"for {slots} slots of {layout.nbytes} bytes. Use fewer or smaller slots")
+                error.add_note(f"for {counted(slots, 'slot')} of {in_words(layout.nbytes)}. Use fewer or smaller slots")
                 raise
         self.crew = crew = Crew(partial(Worker, serve, (memory.descriptor, layout, slots)), servant)
         return crew, Slots(memory.raw, layout, slots)
@@ -112,7 +113,7 @@ class SharedRing:
         self._refusal: XferError | None = None
         check_stager(stager)
         if slots < 2:
-            raise ValueError(f"a ring of {slots!r} slots: expected 2 or more, since a consumer holds one while the next is filled")
+            raise ValueError(f"slots={slots!r}: expected 2 or more, since a consumer holds one while the next is filled")
         self._layout = layout = Layout(spec)
         self.slots = slots
         self.nbytes = slots * layout.nbytes
@@ -226,7 +227,7 @@ class SharedRing:
 
     def __repr__(self) -> str:
         state = "" if self._refusal is None else ", closed"
-        return f"<SharedRing {self.slots} slots of {self.slot_nbytes} bytes{state}>"
+        return f"<SharedRing: {counted(self.slots, 'slot')} of {in_words(self.slot_nbytes)}{state}>"
 
     def _end(self, refusal: XferError) -> None:
         if self._refusal is None:
@@ -239,11 +240,11 @@ class SharedRing:
             run.end(reason)
 
     def _check_bill(self, stager: Stager) -> None:
-        stats = stager.stats()
-        if self.nbytes > stats.pinned_limit_nbytes:
+        limit = stager.stats().pinned_limit_nbytes
+        if self.nbytes > limit:
             raise AllocationError(
-                f"{self.slots} slots of {self.slot_nbytes} bytes are {self.nbytes} bytes of pinned memory, "
-                f"more than pinned_limit={stats.pinned_limit_nbytes}. Raise pinned_limit, or use fewer or smaller slots"
+                f"{counted(self.slots, 'slot')} of {in_words(self.slot_nbytes)} need {in_words(self.nbytes)} of pinned memory, "
+                f"more than pinned_limit={limit} ({in_words(limit)}). Raise pinned_limit, or use fewer or smaller slots"
             )
 
 
