@@ -20,7 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from xferlib.callers import wait_for_callers
-from xferlib.checks import lacking, positive_nbytes, refuse_bare_zero, refuse_finalizers, translated, uncopied, whole_shape
+from xferlib.checks import (
+    lacking,
+    package_of,
+    positive_nbytes,
+    refuse_bare_zero,
+    refuse_finalizers,
+    shorten,
+    translated,
+    uncopied,
+    whole_shape,
+)
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.device import BlockCache
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
@@ -256,6 +266,9 @@ class Stager:
             raise
         except self._failures as error:
             raise TransferError(f"the copy to the device could not be started: {error}") from error
+        except (TypeError, ValueError) as error:
+            shorten(error, package_of(self.backend))
+            raise
 
     def get(self, tree: Any, *, out: Any = None, stream: object | None = None) -> Transfer:
         """Start copying a tree of device arrays to the host and return at once.
@@ -279,6 +292,9 @@ class Stager:
             raise
         except self._failures as error:
             raise TransferError(f"the copy to the host could not be started: {error}") from error
+        except (TypeError, ValueError) as error:
+            shorten(error, package_of(self.backend))
+            raise
 
     def stats(self) -> Stats:
         """Return the figures of this moment. Cheap; works after `close()`."""
@@ -391,8 +407,12 @@ class Stager:
         """Raise what naming this stream to a transfer would raise, and do nothing else."""
         if self._refusal is not None:
             self._refuse()
-        self._check_stream(stream)
-        self.backend.check_stream(stream)
+        try:
+            self._check_stream(stream)
+            self.backend.check_stream(stream)
+        except (TypeError, ValueError) as error:
+            shorten(error, package_of(self.backend))
+            raise
 
     def __repr__(self) -> str:
         state = ("" if self._sources is None else ", debug") + ("" if self._refusal is None else ", closed")

@@ -414,7 +414,7 @@ def test_closing_leaves_batches_valid_and_ends_a_run(stager: xferlib.Stager) -> 
         batch = next(run)
         transfer = stager.put(next(run))
     ring.close()
-    assert repr(ring) == "<SharedRing: 3 slots of 4.0 KiB, closed>"
+    assert repr(ring) == "<SharedRing of 3 slots: int64[64], 512 bytes, closed>"
     with pytest.raises(ClosedError, match="this ring is closed"):
         next(run)
     with pytest.raises(ClosedError):
@@ -448,6 +448,6 @@ def test_a_ring_that_was_never_closed_says_so_and_is_closed(stager: xferlib.Stag
         rings.clear()
         return crew() is None
 
-    with pytest.warns(ResourceWarning, match=r"<SharedRing: 2 slots of 4\.0 KiB> was never closed"):
+    with pytest.warns(ResourceWarning, match=r"<SharedRing of 2 slots: int64\[64\], 512 bytes> was never closed"):
         until(gone)
     assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -206,6 +206,15 @@ class Drain:
         finally:
             self.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "ended" if self._ended else f"depth {self.depth}"
+        try:
+            oldest = self._pending[0]
+        except IndexError:
+            oldest = None
+        first = f", the oldest {oldest!r}" if isinstance(oldest, Transfer) else ""
+        return f"<Drain, {self._taken} taken, {len(self._pending)} not taken{first}, {state}>"
+
     def _into_rows(self, rows: Rows, tree: Any, stream: object | None) -> Transfer:
         out, count = rows.next(tree)
         # Before the copy: were it begun, and that lost to an interrupt, nothing else may be written to these rows.

@@ -22,7 +22,7 @@ from typing import Any, final
 
 import numpy as np
 
-from xferlib.checks import uncopied
+from xferlib.checks import checked_at, package_of, shorten, uncopied
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError, ClosedError, TransferError
 from xferlib.inflight import reap_all
@@ -30,6 +30,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.pipeline.bill import Bill, Charge
 from xferlib.pipeline.ends import End, Ends, end_of, users_of
 from xferlib.pipeline.shared.layout import Layout
+from xferlib.sketch import sketched
 from xferlib.stager import Stager, check_stager
 from xferlib.tickets import Returns
 from xferlib.transfer import Transfer
@@ -58,7 +59,8 @@ class Ring:
         np.stack(images, out=slot["image"])
         transfer = slot.put()
 
-    Raises `TypeError` and `ValueError` for the spec, and `AllocationError` where the stager's pinned_limit forbids so many slots.
+    Raises `TypeError` and `ValueError` for the spec, as `Stager.put` for a dtype that the framework would narrow, and
+    `AllocationError` where the stager's pinned_limit forbids so many slots.
     """
 
     __reduce_ex__ = uncopied("Threads may share it; another process makes one of its own")
@@ -67,11 +69,13 @@ class Ring:
         check_stager(stager)
         if slots < 1:
             raise ValueError(f"slots={slots!r}: expected 1 or more")
-        self._layout = layout = Layout(spec, trees_of(stager.backend))
+        self._layout = layout = self._laid_out(stager, spec)
         self.stager = stager
         self.slots = slots
         self.bill = Bill((Charge("pinned", slots, layout.nbytes, "slots"),))
         self._check(stager)
+        self._words = layout.in_words
+        """Of a slot, for people."""
         self._places = {index: stager.empty_pinned(layout.nbytes, np.uint8) for index in range(slots)}
         self._idle = deque(range(slots))
         self._out: dict[int, int] = {}
@@ -86,6 +90,19 @@ class Ring:
         """Threads."""
         self._waiting = threading.RLock()
         self._closed = False
+
+    @staticmethod
+    def _laid_out(stager: Stager, spec: Any) -> Layout:
+        """Return the layout of a slot that this stager can put."""
+        backend = stager.backend
+        try:
+            layout = Layout(spec, trees_of(backend))
+            for index, part in enumerate(layout.whole.parts):
+                checked_at(layout.structure, index, backend.check_dtype, part.dtype)
+        except (TypeError, ValueError) as error:
+            shorten(error, package_of(backend))
+            raise
+        return layout
 
     def acquire(self) -> Slot:
         """Return a slot to be written, its contents undefined.
@@ -251,7 +268,8 @@ class Ring:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Ring {self.slots} slots of {self._layout.nbytes} bytes{', closed' if self._closed else ''}>"
+        state = "closed" if self._closed else f"{len(self._idle)} idle"
+        return f"<Ring of {counted(self.slots, 'slot')}: {self._words}, {state}>"
 
 
 @final
@@ -343,7 +361,9 @@ class Slot:
         self.release()
 
     def __repr__(self) -> str:
-        return f"<Slot {'acquired' if self._lease is not None else self._done}>"
+        # Asked once: another thread may put it meanwhile.
+        tree = self.__dict__.get("_tree")
+        return f"<Slot: {self.ring._words if tree is None else sketched(tree)}, {self._done if tree is None else 'acquired'}>"
 
 
 def _freeze(arrays: Sequence[Array]) -> None:

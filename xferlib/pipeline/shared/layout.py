@@ -16,6 +16,7 @@ import numpy.typing as npt
 import optree
 
 from xferlib.memory.arrays import Array, check_dtype
+from xferlib.sketch import sketched
 from xferlib.tree import PLAIN, Trees, flatten, path, unflatten
 from xferlib.words import counted
 
@@ -74,15 +75,20 @@ class Layout:
             end += _round_up(math.prod(leaf.shape) * leaf.dtype.itemsize, ALIGNMENT)
         if not end:
             raise ValueError(f"every array in {spec!r} is empty: there is no memory to share")
-        self._structure = structure
+        self.structure = structure
         self.whole = Parts(unflatten(structure, range(len(parts))), tuple(parts))
         """The full batch."""
         self.nbytes = _round_up(end, PAGE)
         """Of one slot."""
 
+    @property
+    def in_words(self) -> str:
+        """The arrays and their sizes, for people."""
+        return sketched(unflatten(self.structure, [_Leaf(part.shape, part.dtype) for part in self.whole.parts]))
+
     def views(self, slot: Bytes) -> Any:
         """Return the tree of arrays of the full batch over these bytes."""
-        return unflatten(self._structure, [part.view(slot) for part in self.whole.parts])
+        return unflatten(self.structure, [part.view(slot) for part in self.whole.parts])
 
     def returned(self, value: Any, slot: Bytes) -> Parts | None:
         """Say where that lies which `fill` returned: None for all of the slot, a number of rows, or a tree of views of it."""

@@ -227,7 +227,7 @@ class SharedRing:
 
     def __repr__(self) -> str:
         state = "" if self._refusal is None else ", closed"
-        return f"<SharedRing: {counted(self.slots, 'slot')} of {in_words(self.slot_nbytes)}{state}>"
+        return f"<SharedRing of {counted(self.slots, 'slot')}: {self._layout.in_words}{state}>"
 
     def _end(self, refusal: XferError) -> None:
         if self._refusal is None:
