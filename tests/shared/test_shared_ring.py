@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ import psutil
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
+from tests import children
+from tests.core.fakes import held, on_thread, succeeds, tampered
 from tests.pipeline.steps import until
 from tests.shared import fills
 from tests.shared.conftest import first
@@ -299,6 +302,42 @@ def test_a_task_that_cannot_be_sent_is_an_error_at_its_place(pair: SharedRing) -
 def test_a_fill_that_cannot_be_sent_is_refused_at_once(pair: SharedRing) -> None:
     with pytest.raises(TypeError, match="at the top of a module"):
         pair.run(lambda task, slot: None, [1])
+
+
+NOTEBOOK = """
+import functools
+import numpy as np, xferlib
+def fill(task, slot): slot[:] = task
+class Filler:
+    def __call__(self, task, slot): pass
+with xferlib.stager("host") as stager, xferlib.SharedRing(stager, ((4,), "f4"), slots=2) as ring:
+    for one in (fill, functools.partial(fill), Filler()):
+        try:
+            ring.run(one, [1])
+        except TypeError as error:
+            print(str(error).partition("is defined ")[2])
+    assert ring.pids == ()
+"""
+
+
+def test_a_fill_of_an_interactive_session_is_refused_before_a_worker_starts() -> None:
+    said = succeeds(NOTEBOOK).splitlines()
+    assert len(said) == 3
+    for line in said:
+        assert line.startswith("in an interactive session, where a worker process cannot import it. Write it to a module, ")
+
+
+def test_a_fill_of_a_program_in_a_file_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import xferlib\n"
+        "def fill(task, slot): slot[:] = task\n"
+        "if __name__ == '__main__':\n"
+        "    with xferlib.stager('host') as stager, xferlib.SharedRing(stager, ((4,), 'f4'), slots=2) as ring:\n"
+        "        print([float(batch.sum()) for batch in ring.run(fill, [1, 2], workers=1)])\n"
+    )
+    done = children.run([sys.executable, str(file)], seconds=60)
+    assert done.stdout == "[4.0, 8.0]\n", done.stderr
 
 
 def test_a_fill_that_cannot_be_loaded_fails_each_task_in_words(pair: SharedRing) -> None:

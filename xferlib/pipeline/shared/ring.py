@@ -7,8 +7,11 @@ never touch the device, and are told which slot to fill by number.
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
+import pickletools
 import reprlib
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -157,7 +160,7 @@ class SharedRing:
 
         `slot` is the tree of the spec with arrays to write into. `fill` returns None if it has filled them all, the number of rows
         (along every first axis) that it has filled, or a tree of views of them. It is found in the worker by import, with what it
-        carries pickled; so is each task, which should be small: a path, an index.
+        carries pickled, so it stands in a module and not in a notebook; so is each task, which should be small: a path, an index.
 
         The batches are trees of arrays in the slots themselves: `stager.put` reads them where they are. Keep one as long as you
         like; its slot is filled again when no array over it is left and no copy reads it. `ordered`: in the order of the tasks,
@@ -250,8 +253,22 @@ class SharedRing:
 
 def _pickled(fill: Callable[[Any, Any], Any]) -> bytes:
     try:
-        return pickle.dumps(fill, pickle.HIGHEST_PROTOCOL)
+        pickled = pickle.dumps(fill, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(
             f"fill={fill!r} cannot be sent to a worker process: {error}. Define it, or its class, at the top of a module"
         ) from error
+    if _is_interactive() and any(argument == "__main__" for _, argument, _ in pickletools.genops(pickled)):
+        # A worker would find out only after it was started, and say that __main__ has no such attribute.
+        raise TypeError(
+            f"fill={fill!r} is defined in an interactive session, where a worker process cannot import it. Write it to a module, "
+            "such as fills.py beside the notebook (there: a cell that begins with %%writefile fills.py), and import it from there"
+        )
+    return pickled
+
+
+def _is_interactive() -> bool:
+    """Tell whether the main module is no file that a spawned process could run: that of a notebook, a prompt, or `python -c`."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is None and (file is None or not os.path.exists(file))
