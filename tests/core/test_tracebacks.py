@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[xferlib.Stager], Any]] = {
     "pin of a column": lambda s: s.pin(np.zeros((4, 4))[:, 1]),
     "pinned memory of a negative length": lambda s: s.empty_pinned(-3, "f4"),
     "pinned memory of objects": lambda s: s.empty_pinned(3, "O"),
-    "pinned memory of no shape": lambda s: s.empty_pinned("a", "f4"),
+    "pinned memory of no shape": lambda s: s.empty_pinned("a", "f4"),  # type: ignore[arg-type]  # That is the point.
     "stager of no name": lambda s: xferlib.stager("hots"),
     "stager of no device": lambda s: xferlib.stager("host", device=3),
     "stager of no limit": lambda s: xferlib.stager("host", pinned_limit=-1),
