@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 
@@ -27,19 +28,23 @@ __all__ = ["main", "run"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TO_RESULTS = "results"
+TO_STDOUT = "-"
 LOG_WIDTH = 200
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for and return the exit status: 0, 1 if it could not run or bytes were wrong."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.resume and options.json == TO_STDOUT:
+        parser.error("--resume goes on with a file, and --json - writes none")
     if options.list:
         for case in CASES.values():
             print(f"{case.name:10s} {case.summary}")
         return 0
     if options.compare:
-        report.show_ratios(_console(), *map(records.read, options.compare))
+        report.show_ratios(_console(sys.stdout), *map(records.read, options.compare))
         return 0
     cases = [CASES[name] for name in options.case or CASES]
     try:
@@ -72,6 +77,7 @@ def run(
 ) -> int:
     """Run the cases, write the records of each when it has ended, and print the table. Wrong bytes end the run with status 1.
 
+    `json_file` "-": the records are all that goes to the standard output, at the end; the table goes to the standard error.
     `resume`: write each record at once, and leave out rows that the file has already, where the case can.
     """
     file = _file(json_file, machine.slug(device.name))
@@ -85,7 +91,10 @@ def run(
         except Corrupted as error:
             print(f"case {case.name!r} failed: {error}", file=sys.stderr)
             return 1
-    report.show(_console(), shown, bench.absences.reasons)
+    to_stdout = json_file == TO_STDOUT
+    report.show(_console(sys.stderr if to_stdout else sys.stdout), shown, bench.absences.reasons)
+    if to_stdout:
+        records.write(sys.stdout, shown)
     return 0
 
 
@@ -129,13 +138,13 @@ def _say_when() -> Callable[[str], None]:
     return lambda line: print(f"{time.perf_counter() - begin:6.1f} s  {line}", file=sys.stderr, flush=True)
 
 
-def _console() -> Console:
+def _console(stream: TextIO) -> Console:
     # Into a file or a pipe there is no width to keep to but that of the table.
-    return Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
+    return Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
 
 
 def _file(asked: str | None, stem: str) -> Path | None:
-    if asked is None:
+    if asked is None or asked == TO_STDOUT:
         return None
     return RESULTS / f"{stem}.json" if asked == TO_RESULTS else Path(asked)
 
@@ -165,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=TO_RESULTS,
         metavar="FILE",
-        help="merge the records into FILE (default: benchmarks/results/<gpu>.json)",
+        help="merge the records into FILE (default: benchmarks/results/<gpu>.json); -: print them instead, and the table to stderr",
     )
     parser.add_argument(
         "--resume", action="store_true", help="write each row at once, and skip those FILE has of this machine and these versions"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict
+from typing import Any, NotRequired, Protocol, TextIO, TypeAlias, TypedDict
 
 from benchmarks.harness import Timing
 
-__all__ = ["Key", "Record", "Run", "check", "forget", "key", "keys_of", "make", "merge", "read"]
+__all__ = ["Key", "Record", "Run", "check", "forget", "key", "keys_of", "make", "merge", "read", "write"]
 
 
 class Seconds(TypedDict):
@@ -125,11 +125,12 @@ def check(record: Mapping[str, Any]) -> None:
 
 def merge(file: Path, records: Iterable[Record]) -> None:
     """Write the records into the file, in place of those of the same key, and keep the others."""
-    table = {key(record): record for record in read(file)}
-    for record in records:
-        check(record)
-        table[key(record)] = record
-    _write(file, table)
+    _write(file, {key(record): record for record in read(file)} | _table(records))
+
+
+def write(stream: TextIO, records: Iterable[Record]) -> None:
+    """Write the records as `merge` leaves them in a file."""
+    _dump(stream, _table(records))
 
 
 def forget(file: Path, records: Iterable[Record]) -> None:
@@ -154,8 +155,22 @@ def _write(file: Path, table: Mapping[Key, Record]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     # Replaced as one: a run that is stopped here leaves the old file.
     draft = file.with_name(f"{file.name}.new")
-    draft.write_text(json.dumps([table[one] for one in sorted(table)], indent=1) + "\n")
+    with draft.open("w") as stream:
+        _dump(stream, table)
     draft.replace(file)
+
+
+def _table(records: Iterable[Record]) -> dict[Key, Record]:
+    """Return the records by key; the last of one key stands."""
+    table: dict[Key, Record] = {}
+    for record in records:
+        check(record)
+        table[key(record)] = record
+    return table
+
+
+def _dump(stream: TextIO, table: Mapping[Key, Record]) -> None:
+    stream.write(json.dumps([table[one] for one in sorted(table)], indent=1) + "\n")
 
 
 def key(record: Record) -> Key:

@@ -309,6 +309,23 @@ def test_the_share_of_the_limit_is_taken_round_by_round() -> None:
     assert ours.share_of(limit) == 0.5
 
 
+def test_records_go_to_stdout_alone_where_a_dash_is_asked_for() -> None:
+    done = benchmark("--quick", "--backend", "host", "--case", "overhead", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    for record in measured:
+        records.check(record)
+    assert {(record["label"], record["direction"]) for record in measured} == LABELS["overhead"]
+    assert "overhead: host on" in done.stderr
+    assert not Path("-").exists()
+
+
+def test_there_is_nothing_to_resume_on_stdout() -> None:
+    done = benchmark("--quick", "--backend", "host", "--case", "sizes", "--resume", "--json", "-")
+    assert done.returncode == 2
+    assert "--resume goes on with a file" in done.stderr
+
+
 def test_a_later_run_replaces_its_own_records_only(quick_records: list[records.Record], tmp_path: Path) -> None:
     file = tmp_path / "deep" / "host.json"
     records.merge(file, quick_records[:3])

@@ -44,7 +44,7 @@ def test_locking_pays_when_it_has_saved_what_it_cost(lock: float, staged: float,
 
 def test_it_is_said_in_words_with_the_figures() -> None:
     assert str(seconds(0.004, 0.003, 0.001)) == (
-        "pin pays from 2 transfers of the same memory on: locking 64 MiB takes 4.0 ms, a put 1.0 ms then, 3.0 ms staged"
+        "pin pays from 2 transfers of the same memory on: locking 64.0 MiB takes 4.0 ms, a put 1.0 ms then, 3.0 ms staged"
     )
     assert str(seconds(0.004, 0.001, 0.001)).startswith("pin never pays: ")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import resource
 import subprocess
 import sys
 from importlib import metadata
@@ -26,7 +28,7 @@ def test_json_has_this_shape(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(told(capsys, "--json"))
     assert set(report) == {"versions", "platform", "cores", "memory", "auto", "backends", "findings"}
     assert {"python", "xferlib", "numpy", "optree"} <= set(report["versions"])
-    assert set(report["memory"]) == {"total_nbytes", "available_nbytes", "limit_nbytes", "pinned_limit_nbytes"}
+    assert set(report["memory"]) == {"total_nbytes", "available_nbytes", "limit_nbytes", "pinned_limit_nbytes", "memlock_nbytes"}
     assert 0 < report["memory"]["pinned_limit_nbytes"] < report["memory"]["limit_nbytes"] <= report["memory"]["total_nbytes"]
     assert report["auto"] in xferlib.backends()
     assert tuple(state["name"] for state in report["backends"]) == xferlib.backends()
@@ -88,7 +90,7 @@ def test_a_setting_of_ours_that_cannot_be_read_is_a_finding_and_no_backends_faul
 ) -> None:
     monkeypatch.setenv(name, text)
     report = json.loads(told(capsys, "--json", "--require", "host"))
-    (finding,) = report["findings"]
+    finding = next(finding for finding in report["findings"] if name in finding)
     assert finding.startswith(f"{name}: expected")
     assert f"got {text!r}. " in finding
     (state,) = (state for state in report["backends"] if state["name"] == "host")
@@ -104,9 +106,74 @@ def test_settings_that_break_overlap_are_reported(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, "1")
-    (finding,) = json.loads(told(capsys, "--json"))["findings"]
+    finding = next(finding for finding in json.loads(told(capsys, "--json"))["findings"] if name in finding)
     assert finding.startswith(f"{name}=1 is set: ")
     assert name in told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "0"),
+        ("CUDA_LAUNCH_BLOCKING", ""),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+        ("CUDA_VISIBLE_DEVICES", "0"),
+    ],
+)
+def test_settings_that_break_nothing_are_not(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, text)
+    assert not any(name in finding for finding in json.loads(told(capsys, "--json"))["findings"])
+
+
+def test_a_setting_that_hides_the_devices_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert any("hides every GPU" in finding for finding in json.loads(told(capsys, "--json"))["findings"])
+
+
+@pytest.mark.parametrize(
+    ("devices", "on_gpu", "words"),
+    [
+        ([], False, "no NVIDIA GPU is to be seen"),
+        (["/dev/nvidia0"], False, "no backend is ready on it"),
+        (["/dev/nvidia0"], True, ""),
+    ],
+)
+def test_without_a_gpu_it_says_what_that_means(
+    devices: list[str], on_gpu: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(glob, "glob", lambda pattern: devices)
+    found = doctor._no_gpu([{"on_gpu": None}, {"on_gpu": on_gpu}])
+    assert len(found) == bool(words)
+    assert words in "".join(found)
+
+
+def test_little_pinned_memory_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._little_memory() == []
+    monkeypatch.setattr(doctor, "default_pinned_limit", lambda: 16 << 20)
+    (finding,) = doctor._little_memory()
+    assert finding.startswith("at most 16.0 MiB is pinned by default")
+
+
+def test_the_limit_on_locked_memory_is_named_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+    assert "(ulimit -l, 8.0 MiB, does not bear on it)" in " ".join(told(capsys).split())
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert json.loads(told(capsys, "--json"))["memory"]["memlock_nbytes"] is None
+    assert "ulimit" not in told(capsys)
+
+
+def test_a_jax_whose_memory_grows_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xferlib_jax import diagnosis
+
+    monkeypatch.setattr(diagnosis, "versions", lambda: {"jax": "0.11.2", "jax-cuda13-plugin": "0.11.2"})
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert any("XLA_PYTHON_CLIENT_PREALLOCATE=false lets" in finding for finding in diagnosis.findings())
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    assert diagnosis.findings() == []
 
 
 def test_the_page_for_people_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from xferlib_host.conformance import TestHost as Host
 from xferlib.conformance import Hooks, StagerConformance
 from xferlib.conformance.plugin import _capabilities
 from xferlib.conformance.run import run
+from xferlib.conformance.verdicts import verdicts
 from xferlib.protocol import LAWS, Capabilities
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,9 +159,53 @@ def test_a_run_says_what_was_tested_on_what(capfd: pytest.CaptureFixture[str]) -
     assert run("host", ["-k", A_LAW]) == 0
     shown = capfd.readouterr().out
     flags = "capabilities: register, streams, put_into, mapped, finalizers; off: pinned, write_combined"
-    for part in ("backend: host on host memory", flags, "xferlib 0."):
+    for part in ("backend: host on the CPU (", flags, "xferlib 0."):
         assert part in shown
     assert "1 passed" in shown
+
+
+def test_a_run_says_at_the_end_what_became_of_each_law(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("host", ["-q", "-k", f"{A_LAW} or law09 or hook_held"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.strip("=") == " laws ")
+    shown = [" ".join(line.split()) for line in lines[at + 1 : -1]]
+    assert shown[0] == "hooks passed 1 test The hooks do what they say"
+    assert shown[1] == "law 5 passed 1 test Starting does not wait"
+    assert shown[2].startswith("law 9 passed 9 tests Really pinned; pinned is off: ")
+    assert shown[3].startswith("not run: laws 1, 2, 3, 4, 6, 7, 8, 10, ")
+    assert len(shown) == 4
+
+
+def test_a_run_of_no_law_says_nothing_of_laws(capfd: pytest.CaptureFixture[str]) -> None:
+    run("host", ["-q", "-k", "nothing_of_that_name"])
+    assert " laws " not in capfd.readouterr().out
+
+
+def report(name: str, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(nodeid=f"somewhere.py::TestIt::{name}", **more)
+
+
+def test_the_line_of_a_law_says_what_failed_what_was_skipped_and_why() -> None:
+    skipped = ("somewhere.py", 1, "Skipped: no such device")
+    stats: dict[str, list[Any]] = {
+        "passed": [report("test_law01_one"), report("test_law01_two[int8]"), report("test_law12_one"), report("test_law06_one")],
+        # The second time at its teardown.
+        "error": [report("test_law01_two[int8]")],
+        "failed": [report("test_law02_one")],
+        "skipped": [report("test_law03_one", longrepr=skipped), report("test_law03_two", longrepr=skipped)],
+        "xfailed": [report("test_law06_two", wasxfail="see there")],
+        "": [report("test_law01_one")],
+        "warnings": [SimpleNamespace()],
+    }
+    lines = [" ".join(line.split()) for line in verdicts(stats, ())]
+    assert lines[0].startswith("law 1 FAILED 1 of 2 tests Content: ")
+    assert lines[1] == "law 2 FAILED 1 of 1 test The source is free once done"
+    assert lines[2] == "law 3 skipped 2 of 2 tests Nothing the caller drops can harm a copy; skipped: no such device"
+    assert lines[3].startswith("law 6 fails 1 of 2 tests Real overlap: ")
+    assert lines[3].endswith("; known failure: see there")
+    assert lines[4] == "law 12 passed 1 test Failures surface"
+    assert lines[5] == "not run: laws 4, 5, 7, 8, 9, 10, 11, 13, 14"
+    assert len(lines) == 6
 
 
 def test_a_run_returns_the_status_of_pytest(capfd: pytest.CaptureFixture[str]) -> None:

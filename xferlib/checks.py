@@ -23,9 +23,11 @@ __all__ = [
     "checked_at",
     "describe",
     "lacking",
+    "package_of",
     "positive_nbytes",
     "refuse_bare_zero",
     "refuse_finalizers",
+    "shorten",
     "translated",
     "uncopied",
     "whole_shape",
@@ -33,11 +35,34 @@ __all__ = [
 
 T = TypeVar("T")
 
+CHECKS = {f"xferlib.{name}" for name in ("checks", "handles", "memory.arrays", "pipeline.shared.layout", "tree")}
+"""Modules in which what users pass is refused."""
+
 
 def refuse_bare_zero(stream: object | None) -> None:
     """Raise `ValueError` for the int 0: some frameworks mean "synchronous" by it, others the default stream."""
     if type(stream) is int and stream == 0:
         raise ValueError("stream=0 is ambiguous. Pass the framework's own object for its default stream, or leave stream out")
+
+
+def shorten(error: Exception, package: str | None = None) -> None:
+    """Leave two frames of ours in the traceback of a refusal: the caller's, which catches it, and the one that has raised it.
+
+    Only where a check has raised it, or code of `package`: of what goes wrong anywhere else every frame is wanted.
+    """
+    door = last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if door is None or last is None or door is last:
+        return
+    name = str(last.tb_frame.f_globals.get("__name__", ""))
+    if name in CHECKS or name.partition(".")[0] == package:
+        door.tb_next = last
+
+
+def package_of(backend: object) -> str:
+    """Return the name of the package that a backend is in."""
+    return type(backend).__module__.partition(".")[0]
 
 
 def lacking(backend: HostStager[Any], flag: str, consequence: str) -> CapabilityError:

@@ -26,6 +26,7 @@ from xferlib.forks import forget_in_child, leave
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 from xferlib.reaper import AtWork, uninterrupted, watch
 from xferlib.tickets import Returns, ticket
+from xferlib.words import in_words
 
 __all__ = ["BlockCache", "Lease", "Streams", "note_reader"]
 
@@ -511,8 +512,8 @@ class BlockCache:
                 if not isinstance(error, self._failures):
                     raise
                 raise AllocationError(
-                    f"the device has no {size} bytes left ({self.nbytes} are taken by puts): {error}. Drop arrays, use smaller "
-                    "batches, or free memory that other libraries hold"
+                    f"the device has no {in_words(size)} left ({in_words(self.nbytes)} are taken by puts): {error}. Drop arrays, "
+                    "use smaller batches, or free memory that other libraries hold"
                 ) from error
             return self._enter(_Row(number, block), number, streams)
 
@@ -578,8 +579,8 @@ class BlockCache:
 
     def _full(self, size: int) -> AllocationError:
         return AllocationError(
-            f"device memory is full: {size} bytes asked, {self.nbytes} of device_limit={self.limit} taken by arrays that can "
-            "still be reached. Raise device_limit, or drop arrays that earlier puts returned"
+            f"device memory is full: {in_words(size)} asked, {in_words(self.nbytes)} of device_limit={self.limit} taken by "
+            "arrays that can still be reached. Raise device_limit, or drop arrays that earlier puts returned"
         )
 
 

@@ -171,10 +171,11 @@ class Gets:
     def _described(self, leaf: Any) -> Alike:
         try:
             return describe(leaf, self._backend.name)
-        except TypeError:
-            # The backend may know what this is, and what to do about it.
-            self._backend.as_source(leaf)
-            raise
+        except TypeError as error:
+            refusal = error
+        # The backend may know what this is, and what to do about it.
+        self._backend.as_source(leaf)
+        raise refusal
 
     def _placed(self, leaves: list[Any], spec: Spec, stream: object | None, *, direct: bool) -> tuple[list[Source], Event | None]:
         """Return what is read, and what it waits for: by the engine directly before its first copy, so that no other get waits."""

@@ -17,6 +17,7 @@ from xferlib.errors import SynchronousTransferWarning
 from xferlib.memory.arrays import Array
 from xferlib.memory.host import HostLeaf
 from xferlib.tree import Spec, path
+from xferlib.words import in_words
 
 __all__ = ["LOUD_FROM", "Loud"]
 
@@ -54,8 +55,8 @@ class Loud:
 
 def _refusal(array: Array, spec: Spec | None, index: int, into: bool) -> ValueError:
     error = ValueError(
-        f"this stager is strict, and put would wait for a CPU copy of {array.nbytes} bytes of {array.dtype}, shape {array.shape}: "
-        f"{_reason(array, into)}"
+        f"this stager is strict, and put would wait for a CPU copy of {in_words(array.nbytes)}, {array.dtype} of shape "
+        f"{array.shape}: {_reason(array, into)}"
     )
     if spec is not None:
         error.add_note(f"at {path(spec, index)}")

@@ -12,6 +12,7 @@ from xferlib.memory.arrays import Array, host_array
 from xferlib.memory.host import HostMemory
 from xferlib.protocol import HostStager, MapsMemory
 from xferlib.views import Views
+from xferlib.words import in_words
 
 __all__ = ["Maps"]
 
@@ -35,7 +36,7 @@ class Maps:
         try:
             view, row.stream = backend.as_mapped(address, plain.shape, plain.dtype, stream=stream, lease=lease)
         except self._backend.failures as error:
-            raise TransferError(f"the device could not be given a view of {plain.nbytes} bytes: {error}") from error
+            raise TransferError(f"the device could not be given a view of {in_words(plain.nbytes)}: {error}") from error
         return view
 
     def _address(self, array: Array) -> int:

@@ -22,6 +22,7 @@ from xferlib.memory.pool import PinnedPool
 from xferlib.protocol import HostStager
 from xferlib.reaper import uninterrupted
 from xferlib.tickets import Returns
+from xferlib.words import in_words
 
 __all__ = ["Pin", "Pins", "splits"]
 
@@ -60,7 +61,7 @@ class Pin:
         if getattr(self, "_open", False) and not self._pins.closed:
             # First: where warnings are errors, what is raised keeps this object.
             del self._ticket
-            warnings.warn(f"pin of {self.array.nbytes} bytes was never closed. Use it as a context manager", ResourceWarning, 2)
+            warnings.warn(f"pin of {in_words(self.array.nbytes)} was never closed. Use it as a context manager", ResourceWarning, 2)
 
 
 @final
@@ -147,7 +148,7 @@ class Pins:
                     "library. It is transferred as it is. Leave pin out"
                 ) from error
             raise AllocationError(
-                f"{nbytes} bytes could not be page-locked: {error}. Transfer them as they are, which stages them, or copy them "
+                f"{in_words(nbytes)} could not be page-locked: {error}. Transfer them as they are, which stages them, or copy them "
                 "into stager.empty_pinned(...)"
             ) from error
 

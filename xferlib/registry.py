@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, Literal, cast
 
-from xferlib.checks import positive_nbytes
+from xferlib.checks import positive_nbytes, shorten
 from xferlib.debug import wanted
 from xferlib.errors import BackendUnavailableError, UnknownBackendError
 from xferlib.memory.blocks import WhenFull, check_when_full
@@ -91,7 +91,12 @@ def stager(
 def open_backend(name: str, *, device: int = 0) -> HostStager[Any]:
     """Open a backend by name, without a `Stager` around it."""
     opener = cast("Opener", _entry(name).load())
-    return opener(device=device)
+    try:
+        return opener(device=device)
+    except BackendUnavailableError as error:
+        # It may have come a long way through the probes of the backend, none of which is at fault.
+        shorten(error, opener.__module__.partition(".")[0])
+        raise
 
 
 def companion(name: str, part: Literal["workload", "conformance", "diagnosis"]) -> ModuleType:

@@ -20,7 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from xferlib.callers import wait_for_callers
-from xferlib.checks import lacking, positive_nbytes, refuse_bare_zero, refuse_finalizers, translated, uncopied, whole_shape
+from xferlib.checks import (
+    lacking,
+    package_of,
+    positive_nbytes,
+    refuse_bare_zero,
+    refuse_finalizers,
+    shorten,
+    translated,
+    uncopied,
+    whole_shape,
+)
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.device import BlockCache
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
@@ -270,6 +280,9 @@ class Stager:
             raise
         except self._failures as error:
             raise TransferError(f"the copy to the device could not be started: {error}") from error
+        except (TypeError, ValueError) as error:
+            shorten(error, package_of(self.backend))
+            raise
 
     @overload
     def get(self, tree: NamedT, *, out: None = None, stream: object | None = None) -> Transfer[NamedT]: ...
@@ -307,6 +320,9 @@ class Stager:
             raise
         except self._failures as error:
             raise TransferError(f"the copy to the host could not be started: {error}") from error
+        except (TypeError, ValueError) as error:
+            shorten(error, package_of(self.backend))
+            raise
 
     def stats(self) -> Stats:
         """Return the figures of this moment. Cheap; works after `close()`."""
@@ -419,8 +435,12 @@ class Stager:
         """Raise what naming this stream to a transfer would raise, and do nothing else."""
         if self._refusal is not None:
             self._refuse()
-        self._check_stream(stream)
-        self.backend.check_stream(stream)
+        try:
+            self._check_stream(stream)
+            self.backend.check_stream(stream)
+        except (TypeError, ValueError) as error:
+            shorten(error, package_of(self.backend))
+            raise
 
     def __repr__(self) -> str:
         state = ("" if self._sources is None else ", debug") + ("" if self._refusal is None else ", closed")

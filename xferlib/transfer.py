@@ -13,7 +13,7 @@ from xferlib.debug import Check
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
 from xferlib.latch import is_copying
 from xferlib.protocol import Event, Stream
-from xferlib.tree import described
+from xferlib.sketch import sketched
 from xferlib.typed import TreeT, TreeT_co
 
 __all__ = ["Later", "Transfer"]
@@ -215,16 +215,19 @@ class Transfer(Generic[TreeT_co]):
 
     def __repr__(self) -> str:
         value = self._value.made if isinstance(self._value, Later) else self._value
-        words = ("D2H" if self._on_host else "H2D", self._state(), *([] if value is None else [described(value)]))
-        return f"<Transfer {', '.join(words)}>"
+        arrays = "" if value is None else f": {sketched(value)}"
+        return f"<Transfer {'D2H' if self._on_host else 'H2D'}{arrays}, {self._state()}>"
 
     def _state(self) -> str:
-        if _forks and self._born != _forks:
-            return "of another process"
-        try:
-            return "done" if self.done() else "in flight"
-        except Exception:
+        """Say what was last learned: a repr may be asked for anywhere, by a debugger or inside a finalizer, and asks nobody itself.
+
+        So it may say "in flight" of what is over, until `done`, or whatever waits, has found that out.
+        """
+        if self._finished:
+            return "done"
+        if self._error is not None:
             return "failed"
+        return "of another process" if _forks and self._born != _forks else "in flight"
 
     def _arrays(self) -> TreeT_co:
         value: TreeT_co | Later[TreeT_co] = self._value

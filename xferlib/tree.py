@@ -32,7 +32,6 @@ __all__ = [
     "Spec",
     "Trees",
     "check_structure",
-    "described",
     "flatten",
     "flatten_like",
     "is_record",
@@ -192,16 +191,6 @@ def path(spec: Spec, index: int) -> str:
 
 def _place(spec: optree.PyTreeSpec, index: int) -> str:
     return "tree" + "".join(f"[{part!r}]" if not isinstance(part, str) else f".{part}" for part in spec.paths()[index])
-
-
-def described(tree: Any) -> str:
-    """Say in words which arrays a tree has, of any library."""
-    arrays, _ = PLAIN.arrays(tree)
-    words = [
-        f"{getattr(array, 'dtype', type(array).__qualname__)}{list(getattr(array, 'shape', ()))}" for array in arrays[:DESCRIBED]
-    ]
-    more = [f"and {len(arrays) - DESCRIBED} more"] if len(arrays) > DESCRIBED else []
-    return ", ".join(words + more)
 
 
 def _shape_of(spec: Spec) -> object:

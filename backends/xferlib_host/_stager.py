@@ -35,7 +35,7 @@ class NumpyStager:
 
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0))
-        self.device: Final = f"host memory ({cores} core{'s' if cores > 1 else ''})"
+        self.device: Final = f"the CPU ({cores} core{'s' if cores > 1 else ''})"
         self.h2d: Final = Engine("xferlib-host-h2d")
         self.d2h: Final = Engine("xferlib-host-d2h")
         self.memory: Final = Memory()

@@ -55,7 +55,7 @@ class CpuStager:
 
     def __init__(self, device: Any) -> None:
         cores = len(os.sched_getaffinity(0))
-        self.device: Final = f"JAX on the CPU ({cores} core{'s' if cores > 1 else ''})"
+        self.device: Final = f"the CPU ({cores} core{'s' if cores > 1 else ''})"
         self.jax_device: Final = device
         self.memory: Final = Memory()
         self._readings = Readings(_jax.collect_garbage)

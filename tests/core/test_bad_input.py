@@ -245,9 +245,9 @@ def test_a_limit_that_is_no_int_is_named(limit: Any) -> None:
 
 @pytest.mark.parametrize(
     ("bytes_asked", "words"),
-    [(1000, r"1000 bytes of pinned memory asked, .*pinned_limit=1 \(1 bytes\)"), (3 << 20, r"3\.0 MiB of pinned memory asked")],
+    [(1000, r"1000 bytes of pinned memory asked, .*pinned_limit=1 \(1 byte\)"), (3 << 20, r"3\.0 MiB of pinned memory asked")],
 )
-def test_what_is_less_than_a_mebibyte_is_said_in_bytes(bytes_asked: int, words: str) -> None:
+def test_what_is_less_than_a_kibibyte_is_said_in_bytes(bytes_asked: int, words: str) -> None:
     with xferlib.stager("host", pinned_limit=1) as small, pytest.raises(xferlib.AllocationError, match=words):
         small.empty_pinned(bytes_asked, np.uint8)
 

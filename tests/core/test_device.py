@@ -578,7 +578,7 @@ def test_a_full_device_is_an_allocation_error_with_its_cause() -> None:
     device = Device()
     blocks = Blocks(device)
     device.refusals = [OSError("full"), OSError("still full")]
-    with pytest.raises(AllocationError, match=r"the device has no 1048576 bytes left \(0 are taken by puts\)") as caught:
+    with pytest.raises(AllocationError, match=r"the device has no 1\.0 MiB left \(0 bytes are taken by puts\)") as caught:
         blocks.take(MIB)
     assert isinstance(caught.value.__cause__, OSError)
     assert blocks.cache.nbytes == 0

@@ -193,13 +193,13 @@ def test_memory_that_could_not_be_locked_is_unmapped(backend: Locking, error: Ba
     assert not mapped(*seen[0])
     if isinstance(error, Exception):
         assert caught.value.__cause__ is error
-        assert "3145728 bytes of pinned memory could not be had: no" in str(caught.value)
+        assert "3.0 MiB of pinned memory could not be had: no" in str(caught.value)
 
 
 def test_what_the_machine_does_not_have_is_not_touched(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "available_memory", lambda: 5 * MIB)
     host = HostPages(backend)
-    with pytest.raises(xferlib.AllocationError, match="5242880 bytes of memory are available"):
+    with pytest.raises(xferlib.AllocationError, match=r"5\.0 MiB are available"):
         host.allocate(6 * MIB)
     assert backend.pinned == []
     host.free(host.allocate(5 * MIB))
@@ -338,7 +338,7 @@ def test_what_the_backend_cannot_allocate_is_an_allocation_error(backend: Lockin
     found = pages.allocators(backend)
     allocate = found.combine if combined else found.allocate
     assert allocate is not None
-    with pytest.raises(xferlib.AllocationError, match="4096 bytes of pinned memory could not be had: no") as caught:
+    with pytest.raises(xferlib.AllocationError, match=r"4\.0 KiB of pinned memory could not be had: no") as caught:
         allocate(4096)
     assert isinstance(caught.value.__cause__, ArithmeticError)
 

@@ -210,5 +210,5 @@ def test_a_stranger_s_package_is_found_like_ours(stranger: str) -> None:
 def test_a_stager_says_what_it_is() -> None:
     with xferlib.stager("host") as stager:
         assert (stager.name, stager.on_gpu) == ("host", False)
-        assert stager.device.startswith("host memory (")
+        assert stager.device.startswith("the CPU (")
         assert stager.capabilities is stager.backend.capabilities

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import xferlib
 from tests.core.fakes import held, succeeds, until
+from xferlib.sketch import sketched
 
 
 def engine(stager: xferlib.Stager) -> Any:
@@ -18,20 +20,24 @@ def engine(stager: xferlib.Stager) -> Any:
 
 def test_a_transfer_says_where_it_goes_what_it_moves_and_whether_it_is_done(stager: xferlib.Stager) -> None:
     source = stager.empty_pinned((2, 3), np.float32)
+    tree = "{'x': float32[2, 3], 'name': str, 'y': uint8[4]}"
     with held(engine(stager)):
         transfer = stager.put({"x": source, "name": "rides along", "y": np.zeros(4, np.uint8)})
-        assert repr(transfer) == "<Transfer H2D, in flight, float32[2, 3], uint8[4]>"
-    assert until(lambda: repr(transfer) == "<Transfer H2D, done, float32[2, 3], uint8[4]>")
+        assert repr(transfer) == f"<Transfer H2D: {tree}, 28 bytes, in flight>"
+    until(transfer.done)
+    assert repr(transfer) == f"<Transfer H2D: {tree}, 28 bytes, done>"
     back = stager.get(transfer.result()["x"])
     back.synchronize()
-    assert repr(back) == "<Transfer D2H, done, float32[2, 3]>"
-    assert repr(back.end) == "<Transfer D2H, done>"
+    assert repr(back) == "<Transfer D2H: float32[2, 3], 24 bytes, done>"
+    end = back.end
+    assert end.done()
+    assert repr(end) == "<Transfer D2H, done>"
 
 
 def test_of_many_arrays_some_are_named(stager: xferlib.Stager) -> None:
     transfer = stager.put([np.zeros(number, np.uint8) for number in range(6)])
     transfer.synchronize()
-    assert repr(transfer) == "<Transfer H2D, done, uint8[0], uint8[1], uint8[2], uint8[3], and 2 more>"
+    assert repr(transfer) == "<Transfer H2D: [uint8[0], uint8[1], uint8[2], uint8[3], 2 more], 15 bytes, done>"
 
 
 def test_what_is_borrowed_is_named_when_it_was_made(stager: xferlib.Stager) -> None:
@@ -39,17 +45,21 @@ def test_what_is_borrowed_is_named_when_it_was_made(stager: xferlib.Stager) -> N
         transfer = stager.put(np.zeros(3 << 20, np.uint8), borrow=True)
         assert repr(transfer) == "<Transfer H2D, in flight>"
     transfer.result()
-    assert repr(transfer) == "<Transfer H2D, done, uint8[3145728]>"
+    assert repr(transfer) == "<Transfer H2D: uint8[3145728], 3.0 MiB, done>"
 
 
 def test_a_transfer_that_failed_says_so(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = stager.put(np.zeros(4))
 
     def fails() -> bool:
-        raise RuntimeError("lost")
+        raise stager.backend.failures[0]("lost")
 
     monkeypatch.setattr(transfer, "_event", type("Lost", (), {"done": staticmethod(fails)})())
-    assert repr(transfer) == "<Transfer H2D, failed, float64[4]>"
+    # It asks nobody.
+    assert repr(transfer) == "<Transfer H2D: float64[4], 32 bytes, in flight>"
+    with pytest.raises(xferlib.TransferError):
+        transfer.done()
+    assert repr(transfer) == "<Transfer H2D: float64[4], 32 bytes, failed>"
 
 
 def test_a_transfer_of_the_parents_says_so() -> None:
@@ -66,7 +76,7 @@ def test_a_transfer_of_the_parents_says_so() -> None:
             os.waitpid(child, 0)
         """
     )
-    assert shown == "<Transfer H2D, of another process, float64[4]>\n"
+    assert shown == "<Transfer H2D: float64[4], 32 bytes, of another process>\n"
 
 
 def test_a_loop_says_how_far_it_is(stager: xferlib.Stager) -> None:
@@ -78,3 +88,71 @@ def test_a_loop_says_how_far_it_is(stager: xferlib.Stager) -> None:
     other = xferlib.prefetch([np.zeros(3)], stager)
     other.close()
     assert repr(other) == "<Prefetch, 0 taken, closed>"
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Sample:
+    image: Any
+    label: Any
+
+
+class Odd:
+    """An array by its attributes, which raise."""
+
+    dtype = np.dtype(np.uint8)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise RuntimeError("not now")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("not at all")
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        (np.zeros((128, 3), np.float32), "float32[128, 3], 1.5 KiB"),
+        (np.float32(1), "float32[], 4 bytes"),
+        (Point(np.zeros(2), None), "Point(x=float64[2], y=None), 16 bytes"),
+        (Sample(np.zeros(2, np.uint8), ["cat"]), "Sample(image=uint8[2], label=[str]), 2 bytes"),
+        ({("a", 1): (np.zeros(1, np.uint8),)}, "{tuple: (uint8[1])}, 1 byte"),
+        ([[[[np.zeros(1, np.uint8)]]]], "[[[...]]], 1 byte"),
+        ([Odd()], "list"),
+        (object(), "object, 0 bytes"),
+    ],
+)
+def test_a_tree_is_sketched_whatever_is_in_it(tree: Any, text: str) -> None:
+    assert sketched(tree) == text
+
+
+def test_a_sketch_is_short_however_large_the_tree() -> None:
+    wide = {f"{'k' * 100}{number}": [{"a": [np.zeros((1,) * 32)] * 9}] * 9 for number in range(600)}
+    deep: Any = np.zeros(1)
+    for _ in range(5000):
+        deep = [deep]
+    for tree in (wide, deep, [wide] * 600, {"x": np.zeros((1,) * 32)}):
+        assert len(sketched(tree)) < 240
+
+
+def test_the_ends_of_a_pipeline_say_what_they_hold(stager: xferlib.Stager) -> None:
+    words = "{'x': float32[128, 3]}, 1.5 KiB"
+    with xferlib.Ring(stager, {"x": ((128, 3), np.float32)}) as ring:
+        slot = ring.acquire()
+        assert repr(ring) == f"<Ring of 3 slots: {words}, 2 idle>"
+        assert repr(slot) == f"<Slot: {words}, acquired>"
+        slot.put().synchronize()
+        assert repr(slot) == f"<Slot: {words}, put>"
+    assert repr(ring) == f"<Ring of 3 slots: {words}, closed>"
+    with xferlib.Drain(stager) as drain:
+        assert repr(drain) == "<Drain, 0 taken, 0 not taken, depth 2>"
+        drain.submit(np.zeros(3))
+        drain.end()
+        assert repr(drain).startswith("<Drain, 0 taken, 1 not taken, the oldest <Transfer D2H: float64[3], 24 bytes, ")
+        list(drain.results())
+        assert repr(drain) == "<Drain, 1 taken, 0 not taken, ended>"

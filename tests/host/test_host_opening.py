@@ -18,7 +18,7 @@ def test_the_stager_is_what_the_protocol_asks_for() -> None:
     opener: Opener = open_stager
     stager: HostStager[Any] = opener()
     assert (stager.name, stager.on_gpu, stager.fallback) == ("host", False, True)
-    assert stager.device.startswith("host memory (")
+    assert stager.device.startswith("the CPU (")
     assert not stager.capabilities.pinned
     assert stager.capabilities.register
     assert stager.capabilities.streams

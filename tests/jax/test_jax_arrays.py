@@ -13,6 +13,7 @@ from xferlib_jax import conformance
 
 from xferlib.conformance.values import assert_same, pattern, words
 from xferlib.errors import AllocationError, CapabilityError, TransferError
+from xferlib.pipeline.ring import Ring
 from xferlib.stager import Stager
 
 WHOLE_BYTES = [
@@ -61,6 +62,20 @@ def test_a_wide_dtype_is_kept_where_it_is_on_and_refused_where_it_is_off(stager:
         stager.put([lent] * 20)
     with jax_of(stager).enable_x64(True):
         assert_same(stager.get(stager.put([lent] * 20, borrow=True).result()[19]).result(), lent)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_ring_of_a_dtype_that_would_be_narrowed_is_refused_as_a_put_is(stager: Stager, name: str) -> None:
+    dtype = dtype_named(name)
+    with jax_of(stager).enable_x64(False):
+        with pytest.raises(TypeError) as of_put:
+            stager.put({"x": np.zeros(1, np.int8), "y": np.zeros(1, dtype)})
+        with pytest.raises(TypeError) as of_ring:
+            Ring(stager, {"x": ((4,), np.int8), "y": ((4,), dtype)})
+    assert str(of_ring.value) == str(of_put.value)
+    assert of_ring.value.__notes__ == of_put.value.__notes__ == ["at tree.y"]
+    with jax_of(stager).enable_x64(True), Ring(stager, ((4,), dtype)) as ring:
+        assert ring.acquire().put().result().dtype == dtype
 
 
 @pytest.mark.parametrize("name", SUB_BYTE)

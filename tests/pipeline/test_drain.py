@@ -160,12 +160,12 @@ def test_a_wait_that_nobody_could_end_is_refused(stager: xferlib.Stager) -> None
     with xferlib.Drain(stager, 2) as drain:
         drain.submit(np.zeros(3))
         drain.submit(np.zeros(3))
-        with pytest.raises(RuntimeError, match="nobody else takes them"):
+        with pytest.raises(RuntimeError, match="not taken yet: 2 results, and nobody else takes"):
             drain.submit(np.zeros(3))
         results = drain.results()
         next(results)
         drain.submit(np.zeros(3))
-        with pytest.raises(RuntimeError, match="nobody else takes them"):
+        with pytest.raises(RuntimeError, match="not taken yet: 2 results, and nobody else takes"):
             drain.submit(np.zeros(3))
         drain.end()
         assert len(list(results)) == 2
@@ -265,7 +265,7 @@ def test_fewer_results_are_under_way_where_the_limit_says_so() -> None:
         results = xferlib.drain(source(), small, 7)
         assert next(results)[0] == 0
         assert len(launched) == 2
-        assert "2 results are under way instead of 8" in str(results.report())
+        assert "depth is 2 instead of 8" in str(results.report())
         assert results.bill.pinned_nbytes == 3 * nbytes
         assert [int(result[0]) for result in results] == list(range(1, 9))
         with pytest.raises(xferlib.AllocationError, match=r"two results of 2\.0 MiB"):

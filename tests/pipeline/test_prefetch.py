@@ -299,7 +299,7 @@ def test_a_consumer_that_keeps_more_than_the_device_holds_is_told(stager: xferli
 
 
 def test_the_bill_is_known_before_the_consumer_begins(stager: xferlib.Stager) -> None:
-    with xferlib.prefetch([stager.empty_pinned(1 << 20, np.uint8)], stager, 2) as batches:
+    with xferlib.prefetch([stager.empty_pinned(1 << 20, np.uint8)] * 2, stager, 2) as batches:
         bill = batches.bill
     assert bill.device_nbytes == 4 << 20
     assert bill.pinned_nbytes == 3 << 20
@@ -357,3 +357,35 @@ def test_a_source_says_itself_whether_it_rewrites_its_batches(stager: xferlib.St
         until(lambda: part(batches) == "place" and len(batches._starter._recent) == 3)
         gate.set()
     assert [int(tree[-1]) for tree in batches] == [0, 1, 2, 3]
+
+
+class Sized(list[Any]):
+    """Batches, and what `len` says, or raises, of them."""
+
+    def __init__(self, count: int, says: int | Exception) -> None:
+        super().__init__(np.full(1 << 18, number, np.int32) for number in range(count))
+        self.says = says
+
+    def __len__(self) -> int:
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+
+@pytest.mark.parametrize(
+    ("says", "depth"), [(3, 3), (0, 1), (1, 1), (500, 50), (TypeError("no length"), 50), (NotImplementedError(), 50)], ids=str
+)
+def test_depth_is_no_more_than_there_are_batches_where_that_is_known(
+    stager: xferlib.Stager, says: int | Exception, depth: int
+) -> None:
+    with xferlib.prefetch(Sized(3, says), stager, depth=50) as batches:
+        assert repr(batches).endswith(f" ahead of {depth}>")
+        assert batches.bill.device_nbytes == (depth + 2) << 20
+        # Whatever it says, all of them come, and nobody is told that memory was short.
+        assert [int(batch[0]) for batch in batches] == [0, 1, 2]
+        assert "lowered" not in str(batches.report())
+
+
+def test_a_depth_of_none_is_refused_of_a_source_without_batches_too(stager: xferlib.Stager) -> None:
+    with pytest.raises(ValueError, match="depth=0"):
+        xferlib.prefetch([], stager, depth=0)

@@ -151,7 +151,7 @@ def test_copies_that_were_late_before_the_second_batch_do_not_count(stager: xfer
         until(lambda: all(end.done() for end in batches._starter._recent))
         list(batches)
     stream.close()
-    assert "the copy of 0 was not done" in str(batches.report())
+    assert "; 0 came out of the queue before the copy was done" in str(batches.report())
 
 
 def test_slow_copies_are_called_so(stager: xferlib.Stager, time: Time) -> None:
@@ -249,3 +249,13 @@ def test_a_stream_looks_behind_the_prefetch_only_where_that_waits() -> None:
     assert of_stream(waiting, slow_sink).bound == "consumer"
     assert of_stream(waiting, slow_fn).bound == "compute"
     assert "in: compute-bound" in str(of_stream(waiting, slow_sink))
+
+
+def test_one_batch_and_one_put_are_said_as_one() -> None:
+    one = of_prefetch(
+        batches=2, late=0, taker={"wait": 1.0, "work": 0.1}, thread={"copy": 1.0}, first=0.1, reader_waits=1, notes=()
+    )
+    assert "\n1 batch in 1.100 s, " in str(one)
+    assert "\n1 put waited on the device" in str(one)
+    out = of_drain(batches=2, late=1, taker={"wait": 1.0}, first=0.1, notes=())
+    assert "\n1 result in 1.000 s, " in str(out)

@@ -271,7 +271,7 @@ def test_a_ring_may_take_all_that_the_limit_allows() -> None:
 
 
 def test_a_ring_that_does_not_fit_is_refused_with_what_would(stager: xferlib.Stager) -> None:
-    with pytest.raises(xferlib.AllocationError, match=r"30\.0 MiB are 90\.0 MiB .* Use slots=2"):
+    with pytest.raises(xferlib.AllocationError, match=r"30\.0 MiB need 90\.0 MiB .* Use slots=2"):
         xferlib.Ring(stager, ((30 << 20,), "uint8"), slots=3)
     with pytest.raises(ValueError, match="slots=0"):
         xferlib.Ring(stager, SPEC, slots=0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ import psutil
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
+from tests import children
+from tests.core.fakes import held, on_thread, succeeds, tampered
 from tests.pipeline.steps import until
 from tests.shared import fills
 from tests.shared.conftest import first
@@ -301,6 +304,42 @@ def test_a_fill_that_cannot_be_sent_is_refused_at_once(pair: SharedRing) -> None
         pair.run(lambda task, slot: None, [1])
 
 
+NOTEBOOK = """
+import functools
+import numpy as np, xferlib
+def fill(task, slot): slot[:] = task
+class Filler:
+    def __call__(self, task, slot): pass
+with xferlib.stager("host") as stager, xferlib.SharedRing(stager, ((4,), "f4"), slots=2) as ring:
+    for one in (fill, functools.partial(fill), Filler()):
+        try:
+            ring.run(one, [1])
+        except TypeError as error:
+            print(str(error).partition("is defined ")[2])
+    assert ring.pids == ()
+"""
+
+
+def test_a_fill_of_an_interactive_session_is_refused_before_a_worker_starts() -> None:
+    said = succeeds(NOTEBOOK).splitlines()
+    assert len(said) == 3
+    for line in said:
+        assert line.startswith("in an interactive session, where a worker process cannot import it. Write it to a module, ")
+
+
+def test_a_fill_of_a_program_in_a_file_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import xferlib\n"
+        "def fill(task, slot): slot[:] = task\n"
+        "if __name__ == '__main__':\n"
+        "    with xferlib.stager('host') as stager, xferlib.SharedRing(stager, ((4,), 'f4'), slots=2) as ring:\n"
+        "        print([float(batch.sum()) for batch in ring.run(fill, [1, 2], workers=1)])\n"
+    )
+    done = children.run([sys.executable, str(file)], seconds=60)
+    assert done.stdout == "[4.0, 8.0]\n", done.stderr
+
+
 def test_a_fill_that_cannot_be_loaded_fails_each_task_in_words(pair: SharedRing) -> None:
     run = pair.run(fills.Unloadable(), [1, 2], workers=2)
     for _ in range(2):
@@ -373,7 +412,7 @@ def test_a_batch_of_a_run_that_was_left_never_comes_out_of_the_next(pair: Shared
 
 
 def test_arguments_that_make_no_sense_are_refused(stager: xferlib.Stager, pair: SharedRing) -> None:
-    with pytest.raises(ValueError, match="1 slots: expected 2 or more"):
+    with pytest.raises(ValueError, match="slots=1: expected 2 or more"):
         SharedRing(stager, (4, "f4"), slots=1)
     for wrong in ({"workers": 0}, {"retries": -1}, {"on_death": "ignore"}):
         with pytest.raises(ValueError, match="expected 1 or more"):
@@ -389,7 +428,7 @@ def test_tasks_that_cannot_be_iterated_are_refused_and_the_run_before_goes_on(pa
 
 
 def test_a_ring_beyond_the_limit_is_refused_before_memory_is_taken(stager: xferlib.Stager) -> None:
-    with pytest.raises(AllocationError, match=r"8 slots of 16777216 bytes are 134217728 .*pinned_limit=67108864"):
+    with pytest.raises(AllocationError, match=r"8 slots of 16\.0 MiB need 128\.0 MiB .*pinned_limit=67108864"):
         SharedRing(stager, (16 << 20, np.uint8))
 
 
@@ -414,7 +453,7 @@ def test_closing_leaves_batches_valid_and_ends_a_run(stager: xferlib.Stager) -> 
         batch = next(run)
         transfer = stager.put(next(run))
     ring.close()
-    assert repr(ring) == "<SharedRing 3 slots of 4096 bytes, closed>"
+    assert repr(ring) == "<SharedRing of 3 slots: int64[64], 512 bytes, closed>"
     with pytest.raises(ClosedError, match="this ring is closed"):
         next(run)
     with pytest.raises(ClosedError):
@@ -448,6 +487,6 @@ def test_a_ring_that_was_never_closed_says_so_and_is_closed(stager: xferlib.Stag
         rings.clear()
         return crew() is None
 
-    with pytest.warns(ResourceWarning, match=r"<SharedRing 2 slots of 4096 bytes> was never closed"):
+    with pytest.warns(ResourceWarning, match=r"<SharedRing of 2 slots: int64\[64\], 512 bytes> was never closed"):
         until(gone)
     assert not any(psutil.pid_exists(pid) for pid in pids)

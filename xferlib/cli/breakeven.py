@@ -15,6 +15,7 @@ from typing import final
 import numpy as np
 
 from xferlib.stager import Stager
+from xferlib.words import counted, in_words
 
 __all__ = ["BreakEven", "break_even"]
 
@@ -40,14 +41,14 @@ class BreakEven:
         return math.ceil(self.lock_seconds / gain) if gain > 0 else None
 
     def __str__(self) -> str:
-        size = f"{self.nbytes >> 20} MiB"
+        size = in_words(self.nbytes)
         figures = (
             f"locking {size} takes {self.lock_seconds * 1e3:.1f} ms, a put {self.pinned_seconds * 1e3:.1f} ms then, "
             f"{self.staged_seconds * 1e3:.1f} ms staged"
         )
         if self.transfers is None:
             return f"pin never pays: {figures}"
-        return f"pin pays from {self.transfers} transfers of the same memory on: {figures}"
+        return f"pin pays from {counted(self.transfers, 'transfer')} of the same memory on: {figures}"
 
 
 def break_even(stager: Stager) -> BreakEven | None:

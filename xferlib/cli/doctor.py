@@ -5,9 +5,11 @@ Backends are opened, one after the other, and closed again. Whatever opening one
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import platform
+import resource
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -26,15 +28,14 @@ from xferlib.memory.limits import default_pinned_limit, memory_limit
 from xferlib.registry import backends, stager
 from xferlib.stager import Stager
 from xferlib.staging.profile import VARIABLE, StagingProfile, given_profile
+from xferlib.words import counted, in_words
 
 __all__ = ["examine", "lacking", "print_json", "show"]
 
 Report = dict[str, Any]
 
-HARMFUL = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "all streams share one queue, so kernels and copies wait for each other",
-    "CUDA_LAUNCH_BLOCKING": "every launch waits for its end, so nothing overlaps",
-}
+LITTLE = 256 << 20
+"""Bytes. Less pinned memory than this is soon in the way."""
 
 
 def examine() -> Report:
@@ -53,10 +54,11 @@ def examine() -> Report:
             "available_nbytes": int(memory.available),
             "limit_nbytes": memory_limit(),
             "pinned_limit_nbytes": default_pinned_limit(),
+            "memlock_nbytes": _memlock(),
         },
         "auto": _auto(instead),
         "backends": states,
-        "findings": _settings() + unreadable,
+        "findings": [*_settings(), *unreadable, *_little_memory(), *_no_gpu(states)],
     }
 
 
@@ -153,7 +155,48 @@ def _auto(instead: Report) -> str | None:
 
 
 def _settings() -> list[str]:
-    return [f"{name}=1 is set: {effect}. Unset it" for name, effect in HARMFUL.items() if os.environ.get(name) == "1"]
+    """Return a sentence for each variable of CUDA's that keeps work from overlapping, or hides the devices."""
+    found = []
+    # Seen on an H200: kernels of other streams stand still behind one that is held, copies do not.
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        found.append(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 is set: the kernels of all streams share one queue and wait for each other. Unset it, "
+            "or set it to 8 or more"
+        )
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0")
+    if blocking not in ("", "0"):
+        found.append(f"CUDA_LAUNCH_BLOCKING={blocking} is set: every launch waits for its end, so nothing overlaps. Unset it")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):
+        found.append(f"CUDA_VISIBLE_DEVICES={visible} is set: it hides every GPU from this process. Unset it, or name one")
+    return found
+
+
+def _little_memory() -> list[str]:
+    limit = default_pinned_limit()
+    if limit >= LITTLE:
+        return []
+    return [
+        f"at most {in_words(limit)} is pinned by default, since the machine, or the control group of this process, has little "
+        "memory left. Give the container more, or pass pinned_limit= to xferlib.stager"
+    ]
+
+
+def _no_gpu(states: Sequence[Report]) -> list[str]:
+    if any(state["on_gpu"] for state in states):
+        return []
+    if glob.glob("/dev/nvidia[0-9]*"):
+        return ["there is an NVIDIA GPU, and no backend is ready on it: install one as its row in the table says"]
+    return [
+        "no NVIDIA GPU is to be seen here. Programs and their tests run on the CPU, and how fast they are, or how much overlaps, "
+        "tells nothing of a GPU"
+    ]
+
+
+def _memlock() -> int | None:
+    """Return the limit on locked memory of this process; None: there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _unreadable() -> list[str]:
@@ -176,15 +219,17 @@ def _words(state: Report) -> str:
 
 
 def _machine(report: Report) -> list[tuple[str, str]]:
-    memory = {name: f"{nbytes / 2**30:.1f} GiB" for name, nbytes in report["memory"].items()}
+    memory = {name: None if nbytes is None else in_words(nbytes) for name, nbytes in report["memory"].items()}
     limited = report["memory"]["limit_nbytes"] < report["memory"]["total_nbytes"]
     limit = f", limited to {memory['limit_nbytes']} by its control group" if limited else ""
+    # Drivers lock pages by themselves, and ask no such limit: seen on an H200, with driver 580.
+    locked = f" (ulimit -l, {memory['memlock_nbytes']}, does not bear on it)" if memory["memlock_nbytes"] else ""
     return [
         ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
-        ("machine", f"{report['cores']} cores, {report['platform']}"),
+        ("machine", f"{counted(report['cores'], 'core')}, {report['platform']}"),
         (
             "memory",
             f"{memory['total_nbytes']}, {memory['available_nbytes']} available{limit}; pinned at most "
-            f"{memory['pinned_limit_nbytes']} unless pinned_limit says otherwise",
+            f"{memory['pinned_limit_nbytes']} unless pinned_limit= says otherwise{locked}",
         ),
     ]

@@ -32,7 +32,10 @@ class Hold(Protocol):
 
     @property
     def stream(self) -> object | None:
-        """What to pass as `stream=` to name the held compute; None where arrays order themselves, and for held copies."""
+        """What to pass as `stream=` to name the held compute; None where arrays order themselves, and for held copies.
+
+        Usable until the context manager is left, also once the hold is released.
+        """
 
     def release(self) -> None:
         """Open the gate. Twice is fine; leaving the context manager releases and waits for the held work."""

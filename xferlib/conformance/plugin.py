@@ -1,4 +1,4 @@
-"""A pytest plugin: the header that says what was tested, on what. A pasted log explains itself.
+"""A pytest plugin: the header that says what was tested, on what, and at the end a line for each law. A pasted log explains itself.
 
 `xferlib conformance NAME` loads it; with pytest alone: `pytest -p xferlib.conformance.plugin --xferlib-backend NAME --pyargs ...`.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from importlib.metadata import packages_distributions, version
 
 import pytest
 
+from xferlib.conformance.verdicts import verdicts
 from xferlib.errors import BackendUnavailableError
 from xferlib.protocol import HostStager
 from xferlib.registry import open_backend
@@ -20,6 +22,8 @@ from xferlib.registry import open_backend
 __all__ = ["describe"]
 
 HEADER = pytest.StashKey[list[str]]()
+OFF = pytest.StashKey[Collection[str]]()
+"""The flags that are off."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +37,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if name is None or config.option.collectonly:
         return
     try:
-        config.stash[HEADER] = describe(name)
+        config.stash[HEADER], config.stash[OFF] = _described(name)
     except BackendUnavailableError as error:
         # Once, where a skip for every law would end in success.
         raise pytest.UsageError(f"nothing was tested: {error}") from error
@@ -43,12 +47,30 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return config.stash.get(HEADER, [])
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
+    # Behind all that pytest has to say, where it is looked for.
+    yield
+    if config.getoption("--xferlib-backend") is None:
+        return
+    lines = verdicts(terminalreporter.stats, config.stash.get(OFF, ()))
+    if lines:
+        terminalreporter.write_sep("=", "laws")
+    for line in lines:
+        terminalreporter.write_line(line)
+
+
 def describe(name: str) -> list[str]:
     """Return the lines: backend, device, capabilities, versions, process. Raises `BackendUnavailableError`."""
+    return _described(name)[0]
+
+
+def _described(name: str) -> tuple[list[str], list[str]]:
     loaded = _loaded_packages()
     backend = open_backend(name)
     try:
-        return [f"backend: {name} on {backend.device}", _capabilities(backend), _versions(loaded), _process()]
+        off = [flag for flag, is_on in asdict(backend.capabilities).items() if not is_on]
+        return [f"backend: {name} on {backend.device}", _capabilities(backend), _versions(loaded), _process()], off
     finally:
         backend.close()
 

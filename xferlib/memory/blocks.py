@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, TypeAlias, final, get_args
 
-__all__ = ["Flow", "HostBlock", "Usage", "Wanted", "WhenFull", "check_when_full", "in_words", "round_up"]
+__all__ = ["Flow", "HostBlock", "Usage", "Wanted", "WhenFull", "check_when_full", "round_up"]
 
 WhenFull: TypeAlias = Literal["wait", "raise", "stage"]
 """What happens to an array for which the limit has no room: it waits while transfers in flight will make some, and fails if none
@@ -22,11 +22,6 @@ def check_when_full(when_full: str) -> None:
 def round_up(nbytes: int, step: int) -> int:
     """Return the next multiple of `step`."""
     return -(-nbytes // step) * step
-
-
-def in_words(nbytes: int) -> str:
-    """Say a size to people."""
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes} bytes"
 
 
 @final

@@ -28,6 +28,7 @@ from xferlib.errors import AllocationError
 from xferlib.memory.limits import available_memory
 from xferlib.memory.nodes import cpus_near
 from xferlib.protocol import HostStager
+from xferlib.words import in_words
 
 __all__ = ["Allocators", "HostPages", "allocators"]
 
@@ -121,13 +122,13 @@ def _check_available(nbytes: int) -> None:
     available = available_memory()
     if nbytes > available:
         raise AllocationError(
-            f"{nbytes} bytes of pinned memory could not be had: {available} bytes of memory are available on this machine, or in "
+            f"{in_words(nbytes)} of pinned memory could not be had: {in_words(available)} are available on this machine, or in "
             "its control group. Lower pinned_limit or the batch"
         )
 
 
 def _refused(nbytes: int, error: Exception) -> AllocationError:
-    return AllocationError(f"{nbytes} bytes of pinned memory could not be had: {error}. Lower pinned_limit or the batch")
+    return AllocationError(f"{in_words(nbytes)} of pinned memory could not be had: {error}. Lower pinned_limit or the batch")
 
 
 def _map(nbytes: int) -> int:

@@ -28,10 +28,11 @@ import numpy as np
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.memory.arrays import Array
-from xferlib.memory.blocks import Flow, HostBlock, Usage, Wanted, WhenFull, check_when_full, in_words, round_up
+from xferlib.memory.blocks import Flow, HostBlock, Usage, Wanted, WhenFull, check_when_full, round_up
 from xferlib.memory.ranges import Ranges
 from xferlib.reaper import AtWork, uninterrupted, watch
 from xferlib.tickets import Returns, ticket
+from xferlib.words import in_words
 
 __all__ = ["HostBlock", "PinnedPool"]
 

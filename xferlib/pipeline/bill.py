@@ -9,8 +9,9 @@ from typing import Any, Literal, final
 import numpy as np
 
 from xferlib.tree import PLAIN, Trees
+from xferlib.words import in_words
 
-__all__ = ["Bill", "Charge", "in_words", "tree_nbytes"]
+__all__ = ["Bill", "Charge", "tree_nbytes"]
 
 
 @final
@@ -53,11 +54,6 @@ class Bill:
 
     def _sum(self, memory: str) -> int:
         return sum(charge.count * charge.nbytes for charge in self.charges if charge.memory == memory)
-
-
-def in_words(nbytes: int) -> str:
-    """Return a size for people."""
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 16 else f"{nbytes} bytes"
 
 
 def tree_nbytes(tree: Any, trees: Trees = PLAIN) -> int:

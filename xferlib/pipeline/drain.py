@@ -19,7 +19,7 @@ from typing import Any, Generic, NoReturn, final
 
 from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
-from xferlib.pipeline.bill import Bill, Charge, in_words, tree_nbytes
+from xferlib.pipeline.bill import Bill, Charge, tree_nbytes
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.rows import Rows
 from xferlib.pipeline.wakeup import Wakeup
@@ -27,6 +27,7 @@ from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import TreeT_co
+from xferlib.words import counted, in_words
 
 __all__ = ["Drain", "Results"]
 
@@ -103,8 +104,8 @@ class Drain(Generic[TreeT_co]):
                 self._land_until(self.depth - 1)
             elif not self._wait_taken(lambda: len(self._pending) < self.depth):
                 raise RuntimeError(
-                    f"{len(self._pending)} results wait to be taken, and nobody else takes them: call results() first and iterate "
-                    "it on another thread, use drain(...), or give out="
+                    f"not taken yet: {counted(len(self._pending), 'result')}, and nobody else takes: call results() first and "
+                    "iterate it on another thread, use drain(...), or give out="
                 )
             try:
                 self.start(tree, stream)
@@ -209,6 +210,15 @@ class Drain(Generic[TreeT_co]):
         finally:
             self.close()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "ended" if self._ended else f"depth {self.depth}"
+        try:
+            oldest = self._pending[0]
+        except IndexError:
+            oldest = None
+        first = f", the oldest {oldest!r}" if isinstance(oldest, Transfer) else ""
+        return f"<Drain, {self._taken} taken, {len(self._pending)} not taken{first}, {state}>"
+
     def _into_rows(self, rows: Rows, tree: Any, stream: object | None) -> Transfer:
         out, count = rows.next(tree)
         # Before the copy: were it begun, and that lost to an interrupt, nothing else may be written to these rows.
@@ -301,7 +311,7 @@ class Drain(Generic[TreeT_co]):
                     f"pinned_limit={limit} ({in_words(limit)}). Raise pinned_limit, give out=, or make smaller results"
                 )
             if fit < self.depth:
-                self.lowered = f"{fit} results are under way instead of {self.depth}: pinned_limit={limit} has no room for more"
+                self.lowered = f"depth is {fit} instead of {self.depth}: pinned_limit={limit} has no room for more results"
                 self.depth = fit
         device = Charge("device", self.depth + 1, nbytes, "results")
         own = () if self._rows is not None else (Charge("pinned", self.depth + 1, nbytes, "results"),)

@@ -75,6 +75,8 @@ def prefetch(
     their memory (or are the only view of one that does, or of `bytes`), in dicts, lists and tuples that the source keeps no
     reference to either. A generator that says `batch = ...` and then `yield batch` keeps one, `yield ...` does not.
 
+    `depth`: no more than there are batches, where `len()` of the source says how many.
+
     `stream`: the one whose work will use the batches. None: the consumer's current one. A framework that knows no current stream
     means the default one, so there a consumer with streams of its own must name the one it uses.
 
@@ -150,6 +152,7 @@ class Prefetch(Generic[TreeT_co]):
                 f"batches is a {type(batches).__qualname__}, of which only the keys would be iterated: expected an iterable of "
                 "batches. Pass [batch] for a single one"
             )
+        depth = _no_deeper(batches, depth)
         self._asked_depth = depth
         self._device_waits = device_waits
         self._value = take
@@ -247,6 +250,16 @@ class Prefetch(Generic[TreeT_co]):
         self._late += late
         self._taken += 1
         return value
+
+
+def _no_deeper(batches: Any, depth: int) -> int:
+    """Return the depth that a source of known length can fill: what lies ahead costs memory, on the device and in the bill."""
+    try:
+        # Some loaders raise here, as those whose data has no length.
+        count = len(batches)
+    except Exception:
+        return depth
+    return min(depth, max(1, count))
 
 
 @final

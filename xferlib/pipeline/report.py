@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
+from xferlib.words import counted
+
 __all__ = ["Bound", "Report", "of_drain", "of_prefetch", "of_stream"]
 
 Bound: TypeAlias = Literal["source", "copy", "compute", "device", "consumer", "nothing yet"]
@@ -70,8 +72,9 @@ def of_prefetch(
     bound = _bound_of_prefetch(parts, batches - 1, reader_waits)
     words = [f"{bound}-bound: {_ADVICE[bound]}"]
     words.append(
-        f"{batches - 1} batches in {seconds:.3f} s, after a first one that took {first:.3f} s and is not counted; the consumer "
-        f"waited {_share(parts['wait'], seconds)} for them, and the copy of {late} was not done when it took them out of the queue"
+        f"{counted(batches - 1, 'batch', 'batches')} in {seconds:.3f} s, after a first one that took {first:.3f} s and is "
+        f"not counted; the consumer waited {_share(parts['wait'], seconds)} for them; "
+        f"{late} came out of the queue before the copy was done"
     )
     total = sum(thread.values())
     words.append(
@@ -80,7 +83,9 @@ def of_prefetch(
         f"{_share(parts['place'], total)}"
     )
     if reader_waits:
-        words.append(f"{reader_waits} puts waited on the device for work that still read an older batch: device_limit was reached")
+        words.append(
+            f"{counted(reader_waits, 'put')} waited on the device for a reader of an older batch: device_limit was reached"
+        )
     elif bound != "compute" and parts["work"] < IDLE * seconds:
         words.append("the consumer never waited for its own work on the device: that may be further behind, unseen here")
     return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=(*words, *notes))
@@ -101,9 +106,9 @@ def of_drain(*, batches: int, late: int, taker: Mapping[str, float], first: floa
         bound = "source" if parts["launch"] >= parts["work"] else "consumer"
     words = (
         f"{bound}-bound: {_DRAIN_ADVICE[bound]}",
-        f"{batches - 1} results in {seconds:.3f} s, after a first one that took {first:.3f} s and is not counted: asking for "
-        f"them took {_share(parts['launch'], seconds)}, waiting for the device {_share(parts['wait'], seconds)}, the consumer's "
-        f"own work {_share(parts['work'], seconds)}; {late} were not done when it came for them",
+        f"{counted(batches - 1, 'result')} in {seconds:.3f} s, after a first one that took {first:.3f} s and is not counted: "
+        f"asking for them took {_share(parts['launch'], seconds)}, waiting for the device {_share(parts['wait'], seconds)}, the "
+        f"consumer's own work {_share(parts['work'], seconds)}; not done when it came for it: {counted(late, 'result')}",
     )
     return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=(*words, *notes))
 

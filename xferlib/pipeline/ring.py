@@ -22,19 +22,21 @@ from typing import Any, Generic, final
 
 import numpy as np
 
-from xferlib.checks import uncopied
+from xferlib.checks import checked_at, package_of, shorten, uncopied
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError, ClosedError, TransferError
 from xferlib.inflight import reap_all
 from xferlib.memory.arrays import Array, address_of
-from xferlib.pipeline.bill import Bill, Charge, in_words
+from xferlib.pipeline.bill import Bill, Charge
 from xferlib.pipeline.ends import End, Ends, end_of, users_of
 from xferlib.pipeline.shared.layout import Layout
+from xferlib.sketch import sketched
 from xferlib.stager import Stager, check_stager
 from xferlib.tickets import Returns
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of, unflatten
 from xferlib.typed import TreeT_co
+from xferlib.words import counted, in_words
 
 __all__ = ["Ring", "Slot"]
 
@@ -65,7 +67,8 @@ class Ring(Generic[TreeT_co]):
 
     What a batch is, a type checker is told: `ring: Ring[Batch] = Ring(stager, spec)`. Its slots, and what they put, are typed so.
 
-    Raises `TypeError` and `ValueError` for the spec, and `AllocationError` where the stager's pinned_limit forbids so many slots.
+    Raises `TypeError` and `ValueError` for the spec, as `Stager.put` for a dtype that the framework would narrow, and
+    `AllocationError` where the stager's pinned_limit forbids so many slots.
     """
 
     __reduce_ex__ = uncopied("Threads may share it; another process makes one of its own")
@@ -74,11 +77,13 @@ class Ring(Generic[TreeT_co]):
         check_stager(stager)
         if slots < 1:
             raise ValueError(f"slots={slots!r}: expected 1 or more")
-        self._layout = layout = Layout(spec, trees_of(stager.backend))
+        self._layout = layout = self._laid_out(stager, spec)
         self.stager = stager
         self.slots = slots
         self.bill = Bill((Charge("pinned", slots, layout.nbytes, "slots"),))
         self._check(stager)
+        self._words = layout.in_words
+        """Of a slot, for people."""
         self._places = {index: stager.empty_pinned(layout.nbytes, np.uint8) for index in range(slots)}
         self._idle = deque(range(slots))
         self._out: dict[int, int] = {}
@@ -93,6 +98,19 @@ class Ring(Generic[TreeT_co]):
         """Threads."""
         self._waiting = threading.RLock()
         self._closed = False
+
+    @staticmethod
+    def _laid_out(stager: Stager, spec: Any) -> Layout:
+        """Return the layout of a slot that this stager can put."""
+        backend = stager.backend
+        try:
+            layout = Layout(spec, trees_of(backend))
+            for index, part in enumerate(layout.whole.parts):
+                checked_at(layout.structure, index, backend.check_dtype, part.dtype)
+        except (TypeError, ValueError) as error:
+            shorten(error, package_of(backend))
+            raise
+        return layout
 
     def acquire(self) -> Slot[TreeT_co]:
         """Return a slot to be written, its contents undefined.
@@ -243,8 +261,8 @@ class Ring(Generic[TreeT_co]):
         if self.slots > fit:
             advice = f"Use slots={fit}, or raise pinned_limit" if fit else "Raise pinned_limit, or use smaller batches"
             raise AllocationError(
-                f"{self.slots} slots of {in_words(self._layout.nbytes)} are {in_words(self.bill.pinned_nbytes)} of pinned memory, "
-                f"more than pinned_limit={limit} ({in_words(limit)}). {advice}"
+                f"{counted(self.slots, 'slot')} of {in_words(self._layout.nbytes)} need {in_words(self.bill.pinned_nbytes)} of "
+                f"pinned memory, more than pinned_limit={limit} ({in_words(limit)}). {advice}"
             )
 
     def _check_open(self) -> None:
@@ -258,7 +276,8 @@ class Ring(Generic[TreeT_co]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Ring {self.slots} slots of {self._layout.nbytes} bytes{', closed' if self._closed else ''}>"
+        state = "closed" if self._closed else f"{len(self._idle)} idle"
+        return f"<Ring of {counted(self.slots, 'slot')}: {self._words}, {state}>"
 
 
 @final
@@ -351,7 +370,9 @@ class Slot(Generic[TreeT_co]):
         self.release()
 
     def __repr__(self) -> str:
-        return f"<Slot {'acquired' if self._lease is not None else self._done}>"
+        # Asked once: another thread may put it meanwhile.
+        tree = self.__dict__.get("_tree")
+        return f"<Slot: {self.ring._words if tree is None else sketched(tree)}, {self._done if tree is None else 'acquired'}>"
 
 
 def _freeze(arrays: Sequence[Array]) -> None:

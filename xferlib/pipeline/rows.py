@@ -6,6 +6,7 @@ from typing import Any, final
 
 from xferlib.memory.arrays import Array
 from xferlib.tree import Spec, Trees, check_structure, path, unflatten
+from xferlib.words import counted
 
 __all__ = ["Rows"]
 
@@ -40,7 +41,8 @@ class Rows:
         end = self.filled + count
         if end > self.rows:
             raise ValueError(
-                f"out is full: it has {self.rows} rows, and {end} were to be written. Give arrays with as many as come"
+                f"out is full: it has {counted(self.rows, 'row')}, and {end} in all were to be written. Give arrays "
+                "with as many as come"
             )
         views = [
             array[self.filled : end] if array.ndim == len(leaf.shape) else array[self.filled, ...]

@@ -16,7 +16,9 @@ import numpy.typing as npt
 import optree
 
 from xferlib.memory.arrays import Array, check_dtype
+from xferlib.sketch import sketched
 from xferlib.tree import PLAIN, Trees, flatten, path, unflatten
+from xferlib.words import counted
 
 __all__ = ["ALIGNMENT", "Layout", "Part", "Parts"]
 
@@ -73,15 +75,20 @@ class Layout:
             end += _round_up(math.prod(leaf.shape) * leaf.dtype.itemsize, ALIGNMENT)
         if not end:
             raise ValueError(f"every array in {spec!r} is empty: there is no memory to share")
-        self._structure = structure
+        self.structure = structure
         self.whole = Parts(unflatten(structure, range(len(parts))), tuple(parts))
         """The full batch."""
         self.nbytes = _round_up(end, PAGE)
         """Of one slot."""
 
+    @property
+    def in_words(self) -> str:
+        """The arrays and their sizes, for people."""
+        return sketched(unflatten(self.structure, [_Leaf(part.shape, part.dtype) for part in self.whole.parts]))
+
     def views(self, slot: Bytes) -> Any:
         """Return the tree of arrays of the full batch over these bytes."""
-        return unflatten(self._structure, [part.view(slot) for part in self.whole.parts])
+        return unflatten(self.structure, [part.view(slot) for part in self.whole.parts])
 
     def returned(self, value: Any, slot: Bytes) -> Parts | None:
         """Say where that lies which `fill` returned: None for all of the slot, a number of rows, or a tree of views of it."""
@@ -99,7 +106,7 @@ class Layout:
         parts = self.whole.parts
         room = min((part.shape[0] if part.shape else -1) for part in parts)
         if not 0 <= rows <= room:
-            raise ValueError(f"fill returned {rows} rows; the first axis of its slot has room for 0 to {room}")
+            raise ValueError(f"fill returned {counted(rows, 'row')}; the first axis of its slot has room for 0 to {room}")
         return Parts(self.whole.tree, tuple(part._replace(shape=(rows, *part.shape[1:])) for part in parts))
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from xferlib.errors import AllocationError
 from xferlib.pipeline.shared.layout import Bytes
+from xferlib.words import in_words
 
 __all__ = ["Descriptor", "SharedMemory", "map_shared"]
 
@@ -42,7 +43,7 @@ class SharedMemory:
             self.raw = map_shared(self.descriptor, nbytes)
         except OSError as error:
             self.close()
-            words = f"{nbytes} bytes of shared memory could not be had: {error}"
+            words = f"{in_words(nbytes)} of shared memory could not be had: {error}"
             raise AllocationError(f"{words}. Use fewer or smaller slots") from error
 
     def close(self) -> None:

@@ -7,8 +7,11 @@ never touch the device, and are told which slot to fill by number.
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
+import pickletools
 import reprlib
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -32,6 +35,7 @@ from xferlib.pipeline.shared.slots import Slots
 from xferlib.pipeline.shared.worker import serve
 from xferlib.stager import Stager, check_stager
 from xferlib.typed import TreeT_co
+from xferlib.words import counted, in_words
 
 __all__ = ["SharedRing"]
 
@@ -61,7 +65,7 @@ class _Holdings:
             try:
                 self._pin = self._stager.pin(memory.raw)
             except AllocationError as error:
-                error.add_note(f"for {slots} slots of {layout.nbytes} bytes. Use fewer or smaller slots")
+                error.add_note(f"for {counted(slots, 'slot')} of {in_words(layout.nbytes)}. Use fewer or smaller slots")
                 raise
         self.crew = crew = Crew(partial(Worker, serve, (memory.descriptor, layout, slots)), servant)
         return crew, Slots(memory.raw, layout, slots)
@@ -118,7 +122,7 @@ class SharedRing(Generic[TreeT_co]):
         self._refusal: XferError | None = None
         check_stager(stager)
         if slots < 2:
-            raise ValueError(f"a ring of {slots!r} slots: expected 2 or more, since a consumer holds one while the next is filled")
+            raise ValueError(f"slots={slots!r}: expected 2 or more, since a consumer holds one while the next is filled")
         self._layout = layout = Layout(spec)
         self.slots = slots
         self.nbytes = slots * layout.nbytes
@@ -161,7 +165,7 @@ class SharedRing(Generic[TreeT_co]):
 
         `slot` is the tree of the spec with arrays to write into. `fill` returns None if it has filled them all, the number of rows
         (along every first axis) that it has filled, or a tree of views of them. It is found in the worker by import, with what it
-        carries pickled; so is each task, which should be small: a path, an index.
+        carries pickled, so it stands in a module and not in a notebook; so is each task, which should be small: a path, an index.
 
         The batches are trees of arrays in the slots themselves: `stager.put` reads them where they are. Keep one as long as you
         like; its slot is filled again when no array over it is left and no copy reads it. `ordered`: in the order of the tasks,
@@ -231,7 +235,7 @@ class SharedRing(Generic[TreeT_co]):
 
     def __repr__(self) -> str:
         state = "" if self._refusal is None else ", closed"
-        return f"<SharedRing {self.slots} slots of {self.slot_nbytes} bytes{state}>"
+        return f"<SharedRing of {counted(self.slots, 'slot')}: {self._layout.in_words}{state}>"
 
     def _end(self, refusal: XferError) -> None:
         if self._refusal is None:
@@ -244,18 +248,32 @@ class SharedRing(Generic[TreeT_co]):
             run.end(reason)
 
     def _check_bill(self, stager: Stager) -> None:
-        stats = stager.stats()
-        if self.nbytes > stats.pinned_limit_nbytes:
+        limit = stager.stats().pinned_limit_nbytes
+        if self.nbytes > limit:
             raise AllocationError(
-                f"{self.slots} slots of {self.slot_nbytes} bytes are {self.nbytes} bytes of pinned memory, "
-                f"more than pinned_limit={stats.pinned_limit_nbytes}. Raise pinned_limit, or use fewer or smaller slots"
+                f"{counted(self.slots, 'slot')} of {in_words(self.slot_nbytes)} need {in_words(self.nbytes)} of pinned memory, "
+                f"more than pinned_limit={limit} ({in_words(limit)}). Raise pinned_limit, or use fewer or smaller slots"
             )
 
 
 def _pickled(fill: Callable[[Any, Any], Any]) -> bytes:
     try:
-        return pickle.dumps(fill, pickle.HIGHEST_PROTOCOL)
+        pickled = pickle.dumps(fill, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(
             f"fill={fill!r} cannot be sent to a worker process: {error}. Define it, or its class, at the top of a module"
         ) from error
+    if _is_interactive() and any(argument == "__main__" for _, argument, _ in pickletools.genops(pickled)):
+        # A worker would find out only after it was started, and say that __main__ has no such attribute.
+        raise TypeError(
+            f"fill={fill!r} is defined in an interactive session, where a worker process cannot import it. Write it to a module, "
+            "such as fills.py beside the notebook (there: a cell that begins with %%writefile fills.py), and import it from there"
+        )
+    return pickled
+
+
+def _is_interactive() -> bool:
+    """Tell whether the main module is no file that a spawned process could run: that of a notebook, a prompt, or `python -c`."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is None and (file is None or not os.path.exists(file))

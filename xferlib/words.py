@@ -1,0 +1,25 @@
+"""Counts and sizes as people read them. Every message of ours takes them from here; nothing else belongs here."""
+
+from __future__ import annotations
+
+__all__ = ["counted", "in_words"]
+
+UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """Return "1 slot", "3 slots". `many`: the plural, where it is not `one` and an s."""
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def in_words(nbytes: int) -> str:
+    """Return a size in the largest unit of which there is one: "1 byte", "1.5 KiB", "64.0 MiB"."""
+    if nbytes < 1024:
+        return counted(nbytes, "byte")
+    size = float(nbytes)
+    for unit in UNITS:
+        size /= 1024
+        # What would be rounded up to the next unit is said in that.
+        if size < 1023.95 or unit == UNITS[-1]:
+            break
+    return f"{size:.1f} {unit}"
