@@ -53,7 +53,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     yield
     if config.getoption("--xferlib-backend") is None:
         return
-    lines = verdicts(terminalreporter.stats, config.stash[OFF] if OFF in config.stash else [])
+    off: list[str] = config.stash.get(OFF, [])
+    lines = verdicts(terminalreporter.stats, off)
     if lines:
         terminalreporter.write_sep("=", "laws")
     for line in lines:
