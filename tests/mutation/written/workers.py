@@ -42,7 +42,7 @@ MUTANTS = [
         "                # An interrupt. If another one comes in here, the next step finds the crew cut.\n                self._mend()\n                raise",
         "                self._crew.cut = False\n                raise",
     ),
-    (RING, "        if self.nbytes > stats.pinned_limit_nbytes:", "        if self.nbytes >= stats.pinned_limit_nbytes:"),
+    (RING, "        if self.nbytes > limit:", "        if self.nbytes >= limit:"),
     (RING, "        if slots < 2:", "        if slots < 1:"),
     (RING, '        self._end_run(RuntimeError("a later', '        repr(RuntimeError("a later'),
     (SLOTS, "            if holder == FILLING and index not in taken:", "            if index not in taken:"),
