@@ -39,7 +39,7 @@ __all__ = [
 
 LAWS = {
     1: "Content: once done, the destination holds the source's values, shape and dtype",
-    2: "The source is free once done",
+    2: "The source is free once done; pageable memory that is borrowed until it is staged, once wait_staged() has returned",
     3: "Nothing the caller drops can harm a copy",
     4: "done() never says yes early, never blocks, and gets there by itself",
     5: "Starting does not wait",
