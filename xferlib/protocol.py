@@ -22,6 +22,7 @@ __all__ = [
     "LAWS",
     "Capabilities",
     "CombinesWrites",
+    "DescribesArrays",
     "DeviceBlock",
     "DriverCalls",
     "Event",
@@ -333,6 +334,18 @@ class ReadsMany(Protocol[ArrayT_contra]):
 
         None, with nothing told to wait, where they are not all of a kind for which that is right, or one of them is refused: then
         the core asks for each.
+        """
+
+
+class DescribesArrays(Protocol):
+    """What a backend may have besides, where NumPy does not know the dtypes of its arrays, or its arrays have no `shape`."""
+
+    @staticmethod
+    def describe(array: Any) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+        """Return shape and dtype of an array of this framework, the dtype as NumPy has it; None for all else.
+
+        None also for an array whose dtype NumPy has not: `as_source` then says what to do. What is None here, and has a `shape` and
+        a `dtype` that NumPy knows, is taken as it says. Looks at no data. Static, as the methods of `TakesTreesApart` are.
         """
 
 

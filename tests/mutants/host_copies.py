@@ -75,6 +75,15 @@ class RoundsUp(BrokenBackend):
         self.inner.copy_d2h(dst, src, nbytes + 64)
 
 
+@broken_backend(f"{GET_KEEPS}[int32]", hooks=Host)
+class DescribesSignedAsUnsigned(BrokenBackend):
+    """Says of arrays of signed integers that theirs are unsigned."""
+
+    @staticmethod
+    def describe(array: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        return array.shape, np.dtype(array.dtype.char.upper() if array.dtype.kind == "i" else array.dtype)
+
+
 @broken_backend(f"{PUT_KEEPS}[int32]", hooks=Host)
 class FlattensScalars(BrokenBackend):
     """Gives arrays without an axis one."""
