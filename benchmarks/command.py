@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in CASES.values():
             print(f"{case.name:10s} {case.summary}")
         return 0
+    if options.compare:
+        report.show_ratios(_console(), *map(records.read, options.compare))
+        return 0
     cases = [CASES[name] for name in options.case or CASES]
     try:
         with xferlib.stager(options.backend) as stager:
@@ -148,6 +151,13 @@ def _size(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks/run.py", description="Measure xferlib beside its peers and the limit.")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("OLD", "NEW"),
+        help="print the ratios of two files of records, and stop",
+    )
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="run this case only; may be repeated")
     parser.add_argument("--backend", default="auto", metavar="NAME", help="what xferlib.stager() takes (default: auto)")
     parser.add_argument(

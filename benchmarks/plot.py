@@ -1,22 +1,41 @@
-"""Draw what part of the link's rate is reached over the size, ours and the peers': `python benchmarks/plot.py FILE PICTURE`."""
+"""Draw what part of the link's rate is reached over the size, ours and the peers': `python benchmarks/plot.py FILE PICTURE`.
+
+An SVG says in its description what is drawn, so that anybody can ask whether it is of the records that there are, and follows the
+reader's choice of a light or a dark page.
+"""
 
 from __future__ import annotations
 
 import argparse
+import html
+import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+__all__ = ["draw", "is_of", "main"]
+
 INSTALL = "matplotlib is not installed. Install it with: pip install 'matplotlib>=3.8'"
 PANEL = (6.0, 3.8)
 """Inches."""
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 WAYS = {"h2d": "host to device", "d2h": "device to host"}
+DARK = {"#1a1a1b": "#e6e6e7", "#fefefe": "#131416"}
+"""Of what stands out and of what is behind it: the colour on a light page, and on a dark one. They are nobody else's."""
+INK, PAPER = DARK
+STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), PAPER),
+    "legend.edgecolor": "grey",
+    # Letters, and names of parts that are the same each time.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "sizes",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{options.file} has no such records of the case 'sizes' with backend {options.backend!r}", file=sys.stderr)
         return 1
     try:
-        _draw(records, options.picture)
+        draw(records, options.picture)
     except ModuleNotFoundError:
         print(INSTALL, file=sys.stderr)
         return 1
@@ -39,7 +58,35 @@ def _is_asked(record: dict[str, Any], options: argparse.Namespace) -> bool:
     return bool(record["case"] == "sizes" and record["backend"] == options.backend and asked)
 
 
-def _draw(records: Sequence[dict[str, Any]], picture: Path) -> None:
+def draw(records: Sequence[Mapping[str, Any]], picture: Path) -> None:
+    """Draw records of the case `sizes`, of one backend. Raises `ModuleNotFoundError` without matplotlib."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        _draw(records, picture)
+
+
+def is_of(picture: Path, records: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether an SVG was drawn from these records. Needs no matplotlib."""
+    return picture.exists() and f">{html.escape(_described(records), quote=False)}<" in picture.read_text()
+
+
+def _described(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return all that a picture of these records shows, in words."""
+    points = [
+        f"{one['direction']} {one['label']}, {_size(one['nbytes'])} at {one['limit_gbps']} GB/s: xferlib {one['of_limit']}"
+        + "".join(f", {peer} {one['peers'][peer]}" for peer in sorted(one["peers"]))
+        for one in sorted(records, key=lambda one: (one["direction"], one["label"], one["nbytes"]))
+    ]
+    return "\n".join([_title(records), *points])
+
+
+def _title(records: Sequence[Mapping[str, Any]]) -> str:
+    first = records[0]
+    return f"{first['backend']} on {first['machine'].get('gpu')}, pageable memory, default arguments"
+
+
+def _draw(records: Sequence[Mapping[str, Any]], picture: Path) -> None:
     from matplotlib.figure import Figure
 
     by_way = {way: sorted({one["label"] for one in records if one["direction"] == way}) for way in WAYS}
@@ -55,18 +102,31 @@ def _draw(records: Sequence[dict[str, Any]], picture: Path) -> None:
             label = by_way[way][row]
             group = [one for one in records if (one["direction"], one["label"]) == (way, label)]
             _panel(panels[row, column], f"{WAYS[way]}: {label}", sorted(group, key=lambda one: one["nbytes"]))
-    first = records[0]
-    figure.suptitle(f"{first['backend']} on {first['machine'].get('gpu')}, pageable memory, default arguments")
-    figure.savefig(picture)
+    figure.suptitle(_title(records))
+    if picture.suffix != ".svg":
+        figure.savefig(picture)
+        return
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Description": _described(records)})
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    picture.write_text("\n".join(lines).replace("<defs>", f"<style>{_dark_page()}</style>\n <defs>", 1) + "\n")
 
 
-def _panel(axes: Axes, title: str, records: Sequence[dict[str, Any]]) -> None:
+def _dark_page() -> str:
+    """Return the rules by which a picture is dark on a dark page: stronger than what its parts say of themselves."""
+    rules = [
+        f'[style*="{part}: {light}"] {{{part}: {dark} !important}}' for light, dark in DARK.items() for part in ("fill", "stroke")
+    ]
+    return f"@media (prefers-color-scheme: dark) {{{' '.join(rules)}}}"
+
+
+def _panel(axes: Axes, title: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Draw the peers of all sizes first, so that ours lies above them."""
     for name in sorted({peer for one in records for peer in one["peers"]}):
         points = [(one["nbytes"], one["peers"][name] / one["limit_gbps"]) for one in records if name in one["peers"]]
         axes.plot(*zip(*points, strict=True), marker=".", linewidth=1, label=name)
     sizes = [one["nbytes"] for one in records]
-    axes.plot(sizes, [one["of_limit"] for one in records], marker="o", linewidth=2.5, color="black", label="xferlib")
+    axes.plot(sizes, [one["of_limit"] for one in records], marker="o", linewidth=2.5, color=INK, label="xferlib")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [_size(nbytes) for nbytes in sizes], fontsize=7)
     axes.set_ylim(bottom=0)

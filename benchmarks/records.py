@@ -13,7 +13,7 @@ from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict
 
 from benchmarks.harness import Timing
 
-__all__ = ["Key", "Record", "Run", "check", "forget", "keys_of", "make", "merge"]
+__all__ = ["Key", "Record", "Run", "check", "forget", "key", "keys_of", "make", "merge", "read"]
 
 
 class Seconds(TypedDict):
@@ -125,26 +125,27 @@ def check(record: Mapping[str, Any]) -> None:
 
 def merge(file: Path, records: Iterable[Record]) -> None:
     """Write the records into the file, in place of those of the same key, and keep the others."""
-    table = {_key(record): record for record in _read(file)}
+    table = {key(record): record for record in read(file)}
     for record in records:
         check(record)
-        table[_key(record)] = record
+        table[key(record)] = record
     _write(file, table)
 
 
 def forget(file: Path, records: Iterable[Record]) -> None:
     """Take records out of the file: their run has turned out void."""
-    void = {_key(record) for record in records}
+    void = {key(record) for record in records}
     if void:
-        _write(file, {_key(record): record for record in _read(file) if _key(record) not in void})
+        _write(file, {key(record): record for record in read(file) if key(record) not in void})
 
 
 def keys_of(file: Path, run: Run) -> set[Key]:
     """Return the keys of what the file has of the same machine and the same versions."""
-    return {_key(one) for one in _read(file) if (one["machine"], one["versions"]) == (run.machine, run.versions)}
+    return {key(one) for one in read(file) if (one["machine"], one["versions"]) == (run.machine, run.versions)}
 
 
-def _read(file: Path) -> list[Record]:
+def read(file: Path) -> list[Record]:
+    """Return the records of a file; none of one that is not there."""
     known: list[Record] = json.loads(file.read_text()) if file.exists() else []
     return known
 
@@ -153,11 +154,12 @@ def _write(file: Path, table: Mapping[Key, Record]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     # Replaced as one: a run that is stopped here leaves the old file.
     draft = file.with_name(f"{file.name}.new")
-    draft.write_text(json.dumps([table[key] for key in sorted(table)], indent=1) + "\n")
+    draft.write_text(json.dumps([table[one] for one in sorted(table)], indent=1) + "\n")
     draft.replace(file)
 
 
-def _key(record: Record) -> Key:
+def key(record: Record) -> Key:
+    """Return what was measured."""
     return record["case"], record["backend"], record["direction"], record["nbytes"], record["label"]
 
 

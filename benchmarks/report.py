@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.records import Record
+from benchmarks.records import Record, key
 
-__all__ = ["show"]
+__all__ = ["show", "show_ratios"]
 
 CALLS = {"overhead", "bystander"}
 STEPS = {"loop", "drain", "leaves", "loaders", "locking"}
@@ -29,6 +29,28 @@ def show(console: Console, records: Iterable[Record], absences: Mapping[str, str
             _show_details(console, record)
     for name, reason in absences.items():
         console.print(f"absent: {name} ({reason})", markup=False)
+
+
+def show_ratios(console: Console, old: Iterable[Record], new: Iterable[Record]) -> None:
+    """Print a row for each record that both have: new over old, of the times and of what part of its own limit each reached."""
+    before = {key(record): record for record in old}
+    table = Table(title="new over old")
+    for heading in ("case", "backend", "label", "direction", "size"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("time", "of limit"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    after = {key(record): record for record in new}
+    for one in sorted(after.keys() & before.keys()):
+        _add_ratios(table, before[one], after[one])
+    console.print(table)
+    gone, added = len(before.keys() - after.keys()), len(after.keys() - before.keys())
+    console.print(f"rows of one file alone: {gone} of the old, {added} of the new")
+
+
+def _add_ratios(table: Table, old: Record, new: Record) -> None:
+    words = new["case"], new["backend"], new["label"], new["direction"], _size(new["nbytes"])
+    times = new["seconds"]["median"] / old["seconds"]["median"]
+    table.add_row(*words, f"{times:.3f}", f"{new['of_limit'] / old['of_limit']:.3f}")
 
 
 def _show_details(console: Console, record: Record) -> None:

@@ -26,7 +26,7 @@ FLOORS = [
     {"xferlib.engine.cores", "xferlib.engine.cuda", "xferlib.engine.jobs"},
     {"xferlib.engine.dispatcher"},
     {"xferlib.views"},
-    {"xferlib.debug"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
+    {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
     {"xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.device", "xferlib.inflight", "xferlib.memory.pool", "xferlib.stats"},
     {"xferlib.engine.lanes", "xferlib.memory.host", "xferlib.pinning", "xferlib.transfer"},
@@ -54,6 +54,8 @@ LIBRARIES = {"numpy", "optree", "psutil"}
 MORE_LIBRARIES = {
     "cli": {"rich", "typer", "click", "PIL", "matplotlib"},
     "load.py": {"safetensors", "ml_dtypes"},
+    # For type checkers alone, which bring it.
+    "typed.py": {"typing_extensions"},
     "conformance": {"pytest", "_pytest", "cuda", "cupti", "ml_dtypes"},
 }
 FRAMEWORKS = re.compile(r"\b(cupy|numba|jax)\b", re.IGNORECASE)
@@ -125,7 +127,7 @@ def test_core_names_no_framework(path: Path) -> None:
 @pytest.mark.parametrize("path", backend_files, ids=lambda path: str(path.relative_to(ROOT)))
 def test_backend_imports_only_the_contract(path: Path) -> None:
     package = path.relative_to(ROOT / "backends").parts[0]
-    names = ("protocol", "errors", "engine.cuda", "handles", "latch", "reaper", "tickets", "tree")
+    names = ("protocol", "errors", "engine.cuda", "handles", "latch", "reaper", "tickets", "tree", "typed")
     allowed = {"xferlib", *(f"xferlib.{name}" for name in names)}
     if path.stem == "conformance":
         allowed |= {"xferlib.conformance"}
@@ -165,7 +167,15 @@ def test_importing_the_package_loads_no_framework_no_backend_and_no_pytest() -> 
 
 def test_package_exports_what_it_imports_and_nothing_else() -> None:
     tree = ast.parse((CORE / "__init__.py").read_text())
-    assert isinstance(tree.body[0], ast.Expr)
-    for node in tree.body[1:]:
+    docstring, hidden, *imported, names, aliases = tree.body
+    assert isinstance(docstring, ast.Expr)
+    assert isinstance(hidden, ast.ImportFrom)
+    exported: list[str] = []
+    for node in imported:
         assert isinstance(node, ast.ImportFrom)
         assert [alias.asname for alias in node.names] == [alias.name for alias in node.names]
+        exported += [alias.name for alias in node.names]
+    assert isinstance(names, ast.Assign)
+    assert ast.literal_eval(names.value) == sorted(exported)
+    # What was public once.
+    assert isinstance(aliases, ast.If)

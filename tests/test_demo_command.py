@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import xferlib_host.workload
+from matplotlib.figure import Figure
 from PIL import Image
 
 from tests.children import threads
@@ -53,6 +55,9 @@ def demo(*arguments: object) -> int:
     before = threads()
     with pytest.raises(SystemExit) as end:
         main(["demo", "--backend", "host", *map(str, arguments)])
+    for thread in threads() - before:
+        # One that an executor was interrupted in starting is told to end, and not waited for.
+        thread.join(10)
     assert threads() == before
     assert isinstance(end.value.code, int)
     return end.value.code
@@ -125,8 +130,83 @@ def test_one_image_in_one_batch_goes_through(tmp_path: Path, capsys: pytest.Capt
 )
 def test_no_share_is_told_where_there_is_none(changed: dict[str, Any], words: str) -> None:
     stages = {"read": 1.0, "compute": 2.0}
-    report = {"frames": 8, "batch_frames": 4, "stages": stages, "total_seconds": 2.5, "hidden": 0.5}
+    report = {"frames": 8, "batch_frames": 4, "stages": stages, "total_seconds": 2.5, "hidden": 0.5, "on_gpu": True}
     assert _hidden(report | changed) == words
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"total_seconds": 0.004}, {"total_seconds": 5.0, "hidden": -1.0}, {"stages": {"read": 0.1, "compute": 2.0}}, {"hidden": None}],
+)
+def test_where_a_cpu_cannot_show_overlap_the_table_says_so(changed: dict[str, Any]) -> None:
+    stages = {"read": 1.0, "compute": 2.0}
+    report = {"frames": 8, "batch_frames": 4, "stages": stages, "total_seconds": 2.5, "hidden": 0.5, "on_gpu": False}
+    assert _hidden(report).startswith("50.0% of")
+    assert _hidden(report | changed).startswith("a CPU cannot show it: its cores do all stages (compute 2.000 s, the others ")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_numbers_agree_with_their_nouns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    drawn: list[str] = []
+    text = Figure.text
+
+    def noting(self: Figure, x: float, y: float, words: str, **style: Any) -> Any:
+        drawn.append(words)
+        return text(self, x, y, words, **style)
+
+    monkeypatch.setattr(Figure, "text", noting)
+    np.save(tmp_path / "frames.npy", np.random.default_rng(2).integers(0, 256, (count, 9, 9), np.uint8))
+    assert demo(tmp_path / "frames.npy", "--out", tmp_path, "--rounds", count) == 0
+    shown = capsys.readouterr().out + " ".join(drawn)
+    assert ("1 frame and its edges" if count == 1 else "2 frames and their edges") in shown
+    assert ("1 round of" if count == 1 else "2 rounds of") in shown
+    assert f"yes: {count} frame{'s' if count == 2 else ''} recomputed" in shown
+    assert not re.search(r"(?<!\d)1 (frames|rounds)", shown)
+    assert shown.count("host on the CPU") == 2
+    assert "host memory" not in shown
+
+
+def test_the_figures_alone_go_to_stdout_when_asked_for(tmp_path: Path, source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert demo(source, "--out", tmp_path, "--json", "-") == 0
+    shown = capfd.readouterr()
+    assert json.loads(shown.out)["verified"] is True
+    assert "all bits equal" in shown.err
+    assert not Path("-").exists()
+
+
+def test_what_was_left_out_of_a_folder_is_in_table_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "images"
+    for name in ("cats", "dogs"):
+        (folder / name).mkdir(parents=True)
+    Image.new("L", (20, 10)).save(folder / "a.png")
+    for number in range(7):
+        (folder / f"{number}.jpg").write_bytes(b"nothing of the kind")
+    assert demo(folder, "--out", tmp_path, "--no-sheet", "--json", tmp_path / "figures.json") == 0
+    told = figures(tmp_path / "figures.json")
+    assert (told["frames"], set(told["skipped"]), told["subfolders"]) == (1, {f"{n}.jpg" for n in range(7)}, ["cats", "dogs"])
+    shown = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "7 images that cannot be read: 0.jpg, 1.jpg, 2.jpg, 3.jpg, 4.jpg and 2 more" in shown
+    assert "not looked into 2 subfolders: cats, dogs" in shown
+
+
+def test_a_single_image_goes_through_whatever_its_name(tmp_path: Path) -> None:
+    Image.fromarray(np.random.default_rng(4).integers(0, 256, (20, 31), np.uint8)).save(tmp_path / "photo", "png")
+    assert demo(tmp_path / "photo", "--out", tmp_path, "--no-sheet", "--rounds", 1) == 0
+    assert np.load(tmp_path / "edges.npy").shape == (1, 20, 31)
+
+
+def test_a_npy_file_goes_through_whatever_its_name(tmp_path: Path, source: Path) -> None:
+    assert demo(source.rename(tmp_path / "frames.bin"), "--out", tmp_path, "--no-sheet", "--rounds", 1) == 0
+
+
+def test_a_jpg_that_cannot_be_read_is_one_line_that_advises_no_pickles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "photo.jpg").write_bytes(b"nothing of the kind")
+    assert demo(tmp_path / "photo.jpg", "--out", tmp_path, "--no-sheet") == 1
+    told = capsys.readouterr().err
+    assert "photo.jpg' as an image" in told
+    assert "pickle" not in told
 
 
 def test_tiling_repeats_a_file_to_the_size_asked_for(tmp_path: Path, source: Path) -> None:
@@ -176,7 +256,8 @@ def test_ctrl_c_removes_the_unfinished_result(
     assert main_thread is not None
 
     def interrupting(self: ResultFile, start: int, batch: npt.NDArray[np.uint8]) -> None:
-        signal.pthread_kill(main_thread, signal.SIGINT)
+        if start == 0:
+            signal.pthread_kill(main_thread, signal.SIGINT)
 
     monkeypatch.setattr(ResultFile, "write", interrupting)
     out = tmp_path / "out"

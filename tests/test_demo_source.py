@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,16 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from xferlib.cli.demo.folder import FolderSource
-from xferlib.cli.demo.sample import bundled
-from xferlib.cli.demo.source import ArraySource, Source, open_npy
-from xferlib.cli.demo.team import Team
-from xferlib.cli.demo.tile import TiledSource, check_memory
+from xferlib.cli.demo.pictures import bundled, open_folder, open_image
+from xferlib.cli.demo.plan import check_memory
+from xferlib.cli.demo.source import Source, from_array, open_npy, tiled
 from xferlib.cli.errors import CommandError
+
+
+@pytest.fixture
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(3) as executor:
+        yield executor
 
 
 def saved(folder: Path, array: npt.NDArray[Any]) -> Path:
@@ -92,41 +98,109 @@ def test_a_truncated_npy_is_refused(tmp_path: Path) -> None:
         open_npy(path)
 
 
-def test_images_become_grey_and_take_the_size_of_the_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("header", [b"", b" " * 20000], ids=["of another kind", "too long"])
+def test_what_is_no_npy_never_advises_to_run_what_is_in_it(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "notes.npy"
+    path.write_bytes(b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header if header else b"something else")
+    with pytest.raises(CommandError, match="cannot read") as refusal:
+        open_npy(path)
+    assert "pickle" not in str(refusal.value)
+
+
+def test_several_arrays_in_one_file_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    np.savez(tmp_path / "several.npz", first=np.ones(3))
+    with pytest.raises(CommandError, match="holds several arrays"):
+        open_npy(tmp_path / "several.npz")
+
+
+def test_images_become_grey_and_take_the_size_of_the_first(tmp_path: Path, pool: Executor) -> None:
     Image.new("RGB", (20, 10), (255, 0, 0)).save(tmp_path / "a.png")
     Image.new("L", (90, 30), 200).save(tmp_path / "b.png")
     (tmp_path / "notes.txt").write_text("no image")
-    source = FolderSource(tmp_path)
+    source = open_folder(tmp_path, pool)
     assert (source.frames, source.frame_shape, source.dtype.name) == (2, (10, 20), "uint8")
+    assert (source.skipped, source.subfolders) == ({}, ())
     frames = read_all(source)
     assert set(frames[0].ravel()) == {76}
     assert set(frames[1].ravel()) == {200}
 
 
+def test_one_image_is_one_frame(tmp_path: Path) -> None:
+    Image.new("RGB", (20, 10), (255, 0, 0)).save(tmp_path / "a.png")
+    source = open_image(tmp_path / "a.png")
+    assert (source.label, source.frames, source.frame_shape) == ("a.png", 1, (10, 20))
+    assert set(read_all(source).ravel()) == set(source.original(0).ravel()) == {76}
+
+
 def test_an_image_of_sixteen_bits_is_scaled_not_clipped(tmp_path: Path) -> None:
     Image.fromarray(np.array([[0, 30000], [60000, 15000]], np.uint16)).save(tmp_path / "a.png")
-    assert FolderSource(tmp_path).original(0).tolist() == [[0, 127], [255, 63]]
+    assert open_image(tmp_path / "a.png").original(0).tolist() == [[0, 127], [255, 63]]
 
 
 def test_a_photograph_taken_sideways_is_turned(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("L", (20, 10)).save(tmp_path / "a.jpg", exif=exif)
-    source = FolderSource(tmp_path)
+    source = open_image(tmp_path / "a.jpg")
     assert source.frame_shape == (20, 10)
     assert source.original(0).shape == (20, 10)
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path, pool: Executor) -> None:
     with pytest.raises(CommandError, match="there is no image in"):
-        FolderSource(tmp_path)
+        open_folder(tmp_path, pool)
 
 
-def test_a_broken_image_is_named(tmp_path: Path) -> None:
-    Image.new("L", (20, 10)).save(tmp_path / "a.png")
+def test_a_folder_of_nothing_but_folders_is_refused_with_what_to_name(tmp_path: Path, pool: Executor) -> None:
+    (tmp_path / "cats").mkdir()
+    with pytest.raises(CommandError, match="subfolders are not looked into: name one of them, such as 'cats'"):
+        open_folder(tmp_path, pool)
+
+
+def cut(file: Path) -> None:
+    """Leave an image its header, and half of what comes after it."""
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def test_images_that_cannot_be_read_are_skipped_and_named(tmp_path: Path, pool: Executor) -> None:
+    noise = Image.fromarray(np.random.default_rng(8).integers(0, 256, (64, 64), np.uint8))
+    for name in ("a.png", "b.jpg", "c.png"):
+        noise.save(tmp_path / name)
+    cut(tmp_path / "b.jpg")
+    (tmp_path / "0.png").write_bytes(b"nothing of the kind")
+    for folder in ("more", ".hidden"):
+        (tmp_path / folder).mkdir()
+    source = open_folder(tmp_path, pool)
+    assert (source.frames, source.frame_shape) == (2, (64, 64))
+    assert set(source.skipped) == {"0.png", "b.jpg"}
+    assert "truncated" in source.skipped["b.jpg"]
+    assert source.subfolders == ("more",)
+    np.testing.assert_array_equal(read_all(source), [np.asarray(noise)] * 2)
+
+
+def test_what_pillow_writes_and_cannot_read_is_no_image(tmp_path: Path, pool: Executor) -> None:
+    noise = Image.new("L", (20, 10))
+    noise.save(tmp_path / "a.png")
+    noise.save(tmp_path / "b.pdf")
+    assert open_folder(tmp_path, pool).skipped == {}
+
+
+def test_a_folder_without_an_image_that_can_be_read_is_refused(tmp_path: Path, pool: Executor) -> None:
     (tmp_path / "b.png").write_bytes(b"nothing of the kind")
-    with pytest.raises(CommandError, match=r"cannot read the image .*b\.png"):
-        FolderSource(tmp_path)
+    with pytest.raises(CommandError, match=r"none of 1 image in .* can be read: .*b\.png"):
+        open_folder(tmp_path, pool)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["cut off", "no image at all"])
+def test_one_image_that_cannot_be_read_is_refused(tmp_path: Path, whole: bool) -> None:
+    path = tmp_path / "b.jpg"
+    Image.fromarray(np.random.default_rng(8).integers(0, 256, (64, 64), np.uint8)).save(path)
+    cut(path)
+    if not whole:
+        path.write_bytes(b"nothing of the kind")
+    with pytest.raises(CommandError, match=r"cannot read .*b\.jpg' as an image"):
+        open_image(path)
 
 
 def test_the_pictures_that_come_with_matplotlib_are_pictures() -> None:
@@ -138,21 +212,25 @@ def test_the_pictures_that_come_with_matplotlib_are_pictures() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 14), (2, 5, 7, 3), (1, 1, 6), (1, 6, 1)])
-def test_tiled_frames_are_rolled_copies_and_no_two_are_alike(shape: tuple[int, ...]) -> None:
-    base = ArraySource(np.random.default_rng(5).integers(0, 60000, shape, np.uint16), "base")
+def test_tiled_frames_are_rolled_copies_and_no_two_are_alike(shape: tuple[int, ...], pool: Executor) -> None:
+    base = from_array(np.random.default_rng(5).integers(0, 60000, shape, np.uint16), "base")
     frames = shape[0] * shape[1] * shape[2]
-    with Team() as team:
-        source = TiledSource(base, frames, team)
-    tiled = read_all(source)
-    assert len({frame.tobytes() for frame in tiled}) == frames
+    source = tiled(base, frames, pool)
+    made = read_all(source)
+    assert len({frame.tobytes() for frame in made}) == frames
     for number in range(frames):
-        np.testing.assert_array_equal(tiled[number], source.original(number))
+        np.testing.assert_array_equal(made[number], source.original(number))
 
 
-def test_fewer_frames_than_there_are_is_a_cut() -> None:
-    base = ArraySource(np.arange(4 * 6 * 8, dtype=np.uint8).reshape(4, 6, 8), "base")
-    with Team() as team:
-        source = TiledSource(base, 2, team)
+def test_the_last_time_round_may_be_cut_short(pool: Executor) -> None:
+    base = from_array(np.arange(3 * 5 * 7, dtype=np.uint8).reshape(3, 5, 7), "base")
+    source = tiled(base, 8, pool)
+    np.testing.assert_array_equal(read_all(source), [source.original(number) for number in range(8)])
+
+
+def test_fewer_frames_than_there_are_is_a_cut(pool: Executor) -> None:
+    base = from_array(np.arange(4 * 6 * 8, dtype=np.uint8).reshape(4, 6, 8), "base")
+    source = tiled(base, 2, pool)
     np.testing.assert_array_equal(read_all(source), read_all(base)[:2])
 
 

@@ -1,4 +1,27 @@
-"""Move arrays between host and GPU while the GPU computes, the same way from every array library."""
+"""Move arrays between host and GPU while the GPU computes, the same way from every array library.
+
+    with xferlib.stager("auto") as stager:
+        images = stager.put(batch).value
+        result = stager.get(255 - images).result()
+
+What there is, and `help` of each says the rest:
+
+    stager(name)                        opens a `Stager`; `backends()` are the names
+    Stager.put, Stager.get              start a transfer to the device, to the host, and return a `Transfer` at once
+    Transfer.value, .result(), .done()  let a stream wait for it, let the host wait, ask
+    Stager.empty_pinned, Stager.pin     memory that the device reads directly: new, or yours (a `Pin`)
+    prefetch(batches, stager)           batches on the device ahead of the loop that takes them (a `Prefetch`)
+    drain(results, stager)              results on the host while later ones are computed (a `Drained`; by hand: `Drain`)
+    stream_map(fn, batches, stager)     both, for data larger than the device
+    Ring, SharedRing                    pinned slots that batches are written into: by you (a `Slot`), by processes (a `Run`)
+    load(path, stager)                  files to the device
+    Report, Stats                       who waited for whom in a loop; what a stager has used
+    XferError                           the root of what is raised
+
+Backends are written against `HostStager`, `Event` and `Capabilities` of `xferlib.protocol`.
+"""
+
+from typing import TYPE_CHECKING
 
 from xferlib.errors import AllocationError as AllocationError
 from xferlib.errors import BackendUnavailableError as BackendUnavailableError
@@ -10,10 +33,9 @@ from xferlib.errors import TransferError as TransferError
 from xferlib.errors import UnknownBackendError as UnknownBackendError
 from xferlib.errors import XferError as XferError
 from xferlib.load import load as load
-from xferlib.pipeline.bill import Bill as Bill
-from xferlib.pipeline.clock import Clock as Clock
+from xferlib.pinning import Pin as Pin
 from xferlib.pipeline.drain import Drain as Drain
-from xferlib.pipeline.feed import Feed as Feed
+from xferlib.pipeline.drain import Results as Results
 from xferlib.pipeline.prefetch import Prefetch as Prefetch
 from xferlib.pipeline.prefetch import prefetch as prefetch
 from xferlib.pipeline.report import Report as Report
@@ -22,6 +44,8 @@ from xferlib.pipeline.ring import Slot as Slot
 from xferlib.pipeline.shared.failures import WorkerDiedError as WorkerDiedError
 from xferlib.pipeline.shared.failures import WorkerError as WorkerError
 from xferlib.pipeline.shared.ring import SharedRing as SharedRing
+from xferlib.pipeline.shared.run import Run as Run
+from xferlib.pipeline.stream import Drained as Drained
 from xferlib.pipeline.stream import drain as drain
 from xferlib.pipeline.stream import stream_map as stream_map
 from xferlib.protocol import Capabilities as Capabilities
@@ -33,3 +57,57 @@ from xferlib.stager import Stager as Stager
 from xferlib.staging.profile import StagingProfile as StagingProfile
 from xferlib.stats import Stats as Stats
 from xferlib.transfer import Transfer as Transfer
+
+__all__ = [
+    "AllocationError",
+    "BackendUnavailableError",
+    "Capabilities",
+    "CapabilityError",
+    "ClosedError",
+    "Drain",
+    "Drained",
+    "Event",
+    "HostStager",
+    "Pin",
+    "Prefetch",
+    "Report",
+    "Results",
+    "Ring",
+    "Run",
+    "SharedRing",
+    "Slot",
+    "SourceRewrittenError",
+    "Stager",
+    "StagingProfile",
+    "Stats",
+    "SynchronousTransferWarning",
+    "Transfer",
+    "TransferError",
+    "UnknownBackendError",
+    "WorkerDiedError",
+    "WorkerError",
+    "XferError",
+    "backends",
+    "drain",
+    "load",
+    "prefetch",
+    "stager",
+    "stream_map",
+]
+
+if TYPE_CHECKING:
+    from xferlib.pipeline.bill import Bill as Bill
+    from xferlib.pipeline.clock import Clock as Clock
+    from xferlib.pipeline.feed import Feed as Feed
+else:
+    # Hidden from checkers, which would believe that every name is here.
+    def __getattr__(name: str) -> object:
+        """Give what was public once, with a warning."""
+        if name not in ("Bill", "Clock", "Feed"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
+        import warnings
+
+        home = f"{__name__}.pipeline.{name.lower()}"
+        warnings.warn(f"xferlib.{name} is no part of the public face any more. Its home is {home}", DeprecationWarning, 2)
+        return getattr(importlib.import_module(home), name)

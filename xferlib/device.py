@@ -99,6 +99,7 @@ class BlockCache:
         self._count = itertools.count().__next__
         self._changes = 0
         self._returns = Returns()
+        self._nothing_new = self._returns.nothing_new
         self._rows: dict[int, _Row] = {}
         self._growing: dict[int, int] = {}
         """Bytes that are about to be allocated, by the number of the lease."""
@@ -132,7 +133,13 @@ class BlockCache:
                 self._refuse()
             self._inside = True
             try:
-                self._catch_up()
+                # As `_catch_up`.
+                torn, self._torn = self._torn, True
+                if torn:
+                    self._mend()
+                self._sweep()
+                if torn or not self._nothing_new():
+                    self._take_back()
                 row = self._reuse(size, number, streams)
                 self._torn = False
             finally:
@@ -203,6 +210,7 @@ class BlockCache:
         self._idle = defaultdict(deque)
         self._doomed = deque()
         self._returns = Returns()
+        self._nothing_new = self._returns.nothing_new
         self._lock = threading.RLock()
         self._inside = False
 
@@ -225,15 +233,16 @@ class BlockCache:
 
     def _catch_up(self) -> None:
         """Begin a step: turn ended leases into idle blocks. The step is torn until it has ended."""
-        torn = self._torn
+        # An interrupt, or an error, leaves it so.
+        torn, self._torn = self._torn, True
         if torn:
             self._mend()
-        # An interrupt, or an error, leaves it so.
-        self._torn = True
         self._sweep()
         # What was looked at and not settled is there only after an interrupt, or an error.
-        if not torn and self._returns.nothing_new():
-            return
+        if torn or not self._nothing_new():
+            self._take_back()
+
+    def _take_back(self) -> None:
         pending, leased = self._returns.pending(), self._leased
         self._changes += 1
         while pending:

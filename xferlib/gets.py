@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, final
 
@@ -10,14 +11,21 @@ import numpy as np
 from xferlib.checks import check_apart, check_out
 from xferlib.inflight import LARGE, Traffic
 from xferlib.memory.arrays import Array, address_of
+from xferlib.memory.blocks import round_up
 from xferlib.memory.host import HostMemory
-from xferlib.memory.pool import PinnedPool
+from xferlib.memory.pool import ALIGNMENT, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.pageable import Staging
 from xferlib.transfer import Transfer
 from xferlib.tree import Alike, Spec, path, trees_of, unflatten
 
 __all__ = ["Gets"]
+
+BYTES = np.dtype(np.uint8)
+PACK_UP_TO = 16 << 10
+"""Bytes. Results of one get up to this size share memory; larger ones have their own, so keeping one keeps no other."""
+PACKED = 1 << 20
+"""Bytes that share, at most: of many results, one that is kept keeps no more than these."""
 
 
 @final
@@ -58,10 +66,41 @@ class Gets:
             # Before memory is asked for: mostly an earlier get is done, and its memory is what is wanted.
             self._d2h.reap()
         if given is None or addresses is None:
-            given = [self._pool.empty(shape, dtype) for shape, dtype in alike]
-            addresses = [self._host.address(array) for array in given]
+            given, addresses = self._results(alike)
         event, failures = self._begin(sources, given, addresses, after, looked=looks)
         return Transfer(unflatten(spec, given) if out is None else out, event, failures, True)
+
+    def _results(self, alike: list[Alike]) -> tuple[list[Array], list[int | None]]:
+        """Return memory to copy to, and its addresses; see `HostLeaf`."""
+        arrays: list[Any] = [None] * len(alike)
+        addresses: list[int | None] = [None] * len(alike)
+        together: list[tuple[int, int]] = []
+        end = 0
+        for index, (shape, dtype) in enumerate(alike):
+            nbytes = math.prod(shape) * dtype.itemsize
+            if not 0 < nbytes <= PACK_UP_TO:
+                arrays[index] = array = self._pool.empty(shape, dtype)
+                addresses[index] = self._host.address(array)
+                continue
+            if end + nbytes > PACKED:
+                self._pack(together, end, alike, arrays, addresses)
+                together, end = [], 0
+            together.append((index, end))
+            end += round_up(nbytes, ALIGNMENT)
+        if together:
+            self._pack(together, end, alike, arrays, addresses)
+        return arrays, addresses
+
+    def _pack(
+        self, together: list[tuple[int, int]], nbytes: int, alike: list[Alike], arrays: list[Any], addresses: list[int | None]
+    ) -> None:
+        """Enter arrays that lie together, each at an offset: asking the pool for each takes longer than its copy."""
+        memory = self._pool.empty((nbytes,), BYTES)
+        start = self._host.address(memory)
+        for index, offset in together:
+            shape, dtype = alike[index]
+            arrays[index] = np.ndarray(shape, dtype, memory, offset)
+            addresses[index] = None if start is None else start + offset
 
     # One array into pinned memory, without the lists that `start` makes: a third of the time of a small get would go into them.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 from xferlib.engine.jobs import Job, next_row
 from xferlib.errors import XferError
 from xferlib.forks import forget_in_child, leave
-from xferlib.latch import SLICE_SECONDS, Latch, is_copying
+from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array, address_of
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.reaper import watch
@@ -33,6 +34,8 @@ LOOK_EVERY = 32
 """Transfers. Asking the driver costs as much as starting a small copy does."""
 FEW = 3
 """Entries. Where hundreds are under way, mostly fewer than these become done from one look to the next."""
+LOOK_SECONDS = 0.0001
+"""How often is looked whether another thread has filled its memory."""
 LARGE = 64 << 10
 """Bytes. Above this the copy outweighs the question, and the memory held is worth asking for."""
 
@@ -229,31 +232,27 @@ def _meet(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
 
 @final
 class Fill:
-    """A pinned block that its thread fills, and starts the copy of: neither idle nor in flight yet. Waited for as a `Job` is."""
+    """Pinned memory that its thread fills, and starts the copy of: neither idle nor in flight yet. Waited for as a `Job` is."""
 
-    __slots__ = ("_told", "over", "owner", "row")
+    __slots__ = ("memory", "over", "owner", "row")
 
     holds = True
 
     def __init__(self) -> None:
         self.row = next_row()
         self.owner = threading.get_ident()
+        self.memory: Array | None = None
         self.over = False
-        """Set by its thread, when the block is in flight, or idle: no interrupt comes between an assignment and what it assigns."""
-        self._told = Latch()
-
-    def tell(self) -> None:
-        """Wake whoever waits, at once: `over` is set. Its thread only."""
-        self._told.open()
+        """Set by its thread, when the memory is in flight or idle. No interrupt comes between an assignment and what it assigns."""
 
     def reached(self) -> bool:
         """Tell whether it is over. Never blocks."""
         return self.over
 
     def wait(self) -> None:
-        """Block until it is."""
+        """Block until it is: by looking, since it takes less than waking somebody."""
         while not self.over:
-            self._told.wait(SLICE_SECONDS)
+            time.sleep(LOOK_SECONDS)
 
 
 @final
@@ -282,9 +281,12 @@ class Jobs:
         return [job for job in jobs if any(_meet(*one, *other) for one in job.memory for other in memory) and not job.reached()]
 
     def add(self, fill: Fill) -> None:
-        """Count a block as in flight until its thread says that it is."""
+        """Count memory as in flight until its thread says that it is."""
         self._fills[fill.row] = fill
-        self.reap()
+
+    def remove(self, fill: Fill) -> None:
+        """Forget a fill that is over. Twice is fine, and not at all: then `reap` does."""
+        self._fills.pop(fill.row, None)
 
     def reap(self) -> bool:
         """Let go of what is over, and tell whether anything was. Never blocks."""

@@ -14,7 +14,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.lib import format as npy
@@ -61,6 +61,10 @@ class Tensor(NamedTuple):
     nbytes: int
 
 
+@overload
+def load(path: str | os.PathLike[str], stager: Stager, *, names: None = None) -> Any: ...
+@overload
+def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str]) -> dict[str, Any]: ...
 def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str] | None = None) -> Any:
     """Put what a file holds and return it on the device, when it is there.
 
@@ -98,7 +102,7 @@ def _mapped(file: Path) -> Array:
 
 
 def _load_members(file: Path, stager: Stager, wanted: list[str] | None) -> dict[str, Any]:
-    transfers: dict[str, Transfer] = {}
+    transfers: dict[str, Transfer[Any]] = {}
     last: Transfer | None = None
     with file.open("rb") as stream:
         archive = _read(file, lambda: zipfile.ZipFile(stream))

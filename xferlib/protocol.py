@@ -66,22 +66,25 @@ class Capabilities:
     """What a backend offers. A flag that is on is tested; for one that is off the refusal is tested.
 
     A backend may have an attribute `refusals`, a mapping: by the name of a flag that is off, why, and what to do instead.
+
+    Attributes:
+        pinned: `alloc_pinned` really page-locks. Off: it returns pageable memory, and programs still run.
+        register: `pin` and `unpin` work on memory that the caller owns.
+        streams: `stream=` accepts a stream of the user's.
+        put_into: An existing device array of the caller's may be overwritten: `as_target` works.
+        mapped: The device reads and writes page-locked host memory in place: the backend is a `MapsMemory`, too.
+        write_combined: Page-locked memory can be had that bypasses the CPU's caches: the backend is a `CombinesWrites`, too.
+        finalizers: Finalizers that the garbage collector runs may transfer: the framework survives being called inside one of its
+            calls.
     """
 
     pinned: bool = False
-    """`alloc_pinned` really page-locks. Off: it returns pageable memory, and programs still run."""
     register: bool = False
-    """`pin` and `unpin` work on memory that the caller owns."""
     streams: bool = False
-    """`stream=` accepts a stream of the user's."""
     put_into: bool = False
-    """An existing device array of the caller's may be overwritten: `as_target` works."""
     mapped: bool = False
-    """The device reads and writes page-locked host memory in place: the backend is a `MapsMemory`, too."""
     write_combined: bool = False
-    """Page-locked memory can be had that bypasses the CPU's caches: the backend is a `CombinesWrites`, too."""
     finalizers: bool = True
-    """Finalizers that the garbage collector runs may transfer: the framework survives being called inside one of its calls."""
 
 
 class Stream(NamedTuple):

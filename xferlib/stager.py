@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Literal, NoReturn, TypeAlias, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +44,12 @@ from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.stats import Stats
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
+from xferlib.typed import HasDtype, KeyT, NamedT, Sequences, TreeT, Unnamed
 
 __all__ = ["Stager", "before_closing", "check_stager", "open_stagers"]
 
 
+Borrow: TypeAlias = bool | Literal["staged"]
 LEAVE_SECONDS = 10.0
 """How long `close` waits for calls of other threads, as their finalizers make them."""
 
@@ -215,11 +217,23 @@ class Stager:
             self._check_stream(stream)
         return self._maps.view(array, stream)
 
+    @overload
+    def put(self, tree: NamedT, *, into: None = None, stream: object | None = None, borrow: Borrow = False) -> Transfer[NamedT]: ...
+    @overload
     def put(
-        self, tree: Any, *, into: Any = None, stream: object | None = None, borrow: bool | Literal["staged"] = False
-    ) -> Transfer:
+        self, tree: dict[KeyT, Any], *, into: None = None, stream: object | None = None, borrow: Borrow = False
+    ) -> Transfer[dict[KeyT, Any]]: ...
+    @overload
+    def put(self, tree: Unnamed, *, into: None = None, stream: object | None = None, borrow: Borrow = False) -> Transfer[Any]: ...
+    @overload
+    def put(self, tree: TreeT, *, into: None = None, stream: object | None = None, borrow: Borrow = False) -> Transfer[TreeT]: ...
+    @overload
+    def put(self, tree: Any, *, into: TreeT, stream: object | None = None, borrow: Borrow = False) -> Transfer[TreeT]: ...
+    def put(self, tree: Any, *, into: Any = None, stream: object | None = None, borrow: Borrow = False) -> Transfer[Any]:
         """Start copying a tree of NumPy arrays to the device and return at once.
 
+        A class that names its parts comes out as itself, for type checkers: declare its arrays as `Any`, since the device's are of
+        another library. For the same reason a bare array comes out as `Any`, and a plain dict, list or tuple with `Any` in it.
         Text, numbers, times, paths and members of enumerations among them ride along: they come out where they stood, and `into`
         keeps its own.
         Sources in pinned memory are read after this returns: do not rewrite them before `done()`. Pageable sources are free when
@@ -257,11 +271,25 @@ class Stager:
         except self._failures as error:
             raise TransferError(f"the copy to the device could not be started: {error}") from error
 
-    def get(self, tree: Any, *, out: Any = None, stream: object | None = None) -> Transfer:
+    @overload
+    def get(self, tree: NamedT, *, out: None = None, stream: object | None = None) -> Transfer[NamedT]: ...
+    @overload
+    def get(self, tree: dict[KeyT, Any], *, out: None = None, stream: object | None = None) -> Transfer[dict[KeyT, Any]]: ...
+    @overload
+    def get(self, tree: Sequences, *, out: None = None, stream: object | None = None) -> Transfer[Any]: ...
+    @overload
+    def get(self, tree: HasDtype, *, out: None = None, stream: object | None = None) -> Transfer[Array]: ...
+    @overload
+    def get(self, tree: TreeT, *, out: None = None, stream: object | None = None) -> Transfer[TreeT]: ...
+    @overload
+    def get(self, tree: Any, *, out: TreeT, stream: object | None = None) -> Transfer[TreeT]: ...
+    def get(self, tree: Any, *, out: Any = None, stream: object | None = None) -> Transfer[Any]:
         """Start copying a tree of device arrays to the host and return at once.
 
+        Its type comes out as that of `put` does; a bare array of any library comes out as NumPy's.
         The copy waits for what produces the arrays: where they do not carry their own order, for what `stream` (None: the calling
-        thread's current one) has enqueued. Without `out` the result is in pinned memory from the pool. `out`: NumPy arrays of the
+        thread's current one) has enqueued. Without `out` the result is in pinned memory from the pool; arrays of a tree of at most
+        16 KiB each lie there together, up to a MiB, so that keeping one keeps those beside it. `out`: NumPy arrays of the
         same structure, shapes and dtypes, contiguous and writable; into pageable ones threads of ours make the last step.
 
         Raises as `put` does.

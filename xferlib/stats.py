@@ -9,41 +9,47 @@ __all__ = ["Stats"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """A stager's figures at one moment; bytes unless said otherwise."""
+    """A stager's figures at one moment; bytes unless said otherwise.
+
+    Attributes:
+        pinned_nbytes: Page-locked now: the pool, and memory locked by `pin` and by shared rings. 0 where the backend cannot
+            page-lock.
+        pinned_peak_nbytes: The most of `pinned_nbytes` so far.
+        pinned_limit_nbytes: What `pinned_nbytes` never exceeds.
+        pinned_used_nbytes: Of the pool, what arrays and copies in flight hold.
+        pinned_asked_nbytes: Of `pinned_nbytes`, what was asked for and is in use: without idle memory, alignment and what is left
+            of pages.
+        pinned_asked_peak_nbytes: The most of `pinned_asked_nbytes` at a time.
+        pool_hits: Requests for pinned memory that found some idle.
+        pool_misses: Requests that had to page-lock more.
+        pool_waits: How often a request waited for a transfer to make room.
+        pool_wait_seconds: For how long, all of them together.
+        pool_fallbacks: Arrays in pageable memory, since the pool was full: with when_full="stage".
+        device_nbytes: Device memory taken from the framework for puts, in use or idle.
+        device_peak_nbytes: The most of `device_nbytes` so far.
+        device_waits: Puts that made the H2D stream wait for a reader, at the device limit.
+        h2d_nbytes: Of the copies to the device started so far.
+        d2h_nbytes: Of the copies to the host started so far.
+        synchronous: Leaves so far that passed through the CPU because their memory is pageable.
+    """
 
     pinned_nbytes: int
-    """Page-locked now: the pool, and memory locked by `pin` and by shared rings. 0 where the backend cannot page-lock."""
     pinned_peak_nbytes: int
-    """The most of `pinned_nbytes` so far."""
     pinned_limit_nbytes: int
-    """What `pinned_nbytes` never exceeds."""
     pinned_used_nbytes: int
-    """Of the pool, what arrays and copies in flight hold."""
     pinned_asked_nbytes: int
-    """Of `pinned_nbytes`, what was asked for and is in use: without idle memory, alignment and what is left of pages."""
     pinned_asked_peak_nbytes: int
-    """The most of `pinned_asked_nbytes` at a time."""
     pool_hits: int
-    """Requests for pinned memory that found some idle."""
     pool_misses: int
-    """Requests that had to page-lock more."""
     pool_waits: int
-    """How often a request waited for a transfer to make room."""
     pool_wait_seconds: float
-    """For how long, all of them together."""
     pool_fallbacks: int
-    """Arrays in pageable memory, since the pool was full: with when_full="stage"."""
     device_nbytes: int
-    """Device memory taken from the framework for puts, in use or idle."""
     device_peak_nbytes: int
     device_waits: int
-    """Puts that made the H2D stream wait for a reader, at the device limit."""
     h2d_nbytes: int
-    """Of the copies to the device started so far."""
     d2h_nbytes: int
-    """Of the copies to the host started so far."""
     synchronous: int
-    """Leaves so far that passed through the CPU because their memory is pageable."""
 
     @property
     def waste(self) -> float:

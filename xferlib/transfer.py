@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn, TypeAlias, final
+from typing import Any, Generic, NoReturn, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
@@ -14,6 +14,7 @@ from xferlib.errors import BackendUnavailableError, CapabilityError, TransferErr
 from xferlib.latch import is_copying
 from xferlib.protocol import Event, Stream
 from xferlib.tree import described
+from xferlib.typed import TreeT, TreeT_co
 
 __all__ = ["Later", "Transfer"]
 
@@ -22,19 +23,19 @@ Name: TypeAlias = Callable[[int, Stream], None]
 
 
 @final
-class Later:
+class Later(Generic[TreeT]):
     """Arrays that can be made only when their copies are started. Any thread; all get the same."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make: Callable[[], Any] | None = make
-        self._made: dict[None, Any] = {}
+    def __init__(self, make: Callable[[], TreeT]) -> None:
+        self._make: Callable[[], TreeT] | None = make
+        self._made: dict[None, TreeT] = {}
 
     @property
-    def made(self) -> Any:
+    def made(self) -> TreeT | None:
         """The arrays, if they were made."""
         return self._made.get(None)
 
-    def __call__(self) -> Any:
+    def __call__(self) -> TreeT:
         """Return the arrays."""
         make = self._make
         if make is not None:
@@ -62,7 +63,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 @final
-class Transfer:
+class Transfer(Generic[TreeT_co]):
     """A transfer that has been started. Any thread; drop it at any time, the copy is safe.
 
     Holds the arrays. If a copy failed, `done`, `synchronize`, `result`, `value` and `value_on` raise `TransferError` each
@@ -91,7 +92,7 @@ class Transfer:
             self._born = _forks
 
     @property
-    def value(self) -> Any:
+    def value(self) -> TreeT_co:
         """The arrays, safe to use.
 
         After a put: the calling thread's current stream is made to wait for the copy, the host is not; where the framework has no
@@ -104,7 +105,7 @@ class Transfer:
             self.stream_wait()
         return self._arrays()
 
-    def value_on(self, stream: object) -> Any:
+    def value_on(self, stream: object) -> TreeT_co:
         """Return the arrays of a put, safe to use on `stream`, which is made to wait for the copy; nothing else is.
 
         For a consumer whose stream is not the current one. As `stream_wait` otherwise; `CapabilityError` for every get.
@@ -115,15 +116,15 @@ class Transfer:
         return self._arrays()
 
     @property
-    def end(self) -> Transfer:
+    def end(self) -> Transfer[None]:
         """The same transfer without its arrays, for who waits and must not keep them: memory is used again when they are gone."""
-        end = Transfer(None, self._event, self._failures, self._on_host)
+        end: Transfer[None] = Transfer(None, self._event, self._failures, self._on_host)
         end._born = self._born
         if self._check is not None:
             end._check = self._check.quiet
         return end
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> TreeT_co:
         """Block until the transfer is done and return the arrays. Raises `TimeoutError` after `timeout` seconds."""
         if timeout is None:
             self.synchronize()
@@ -225,8 +226,8 @@ class Transfer:
         except Exception:
             return "failed"
 
-    def _arrays(self) -> Any:
-        value = self._value
+    def _arrays(self) -> TreeT_co:
+        value: TreeT_co | Later[TreeT_co] = self._value
         if isinstance(value, Later):
             try:
                 value = value()

@@ -24,12 +24,18 @@ def open_stager(*, device: int = 0) -> HostStager[Any]:
     return open_backend(device)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from xferlib_jax._probe import _import_jax
+if not TYPE_CHECKING:
+    # Hidden from checkers, which would believe that every name is here.
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from xferlib_jax._probe import _import_jax
 
-    _import_jax()
-    from xferlib_jax import _prefetch, _stagers
+        _import_jax()
+        from xferlib_jax import _prefetch, _stagers
 
-    return getattr(_stagers if name == "local_stagers" else _prefetch, name)
+        return getattr(_stagers if name == "local_stagers" else _prefetch, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,13 +12,14 @@ from dataclasses import replace
 from itertools import repeat
 from operator import call
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Generic, TypeAlias, final, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xferlib
+from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
 from xferlib_jax._sharded import ShardedPuts
 from xferlib_jax._spread import local_devices_of
 from xferlib_jax._stagers import Device, Hold, given, hold
@@ -26,15 +27,32 @@ from xferlib_jax._trees import with_records
 
 __all__ = ["ShardedPrefetch", "prefetch", "prefetch_to_device"]
 
+Stagers: TypeAlias = Sequence[xferlib.Stager] | None
 
+
+@overload
 def prefetch(
-    batches: Iterable[Any],
-    sharding: Any,
-    depth: int = 2,
-    *,
-    stagers: Sequence[xferlib.Stager] | None = None,
-    rewrites: bool | None = None,
-) -> ShardedPrefetch:
+    batches: Iterable[xferlib.Slot[TreeT]], sharding: Any, depth: int = 2, *, stagers: Stagers = None, rewrites: bool | None = None
+) -> ShardedPrefetch[TreeT]: ...
+@overload
+def prefetch(
+    batches: Iterable[NamedT], sharding: Any, depth: int = 2, *, stagers: Stagers = None, rewrites: bool | None = None
+) -> ShardedPrefetch[NamedT]: ...
+@overload
+def prefetch(
+    batches: Iterable[dict[KeyT, Any]], sharding: Any, depth: int = 2, *, stagers: Stagers = None, rewrites: bool | None = None
+) -> ShardedPrefetch[dict[KeyT, Any]]: ...
+@overload
+def prefetch(
+    batches: Iterable[Unnamed], sharding: Any, depth: int = 2, *, stagers: Stagers = None, rewrites: bool | None = None
+) -> ShardedPrefetch[Any]: ...
+@overload
+def prefetch(
+    batches: Iterable[TreeT], sharding: Any, depth: int = 2, *, stagers: Stagers = None, rewrites: bool | None = None
+) -> ShardedPrefetch[TreeT]: ...
+def prefetch(
+    batches: Iterable[Any], sharding: Any, depth: int = 2, *, stagers: Stagers = None, rewrites: bool | None = None
+) -> ShardedPrefetch[Any]:
     """Iterate batches as global JAX arrays; up to `depth` are being copied, or are there, while the consumer works.
 
     `batches`: any iterable of trees of NumPy arrays, as JAX sees trees (and dataclasses besides), or of slots of a `xferlib.Ring`.
@@ -47,7 +65,7 @@ def prefetch(
 
     `stagers`: one for each device, of the caller's, as `local_stagers` opens them; else those of this process, opened for the first
     loop and closed with the last. Contiguous pinned memory is read where it is, whichever of the stagers pinned it. `rewrites`: as
-    for `xferlib.prefetch`.
+    for `xferlib.prefetch`, and so is the type of the batches.
 
     Raises `TypeError` and `ValueError`, and what `xferlib.stager` raises.
     """
@@ -62,7 +80,7 @@ def prefetch(
 
 def prefetch_to_device(
     iterator: Iterable[Any], size: int = 2, devices: Sequence[Device] | None = None, axis_name: str = "_device_put_sharded"
-) -> ShardedPrefetch:
+) -> ShardedPrefetch[Any]:
     """Do as `flax.jax_utils.prefetch_to_device`: the first axis of each array goes over the devices, for `jax.pmap`.
 
     `iterator`: trees of NumPy arrays with as many rows as there are devices. `devices`: local ones, all of them unless given.
@@ -72,7 +90,7 @@ def prefetch_to_device(
 
 
 @final
-class ShardedPrefetch:
+class ShardedPrefetch(Generic[TreeT_co]):
     """Global arrays that are put ahead of time, on a thread, for one pass. Made by `prefetch`.
 
     It is a `xferlib.Prefetch` over several stagers: it goes on behind an error, ends, and refuses a second pass as that does. With
@@ -84,7 +102,7 @@ class ShardedPrefetch:
         try:
             self._puts = puts = ShardedPuts(sharding, held, depth=depth, rewrites=rewrites)
             waits = puts.device_waits()
-            self._loop = xferlib.Prefetch(
+            self._loop: xferlib.Prefetch[TreeT_co] = xferlib.Prefetch(
                 batches,
                 puts.put,
                 depth=depth,
@@ -112,13 +130,12 @@ class ShardedPrefetch:
             return bill
         devices = len(self._hold.stagers)
         what = "batches" if devices == 1 else f"batches over {devices} devices"
-        return xferlib.Bill(
-            tuple(
-                replace(charge, nbytes=first.nbytes, what=what) if charge.memory == "device" else charge
-                for charge in bill.charges
-                if charge.memory == "device" or first.pinned
-            )
+        charges = tuple(
+            replace(charge, nbytes=first.nbytes, what=what) if charge.memory == "device" else charge
+            for charge in bill.charges
+            if charge.memory == "device" or first.pinned
         )
+        return replace(bill, charges=charges)
 
     def report(self) -> xferlib.Report:
         """See `xferlib.Prefetch.report`."""
@@ -130,13 +147,13 @@ class ShardedPrefetch:
         self._puts.end()
         self._hold.release()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
         iter(self._loop)
         # Neither the iterator of the other, which would not end this, nor itself: see `xferlib.Prefetch`.
         return map(call, repeat(self.__next__))
 
-    def __next__(self) -> Any:
+    def __next__(self) -> TreeT_co:
         try:
             return next(self._loop)
         except StopIteration:
@@ -149,7 +166,7 @@ class ShardedPrefetch:
             self.close()
             raise
 
-    def __enter__(self) -> ShardedPrefetch:
+    def __enter__(self) -> ShardedPrefetch[TreeT_co]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -251,7 +251,7 @@ def test_finalizers_that_change_a_table_while_it_is_gone_through_harm_nothing() 
         del ticket
         views.held(0, 1)
 
-    for call, add, count in ((fill, fill, jobs.under_way), (views.reap, view, lambda: views._fenced)):
+    for call, add, count in ((jobs.reap, fill, jobs.under_way), (views.reap, view, lambda: views._fenced)):
         for _ in range(50):
             add()
         before = len(count())

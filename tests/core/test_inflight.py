@@ -33,7 +33,6 @@ class Work(Fill):  # type: ignore[misc]  # Final, but for tests of who is waited
 
     def end(self) -> None:
         self.over = True
-        self.tell()
 
 
 class Awaited(Work):  # type: ignore[misc]  # As above.
@@ -572,7 +571,6 @@ def test_a_block_that_is_filled_is_not_waited_for_by_its_own_thread() -> None:
     jobs.wait_all()
     other = on_thread(jobs.wait_oldest)
     mine.over = True
-    mine.tell()
     assert other.result(10)
 
 
@@ -650,7 +648,7 @@ def test_who_waits_for_all_jobs_waits_for_each() -> None:
     assert [work.waits for work in several] == [1, 1, 1]
 
 
-def test_a_job_that_is_over_is_let_go_of_when_the_next_comes() -> None:
+def test_a_job_that_is_over_is_let_go_of_by_the_next_look() -> None:
     jobs = Jobs()
     first = Work(Thing())
     kept = weakref.ref(first.kept)
@@ -658,7 +656,7 @@ def test_a_job_that_is_over_is_let_go_of_when_the_next_comes() -> None:
     first.end()
     del first
     assert kept() is not None
-    jobs.add(Work())
+    assert jobs.reap()
     assert kept() is None
 
 
@@ -690,6 +688,7 @@ def test_a_job_that_comes_while_others_are_looked_through_is_held() -> None:
     late = Work()
     first = Meanwhile(lambda: jobs.add(late))
     jobs.add(first)
+    jobs.reap()
     assert set(jobs.under_way()) == {first, late}
 
 
@@ -700,6 +699,7 @@ def test_a_job_that_another_thread_lets_go_of_meanwhile_is_let_go_of_once() -> N
     jobs.add(first)
     first.end()
     jobs.add(second)
+    jobs.reap()
     assert told == [True]
     assert jobs.under_way() == [second]
     assert not jobs.reap()

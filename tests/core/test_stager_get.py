@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 import xferlib_host
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
+from tests.core.fakes import held, on_thread, tampered, until
+from xferlib.gets import PACK_UP_TO, PACKED
+from xferlib.memory.blocks import round_up
+from xferlib.memory.pool import ALIGNMENT
 from xferlib.staging.profile import StagingProfile
 
 
@@ -230,3 +234,50 @@ def test_a_leaf_that_cannot_be_read_together_is_refused_by_its_place() -> None:
     with xferlib.stager(backend) as stager, pytest.raises(TypeError) as caught:
         stager.get({"a": np.arange(3), "b": [np.ma.masked_array([1.0])]})
     assert caught.value.__notes__ == ["at tree.b[0]"]
+
+
+def used(stager: xferlib.Stager) -> int:
+    """Return the pinned bytes of arrays that can be reached."""
+    stager.trim()
+    return stager._pool.usage().used
+
+
+def asked(stager: xferlib.Stager) -> int:
+    stats = stager.stats()
+    return stats.pool_hits + stats.pool_misses
+
+
+def test_small_results_of_one_get_share_memory_and_large_ones_have_their_own() -> None:
+    shapes = [(3,), (0,), (PACK_UP_TO // 8,), (PACK_UP_TO // 8 + 1,), (), (5, 7)]
+    with xferlib.stager("host") as stager:
+        sources = [np.arange(math.prod(shape), dtype=np.float64).reshape(shape) + number for number, shape in enumerate(shapes)]
+        device = stager.put(sources).value
+        assert used(stager) == 0
+        before = asked(stager)
+        results = stager.get(device).result()
+        assert asked(stager) - before == 2
+        assert used(stager) == sum(round_up(n, ALIGNMENT) for n in (24, PACK_UP_TO, PACK_UP_TO + 8, 8, 280))
+        for source, result in zip(sources, results, strict=True):
+            assert result.shape == source.shape
+            assert np.array_equal(result, source)
+        large = results[3]
+        del result, results
+        assert until(lambda: used(stager) == round_up(large.nbytes, ALIGNMENT))
+
+
+def test_one_small_result_that_is_kept_keeps_no_more_than_a_mebibyte() -> None:
+    with xferlib.stager("host") as stager:
+        device = stager.put([np.full(PACK_UP_TO, number, np.uint8) for number in range(3 * PACKED // PACK_UP_TO)]).value
+        results = stager.get(device).result()
+        kept = results[-1]
+        del results
+        assert until(lambda: 0 < used(stager) <= PACKED)
+        assert (kept == len(device) - 1).all()
+
+
+def test_small_results_for_which_there_is_no_pinned_memory_lie_in_pageable() -> None:
+    with xferlib.stager("host", pinned_limit=8192, when_full="stage") as stager:
+        device = stager.put([np.arange(700, dtype=np.uint8) for _ in range(30)]).value
+        results = stager.get(device).result()
+        assert stager.stats().pool_fallbacks == 1
+        assert all(np.array_equal(result, np.arange(700, dtype=np.uint8)) for result in results)

@@ -11,7 +11,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, succeeds, tampered
-from xferlib.inflight import Fill
+from xferlib.inflight import Fill, Jobs
 from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20
@@ -227,17 +227,20 @@ def test_threads_that_stage_at_once_under_a_small_limit_wait_for_each_other(thre
 
 def test_who_is_told_that_a_block_is_filled_finds_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    tell = Fill.tell
+    remove = Jobs.remove
 
-    def told(fill: Fill) -> None:
+    def removed(jobs: Jobs, fill: Fill) -> None:
+        assert fill.over
         stager._traffic.h2d.wait_all()
         used.append(stager._pool.usage().used)
-        tell(fill)
+        remove(jobs, fill)
 
-    monkeypatch.setattr(Fill, "tell", told)
+    monkeypatch.setattr(Jobs, "remove", removed)
     with xferlib.stager("host", pinned_limit=64 * MIB) as stager:
-        stager.put(np.zeros(1000)).synchronize()
-    assert used
+        # Larger than a slot, which stays; of one part, and of two.
+        stager.put(np.zeros(20_000)).synchronize()
+        stager.put([np.zeros(20_000), np.zeros(20_000)]).synchronize()
+    assert len(used) == 3
     assert not any(used)
 
 

@@ -180,3 +180,17 @@ def test_no_room_for_a_single_chunk_is_an_error_that_says_so() -> None:
             stager.get(numbers(4 * MIB), out=numbers(4 * MIB))
         del kept
         assert np.array_equal(stager.put(numbers(4 * MIB)).result(), numbers(4 * MIB))
+
+
+def test_sources_of_several_puts_are_free_while_the_copies_of_all_are_held() -> None:
+    with xferlib.stager("host", pinned_limit=64 * MIB) as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]
+        # Together they have no more parts than there are chunks, however many threads the process has.
+        sources = [numbers(MIB, first) for first in range(2)]
+        transfers = []
+        for source in sources:
+            transfers.append(stager.put(source, borrow="staged"))
+            on_thread(transfers[-1].wait_staged).result(SECONDS)
+            source[:] = 0
+        assert not transfers[0].done()
+    for first, transfer in enumerate(transfers):
+        assert np.array_equal(transfer.result(), numbers(MIB, first))

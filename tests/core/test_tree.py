@@ -160,7 +160,7 @@ def test_a_batch_goes_to_the_device_and_back_with_its_names(debug: bool) -> None
         assert there["name"] is not batch["name"]
         assert (there["name"], there["step"]) == (["a.png", "b.png"], 7)
         back = stager.get(there).value
-        out = {"image": np.zeros((2, 3)), "name": ["", ""], "label": np.zeros(2, int), "step": 0}
+        out: dict[str, Any] = {"image": np.zeros((2, 3)), "name": ["", ""], "label": np.zeros(2, int), "step": 0}
         assert stager.get(there, out=out).value is out
         into = stager.put(out | {"image": np.zeros((2, 3))}).value
         assert stager.put(batch, into=into).value is into
@@ -232,12 +232,12 @@ def test_names_ride_along_in_slots(stager: xferlib.Stager) -> None:
 
 
 def test_names_ride_along_into_the_rows_of_one_array(stager: xferlib.Stager) -> None:
-    out = {"x": np.zeros((6, 2)), "name": None, "number": 0}
+    out: dict[str, Any] = {"x": np.zeros((6, 2)), "name": None, "number": 0}
     results = [stager.put({"x": np.full((2, 2), number), "name": None, "number": number}).value for number in (1.0, 2.0, 3.0)]
     with xferlib.drain(results, stager, out=out) as drained:
         found = [(result["number"], result["x"].tolist()) for result in drained]
     assert found == [(number, [[number] * 2] * 2) for number in (1.0, 2.0, 3.0)]
-    assert out["x"].tolist() == [[1.0] * 2] * 2 + [[2.0] * 2] * 2 + [[3.0] * 2] * 2  # type: ignore[union-attr]  # It is an array.
+    assert out["x"].tolist() == [[1.0] * 2] * 2 + [[2.0] * 2] * 2 + [[3.0] * 2] * 2
     assert out["number"] == 0
     with (
         xferlib.drain(results, stager, out={"x": np.zeros((6, 2))}) as drained,

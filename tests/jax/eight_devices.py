@@ -457,7 +457,7 @@ def test_what_is_no_sharding_of_this_process_is_refused() -> None:
     with pytest.raises(ValueError, match="depth=0: expected 1 or more"):
         xferlib_jax.prefetch([], over("a"), 0)
     with pytest.raises(TypeError, match="something to iterate"):
-        xferlib_jax.prefetch(3, over("a"))  # type: ignore[arg-type]  # On purpose.
+        xferlib_jax.prefetch(3, over("a"))  # type: ignore[call-overload]  # On purpose.
 
 
 def test_stagers_that_do_not_fit_are_refused(stagers: tuple[Stager, ...]) -> None:

@@ -16,6 +16,7 @@ from tests.core.fakes import on_thread
 from tests.pipeline.failing import Lost
 from tests.pipeline.steps import PATIENCE, batch, thread_of, until
 from xferlib.pipeline import feed, source_thread
+from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.wakeup import Wakeup
 
 
@@ -112,7 +113,7 @@ def test_an_item_that_is_started_behind_a_close_that_could_not_wait_is_let_go_of
     monkeypatch.setattr(feed, "CLOSE_SECONDS", 0.05)
     inside, gate = threading.Event(), threading.Event()
 
-    def start(box: list[object], clock: xferlib.Clock) -> object:
+    def start(box: list[object], clock: Clock) -> object:
         inside.set()
         assert gate.wait(PATIENCE)
         return box[0]
@@ -128,7 +129,7 @@ def test_an_item_that_is_started_behind_a_close_that_could_not_wait_is_let_go_of
 def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -> None:
     inside, gate = threading.Event(), threading.Event()
 
-    def start(box: list[int], clock: xferlib.Clock) -> int:
+    def start(box: list[int], clock: Clock) -> int:
         if box == [1]:
             inside.set()
             assert gate.wait(PATIENCE)

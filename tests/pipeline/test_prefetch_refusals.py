@@ -48,7 +48,7 @@ def test_arguments_are_refused_on_the_spot(stager: xferlib.Stager) -> None:
     with pytest.raises(ValueError, match="depth=0"):
         xferlib.prefetch([], stager, 0)
     with pytest.raises(TypeError, match="iterate"):
-        xferlib.prefetch(3, stager)  # type: ignore[arg-type]  # The point of the test.
+        xferlib.prefetch(3, stager)  # type: ignore[call-overload]  # The point of the test.
 
 
 def test_a_stager_in_the_wrong_place_or_a_name_of_one_is_refused_in_words(stager: xferlib.Stager) -> None:

@@ -15,6 +15,7 @@ import xferlib
 from tests.core.fakes import held, on_thread
 from tests.pipeline.steps import PATIENCE, batch, h2d, part, until
 from xferlib.pipeline import clock as clock_module
+from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.report import of_drain, of_prefetch, of_stream
 
 
@@ -34,7 +35,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def test_a_clock_adds_up_by_part(time: Time) -> None:
-    clock = xferlib.Clock()
+    clock = Clock()
     time.now = 5
     clock.turn("a")
     time.now = 7

@@ -68,8 +68,9 @@ def demo(
     path: Annotated[
         Path | None,
         typer.Argument(
-            help="A .npy file, (N, H, W), (N, H, W, C) or (H, W), of any size; or a folder of images (made grey, and fitted to the "
-            "size of the first by name). Without it: a photograph and measurements that come with Matplotlib."
+            help="A .npy file, (N, H, W), (N, H, W, C) or (H, W), of any size; or an image, or a folder of images (made grey, and "
+            "fitted to the size of the first by name; its subfolders are not looked into, and what cannot be read is skipped and "
+            "named). Without it: a photograph and measurements that come with Matplotlib."
         ),
     ] = None,
     backend: Annotated[str, typer.Option(metavar="NAME", help="A backend that doctor lists, or auto.")] = "auto",
@@ -81,7 +82,10 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for edges.npy and edges.png. On a slow disk, try a folder in /dev/shm.")] = Path(
         "xferlib-demo"
     ),
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, too.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the figures to this file, too. -: to stdout, and the table to stderr."),
+    ] = None,
     batch_mib: Annotated[float | None, typer.Option(min=0.0, help="Size of a batch. Default: 32 on a GPU, 4 without.")] = None,
     depth: Annotated[
         int, typer.Option(min=2, help="Batches on their way at once, each way, beside those in the hands of a thread.")
@@ -105,6 +109,7 @@ def demo(
     A sample of frames is recomputed with NumPy from the source and compared, bit for bit, with the file.
     """
     from xferlib.cli.demo import Options, run
+    from xferlib.engine.cores import usable_cores
 
     run(
         Options(
@@ -116,7 +121,7 @@ def demo(
             json_file=json_file,
             batch_mib=batch_mib,
             depth=depth,
-            threads=threads,
+            threads=threads or max(1, min(8, (usable_cores() - 1) // 2)),
             rounds=_rounds(rounds),
             sheet=sheet,
         )

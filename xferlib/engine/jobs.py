@@ -67,10 +67,10 @@ class Job:
     """One transfer. Any thread. The event of a get that ends with a copy by the CPU.
 
     `owner`: the thread that is starting it, which must not wait for it; None: the engine has all that it needs. `holds`: pinned
-    memory comes back when it has finished. `memory`: the ranges of the caller's that are used until then. `kept`: held until then.
-    `sources`: arrays that it reads, held until they are staged. `device`: memory of the caller's that it reads there; `after`: an
-    event that its lane waits for before its first copy; `beside`: one without which it is not done; `event`: one behind its last
-    copy, once that is issued.
+    memory comes back when it has finished. `parts`: how many chunks it can use at once. `memory`: the ranges of the caller's that
+    are used until then. `kept`: held until then. `sources`: arrays that it reads, held until they are staged. `device`: memory of
+    the caller's that it reads there; `after`: an event that its lane waits for before its first copy; `beside`: one without which
+    it is not done; `event`: one behind its last copy, once that is issued.
     """
 
     __slots__ = (
@@ -87,6 +87,7 @@ class Job:
         "lane",
         "memory",
         "owner",
+        "parts",
         "row",
         "sources",
         "submitted",
@@ -97,6 +98,7 @@ class Job:
         self.lane = lane
         self.owner = owner
         self.holds = False
+        self.parts = 1
         self.memory: Sequence[tuple[int, int]] = ()
         self.device: Sequence[Source] = ()
         self.after: Event | None = None

@@ -116,10 +116,10 @@ class Lane:
 
     def feed(self, job: Job, nbytes: int, blocks: int) -> None:
         """Have chunks for a job of so many bytes, as far as the pool has room, and one at least. Raises `AllocationError`."""
-        # As many as it has parts, so that all its copies can be in the stream before the first is done. To the device a part ends
-        # with its piece of device memory.
-        parts = -(-nbytes // min(self.nbytes, quick().xe_part_nbytes(nbytes))) + blocks - 1
-        goal = min(self._most, parts + len(self.jobs) - 1)
+        # As many as it has parts, so that all its copies can be in the stream before the first is done, and as those before it
+        # have: held, they keep theirs. To the device a part ends with its piece of device memory.
+        job.parts = -(-nbytes // min(self.nbytes, quick().xe_part_nbytes(nbytes))) + blocks - 1
+        goal = min(self._most, sum([other.parts for other in list(self.jobs.values())]))
         while len(self._blocks) + len(self._growing) < goal and uninterrupted(partial(self._grow, goal)):
             pass
         while not self._blocks:

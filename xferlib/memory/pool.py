@@ -165,9 +165,9 @@ class PinnedPool:
         """
         return self._take(nbytes, taken, combined=False, for_array=False)
 
-    def try_take(self, nbytes: int) -> HostBlock | None:
+    def try_take(self, nbytes: int, taken: Callable[[], None] | None = None) -> HostBlock | None:
         """Return `nbytes` bytes for staging as `take` does, where that neither waits for a transfer nor unpins."""
-        wanted = Wanted(round_up(nbytes, ALIGNMENT), nbytes, None, False, False)
+        wanted = Wanted(round_up(nbytes, ALIGNMENT), nbytes, taken, False, False)
         number = self._count()
         held = ticket(self._returns.put, number)
         row, growth = self._alone(self._looked, wanted, number, True, False)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import repeat
 from operator import call
 from types import TracebackType
-from typing import Any, NoReturn, final
+from typing import Any, Generic, NoReturn, final
 
 from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
@@ -26,12 +26,13 @@ from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
+from xferlib.typed import TreeT_co
 
 __all__ = ["Drain", "Results"]
 
 
 @final
-class Drain:
+class Drain(Generic[TreeT_co]):
     """Takes results on one side and gives them out on the other, on two threads or on one.
 
     `submit(tree)` starts the copy to the host and returns; it waits while `depth` results are under way. `results()` iterates them
@@ -47,25 +48,28 @@ class Drain:
 
     A context manager; `close()` waits for what is in flight. The end of a `with` block raises as `synchronize` where `out` was
     given, since nobody else may be told. One thread submits at a time, any number may take.
+
+    Attributes:
+        depth: How many results may be under way now.
+        bill: What the loop costs in memory, known from the first result on.
+        lowered: Why `depth` is less than asked, in words.
     """
 
     __reduce_ex__ = uncopied("Make another one")
 
-    def __init__(self, stager: Stager, depth: int = 2, *, out: Any = None) -> None:
+    def __init__(self, stager: Stager, depth: int = 2, *, out: TreeT_co | None = None) -> None:
         check_stager(stager)
         if depth < 1:
             raise ValueError(f"depth={depth!r}: expected 1 or more")
         self.depth = depth
         self.bill: Bill | None = None
-        """Known from the first result on."""
         self.lowered: str | None = None
-        """Why `depth` is less than asked, in words."""
         self._stager = stager
         self._rows = None if out is None else Rows(out, trees_of(stager.backend))
         self._changed = Wakeup()
         # Reentrant: a finalizer may take while its thread is in here.
         self._taking = threading.RLock()
-        self._pending: deque[Transfer | Failed] = deque()
+        self._pending: deque[Transfer[TreeT_co] | Failed] = deque()
         self._flying: deque[Transfer] = deque()
         self._taken = 0
         self._taker: int | None = None
@@ -137,7 +141,7 @@ class Drain:
         self._pending.append(Failed(error))
         self._changed.wake()
 
-    def results(self) -> Results:
+    def results(self) -> Results[TreeT_co]:
         """Return an iterator of host trees, which ends after `end()`. Several share the results between them."""
         self._asked = True
         return Results(self)
@@ -173,7 +177,7 @@ class Drain:
         self._pending.clear()
         self._flying.clear()
 
-    def take(self) -> Any:
+    def take(self) -> TreeT_co:
         """Wait for the oldest result and return it, or raise what is in its place. Raises `StopIteration` when there is no more."""
         # One at a time, so that whoever came first gets the oldest.
         with self._taking:
@@ -195,7 +199,7 @@ class Drain:
         except (IndexError, XferError):
             return True
 
-    def __enter__(self) -> Drain:
+    def __enter__(self) -> Drain[TreeT_co]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -215,7 +219,7 @@ class Drain:
             rows.filled -= count
             raise
 
-    def _oldest(self) -> Transfer | Failed:
+    def _oldest(self) -> Transfer[TreeT_co] | Failed:
         while True:
             # Asked before the queue is: what was submitted before the end is in there then.
             ended = self._ended
@@ -305,20 +309,20 @@ class Drain:
 
 
 @final
-class Results:
+class Results(Generic[TreeT_co]):
     """The results of a `Drain`, in order, once: a new `for` behind the last one raises `ClosedError`."""
 
-    def __init__(self, drain: Drain) -> None:
+    def __init__(self, drain: Drain[TreeT_co]) -> None:
         self._drain = drain
         self._spent = False
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[TreeT_co]:
         if self._spent:
             raise ClosedError("these results are spent: all were taken, and none comes a second time. Make another Drain for more")
         # Not itself: what takes results in groups asks its iterator for an iterator once more behind the last one.
         return map(call, repeat(self.__next__))
 
-    def __next__(self) -> Any:
+    def __next__(self) -> TreeT_co:
         try:
             return self._drain.take()
         except StopIteration:

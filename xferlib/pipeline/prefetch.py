@@ -13,7 +13,7 @@ from functools import partial
 from itertools import repeat
 from operator import call
 from types import TracebackType
-from typing import Any, NamedTuple, final
+from typing import Any, Generic, NamedTuple, final, overload
 
 import numpy as np
 
@@ -30,16 +30,42 @@ from xferlib.pipeline.unshared import is_unshared
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
+from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
 
 __all__ = ["Prefetch", "prefetch"]
 
 
+@overload
+def prefetch(
+    batches: Iterable[Slot[TreeT]], stager: Stager, depth: int = 2, *, rewrites: bool | None = None, stream: object | None = None
+) -> Prefetch[TreeT]: ...
+@overload
+def prefetch(
+    batches: Iterable[NamedT], stager: Stager, depth: int = 2, *, rewrites: bool | None = None, stream: object | None = None
+) -> Prefetch[NamedT]: ...
+@overload
+def prefetch(
+    batches: Iterable[dict[KeyT, Any]],
+    stager: Stager,
+    depth: int = 2,
+    *,
+    rewrites: bool | None = None,
+    stream: object | None = None,
+) -> Prefetch[dict[KeyT, Any]]: ...
+@overload
+def prefetch(
+    batches: Iterable[Unnamed], stager: Stager, depth: int = 2, *, rewrites: bool | None = None, stream: object | None = None
+) -> Prefetch[Any]: ...
+@overload
+def prefetch(
+    batches: Iterable[TreeT], stager: Stager, depth: int = 2, *, rewrites: bool | None = None, stream: object | None = None
+) -> Prefetch[TreeT]: ...
 def prefetch(
     batches: Iterable[Any], stager: Stager, depth: int = 2, *, rewrites: bool | None = None, stream: object | None = None
-) -> Prefetch:
+) -> Prefetch[Any]:
     """Iterate device trees: up to `depth` batches are being copied, or are there, while the consumer works on an earlier one.
 
-    `batches`: any iterable of trees of NumPy arrays, or of `Slot`s of a `Ring` of this stager. It is iterated on a thread of its
+    `batches`: any iterable of trees of NumPy arrays, or of slots of a `Ring` of this stager. It is iterated on a thread of its
     own, and pageable memory is borrowed by the copies. `rewrites`: whether the source may write to the arrays of a batch after it
     has given it. If so, it is asked for the next one only when that is safe: for pageable memory when the CPU has copied it
     (`Transfer.wait_staged`), for pinned memory when its copy is done. If not, it is asked at once. None: as the source's attribute
@@ -52,7 +78,8 @@ def prefetch(
     `stream`: the one whose work will use the batches. None: the consumer's current one. A framework that knows no current stream
     means the default one, so there a consumer with streams of its own must name the one it uses.
 
-    See `Prefetch` for the iterator. Raises `TypeError` and `ValueError`; `CapabilityError` for a stream where none can be named.
+    See `Prefetch` for the iterator. Batches come out typed as by `Stager.put`; those of slots as their `Ring` is.
+    Raises `TypeError` and `ValueError`; `CapabilityError` for a stream where none can be named.
     """
     check_stager(stager, batches)
     if stream is not None:
@@ -81,7 +108,7 @@ def _value_on(stream: object, transfer: Transfer) -> Any:
 
 
 @final
-class Prefetch:
+class Prefetch(Generic[TreeT_co]):
     """Device trees that are put ahead of time, on a thread, for one pass: `for batch in loop`, or `next(loop)`. Made by `prefetch`.
 
     `put(batch)` is called on that thread for each item of `batches`, and returns a transfer; `take(transfer)` is called on the
@@ -116,7 +143,7 @@ class Prefetch:
         nbytes: Callable[[Any], int] = tree_nbytes,
         device_waits: Callable[[], int] = lambda: 0,
         rewrites: bool = True,
-        take: Callable[[Any], Any] = _value,
+        take: Callable[[Any], TreeT_co] = _value,
     ) -> None:
         if isinstance(batches, Mapping):
             raise TypeError(
@@ -165,7 +192,7 @@ class Prefetch:
         if not self._feed.forked:
             self._starter.settle()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
         if self._feed.spent:
             raise ClosedError(
@@ -177,7 +204,7 @@ class Prefetch:
         # Not itself: what takes batches in groups asks its iterator for an iterator once more behind the last one.
         return map(call, repeat(self.__next__))
 
-    def __next__(self) -> Any:
+    def __next__(self) -> TreeT_co:
         if self._first is None and self._taken:
             self._first = _Mark(self._clock.read(), self._feed.clock.read(), self._late, self._device_waits())
         self._clock.turn("wait")
@@ -195,7 +222,7 @@ class Prefetch:
             self.close()
             raise
 
-    def __enter__(self) -> Prefetch:
+    def __enter__(self) -> Prefetch[TreeT_co]:
         return self
 
     def __repr__(self) -> str:
@@ -207,7 +234,7 @@ class Prefetch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _next(self) -> Any:
+    def _next(self) -> TreeT_co:
         waiting = self._feed.ready
         transfer = self._feed.take()
         try:

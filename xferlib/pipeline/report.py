@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias, final
 __all__ = ["Bound", "Report", "of_drain", "of_prefetch", "of_stream"]
 
 Bound: TypeAlias = Literal["source", "copy", "compute", "device", "consumer", "nothing yet"]
-"""What a loop would be faster with more of. "device": compute or the copies to the host, which the host cannot tell apart."""
 
 HARDLY = 0.1
 """Share of the time below which somebody counts as never waiting."""
@@ -25,15 +24,21 @@ IDLE = 0.05
 @final
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The state of a loop at one moment. `str()` of it is for people."""
+    """The state of a loop at one moment. `str()` of it is for people.
+
+    Attributes:
+        batches: Taken by the consumer so far, the first among them.
+        seconds: Since the consumer asked for the second: the first pays for what is done once, and tells nothing of the others.
+        bound: What the loop would be faster with more of; "device": compute or the copies to the host, which the host cannot tell
+            apart.
+        parts: Seconds by what was done or waited for; the words name each.
+        words: The same in sentences, the verdict first.
+    """
 
     batches: int
-    """Taken by the consumer so far, the first among them."""
     seconds: float
-    """Since the consumer asked for the second: the first pays for what is done once, and tells nothing of the others."""
     bound: Bound
     parts: Mapping[str, float]
-    """Seconds by what was done or waited for; the words name each."""
     words: tuple[str, ...]
 
     def __str__(self) -> str:

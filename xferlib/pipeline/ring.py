@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Generic, final
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from xferlib.stager import Stager, check_stager
 from xferlib.tickets import Returns
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of, unflatten
+from xferlib.typed import TreeT_co
 
 __all__ = ["Ring", "Slot"]
 
@@ -46,7 +47,7 @@ STUCK = 10.0
 
 
 @final
-class Ring:
+class Ring(Generic[TreeT_co]):
     """A fixed number of pinned slots for batches of one spec, used in turn.
 
     `spec`: the tree of one batch, at its leaves arrays, anything else with a shape and a dtype, or pairs (shape, dtype).
@@ -56,6 +57,13 @@ class Ring:
         slot = ring.acquire()
         np.stack(images, out=slot["image"])
         transfer = slot.put()
+
+    Attributes:
+        stager: The one that its slots are put by.
+        slots: How many there are.
+        bill: What they cost in memory.
+
+    What a batch is, a type checker is told: `ring: Ring[Batch] = Ring(stager, spec)`. Its slots, and what they put, are typed so.
 
     Raises `TypeError` and `ValueError` for the spec, and `AllocationError` where the stager's pinned_limit forbids so many slots.
     """
@@ -86,7 +94,7 @@ class Ring:
         self._waiting = threading.RLock()
         self._closed = False
 
-    def acquire(self) -> Slot:
+    def acquire(self) -> Slot[TreeT_co]:
         """Return a slot to be written, its contents undefined.
 
         Where none is idle it waits for the oldest one in flight; where none is in flight either, for one to be put or let go of by
@@ -243,7 +251,7 @@ class Ring:
         if self._closed:
             raise ClosedError("this ring is closed. Make another Ring")
 
-    def __enter__(self) -> Ring:
+    def __enter__(self) -> Ring[TreeT_co]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -254,7 +262,7 @@ class Ring:
 
 
 @final
-class Slot:
+class Slot(Generic[TreeT_co]):
     """One pinned slot, to be written and then put, once.
 
     `slot["image"]` and `slot.tree` are its arrays. One that is dropped without a put goes back to its ring, when the last view of
@@ -264,24 +272,25 @@ class Slot:
 
     __reduce_ex__ = uncopied("Copy its arrays, or acquire another slot")
 
-    def __init__(self, ring: Ring, layout: Layout, lease: _Lease, waited_seconds: float) -> None:
+    def __init__(self, ring: Ring[TreeT_co], layout: Layout, lease: _Lease, waited_seconds: float) -> None:
         self.ring = ring
         self._waited_seconds = waited_seconds
         self._acquired_by = threading.get_ident()
         self._lease: _Lease | None = lease
         self._trees = trees_of(ring.stager.backend)
-        self._tree = layout.views(np.asarray(lease))
+        self._tree: TreeT_co = layout.views(np.asarray(lease))
         self._rows: int | None = None
         self._done = "put"
 
     @property
-    def tree(self) -> Any:
+    def tree(self) -> TreeT_co:
         """The arrays, to be written in place. Raises `RuntimeError` once the slot was put or let go of."""
         self._check()
         return self._tree
 
     def __getitem__(self, key: Any) -> Any:
-        return self.tree[key]
+        tree: Any = self.tree
+        return tree[key]
 
     @property
     def rows(self) -> int | None:
@@ -302,7 +311,7 @@ class Slot:
         seconds, self._waited_seconds = self._waited_seconds, 0.0
         return seconds if self._acquired_by == threading.get_ident() else 0.0
 
-    def put(self, *, stream: object | None = None) -> Transfer:
+    def put(self, *, stream: object | None = None) -> Transfer[TreeT_co]:
         """Start the transfer; the slot is its ring's again when that is done. Raises as `Stager.put`, and keeps the slot then.
 
         Its arrays are made read-only. Views that were taken of them before are not: do not write through those any more.
@@ -335,7 +344,7 @@ class Slot:
             raise RuntimeError(f"this slot was {self._done} already, and its memory belongs to the next batch. Acquire another one")
         return self._lease
 
-    def __enter__(self) -> Slot:
+    def __enter__(self) -> Slot[TreeT_co]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -6,32 +6,124 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
 from operator import call
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Generic, final, overload
 
 from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError
+from xferlib.memory.arrays import Array
 from xferlib.pipeline.bill import Bill
 from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.drain import Drain
 from xferlib.pipeline.prefetch import Prefetch, prefetch
 from xferlib.pipeline.report import Report, of_drain, of_stream
 from xferlib.stager import Stager, check_stager
+from xferlib.typed import HasDtype, KeyT, NamedT, Sequences, TreeT, TreeT_co
 
 __all__ = ["Drained", "drain", "stream_map"]
 
 
-def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = None, stream: object | None = None) -> Drained:
+@overload
+def drain(
+    results: Iterable[NamedT], stager: Stager, depth: int = 2, *, out: None = None, stream: object | None = None
+) -> Drained[NamedT]: ...
+@overload
+def drain(
+    results: Iterable[dict[KeyT, Any]], stager: Stager, depth: int = 2, *, out: None = None, stream: object | None = None
+) -> Drained[dict[KeyT, Any]]: ...
+@overload
+def drain(
+    results: Iterable[Sequences], stager: Stager, depth: int = 2, *, out: None = None, stream: object | None = None
+) -> Drained[Any]: ...
+@overload
+def drain(
+    results: Iterable[HasDtype], stager: Stager, depth: int = 2, *, out: None = None, stream: object | None = None
+) -> Drained[Array]: ...
+@overload
+def drain(
+    results: Iterable[TreeT], stager: Stager, depth: int = 2, *, out: None = None, stream: object | None = None
+) -> Drained[TreeT]: ...
+@overload
+def drain(
+    results: Iterable[Any], stager: Stager, depth: int = 2, *, out: TreeT, stream: object | None = None
+) -> Drained[TreeT]: ...
+def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = None, stream: object | None = None) -> Drained[Any]:
     """Iterate host trees: while the consumer has one, up to `depth` later results are computed and copied.
 
     `results`: any iterable of trees of device arrays, iterated on the consumer's own thread, so that the copy of each is started
     right behind the work that makes it. `out`: arrays to be filled from the front along the first axis, in memory, mapped from a
     file or shared; else results are in pinned memory, which comes back when the last view of it is gone. See `Drain` for both.
-    `stream`: the one whose work makes the results. None: the consumer's current one.
+    `stream`: the one whose work makes the results. None: the consumer's current one. Results come out typed as by `Stager.get`.
     """
     check_stager(stager, results)
     return Drained(results, stager, depth, out=out, stream=stream)
 
 
+@overload
+def stream_map(
+    fn: Callable[[Any], NamedT],
+    batches: Iterable[Any],
+    stager: Stager,
+    depth: int = 2,
+    *,
+    out: None = None,
+    rewrites: bool | None = None,
+    stream: object | None = None,
+) -> Drained[NamedT]: ...
+@overload
+def stream_map(
+    fn: Callable[[Any], dict[KeyT, Any]],
+    batches: Iterable[Any],
+    stager: Stager,
+    depth: int = 2,
+    *,
+    out: None = None,
+    rewrites: bool | None = None,
+    stream: object | None = None,
+) -> Drained[dict[KeyT, Any]]: ...
+@overload
+def stream_map(
+    fn: Callable[[Any], Sequences],
+    batches: Iterable[Any],
+    stager: Stager,
+    depth: int = 2,
+    *,
+    out: None = None,
+    rewrites: bool | None = None,
+    stream: object | None = None,
+) -> Drained[Any]: ...
+@overload
+def stream_map(
+    fn: Callable[[Any], HasDtype],
+    batches: Iterable[Any],
+    stager: Stager,
+    depth: int = 2,
+    *,
+    out: None = None,
+    rewrites: bool | None = None,
+    stream: object | None = None,
+) -> Drained[Array]: ...
+@overload
+def stream_map(
+    fn: Callable[[Any], TreeT],
+    batches: Iterable[Any],
+    stager: Stager,
+    depth: int = 2,
+    *,
+    out: None = None,
+    rewrites: bool | None = None,
+    stream: object | None = None,
+) -> Drained[TreeT]: ...
+@overload
+def stream_map(
+    fn: Callable[[Any], Any],
+    batches: Iterable[Any],
+    stager: Stager,
+    depth: int = 2,
+    *,
+    out: TreeT,
+    rewrites: bool | None = None,
+    stream: object | None = None,
+) -> Drained[TreeT]: ...
 def stream_map(
     fn: Callable[[Any], Any],
     batches: Iterable[Any],
@@ -41,12 +133,13 @@ def stream_map(
     out: Any = None,
     rewrites: bool | None = None,
     stream: object | None = None,
-) -> Drained:
+) -> Drained[Any]:
     """Iterate `fn` of every batch as host trees, in order: the copies to the device, `fn` and the copies back run all at once.
 
     For data of any size: only some batches are on the device at a time, as `bill` says. `fn` takes a device tree and returns one;
     it runs on the consumer's thread and should not wait. An exception of the source, of `fn` or of a copy comes out where its
     result would have. `batches` and `rewrites` are those of `prefetch`, `out` that of `drain`, `stream` that of both.
+    Results come out typed as by `Stager.get`; what `fn` takes is checked where it is written.
     """
     source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
@@ -74,7 +167,7 @@ class _Mapped(Iterator[Any]):
 
 
 @final
-class Drained:
+class Drained(Generic[TreeT_co]):
     """Host trees whose copies were started ahead, for one pass: `for result in loop`, or `next(loop)`. A context manager.
 
     Made by `drain` and `stream_map`. What was raised for a result comes out in its place, and is all that is lost: the results are
@@ -94,9 +187,9 @@ class Drained:
         stager: Stager,
         depth: int,
         *,
-        out: Any,
+        out: TreeT_co | None,
         stream: object | None = None,
-        source: Prefetch | None = None,
+        source: Prefetch[Any] | None = None,
     ) -> None:
         if stream is not None:
             stager.check_stream(stream)
@@ -106,7 +199,7 @@ class Drained:
         if depth < 1:
             raise ValueError(f"depth={depth!r}: expected 1 or more")
         # The one to be taken is under way as well.
-        self._drain = Drain(stager, depth + 1, out=out)
+        self._drain: Drain[TreeT_co] = Drain(stager, depth + 1, out=out)
         self._clock = Clock()
         self._waiting: Any = None
         """A result for which there was no memory yet."""
@@ -147,7 +240,7 @@ class Drained:
             if self._source is not None:
                 self._source.close()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
         if self._spent:
             raise ClosedError("this loop is spent: it gives each result once, and all were taken. Make a new one for another pass")
@@ -156,7 +249,7 @@ class Drained:
         # Not itself: what takes results in groups asks its iterator for an iterator once more behind the last one.
         return map(call, repeat(self.__next__))
 
-    def __next__(self) -> Any:
+    def __next__(self) -> TreeT_co:
         if self._spent:
             raise StopIteration
         if self._first is None and self._taken:
@@ -176,13 +269,13 @@ class Drained:
             self.close()
             raise
 
-    def __enter__(self) -> Drained:
+    def __enter__(self) -> Drained[TreeT_co]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _next(self) -> Any:
+    def _next(self) -> TreeT_co:
         self._refuse_closed()
         if self._inside:
             raise RuntimeError("this loop is inside its own next, here or on another thread: it has one consumer. Share a Drain")

@@ -1,18 +1,33 @@
-"""To the device on the caller's thread: what is small passes through a pinned block of its own size."""
+"""To the device on the caller's thread: what is small passes through pinned memory of its own size.
+
+Most is very small, labels beside images. That goes through slots, many to a block of the pool: taking a block from the pool costs
+more than the copy. A block is the pool's again when no slot of it is in flight, nor free.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from xferlib.inflight import Fill, Traffic
-from xferlib.memory.pool import HostBlock, PinnedPool
+from xferlib.memory.arrays import Array
+from xferlib.memory.pool import PinnedPool
 from xferlib.protocol import HostStager
 from xferlib.staging.parts import Part, Placed, lay, run_of
 
 __all__ = ["Bounce", "few_parts"]
+
+Slot: TypeAlias = tuple[int, Array]
+"""An address, and the bytes there, which hold their block."""
+SLOT = 16 << 10
+"""Bytes."""
+SLOTS = 16
+"""In a block."""
+SHARE = 16
+"""Blocks of slots that the pool's limit must have room for: else each put takes what it needs and no more."""
 
 
 @final
@@ -22,26 +37,83 @@ class Bounce:
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, traffic: Traffic) -> None:
         self._backend = backend
         self._pool = pool
-        self._traffic = traffic
+        self._h2d = traffic.h2d
+        self._jobs = traffic.jobs
+        self._most = SLOT if pool.limit >= SHARE * SLOTS * SLOT else 0
+        # Changed in single steps: a finalizer may put while its thread is in here.
+        self._slots: deque[Slot] = deque()
 
     def __call__(self, part: Part) -> None:
-        """Start the copy of a part; its arrays are free on return."""
-        # Counts as in flight before another thread finds neither room nor anything to wait for.
-        fill = Fill()
-        block: HostBlock | None = None
+        """Start the copy of a part, and count it as in flight; its arrays are free on return."""
+        fills: list[Fill] = []
         try:
-            block = self._pool.take(part.nbytes, lambda: self._traffic.jobs.add(fill))
-            lay(part, np.asarray(block)[: part.nbytes])
-            self._backend.copy_h2d(part.address, block.address, part.nbytes)
+            self.begin(part, fills)
             # Whose bytes they are is counted by who puts them: these have pads.
-            self._traffic.h2d.add(0, (), (), block)
+            self._h2d.add(0, (), (), fills[-1].memory)
         except BaseException:
-            self._traffic.h2d.settle(block)
+            self._h2d.settle(fills[-1].memory if fills else None)
             raise
         finally:
-            # Before anyone is told: who waits for room must find it, and this frame may live on for a while.
-            block, fill.over = None, True
-            fill.tell()
+            if fills:
+                fill = fills[-1]
+                # In this order: who waits for room must find it, and this frame may live on for a while.
+                fill.memory, fill.over = None, True
+                self._jobs.remove(fill)
+
+    def begin(self, part: Part, fills: list[Fill]) -> None:
+        """Start the copy of a part; its arrays are free on return.
+
+        Whoever calls enters the memory of the last of `fills` as in flight next, and then ends that, whatever is raised. Those
+        before it are over.
+        """
+        address, memory = self._take(part.nbytes, fills)
+        try:
+            lay(part, memory[: part.nbytes])
+            self._backend.copy_h2d(part.address, address, part.nbytes)
+        finally:
+            # Of a copy that fails, the frame lives as long as what is raised.
+            del memory
+
+    def release(self) -> bool:
+        """Give idle slots back to the pool, and tell whether there were any."""
+        found = bool(self._slots)
+        self._slots.clear()
+        return found
+
+    def _take(self, nbytes: int, fills: list[Fill]) -> Slot:
+        """Take memory, and enter a fill that holds it."""
+        while nbytes <= self._most and (self._slots or self._add_slots()):
+            fill = Fill()
+            fills.append(fill)
+            # Counts as in flight before another thread finds neither room nor anything to wait for.
+            self._jobs.add(fill)
+            try:
+                slot = self._slots.popleft()
+                fill.memory = slot[1]
+                return slot
+            except IndexError:
+                # Another thread was faster. This one may have to wait for room now, so nobody may wait for it.
+                fill.over = True
+                self._jobs.remove(fill)
+        fill = Fill()
+        fills.append(fill)
+        block = self._pool.take(nbytes, lambda: self._jobs.add(fill))
+        memory = fill.memory = np.asarray(block)
+        return block.address, memory
+
+    def _add_slots(self) -> bool:
+        """Take a block of slots, where the pool has one for which nobody must wait."""
+        fill = Fill()
+        try:
+            block = self._pool.try_take(SLOTS * SLOT, lambda: self._jobs.add(fill))
+            if block is None:
+                return False
+            memory = np.asarray(block)
+            self._slots.extend([(block.address + at, memory[at : at + SLOT]) for at in range(0, SLOTS * SLOT, SLOT)])
+            return True
+        finally:
+            fill.over = True
+            self._jobs.remove(fill)
 
 
 def few_parts(leaves: Sequence[Placed], nbytes: int) -> list[Part]:

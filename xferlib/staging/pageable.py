@@ -17,7 +17,7 @@ from xferlib.engine.jobs import Job
 from xferlib.engine.lanes import Lane, start_threads, usual_threads
 from xferlib.engine.native import D2H, H2D, ISSUED, STAGED
 from xferlib.errors import XferError
-from xferlib.inflight import Traffic, uses
+from xferlib.inflight import Fill, Traffic, uses
 from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array, address_of, extent, pieces
 from xferlib.memory.pool import PAGE, PinnedPool
@@ -62,16 +62,19 @@ class Staging:
             Lane(D2H, backend, pool, traffic.jobs.d2h, nbytes=larger * nbytes, most=most // larger),
         )
 
-    def stage(self, leaves: Sequence[Placed]) -> None:
+    def stage(self, leaves: Sequence[Placed], fills: list[Fill]) -> None:
         """Start the copies of pageable arrays; their memory is free on return.
 
-        Bytes between leaves of one block, up to the next multiple of 256, may be overwritten.
+        Bytes between leaves of one block, up to the next multiple of 256, may be overwritten. For `fills` see `Bounce.begin`.
         """
         self._count(len(leaves))
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce:
-            for part in few_parts(leaves, nbytes):
+            parts = few_parts(leaves, nbytes)
+            # Each is in flight before the next waits for room. The last is entered with what else the put copies: an event less.
+            for part in parts[:-1]:
                 self._bounced(part)
+            self._bounced.begin(parts[-1], fills)
             return
         whole = self._bounce_odd(leaves)
         if not whole:
@@ -156,11 +159,12 @@ class Staging:
 
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any. Waits for no copy."""
-        found = [lane.release() for lane in self._lanes]
+        found = [self._bounced.release(), *(lane.release() for lane in self._lanes)]
         return any(found)
 
     def close(self) -> None:
         """Give the chunks back: nothing is in flight."""
+        self._bounced.release()
         for lane in self._lanes:
             lane.close()
 

@@ -16,14 +16,17 @@ MIN_CHUNK = 4096
 
 @dataclass(frozen=True)
 class StagingProfile:
-    """How pageable memory is copied. Printed, and read from the environment, as `8x4MiB`."""
+    """How pageable memory is copied. Printed, and read from the environment, as `8x4MiB`.
+
+    Attributes:
+        threads: At least so many for the whole process, both directions and all stagers.
+        chunk_nbytes: At most: under a small limit they are smaller. Where nothing is given, those to the host are twice as large.
+        hand_off_nbytes: A put of up to so many bytes is copied by its caller, in the time that it takes to wake others.
+    """
 
     threads: int
-    """At least so many for the whole process, both directions and all stagers."""
     chunk_nbytes: int
-    """At most: under a small limit they are smaller. Where nothing is given, those to the host are twice as large."""
     hand_off_nbytes: int = 1 << 20
-    """A put of up to so many bytes is copied by its caller, in the time that it takes to wake others."""
 
     def __post_init__(self) -> None:
         for name, number in asdict(self).items():

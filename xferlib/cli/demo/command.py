@@ -1,80 +1,77 @@
-"""The order of events: open, plan, stream, verify, draw, report."""
+"""The order of events: open, plan, prepare, stream, verify, draw, report."""
 
 from __future__ import annotations
 
 import json
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import typer
 
 from xferlib.cli.companions import workload
 from xferlib.cli.demo import sheet, verify
-from xferlib.cli.demo.plan import Options, Plan, make_plan, open_source
+from xferlib.cli.demo.plan import Options, open_source, plan
 from xferlib.cli.demo.progress import Bar
 from xferlib.cli.demo.report import figures, show
-from xferlib.cli.demo.stream import Streamed, stream
-from xferlib.cli.demo.team import Team
+from xferlib.cli.demo.result import ResultFile
+from xferlib.cli.demo.source import tiled
+from xferlib.cli.demo.stream import Loop
+from xferlib.engine.cores import usable_cores
+from xferlib.pipeline.ring import Ring
 from xferlib.registry import stager as open_stager
-from xferlib.stager import Stager
 
 __all__ = ["run"]
 
 
 def run(options: Options) -> None:
     """Run the demo. Raises `XferError` for what it cannot work with, and `typer.Exit(1)` if the result is wrong."""
-    source = open_source(options)
     try:
-        with Bar() as bar, open_stager(options.backend, device=options.device) as stager:
-            report = _carry_out(options, make_plan(options, source, stager), stager, bar)
+        with Bar() as bar, ThreadPoolExecutor(max(usable_cores(), 2 * options.threads)) as pool:
+            report = _carry_out(options, pool, bar)
     except KeyboardInterrupt:
         typer.echo("xferlib: interrupted: nothing was verified, and an unfinished result was removed", err=True)
         raise typer.Exit(130) from None
-    show(report)
-    if options.json_file is not None:
-        options.json_file.write_text(json.dumps(report, indent=2) + "\n")
+    show(report, to_stderr=options.to_stdout)
+    text = json.dumps(report, indent=2)
+    if options.to_stdout:
+        typer.echo(text)
+    elif options.json_file is not None:
+        options.json_file.write_text(text + "\n")
     if not report["verified"]:
         typer.echo(f"xferlib: the result is wrong, see the table: {report['result']}", err=True)
         raise typer.Exit(1)
 
 
-def _carry_out(options: Options, plan: Plan, stager: Stager, bar: Bar) -> dict[str, Any]:
-    with Team() as team:
-        streamed = stream(
-            plan,
-            stager,
-            workload(stager.name),
-            options.result,
-            device=options.device,
-            rounds=options.rounds,
-            team=team,
-            bar=bar,
-        )
-        bar.phase("verifying")
-        pixels = plan.spec.height * plan.spec.width
-        numbers = verify.sample(plan.frames, plan.spec.frames, work=pixels * (streamed.rounds + 4))
-        wrong = verify.compare(streamed.source, options.result, numbers, rounds=streamed.rounds, team=team)
-    report = figures(plan, streamed, stager) | {
-        "result": str(options.result),
-        "sheet": None,
-        "verified": not wrong,
-        "verified_frames": numbers,
-        "mismatches": [mismatch._asdict() for mismatch in wrong],
-    }
+def _carry_out(options: Options, pool: Executor, bar: Bar) -> dict[str, Any]:
+    """Stream, verify and draw. Whatever it raises, there is no unfinished file."""
+    depth, threads = options.depth, options.threads
+    bar.phase("opening")
+    source = open_source(options, pool)
+    with open_stager(options.backend, device=options.device) as stager:
+        frames, spec = plan(options, source, stager)
+        device_work = workload(stager.name)
+        bar.phase("preparing")
+        if options.tiled:
+            source = tiled(source, frames, pool)
+        with (
+            ResultFile(options.result, (frames, spec.height, spec.width)) as result,
+            Ring(stager, ((spec.frames, *spec.frame_shape), spec.dtype), slots=depth + threads) as ring,
+            device_work.edge_job(spec, device=options.device) as job,
+        ):
+            result.touch(pool)
+            loop = Loop(stager, ring, job, spec, source, pool, threads=threads, depth=depth)
+            # For every thread, pool and kernel to have run once. The file is not touched: it must be the run's own.
+            loop.run(min(frames, ring.slots * spec.frames), rounds=1, write=lambda start, edges: None)
+            bar.phase("measuring")
+            rounds, alone = loop.alone(options.rounds)
+            bar.phase("streaming", frames)
+            streamed = loop.run(frames, rounds=rounds, write=result.write, progress=bar.advance)
+            bar.phase("flushing")
+            flush_seconds = result.finish()
+        report = figures(options, source, spec, rounds, alone, streamed, stager) | {"flush_seconds": flush_seconds}
+    bar.phase("verifying")
+    report |= verify.compare(source, options.result, spec, rounds=rounds, pool=pool)
     if options.sheet:
         bar.phase("drawing")
-        report["sheet"] = _draw(options, streamed, report)
+        sheet.draw(source, report)
     return report
-
-
-def _draw(options: Options, streamed: Streamed, report: dict[str, Any]) -> str:
-    path = options.result.with_suffix(".png")
-    rounds = f"{streamed.rounds} round{'' if streamed.rounds == 1 else 's'} of blur"
-    sheet.draw(
-        path,
-        streamed.source,
-        options.result,
-        title=f"{streamed.source.frames:,} frames and their edges",
-        subtitle=f"{streamed.source.label}  ·  normalised, {rounds}, Sobel  ·  {report['backend']} on {report['device']}  ·  "
-        f"{'verified' if report['verified'] else 'WRONG'}",
-    )
-    return str(path)

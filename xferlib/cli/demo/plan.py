@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from xferlib.cli.demo.folder import FolderSource
-from xferlib.cli.demo.result import check_space, in_memory
-from xferlib.cli.demo.sample import bundled
+import psutil
+from numpy.lib.format import MAGIC_PREFIX
+
+from xferlib.cli.demo.pictures import bundled, open_folder, open_image
 from xferlib.cli.demo.source import Source, open_npy
-from xferlib.cli.demo.team import cores
-from xferlib.cli.demo.tile import check_memory
 from xferlib.cli.errors import CommandError, require_plot
+from xferlib.memory.limits import available_memory
 from xferlib.stager import Stager
 from xferlib.workload import EdgeSpec
 
-__all__ = ["Options", "Plan", "make_plan", "open_source"]
+__all__ = ["Options", "check_memory", "open_source", "plan"]
 
 GPU_GIB, HOST_GIB = 2.0, 0.25
 GPU_BATCH_MIB, HOST_BATCH_MIB = 32.0, 4.0
-MOST_THREADS = 8
 PINNED_SHARE = 0.8
 """Of the pinned limit: what a batch size that nobody asked for may take."""
+MEMORY_SHARE = 0.9
+"""Of the memory that is available: what the frames may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +37,10 @@ class Options:
     gib: float | None
     out: Path
     json_file: Path | None
+    """"-": stdout."""
     batch_mib: float | None
     depth: int
-    threads: int | None
+    threads: int
     rounds: int | None
     sheet: bool
 
@@ -45,55 +49,69 @@ class Options:
         """The file of the result."""
         return self.out / "edges.npy"
 
+    @property
+    def to_stdout(self) -> bool:
+        """Whether the figures are the only thing on stdout."""
+        return self.json_file == Path("-")
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """`source` is to be tiled to `frames` frames if `tiled`."""
-
-    source: Source
-    tiled: bool
-    frames: int
-    threads: int
-    spec: EdgeSpec
+    @property
+    def tiled(self) -> bool:
+        """Whether the frames are repeated to a size."""
+        return self.gib is not None or self.path is None
 
 
-def open_source(options: Options) -> Source:
+def open_source(options: Options, pool: Executor) -> Source:
     """Check the places that the command line names and open the source. Raises `CommandError`."""
     if options.sheet:
         require_plot("the contact sheet (--no-sheet leaves it out)")
-    path = options.path
+    path, file = options.path, options.json_file
     if path is not None and not path.exists():
-        raise CommandError(f"there is no {str(path)!r}: expected a .npy file or a folder of images")
+        raise CommandError(f"there is no {str(path)!r}: expected a .npy file, an image or a folder of images")
     if path is not None and path.resolve() == options.result.resolve():
         raise CommandError(f"{str(path)!r} would be overwritten by the result. Choose another folder with --out")
-    if options.json_file is not None and not options.json_file.absolute().parent.is_dir():
-        raise CommandError(f"there is no folder for {str(options.json_file)!r}. Make it, or name another file with --json")
+    if file is not None and not options.to_stdout and not file.absolute().parent.is_dir():
+        raise CommandError(f"there is no folder for {str(file)!r}. Make it, or name another file with --json")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"cannot make the folder {str(options.out)!r}: {error}. Choose another one with --out") from error
     if path is None:
         return bundled()
-    return FolderSource(path) if path.is_dir() else open_npy(path)
+    if path.is_dir():
+        return open_folder(path, pool)
+    return open_npy(path) if path.suffix in (".npy", ".npz") or _begins_as_npy(path) else open_image(path)
 
 
-def make_plan(options: Options, source: Source, stager: Stager) -> Plan:
-    """Choose the sizes. Raises `CommandError` if the disk or the memory cannot hold them."""
-    height, width = source.frame_shape[:2]
-    channels = source.frame_shape[2] if len(source.frame_shape) == 3 else None
-    threads = options.threads or max(1, min(MOST_THREADS, (cores() - 1) // 2))
-    # Each thread has a slot in hand, and as many batches as the depth says are on their way.
-    slots = options.depth + threads
+def plan(options: Options, source: Source, stager: Stager) -> tuple[int, EdgeSpec]:
+    """Return how many frames, and the batches. Raises `CommandError` if the disk or the memory cannot hold the result."""
+    height, width, *rest = source.frame_shape
+    channels = rest[0] if rest else None
+    # One result is under way, and as many as the depth says are behind it.
+    slots = options.depth + 1
     frame = EdgeSpec(frames=1, height=height, width=width, channels=channels, dtype=source.dtype, slots=slots)
-    tiled = options.gib is not None or options.path is None
     frames = source.frames
-    if tiled:
+    if options.tiled:
         gib = options.gib if options.gib is not None else GPU_GIB if stager.on_gpu else HOST_GIB
         frames = max(1, int(gib * 2**30) // frame.frame_nbytes)
-    check_space(options.out, frames * height * width)
-    check_memory((frames * frame.frame_nbytes if tiled else 0) + (frames * height * width if in_memory(options.out) else 0))
-    batch = _batch(options, frame, frames, stager)
-    return Plan(source=source, tiled=tiled, frames=frames, threads=threads, spec=replace(frame, frames=batch))
+    result = frames * height * width
+    free = shutil.disk_usage(options.out).free
+    if result > free:
+        raise CommandError(
+            f"the result takes {result / 2**30:.2f} GiB, {str(options.out)!r} has {free / 2**30:.2f} GiB free. "
+            "Choose another folder with --out, or fewer frames with --gib"
+        )
+    check_memory((frames * frame.frame_nbytes if options.tiled else 0) + (result if _in_memory(options.out) else 0))
+    return frames, replace(frame, frames=_batch(options, frame, frames, stager))
+
+
+def check_memory(nbytes: int) -> None:
+    """Raise `CommandError` if this machine, or the share of it that is ours, has not that much memory left."""
+    available = available_memory()
+    if nbytes > MEMORY_SHARE * available:
+        raise CommandError(
+            f"{nbytes / 2**30:.1f} GiB of memory needed, {available / 2**30:.1f} GiB available. Lower --gib, or give a .npy file "
+            "without --gib: it is read as it is needed"
+        )
 
 
 def _batch(options: Options, frame: EdgeSpec, frames: int, stager: Stager) -> int:
@@ -101,6 +119,23 @@ def _batch(options: Options, frame: EdgeSpec, frames: int, stager: Stager) -> in
     if options.batch_mib is not None:
         return min(frames, max(1, int(options.batch_mib * 2**20) // frame.frame_nbytes))
     nbytes = int((GPU_BATCH_MIB if stager.on_gpu else HOST_BATCH_MIB) * 2**20)
-    pinned = frame.slots * (frame.frame_nbytes + frame.height * frame.width)
+    # Those in the hands of a thread, beside those that are under way.
+    slots = frame.slots + options.threads
+    pinned = slots * (frame.frame_nbytes + frame.height * frame.width)
     room = int(stager.stats().pinned_limit_nbytes * PINNED_SHARE) // pinned
-    return max(1, min(nbytes // frame.frame_nbytes, room, frames // (2 * frame.slots)))
+    return max(1, min(nbytes // frame.frame_nbytes, room, frames // (2 * slots)))
+
+
+def _begins_as_npy(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX
+    except OSError as error:
+        raise CommandError(f"cannot read {str(path)!r}: {error}") from error
+
+
+def _in_memory(folder: Path) -> bool:
+    """Tell whether files in this folder take memory, as those in /dev/shm do."""
+    place = folder.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
+    return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")

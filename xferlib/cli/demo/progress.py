@@ -18,16 +18,9 @@ class Bar:
     def __init__(self) -> None:
         console = Console(stderr=True)
         self._shown = console.is_terminal
-        self._progress = Progress(
-            TextColumn("{task.description:<22}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            # Each refresh takes the interpreter lock for a few milliseconds from the threads of the pipeline.
-            refresh_per_second=4,
-        )
+        columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        # Each refresh takes the interpreter lock for a few milliseconds from the threads of the pipeline.
+        self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
         self._task = self._progress.add_task("starting", total=None)
 
     def phase(self, words: str, frames: int | None = None) -> None:
@@ -36,7 +29,7 @@ class Bar:
         self._task = self._progress.add_task(words, total=frames)
 
     def advance(self, frames: int) -> None:
-        """Count frames as done. Any thread."""
+        """Count frames as done."""
         self._progress.advance(self._task, frames)
 
     def __enter__(self) -> Self:

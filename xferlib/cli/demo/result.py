@@ -7,8 +7,8 @@ touched, because the first write to a page of a mapping costs several times the 
 from __future__ import annotations
 
 import os
-import shutil
 import time
+from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +16,11 @@ from typing import Self, final
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
-from xferlib.cli.demo.team import PIECE, Team, copy
+from xferlib.cli.demo.source import PIECE
 from xferlib.cli.errors import CommandError
 
-__all__ = ["ResultFile", "check_space", "in_memory"]
+__all__ = ["ResultFile"]
 
 
 @final
@@ -42,14 +41,14 @@ class ResultFile:
                 raise
             raise CommandError(f"cannot write {str(path)!r}: {error}. Choose another folder with --out") from error
 
-    def touch(self, team: Team) -> None:
+    def touch(self, pool: Executor) -> None:
         """Fill the file with zeros, so that no page is written for the first time under the clock."""
         flat = self._frames.reshape(-1)
-        team.each(lambda start: flat[start : start + PIECE].fill(0), range(0, flat.size, PIECE))
+        list(pool.map(lambda start: flat[start : start + PIECE].fill(0), range(0, flat.size, PIECE)))
 
     def write(self, start: int, frames: npt.NDArray[np.uint8]) -> None:
         """Copy frames into the file's pages. Any thread, several at once."""
-        copy(self._frames[start : start + len(frames)], frames)
+        self._frames[start : start + len(frames)] = frames
 
     def finish(self) -> float:
         """Flush the pages to the disk and give the file its name, replacing an older one. Return the seconds it took."""
@@ -67,20 +66,3 @@ class ResultFile:
     def _remove(self) -> None:
         with suppress(OSError):
             self._partial.unlink()
-
-
-def check_space(folder: Path, nbytes: int) -> None:
-    """Raise `CommandError` if the disk of an existing folder has no room for the result."""
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        raise CommandError(
-            f"the result takes {nbytes / 2**30:.2f} GiB, {str(folder)!r} has {free / 2**30:.2f} GiB free. "
-            "Choose another folder with --out, or fewer frames with --gib"
-        )
-
-
-def in_memory(folder: Path) -> bool:
-    """Tell whether files in this folder take memory, as those in /dev/shm do."""
-    place = folder.resolve()
-    mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
-    return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")

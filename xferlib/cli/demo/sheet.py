@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from xferlib.cli.demo import reference
-from xferlib.cli.demo.source import Source
+from xferlib.cli.demo.report import device_words
+from xferlib.cli.demo.source import Source, counted
 
 __all__ = ["draw"]
 
@@ -21,11 +22,15 @@ MOST_PIXELS = 512
 """Along an axis: more would only be thrown away when drawn."""
 
 
-def draw(path: Path, source: Source, result: Path, *, title: str, subtitle: str) -> None:
-    """Write a PNG. Edges are drawn brighter than they are where blur made them faint."""
+def draw(source: Source, report: Mapping[str, Any]) -> None:
+    """Write the PNG that the report names. Edges are drawn brighter than they are where blur made them faint."""
     from matplotlib.figure import Figure
 
-    written = np.load(result, mmap_mode="r")
+    written = np.load(report["result"], mmap_mode="r")
+    title = f"{counted(source.frames, 'frame')} and {'their' if source.frames > 1 else 'its'} edges"
+    verdict = "verified" if report["verified"] else "WRONG"
+    blur = f"normalised, {counted(report['rounds'], 'round')} of blur, Sobel"
+    subtitle = f"{source.label}  ·  {blur}  ·  {device_words(report)}  ·  {verdict}"
     numbers = sorted({round((source.frames - 1) * part / (PICTURES - 1)) for part in range(PICTURES)})
     columns = min(COLUMNS, len(numbers))
     lines = -(-len(numbers) // columns)
@@ -49,7 +54,7 @@ def draw(path: Path, source: Source, result: Path, *, title: str, subtitle: str)
         below.imshow(edges, cmap="magma", vmin=0, vmax=max(1.0, float(np.percentile(edges, 99.5))), aspect="auto")
         above.set_axis_off()
         below.set_axis_off()
-    figure.savefig(path, facecolor=PAPER)
+    figure.savefig(report["sheet"], facecolor=PAPER)
 
 
 def _thin(picture: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -1,94 +1,138 @@
-"""Where frames come from: the interface, and arrays in memory or in a .npy file.
+"""Where frames come from: arrays in memory or in a .npy file, and frames repeated to a size.
 
 Invariant: frames have one shape and one dtype, in native byte order, that `EdgeSpec` allows. Bad input is refused on opening.
 """
 
 from __future__ import annotations
 
+import math
+import zipfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.cli.demo.team import copy
 from xferlib.cli.errors import CommandError
 
-__all__ = ["ArraySource", "Source", "open_npy"]
+__all__ = ["PIECE", "Source", "counted", "from_array", "open_npy", "tiled"]
 
+Array = npt.NDArray[Any]
+
+PIECE = 4 << 20
+"""Bytes. Beyond some size memcpy writes past the cache; below it a pinned slot is still in cache when the copy engine reads it."""
 DTYPES = ("uint8", "int16", "uint16", "float32", "float64")
 SHAPES = "(N, H, W), (N, H, W, C) with C from 1 to 4, or (H, W)"
 
 
-class Source(Protocol):
-    """Frames, by number."""
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Frames, by number. Both functions: any thread, several at once."""
 
-    @property
-    def label(self) -> str:
-        """What they are, in words."""
-
-    @property
-    def frames(self) -> int:
-        """How many, at least 1."""
-
-    @property
-    def frame_shape(self) -> tuple[int, ...]:
-        """(height, width) or (height, width, channels)."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    def read(self, start: int, out: npt.NDArray[Any]) -> None:
-        """Copy `len(out)` frames from number `start` on. Any thread, several at once."""
-
-    def original(self, number: int) -> npt.NDArray[Any]:
-        """Return a frame as it is at the origin, in native byte order. Any thread."""
+    label: str
+    frames: int
+    """At least 1."""
+    frame_shape: tuple[int, ...]
+    """(height, width) or (height, width, channels)."""
+    dtype: np.dtype[Any]
+    read: Callable[[int, Array], object]
+    """`read(start, out)` copies `len(out)` frames from number `start` on."""
+    original: Callable[[int], Array]
+    """Returns a frame as it is at the origin: what `read` copies from has no part in it where it was made from something else."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """The files that are not among the frames since they cannot be read, and why."""
+    subfolders: tuple[str, ...] = ()
+    """The folders that were not looked into."""
 
 
-@final
-class ArraySource:
-    """The frames of an array, in memory or mapped. `array` has three or four axes."""
+def from_array(array: Array, label: str) -> Source:
+    """Return the frames of an array of three or four axes, in memory or mapped."""
+    dtype = array.dtype.newbyteorder("=")
+    step = max(1, PIECE * len(array) // array.nbytes)
 
-    def __init__(self, array: npt.NDArray[Any], label: str) -> None:
-        self._array = array
-        self.label = label
-        self.frames = len(array)
-        self.frame_shape = array.shape[1:]
-        self.dtype = array.dtype.newbyteorder("=")
+    def read(start: int, out: Array) -> None:
+        for first in range(0, len(out), step):
+            piece = out[first : first + step]
+            np.copyto(piece, array[start + first : start + first + len(piece)])
 
-    def read(self, start: int, out: npt.NDArray[Any]) -> None:
-        copy(out, self._array[start : start + len(out)])
+    return Source(
+        label=label,
+        frames=len(array),
+        frame_shape=array.shape[1:],
+        dtype=dtype,
+        read=read,
+        original=lambda number: np.array(array[number], dtype),
+    )
 
-    def original(self, number: int) -> npt.NDArray[Any]:
-        return np.array(self._array[number], self.dtype)
 
-
-def open_npy(path: Path) -> ArraySource:
+def open_npy(path: Path) -> Source:
     """Map a .npy file. Raises `CommandError` for a file, dtype or shape that the demo cannot use."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
-        reason = str(error).rstrip(".")
+        if zipfile.is_zipfile(path):
+            raise CommandError(f"{str(path)!r} holds several arrays. Save one of them as .npy, with numpy.save") from error
+        # NumPy's first line says what is wrong; a second would tell how to run what is in the file.
+        reason = str(error).partition("\n")[0].rstrip(".")
         raise CommandError(f"cannot read {str(path)!r} as .npy: {reason}. Write it with numpy.save, without objects") from error
-    if not isinstance(array, np.ndarray):
-        raise CommandError(f"{str(path)!r} holds several arrays. Save one of them as .npy, with numpy.save")
-    return ArraySource(_as_frames(array, path), f"{path.name}, {array.dtype} {array.shape}")
+    return from_array(_as_frames(array, path), f"{path.name}, {array.dtype} {array.shape}")
 
 
-def _as_frames(array: npt.NDArray[Any], path: Path) -> npt.NDArray[Any]:
+def _as_frames(array: Array, path: Path) -> Array:
     if array.dtype.newbyteorder("=").name not in DTYPES:
         raise CommandError(
             f"{str(path)!r} has dtype {str(array.dtype)!r}: expected one of {', '.join(DTYPES)}. Convert it with astype"
         )
+    shape = f"{str(path)!r} has shape {array.shape}"
     if array.size == 0:
-        raise CommandError(f"{str(path)!r} has shape {array.shape}: there is no frame in it. Expected {SHAPES}")
+        raise CommandError(f"{shape}: there is no frame in it. Expected {SHAPES}")
     if array.ndim == 2:
         return array[np.newaxis]
     if array.ndim == 3 and array.shape[2] <= 4:
         raise CommandError(
-            f"{str(path)!r} has shape {array.shape}, which reads as {array.shape[0]} frames only {array.shape[2]} pixels wide. "
+            f"{shape}, which reads as {counted(len(array), 'frame')} only {counted(array.shape[2], 'pixel')} wide. "
             "If it is one colour image, save array[None]"
         )
     if array.ndim == 3 or (array.ndim == 4 and array.shape[3] <= 4):
         return array
-    raise CommandError(f"{str(path)!r} has shape {array.shape}: expected {SHAPES}")
+    raise CommandError(f"{shape}: expected {SHAPES}")
+
+
+def tiled(base: Source, frames: int, pool: Executor) -> Source:
+    """Make `frames` frames in memory, a source as fast as memory: those after `base`'s are copies, and no two are alike.
+
+    Each time round they are rolled by a step that only repeats after every pixel.
+    """
+    period = min(base.frames, frames)
+    height, width = base.frame_shape[:2]
+    step = next(step for step in count(max(1, width // 14)) if math.gcd(step, width) == 1)
+    memory = np.empty((frames, *base.frame_shape), base.dtype)
+
+    def shift(turn: int) -> tuple[int, int]:
+        return turn // width % height, turn * step % width
+
+    def original(number: int) -> Array:
+        turn, index = divmod(number, period)
+        return np.roll(base.original(index), shift(turn), (0, 1))
+
+    def repeat(turn: int) -> None:
+        down, right = shift(turn)
+        target = memory[turn * period : (turn + 1) * period]
+        for to_row, from_row in ((slice(down, None), slice(height - down)), (slice(down), slice(height - down, None))):
+            target[:, to_row, right:] = memory[: len(target), from_row, : width - right]
+            target[:, to_row, :right] = memory[: len(target), from_row, width - right :]
+
+    stretch = max(1, PIECE // memory[0].nbytes)
+    list(pool.map(lambda start: base.read(start, memory[start : min(start + stretch, period)]), range(0, period, stretch)))
+    list(pool.map(repeat, range(1, -(-frames // period))))
+    label = base.label if frames <= base.frames else f"{base.label}, repeated and shifted"
+    return replace(base, label=label, frames=frames, read=from_array(memory, label).read, original=original)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 frame", "2 frames"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,78 +1,167 @@
-"""Preparation and the run itself: everything between a plan and a finished file.
+"""The loop: read, H2D, compute, D2H and write, all five at once, as `stream_map` runs them.
 
-Before the clock: the tiled source is made, every page of the result is touched, all slots are filled, compute is tuned, some
-batches are rehearsed into memory that is thrown away, and H2D, compute and D2H are measured alone.
+A source of slots that some threads fill, in order; the device work as the function; a consumer that has some threads write. Before
+the clock a few batches are rehearsed, compute is tuned, and H2D, compute and D2H are measured alone.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
+import numpy.typing as npt
 
-from xferlib.cli.demo.pipeline import Pipeline, Run, batches
-from xferlib.cli.demo.plan import Plan
-from xferlib.cli.demo.progress import Bar
-from xferlib.cli.demo.result import ResultFile
 from xferlib.cli.demo.source import Source
-from xferlib.cli.demo.stages import Alone, measure, tune
-from xferlib.cli.demo.team import Team, copy
-from xferlib.cli.demo.tile import TiledSource
+from xferlib.pipeline.ring import Ring, Slot
+from xferlib.pipeline.stream import stream_map
 from xferlib.stager import Stager
-from xferlib.workload import Workload
+from xferlib.workload import EdgeJob, EdgeSpec
 
-__all__ = ["Streamed", "stream"]
+__all__ = ["Loop", "Run", "ahead"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+Array = npt.NDArray[Any]
+
+SAMPLES, FEWEST_SAMPLES = 7, 3
+ENOUGH_SECONDS = 1.0
+MOST_ROUNDS = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Streamed:
-    """What a run leaves behind. `source` is what was read: the plan's, or that one tiled."""
+class Run(NamedTuple):
+    """What the clock said. For read and write: the time their threads were at work, not waiting, over the number of threads."""
 
+    total_seconds: float
+    read_seconds: float
+    write_seconds: float
+
+
+@final
+@dataclass(frozen=True)
+class Loop:
+    """The loop over batches of one spec. The thread that calls has entered the job."""
+
+    stager: Stager
+    ring: Ring
+    """Of `depth` + `threads` slots."""
+    job: EdgeJob
+    spec: EdgeSpec
+    """With `depth` + 1 slots: a result is under way, and `depth` are behind it, when the next one is launched."""
     source: Source
-    rounds: int
-    alone: Alone
-    run: Run
-    flush_seconds: float
+    pool: Executor
+    threads: int
+    """Of the pool, at once: that read, and as many that write."""
+    depth: int
 
+    def run(
+        self,
+        frames: int,
+        *,
+        rounds: int,
+        write: Callable[[int, Array], object],
+        progress: Callable[[int], object] = lambda frames: None,
+    ) -> Run:
+        """Stream the first `frames` frames. What any stage raises, or Ctrl-C, ends it and is raised here.
 
-def stream(
-    plan: Plan, stager: Stager, workload: Workload, path: Path, *, device: int, rounds: int | None, team: Team, bar: Bar
-) -> Streamed:
-    """Write the edges of all frames to `path`. `rounds=None`: tuned. Whatever it raises, there is no unfinished file."""
-    spec = plan.spec
-    bar.phase("preparing")
-    source = TiledSource(plan.source, plan.frames, team) if plan.tiled else plan.source
-    with ResultFile(path, (plan.frames, spec.height, spec.width)) as result:
-        result.touch(team)
-        with workload.edge_job(spec, device=device) as job:
-            pipeline = Pipeline(stager, job, spec, threads=plan.threads)
-            team.each(lambda slot: source.read(0, slot), pipeline.slots)
-            bar.phase("measuring")
-            rounds = tune(pipeline) if rounds is None else rounds
-            _rehearse(pipeline, plan, source, rounds)
-            alone = measure(pipeline, rounds=rounds)
-            bar.phase("streaming", plan.frames)
-            run = pipeline.run(
-                batches(plan.frames, spec.frames),
-                rounds=rounds,
-                read=source.read,
-                write=result.write,
-                progress=bar.advance,
-            )
-            # What failed on the device after its last result was read would be silent otherwise.
+        `write(start, edges)` takes a batch, on several threads at once; `progress(frames)` is told of those written, on this one.
+        """
+        count = self.threads
+        reads: list[float] = []
+        writes: list[float] = []
+        number = itertools.count()
+
+        def fill(start: int) -> Slot:
+            slot = self.ring.acquire()
+            slot.rows = min(self.spec.frames, frames - start)
+            _timed(reads, self.source.read, start, slot.tree[: slot.rows])
+            return slot
+
+        def edges(batch: Any) -> Any:
+            return self.job.launch(batch, next(number) % self.spec.slots, rounds=rounds)
+
+        def store(piece: tuple[int, Array]) -> int:
+            _timed(writes, write, *piece)
+            return len(piece[1])
+
+        starts = range(0, frames, self.spec.frames)
+        began = time.perf_counter()
+        filled = ahead(self.pool, fill, starts, count)
+        with stream_map(edges, filled, self.stager, self.depth) as results:
+            for written in ahead(self.pool, store, zip(starts, results, strict=True), count):
+                progress(written)
+            total = time.perf_counter() - began
+        # What failed on the device after its last result was read would be silent otherwise.
+        self.job.synchronize()
+        return Run(total, sum(reads) / count, sum(writes) / count)
+
+    def alone(self, rounds: int | None) -> tuple[int, dict[str, float]]:
+        """Return seconds per full batch of H2D, compute and D2H with nothing else running, and the rounds of blur.
+
+        `rounds=None`: as many as make compute take about as long as H2D, at least 1. Each is measured as it runs in the loop:
+        several batches started back to back, waited for once.
+        """
+        stager, job, count = self.stager, self.job, self.spec.slots
+        slots = [self.ring.acquire() for _ in range(count)]
+        self.source.read(0, slots[0].tree)
+        for slot in slots[1:]:
+            slot.tree[:] = slots[0].tree
+        batch = stager.put(slots[0].tree).value
+        outs = [stager.empty_pinned((self.spec.frames, self.spec.height, self.spec.width), np.uint8) for _ in slots]
+
+        def h2d() -> None:
+            [stager.put(slot.tree) for slot in slots][-1].synchronize()
+
+        def compute(rounds: int) -> list[Any]:
+            launched = [job.launch(batch, index, rounds=rounds) for index in range(count)]
             job.synchronize()
-        bar.phase("flushing")
-        flush_seconds = result.finish()
-    return Streamed(source=source, rounds=rounds, alone=alone, run=run, flush_seconds=flush_seconds)
+            return launched
+
+        results = compute(1)
+
+        def d2h() -> None:
+            [stager.get(result, out=out) for result, out in zip(results, outs, strict=True)][-1].synchronize()
+
+        seconds = {"h2d": _median(h2d)}
+        if rounds is None:
+            once, more = _median(lambda: compute(1)), _median(lambda: compute(5))
+            extra = 4 * max(0.0, seconds["h2d"] - once) / (more - once) if more > once else 0.0
+            rounds = min(MOST_ROUNDS, 1 + round(extra))
+        seconds |= {"compute": _median(lambda: compute(rounds)), "d2h": _median(d2h)}
+        for slot in slots:
+            slot.release()
+        return rounds, {name: burst / count for name, burst in seconds.items()}
 
 
-def _rehearse(pipeline: Pipeline, plan: Plan, source: Source, rounds: int) -> None:
-    """Run a few batches for every thread, pool and kernel to have run once. The file is not touched: it must be the run's own."""
-    thrown_away = np.empty((plan.spec.frames, plan.spec.height, plan.spec.width), np.uint8)
-    pipeline.run(
-        batches(plan.frames, plan.spec.frames)[: len(pipeline.slots)],
-        rounds=rounds,
-        read=source.read,
-        write=lambda start, frames: copy(thrown_away[: len(frames)], frames),
-    )
+def ahead(pool: Executor, work: Callable[[S], T], items: Iterable[S], count: int) -> Iterator[T]:
+    """Iterate `work` of every item, in order: at most `count` are worked on at once, or done and not taken."""
+    under_way: deque[Future[T]] = deque()
+    for item in items:
+        if len(under_way) == count:
+            yield under_way.popleft().result()
+        under_way.append(pool.submit(work, item))
+    while under_way:
+        yield under_way.popleft().result()
+
+
+def _timed(seconds: list[float], work: Callable[..., object], *arguments: Any) -> None:
+    began = time.perf_counter()
+    work(*arguments)
+    seconds.append(time.perf_counter() - began)
+
+
+def _median(burst: Callable[[], object]) -> float:
+    """Return the median of several bursts after one that warms up; of fewer where they are slow."""
+    burst()
+    samples: list[float] = []
+    while len(samples) < SAMPLES and (len(samples) < FEWEST_SAMPLES or sum(samples) < ENOUGH_SECONDS):
+        began = time.perf_counter()
+        burst()
+        samples.append(time.perf_counter() - began)
+    return statistics.median(samples)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from xferlib.cli.demo import reference
 from xferlib.cli.demo.source import Source
-from xferlib.cli.demo.team import Team
+from xferlib.workload import EdgeSpec
 
-__all__ = ["Mismatch", "compare", "sample"]
+__all__ = ["compare", "sample"]
 
 SPREAD = 8
 BORDERS = 4
 MOST_WORK = 4e9
 """Pixels times rounds. Beyond it fewer frames are taken: a minute or so of NumPy."""
-
-
-class Mismatch(NamedTuple):
-    """A frame that is not what it must be."""
-
-    frame: int
-    wrong_pixels: int
 
 
 def sample(frames: int, batch: int, *, work: float) -> list[int]:
@@ -41,15 +35,14 @@ def sample(frames: int, batch: int, *, work: float) -> list[int]:
     return chosen if len(chosen) <= most else sorted(ends | set(chosen[1 : most - 1]))
 
 
-def compare(source: Source, result: Path, numbers: list[int], *, rounds: int, team: Team) -> list[Mismatch]:
-    """Return the frames of the sample that differ. The file is opened anew."""
+def compare(source: Source, result: Path, spec: EdgeSpec, *, rounds: int, pool: Executor) -> dict[str, Any]:
+    """Return which frames were compared, and those that differ. The file is opened anew."""
     written = np.load(result, mmap_mode="r")
-    found: list[Mismatch] = []
+    numbers = sample(source.frames, spec.frames, work=spec.height * spec.width * (rounds + 4))
 
-    def check(number: int) -> None:
-        wrong = int(np.count_nonzero(written[number] != reference.edges(source.original(number), rounds=rounds)))
-        if wrong:
-            found.append(Mismatch(number, wrong))
+    def wrong_pixels(number: int) -> int:
+        return int(np.count_nonzero(written[number] != reference.edges(source.original(number), rounds=rounds)))
 
-    team.each(check, numbers)
-    return sorted(found)
+    counts = zip(numbers, pool.map(wrong_pixels, numbers), strict=True)
+    mismatches = [{"frame": number, "wrong_pixels": wrong} for number, wrong in counts if wrong]
+    return {"verified": not mismatches, "verified_frames": numbers, "mismatches": mismatches}

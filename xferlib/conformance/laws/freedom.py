@@ -49,17 +49,23 @@ class FreedomLaws(Laws):
 
     @pytest.mark.parametrize("size", SIZES)
     def test_law02_a_source_that_is_staged_is_free_while_its_copies_are_held(self, stager: Stager, size: str) -> None:
-        values = words(1, SIZES[size])
-        self.warm(stager, values)
-        source = values.copy()
+        values = [words(seed, SIZES[size]) for seed in (1, 2, 3)]
+        self.warm(stager, values[0])
+        # There is room for all of them: also one behind others whose copies are held is staged.
+        stager.put(words(99, 4 * SIZES[size]), borrow=True).synchronize()
+        source: Array = np.empty_like(values[0])
+        transfers = []
         with self.hold_copies(stager.backend, "h2d") as hold:
-            transfer = self.assert_returns(lambda: stager.put(source, borrow="staged"))
-            self.assert_returns(transfer.wait_staged)
-            source[...] = words(2, values.nbytes)
-            assert not transfer.done()
+            for value in values:
+                source[...] = value
+                transfers.append(self.assert_returns(lambda: stager.put(source, borrow="staged")))
+                self.assert_returns(transfers[-1].wait_staged)
+            source[...] = words(90, source.nbytes)
+            assert not transfers[0].done()
             assert hold.held
-        transfer.synchronize()
-        assert_same(self.to_numpy(transfer.value), values)
+        for transfer, value in zip(transfers, values, strict=True):
+            transfer.synchronize()
+            assert_same(self.to_numpy(transfer.value), value)
 
     def test_law02_a_source_of_which_bytes_are_unread_is_not_staged(self, stager: Stager) -> None:
         values = words(1, LARGE)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Generic, final
 
 from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError
@@ -31,6 +31,7 @@ from xferlib.pipeline.shared.servant import Servant
 from xferlib.pipeline.shared.slots import Slots
 from xferlib.pipeline.shared.worker import serve
 from xferlib.stager import Stager, check_stager
+from xferlib.typed import TreeT_co
 
 __all__ = ["SharedRing"]
 
@@ -95,15 +96,20 @@ class _Holdings:
 
 
 @final
-class SharedRing:
+class SharedRing(Generic[TreeT_co]):
     """A ring of slots that worker processes fill: `for batch in ring.run(fill, tasks, workers=4): ...`.
 
     `spec` is the tree of one batch: at its leaves arrays, anything else with a shape and a dtype, or pairs (shape, dtype).
     All slots are one piece of anonymous shared memory, page-locked once where the backend can; elsewhere puts stage it.
     Workers start with the first run and stay for the next. A context manager; `close()` ends them.
+    What a batch is, a type checker is told: `ring: SharedRing[Batch] = SharedRing(stager, spec)`.
 
     Raises `TypeError` and `ValueError` for the spec, and `AllocationError` for memory that cannot be had or that the stager's
     pinned_limit forbids.
+
+    Attributes:
+        slots: How many there are.
+        nbytes: Of all slots: what the ring costs in pinned memory.
     """
 
     __reduce_ex__ = uncopied("Threads may share it; another process makes one of its own")
@@ -116,10 +122,9 @@ class SharedRing:
         self._layout = layout = Layout(spec)
         self.slots = slots
         self.nbytes = slots * layout.nbytes
-        """Of all slots: what the ring costs in pinned memory."""
         self._check_bill(stager)
         self._runs = itertools.count()
-        self._run: weakref.ref[Run] | None = None
+        self._run: weakref.ref[Run[TreeT_co]] | None = None
         self._holdings = holdings = _Holdings(stager, layout, slots)
         holdings.words = repr(self)
         self._servant = servant = Servant(holdings.dropped)
@@ -144,14 +149,14 @@ class SharedRing:
 
     def run(
         self,
-        fill: Callable[[Any, Any], Any],
+        fill: Callable[[Any, TreeT_co], Any],
         tasks: Iterable[Any],
         *,
         workers: int = 4,
         ordered: bool = True,
         on_death: OnDeath = "replace",
         retries: int = 2,
-    ) -> Run:
+    ) -> Run[TreeT_co]:
         """Have `fill(task, slot)` called in worker processes for every task, and return an iterator of the filled batches.
 
         `slot` is the tree of the spec with arrays to write into. `fill` returns None if it has filled them all, the number of rows
@@ -185,7 +190,7 @@ class SharedRing:
         # Not refused: the run before may have ended in an exception whose traceback still holds it.
         self._end_run(RuntimeError("a later run of this ring has begun. Use another ring for two at a time"))
         self._crew.bell.ring()
-        run = Run(
+        run: Run[TreeT_co] = Run(
             self,
             self._crew,
             self._places,
@@ -218,7 +223,7 @@ class SharedRing:
         self._end(BackendUnavailableError("this ring cannot be used here: this process was forked after the ring was made"))
         self._holdings.forget()
 
-    def __enter__(self) -> SharedRing:
+    def __enter__(self) -> SharedRing[TreeT_co]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -12,7 +12,7 @@ import reprlib
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 from xferlib.checks import uncopied
 from xferlib.inflight import reap_all
@@ -22,6 +22,7 @@ from xferlib.pipeline.shared.layout import Parts
 from xferlib.pipeline.shared.messages import Begin, Failed, Filled, Order
 from xferlib.pipeline.shared.process import Assignment
 from xferlib.pipeline.shared.slots import Slots
+from xferlib.typed import TreeT_co
 
 __all__ = ["OnDeath", "Run"]
 
@@ -63,7 +64,7 @@ _Outcome: TypeAlias = _Batch | _Raised | _Words
 
 
 @final
-class Run(Iterator[Any]):
+class Run(Iterator[TreeT_co]):
     """The batches of one pass. Iterate on one thread; `close()` works on any.
 
     After an exception the iteration may go on: the batch of that task is the only one lost.
@@ -108,12 +109,12 @@ class Run(Iterator[Any]):
         self._starved_since = 0.0
         self._nap = FIRST_NAP
 
-    def __next__(self) -> Any:
+    def __next__(self) -> TreeT_co:
         while True:
             outcome = self._step()
             try:
                 if isinstance(outcome, _Batch):
-                    return outcome.tree
+                    return cast("TreeT_co", outcome.tree)
                 if isinstance(outcome, _Raised):
                     raise outcome.error
                 warnings.warn(outcome.text, RuntimeWarning, 2)
@@ -157,7 +158,7 @@ class Run(Iterator[Any]):
         if self._ended is None:
             self._ended = reason
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Run[TreeT_co]:
         return self
 
     def __exit__(self, *_: object) -> None:

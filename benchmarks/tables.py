@@ -1,0 +1,316 @@
+"""Write the figures of README.md and docs/numbers.md from the records in `results/`: `python -m benchmarks.tables --write`.
+
+A table stands in a page between `<!-- table: NAME -->` and `<!-- end of table -->`; what is between these is this module's. The
+pictures of the case `sizes` in docs/ are drawn by the same command. Without `--write` it says what differs, and changes nothing.
+
+What no record tells is not written here: figures in the text of a page say where they come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from benchmarks import plot
+from benchmarks.records import Key, Record, key, read
+
+__all__ = ["PAGES", "PICTURES", "TABLES", "Results", "filled", "main"]
+
+ROOT = Path(__file__).resolve().parents[1]
+H200, H100 = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("nvidia-h200", "nvidia-h100-80gb-hbm3"))
+PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
+PICTURES = {"cupy": ROOT / "docs" / "sizes-cupy.svg", "jax": ROOT / "docs" / "sizes-jax.svg"}
+"""By backend."""
+MARKED = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end of table -->)", re.DOTALL)
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+Table: TypeAlias = Sequence[Sequence[str]]
+"""Rows of cells; the first one is the heading."""
+
+
+class Results:
+    """The records of one device, by what was measured."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records: dict[Key, Record] = {key(one): one for one in records}
+
+    def one(self, case: str, backend: str, direction: str, nbytes: int, label: str) -> Record:
+        """Return a record. Raises `KeyError`, with what was asked for, where nobody has measured it."""
+        return self._records[case, backend, direction, nbytes, label]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for and return the exit status: 1 where something differs and was not written."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description="The figures on the pages, from the records.")
+    parser.add_argument("--write", action="store_true", help="change the pages and draw the pictures; else say what differs")
+    write = parser.parse_args(arguments).write
+    differs = False
+    for page in PAGES:
+        old = page.read_text()
+        new = filled(old)
+        if write:
+            page.write_text(new)
+        differs |= new != old
+        if new != old and not write:
+            sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), str(page), "the records"))
+    for backend, picture in PICTURES.items():
+        records = drawn(backend)
+        if plot.is_of(picture, records):
+            continue
+        differs = True
+        if write:
+            plot.draw(records, picture)
+        else:
+            print(f"{picture} is not of the records that there are")
+    return 1 if differs and not write else 0
+
+
+def filled(page: str) -> str:
+    """Return the text of a page with its tables as the records have them. Raises `KeyError` for a name that is no table's."""
+    h200, h100 = Results(read(H200)), Results(read(H100))
+    return MARKED.sub(lambda marked: f"{marked[1]}{marked[2]}{_markdown(TABLES[marked[1]](h200, h100))}", page)
+
+
+def drawn(backend: str) -> list[Record]:
+    """Return the records of a backend's picture: of what was measured at more sizes than one."""
+    records = [one for one in read(H100) if (one["case"], one["backend"]) == ("sizes", backend)]
+    ways = [(one["direction"], one["label"]) for one in records]
+    return [one for one, way in zip(records, ways, strict=True) if ways.count(way) > 1]
+
+
+def _markdown(table: Table) -> str:
+    heading, *rows = table
+    lines = ["".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in (heading, *rows)]
+    lines.insert(1, "|" + "---|" * len(heading))
+    return "\n".join(lines) + "\n"
+
+
+# How a figure is written.
+
+
+def us(seconds: float) -> str:
+    """In microseconds, with a decimal where that says something."""
+    return f"{seconds * 1e6:.1f}" if seconds < 10e-6 else f"{seconds * 1e6:.0f}"
+
+
+def ms(seconds: float) -> str:
+    """In milliseconds, to three digits."""
+    return digits(seconds * 1e3)
+
+
+def digits(value: float) -> str:
+    """To three digits."""
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def short(value: float) -> str:
+    """To two digits, three below 2: many times as long is said roughly."""
+    return f"{value:.2f}" if value < 1.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+
+
+def rate(gbps: float) -> str:
+    """In whole GB/s, with a decimal where that says something."""
+    return f"{gbps:.1f}" if gbps < 9.95 else f"{gbps:.0f}"
+
+
+def over_bound(record: Record) -> float:
+    """How many times as long as the longer of compute and copy a step took: the median over the rounds."""
+    return float(record["details"]["over_bound"])
+
+
+def peer_over_bound(record: Record, peer: str) -> float:
+    """Likewise for a peer: its median step over the longer of compute and copy."""
+    bound: float = max(record["details"]["compute_seconds"], record["details"]["copy_seconds"])
+    return record["peers_seconds"][peer] / bound
+
+
+def both(write: Callable[[float], str], values: Sequence[float], between: str = ", ") -> str:
+    """Return several figures in one cell."""
+    return between.join(write(value) for value in values)
+
+
+# The tables.
+
+
+def steps(h200: Results, _: Results) -> Table:
+    sizes = 256 * MIB, 64 * MIB
+
+    def row(words: str, peers: Mapping[str, str], *what: str) -> list[str]:
+        case, backend, direction, label = what
+        records = [h200.one(case, backend, direction, nbytes, label) for nbytes in sizes]
+        others = [f"{name} {both(short, [peer_over_bound(one, peer) for one in records])}" for peer, name in peers.items()]
+        return [words, *(f"{over_bound(one):.2f}" for one in records), "; ".join(others)]
+
+    return [
+        ["step time over the longer of compute and copy; 1.00 is the limit", "256 MiB", "64 MiB", "as it is done otherwise"],
+        row(
+            "JAX loop, the next batch put after the step is launched",
+            {"jax device_put": "`device_put` from pinned memory:"},
+            *("loop", "jax", "h2d", "in order"),
+        ),
+        row(
+            "JAX, each step's output to the host",
+            {"np.asarray": "`np.asarray`", "copy_to_host_async": "`copy_to_host_async`"},
+            *("drain", "jax", "d2h", "in order"),
+        ),
+        row(
+            "Numba, each step's output to the host",
+            {"cupy get(stream, out)": "CuPy's `get(stream, out)`"},
+            *("drain", "numba", "d2h", "default stream"),
+        ),
+        row(
+            "JAX loop from pageable memory, prefetched (1)",
+            {"jax device_put": "`device_put`:"},
+            *("pageable", "jax", "h2d", "batches, in order"),
+        ),
+        row(
+            "CuPy loop from pageable memory, prefetched (1)",
+            {"torch pin_memory to": "torch's pinned copies", "cupy set(stream)": "CuPy's `set`"},
+            *("pageable", "cupy", "h2d", "batches, default stream"),
+        ),
+    ]
+
+
+def loaders(h200: Results, _: Results) -> Table:
+    def of(label: str) -> list[Record]:
+        return [h200.one("loaders", "jax", "h2d", nbytes, f"transfer-bound, {label}") for nbytes in (256 * MIB, 64 * MIB)]
+
+    def ours(words: str, label: str) -> list[str]:
+        records = of(label)
+        figures = both(ms, [one["seconds"]["median"] for one in records], " / ")
+        return [words, figures, both(digits, [over_bound(one) for one in records], " / ")]
+
+    def theirs(words: str, peer: str) -> list[str]:
+        records = of("pinned slots")
+        figures = both(ms, [one["peers_seconds"][peer] for one in records], " / ")
+        return [words, figures, both(digits, [peer_over_bound(one, peer) for one in records], " / ")]
+
+    alone = both(ms, [one["details"]["writers_seconds"] for one in of("4 workers")], " / ")
+    return [
+        ["ms a step, 256 / 64 MiB, batches that are there already, transfer-bound", "", "over compute and copy"],
+        ours("`xferlib.prefetch` from pinned slots", "pinned slots"),
+        ours("`xferlib.prefetch` from pageable memory (1)", "pageable"),
+        ours(f"`SharedRing`, four workers that copy every batch anew (alone: {alone})", "4 workers"),
+        theirs("Grain, `device_put` in two threads", "grain device_put"),
+        theirs("torch `DataLoader`, four workers, pinned; tensors in shared memory beforehand", "torch DataLoader, shared tensors"),
+        theirs("Flax `prefetch_to_device`", "flax prefetch_to_device"),
+    ]
+
+
+def pageable(h200: Results, _: Results) -> Table:
+    backends = "cupy", "numba", "jax"
+
+    def row(words: str, direction: str, label: str, columns: Sequence[Sequence[str]]) -> list[str]:
+        records = [h200.one("pageable", backend, direction, GIB, label) for backend in backends]
+
+        def peers(names: Sequence[str]) -> str:
+            # Each was measured once in each backend's run.
+            figures = [statistics.median(one["peers"][name] for one in records) for name in names if name in records[0]["peers"]]
+            return " to ".join(dict.fromkeys(rate(end) for end in (min(figures), max(figures)))) if figures else ""
+
+        return [words, both(rate, [one["gbps"] for one in records], " / "), *map(peers, columns)]
+
+    bare = ["cuMemcpy"]
+    to_device = [bare, ["cupy set", "cupy asarray"], ["torch to"], ["numba copy_to_device"], ["jax device_put"]]
+    to_host = [bare, ["cupy get(out=)", "cupy asnumpy"], ["torch copy_", "torch cpu"], ["numba copy_to_host"], ["np.asarray"]]
+    return [
+        ["GB/s of 55, 1 GiB of pageable memory", "xferlib (1)", "bare `cudaMemcpy`", "CuPy", "torch", "Numba", "JAX"],
+        row("host to device: CuPy / Numba / JAX", "h2d", "touched", to_device),
+        row("device to host, touched memory", "d2h", "touched", to_host),
+        row("device to host, memory never touched before", "d2h", "untouched", to_host),
+    ]
+
+
+def calls(_: Results, h100: Results) -> Table:
+    sizes = 64 * KIB, MIB, 16 * MIB, 64 * MIB
+
+    def rows(words: str, direction: str, label: str) -> list[list[str]]:
+        ours, best = [words], ["best peer"]
+        for nbytes in sizes:
+            record = h100.one("sizes", "cupy", direction, nbytes, label)
+            peer, seconds = min(record["peers_seconds"].items(), key=lambda item: item[1])
+            mine = record["seconds"]["median"]
+            ours.append(f"**{us(mine)}**" if mine < seconds else us(mine))
+            best.append(f"{f'**{us(seconds)}**' if seconds <= mine else us(seconds)} {peer}")
+        return [ours, best]
+
+    asarray = [h100.one("sizes", "cupy", "h2d", nbytes, "call")["peers_seconds"]["cupy asarray"] for nbytes in sizes]
+    return [
+        ["us, default arguments, CuPy", "64 KiB", "1 MiB", "16 MiB", "64 MiB"],
+        *rows("`put(array)`, pageable", "h2d", "call"),
+        ["`cupy.asarray`", *map(us, asarray)],
+        *rows("`get(array).result()`", "d2h", "call"),
+        *rows("`get(array, out=pageable)`", "d2h", "call, out="),
+    ]
+
+
+def leaves(h200: Results, _: Results) -> Table:
+    def of(backend: str) -> list[Record]:
+        return [h200.one("leaves", backend, "h2d", 500 * each, "500 leaves") for each in (64 * KIB, 4 * KIB)]
+
+    def ours(words: str, backend: str) -> list[str]:
+        return [words, *(f"{one['seconds']['median'] * 1e3:.1f}" for one in of(backend))]
+
+    def theirs(words: str, backend: str, peer: str) -> list[str]:
+        return [words, *(f"{one['peers_seconds'][peer] * 1e3:.1f}" for one in of(backend))]
+
+    return [
+        ["ms, 500 arrays in one tree (1)", "64 KiB each", "4 KiB each"],
+        ours("xferlib to CuPy", "cupy"),
+        theirs("CuPy, one by one", "cupy", "cupy asarray"),
+        theirs("torch, one by one from its own pinned memory", "cupy", "torch to"),
+        ours("xferlib to JAX", "jax"),
+        theirs("`device_put` of the tree", "jax", "jax device_put"),
+    ]
+
+
+def pinned(h200: Results, _: Results) -> Table:
+    def row(words: str, direction: str, cupy: str) -> list[str]:
+        records = [h200.one("link", "cupy", direction, nbytes, "pinned") for nbytes in (64 * MIB, GIB)]
+        columns = [[one["gbps"] for one in records], [one["limit_gbps"] for one in records]]
+        columns += [[one["peers"][peer] for one in records] for peer in (cupy, "torch copy_")]
+        return [words, *(" / ".join(f"{figure:.1f}" for figure in column) for column in columns)]
+
+    return [
+        ["GB/s, 64 MiB / 1 GiB, CuPy", "xferlib", "bare copy", "CuPy", "torch"],
+        row("`put(into=)`, host to device", "h2d", "cupy set"),
+        row("`get(out=)`, device to host", "d2h", "cupy get(out=)"),
+        row("both at once", "both", "cupy set + cupy get(out=)"),
+    ]
+
+
+def overhead(h200: Results, _: Results) -> Table:
+    def figures(records: Sequence[Record], peer: str | None) -> str:
+        return both(us, [one["seconds"]["median"] if peer is None else one["peers_seconds"][peer] for one in records], " / ")
+
+    into = [h200.one("overhead", "cupy", "h2d", 64, "put(into=)")]
+    value = [h200.one("overhead", "jax", "h2d", 64, f"put().value{busy}") for busy in ("", ", busy")]
+    return [
+        ["us a call, 64 bytes", "xferlib", "bare copy", "the framework's own"],
+        [
+            "CuPy, `put(into=)` an existing array",
+            figures(into, None),
+            figures(into, "memcpyAsync"),
+            f"`set` {figures(into, 'cupy set')}",
+        ],
+        [
+            "JAX, `put().value` alone / beside compute",
+            figures(value, None),
+            figures(value, "cuMemcpyAsync"),
+            f"`device_put` {figures(value, 'jax device_put')}",
+        ],
+    ]
+
+
+TABLES: Mapping[str, Callable[[Results, Results], Table]] = {
+    table.__name__: table for table in (steps, loaders, pageable, calls, leaves, pinned, overhead)
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Small pageable puts pass through slots: many to a block of the pinned pool, idle ones given back where room is wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import Gated, held, off_main, on_thread, tampered
+from xferlib.staging.bounce import SHARE, SLOT, SLOTS
+
+BLOCK = SLOTS * SLOT
+SECONDS = 10.0
+
+
+def numbers(nbytes: int, first: int = 0) -> np.ndarray[Any, Any]:
+    return (np.arange(first, first + nbytes) % 251).astype(np.uint8)
+
+
+def test_a_block_of_the_pool_serves_as_many_puts_as_it_has_slots() -> None:
+    with xferlib.stager("host") as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+        transfers = [stager.put(numbers(SLOT - n, n)) for n in range(SLOTS)]
+        assert stager._pool.usage().used == BLOCK
+        transfers.append(stager.put(numbers(1)))
+        assert stager._pool.usage().used == 2 * BLOCK
+    for n, transfer in enumerate(transfers[:-1]):
+        assert np.array_equal(transfer.result(), numbers(SLOT - n, n))
+
+
+def test_a_slot_is_not_used_again_while_its_copy_is_held() -> None:
+    with xferlib.stager("host") as stager:
+        with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+            transfers = []
+            for n in range(5 * SLOTS):
+                source = numbers(100, n)
+                transfers.append(stager.put(source))
+                source[:] = 255
+                stager.trim()
+        for n, transfer in enumerate(transfers):
+            assert np.array_equal(transfer.result(), numbers(100, n))
+
+
+def test_idle_slots_go_back_when_they_are_asked_for() -> None:
+    with xferlib.stager("host") as stager:
+        stager.put(numbers(1)).synchronize()
+        stager.trim()
+        assert stager._pool.usage().used == 0
+        assert stager._pool.usage().pinned == 0
+
+
+def test_idle_slots_make_room_for_arrays() -> None:
+    limit = SHARE * BLOCK
+    with xferlib.stager("host", pinned_limit=limit) as stager:
+        stager.put(numbers(1)).synchronize()
+        assert stager._pool.usage().used == BLOCK
+        assert stager.empty_pinned(limit, np.uint8).nbytes == limit
+
+
+def test_where_the_limit_is_small_a_put_takes_what_it_needs() -> None:
+    with xferlib.stager("host", pinned_limit=SHARE * BLOCK - 4096) as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]
+        stager.put(numbers(300))
+        assert stager._pool.usage().asked == 300
+
+
+def test_where_no_block_is_to_be_had_a_put_takes_what_it_needs() -> None:
+    limit = SHARE * BLOCK
+    with xferlib.stager("host", pinned_limit=limit) as stager:
+        rest = stager.empty_pinned(limit - 4096, np.uint8)
+        assert np.array_equal(stager.put(numbers(300)).result(), numbers(300))
+        del rest
+
+
+def test_room_is_waited_for_while_another_thread_fills_its_slot() -> None:
+    gated = Gated(off_main)
+    limit = SHARE * BLOCK
+    with xferlib.stager(gated.backend, pinned_limit=limit) as stager:
+        source = numbers(300)
+        other = on_thread(lambda: stager.put(source))
+        assert gated.entered.wait(SECONDS)
+        asked = on_thread(lambda: stager.empty_pinned(limit, np.uint8))
+        with pytest.raises(TimeoutError):
+            asked.result(0.2)
+        gated.gate.set()
+        assert np.array_equal(other.result(SECONDS).value, source)
+        del other
+        assert asked.result(SECONDS).nbytes == limit
+
+
+@pytest.mark.parametrize("nbytes", [100, SLOT + 1])
+def test_the_error_of_a_copy_that_could_not_be_started_holds_no_memory(nbytes: int) -> None:
+    def breaks(*_: object) -> None:
+        raise OSError("no copy to be had")
+
+    with xferlib.stager(tampered(copy_h2d=breaks, failures=(OSError,))) as stager:
+        with pytest.raises(xferlib.TransferError) as caught:
+            stager.put(numbers(nbytes))
+        stager.trim()
+        assert caught.value.__traceback__ is not None
+        assert stager._pool.usage().used == 0
+
+
+def test_a_small_put_records_one_event() -> None:
+    recorded: list[str] = []
+    backend = tampered()
+    record = backend.inner.record_h2d
+
+    def counted() -> Any:
+        recorded.append("h2d")
+        return record()
+
+    backend.record_h2d = counted
+    with xferlib.stager(backend) as stager:
+        for tree in (numbers(10), {"image": numbers(1000), "label": numbers(8)}, numbers(100_000)):
+            recorded.clear()
+            stager.put(tree).synchronize()
+            assert recorded == ["h2d"]

@@ -1,0 +1,196 @@
+"""The loop: every batch arrives once, and whatever goes wrong, wherever, ends all threads and leaves by the calling thread."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import xferlib
+from tests.children import threads
+from xferlib.cli.companions import workload
+from xferlib.cli.demo import reference
+from xferlib.cli.demo.source import from_array
+from xferlib.cli.demo.stream import Loop, ahead
+from xferlib.workload import EdgeJob, EdgeSpec
+
+FRAMES, BATCH, HEIGHT, WIDTH = 23, 3, 12, 10
+SOURCE = np.random.default_rng(11).integers(0, 256, (FRAMES, HEIGHT, WIDTH), np.uint8)
+
+Array = npt.NDArray[Any]
+
+
+class Broken(Exception):
+    """What a stage raises in these tests."""
+
+
+@pytest.fixture(params=[1, 3], ids=["one thread each", "three threads each"])
+def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
+    before = threads()
+    count, depth = request.param, 2
+    spec = EdgeSpec(frames=BATCH, height=HEIGHT, width=WIDTH, channels=None, dtype=np.dtype(np.uint8), slots=depth + 1)
+    with (
+        ThreadPoolExecutor(2 * count) as pool,
+        xferlib.stager("host") as stager,
+        xferlib.Ring(stager, ((BATCH, HEIGHT, WIDTH), np.uint8), slots=depth + count) as ring,
+        workload("host").edge_job(spec) as job,
+    ):
+        yield Loop(stager, ring, job, spec, from_array(SOURCE, "noise"), pool, threads=count, depth=depth)
+    assert threads() == before
+
+
+def reading(loop: Loop, read: Callable[[int, Array], None]) -> Loop:
+    """Return the loop with another function to read by."""
+    return replace(loop, source=replace(loop.source, read=read))
+
+
+def drop(start: int, frames: Array) -> None:
+    pass
+
+
+def failing_after(count: int) -> Callable[..., None]:
+    calls = itertools.count()
+
+    def stage(*_: object) -> None:
+        if next(calls) == count:
+            raise Broken
+
+    return stage
+
+
+def test_every_frame_arrives_where_it_belongs(loop: Loop) -> None:
+    result = np.zeros(SOURCE.shape, np.uint8)
+    written: list[int] = []
+
+    def write(start: int, frames: Array) -> None:
+        result[start : start + len(frames)] = frames
+
+    run = loop.run(FRAMES, rounds=2, write=write, progress=written.append)
+    np.testing.assert_array_equal(result, [reference.edges(frame, rounds=2) for frame in SOURCE])
+    assert sum(written) == FRAMES
+    assert 0 < run.read_seconds < run.total_seconds
+    assert 0 < run.write_seconds < run.total_seconds
+
+
+def test_a_loop_can_run_again_and_stop_short(loop: Loop) -> None:
+    for frames in (FRAMES, 1, BATCH, FRAMES):
+        written: list[int] = []
+        loop.run(frames, rounds=0, write=drop, progress=written.append)
+        assert sum(written) == frames
+
+
+def test_rounds_are_tuned_unless_they_are_given(loop: Loop) -> None:
+    rounds, alone = loop.alone(7)
+    assert rounds == 7
+    assert set(alone) == {"h2d", "compute", "d2h"}
+    assert min(alone.values()) > 0
+    tuned, _ = loop.alone(None)
+    assert tuned >= 1
+    # All slots came back.
+    loop.run(FRAMES, rounds=tuned, write=drop)
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_what_a_read_raises_ends_the_run(loop: Loop, count: int) -> None:
+    with pytest.raises(Broken):
+        reading(loop, failing_after(count)).run(FRAMES, rounds=1, write=drop)
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_what_a_write_raises_ends_the_run(loop: Loop, count: int) -> None:
+    with pytest.raises(Broken):
+        loop.run(FRAMES, rounds=1, write=failing_after(count))
+
+
+def test_a_copy_that_fails_ends_the_run(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise xferlib.TransferError("nothing moves")
+
+    monkeypatch.setattr(xferlib.Stager, "put", refuse)
+    with pytest.raises(xferlib.TransferError):
+        loop.run(FRAMES, rounds=1, write=drop)
+
+
+def test_device_work_that_fails_behind_the_last_result_is_told(loop: Loop) -> None:
+    class Late:
+        """A job whose last failure nobody is told of but who asks."""
+
+        launch = loop.job.launch
+
+        def synchronize(self) -> None:
+            raise Broken
+
+    with pytest.raises(Broken):
+        replace(loop, job=cast("EdgeJob", Late())).run(FRAMES, rounds=1, write=drop)
+
+
+def test_ctrl_c_ends_the_run_while_every_stage_waits(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    within, heard, closing = threading.Event(), threading.Event(), threading.Event()
+    close = xferlib.Prefetch.close
+
+    class Job:
+        """The loop's, which tells when the main thread launches the first batch: it waits for the second one then."""
+
+        synchronize = loop.job.synchronize
+
+        def launch(self, *arguments: Any, rounds: int) -> Any:
+            within.set()
+            return loop.job.launch(*arguments, rounds=rounds)
+
+    def interrupted(start: int, out: Array) -> None:
+        if start == 0:
+            return
+        within.wait(30)
+        # A signal that comes just before the main thread falls asleep is heard when it wakes: by the next one.
+        while not heard.wait(0.01):
+            signal.pthread_kill(main, signal.SIGINT)
+        # Nothing else can go on: all of them wait for this batch until the main thread says that it is over.
+        closing.wait(30)
+
+    def hear(*_: object) -> None:
+        if not heard.is_set():
+            heard.set()
+            raise KeyboardInterrupt
+
+    def tell(self: xferlib.Prefetch) -> None:
+        closing.set()
+        close(self)
+
+    monkeypatch.setattr(xferlib.Prefetch, "close", tell)
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            replace(reading(loop, interrupted), job=cast("EdgeJob", Job())).run(FRAMES, rounds=1, write=drop)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert closing.is_set()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_ahead_keeps_the_order_and_to_its_number(count: int) -> None:
+    begun: list[int] = []
+
+    def work(item: int) -> int:
+        begun.append(item)
+        return item
+
+    with ThreadPoolExecutor(8) as pool:
+        items = ahead(pool, work, range(9), count)
+        assert next(items) == 0
+        pool.shutdown(cancel_futures=False)
+        assert sorted(begun) == list(range(count))
+
+
+def test_ahead_gives_every_item_in_order() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert list(ahead(pool, str, range(20), 3)) == list(map(str, range(20)))

@@ -1,0 +1,82 @@
+"""The figures that the pages show are those of the records, and whoever changes one of either is told."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+# Last: what is installed comes before the clone.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import plot, records, tables
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = "python -m benchmarks.tables --write"
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_those_of_the_records(page: Path) -> None:
+    assert page.read_text() == tables.filled(page.read_text()), f"run: {COMMAND}"
+
+
+@pytest.mark.parametrize("backend", tables.PICTURES)
+def test_a_picture_is_drawn_of_the_records(backend: str) -> None:
+    assert plot.is_of(tables.PICTURES[backend], tables.drawn(backend)), f"run: {COMMAND}"
+
+
+def test_every_table_is_shown_and_every_mark_has_its_end() -> None:
+    pages = [page.read_text() for page in tables.PAGES]
+    assert set(re.findall(r"<!-- table: (\w+) -->", "".join(pages))) == set(tables.TABLES)
+    for page in pages:
+        assert re.findall(r"<!-- (table|end of table)", page) == ["table", "end of table"] * page.count("<!-- table")
+
+
+def test_a_figure_that_is_changed_by_hand_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "numbers.md"
+    right = (ROOT / "docs" / "numbers.md").read_text()
+    page.write_text(right.replace(": 1.97,", ": 1.07,"))
+    assert page.read_text() != right
+    monkeypatch.setattr(tables, "PAGES", (page,))
+    assert tables.main([]) == 1
+    assert tables.main(["--write"]) == 0
+    assert page.read_text() == right
+
+
+def test_a_picture_of_other_records_is_found() -> None:
+    drawn = tables.drawn("cupy")
+    picture = tables.PICTURES["cupy"]
+    assert not plot.is_of(picture, drawn[1:])
+    assert not plot.is_of(picture, [{**drawn[0], "of_limit": drawn[0]["of_limit"] + 0.01}, *drawn[1:]])
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_a_picture_suits_light_and_dark_pages_and_is_the_same_each_time(tmp_path: Path) -> None:
+    drawn = tables.drawn("jax")
+    pictures = [tmp_path / name for name in ("one.svg", "two.svg")]
+    for picture in pictures:
+        plot.draw(drawn, picture)
+        assert plot.is_of(picture, drawn)
+    assert pictures[0].read_text() == pictures[1].read_text()
+    for light, dark in plot.DARK.items():
+        assert f'[style*="fill: {light}"] {{fill: {dark} !important}}' in pictures[0].read_text()
+        assert re.search(rf'style="[^"]*fill: {light}', pictures[0].read_text())
+
+
+def test_two_files_of_records_are_compared_row_by_row(tmp_path: Path) -> None:
+    old = records.read(tables.H100)[:3]
+    new = json.loads(json.dumps(old[1:]))
+    new[0]["seconds"]["median"] *= 2
+    new[1]["of_limit"] *= 0.5
+    files = [tmp_path / name for name in ("old.json", "new.json")]
+    for file, rows in zip(files, (old, new), strict=True):
+        file.write_text(json.dumps(rows))
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--compare", *map(str, files)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"(\d\.\d{3}) +\S +(\d\.\d{3})", shown) == [("2.000", "1.000"), ("1.000", "0.500")]
+    assert "rows of one file alone: 1 of the old, 0 of the new" in shown
