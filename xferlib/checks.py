@@ -14,14 +14,13 @@ from numpy.ma import MaskedArray
 from xferlib.errors import CapabilityError, XferError
 from xferlib.protocol import HostStager
 from xferlib.reaper import collects
-from xferlib.tree import Spec, path
+from xferlib.tree import Alike, Spec, path
 
 __all__ = [
     "check_alike",
     "check_apart",
     "check_out",
     "checked_at",
-    "describe",
     "lacking",
     "package_of",
     "positive_nbytes",
@@ -110,21 +109,12 @@ def checked_at(spec: Spec, index: int, check: Callable[[Any], T], leaf: Any) -> 
         raise
 
 
-def describe(array: Any, backend: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and dtype of a device array, or raise `TypeError`."""
-    try:
-        return tuple(array.shape), np.dtype(array.dtype)
-    except (AttributeError, TypeError):
-        kind = f"{type(array).__module__}.{type(array).__qualname__}"
-        raise TypeError(f"expected a device array of backend {backend!r}, got {kind}") from None
-
-
-def check_alike(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise `ValueError` unless the device array that `into` names has this shape and dtype."""
-    if tuple(array.shape) != shape:
-        raise ValueError(f"into has the wrong shape: expected {shape}, got {tuple(array.shape)}")
-    if np.dtype(array.dtype) != dtype:
-        raise ValueError(f"into has the wrong dtype: expected {dtype}, got {array.dtype}. Nothing is converted on the way")
+def check_alike(given: Alike, expected: Alike) -> None:
+    """Raise `ValueError` unless the device array that `into` names has the expected shape and dtype."""
+    if given[0] != expected[0]:
+        raise ValueError(f"into has the wrong shape: expected {expected[0]}, got {given[0]}")
+    if given[1] != expected[1]:
+        raise ValueError(f"into has the wrong dtype: expected {expected[1]}, got {given[1]}. Nothing is converted on the way")
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

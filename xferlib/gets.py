@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 
-from xferlib.checks import check_apart, check_out, describe
+from xferlib.checks import check_apart, check_out
 from xferlib.inflight import LARGE, Traffic
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import round_up
@@ -17,11 +17,10 @@ from xferlib.memory.pool import ALIGNMENT, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.pageable import Staging
 from xferlib.transfer import Transfer
-from xferlib.tree import Spec, path, trees_of, unflatten
+from xferlib.tree import Alike, Spec, path, trees_of, unflatten
 
 __all__ = ["Gets"]
 
-Alike: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
 BYTES = np.dtype(np.uint8)
 PACK_UP_TO = 16 << 10
 """Bytes. Results of one get up to this size share memory; larger ones have their own, so keeping one keeps no other."""
@@ -38,6 +37,7 @@ class Gets:
         self._failures = backend.failures
         self._host = host
         self._trees = trees_of(backend)
+        self._describe = self._trees.describe
         self._pool = pool
         self._staging = staging
         self._d2h = traffic.d2h
@@ -169,13 +169,13 @@ class Gets:
         return alike
 
     def _described(self, leaf: Any) -> Alike:
-        try:
-            return describe(leaf, self._backend.name)
-        except TypeError as error:
-            refusal = error
-        # The backend may know what this is, and what to do about it.
-        self._backend.as_source(leaf)
-        raise refusal
+        described = self._describe(leaf)
+        if described is None:
+            # The backend may know what this is, and what to do about it.
+            self._backend.as_source(leaf)
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            raise TypeError(f"expected a device array of backend {self._backend.name!r}, got {kind}")
+        return described
 
     def _placed(self, leaves: list[Any], spec: Spec, stream: object | None, *, direct: bool) -> tuple[list[Source], Event | None]:
         """Return what is read, and what it waits for: by the engine directly before its first copy, so that no other get waits."""

@@ -22,6 +22,7 @@ __all__ = [
     "LAWS",
     "Capabilities",
     "CombinesWrites",
+    "DescribesArrays",
     "DeviceBlock",
     "DriverCalls",
     "Event",
@@ -39,7 +40,7 @@ __all__ = [
 
 LAWS = {
     1: "Content: once done, the destination holds the source's values, shape and dtype",
-    2: "The source is free once done",
+    2: "The source is free once done; pageable memory that is borrowed until it is staged, once wait_staged() has returned",
     3: "Nothing the caller drops can harm a copy",
     4: "done() never says yes early, never blocks, and gets there by itself",
     5: "Starting does not wait",
@@ -336,6 +337,18 @@ class ReadsMany(Protocol[ArrayT_contra]):
 
         None, with nothing told to wait, where they are not all of a kind for which that is right, or one of them is refused: then
         the core asks for each.
+        """
+
+
+class DescribesArrays(Protocol):
+    """What a backend may have besides, where NumPy does not know the dtypes of its arrays, or its arrays have no `shape`."""
+
+    @staticmethod
+    def describe(array: Any) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+        """Return shape and dtype of an array of this framework, the dtype as NumPy has it; None for all else.
+
+        None also for an array whose dtype NumPy has not: `as_source` then says what to do. What is None here, and has a `shape` and
+        a `dtype` that NumPy knows, is taken as it says. Looks at no data. Static, as the methods of `TakesTreesApart` are.
         """
 
 

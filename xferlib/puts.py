@@ -280,10 +280,15 @@ class Puts:
                 f"backend {self._backend.name!r} cannot overwrite an array of yours. Leave into out and use the new array"
             )
         try:
-            if target.shape != source.shape or target.dtype != source.dtype:
-                check_alike(target, source.shape, source.dtype)
+            alike = target.shape == source.shape and target.dtype == source.dtype
         except AttributeError:
-            raise TypeError(f"expected a device array of backend {self._backend.name!r} to put into, got {target!r}") from None
+            alike = False
+        if alike:
+            return
+        described = self._trees.describe(target)
+        if described is None:
+            raise TypeError(f"expected a device array of backend {self._backend.name!r} to put into, got {target!r}")
+        check_alike(described, (source.shape, source.dtype))
 
     def _order_after_users(self, place: Source) -> None:
         """Let the copy wait for earlier copies that still use what it will overwrite: the user's streams know nothing of them.

@@ -24,11 +24,12 @@ import numpy as np
 import optree
 
 from xferlib.errors import CapabilityError
-from xferlib.protocol import HostStager, TakesTreesApart
+from xferlib.protocol import DescribesArrays, HostStager, TakesTreesApart
 
 __all__ = [
     "PLAIN",
     "RIDERS",
+    "Alike",
     "Spec",
     "Trees",
     "check_structure",
@@ -55,25 +56,34 @@ class Mixed(NamedTuple):
     """By their numbers among all leaves."""
 
 
+Alike: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
+"""The shape and the dtype of an array."""
 Spec: TypeAlias = optree.PyTreeSpec | Mixed | None
 """The shape of a tree; None is a bare leaf."""
 
 
 @final
 class Trees:
-    """The trees that go through one backend's stagers. Any thread, also inside finalizers.
+    """The trees that go through one backend's stagers, and what their arrays are. Any thread, also inside finalizers.
 
     Classes are registered with the tree library as they come, each in the namespace of the backend that brought them.
     """
 
-    def __init__(self, namespace: str, framework: TakesTreesApart | None = None) -> None:
+    def __init__(self, namespace: str, framework: TakesTreesApart | None = None, arrays_of: DescribesArrays | None = None) -> None:
         self.namespace = namespace
         # Without the backend, which would be kept for the process.
         self._take_apart = None if framework is None else framework.take_apart
         self._put_together = None if framework is None else framework.put_together
+        self._describe = None if arrays_of is None else arrays_of.describe
+        self.describe: Callable[[Any], Alike | None] = _by_numpy if arrays_of is None else self._by_backend
+        """Returns shape and dtype of an array; None for what is none."""
         self.bare: set[type] = {np.ndarray, str, bytes, bool, int, float, complex}
         """Types that are leaves, as far as it is known."""
         self._registered: set[type] = set()
+
+    def _by_backend(self, array: Any) -> Alike | None:
+        assert self._describe is not None
+        return self._describe(array) or _by_numpy(array)
 
     def flatten(self, tree: Any) -> tuple[list[Any], optree.PyTreeSpec | None]:
         """Return the leaves, in a fixed order, and what `unflatten` needs."""
@@ -113,6 +123,8 @@ class Trees:
             if self._take_apart is not None and self._put_together is not None and self._take_apart(leaf) is not None:
                 self._register(kind, self._take_apart, self._put_together)
                 found = True
+            elif self._describe is not None and self._describe(leaf) is not None:
+                self.bare.add(kind)
             elif is_record(leaf):
                 self._register(kind, _fields, _rebuild)
                 found = True
@@ -139,6 +151,13 @@ class Trees:
         self._registered.add(kind)
 
 
+def _by_numpy(array: Any) -> Alike | None:
+    try:
+        return tuple(array.shape), np.dtype(array.dtype)
+    except (AttributeError, TypeError):
+        return None
+
+
 _registering: dict[int, None] = {}
 """The threads that are inside the tree library's registry."""
 PLAIN = Trees("xferlib")
@@ -150,10 +169,12 @@ _by_namespace: dict[str, Trees] = {PLAIN.namespace: PLAIN}
 
 def trees_of(backend: HostStager[Any]) -> Trees:
     """Return what takes the trees of a backend's stagers apart."""
-    if not hasattr(backend, "take_apart"):
+    framework = cast("TakesTreesApart", backend) if hasattr(backend, "take_apart") else None
+    arrays_of = cast("DescribesArrays", backend) if hasattr(backend, "describe") else None
+    if framework is None and arrays_of is None:
         return PLAIN
     namespace = f"{PLAIN.namespace}.{backend.name}"
-    return _by_namespace.get(namespace) or _by_namespace.setdefault(namespace, Trees(namespace, cast("TakesTreesApart", backend)))
+    return _by_namespace.get(namespace) or _by_namespace.setdefault(namespace, Trees(namespace, framework, arrays_of))
 
 
 def rides_along(kind: type) -> bool:

@@ -71,6 +71,6 @@ def test_what_goes_wrong_anywhere_else_keeps_every_frame() -> None:
     # In code that is neither a check of ours nor the backend's.
     broken = eval("lambda *_: 1 + 'a defect'", {"__name__": "framework"})
     with xferlib.stager(tampered(copy_h2d=broken)) as stager, pytest.raises(TypeError, match="unsupported operand") as told:
-        stager.put(stager.empty_pinned(3, "f4"))
+        stager.put({"x": stager.empty_pinned(3, "f4")})
     assert frames(told.value)[0] == "put"
     assert len(frames(told.value)) > 2

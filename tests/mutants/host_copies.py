@@ -18,6 +18,8 @@ from tests.mutants.host_ownership import stand_before
 from xferlib.inflight import InFlight
 from xferlib.protocol import Event, Source
 from xferlib.stager import Stager
+from xferlib.staging.pageable import Lent, Staging
+from xferlib.transfer import Transfer
 
 __all__: list[str] = []
 
@@ -25,6 +27,9 @@ SIDE_BY_SIDE = "test_law01_leaves_that_lie_side_by_side_arrive_whole"
 STARTS_NOTHING = "test_law01_a_tree_with_a_leaf_that_is_refused_starts_nothing"
 SLOW_SECONDS = 1e-3
 """How long an engine takes that loses races for certain."""
+STAGED_IS_FREE = "test_law02_a_source_that_is_staged_is_free_while_its_copies_are_held"
+UNREAD = "test_law02_a_source_of_which_bytes_are_unread_is_not_staged"
+EACH_TIME = "test_law02_a_source_may_be_rewritten_each_time_that_it_is_staged"
 PUT_KEEPS = "test_law01_put_keeps_values_shape_and_dtype"
 GET_KEEPS = "test_law01_get_keeps_values_shape_and_dtype"
 
@@ -68,6 +73,15 @@ class RoundsUp(BrokenBackend):
 
     def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
         self.inner.copy_d2h(dst, src, nbytes + 64)
+
+
+@broken_backend(f"{GET_KEEPS}[int32]", hooks=Host)
+class DescribesSignedAsUnsigned(BrokenBackend):
+    """Says of arrays of signed integers that theirs are unsigned."""
+
+    @staticmethod
+    def describe(array: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        return array.shape, np.dtype(array.dtype.char.upper() if array.dtype.kind == "i" else array.dtype)
 
 
 @broken_backend(f"{PUT_KEEPS}[int32]", hooks=Host)
@@ -225,12 +239,54 @@ class CopiesTwice(BrokenBackend):
         start(dst, src, nbytes)
 
 
-@broken_backend("test_law02_a_pageable_source_is_free_when_put_returns", hooks=Host)
+@broken_backend(
+    "test_law02_a_pageable_source_is_free_when_put_returns", f"{STAGED_IS_FREE}[small]", f"{STAGED_IS_FREE}[large]", hooks=Host
+)
 class CallsEverythingPinned(BrokenBackend):
     """Says that any memory is pinned, so that the copy reads memory that the caller may write."""
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
         return True
+
+
+@broken_core(f"{STAGED_IS_FREE}[small]", f"{STAGED_IS_FREE}[large]", hooks=Host)
+def is_staged_when_it_is_done(patch: pytest.MonkeyPatch) -> None:
+    """The core gives a source back with the end of its transfer, which the CPU has copied long before."""
+    patch.setattr(Transfer, "wait_staged", Transfer.synchronize)
+
+
+class Slow(BrokenBackend):
+    """An engine that is slower than any CPU: what was not copied when the source is rewritten is copied afterwards."""
+
+    def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+        self.inner.copy_h2d(dst, src, nbytes)
+        self.inner.h2d.submit(lambda: time.sleep(SLOW_SECONDS))
+
+
+@broken_core(UNREAD, EACH_TIME, hooks=Host)
+def is_staged_at_once(patch: pytest.MonkeyPatch) -> None:
+    """The core gives a source back before the CPU has copied it."""
+    stand_before(patch, Slow)
+    patch.setattr(Lent, "wait_staged", lambda lent: None)
+
+
+@broken_core(UNREAD, EACH_TIME, hooks=Host)
+def is_staged_with_its_first_copy(patch: pytest.MonkeyPatch) -> None:
+    """The core gives a source back when the first copy of a part of it is done, and waits for no other."""
+    lend, made = Staging.lend, threading.Event()
+
+    class TellsOfCopies(Slow):
+        def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
+            super().copy_h2d(dst, src, nbytes)
+            self.inner.h2d.submit(made.set)
+
+    def lend_anew(staging: Staging, staged: Any, **given: Any) -> Lent:
+        made.clear()
+        return lend(staging, staged, **given)
+
+    stand_before(patch, TellsOfCopies)
+    patch.setattr(Staging, "lend", lend_anew)
+    patch.setattr(Lent, "wait_staged", lambda lent: made.wait())
 
 
 @broken_core(

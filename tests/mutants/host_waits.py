@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from xferlib_host import Stream
 from xferlib_host.conformance import Gate
 from xferlib_host.conformance import TestHost as Host
 
-from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend
+from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
 from xferlib import protocol
 from xferlib.latch import is_copying
 from xferlib.protocol import HostStager, Source
+from xferlib.puts import Puts
 
 __all__: list[str] = []
 
@@ -26,6 +28,7 @@ WHILE_GET_WAITS = "test_law06_put_completes_while_a_get_waits_for_its_producer"
 PUT_INTO_COMPLETES = "test_law06_put_into_completes_while_compute_is_held"
 STARTS_UNDER_COMPUTE = "test_law05_starting_returns_while_compute_is_held"
 STARTS_UNDER_COPIES = "test_law05_starting_returns_while_copies_are_held"
+BORROWS_UNDER_COPIES = "test_law05_a_put_that_borrows_returns_while_copies_are_held"
 AFTER_PRODUCER = "test_law07_get_reads_after_its_producer"
 TREE_AFTER_PRODUCERS = "test_law07_get_of_a_tree_reads_after_the_producer_of_each_leaf"
 
@@ -185,6 +188,12 @@ class CopiesAtOnce(BrokenBackend):
     def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
         self.inner.copy_d2h(dst, src, nbytes)
         self.inner.record_d2h().synchronize()
+
+
+@broken_core(f"{BORROWS_UNDER_COPIES}[True]", f"{BORROWS_UNDER_COPIES}[staged]", hooks=Host)
+def borrows_nothing(patch: pytest.MonkeyPatch) -> None:
+    """The core lets the caller wait until the CPU has copied a source that it may borrow."""
+    patch.setattr(Puts, "_is_worth_lending", lambda puts, sources: False)
 
 
 @broken_backend(

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar, final
 import pytest
 
 from xferlib.conformance.hooks import Hold, Hooks
-from xferlib.conformance.values import Array, pattern
+from xferlib.conformance.values import LARGE, Array, pattern, words
 from xferlib.errors import BackendUnavailableError, SynchronousTransferWarning, TransferError
 from xferlib.protocol import HostStager
 from xferlib.reaper import watch
@@ -27,7 +27,7 @@ from xferlib.registry import GROUP
 from xferlib.stager import Stager
 from xferlib.transfer import Transfer
 
-__all__ = ["POLL_SECONDS", "REQUIRE", "WINDOW_SECONDS", "Calls", "Laws"]
+__all__ = ["POLL_SECONDS", "REQUIRE", "SCARCE", "WINDOW_SECONDS", "Calls", "Laws"]
 
 REQUIRE = "XFERLIB_REQUIRE"
 """Environment variable: names of backends, comma separated, that may not be skipped."""
@@ -38,6 +38,8 @@ LOOK_SECONDS = 1.0
 """How long the reaper may take to give back what closed stagers left."""
 MOST_PUTS = 100
 """More than the blocks of one size that any law leaves idle: who still finds one free is given the same memory again and again."""
+SCARCE = LARGE // 3
+"""Bytes as a `pinned_limit`: room to stage a part of what is large. While copies are held, the rest of it cannot have been read."""
 
 T = TypeVar("T")
 
@@ -124,9 +126,9 @@ class Laws(Hooks):
             if name in self.known_failures:
                 node.add_marker(pytest.mark.xfail(strict=True, reason=self.known_failures[name]))
 
-    def new_stager(self, *, staging: str | None = None) -> Stager:
-        """Open the backend and wrap it, or skip: here and nowhere else. `staging`: as the argument of that name."""
-        return Stager(self._open_or_skip(), staging=staging)
+    def new_stager(self, *, staging: str | None = None, pinned_limit: int | None = None) -> Stager:
+        """Open the backend and wrap it, or skip: here and nowhere else. The rest: as the arguments of these names."""
+        return Stager(self._open_or_skip(), staging=staging, pinned_limit=pinned_limit)
 
     def assert_returns(self, function: Callable[[], T]) -> T:
         """Assert that the call returns, without anything being released, and return what it returns."""
@@ -220,6 +222,12 @@ class Laws(Hooks):
         with self.held_array(stager.backend, values) as held:
             held.release()
         del arrays, results, read, held, hold
+        gc.collect()
+
+    def warm_staging(self, scarce: Stager) -> None:
+        """Let what is large be staged by a stager that has little pinned memory, less than `warm` would ask for."""
+        self.warm(scarce, words(99))
+        scarce.put(words(99, LARGE), borrow=True).synchronize()
         gc.collect()
 
     def let_go(self) -> None:

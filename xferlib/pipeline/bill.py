@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, final
-
-import numpy as np
 
 from xferlib.tree import PLAIN, Trees
 from xferlib.words import in_words
@@ -59,19 +57,5 @@ class Bill:
 def tree_nbytes(tree: Any, trees: Trees = PLAIN) -> int:
     """Return the bytes of all arrays, host or device, of a tree. What is no array counts for nothing."""
     leaves, _ = trees.flatten(tree)
-    return sum(_nbytes(leaf) for leaf in leaves)
-
-
-def _nbytes(leaf: Any) -> int:
-    shape: Iterable[int] | None = getattr(leaf, "shape", None)
-    try:
-        itemsize = int(np.dtype(leaf.dtype).itemsize)
-    except (AttributeError, TypeError):
-        # No array, or one of a library whose dtypes are its own.
-        return 0
-    if shape is None:
-        return 0
-    count = 1
-    for length in shape:
-        count *= int(length)
-    return count * itemsize
+    described = filter(None, map(trees.describe, leaves))
+    return sum(math.prod(map(int, shape)) * dtype.itemsize for shape, dtype in described)

@@ -33,8 +33,8 @@ class Rows:
 
     def next(self, result: Any) -> tuple[Any, int]:
         """Return the views that this result is to be copied to, and how many rows they are. Raises `ValueError`."""
-        leaves, spec = self._like(result)
-        counts = {self._count(array, leaf, index) for index, (array, leaf) in enumerate(zip(self._arrays, leaves, strict=True))}
+        shapes, spec = self._like(result)
+        counts = {self._count(array, shape, index) for index, (array, shape) in enumerate(zip(self._arrays, shapes, strict=True))}
         if len(counts) > 1:
             raise ValueError(f"the arrays of one result have different numbers of rows: {sorted(counts)}")
         (count,) = counts
@@ -45,25 +45,28 @@ class Rows:
                 "with as many as come"
             )
         views = [
-            array[self.filled : end] if array.ndim == len(leaf.shape) else array[self.filled, ...]
-            for array, leaf in zip(self._arrays, leaves, strict=True)
+            array[self.filled : end] if array.ndim == len(shape) else array[self.filled, ...]
+            for array, shape in zip(self._arrays, shapes, strict=True)
         ]
         # With what rides along in the result.
         return unflatten(spec, views), count
 
-    def _count(self, array: Array, leaf: Any, index: int) -> int:
-        axes = len(leaf.shape)
+    def _count(self, array: Array, shape: tuple[int, ...], index: int) -> int:
+        axes = len(shape)
         if axes not in (array.ndim, array.ndim - 1):
             raise ValueError(
-                f"out: {path(self._spec, index)} has shape {array.shape}, the result {tuple(leaf.shape)}: expected as many axes, "
+                f"out: {path(self._spec, index)} has shape {array.shape}, the result {shape}: expected as many axes, "
                 "or one less for a single row"
             )
-        return int(leaf.shape[0]) if axes == array.ndim else 1
+        return shape[0] if axes == array.ndim else 1
 
-    def _like(self, result: Any) -> tuple[list[Any], Spec]:
+    def _like(self, result: Any) -> tuple[list[tuple[int, ...]], Spec]:
         leaves, spec = self._trees.arrays(result)
         check_structure(self._spec, spec, name="a result (compared with out)")
+        shapes = []
         for leaf in leaves:
-            if not hasattr(leaf, "shape"):
+            described = self._trees.describe(leaf)
+            if described is None:
                 raise TypeError(f"expected a device array, got {type(leaf).__module__}.{type(leaf).__qualname__}")
-        return leaves, spec
+            shapes.append(described[0])
+        return shapes, spec

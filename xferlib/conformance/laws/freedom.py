@@ -1,4 +1,4 @@
-"""Laws 2 and 3. The source is free once the transfer is done, and nothing that the caller drops can harm a copy.
+"""Laws 2 and 3. The source is free once the transfer is done, or staged, and nothing that the caller drops can harm a copy.
 
 What a copy under way still needs is held by the core, and what the copy has left behind is needed by nobody. Memory that was let
 go of too early is found out by asking for memory of the same size and writing other bytes into it.
@@ -10,14 +10,17 @@ import gc
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
-from xferlib.conformance.base import Laws
-from xferlib.conformance.values import SIZES, Array, assert_same, words
+from xferlib.conformance.base import SCARCE, Laws
+from xferlib.conformance.values import LARGE, SIZES, Array, assert_same, words
 from xferlib.errors import CapabilityError
 from xferlib.stager import Stager
 
 __all__ = ["FreedomLaws"]
+
+TURNS = 8
 
 
 class FreedomLaws(Laws):
@@ -43,6 +46,59 @@ class FreedomLaws(Laws):
             assert hold.held
         transfer.synchronize()
         assert_same(self.to_numpy(transfer.value), values)
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_law02_a_source_that_is_staged_is_free_while_its_copies_are_held(self, stager: Stager, size: str) -> None:
+        values = [words(seed, SIZES[size]) for seed in (1, 2, 3)]
+        self.warm(stager, values[0])
+        # There is room for all of them: also one behind others whose copies are held is staged.
+        stager.put(words(99, 4 * SIZES[size]), borrow=True).synchronize()
+        source: Array = np.empty_like(values[0])
+        transfers = []
+        with self.hold_copies(stager.backend, "h2d") as hold:
+            for value in values:
+                source[...] = value
+                transfers.append(self.assert_returns(lambda: stager.put(source, borrow="staged")))
+                self.assert_returns(transfers[-1].wait_staged)
+            source[...] = words(90, source.nbytes)
+            assert not transfers[0].done()
+            assert hold.held
+        for transfer, value in zip(transfers, values, strict=True):
+            transfer.synchronize()
+            assert_same(self.to_numpy(transfer.value), value)
+
+    def test_law02_a_source_of_which_bytes_are_unread_is_not_staged(self, stager: Stager) -> None:
+        values = words(1, LARGE)
+        with self.new_stager(pinned_limit=SCARCE) as scarce:
+            self.warm_staging(scarce)
+            source = values.copy()
+            with self.hold_copies(scarce.backend, "h2d") as hold:
+                transfer = scarce.put(source, borrow="staged")
+
+                def rewrite() -> None:
+                    transfer.wait_staged()
+                    source[...] = words(2, values.nbytes)
+
+                staged = self.calls.start(rewrite)
+                self.assert_stays(lambda: not staged.done(), hold)
+            staged.result(self.deadline_seconds)
+            transfer.synchronize()
+            assert_same(self.to_numpy(transfer.value), values)
+
+    def test_law02_a_source_may_be_rewritten_each_time_that_it_is_staged(self, stager: Stager) -> None:
+        values = [words(seed, LARGE) for seed in range(1, 1 + TURNS)]
+        with self.new_stager(pinned_limit=SCARCE) as scarce:
+            self.warm_staging(scarce)
+            source: Array = np.empty_like(values[0])
+            transfers = []
+            for value in values:
+                source[...] = value
+                transfers.append(scarce.put(source, borrow="staged"))
+                transfers[-1].wait_staged()
+            source[...] = words(90, LARGE)
+            for transfer, value in zip(transfers, values, strict=True):
+                transfer.synchronize()
+                assert_same(self.to_numpy(transfer.value), value)
 
     @pytest.mark.parametrize("way", ["get", "get_out", "get_pageable_out"])
     def test_law02_an_array_is_free_once_its_get_is_done(self, stager: Stager, way: str) -> None:

@@ -33,8 +33,6 @@ class MappedLaws(Laws):
             return
         self.warm(stager, old)
         view = stager.mapped(array)
-        assert tuple(view.shape) == array.shape
-        assert np.dtype(view.dtype) == array.dtype
         assert_same(self.to_numpy(view), old)
         array[...] = new
         with self.hold_compute(stager.backend) as hold:
@@ -52,8 +50,6 @@ class MappedLaws(Laws):
             return
         for part in (array, array[1:], array[2]):
             view = stager.mapped(part)
-            assert tuple(view.shape) == part.shape
-            assert np.dtype(view.dtype) == part.dtype
             assert_same(self.to_numpy(view), np.array(part))
 
     def test_law03_a_view_and_its_aliases_keep_the_host_memory(self, stager: Stager) -> None:

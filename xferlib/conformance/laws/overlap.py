@@ -5,9 +5,11 @@ No clock decides: compute is held shut, and the transfer must start, or finish, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from xferlib.conformance.base import Laws
+from xferlib.conformance.base import SCARCE, Laws
 from xferlib.conformance.moves import FROM_PINNED, WAYS, prepare
 from xferlib.conformance.values import LARGE, SIZES, SMALL, assert_same, words
 from xferlib.errors import CapabilityError
@@ -37,6 +39,17 @@ class OverlapLaws(Laws):
             assert hold.held
         transfer.synchronize()
         assert_same(move.read(transfer), move.values)
+
+    @pytest.mark.parametrize("borrow", [True, "staged"])
+    def test_law05_a_put_that_borrows_returns_while_copies_are_held(self, stager: Stager, borrow: Any) -> None:
+        values = words(1, LARGE)
+        with self.new_stager(pinned_limit=SCARCE) as scarce:
+            self.warm_staging(scarce)
+            with self.hold_copies(scarce.backend) as hold:
+                transfer = self.assert_returns(lambda: scarce.put(values, borrow=borrow))
+                assert hold.held
+            transfer.synchronize()
+            assert_same(self.to_numpy(transfer.value), values)
 
     @pytest.mark.parametrize("what", ["array", "tree"])
     def test_law05_the_first_put_of_a_size_returns_while_compute_is_held(self, stager: Stager, what: str) -> None:
