@@ -42,6 +42,13 @@ def test_a_slot_is_not_used_again_while_its_copy_is_held() -> None:
             assert np.array_equal(transfer.result(), numbers(100, n))
 
 
+def test_blocks_whose_copies_are_done_are_used_again() -> None:
+    with xferlib.stager("host") as stager:
+        for n in range(10 * SLOTS):
+            stager.put(numbers(1, n)).synchronize()
+            assert stager._pool.usage().used <= 2 * BLOCK
+
+
 def test_idle_slots_go_back_when_they_are_asked_for() -> None:
     with xferlib.stager("host") as stager:
         stager.put(numbers(1)).synchronize()

@@ -39,6 +39,7 @@ class Bounce:
         self._pool = pool
         self._h2d = traffic.h2d
         self._jobs = traffic.jobs
+        self._reap = traffic.reap
         self._most = SLOT if pool.limit >= SHARE * SLOTS * SLOT else 0
         # Changed in single steps: a finalizer may put while its thread is in here.
         self._slots: deque[Slot] = deque()
@@ -103,6 +104,8 @@ class Bounce:
 
     def _add_slots(self) -> bool:
         """Take a block of slots, where the pool has one for which nobody must wait."""
+        # Copies that are done may hold an earlier block: a pool that grew for it would do so again and again, now and then.
+        self._reap()
         fill = Fill()
         try:
             block = self._pool.try_take(SLOTS * SLOT, lambda: self._jobs.add(fill))
