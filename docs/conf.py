@@ -48,6 +48,8 @@ nitpick_ignore_regex = [
     ("py:obj", "[^`]*"),
     ("py:class", r"(collections\.abc|_?ctypes|jax|numpy|os)\..*"),
     ("py:class", r"(.*\.)?(_\w+|\w*T|\w*T_co|\w*T_contra)"),
+    # What checkers are told of, and nobody imports.
+    ("py:class", r"xferlib\.typed\..*"),
 ]
 
 # JAX need not be installed for what is said of it.
@@ -87,6 +89,16 @@ def _signature(app: Any, kind: str, name: str, thing: Any, options: Any, signatu
     return signature, returns
 
 
+def _fields(app: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Show the fields that a class's docstring names as a list. In the code they are laid out for `help`."""
+    if "Attributes:" not in lines:
+        return
+    start = lines.index("Attributes:") + 1
+    end = next((n for n in range(start, len(lines)) if lines[n] and not lines[n].startswith("    ")), len(lines))
+    listed = [f"  {line[4:].lstrip()}" if line.startswith("     ") else f"* {line[4:]}" for line in lines[start:end] if line]
+    lines[start:end] = ["", *listed, ""]
+
+
 def _public(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     """Find a name such as `Transfer.value`, or `xferlib.transfer.Transfer` in a signature, under the one it has on the page."""
     parts = node.get("reftarget", "").removesuffix("()").split(".")
@@ -102,4 +114,5 @@ def _public(app: Any, env: Any, node: Any, contnode: Any) -> Any:
 def setup(app: Any) -> None:
     app.add_directive("laws", Laws)
     app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-process-docstring", _fields)
     app.connect("missing-reference", _public)
