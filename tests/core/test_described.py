@@ -53,13 +53,12 @@ def boxes() -> Iterator[xferlib.Stager]:
 
 def test_what_was_put_is_got_again(boxes: xferlib.Stager) -> None:
     for pinned in (True, False):
-        array = boxes.put(VALUES).result()
+        array: Any = boxes.put(VALUES).result()
         out = boxes.empty_pinned((3, 4), np.float32) if pinned else np.empty((3, 4), np.float32)
-        assert isinstance(array, Box)
-        got: Any = boxes.get(array).result()
-        assert np.array_equal(got, VALUES)
+        assert np.array_equal(boxes.get(array).result(), VALUES)
         assert boxes.get(array, out=out).result() is out
         assert np.array_equal(out, VALUES)
+        assert isinstance(array, Box)
 
 
 def test_leaves_of_a_tree_are_arrays_and_no_trees(boxes: xferlib.Stager) -> None:

@@ -28,6 +28,7 @@ STARTS_NOTHING = "test_law01_a_tree_with_a_leaf_that_is_refused_starts_nothing"
 SLOW_SECONDS = 1e-3
 """How long an engine takes that loses races for certain."""
 STAGED_IS_FREE = "test_law02_a_source_that_is_staged_is_free_while_its_copies_are_held"
+BEHIND_OTHERS = "test_law02_a_source_is_staged_behind_others_whose_copies_are_held"
 UNREAD = "test_law02_a_source_of_which_bytes_are_unread_is_not_staged"
 EACH_TIME = "test_law02_a_source_may_be_rewritten_each_time_that_it_is_staged"
 PUT_KEEPS = "test_law01_put_keeps_values_shape_and_dtype"
@@ -240,7 +241,11 @@ class CopiesTwice(BrokenBackend):
 
 
 @broken_backend(
-    "test_law02_a_pageable_source_is_free_when_put_returns", f"{STAGED_IS_FREE}[small]", f"{STAGED_IS_FREE}[large]", hooks=Host
+    "test_law02_a_pageable_source_is_free_when_put_returns",
+    f"{STAGED_IS_FREE}[small]",
+    f"{STAGED_IS_FREE}[large]",
+    BEHIND_OTHERS,
+    hooks=Host,
 )
 class CallsEverythingPinned(BrokenBackend):
     """Says that any memory is pinned, so that the copy reads memory that the caller may write."""
@@ -253,6 +258,21 @@ class CallsEverythingPinned(BrokenBackend):
 def is_staged_when_it_is_done(patch: pytest.MonkeyPatch) -> None:
     """The core gives a source back with the end of its transfer, which the CPU has copied long before."""
     patch.setattr(Transfer, "wait_staged", Transfer.synchronize)
+
+
+@broken_core(BEHIND_OTHERS, hooks=Host)
+def is_staged_behind_the_end_of_others(patch: pytest.MonkeyPatch) -> None:
+    """The core stages a source when the copies of those before it are done."""
+    wait_staged = Lent.wait_staged
+
+    def wait_in_turn(lent: Lent) -> None:
+        if lent._job is not None:
+            for row, job in list(lent._job.lane.jobs.items()):
+                if row < lent._job.row:
+                    job.wait()
+        wait_staged(lent)
+
+    patch.setattr(Lent, "wait_staged", wait_in_turn)
 
 
 class Slow(BrokenBackend):

@@ -16,7 +16,6 @@ from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broke
 from xferlib import protocol
 from xferlib.latch import is_copying
 from xferlib.protocol import HostStager, Source
-from xferlib.puts import Puts
 
 __all__: list[str] = []
 
@@ -193,7 +192,7 @@ class CopiesAtOnce(BrokenBackend):
 @broken_core(f"{BORROWS_UNDER_COPIES}[True]", f"{BORROWS_UNDER_COPIES}[staged]", hooks=Host)
 def borrows_nothing(patch: pytest.MonkeyPatch) -> None:
     """The core lets the caller wait until the CPU has copied a source that it may borrow."""
-    patch.setattr(Puts, "_is_worth_lending", lambda puts, sources: False)
+    patch.setattr("xferlib.puts.LEND_FROM", 1 << 60)
 
 
 @broken_backend(

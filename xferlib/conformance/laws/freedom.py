@@ -49,10 +49,24 @@ class FreedomLaws(Laws):
 
     @pytest.mark.parametrize("size", SIZES)
     def test_law02_a_source_that_is_staged_is_free_while_its_copies_are_held(self, stager: Stager, size: str) -> None:
-        values = [words(seed, SIZES[size]) for seed in (1, 2, 3)]
+        values = words(1, SIZES[size])
+        self.warm(stager, values)
+        source = values.copy()
+        with self.hold_copies(stager.backend, "h2d") as hold:
+            transfer = self.assert_returns(lambda: stager.put(source, borrow="staged"))
+            self.assert_returns(transfer.wait_staged)
+            source[...] = words(2, values.nbytes)
+            assert not transfer.done()
+            assert hold.held
+        transfer.synchronize()
+        assert_same(self.to_numpy(transfer.value), values)
+
+    def test_law02_a_source_is_staged_behind_others_whose_copies_are_held(self, stager: Stager) -> None:
+        # All of them are less than what may be staged at once.
+        values = [words(seed, LARGE // 3) for seed in (1, 2, 3)]
         self.warm(stager, values[0])
-        # There is room for all of them: also one behind others whose copies are held is staged.
-        stager.put(words(99, 4 * SIZES[size]), borrow=True).synchronize()
+        # Room is made now: under a hold, asking for it might wait.
+        stager.put(words(99, 10 * LARGE), borrow=True).synchronize()
         source: Array = np.empty_like(values[0])
         transfers = []
         with self.hold_copies(stager.backend, "h2d") as hold:
