@@ -199,7 +199,7 @@ def test_the_line_of_a_law_says_what_failed_what_was_skipped_and_why() -> None:
     }
     lines = [" ".join(line.split()) for line in verdicts(stats, ())]
     assert lines[0].startswith("law 1 FAILED 1 of 2 tests Content: ")
-    assert lines[1] == "law 2 FAILED 1 of 1 test The source is free once done"
+    assert lines[1] == f"law 2 FAILED 1 of 1 test {LAWS[2]}"
     assert lines[2] == "law 3 skipped 2 of 2 tests Nothing the caller drops can harm a copy; skipped: no such device"
     assert lines[3].startswith("law 6 fails 1 of 2 tests Real overlap: ")
     assert lines[3].endswith("; known failure: see there")
