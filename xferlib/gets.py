@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from xferlib.checks import check_apart, check_out
+from xferlib.errors import AllocationError
 from xferlib.inflight import LARGE, Traffic
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import round_up
@@ -95,12 +96,22 @@ class Gets:
         self, together: list[tuple[int, int]], nbytes: int, alike: list[Alike], arrays: list[Any], addresses: list[int | None]
     ) -> None:
         """Enter arrays that lie together, each at an offset: asking the pool for each takes longer than its copy."""
-        memory = self._pool.empty((nbytes,), BYTES)
-        start = self._host.address(memory)
+        try:
+            memory: Array | None = self._pool.empty((nbytes,), BYTES)
+        except AllocationError:
+            if len(together) == 1:
+                raise
+            memory = None
+        # Where there is no room for them together there may be some for each.
+        start = None if memory is None else self._host.address(memory)
         for index, offset in together:
             shape, dtype = alike[index]
-            arrays[index] = np.ndarray(shape, dtype, memory, offset)
-            addresses[index] = None if start is None else start + offset
+            if memory is None:
+                arrays[index] = array = self._pool.empty(shape, dtype)
+                addresses[index] = self._host.address(array)
+            else:
+                arrays[index] = np.ndarray(shape, dtype, memory, offset)
+                addresses[index] = None if start is None else start + offset
 
     # One array into pinned memory, without the lists that `start` makes: a third of the time of a small get would go into them.
 

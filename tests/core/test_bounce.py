@@ -9,6 +9,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, tampered
+from xferlib.memory.pool import SMALL
 from xferlib.staging.bounce import SHARE, SLOT, SLOTS
 
 BLOCK = SLOTS * SLOT
@@ -76,6 +77,26 @@ def test_where_no_block_is_to_be_had_a_put_takes_what_it_needs() -> None:
     with xferlib.stager("host", pinned_limit=limit) as stager:
         rest = stager.empty_pinned(limit - 4096, np.uint8)
         assert np.array_equal(stager.put(numbers(300)).result(), numbers(300))
+        del rest
+
+
+def test_where_the_driver_refuses_a_block_a_put_takes_what_it_needs() -> None:
+    backend = tampered()
+    allocate = backend.inner.alloc_pinned
+    refused: list[int] = []
+
+    def once(nbytes: int) -> int:
+        if stager.stats().pool_misses:
+            refused.append(nbytes)
+            raise backend.inner.failures[0]("no more pages to lock")
+        return int(allocate(nbytes))
+
+    backend.alloc_pinned = once
+    with xferlib.stager(backend) as stager:
+        # All of the segment that small arrays share, but for less than a block of slots.
+        rest = [stager.empty_pinned(SMALL - BLOCK // 4, np.uint8) for _ in range(2)]
+        assert np.array_equal(stager.put(numbers(300)).result(), numbers(300))
+        assert refused
         del rest
 
 

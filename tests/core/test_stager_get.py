@@ -12,7 +12,7 @@ import xferlib_host
 import xferlib
 from tests.core.fakes import held, on_thread, tampered, until
 from xferlib.gets import PACK_UP_TO, PACKED
-from xferlib.memory.blocks import round_up
+from xferlib.memory.blocks import WhenFull, round_up
 from xferlib.memory.pool import ALIGNMENT
 from xferlib.staging.profile import StagingProfile
 
@@ -245,6 +245,18 @@ def used(stager: xferlib.Stager) -> int:
 def asked(stager: xferlib.Stager) -> int:
     stats = stager.stats()
     return stats.pool_hits + stats.pool_misses
+
+
+@pytest.mark.parametrize("when_full", ["wait", "raise"])
+def test_small_results_for_which_there_is_no_room_together_have_their_own(when_full: WhenFull) -> None:
+    with xferlib.stager("host", pinned_limit=4 * PACK_UP_TO, when_full=when_full) as stager:
+        stager.empty_pinned(4 * PACK_UP_TO, np.uint8)
+        pieces = [stager.empty_pinned(PACK_UP_TO, np.uint8) for _ in range(4)]
+        del pieces[2], pieces[0]
+        result = stager.get([np.full(PACK_UP_TO, n, np.uint8) for n in range(2)]).result()
+        for n, array in enumerate(result):
+            assert (array == n).all()
+            assert stager._pool.contains(array.ctypes.data, array.nbytes)
 
 
 def test_small_results_of_one_get_share_memory_and_large_ones_have_their_own() -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from xferlib.errors import AllocationError
 from xferlib.inflight import Fill, Traffic
 from xferlib.memory.arrays import Array
 from xferlib.memory.pool import PinnedPool
@@ -108,12 +110,14 @@ class Bounce:
         self._reap()
         fill = Fill()
         try:
-            block = self._pool.try_take(SLOTS * SLOT, lambda: self._jobs.add(fill))
-            if block is None:
-                return False
-            memory = np.asarray(block)
-            self._slots.extend([(block.address + at, memory[at : at + SLOT]) for at in range(0, SLOTS * SLOT, SLOT)])
-            return True
+            # What the driver refuses is not missed where the put's own bytes fit into what is there.
+            with suppress(AllocationError):
+                block = self._pool.try_take(SLOTS * SLOT, lambda: self._jobs.add(fill))
+                if block is not None:
+                    memory = np.asarray(block)
+                    self._slots.extend([(block.address + at, memory[at : at + SLOT]) for at in range(0, SLOTS * SLOT, SLOT)])
+                    return True
+            return False
         finally:
             fill.over = True
             self._jobs.remove(fill)
