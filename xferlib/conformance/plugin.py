@@ -69,16 +69,15 @@ def _described(name: str) -> tuple[list[str], list[str]]:
     loaded = _loaded_packages()
     backend = open_backend(name)
     try:
-        off = [flag for flag, is_on in asdict(backend.capabilities).items() if not is_on]
-        return [f"backend: {name} on {backend.device}", _capabilities(backend), _versions(loaded), _process()], off
+        on, off = _capabilities(backend, True), _capabilities(backend, False)
+        capabilities = f"capabilities: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}"
+        return [f"backend: {name} on {backend.device}", capabilities, _versions(loaded), _process()], off
     finally:
         backend.close()
 
 
-def _capabilities(backend: HostStager[object]) -> str:
-    flags = asdict(backend.capabilities)
-    on, off = (", ".join(flag for flag, is_on in flags.items() if is_on is wanted) or "none" for wanted in (True, False))
-    return f"capabilities: {on}; off: {off}"
+def _capabilities(backend: HostStager[object], wanted: bool) -> list[str]:
+    return [flag for flag, is_on in asdict(backend.capabilities).items() if is_on is wanted]
 
 
 def _versions(before: set[str]) -> str:
