@@ -69,14 +69,18 @@ def _described(name: str) -> tuple[list[str], list[str]]:
     loaded = _loaded_packages()
     backend = open_backend(name)
     try:
-        on, off = _capabilities(backend, True), _capabilities(backend, False)
-        capabilities = f"capabilities: {', '.join(on) or 'none'}; off: {', '.join(off) or 'none'}"
-        return [f"backend: {name} on {backend.device}", capabilities, _versions(loaded), _process()], off
+        header = [f"backend: {name} on {backend.device}", _capabilities(backend), _versions(loaded), _process()]
+        return header, _flags(backend, False)
     finally:
         backend.close()
 
 
-def _capabilities(backend: HostStager[object], wanted: bool) -> list[str]:
+def _capabilities(backend: HostStager[object]) -> str:
+    on, off = (", ".join(_flags(backend, wanted)) or "none" for wanted in (True, False))
+    return f"capabilities: {on}; off: {off}"
+
+
+def _flags(backend: HostStager[object], wanted: bool) -> list[str]:
     return [flag for flag, is_on in asdict(backend.capabilities).items() if is_on is wanted]
 
 
