@@ -14,7 +14,7 @@ from xferlib.inflight import LARGE, Traffic
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import round_up
 from xferlib.memory.host import HostMemory
-from xferlib.memory.pool import ALIGNMENT, PinnedPool
+from xferlib.memory.pinned_pool import ALIGNMENT, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.pageable import Staging
 from xferlib.transfer import Transfer

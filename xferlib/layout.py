@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.memory.host import HostLeaf
-from xferlib.memory.pool import ALIGNMENT
+from xferlib.memory.pinned_pool import ALIGNMENT
 from xferlib.protocol import Place
 
 __all__ = ["Layout", "Layouts"]

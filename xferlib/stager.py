@@ -44,7 +44,7 @@ from xferlib.memory.blocks import WhenFull
 from xferlib.memory.host import HostMemory
 from xferlib.memory.limits import default_pinned_limit
 from xferlib.memory.pages import allocators
-from xferlib.memory.pool import PinnedPool
+from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.pinning import Pin, Pins, splits
 from xferlib.protocol import Capabilities, HostStager
 from xferlib.puts import Puts

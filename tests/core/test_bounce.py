@@ -9,7 +9,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, tampered
-from xferlib.memory.pool import SMALL
+from xferlib.memory.pinned_pool import SMALL
 from xferlib.staging.bounce import SHARE, SLOT, SLOTS
 
 BLOCK = SLOTS * SLOT

@@ -17,13 +17,21 @@ from tests.core.points import interrupted_at
 from tests.core.test_pool import Driver
 from xferlib.device import BlockCache
 from xferlib.errors import XferError
-from xferlib.memory.pool import HostBlock, PinnedPool
+from xferlib.memory.pinned_pool import HostBlock, PinnedPool
 from xferlib.protocol import Stream
 from xferlib.staging.profile import StagingProfile
 from xferlib.views import Views
 
 KIB, MIB = 1 << 10, 1 << 20
-TABLES = ("xferlib/device.py", "memory/pool.py", "memory/ranges.py", "memory/blocks.py", "pinning.py", "views.py", "tickets.py")
+TABLES = (
+    "xferlib/device.py",
+    "memory/pinned_pool.py",
+    "memory/ranges.py",
+    "memory/blocks.py",
+    "pinning.py",
+    "views.py",
+    "tickets.py",
+)
 ENGINE = ("engine/jobs.py", "engine/lanes.py", "staging/pageable.py", "staging/bounce.py")
 FAILURES: list[type[Exception]] = [OSError, MemoryError]
 """One of the backend's own, and one that it does not name."""

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.core.fakes import on_thread, until
 from xferlib.errors import AllocationError
 from xferlib.memory.blocks import HostBlock, WhenFull
-from xferlib.memory.pool import PinnedPool
+from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.memory.ranges import Ranges
 from xferlib.reaper import start_reaper
 

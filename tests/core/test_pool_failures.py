@@ -12,7 +12,7 @@ import pytest
 from tests.core.fakes import WATCHDOG, on_thread
 from tests.core.test_pool import MIB, Driver
 from xferlib.errors import AllocationError
-from xferlib.memory.pool import PinnedPool
+from xferlib.memory.pinned_pool import PinnedPool
 
 
 class Failing(Driver):
@@ -71,7 +71,7 @@ def test_a_segment_that_the_driver_never_frees_keeps_no_other_locked_after_close
     blocks = [pool.take(2 * MIB), pool.take(3 * MIB)]
     stuck = blocks.pop().address
     watched: list[PinnedPool] = []
-    monkeypatch.setattr("xferlib.memory.pool.watch", watched.append)
+    monkeypatch.setattr("xferlib.memory.pinned_pool.watch", watched.append)
     with pytest.raises(OSError, match="busy"):
         pool.close()
     assert watched == [pool]

@@ -15,7 +15,7 @@ from tests.core.fakes import held, on_thread
 from tests.core.test_pool import MIB, U8, Driver
 from xferlib.errors import AllocationError
 from xferlib.memory.blocks import HostBlock, WhenFull
-from xferlib.memory.pool import STAGING_SHARE, PinnedPool
+from xferlib.memory.pinned_pool import STAGING_SHARE, PinnedPool
 from xferlib.stats import Stats
 
 

@@ -13,7 +13,7 @@ from xferlib_host.conformance import TestHost as Host
 from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
 from tests.mutants.locking import LockingBackend, LockingHost
 from xferlib.maps import Maps
-from xferlib.memory.pool import PinnedPool
+from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import Capabilities
 from xferlib.stager import Stager
 from xferlib.views import Views

@@ -79,7 +79,7 @@ AREAS = {
         ("xferlib/memory/*.py", "xferlib/pinning.py", "xferlib/stats.py"),
         POOL,
         {
-            "/pool.py": (*POOL, *core("staging_room", "stager_put", "stager_lifetime")),
+            "/pinned_pool.py": (*POOL, *core("staging_room", "stager_put", "stager_lifetime")),
             "/pinning.py": (*core("pinning", "pinning_failures", "stager_lifetime"), "tests/test_maps.py"),
             "/limits.py": core("limits", "pages"),
             "/ranges.py": (*core("ranges"), *POOL),

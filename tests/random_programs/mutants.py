@@ -154,7 +154,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory of a closed stager is unlocked under its arrays",
-        "xferlib/memory/pool.py",
+        "xferlib/memory/pinned_pool.py",
         "        try:\n            self._trim()\n        except BaseException:\n            # Who closes",
         "        self._rows.clear()\n        self._torn = True\n"
         "        try:\n            self._trim()\n        except BaseException:\n            # Who closes",

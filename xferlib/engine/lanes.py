@@ -22,7 +22,7 @@ from xferlib.engine.jobs import Job, next_row, refuse_parents
 from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, Piece, library, quick
 from xferlib.errors import AllocationError, XferError
 from xferlib.latch import is_copying
-from xferlib.memory.pool import HostBlock, PinnedPool
+from xferlib.memory.pinned_pool import HostBlock, PinnedPool
 from xferlib.protocol import DriverCalls, Event, HostStager
 from xferlib.reaper import uninterrupted
 

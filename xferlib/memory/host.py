@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, check_dtype, host_array
-from xferlib.memory.pool import PinnedPool
+from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import HostStager
 
 __all__ = ["HostLeaf", "HostMemory"]

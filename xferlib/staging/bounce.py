@@ -16,7 +16,7 @@ import numpy as np
 from xferlib.errors import AllocationError
 from xferlib.inflight import Fill, Traffic
 from xferlib.memory.arrays import Array
-from xferlib.memory.pool import PinnedPool
+from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import HostStager
 from xferlib.staging.parts import Part, Placed, lay, run_of
 

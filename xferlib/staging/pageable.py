@@ -20,7 +20,7 @@ from xferlib.errors import XferError
 from xferlib.inflight import Fill, Traffic, uses
 from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array, address_of, extent, pieces
-from xferlib.memory.pool import PAGE, PinnedPool
+from xferlib.memory.pinned_pool import PAGE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import Bounce, few_parts
 from xferlib.staging.parts import ALIGNMENT, Part, Placed

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, MAPPINGS, NODES = (
-    f"xferlib/memory/{name}.py" for name in ("pool", "host", "arrays", "blocks", "ranges", "limits", "pages", "mappings", "nodes")
+    f"xferlib/memory/{name}.py"
+    for name in ("pinned_pool", "host", "arrays", "blocks", "ranges", "limits", "pages", "mappings", "nodes")
 )
 PINNING = "xferlib/pinning.py"
 
