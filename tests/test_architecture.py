@@ -28,7 +28,7 @@ FLOORS = [
     {"xferlib.views"},
     {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "nodes")},
     {"xferlib.memory.pages"},
-    {"xferlib.checks", "xferlib.device", "xferlib.inflight", "xferlib.memory.pinned_pool", "xferlib.stats"},
+    {"xferlib.checks", "xferlib.memory.device_pool", "xferlib.inflight", "xferlib.memory.pinned_pool", "xferlib.stats"},
     {"xferlib.engine.lanes", "xferlib.memory.host", "xferlib.pinning", "xferlib.transfer"},
     {"xferlib.layout", "xferlib.loud", "xferlib.maps"},
     {"xferlib.staging.parts", "xferlib.staging.profile"},

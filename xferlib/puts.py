@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, final
 
 from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalizers
-from xferlib.device import BlockCache, Lease, Streams, note_reader
 from xferlib.errors import CapabilityError
 from xferlib.inflight import Fill, Traffic, all_traffic, uses
 from xferlib.layout import Layout, Layouts
 from xferlib.loud import Loud
 from xferlib.memory.arrays import Array
+from xferlib.memory.device_pool import DevicePool, Lease, Streams, note_reader
 from xferlib.memory.host import HostLeaf, HostMemory
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
 from xferlib.staging.pageable import Staging
@@ -39,7 +39,7 @@ class Puts:
         self,
         backend: HostStager[Any],
         host: HostMemory,
-        blocks: BlockCache,
+        blocks: DevicePool,
         staging: Staging,
         traffic: Traffic,
         loud: Loud,

@@ -32,7 +32,6 @@ from xferlib.checks import (
     whole_shape,
 )
 from xferlib.debug import Sources, wanted, watch_get
-from xferlib.device import BlockCache
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.forks import forget_in_child
 from xferlib.gets import Gets
@@ -41,6 +40,7 @@ from xferlib.loud import Loud
 from xferlib.maps import Maps
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import WhenFull
+from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.host import HostMemory
 from xferlib.memory.limits import default_pinned_limit
 from xferlib.memory.pages import allocators
@@ -119,7 +119,7 @@ class Stager:
             when_full=when_full,
         )
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
-        self._blocks = BlockCache(backend, flow, device_limit)
+        self._blocks = DevicePool(backend, flow, device_limit)
         self._staging = staged = Staging(backend, pool, traffic, as_profile(staging))
         room.release, room.contains = staged.release, pool.contains
         flow.owns, traffic.wait_issued = self._blocks.owns, staged.wait_issued

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import xferlib.device
 from tests.core.fakes import WATCHDOG, Device, Flow, Point, on_thread, until
-from xferlib.device import READERS_BEHIND, WORTH_WAITING, BlockCache, Lease, note_reader, size_class
 from xferlib.errors import AllocationError, CapabilityError
+from xferlib.memory import device_pool
+from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING, DevicePool, Lease, note_reader, size_class
 from xferlib.protocol import DeviceBlock, Source, Stream
 from xferlib.reaper import start_reaper
 
 MIB = 1 << 20
 
 
-def cache(device: Device, limit: int | None = None, flow: Flow | None = None) -> BlockCache:
-    return BlockCache(device, flow or Flow(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
+def cache(device: Device, limit: int | None = None, flow: Flow | None = None) -> DevicePool:
+    return DevicePool(device, flow or Flow(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
 
 
 class Blocks:
@@ -49,7 +49,7 @@ def test_a_table_that_is_mended_while_its_blocks_are_taken_to_be_freed_frees_eac
     blocks = Blocks(device)
     others: list[Future[None]] = []
 
-    class Row(xferlib.device._Row):  # type: ignore[misc]  # Final, but for this one test of what comes between two steps of it.
+    class Row(device_pool._Row):  # type: ignore[misc]  # Final, but for this one test of what comes between two steps of it.
         __slots__ = ("taken",)
 
         @property
@@ -68,7 +68,7 @@ def test_a_table_that_is_mended_while_its_blocks_are_taken_to_be_freed_frees_eac
         def freed(self, value: bool) -> None:
             self.taken = value
 
-    monkeypatch.setattr(xferlib.device, "_Row", Row)
+    monkeypatch.setattr(device_pool, "_Row", Row)
     blocks.give_back(blocks.take(MIB))
     blocks.cache.trim()
     others[0].result(10)
@@ -146,7 +146,7 @@ def test_streams_that_are_named_for_memory_inside_a_block_are_those_of_its_lease
 @pytest.mark.parametrize("owner", [0, 1, 2])
 def test_a_stream_is_noted_with_whichever_stager_has_the_memory(monkeypatch: pytest.MonkeyPatch, owner: int) -> None:
     # Only those of this test: others of the process may have been opened before.
-    monkeypatch.setattr(xferlib.device, "_open", {})
+    monkeypatch.setattr(device_pool, "_open", {})
     devices = [Device() for _ in range(3)]
     caches = [cache(device) for device in devices]
     # Their addresses would be the same.
@@ -179,7 +179,7 @@ def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:
 def test_a_question_about_memory_may_come_while_blocks_are_leased(monkeypatch: pytest.MonkeyPatch, question: str) -> None:
     taken: list[Lease] = []
 
-    class Row(xferlib.device._Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
+    class Row(device_pool._Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
         __slots__ = ("_address",)
 
         @property
@@ -194,7 +194,7 @@ def test_a_question_about_memory_may_come_while_blocks_are_leased(monkeypatch: p
         def address(self, value: int) -> None:
             self._address = value
 
-    monkeypatch.setattr(xferlib.device, "_Row", Row)
+    monkeypatch.setattr(device_pool, "_Row", Row)
     asking: list[str] = []
     blocks = cache(Device())
     streams: dict[int, Stream] = {}
@@ -214,7 +214,7 @@ def test_a_question_about_memory_may_come_while_the_table_is_mended(monkeypatch:
     """It takes no lock, so other threads ask meanwhile; a stream that is not noted then reads memory that is written anew."""
     answers: list[tuple[bool, bool]] = []
 
-    class Row(xferlib.device._Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
+    class Row(device_pool._Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
         __slots__ = ("_doomed",)
 
         @property
@@ -228,7 +228,7 @@ def test_a_question_about_memory_may_come_while_the_table_is_mended(monkeypatch:
         def doomed(self, value: bool) -> None:
             self._doomed = value
 
-    monkeypatch.setattr(xferlib.device, "_Row", Row)
+    monkeypatch.setattr(device_pool, "_Row", Row)
     blocks = cache(Device())
     streams: dict[int, Stream] = {}
     leases = [blocks.lease(MIB, streams), blocks.lease(MIB, {})]
@@ -721,6 +721,6 @@ def test_a_stream_outlives_the_stager_that_it_dies_with_in_a_cycle() -> None:
     gc.collect()
     assert ended == []
     # What closes the stager has it still.
-    xferlib.device._open[found[0]].close()
+    device_pool._open[found[0]].close()
     gc.collect()
     assert ended == [None]

@@ -12,19 +12,19 @@ import pytest
 
 import xferlib
 from tests.core.fakes import WATCHDOG, Device, Flow, Point, held, on_thread, until
-from xferlib.device import BlockCache
 from xferlib.errors import AllocationError
+from xferlib.memory.device_pool import DevicePool
 from xferlib.protocol import Stream
 from xferlib.reaper import uninterrupted
 
 MIB = 1 << 20
 
 
-def cache(device: Device, limit: int | None = None) -> BlockCache:
-    return BlockCache(device, Flow(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
+def cache(device: Device, limit: int | None = None) -> DevicePool:
+    return DevicePool(device, Flow(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
 
 
-def leave_idle(blocks: BlockCache, device: Device, *fences: Point, nbytes: int = MIB) -> list[int]:
+def leave_idle(blocks: DevicePool, device: Device, *fences: Point, nbytes: int = MIB) -> list[int]:
     """Leave blocks idle, each behind its fence, and return their addresses."""
     leases = [blocks.lease(nbytes, {}) for _ in fences]
     device.fences = [*fences]
@@ -226,7 +226,7 @@ def test_a_spare_that_is_interrupted_before_it_is_asked_for_counts_as_nothing(mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("xferlib.device.uninterrupted", interrupted_the_second_time)
+        patch.setattr("xferlib.memory.device_pool.uninterrupted", interrupted_the_second_time)
         blocks.lease(MIB, {})
     blocks.trim()
     assert blocks.nbytes == 0

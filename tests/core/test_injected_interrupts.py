@@ -15,8 +15,8 @@ import xferlib
 from tests.core.fakes import Device, Flow, Point, tampered, until
 from tests.core.points import interrupted_at
 from tests.core.test_pool import Driver
-from xferlib.device import BlockCache
 from xferlib.errors import XferError
+from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.pinned_pool import HostBlock, PinnedPool
 from xferlib.protocol import Stream
 from xferlib.staging.profile import StagingProfile
@@ -24,7 +24,7 @@ from xferlib.views import Views
 
 KIB, MIB = 1 << 10, 1 << 20
 TABLES = (
-    "xferlib/device.py",
+    "xferlib/memory/device_pool.py",
     "memory/pinned_pool.py",
     "memory/ranges.py",
     "memory/blocks.py",
@@ -119,7 +119,7 @@ class Blocks:
     def __init__(self, *, reached: bool, fresh_is_ready: bool = True) -> None:
         self.device = FailingDevice(fresh_is_ready=fresh_is_ready)
         self.device.reached = reached
-        self.cache = BlockCache(self.device, Flow(), 8 * MIB)  # type: ignore[arg-type]  # As in the other tests of it.
+        self.cache = DevicePool(self.device, Flow(), 8 * MIB)  # type: ignore[arg-type]  # As in the other tests of it.
         streams: dict[int, Stream] = {1: Stream(1, None)} if not reached else {}
         self.held = self.cache.lease(MIB, streams)
         leases = [self.cache.lease(size, streams) for size in (MIB, MIB, 512 * KIB)]
@@ -148,7 +148,7 @@ class Blocks:
         assert cache.nbytes == 0
 
 
-BLOCKS: dict[str, Callable[[BlockCache], object]] = {
+BLOCKS: dict[str, Callable[[DevicePool], object]] = {
     "a lease of an idle block": lambda cache: cache.lease(MIB, {}),
     "a lease of a new block": lambda cache: cache.lease(2 * MIB, {}),
     "a lease that others make room for": lambda cache: cache.lease(6 * MIB, {}),
@@ -178,7 +178,7 @@ def test_an_interrupt_at_any_point_loses_no_block(name: str, kind: str) -> None:
 def test_a_failure_of_any_call_loses_no_block(name: str, kind: str, failure: type[Exception]) -> None:
     for number in itertools.count(1):
         blocks = Blocks(**KINDS[kind])
-        call = BLOCKS.get(name, BlockCache._trim)
+        call = BLOCKS.get(name, DevicePool._trim)
         if not failed_at(number, blocks.device.failing, failure, lambda: call(blocks.cache)):  # noqa: B023  # As above.
             break
         blocks.check()

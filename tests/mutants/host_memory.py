@@ -16,9 +16,9 @@ from xferlib_host.conformance import TestHost as Host
 from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
 from tests.mutants.host_copies import holds_nothing_in_flight
 from tests.mutants.locking import LockingBackend, LockingHost
-from xferlib.device import BlockCache
 from xferlib.errors import ClosedError
 from xferlib.inflight import InFlight, Jobs, Traffic
+from xferlib.memory.device_pool import DevicePool
 from xferlib.protocol import Capabilities, Event, Source, Stream
 from xferlib.stager import Stager
 from xferlib.staging.pageable import Staging
@@ -92,7 +92,7 @@ class ForgetsNamedStreams(BrokenEvents):
 @broken_core(f"{NAMED}[put(into=)]", hooks=Host)
 def forgets_readers_of_what_was_overwritten(patch: pytest.MonkeyPatch) -> None:
     """The core does not note who reads an array that the caller had overwritten, though its memory is the core's."""
-    patch.setattr(BlockCache, "note", lambda blocks, place, stream: True)
+    patch.setattr(DevicePool, "note", lambda blocks, place, stream: True)
 
 
 @broken_backend(f"{INTO_WAITS}[the same stager-get]", f"{INTO_WAITS}[another stager-get]", hooks=Host)
@@ -307,7 +307,7 @@ class FreesTooEarly(BrokenBackend):
 def closes_at_once(patch: pytest.MonkeyPatch) -> None:
     """Closing waits for nothing."""
     patch.setattr(Traffic, "wait_all", lambda traffic: None)
-    patch.setattr("xferlib.device.BlockCache.close", lambda blocks: None)
+    patch.setattr("xferlib.memory.device_pool.DevicePool.close", lambda blocks: None)
     patch.setattr("xferlib.staging.pageable.Staging.close", lambda staging: None)
     patch.setattr("xferlib_host._engine.Engine.close", lambda engine: None)
 

@@ -64,7 +64,7 @@ class EndsWhenFinalized:
 )
 def lets_the_collector_end_leases(patch: pytest.MonkeyPatch) -> None:
     """A lease is a plain object with a finalizer, which runs among those of everything in its cycle."""
-    patch.setattr("xferlib.device.ticket", lambda post, number: EndsWhenFinalized(ticket(post, number)))
+    patch.setattr("xferlib.memory.device_pool.ticket", lambda post, number: EndsWhenFinalized(ticket(post, number)))
 
 
 class EndsWhenFinalizedElsewhere:
@@ -79,7 +79,7 @@ class EndsWhenFinalizedElsewhere:
 @broken_core(f"{IN_A_CYCLE}[{BEFORE}-elsewhere]", f"{IN_A_CYCLE}[{AFTER}-elsewhere]", hooks=ArenaHost)
 def lets_the_collector_of_other_threads_end_leases(patch: pytest.MonkeyPatch) -> None:
     """A lease ends among the finalizers of its cycle where the collector runs on another thread than the main one."""
-    patch.setattr("xferlib.device.ticket", lambda post, number: EndsWhenFinalizedElsewhere(ticket(post, number)))
+    patch.setattr("xferlib.memory.device_pool.ticket", lambda post, number: EndsWhenFinalizedElsewhere(ticket(post, number)))
 
 
 class Leaseless(BrokenBackend):
@@ -102,7 +102,7 @@ def leases_for_ever(patch: pytest.MonkeyPatch) -> None:
         for_ever.append(ticket(post, number))
         return for_ever[-1]
 
-    patch.setattr("xferlib.device.ticket", ticket_for_ever)
+    patch.setattr("xferlib.memory.device_pool.ticket", ticket_for_ever)
 
 
 class FreesTwice(BrokenBackend):

@@ -91,6 +91,8 @@ AREAS = {
             "/stats.py": core("pool_policies", "pinned_limit", "pages"),
             "/blocks.py": (*core("bad_input"), *POOL, *core("stager_lifetime")),
         },
+        # Of other areas.
+        but=("*/device_pool.py",),
     ),
     "transfers": Area(
         tuple(
@@ -144,7 +146,7 @@ AREAS = {
         hang_seconds=120,
     ),
     "device": Area(
-        ("xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"),
+        ("xferlib/memory/device_pool.py", "xferlib/tickets.py", "xferlib/reaper.py"),
         (
             *core(
                 "device", "device_failures", "injected_interrupts", "reuse", "packing", "stager_put", "stager_lifetime", "put_into"

@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         "a block is used again before its readers are done",
-        "xferlib/device.py",
+        "xferlib/memory/device_pool.py",
         "return fence is None or fence.done()",
         "return True",
     ),

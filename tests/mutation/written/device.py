@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DEVICE, TICKETS, REAPER = "xferlib/device.py", "xferlib/tickets.py", "xferlib/reaper.py"
+DEVICE, TICKETS, REAPER = "xferlib/memory/device_pool.py", "xferlib/tickets.py", "xferlib/reaper.py"
 
 MUTANTS = [
     (

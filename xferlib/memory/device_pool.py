@@ -1,6 +1,6 @@
 """Device memory that puts take and give back: blocks, leases, and when a block may be written again.
 
-The cache is the table that owns the blocks: only it frees one, when no lease names it. A lease stands for "some array may reach
+The pool is the table that owns the blocks: only it frees one, when no lease names it. A lease stands for "some array may reach
 this block"; it is a ticket, whose end posts a number. The next put turns ended leases into idle blocks, each with an event for the
 work that may still read it. A fresh block and an idle one are the same thing: a block with an optional event.
 
@@ -28,7 +28,7 @@ from xferlib.reaper import AtWork, uninterrupted, watch
 from xferlib.tickets import Returns, ticket
 from xferlib.words import in_words
 
-__all__ = ["BlockCache", "Lease", "Streams", "note_reader"]
+__all__ = ["DevicePool", "Lease", "Streams", "note_reader"]
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -78,7 +78,7 @@ class _Row:
 
 
 @final
-class BlockCache:
+class DevicePool:
     """Blocks by size class. Any thread.
 
     Takes the first idle block whose readers are done; else grows; at the limit, or with many that wait for their readers, lets
@@ -159,7 +159,7 @@ class BlockCache:
         return self._inside and self._lock._is_owned()  # type: ignore[attr-defined]  # As `threading.Condition` asks.
 
     def note(self, target: Source, stream: Stream) -> bool:
-        """Note a stream that may read this memory until the lease of its block ends. False: it is in no block of this cache."""
+        """Note a stream that may read this memory until the lease of its block ends. False: it is in no block of this pool."""
         row = self._found(target.address)
         if row is None:
             return False
@@ -592,13 +592,13 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step or step
 
 
-_open: dict[int, BlockCache] = {}
+_open: dict[int, DevicePool] = {}
 """Of every stager of this process that is not closed. From then on blocks are freed, which waits for their readers."""
 # In a forked child their memory is the parent's.
 os.register_at_fork(after_in_child=_open.clear)
 
 
-def note_reader(target: Source, stream: Stream, own: BlockCache) -> None:
+def note_reader(target: Source, stream: Stream, own: DevicePool) -> None:
     """Note a stream that may read this memory, with whichever stager's it is, `own` asked first. None's: nothing is to be noted."""
     if not own.note(target, stream):
-        any(cache.note(target, stream) for cache in list(_open.values()))
+        any(pool.note(target, stream) for pool in list(_open.values()))
