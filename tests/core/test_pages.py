@@ -19,9 +19,9 @@ from xferlib_host import open_stager
 import xferlib
 from tests import children
 from tests.mutants.locking import LockingBackend
-from xferlib.memory import nodes, pages
+from xferlib.memory import numa, pages
 from xferlib.memory.mappings import mappings
-from xferlib.memory.nodes import cpus_near
+from xferlib.memory.numa import cpus_near
 from xferlib.memory.pages import HUGE, PART, HostPages
 
 MIB = 1 << 20
@@ -375,5 +375,5 @@ def test_one_node_is_no_choice(machine: dict[str, Path]) -> None:
 
 
 def test_lists_of_numbers_are_read_as_the_kernel_writes_them() -> None:
-    assert nodes._numbers("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert nodes._numbers("\n") == set()
+    assert numa._numbers("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert numa._numbers("\n") == set()

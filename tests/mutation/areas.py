@@ -84,7 +84,7 @@ AREAS = {
             "/limits.py": core("limits", "pages"),
             "/ranges.py": (*core("ranges"), *POOL),
             "/pages.py": core("pages", "pinning"),
-            "/nodes.py": core("pages"),
+            "/numa.py": core("pages"),
             "/mappings.py": core("pages", "pinning"),
             "/arrays.py": (*core("arrays", "stager_put", "bad_input", "staging"), *LAWS),
             "/host.py": (*core("borrow", "stager_put", "pinning", "packing", "bad_input"), *LAWS),

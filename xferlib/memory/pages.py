@@ -26,7 +26,7 @@ import numpy as np
 
 from xferlib.errors import AllocationError
 from xferlib.memory.limits import available_memory
-from xferlib.memory.nodes import cpus_near
+from xferlib.memory.numa import cpus_near
 from xferlib.protocol import HostStager
 from xferlib.words import in_words
 

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, MAPPINGS, NODES = (
+POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, MAPPINGS, NUMA = (
     f"xferlib/memory/{name}.py"
-    for name in ("pinned_pool", "host", "arrays", "blocks", "ranges", "limits", "pages", "mappings", "nodes")
+    for name in ("pinned_pool", "host", "arrays", "blocks", "ranges", "limits", "pages", "mappings", "numa")
 )
 PINNING = "xferlib/pinning.py"
 
