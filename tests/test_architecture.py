@@ -29,7 +29,7 @@ FLOORS = [
     {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "numa")},
     {"xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.memory.device_pool", "xferlib.inflight", "xferlib.memory.pinned_pool", "xferlib.stats"},
-    {"xferlib.engine.lanes", "xferlib.memory.host", "xferlib.pinning", "xferlib.transfer"},
+    {"xferlib.engine.lanes", "xferlib.memory.host", "xferlib.memory.registered", "xferlib.transfer"},
     {"xferlib.layout", "xferlib.loud", "xferlib.maps"},
     {"xferlib.staging.parts", "xferlib.staging.profile"},
     {"xferlib.staging.bounce"},

@@ -33,7 +33,7 @@ from xferlib.errors import TransferError as TransferError
 from xferlib.errors import UnknownBackendError as UnknownBackendError
 from xferlib.errors import XferError as XferError
 from xferlib.load import load as load
-from xferlib.pinning import Pin as Pin
+from xferlib.memory.registered import Pin as Pin
 from xferlib.pipeline.drain import Drain as Drain
 from xferlib.pipeline.drain import Results as Results
 from xferlib.pipeline.prefetch import Prefetch as Prefetch

@@ -45,7 +45,7 @@ from xferlib.memory.host import HostMemory
 from xferlib.memory.limits import default_pinned_limit
 from xferlib.memory.pages import allocators
 from xferlib.memory.pinned_pool import PinnedPool
-from xferlib.pinning import Pin, Pins, splits
+from xferlib.memory.registered import Pin, Pins, splits
 from xferlib.protocol import Capabilities, HostStager
 from xferlib.puts import Puts
 from xferlib.reaper import close_later, collects, start_reaper, uninterrupted

@@ -28,7 +28,7 @@ TABLES = (
     "memory/pinned_pool.py",
     "memory/ranges.py",
     "memory/blocks.py",
-    "pinning.py",
+    "memory/registered.py",
     "views.py",
     "tickets.py",
 )

@@ -76,11 +76,11 @@ SUITE = (
 
 AREAS = {
     "memory": Area(
-        ("xferlib/memory/*.py", "xferlib/pinning.py", "xferlib/stats.py"),
+        ("xferlib/memory/*.py", "xferlib/stats.py"),
         POOL,
         {
             "/pinned_pool.py": (*POOL, *core("staging_room", "stager_put", "stager_lifetime")),
-            "/pinning.py": (*core("pinning", "pinning_failures", "stager_lifetime"), "tests/test_maps.py"),
+            "/registered.py": (*core("pinning", "pinning_failures", "stager_lifetime"), "tests/test_maps.py"),
             "/limits.py": core("limits", "pages"),
             "/ranges.py": (*core("ranges"), *POOL),
             "/pages.py": core("pages", "pinning"),

@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "a pin is undone under a copy",
-        "xferlib/pinning.py",
+        "xferlib/memory/registered.py",
         "        self._traffic.wait_all()\n        verify_done()\n",
         "        verify_done()\n",
     ),

@@ -29,7 +29,7 @@ class HostMemory:
     """Host memory as one backend sees it. Any thread."""
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, splits: Callable[[int, int], bool]) -> None:
-        """`splits`: see `pinning`."""
+        """`splits`: see `registered`."""
         self.dtypes: set[np.dtype[Any]] = set()
         """Those that `check_dtype` has let pass."""
         self._is_pinned = backend.is_pinned

@@ -8,7 +8,7 @@ POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, MAPPINGS, NUMA = (
     f"xferlib/memory/{name}.py"
     for name in ("pinned_pool", "host", "arrays", "blocks", "ranges", "limits", "pages", "mappings", "numa")
 )
-PINNING = "xferlib/pinning.py"
+REGISTERED = "xferlib/memory/registered.py"
 
 MUTANTS = [
     (POOL, "if size > self.limit // PAGE * PAGE:", "if size > self.limit:"),
@@ -69,11 +69,11 @@ MUTANTS = [
     (HOST, "            if not array.flags.c_contiguous:\n                return None\n", ""),
     (ARRAYS, "step = max(1, nbytes // row)", "step = -(-nbytes // row)"),
     (ARRAYS, "if array.nbytes <= nbytes or array.ndim == 0:", "if array.nbytes <= nbytes:"),
-    (PINNING, "return after < len(ranges) and ranges[after][0] < end", "return after < len(ranges) and ranges[after][0] <= end"),
-    (PINNING, "if after and ranges[after - 1][1] > address:", "if after and ranges[after - 1][1] >= address:"),
-    (PINNING, "        self._traffic.wait_all()\n        verify_done()\n", "        verify_done()\n"),
+    (REGISTERED, "return after < len(ranges) and ranges[after][0] < end", "return after < len(ranges) and ranges[after][0] <= end"),
+    (REGISTERED, "if after and ranges[after - 1][1] > address:", "if after and ranges[after - 1][1] >= address:"),
+    (REGISTERED, "        self._traffic.wait_all()\n        verify_done()\n", "        verify_done()\n"),
     (
-        PINNING,
+        REGISTERED,
         "            if number in self._locks:\n                with translated",
         "            if True:\n                with translated",
     ),

@@ -23,7 +23,7 @@ from typing import Any, Generic, final
 from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError
 from xferlib.forks import forget_in_child, leave
-from xferlib.pinning import Pin
+from xferlib.memory.registered import Pin
 from xferlib.pipeline.shared.crew import Crew
 from xferlib.pipeline.shared.layout import Layout
 from xferlib.pipeline.shared.memory import SharedMemory
