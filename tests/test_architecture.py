@@ -26,7 +26,7 @@ FLOORS = [
     {"xferlib.engine.cores", "xferlib.engine.cuda", "xferlib.engine.jobs"},
     {"xferlib.engine.dispatcher"},
     {"xferlib.views"},
-    {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "mappings", "numa")},
+    {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "numa", "proc_maps")},
     {"xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.memory.device_pool", "xferlib.inflight", "xferlib.memory.pinned_pool", "xferlib.stats"},
     {"xferlib.engine.lanes", "xferlib.memory.host", "xferlib.memory.registered", "xferlib.transfer"},

@@ -20,9 +20,9 @@ import xferlib
 from tests import children
 from tests.mutants.locking import LockingBackend
 from xferlib.memory import numa, pages
-from xferlib.memory.mappings import mappings
 from xferlib.memory.numa import cpus_near
 from xferlib.memory.pages import HUGE, PART, HostPages
+from xferlib.memory.proc_maps import mappings
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered
-from xferlib.memory import mappings
+from xferlib.memory import proc_maps
 
 
 def pinned(stager: xferlib.Stager, array: np.ndarray[Any, Any]) -> bool:
@@ -263,7 +263,7 @@ def test_memory_of_many_kinds_is_pinned(
     stager: xferlib.Stager, kind: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whatever the folder for temporary files lies on.
-    monkeypatch.setattr(mappings, "IN_MEMORY", frozenset({"tmpfs"}))
+    monkeypatch.setattr(proc_maps, "IN_MEMORY", frozenset({"tmpfs"}))
     with kind(tmp_path) as array:
         with stager.pin(array):
             assert pinned(stager, array)
@@ -276,7 +276,7 @@ def test_memory_of_many_kinds_is_pinned(
 def test_a_writable_shared_mapping_of_a_file_is_refused_before_the_driver_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mappings, "file_system", lambda device: "ext4")
+    monkeypatch.setattr(proc_maps, "file_system", lambda device: "ext4")
     backend = tampered()
     backend.pin = lambda address, nbytes: pytest.fail("the driver was asked")
     array = np.memmap(file_of(tmp_path), np.uint8, "r+")
@@ -292,7 +292,7 @@ def test_a_writable_shared_mapping_of_a_file_is_refused_before_the_driver_is_ask
 def test_a_writable_shared_mapping_of_a_file_in_memory_is_pinned(
     stager: xferlib.Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mappings, "file_system", lambda device: "tmpfs")
+    monkeypatch.setattr(proc_maps, "file_system", lambda device: "tmpfs")
     array = np.memmap(file_of(tmp_path), np.uint8, "r+")
     with stager.pin(array):
         assert pinned(stager, array)
@@ -345,15 +345,15 @@ def test_what_lies_under_a_range_is_read_as_the_kernel_writes_it(tmp_path: Path)
     table, mounts = tmp_path / "maps", tmp_path / "mountinfo"
     table.write_text(MAPS)
     mounts.write_text(MOUNTS)
-    found = mappings.mappings(BASE + 0x1FFF, 0x2002, table=table)
+    found = proc_maps.mappings(BASE + 0x1FFF, 0x2002, table=table)
     assert [(part.start - BASE, part.permissions, part.device, part.path) for part in found] == [
         (0, "rw-s", "0:27", "/dev/shm/psm x"),
         (0x2000, "r--s", "253:1", "/data/a b.npy"),
         (0x3000, "rw-s", "253:1", "/data/c.npy (deleted)"),
     ]
-    (last,) = mappings.mappings(BASE + 0x7000, 1, table=table)
+    (last,) = proc_maps.mappings(BASE + 0x7000, 1, table=table)
     assert last.path == ""
-    types = {device: mappings.file_system(device, table=mounts) for device in ("253:1", "0:27", "0:29", "0:1", "0:0")}
+    types = {device: proc_maps.file_system(device, table=mounts) for device in ("253:1", "0:27", "0:29", "0:1", "0:0")}
     assert types == {"253:1": "ext4", "0:27": "tmpfs", "0:29": "overlay", "0:1": None, "0:0": None}
 
 
@@ -373,7 +373,7 @@ def test_only_files_on_disk_that_are_written_to_cannot_be_locked(
     table, mounts = tmp_path / "maps", tmp_path / "mountinfo"
     table.write_text(MAPS)
     mounts.write_text(MOUNTS)
-    look, kind = mappings.mappings, mappings.file_system
-    monkeypatch.setattr(mappings, "mappings", lambda address, nbytes: look(address, nbytes, table=table))
-    monkeypatch.setattr(mappings, "file_system", lambda device: kind(device, table=mounts))
-    assert (mappings.why_unlockable(BASE + offset, nbytes) is not None) is refused
+    look, kind = proc_maps.mappings, proc_maps.file_system
+    monkeypatch.setattr(proc_maps, "mappings", lambda address, nbytes: look(address, nbytes, table=table))
+    monkeypatch.setattr(proc_maps, "file_system", lambda device: kind(device, table=mounts))
+    assert (proc_maps.why_unlockable(BASE + offset, nbytes) is not None) is refused

@@ -85,7 +85,7 @@ AREAS = {
             "/ranges.py": (*core("ranges"), *POOL),
             "/pages.py": core("pages", "pinning"),
             "/numa.py": core("pages"),
-            "/mappings.py": core("pages", "pinning"),
+            "/proc_maps.py": core("pages", "pinning"),
             "/arrays.py": (*core("arrays", "stager_put", "bad_input", "staging"), *LAWS),
             "/host.py": (*core("borrow", "stager_put", "pinning", "packing", "bad_input"), *LAWS),
             "/stats.py": core("pool_policies", "pinned_limit", "pages"),

@@ -17,8 +17,8 @@ from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child, leave
 from xferlib.inflight import Traffic
 from xferlib.memory.arrays import Array, address_of, host_array
-from xferlib.memory.mappings import why_unlockable
 from xferlib.memory.pinned_pool import PinnedPool
+from xferlib.memory.proc_maps import why_unlockable
 from xferlib.protocol import HostStager
 from xferlib.reaper import uninterrupted
 from xferlib.tickets import Returns

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, MAPPINGS, NUMA = (
+POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, PROC_MAPS, NUMA = (
     f"xferlib/memory/{name}.py"
-    for name in ("pinned_pool", "host", "arrays", "blocks", "ranges", "limits", "pages", "mappings", "numa")
+    for name in ("pinned_pool", "host", "arrays", "blocks", "ranges", "limits", "pages", "proc_maps", "numa")
 )
 REGISTERED = "xferlib/memory/registered.py"
 
