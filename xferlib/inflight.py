@@ -24,9 +24,9 @@ from xferlib.errors import XferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array, address_of
+from xferlib.memory.mapped import Views
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.reaper import watch
-from xferlib.views import Views
 
 __all__ = ["Entry", "Fill", "Flow", "InFlight", "Jobs", "Room", "Traffic", "all_traffic", "reap_all", "uses", "wait_for_others"]
 

@@ -37,12 +37,12 @@ from xferlib.forks import forget_in_child
 from xferlib.gets import Gets
 from xferlib.inflight import Flow, Room, Traffic
 from xferlib.loud import Loud
-from xferlib.maps import Maps
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import WhenFull
 from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.host import HostMemory
 from xferlib.memory.limits import default_pinned_limit
+from xferlib.memory.mapped import mappable
 from xferlib.memory.pages import allocators
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.memory.registered import Pin, Pins, splits
@@ -125,7 +125,7 @@ class Stager:
         flow.owns, traffic.wait_issued = self._blocks.owns, staged.wait_issued
         self._pins = Pins(backend, traffic, pool)
         host = HostMemory(backend, pool, splits)
-        self._maps = Maps(backend, host, traffic.views)
+        self._host = host
         self._puts = Puts(backend, host, self._blocks, staged, traffic, Loud(strict=strict))
         self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
         self._gets = Gets(backend, host, pool, staged, traffic)
@@ -225,7 +225,7 @@ class Stager:
             raise lacking(self.backend, "mapped", "gives the device no view of host memory. Copy it with put")
         if stream is not None:
             self._check_stream(stream)
-        return self._maps.view(array, stream)
+        return self._traffic.views.view(*mappable(array, self._host), stream)
 
     @overload
     def put(self, tree: NamedT, *, into: None = None, stream: object | None = None, borrow: Borrow = False) -> Transfer[NamedT]: ...

@@ -19,10 +19,10 @@ from tests.core.garbage import Garbage, at_every_allocation, collected_when_told
 from tests.interrupts.harness import at_rest
 from xferlib.errors import XferError
 from xferlib.inflight import Fill, Jobs
+from xferlib.memory.mapped import Views
 from xferlib.memory.registered import Pin
 from xferlib.protocol import Capabilities, Stream
 from xferlib.reaper import collects
-from xferlib.views import Views
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -17,10 +17,10 @@ from tests.core.points import interrupted_at
 from tests.core.test_pool import Driver
 from xferlib.errors import XferError
 from xferlib.memory.device_pool import DevicePool
+from xferlib.memory.mapped import Views
 from xferlib.memory.pinned_pool import HostBlock, PinnedPool
 from xferlib.protocol import Stream
 from xferlib.staging.profile import StagingProfile
-from xferlib.views import Views
 
 KIB, MIB = 1 << 10, 1 << 20
 TABLES = (
@@ -29,7 +29,7 @@ TABLES = (
     "memory/ranges.py",
     "memory/blocks.py",
     "memory/registered.py",
-    "views.py",
+    "memory/mapped.py",
     "tickets.py",
 )
 ENGINE = ("engine/jobs.py", "engine/lanes.py", "staging/pageable.py", "staging/bounce.py")

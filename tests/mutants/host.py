@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.mutants import host_copies, host_failures, host_hooks, host_maps, host_memory, host_ownership, host_values, host_waits
+from tests.mutants import host_copies, host_failures, host_hooks, host_mapped, host_memory, host_ownership, host_values, host_waits
 from tests.mutants.broken import MUTANTS, honest
 
 __all__ = ["HONEST", "MODULES"]
 
-MODULES = (host_copies, host_failures, host_hooks, host_maps, host_memory, host_ownership, host_values, host_waits)
+MODULES = (host_copies, host_failures, host_hooks, host_mapped, host_memory, host_ownership, host_values, host_waits)
 
 HONEST = honest(MUTANTS)
 

@@ -80,7 +80,8 @@ AREAS = {
         POOL,
         {
             "/pinned_pool.py": (*POOL, *core("staging_room", "stager_put", "stager_lifetime")),
-            "/registered.py": (*core("pinning", "pinning_failures", "stager_lifetime"), "tests/test_maps.py"),
+            "/mapped.py": ("tests/test_mapped.py", *LAWS),
+            "/registered.py": (*core("pinning", "pinning_failures", "stager_lifetime"), "tests/test_mapped.py"),
             "/limits.py": core("limits", "pages"),
             "/ranges.py": (*core("ranges"), *POOL),
             "/pages.py": core("pages", "pinning"),
@@ -95,9 +96,7 @@ AREAS = {
         but=("*/device_pool.py",),
     ),
     "transfers": Area(
-        tuple(
-            f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "views", "maps", "loud", "registry")
-        ),
+        tuple(f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "loud", "registry")),
         (),
         {
             "/puts.py": (
@@ -110,19 +109,17 @@ AREAS = {
             "/transfer.py": (*core("transfer", "borrow", "stager_get"), *LAWS),
             "/checks.py": (
                 *core("bad_input", "put_into", "stager_put", "stager_get"),
-                "tests/test_maps.py",
+                "tests/test_mapped.py",
                 # Alone: what else is there goes through every allocation.
                 "tests/core/test_foreign_finalizers.py::test_finalizers_are_refused_where_the_framework_does_not_survive_them",
             ),
-            "/views.py": ("tests/test_maps.py", *LAWS),
-            "/maps.py": ("tests/test_maps.py", *LAWS),
             "/loud.py": ("tests/test_loud.py",),
             "/registry.py": core("registry"),
             "/stager.py": (
                 *core(
                     "bad_input", "stager_put", "stager_get", "stager_lifetime", "pool_policies", "staging", "pinning", "registry"
                 ),
-                *("tests/test_loud.py", "tests/test_maps.py", *LAWS),
+                *("tests/test_loud.py", "tests/test_mapped.py", *LAWS),
             ),
         },
     ),
@@ -167,7 +164,7 @@ AREAS = {
             ),
             "/handles.py": core("handles"),
             "/latch.py": (*core("latch", "inflight", "transfer", "reaper", "stager_lifetime"), "tests/host"),
-            "/forks.py": (*core("stager_lifetime", "reaper", "transfer"), "tests/test_maps.py"),
+            "/forks.py": (*core("stager_lifetime", "reaper", "transfer"), "tests/test_mapped.py"),
             "/callers.py": core("stager_lifetime"),
             "/debug.py": ("tests/test_debug.py",),
         },

@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant("a hole between two pins is not seen", "xferlib/memory/host.py", "and not self._splits(address, nbytes)", ""),
     Mutant(
         "a view that is gone holds no memory",
-        "xferlib/views.py",
+        "xferlib/memory/mapped.py",
         "self._fenced[number] = (view.memory, event)",
         "pass",
     ),

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any, Protocol, final
 
 from xferlib.inflight import all_traffic
+from xferlib.memory.mapped import Views
 from xferlib.transfer import Transfer
-from xferlib.views import Views
 
 __all__ = ["End", "Ends", "Pending", "Started", "end_of", "users_of"]
 

@@ -15,10 +15,10 @@ from xferlib_host import Stream
 import xferlib
 from tests.core.fakes import WATCHDOG, Point, on_thread, succeeds, tampered, until
 from xferlib.errors import CapabilityError, ClosedError, TransferError
+from xferlib.memory.mapped import Views
 from xferlib.protocol import Capabilities
 from xferlib.protocol import Stream as Found
 from xferlib.stager import Stager
-from xferlib.views import Views
 
 
 class Retiring:

@@ -1,4 +1,4 @@
-"""Device views of host memory: what holds the memory until no work on the device may use it any more.
+"""Mapped memory: views that the device has of pinned host memory, and what holds the memory while work may use it.
 
 A ticket stands for "some view may reach this memory". The next look after its end turns it into memory behind an event, for the
 work that was enqueued before, and lets the memory go when the event is done. There is no lock in here: see `inflight`.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, cast, final
 
+from xferlib.errors import TransferError
 from xferlib.forks import forget_in_child, leave
-from xferlib.memory.arrays import Array, address_of
-from xferlib.protocol import Event, HostStager, Stream
+from xferlib.memory.arrays import Array, address_of, host_array
+from xferlib.memory.host import HostMemory
+from xferlib.protocol import Event, HostStager, MapsMemory, Stream
 from xferlib.tickets import Returns
+from xferlib.words import in_words
 
-__all__ = ["View", "Views"]
+__all__ = ["View", "Views", "mappable"]
 
 Fenced: TypeAlias = tuple[Array, Event]
 """Memory, and the event after which it may be let go."""
@@ -34,7 +37,7 @@ class View:
 
 @final
 class Views:
-    """The views of one stager. Any thread. What is in flight, for whoever waits for memory: see `Flow` of the pool."""
+    """The views of one stager. Any thread. What is in flight, for whoever waits for memory: as `Flow` of the pool."""
 
     def __init__(self, backend: HostStager[Any]) -> None:
         self._backend = backend
@@ -51,6 +54,16 @@ class Views:
     def busy(self) -> bool:
         """Whether work on views that are gone may be under way."""
         return bool(self._returns or self._fenced)
+
+    def view(self, array: Array, address: int, stream: object | None) -> Any:
+        """Return a view of what `mappable` gave. The backend has the capability `mapped`. Nothing is copied, nothing waited for."""
+        row, lease = self.lease(array)
+        backend = cast("MapsMemory[Any]", self._backend)
+        try:
+            view, row.stream = backend.as_mapped(address, array.shape, array.dtype, stream=stream, lease=lease)
+        except self._failures as error:
+            raise TransferError(f"the device could not be given a view of {in_words(array.nbytes)}: {error}") from error
+        return view
 
     def lease(self, memory: Array) -> tuple[View, object]:
         """Enter memory that a view will reach, and return its row and what the view is to hold."""
@@ -148,6 +161,24 @@ class Views:
     def _wait(self, event: Event) -> None:
         with suppress(*self._failures):
             event.synchronize()
+
+
+def mappable(array: object, host: HostMemory) -> tuple[Array, int]:
+    """Return the array and its address. Raises `TypeError` or `ValueError` where the device can have no view of it."""
+    plain = host_array(array)
+    host.check_dtype(plain.dtype)
+    if plain.nbytes == 0:
+        raise ValueError("an empty array has no memory to view. Put it")
+    if not plain.flags.c_contiguous:
+        raise ValueError("the array is not contiguous in C order. Map the array that it is a view of, and cut the view")
+    if not plain.flags.writeable:
+        raise ValueError("the array is read-only, and the device could write to it. Map an array that may be written")
+    address = host.address(plain)
+    if address is None:
+        raise ValueError(
+            "the array is not in pinned memory, and the device reaches no other. Fill one from stager.empty_pinned(...), or put it"
+        )
+    return plain, address
 
 
 def _meets(memory: Array, address: int, nbytes: int) -> bool:

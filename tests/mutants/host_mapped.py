@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from typing import Any
 
@@ -12,11 +13,10 @@ from xferlib_host.conformance import TestHost as Host
 
 from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
 from tests.mutants.locking import LockingBackend, LockingHost
-from xferlib.maps import Maps
+from xferlib.memory.mapped import Views
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import Capabilities
 from xferlib.stager import Stager
-from xferlib.views import Views
 
 __all__: list[str] = []
 
@@ -150,7 +150,7 @@ def unlocks_under_views(patch: pytest.MonkeyPatch) -> None:
 @broken_core("test_law11_only_pinned_memory_is_mapped", hooks=Host)
 def maps_anything(patch: pytest.MonkeyPatch) -> None:
     """The core asks nothing about the memory that it hands on."""
-    patch.setattr(Maps, "_address", lambda maps, array: array.ctypes.data)
+    patch.setattr(sys.modules[Stager.__module__], "mappable", lambda array, host: (array, array.ctypes.data))
 
 
 @broken_core(f"{READS_AND_WRITES}[small]", "test_law11_only_pinned_memory_is_mapped", hooks=Host)
