@@ -16,16 +16,16 @@ CORE = ROOT / "xferlib"
 
 # A module may import modules of the core that stand further up only.
 FLOORS = [
-    {f"xferlib.{name}" for name in ("callers", "control_groups", "errors", "forks", "handles", "latch", "tickets", "words")},
+    {f"xferlib.{name}" for name in ("callers", "errors", "forks", "handles", "latch", "tickets", "words")},
     {"xferlib.engine", "xferlib.sketch"},
     {"xferlib.engine.building"},
     {"xferlib.engine.native"},
     {"xferlib.reaper"},
     {"xferlib.protocol"},
-    {"xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.ranges"},
+    {"xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.limits", "xferlib.memory.ranges"},
     {"xferlib.engine.cores", "xferlib.engine.cuda", "xferlib.engine.jobs"},
     {"xferlib.engine.dispatcher"},
-    {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "limits", "numa", "proc_maps")},
+    {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "numa", "proc_maps")},
     {"xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.memory.device_pool", "xferlib.memory.pinned_pool", "xferlib.stats"},
     {"xferlib.memory.host"},

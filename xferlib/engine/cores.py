@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from xferlib.control_groups import MEMBERSHIP, ROOT, control_groups
+from xferlib.memory.limits import MEMBERSHIP, ROOT, control_groups
 
 __all__ = ["usable_cores"]
 

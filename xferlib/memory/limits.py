@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import psutil
 
-from xferlib.control_groups import MEMBERSHIP, ROOT, control_groups
+__all__ = ["MEMBERSHIP", "ROOT", "available_memory", "control_groups", "default_pinned_limit", "memory_limit"]
 
-__all__ = ["available_memory", "default_pinned_limit", "memory_limit"]
+MEMBERSHIP, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 PINNED_SHARE = 8
 AVAILABLE_SHARE = 2
@@ -90,3 +90,21 @@ def _read(file: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def control_groups(controller: str, membership: Path, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Iterate the groups from the process's own up to the root, of version 1 and 2 hierarchies; True: version 1.
+
+    Inside a container the path may be the host's and absent here; the root of the mount is then the container's own group.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        old = controllers != ""
+        if old and controller not in controllers.split(","):
+            continue
+        base, group = root / controller if old else root, Path(path.lstrip("/"))
+        yield from ((base / above, old) for above in (group, *group.parents))
