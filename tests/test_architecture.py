@@ -33,7 +33,7 @@ FLOORS = [
     {"xferlib.inflight"},
     {"xferlib.engine.lanes", "xferlib.memory.registered", "xferlib.transfer"},
     {"xferlib.layout", "xferlib.loud"},
-    {"xferlib.staging.parts", "xferlib.staging.profile"},
+    {"xferlib.staging.coalesce", "xferlib.staging.profile"},
     {"xferlib.staging.bounce"},
     {"xferlib.staging.pageable"},
     {"xferlib.gets", "xferlib.puts"},

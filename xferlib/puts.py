@@ -20,8 +20,8 @@ from xferlib.memory.arrays import Array
 from xferlib.memory.device_pool import DevicePool, Lease, Streams, note_reader
 from xferlib.memory.host import HostLeaf, HostMemory
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
+from xferlib.staging.coalesce import Placed
 from xferlib.staging.pageable import Staging
-from xferlib.staging.parts import Placed
 from xferlib.transfer import Later, Transfer
 from xferlib.tree import Spec, path, trees_of, unflatten
 
@@ -333,7 +333,7 @@ class Puts:
             raise
         finally:
             if fills:
-                # As in `Bounce`.
+                # As in `BounceBuffers`.
                 fill = fills[-1]
                 fill.memory, fill.over = None, True
                 self._traffic.jobs.remove(fill)

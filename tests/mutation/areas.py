@@ -126,7 +126,7 @@ AREAS = {
     "engine": Area(
         (
             *(f"xferlib/engine/{name}.py" for name in ("jobs", "lanes", "dispatcher", "cores")),
-            *(f"xferlib/staging/{name}.py" for name in ("pageable", "bounce", "parts")),
+            *(f"xferlib/staging/{name}.py" for name in ("pageable", "bounce", "coalesce")),
         ),
         (*JOBS, *core("staging*", "across_stagers", "stager_lifetime", "injected_interrupts"), *LAWS),
         {

@@ -81,7 +81,7 @@ MUTANTS = (
         # JAX's hold nothing of ours.
         ("host", "cupy", "numba"),
     ),
-    Mutant("leaves that lie side by side are one", "xferlib/staging/parts.py", "block != last or ", ""),
+    Mutant("leaves that lie side by side are one", "xferlib/staging/coalesce.py", "block != last or ", ""),
     Mutant(
         "into does not wait for a get that reads",
         "xferlib/puts.py",

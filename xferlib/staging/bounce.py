@@ -7,7 +7,6 @@ more than the copy. A block is the pool's again when no slot of it is in flight,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
@@ -18,9 +17,9 @@ from xferlib.inflight import Fill, Traffic
 from xferlib.memory.arrays import Array
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import HostStager
-from xferlib.staging.parts import Part, Placed, lay, run_of
+from xferlib.staging.coalesce import Part, copy_in
 
-__all__ = ["Bounce", "few_parts"]
+__all__ = ["BounceBuffers"]
 
 Slot: TypeAlias = tuple[int, Array]
 """An address, and the bytes there, which hold their block."""
@@ -33,7 +32,7 @@ SHARE = 16
 
 
 @final
-class Bounce:
+class BounceBuffers:
     """One stager's. Any thread."""
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, traffic: Traffic) -> None:
@@ -71,7 +70,7 @@ class Bounce:
         """
         address, memory = self._take(part.nbytes, fills)
         try:
-            lay(part, memory[: part.nbytes])
+            copy_in(part, memory[: part.nbytes])
             self._backend.copy_h2d(part.address, address, part.nbytes)
         finally:
             # Of a copy that fails, the frame lives as long as what is raised.
@@ -121,11 +120,3 @@ class Bounce:
         finally:
             fill.over = True
             self._jobs.remove(fill)
-
-
-def few_parts(leaves: Sequence[Placed], nbytes: int) -> list[Part]:
-    """Return the parts of what is small, as few as there are."""
-    if len(leaves) == 1:
-        ((address, array, _),) = leaves
-        return [Part(address, nbytes, (array,))]
-    return run_of(leaves)

@@ -22,8 +22,8 @@ from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array, address_of, extent, pieces
 from xferlib.memory.pinned_pool import PAGE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
-from xferlib.staging.bounce import Bounce, few_parts
-from xferlib.staging.parts import ALIGNMENT, Part, Placed
+from xferlib.staging.bounce import BounceBuffers
+from xferlib.staging.coalesce import ALIGNMENT, Part, Placed, coalesced
 from xferlib.staging.profile import StagingProfile, given_profile
 
 __all__ = ["Lent", "Staging"]
@@ -48,7 +48,7 @@ class Staging:
         given = profile or given_profile()
         self.profile = given or StagingProfile(usual_threads(), CHUNK)
         self._bounce = min(self.profile.hand_off_nbytes, max(PAGE, pool.limit // 2))
-        self._bounced = Bounce(backend, pool, traffic)
+        self._bounced = BounceBuffers(backend, pool, traffic)
         # A share of the limit, and several of them, so that both directions go on.
         nbytes = min(self.profile.chunk_nbytes, max(PAGE, pool.limit // 8 // PAGE * PAGE))
         # Reentrant: a finalizer may transfer while its thread is in here.
@@ -65,12 +65,12 @@ class Staging:
     def stage(self, leaves: Sequence[Placed], fills: list[Fill]) -> None:
         """Start the copies of pageable arrays; their memory is free on return.
 
-        Bytes between leaves of one block, up to the next multiple of 256, may be overwritten. For `fills` see `Bounce.begin`.
+        Bytes between leaves of one block, up to the next multiple of 256, may be overwritten. `fills`: see `BounceBuffers.begin`.
         """
         self._count(len(leaves))
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce:
-            parts = few_parts(leaves, nbytes)
+            parts = coalesced(leaves)
             # Each is in flight before the next waits for room. The last is entered with what else the put copies: an event less.
             for part in parts[:-1]:
                 self._bounced(part)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from xferlib.memory.arrays import Array
 
-__all__ = ["ALIGNMENT", "Part", "Placed", "lay", "run_of"]
+__all__ = ["ALIGNMENT", "Part", "Placed", "coalesced", "copy_in"]
 
 ALIGNMENT = 256
 BYTES = np.dtype(np.uint8)
@@ -33,11 +33,14 @@ class Placed(NamedTuple):
     """Arrays of one number lie in one piece of device memory. Others may lie side by side all the same: no copy may span two."""
 
 
-def run_of(leaves: Iterable[Placed]) -> list[Part]:
-    """Join small arrays into parts, where they follow each other in one block.
+def coalesced(leaves: Sequence[Placed]) -> list[Part]:
+    """Join small arrays into as few parts as there are, where they follow each other in one block.
 
     The bytes between them, fewer than 256, are overwritten.
     """
+    if len(leaves) == 1:
+        ((address, array, _),) = leaves
+        return [Part(address, array.nbytes, (array,))]
     parts: list[Part] = []
     arrays: list[Array] = []
     start = end = last = 0
@@ -62,7 +65,7 @@ def run_of(leaves: Iterable[Placed]) -> list[Part]:
     return parts
 
 
-def lay(part: Part, into: Array) -> None:
+def copy_in(part: Part, into: Array) -> None:
     """Copy a part's arrays into bytes of its size."""
     arrays = part.arrays
     if len(arrays) > 1:
