@@ -225,7 +225,7 @@ class Gets:
             event = self._d2h.add(nbytes, outs, sources, looked=looked) if nbytes or not pageable else None
             if pageable:
                 # A job raises whatever a call of the backend raised.
-                return self._staging.land(pageable, sources, event, after), (Exception,)
+                return self._staging.copy_out(pageable, sources, event, after), (Exception,)
         except BaseException:
             self._d2h.settle((sources, outs))
             raise

@@ -231,7 +231,7 @@ class Puts:
         try:
             self._copy_pinned(addresses, sources, layout.numbers, pinned, staged)
             # The leases until then: a block that is used again before its last copy is started would be overwritten by it.
-            lent = self._staging.lend(staged, until_started=leases, beside=pinned)
+            lent = self._staging.borrow(staged, until_started=leases, beside=pinned)
         except BaseException:
             self._h2d.settle((pinned, leases))
             raise

@@ -18,7 +18,7 @@ from tests.mutants.host_ownership import stand_before
 from xferlib.inflight import InFlight
 from xferlib.protocol import Event, Source
 from xferlib.stager import Stager
-from xferlib.staging.pageable import Lent, Staging
+from xferlib.staging.pageable import BorrowedCopy, Staging
 from xferlib.transfer import Transfer
 
 __all__: list[str] = []
@@ -263,16 +263,16 @@ def is_staged_when_it_is_done(patch: pytest.MonkeyPatch) -> None:
 @broken_core(BEHIND_OTHERS, hooks=Host)
 def is_staged_behind_the_end_of_others(patch: pytest.MonkeyPatch) -> None:
     """The core stages a source when the copies of those before it are done."""
-    wait_staged = Lent.wait_staged
+    wait_staged = BorrowedCopy.wait_staged
 
-    def wait_in_turn(lent: Lent) -> None:
-        if lent._job is not None:
-            for row, job in list(lent._job.lane.jobs.items()):
-                if row < lent._job.row:
+    def wait_in_turn(copy: BorrowedCopy) -> None:
+        if copy._job is not None:
+            for row, job in list(copy._job.lane.jobs.items()):
+                if row < copy._job.row:
                     job.wait()
-        wait_staged(lent)
+        wait_staged(copy)
 
-    patch.setattr(Lent, "wait_staged", wait_in_turn)
+    patch.setattr(BorrowedCopy, "wait_staged", wait_in_turn)
 
 
 class Slow(BrokenBackend):
@@ -287,26 +287,26 @@ class Slow(BrokenBackend):
 def is_staged_at_once(patch: pytest.MonkeyPatch) -> None:
     """The core gives a source back before the CPU has copied it."""
     stand_before(patch, Slow)
-    patch.setattr(Lent, "wait_staged", lambda lent: None)
+    patch.setattr(BorrowedCopy, "wait_staged", lambda copy: None)
 
 
 @broken_core(UNREAD, EACH_TIME, hooks=Host)
 def is_staged_with_its_first_copy(patch: pytest.MonkeyPatch) -> None:
     """The core gives a source back when the first copy of a part of it is done, and waits for no other."""
-    lend, made = Staging.lend, threading.Event()
+    borrow, made = Staging.borrow, threading.Event()
 
     class TellsOfCopies(Slow):
         def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
             super().copy_h2d(dst, src, nbytes)
             self.inner.h2d.submit(made.set)
 
-    def lend_anew(staging: Staging, staged: Any, **given: Any) -> Lent:
+    def borrow_anew(staging: Staging, staged: Any, **given: Any) -> BorrowedCopy:
         made.clear()
-        return lend(staging, staged, **given)
+        return borrow(staging, staged, **given)
 
     stand_before(patch, TellsOfCopies)
-    patch.setattr(Staging, "lend", lend_anew)
-    patch.setattr(Lent, "wait_staged", lambda lent: made.wait())
+    patch.setattr(Staging, "borrow", borrow_anew)
+    patch.setattr(BorrowedCopy, "wait_staged", lambda copy: made.wait())
 
 
 @broken_core(

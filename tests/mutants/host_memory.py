@@ -119,13 +119,13 @@ def holds_no_slot_in_flight(patch: pytest.MonkeyPatch) -> None:
 @broken_core("test_law08_memory_for_a_put_that_is_not_enqueued_yet_is_nobody_elses", hooks=Host)
 def holds_only_what_is_enqueued(patch: pytest.MonkeyPatch) -> None:
     """The core lets go of a block that a borrowed source is still to be copied to."""
-    lend = Staging.lend
+    borrow = Staging.borrow
 
-    def lend_without(staging: Staging, staged: Any, **given: Any) -> Any:
+    def borrow_without(staging: Staging, staged: Any, **given: Any) -> Any:
         held: dict[str, Any] = {name: None if name.startswith("until") else what for name, what in given.items()}
-        return lend(staging, staged, **held)
+        return borrow(staging, staged, **held)
 
-    patch.setattr(Staging, "lend", lend_without)
+    patch.setattr(Staging, "borrow", borrow_without)
 
 
 @broken_backend("test_law08_views_and_aliases_keep_the_memory", hooks=Host)

@@ -108,12 +108,12 @@ class FlipsToTheHost(BrokenBackend):
 )
 def lands_elsewhere(patch: pytest.MonkeyPatch) -> None:
     """What a get is to write into ordinary memory goes to a copy of it."""
-    land = Staging.land
+    copy_out = Staging.copy_out
 
-    def land_elsewhere(staging: Staging, pageable: Any, *what: Any, **rest: Any) -> Any:
-        return land(staging, [(address, array.copy()) for address, array in pageable], *what, **rest)
+    def copy_out_elsewhere(staging: Staging, pageable: Any, *what: Any, **rest: Any) -> Any:
+        return copy_out(staging, [(address, array.copy()) for address, array in pageable], *what, **rest)
 
-    patch.setattr(Staging, "land", land_elsewhere)
+    patch.setattr(Staging, "copy_out", copy_out_elsewhere)
 
 
 @broken_core("test_law01_put_into_overwrites_the_array_of_the_caller", hooks=Host)

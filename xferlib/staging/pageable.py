@@ -1,10 +1,10 @@
 """Pageable memory, moved by the engine: by its threads, through its chunks, beside the interpreter.
 
-To the device: the bytes are in pinned memory when `stage` returns, and their copies in the stream; `lend` returns at once instead.
-To the host: the engine copies them out of pinned memory as they land. A get waits for its producer in the copy stream directly
-before its first copy, so that it holds up no get before it.
+To the device: when `stage` returns, the bytes are in pinned memory and their copies are in the stream. `borrow` returns at once,
+and the engine reads the arrays later. To the host: the device copies into chunks, and `copy_out` has the engine copy from there
+into the arrays. A get waits for its producer in the copy stream directly before its first copy, so that it holds up none before it.
 
-What is small goes to the device on the caller's thread.
+Small arrays go to the device on the caller's thread.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from xferlib.staging.bounce import BounceBuffers
 from xferlib.staging.coalesce import ALIGNMENT, Part, Placed, coalesced
 from xferlib.staging.profile import StagingProfile, given_profile
 
-__all__ = ["Lent", "Staging"]
+__all__ = ["BorrowedCopy", "Staging"]
 
 BUDGET = 64 << 20
-"""Bytes that the chunks of one stager take at most: enough for the rate of the link, small enough for the processor's cache."""
+"""The most bytes that the chunks of one stager take: enough for the rate of the link, few enough for the processor's cache."""
 CHUNK = 1 << 20
-"""To the device: half of what a core has as its second cache, on the processors beside these devices."""
+"""Bytes of one to the device: half of a core's second-level cache, on the processors beside these devices."""
 LARGER = 2
-"""Times as large is one to the host: past the caches long runs are faster."""
+"""Times as large are the chunks to the host: past the caches long copies are faster."""
 LEAST_CHUNKS = 2
-"""Of a direction: one that is copied, one that is sent."""
+"""Of a direction: the CPU copies one while the device copies the other."""
 
 
 @final
@@ -47,9 +47,9 @@ class Staging:
         self._traffic = traffic
         given = profile or given_profile()
         self.profile = given or StagingProfile(usual_threads(), CHUNK)
-        self._bounce = min(self.profile.hand_off_nbytes, max(PAGE, pool.limit // 2))
-        self._bounced = BounceBuffers(backend, pool, traffic)
-        # A share of the limit, and several of them, so that both directions go on.
+        self._bounce_nbytes = min(self.profile.hand_off_nbytes, max(PAGE, pool.limit // 2))
+        self._bounce = BounceBuffers(backend, pool, traffic)
+        # A chunk is a share of the limit, so that each direction has several.
         nbytes = min(self.profile.chunk_nbytes, max(PAGE, pool.limit // 8 // PAGE * PAGE))
         # Reentrant: a finalizer may transfer while its thread is in here.
         self._counting = threading.RLock()
@@ -69,12 +69,12 @@ class Staging:
         """
         self._count(len(leaves))
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
-        if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce:
+        if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce_nbytes:
             parts = coalesced(leaves)
             # Each is in flight before the next waits for room. The last is entered with what else the put copies: an event less.
             for part in parts[:-1]:
-                self._bounced(part)
-            self._bounced.begin(parts[-1], fills)
+                self._bounce(part)
+            self._bounce.begin(parts[-1], fills)
             return
         whole = self._bounce_odd(leaves)
         if not whole:
@@ -93,7 +93,7 @@ class Staging:
         job.sources = None
         job.raise_failure()
 
-    def lend(self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array]) -> Lent:
+    def borrow(self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array]) -> BorrowedCopy:
         """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
 
         Holds an object until the last copy is started. `beside`: the arrays of the same transfer whose copies the caller has
@@ -105,7 +105,7 @@ class Staging:
         whole = self._bounce_odd(leaves)
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if not whole:
-            return Lent(None, self._traffic.h2d.add(nbytes, (), (), until_started))
+            return BorrowedCopy(None, self._traffic.h2d.add(nbytes, (), (), until_started))
         job = Job(self._lanes[H2D], owner=threading.get_ident())
         job.sources, job.kept, job.memory = whole, until_started, [extent(leaf.array) for leaf in whole]
         try:
@@ -115,9 +115,9 @@ class Staging:
             job.abandon()
             raise
         self._traffic.h2d.nbytes += nbytes
-        return Lent(job)
+        return BorrowedCopy(job)
 
-    def land(
+    def copy_out(
         self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], before: Event | None, after: Event | None
     ) -> Job:
         """Start copies from device addresses into C-contiguous pageable arrays, behind `after`.
@@ -159,12 +159,12 @@ class Staging:
 
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any. Waits for no copy."""
-        found = [self._bounced.release(), *(lane.release() for lane in self._lanes)]
+        found = [self._bounce.release(), *(lane.release() for lane in self._lanes)]
         return any(found)
 
     def close(self) -> None:
         """Give the chunks back: nothing is in flight."""
-        self._bounced.release()
+        self._bounce.release()
         for lane in self._lanes:
             lane.close()
 
@@ -188,8 +188,8 @@ class Staging:
                 whole.append(leaf)
                 continue
             address = leaf.address
-            for piece in pieces(leaf.array, max(ALIGNMENT, self._bounce)):
-                self._bounced(Part(address, piece.nbytes, (piece,)))
+            for piece in pieces(leaf.array, max(ALIGNMENT, self._bounce_nbytes)):
+                self._bounce(Part(address, piece.nbytes, (piece,)))
                 address += piece.nbytes
         return whole
 
@@ -208,8 +208,8 @@ class Staging:
 
 
 @final
-class Lent:
-    """The event of a put whose sources are still being read: reached when the copies are done.
+class BorrowedCopy:
+    """The event of a put that borrows its sources: reached when the copies are done.
 
     Any thread. Failures are those of threads of ours: any `Exception`.
     """
