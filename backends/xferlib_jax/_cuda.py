@@ -85,16 +85,6 @@ class CudaStager:
             raise
 
     @property
-    def reuses_by_fence(self) -> bool:
-        """Whether memory is used again behind a fence, and not as soon as JAX lets its buffer go."""
-        return self._fences is not None
-
-    @property
-    def imports_by_private_call(self) -> bool:
-        """Whether arrays are made by JAX's private import, the faster one."""
-        return self._imports.by_private_call
-
-    @property
     def blocks_made(self) -> int:
         """How many blocks were taken out of JAX's pool."""
         return self._blocks.made

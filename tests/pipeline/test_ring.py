@@ -278,6 +278,8 @@ def test_a_ring_that_does_not_fit_is_refused_with_what_would(stager: xferlib.Sta
     with xferlib.Ring(stager, ((1 << 20,), "uint8"), slots=3) as ring:
         assert str(ring.bill) == "3.0 MiB pinned: 3 x 1.0 MiB slots"
         assert stager.stats().pinned_limit_nbytes >= ring.bill.pinned_nbytes
+    with xferlib.Ring(stager, ((1 << 20,), "uint8"), slots=1) as alone:
+        assert str(alone.bill) == "1.0 MiB pinned: slots"
 
 
 def test_close_waits_for_copies_and_wakes_who_waits_for_a_slot(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,6 @@ _SIGNATURES = {
     "xe_take_chunk": (_I, (_U32, _U64)),
     "xe_submit": (_I, (_U64, _U32, ctypes.POINTER(Piece), _N, _P, _P)),
     "xe_abandon": (_I, (_U64,)),
-    "xe_drop": (_I, (_U64,)),
     "xe_wait": (_I, (_U64, _I, _I64)),
     "xe_error": (_I, (_U64, ctypes.POINTER(_I32), ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(_I))),
     "xe_finished": (_N, (ctypes.POINTER(_U64), _N)),

@@ -24,7 +24,8 @@ class Charge:
     what: str
 
     def __str__(self) -> str:
-        return f"{in_words(self.count * self.nbytes)} {self.memory}: {self.count} x {in_words(self.nbytes)} {self.what}"
+        total = f"{in_words(self.count * self.nbytes)} {self.memory}"
+        return f"{total}: {self.what}" if self.count == 1 else f"{total}: {self.count} x {in_words(self.nbytes)} {self.what}"
 
 
 @final
