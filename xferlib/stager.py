@@ -112,9 +112,9 @@ class Stager:
         room, flow = Room(traffic), Flow(traffic)
         self._pool = pool = PinnedPool(
             allocate=memory.allocate,
-            combine=memory.combine,
+            allocate_write_combined=memory.allocate_write_combined,
             free=memory.free,
-            flow=room,
+            reclaimer=room,
             limit=default_pinned_limit() if pinned_limit is None else positive_nbytes(pinned_limit, "pinned_limit"),
             when_full=when_full,
         )
@@ -185,7 +185,7 @@ class Stager:
             raise lacking(self.backend, "write_combined", "has no write-combined memory. Leave write_combined out")
         wanted = np.dtype(dtype)
         check_dtype(wanted)
-        return self._pool.empty(whole_shape(shape), wanted, combined=write_combined)
+        return self._pool.empty(whole_shape(shape), wanted, write_combined=write_combined)
 
     def pin(self, array: Array) -> Pin:
         """Page-lock memory that you own, in place, until the result is closed: `with stager.pin(array): ...`.

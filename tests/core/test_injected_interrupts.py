@@ -135,7 +135,7 @@ class Blocks:
         assert sorted(map(id, idle + leased + doomed)) == sorted(map(id, cache._rows.values()))
         assert [row.block for row in leased] == [self.held[0]]
         assert {place: row for place, row in cache._places.items() if not row.doomed} == {row.address: row for row in idle + leased}
-        assert not cache._wanted
+        assert not cache._allocating
         assert cache.nbytes == sum(block.nbytes for block in device.made if block not in device.freed)
         assert cache.lease(4 * MIB, {})[0].nbytes == 4 * MIB
         assert cache.lease(MIB, {})[0] is not self.held[0]
@@ -219,7 +219,7 @@ class Pool:
         pool, driver = self.pool, self.driver
         assert until(lambda: not pool._at_work)
         pool._alone(bool)
-        assert not pool._wanted
+        assert not pool._allocating
         assert not pool._growing
         reserved = sum(pool._reserved.values())
         assert pool.nbytes - reserved == sum(driver.live.values())
@@ -245,7 +245,7 @@ class Pool:
 
 def _over(pool: PinnedPool, nbytes: int) -> HostBlock:
     """Take memory as for an array, but touch none: it is only an address."""
-    return pool._take(nbytes, None, combined=False, for_array=True)
+    return pool._take(nbytes, None, write_combined=False, for_array=True)
 
 
 POOL: dict[str, Callable[[PinnedPool], object]] = {

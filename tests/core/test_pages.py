@@ -336,7 +336,7 @@ def test_what_the_backend_cannot_allocate_is_an_allocation_error(backend: Lockin
     backend.capabilities = xferlib.Capabilities(pinned=True, write_combined=True)
     vars(backend).update(alloc_pinned=refuse, alloc_write_combined=refuse)
     found = pages.allocators(backend)
-    allocate = found.combine if combined else found.allocate
+    allocate = found.allocate_write_combined if combined else found.allocate
     assert allocate is not None
     with pytest.raises(xferlib.AllocationError, match=r"4\.0 KiB of pinned memory could not be had: no") as caught:
         allocate(4096)

@@ -75,7 +75,7 @@ class Driver:
         return True
 
     def pool(self, limit: int, when_full: WhenFull = "wait") -> PinnedPool:
-        return PinnedPool(allocate=self.allocate, free=self.free, flow=self, limit=limit, when_full=when_full)
+        return PinnedPool(allocate=self.allocate, free=self.free, reclaimer=self, limit=limit, when_full=when_full)
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -40,10 +40,12 @@ def test_what_whole_pages_take_beyond_the_limit_is_refused_at_once() -> None:
 
 def test_idle_memory_of_either_kind_makes_room_and_is_freed_by_trim() -> None:
     driver = Driver()
-    pool = PinnedPool(allocate=driver.allocate, combine=driver.allocate, free=driver.free, flow=driver, limit=4 * MIB)
+    pool = PinnedPool(
+        allocate=driver.allocate, allocate_write_combined=driver.allocate, free=driver.free, reclaimer=driver, limit=4 * MIB
+    )
     for combined in (True, False, True):
         # Dropped at once, and there is no room for the next one beside it.
-        assert pool.empty((3 * MIB,), U8, combined=combined).nbytes == 3 * MIB
+        assert pool.empty((3 * MIB,), U8, write_combined=combined).nbytes == 3 * MIB
         assert driver.peak <= 4 * MIB
     pool.trim()
     assert pool.nbytes == 0
@@ -61,10 +63,10 @@ def test_memory_of_one_kind_is_never_handed_out_as_the_other(nbytes: int) -> Non
         combined[start] = size
         return start
 
-    pool = PinnedPool(allocate=driver.allocate, combine=combine, free=driver.free, flow=driver, limit=64 * MIB)
+    pool = PinnedPool(allocate=driver.allocate, allocate_write_combined=combine, free=driver.free, reclaimer=driver, limit=64 * MIB)
     # The second of each kind finds what the first has left.
     for wanted in (True, False, True, False):
-        address = pool.empty((nbytes,), U8, combined=wanted).ctypes.data
+        address = pool.empty((nbytes,), U8, write_combined=wanted).ctypes.data
         assert any(start <= address < start + size for start, size in combined.items()) == wanted
 
 
@@ -202,7 +204,7 @@ def test_random_arrays_fill_the_limit_and_waste_little_at_the_peak(kind: str, mo
     for nbytes in SIZES[kind](rng, 12_000).tolist():
         while True:
             try:
-                blocks.append((pool._take(nbytes, None, combined=False, for_array=True), nbytes))
+                blocks.append((pool._take(nbytes, None, write_combined=False, for_array=True), nbytes))
                 break
             except AllocationError:
                 blocks[rng.integers(len(blocks))] = blocks[-1]

@@ -182,6 +182,6 @@ def mixes_its_memory(patch: pytest.MonkeyPatch) -> None:
 
     def set_up_mixed(pool: PinnedPool, **arguments: Any) -> None:
         set_up(pool, **arguments)
-        pool._large = pool._combined
+        pool._large = pool._write_combined
 
     patch.setattr(PinnedPool, "__init__", set_up_mixed)

@@ -1,11 +1,11 @@
-"""What goes to and fro between the pinned pool and those who ask it: requests, blocks, figures. No policy."""
+"""What the pinned pool is asked for and what it returns: requests, blocks, figures. No policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, TypeAlias, final, get_args
 
-__all__ = ["Flow", "HostBlock", "Usage", "Wanted", "WhenFull", "check_when_full", "round_up"]
+__all__ = ["HostBlock", "PoolRequest", "Reclaimer", "Usage", "WhenFull", "check_when_full", "round_up"]
 
 WhenFull: TypeAlias = Literal["wait", "raise", "stage"]
 """What happens to an array for which the limit has no room: it waits while transfers in flight will make some, and fails if none
@@ -38,26 +38,29 @@ class Usage(NamedTuple):
 
 
 @final
-class Wanted(NamedTuple):
+class PoolRequest(NamedTuple):
     """A request."""
 
     size: int
     """Bytes, whole units of alignment."""
     asked: int
     taken: Callable[[], None] | None
-    """To be called before any other thread can find the memory gone."""
-    combined: bool
+    """Called before any other thread can find the memory gone."""
+    write_combined: bool
     for_array: bool
 
 
-class Flow(Protocol):
-    """What is in flight: it holds blocks that come back when it is done."""
+class Reclaimer(Protocol):
+    """What the pool asks to give pinned memory back: it knows what is in flight, and what is only kept for later."""
 
-    def reap(self) -> bool: ...
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
 
-    def yield_idle(self) -> bool: ...
+    def yield_idle(self) -> bool:
+        """Give memory back that is kept for later, and tell whether there was any. Never blocks."""
 
-    def wait_oldest(self) -> bool: ...
+    def wait_oldest(self) -> bool:
+        """Block until something has ended. Returns False if nothing was in flight."""
 
 
 @final

@@ -47,7 +47,7 @@ Lease: TypeAlias = tuple[DeviceBlock, object]
 """A block, and the right to it while an array may reach it, which ends when the last reference to the right is gone."""
 
 
-class Flow(Protocol):
+class DeviceReclaimer(Protocol):
     """What is in flight: it may hold leases that end when it is done."""
 
     def reap(self) -> bool: ...
@@ -86,14 +86,14 @@ class DevicePool:
     batches of near sizes share blocks.
     """
 
-    def __init__(self, backend: HostStager[Any], flow: Flow, limit: int | None) -> None:
+    def __init__(self, backend: HostStager[Any], reclaimer: DeviceReclaimer, limit: int | None) -> None:
         self.limit = limit
         self.peak_nbytes = self.waits = 0
         self._backend = backend
         self._failures = backend.failures
         self._sweep = backend.sweep
         self._lost, self._retire = backend.lost, backend.retire
-        self._flow = flow
+        self._reclaimer = reclaimer
         # Reentrant: a foreign finalizer may put while its thread is in here; it finds `_inside`, and is refused.
         self._lock = threading.RLock()
         self._inside = self._torn = self._closed = False
@@ -104,7 +104,7 @@ class DevicePool:
         self._rows: dict[int, _Row] = {}
         self._growing: dict[int, int] = {}
         """Bytes that are about to be allocated, by the number of the lease."""
-        self._wanted: dict[int, bool] = {}
+        self._allocating: dict[int, bool] = {}
         """Of those whose allocation has begun, whether the lease has not ended meanwhile."""
         self._at_work = AtWork()
         # Derived from the rows.
@@ -199,7 +199,7 @@ class DevicePool:
         # What cannot be had now is had at the next look.
         with suppress(*self._failures):
             # Copies of another stager's that are done may hold the last reference, and nobody may call that one.
-            self._flow.reap()
+            self._reclaimer.reap()
             self._trim()
         return bool(self._rows or self._growing)
 
@@ -252,8 +252,8 @@ class DevicePool:
             if row is not None and row.lease == number:
                 self._end(row)
                 del leased[number]
-            elif number in self._wanted:
-                self._wanted[number] = False
+            elif number in self._allocating:
+                self._allocating[number] = False
             else:
                 self._growing.pop(number, None)
             # Only now: one that an interrupt leaves in the middle comes again.
@@ -303,7 +303,7 @@ class DevicePool:
     def _find(self, size: int, number: int, streams: Streams) -> _Row:
         """Lease a block for which there was none idle: wait for one, make room, or allocate."""
         # Copies that are done may hold the last reference to an array, and so to its block.
-        self._flow.reap()
+        self._reclaimer.reap()
         collected = False
         while True:
             changes = self._changes
@@ -319,7 +319,7 @@ class DevicePool:
                 return self._grow(size, number, streams)
             if self._doomed:
                 uninterrupted(self._free_doomed)
-            elif self._flow.wait_oldest():
+            elif self._reclaimer.wait_oldest():
                 continue
             elif self._at_work.is_more_to_come():
                 time.sleep(LOOK_SECONDS)
@@ -506,7 +506,7 @@ class DevicePool:
             try:
                 block = self._allocated(size)
             except BaseException as error:
-                self._wanted.pop(number, None)
+                self._allocating.pop(number, None)
                 self._growing.pop(number, None)
                 self._changes += 1
                 if not isinstance(error, self._failures):
@@ -521,7 +521,7 @@ class DevicePool:
         """Begin an allocation that was counted; False: its lease has ended."""
         if number not in self._growing:
             return False
-        self._wanted[number] = True
+        self._allocating[number] = True
         return True
 
     def _enter(self, row: _Row, number: int | None, streams: Streams) -> _Row:
@@ -531,7 +531,7 @@ class DevicePool:
             self._rows[row.key] = row
             self._growing.pop(row.key, None)
             self._places[row.address] = row
-            if number is not None and self._wanted.pop(number, False):
+            if number is not None and self._allocating.pop(number, False):
                 row.lease, row.streams = number, streams
                 self._leased[number] = row
             else:
@@ -546,7 +546,7 @@ class DevicePool:
             self._rows.setdefault(row.key, row)
             self._growing.pop(row.key, None)
             if number is not None:
-                self._wanted.pop(number, None)
+                self._allocating.pop(number, None)
             raise
         return row
 

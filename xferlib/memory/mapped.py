@@ -37,7 +37,7 @@ class View:
 
 @final
 class Views:
-    """The views of one stager. Any thread. What is in flight, for whoever waits for memory: as `Flow` of the pool."""
+    """The views of one stager. Any thread. What is in flight, for whoever waits for memory: as `Reclaimer` of the pool."""
 
     def __init__(self, backend: HostStager[Any]) -> None:
         self._backend = backend

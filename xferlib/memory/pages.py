@@ -54,19 +54,19 @@ class Allocators(NamedTuple):
 
     allocate: Callable[[int], int]
     free: Callable[[int], None]
-    combine: Callable[[int], int] | None
+    allocate_write_combined: Callable[[int], int] | None
     """Write-combined memory; None: the backend has none."""
 
 
 def allocators(backend: HostStager[Any]) -> Allocators:
     """Return where pinned memory for this backend comes from."""
     flags = backend.capabilities
-    combine = _allocator(backend, "alloc_write_combined") if flags.write_combined else None
+    allocate_write_combined = _allocator(backend, "alloc_write_combined") if flags.write_combined else None
     # Pages of our own are faster than what a driver allocates, and on the right node; where nothing is locked nothing is gained.
     if not (flags.pinned and flags.register):
-        return Allocators(_allocator(backend, "alloc_pinned"), backend.free_pinned, combine)
+        return Allocators(_allocator(backend, "alloc_pinned"), backend.free_pinned, allocate_write_combined)
     pages = HostPages(backend)
-    return Allocators(pages.allocate, pages.free, combine)
+    return Allocators(pages.allocate, pages.free, allocate_write_combined)
 
 
 def _allocator(backend: HostStager[Any], method: Literal["alloc_pinned", "alloc_write_combined"]) -> Callable[[int], int]:

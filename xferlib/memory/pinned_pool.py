@@ -28,7 +28,7 @@ import numpy as np
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.memory.arrays import Array
-from xferlib.memory.blocks import Flow, HostBlock, Usage, Wanted, WhenFull, check_when_full, round_up
+from xferlib.memory.blocks import HostBlock, PoolRequest, Reclaimer, Usage, WhenFull, check_when_full, round_up
 from xferlib.memory.ranges import Ranges
 from xferlib.reaper import AtWork, uninterrupted, watch
 from xferlib.tickets import Returns, ticket
@@ -88,7 +88,7 @@ _NEW = tuple.__new__
 class PinnedPool:
     """Hands out pinned memory as NumPy arrays. Any thread. `allocate` and `free` are the backend's.
 
-    Write-combined memory, which `combine` allocates, lies in segments of its own: nobody gets it who did not ask for it.
+    Write-combined memory lies in segments of its own: only whoever asks for it gets it.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class PinnedPool:
         *,
         allocate: Callable[[int], int],
         free: Callable[[int], None],
-        flow: Flow,
+        reclaimer: Reclaimer,
         limit: int,
-        combine: Callable[[int], int] | None = None,
+        allocate_write_combined: Callable[[int], int] | None = None,
         when_full: WhenFull = "wait",
     ) -> None:
         check_when_full(when_full)
@@ -106,9 +106,9 @@ class PinnedPool:
         self.when_full = when_full
         self._arrays_limit = limit - min(STAGING_SHARE, limit // 2) if when_full == "stage" else limit
         self._allocate = allocate
-        self._combine = combine
+        self._allocate_write_combined = allocate_write_combined
         self._free = free
-        self._flow = flow
+        self._reclaimer = reclaimer
         # Reentrant: a foreign finalizer may ask while its thread is in here; it finds `_inside`, and is refused.
         self._lock = threading.RLock()
         self._inside = self._torn = False
@@ -121,7 +121,7 @@ class PinnedPool:
         self._rows: dict[int, _Row] = {}
         self._growing: dict[int, int] = {}
         """Bytes that are about to be page-locked, by the number of the request."""
-        self._wanted: dict[int, bool] = {}
+        self._allocating: dict[int, bool] = {}
         """Of those whose page-locking has begun, whether the request was not given up meanwhile."""
         self._reserved: dict[int, int] = {}
         """Bytes that are locked beside the pool, by their address."""
@@ -130,7 +130,7 @@ class PinnedPool:
         """Held while the driver unlocks, by threads that no interrupt comes to."""
         self._at_work = AtWork()
         # Derived from segments and rows.
-        self._large, self._small, self._combined = Ranges(), Ranges(), Ranges()
+        self._large, self._small, self._write_combined = Ranges(), Ranges(), Ranges()
         self._index: tuple[list[int], list[int], list[_Segment]] = ([], [], [])
         """Starts and ends of the segments, in order, and the segments."""
         self.used_nbytes = self._asked = self._arrays = 0
@@ -145,13 +145,13 @@ class PinnedPool:
         segments = sum([segment.nbytes for segment in list(self._segments.values())])
         return segments + sum([*self._growing.values(), *self._reserved.values()])
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, combined: bool = False) -> Array:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, write_combined: bool = False) -> Array:
         """Return an array in pinned memory, contents undefined; see `WhenFull`. Raises `AllocationError`, saying what to do."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return np.empty(shape, dtype)
         try:
-            block = self._take(nbytes, None, combined=combined, for_array=True)
+            block = self._take(nbytes, None, write_combined=write_combined, for_array=True)
         except AllocationError:
             if self.when_full != "stage":
                 raise
@@ -164,52 +164,52 @@ class PinnedPool:
 
         `taken` is called before any other thread can find the memory gone.
         """
-        return self._take(nbytes, taken, combined=False, for_array=False)
+        return self._take(nbytes, taken, write_combined=False, for_array=False)
 
     def try_take(self, nbytes: int, taken: Callable[[], None] | None = None) -> HostBlock | None:
         """Return `nbytes` bytes for staging as `take` does, where that neither waits for a transfer nor unpins."""
-        wanted = Wanted(round_up(nbytes, ALIGNMENT), nbytes, taken, False, False)
+        request = PoolRequest(round_up(nbytes, ALIGNMENT), nbytes, taken, False, False)
         number = self._count()
         held = ticket(self._returns.put, number)
-        row, growth = self._alone(self._looked, wanted, number, True, False)
+        row, growth = self._alone(self._looked, request, number, True, False)
         if growth is not None:
-            row = self._grow(wanted, number, *growth)
+            row = self._grow(request, number, *growth)
         return None if row is None else HostBlock(row.address, row.size, held)
 
-    def _take(self, nbytes: int, taken: Callable[[], None] | None, *, combined: bool, for_array: bool) -> HostBlock:
+    def _take(self, nbytes: int, taken: Callable[[], None] | None, *, write_combined: bool, for_array: bool) -> HostBlock:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if size > self.limit // PAGE * PAGE:
             raise AllocationError(
                 f"{in_words(nbytes)} of pinned memory asked, more than pinned_limit={self.limit} ({in_words(self.limit)}). "
                 "Raise pinned_limit, or use smaller arrays"
             )
-        wanted = _NEW(Wanted, (size, nbytes, taken, combined, for_array))
+        request = _NEW(PoolRequest, (size, nbytes, taken, write_combined, for_array))
         number = self._count()
         # First: whatever happens from here on, the row goes back.
         held = ticket(self._returns.put, number)
-        row, _ = self._alone(self._looked, wanted, number, False)
+        row, _ = self._alone(self._looked, request, number, False)
         if row is None:
-            row = self._found(wanted, number)
+            row = self._found(request, number)
         return HostBlock(row.address, size, held)
 
-    def _found(self, wanted: Wanted, number: int) -> _Row:
+    def _found(self, request: PoolRequest, number: int) -> _Row:
         """Make room, step by step, after a first look has found no idle memory."""
         # Copies that are done may hold the last reference to what is asked for.
-        self._flow.reap()
-        waits = not wanted.for_array or self.when_full == "wait"
+        self._reclaimer.reap()
+        waits = not request.for_array or self.when_full == "wait"
         yielded = collected = False
         while True:
             changes = self._changes
-            row, growth = self._alone(self._looked, wanted, number, True)
+            row, growth = self._alone(self._looked, request, number, True)
             if row is not None:
                 return row
             if growth is not None:
-                return self._grow(wanted, number, *growth)
+                return self._grow(request, number, *growth)
             if self._freeable():
                 uninterrupted(self._release)
             elif not yielded:
                 # What is only kept for later comes before any wait.
-                self._flow.yield_idle()
+                self._reclaimer.yield_idle()
                 yielded = True
             elif waits and self._wait():
                 pass
@@ -217,8 +217,8 @@ class PinnedPool:
                 time.sleep(LOOK_SECONDS)
             elif changes != self._changes or self._returns:
                 pass
-            elif collected or (wanted.for_array and self.when_full == "stage"):
-                raise self._full(wanted.asked, waits=waits)
+            elif collected or (request.for_array and self.when_full == "stage"):
+                raise self._full(request.asked, waits=waits)
             else:
                 # Arrays in reference cycles hold pinned memory until the collector runs, and it knows nothing of the limit.
                 gc.collect()
@@ -229,7 +229,7 @@ class PinnedPool:
 
         Idle memory is unpinned first, where that makes room. It waits for no transfer. Raises `AllocationError`, saying what to do.
         """
-        for make_room in (self._flow.reap, self._flow.yield_idle, gc.collect, None):
+        for make_room in (self._reclaimer.reap, self._reclaimer.yield_idle, gc.collect, None):
             while True:
                 changes = self._changes
                 if self._alone(self._try_reserve, address, nbytes):
@@ -285,7 +285,7 @@ class PinnedPool:
         try:
             self._trim()
         except BaseException:
-            # Who closes is told what was refused. It is tried again only if the reaper is wanted anyway, for what is still held.
+            # The caller is told what was refused. It is tried again only where the reaper is needed anyway, for what is still held.
             if self._rows or self._growing:
                 watch(self)
             raise
@@ -295,7 +295,7 @@ class PinnedPool:
     def settle(self) -> bool:
         """After `close`, unpin what no array holds any more; tell whether anything is left. See `Remains`."""
         # Copies of another stager's that are done may hold the last reference, and nobody may call that one.
-        self._flow.reap()
+        self._reclaimer.reap()
         try:
             self._trim()
         except Exception:
@@ -334,7 +334,7 @@ class PinnedPool:
                     self._mend()
                 # An interrupt, or an error, leaves it so.
                 self._torn = True
-                # What was looked at and not settled is there only after an interrupt, or an error.
+                # What was looked at and not settled is there only after an interrupt or an error.
                 if torn or not self._returns.nothing_new():
                     self._take_back()
                 outcome = step(*arguments)
@@ -349,7 +349,7 @@ class PinnedPool:
         self.used_nbytes = sum([row.size for row in rows])
         self._asked = sum([row.asked for row in rows])
         self._arrays = sum([row.size for row in rows if row.for_array])
-        for ranges in (self._large, self._small, self._combined):
+        for ranges in (self._large, self._small, self._write_combined):
             ranges.clear()
         for segment in list(self._segments.values()):
             if not segment.freeing:
@@ -369,8 +369,8 @@ class PinnedPool:
                 if row.for_array:
                     self._arrays -= row.size
                 row.ranges.give_back(row.address, row.size)
-            elif number in self._wanted:
-                self._wanted[number] = False
+            elif number in self._allocating:
+                self._allocating[number] = False
             else:
                 self._growing.pop(number, None)
             # Only now: one that an interrupt leaves in the middle comes again.
@@ -380,24 +380,26 @@ class PinnedPool:
     def _wait(self) -> bool:
         """Block until something in flight has ended. Returns False if nothing could."""
         start = time.perf_counter()
-        if not self._flow.wait_oldest():
+        if not self._reclaimer.wait_oldest():
             return False
         self.waits += 1
         self.wait_seconds += time.perf_counter() - start
         return True
 
-    def _looked(self, wanted: Wanted, number: int, may_grow: bool, may_evict: bool = True) -> tuple[_Row | None, _Growth | None]:
+    def _looked(
+        self, request: PoolRequest, number: int, may_grow: bool, may_evict: bool = True
+    ) -> tuple[_Row | None, _Growth | None]:
         """Enter a row in idle memory, or return what new segment was counted; else idle ones may be freeable now."""
-        if wanted.for_array and self._arrays + wanted.size > self._arrays_limit:
+        if request.for_array and self._arrays + request.size > self._arrays_limit:
             return None, None
-        ranges = self._combined if wanted.combined else self._class_of(wanted.size)
-        address = ranges.take(wanted.size)
+        ranges = self._write_combined if request.write_combined else self._class_of(request.size)
+        address = ranges.take(request.size)
         if address is not None:
             self.hits += 1
-            return self._handed_out(address, ranges, wanted, number), None
+            return self._handed_out(address, ranges, request, number), None
         if not may_grow:
             return None, None
-        exact = round_up(wanted.size, PAGE)
+        exact = round_up(request.size, PAGE)
         for nbytes in (SHARED_SEGMENT, exact) if ranges is self._small else (exact,):
             excess = self.nbytes + nbytes - self.limit
             if excess <= 0:
@@ -416,35 +418,35 @@ class PinnedPool:
         self._reserved[address] = nbytes
         return True
 
-    def _grow(self, wanted: Wanted, number: int, ranges: Ranges, nbytes: int) -> _Row:
+    def _grow(self, request: PoolRequest, number: int, ranges: Ranges, nbytes: int) -> _Row:
         # Outside the lock: page-locking takes milliseconds, and other threads may find idle memory meanwhile.
-        return uninterrupted(lambda: self._grown(wanted, number, ranges, nbytes))
+        return uninterrupted(lambda: self._grown(request, number, ranges, nbytes))
 
-    def _grown(self, wanted: Wanted, number: int, ranges: Ranges, nbytes: int) -> _Row:
+    def _grown(self, request: PoolRequest, number: int, ranges: Ranges, nbytes: int) -> _Row:
         """Page-lock a segment that was counted, and enter the row at its start. On a thread that no interrupt comes to."""
         with self._at_work:
             if not self._alone(self._begin, number):
                 # Interrupted before: nobody will look at what is returned.
                 raise AllocationError("nobody waits for this memory any more")
             try:
-                allocate = self._combine if ranges is self._combined else self._allocate
+                allocate = self._allocate_write_combined if ranges is self._write_combined else self._allocate
                 assert allocate is not None
                 start = allocate(nbytes)
             except BaseException:
-                self._wanted.pop(number, None)
+                self._allocating.pop(number, None)
                 self._growing.pop(number, None)
                 self._changes += 1
                 raise
-            return self._alone(self._entered, _Segment(number, start, nbytes, ranges), wanted, number)
+            return self._alone(self._entered, _Segment(number, start, nbytes, ranges), request, number)
 
     def _begin(self, number: int) -> bool:
         """Begin to page-lock what was counted; False: the request was given up."""
         if number not in self._growing:
             return False
-        self._wanted[number] = True
+        self._allocating[number] = True
         return True
 
-    def _entered(self, segment: _Segment, wanted: Wanted, number: int) -> _Row:
+    def _entered(self, segment: _Segment, request: PoolRequest, number: int) -> _Row:
         """Enter a new segment, and at its start the row, where somebody still waits for it."""
         self._segments[segment.number] = segment
         self._growing.pop(number, None)
@@ -454,14 +456,14 @@ class PinnedPool:
         segment.ranges.add_segment(segment.start, segment.nbytes)
         self._reindex()
         self._changes += 1
-        if not self._wanted.pop(number, False):
+        if not self._allocating.pop(number, False):
             return _Row(segment.start, 0, 0, False, segment.ranges)
         # Out of the new segment, not the best fit: another thread may have asked meanwhile.
-        segment.ranges.take_at(segment.start, wanted.size)
-        return self._handed_out(segment.start, segment.ranges, wanted, number)
+        segment.ranges.take_at(segment.start, request.size)
+        return self._handed_out(segment.start, segment.ranges, request, number)
 
-    def _handed_out(self, address: int, ranges: Ranges, wanted: Wanted, number: int) -> _Row:
-        size, asked, taken, _, for_array = wanted
+    def _handed_out(self, address: int, ranges: Ranges, request: PoolRequest, number: int) -> _Row:
+        size, asked, taken, _, for_array = request
         row: _Row = _NEW(_Row, (address, size, asked, for_array, ranges))
         self._rows[number] = row
         self.used_nbytes += size
@@ -484,7 +486,7 @@ class PinnedPool:
 
     def _evict(self, excess: int | None) -> bool:
         """Have idle segments freed until so many bytes are gone (None: all). False, and none are, where all would not be enough."""
-        idle = [(ranges, *whole) for ranges in (self._large, self._small, self._combined) for whole in ranges.whole()]
+        idle = [(ranges, *whole) for ranges in (self._large, self._small, self._write_combined) for whole in ranges.whole()]
         if excess is not None and excess > sum([nbytes for _, _, nbytes in idle]):
             return False
         for ranges, start, nbytes in idle:

@@ -1,5 +1,7 @@
 """Device memory: blocks, leases, and when a block may be written again; tickets, and the thread that settles what is left."""
 
+# ruff: noqa: E501  # Quoted code is as long as it is.
+
 from __future__ import annotations
 
 DEVICE, TICKETS, REAPER = "xferlib/memory/device_pool.py", "xferlib/tickets.py", "xferlib/reaper.py"
@@ -13,7 +15,7 @@ MUTANTS = [
     (DEVICE, "            if self.settle():\n                watch(self)\n", "            self.settle()\n"),
     (DEVICE, "        return bool(self._rows or self._growing)", "        return bool(self._leased)"),
     (DEVICE, "        if torn:\n            self._mend()\n", ""),
-    (DEVICE, "        if not torn and self._returns.nothing_new():", "        if self._returns.nothing_new():"),
+    (DEVICE, "        if torn or not self._nothing_new():", "        if not self._nothing_new():"),
     (
         DEVICE,
         "            if row.doomed:\n                self._doomed.append(row)\n                continue\n",
@@ -21,7 +23,7 @@ MUTANTS = [
     ),
     (DEVICE, "                if self._places.get(row.address) is row:\n                    del self._places[row.address]\n", ""),
     (DEVICE, "            if row is not None and row.lease == number:", "            if row is not None:"),
-    (DEVICE, "                self._wanted[number] = False\n", "                pass\n"),
+    (DEVICE, "                self._allocating[number] = False\n", "                pass\n"),
     (DEVICE, "        if row.fence is None and (streams or not doomed):", "        if row.fence is None:"),
     (DEVICE, "        if reached and not self._lost(row.block):", "        if not self._lost(row.block):"),
     (DEVICE, "        if reached and not self._lost(row.block):", "        if reached:"),
@@ -44,7 +46,7 @@ MUTANTS = [
     ),
     (
         DEVICE,
-        "        # Copies that are done may hold the last reference to an array, and so to its block.\n        self._flow.reap()\n",
+        "        # Copies that are done may hold the last reference to an array, and so to its block.\n        self._reclaimer.reap()\n",
         "",
     ),
     (DEVICE, "elif changes != self._changes or self._returns:", "elif changes != self._changes:"),

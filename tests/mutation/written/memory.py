@@ -18,11 +18,11 @@ MUTANTS = [
         "            if excess <= 0:\n                self._growing[number]",
         "            if excess < 0:\n                self._growing[number]",
     ),
-    (POOL, "self._arrays + wanted.size > self._arrays_limit", "self._arrays + wanted.size >= self._arrays_limit"),
+    (POOL, "self._arrays + request.size > self._arrays_limit", "self._arrays + request.size >= self._arrays_limit"),
     (POOL, "limit - min(STAGING_SHARE, limit // 2) if", "limit - STAGING_SHARE if"),
     (
         POOL,
-        "for ranges in (self._large, self._small, self._combined) for whole in",
+        "for ranges in (self._large, self._small, self._write_combined) for whole in",
         "for ranges in (self._large, self._small) for whole in",
     ),
     (
@@ -32,8 +32,8 @@ MUTANTS = [
     ),
     (
         POOL,
-        "        segment.ranges.take_at(segment.start, wanted.size)\n        return self._handed_out(segment.start",
-        "        start = segment.ranges.take(wanted.size)\n        assert start is not None\n        return self._handed_out(start",
+        "        segment.ranges.take_at(segment.start, request.size)\n        return self._handed_out(segment.start",
+        "        start = segment.ranges.take(request.size)\n        assert start is not None\n        return self._handed_out(start",
     ),
     (
         POOL,
@@ -41,14 +41,14 @@ MUTANTS = [
         "",
     ),
     (POOL, "elif changes != self._changes or self._returns:", "elif changes != self._changes:"),
-    (POOL, "waits = not wanted.for_array or self.when_full", "waits = self.when_full"),
+    (POOL, "waits = not request.for_array or self.when_full", "waits = self.when_full"),
     (POOL, "            self._arrays += size", "            self._arrays += asked"),
     (POOL, "segments[bisect_right(starts, address) - 1]", "segments[bisect_right(starts, address - 1) - 1]"),
     (POOL, "return index >= 0 and address + nbytes <= ends[index]", "return index >= 0 and address < ends[index]"),
     (
         POOL,
-        "ranges = self._combined if wanted.combined else self._class_of(wanted.size)",
-        "ranges = self._combined if wanted.combined and wanted.size >= SMALL else self._class_of(wanted.size)",
+        "ranges = self._write_combined if request.write_combined else self._class_of(request.size)",
+        "ranges = self._write_combined if request.write_combined and request.size >= SMALL else self._class_of(request.size)",
     ),
     (POOL, "                gc.collect()\n                collected = True", "                collected = True"),
     (RANGES, "if after is not None and end not in self.segments:", "if after is not None:"),

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-PUTS, GETS, TRANSFER, STAGER, CHECKS, VIEWS, MAPS = (
-    f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "views", "maps")
+PUTS, GETS, TRANSFER, STAGER, CHECKS, MAPPED = (
+    f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "memory/mapped")
 )
 
 MUTANTS = [
@@ -100,15 +100,15 @@ MUTANTS = [
     (GETS, "if outs is not None and len(outs) > 1:", "if outs is not None and len(outs) > 2:"),
     (CHECKS, "    if out.dtype != dtype:", "    if out.dtype.itemsize != dtype.itemsize:"),
     (
-        VIEWS,
+        MAPPED,
         "        for _, event in list(self._fenced.values()):\n            self._wait(event)\n",
         "        for _, event in list(self._fenced.values())[:1]:\n            self._wait(event)\n",
     ),
     (
-        VIEWS,
+        MAPPED,
         "            self._rows.pop(number, None)\n            self._returns.settled(number)",
         "            self._returns.settled(number)",
     ),
-    (MAPS, "            view, row.stream = backend", "            view, _ = backend"),
+    (MAPPED, "            view, row.stream = backend", "            view, _ = backend"),
     (CHECKS, "    if not backend.capabilities.finalizers and collects():", "    if False:"),
 ]
