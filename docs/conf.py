@@ -79,7 +79,7 @@ class Laws(Directive):
         return section
 
 
-MADE_BY_USERS = {"Capabilities", "Charge", "Bill", "Drain", "Feed", "Ring", "SharedRing", "StagingProfile"}
+MADE_BY_USERS = {"Capabilities", "Charge", "MemoryEstimate", "Drain", "BackgroundIterator", "Ring", "SharedRing", "StagingProfile"}
 
 
 def _signature(app: Any, kind: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None) -> Any:

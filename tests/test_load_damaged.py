@@ -204,9 +204,9 @@ def test_random_damage_is_refused_by_the_files_name_or_does_not_show(stager: Sta
             assert type(error) is ValueError
             assert path.name in str(error)
         del error
-        stager._traffic.wait_all()
+        stager._ledger.wait_all()
         stager.trim()
-        assert not stager._traffic.busy
+        assert not stager._ledger.busy
         assert stager.stats().device_nbytes == 0
         assert stager._pool.usage().used == 0
     assert 0 < loaded < FILES

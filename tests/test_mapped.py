@@ -224,7 +224,7 @@ def test_a_view_is_of_the_current_stream_unless_another_is_named(stager: Stager)
     with Stream() as stream:
         view = stager.mapped(array)
         assert view.ctypes.data == array.ctypes.data
-        (row,) = stager._traffic.views._rows.values()
+        (row,) = stager._ledger.views._rows.values()
         assert row.stream is not None
         assert row.stream.handle == stream.handle
         stream.close()
@@ -297,7 +297,7 @@ def test_a_forked_child_waits_for_nothing() -> None:
         child = os.fork()
         if child == 0:
             del view
-            stager._traffic.views.wait_all()
+            stager._ledger.views.wait_all()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         del view

@@ -36,18 +36,19 @@ from xferlib.load import load as load
 from xferlib.memory.registered import Pin as Pin
 from xferlib.pipeline.drain import Drain as Drain
 from xferlib.pipeline.drain import Results as Results
+from xferlib.pipeline.memory_estimate import MemoryEstimate as MemoryEstimate
 from xferlib.pipeline.prefetch import Prefetch as Prefetch
 from xferlib.pipeline.prefetch import prefetch as prefetch
 from xferlib.pipeline.report import Report as Report
 from xferlib.pipeline.ring import Ring as Ring
 from xferlib.pipeline.ring import Slot as Slot
-from xferlib.pipeline.shared.failures import WorkerDiedError as WorkerDiedError
-from xferlib.pipeline.shared.failures import WorkerError as WorkerError
-from xferlib.pipeline.shared.ring import SharedRing as SharedRing
-from xferlib.pipeline.shared.run import Run as Run
 from xferlib.pipeline.stream import Drained as Drained
 from xferlib.pipeline.stream import drain as drain
 from xferlib.pipeline.stream import stream_map as stream_map
+from xferlib.pipeline.workers.failures import WorkerDiedError as WorkerDiedError
+from xferlib.pipeline.workers.failures import WorkerError as WorkerError
+from xferlib.pipeline.workers.ring import SharedRing as SharedRing
+from xferlib.pipeline.workers.run import Run as Run
 from xferlib.protocol import Capabilities as Capabilities
 from xferlib.protocol import Event as Event
 from xferlib.protocol import HostStager as HostStager
@@ -68,6 +69,7 @@ __all__ = [
     "Drained",
     "Event",
     "HostStager",
+    "MemoryEstimate",
     "Pin",
     "Prefetch",
     "Report",
@@ -95,19 +97,21 @@ __all__ = [
     "stream_map",
 ]
 
-if TYPE_CHECKING:
-    from xferlib.pipeline.bill import Bill as Bill
-    from xferlib.pipeline.clock import Clock as Clock
-    from xferlib.pipeline.feed import Feed as Feed
-else:
+if not TYPE_CHECKING:
+    _RENAMED = {
+        "Bill": "xferlib.pipeline.memory_estimate.MemoryEstimate",
+        "Clock": "xferlib.pipeline.phase_timer.PhaseTimer",
+        "Feed": "xferlib.pipeline.background.BackgroundIterator",
+    }
+
     # Hidden from checkers, which would believe that every name is here.
     def __getattr__(name: str) -> object:
         """Give what was public once, with a warning."""
-        if name not in ("Bill", "Clock", "Feed"):
+        if name not in _RENAMED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib
         import warnings
 
-        home = f"{__name__}.pipeline.{name.lower()}"
-        warnings.warn(f"xferlib.{name} is no part of the public face any more. Its home is {home}", DeprecationWarning, 2)
-        return getattr(importlib.import_module(home), name)
+        home, _, kept = _RENAMED[name].rpartition(".")
+        warnings.warn(f"xferlib.{name} is no part of the public face any more. It is {home}.{kept}", DeprecationWarning, 2)
+        return getattr(importlib.import_module(home), kept)

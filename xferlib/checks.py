@@ -34,7 +34,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-CHECKS = {f"xferlib.{name}" for name in ("checks", "handles", "memory.arrays", "pipeline.shared.layout", "tree")}
+CHECKS = {f"xferlib.{name}" for name in ("checks", "handles", "memory.arrays", "pipeline.workers.layout", "tree")}
 """Modules in which what users pass is refused."""
 
 

@@ -1,6 +1,6 @@
 """What users hold: `Stager` owns the parts, refuses what cannot be, translates errors and closes, the same for every backend.
 
-How a transfer is started stands in `puts` and `gets`; no framework, and no copying of bytes, belongs here.
+How a transfer is started stands in `h2d` and `d2h`; no framework, and no copying of bytes, belongs here.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from xferlib.checks import (
     uncopied,
     whole_shape,
 )
+from xferlib.d2h import DeviceToHost
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.forks import forget_in_child
-from xferlib.gets import Gets
-from xferlib.inflight import Flow, Room, Traffic
-from xferlib.loud import Loud
+from xferlib.h2d import HostToDevice
+from xferlib.in_flight import Flow, Ledger, Room
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import WhenFull
 from xferlib.memory.device_pool import DevicePool
@@ -46,8 +46,8 @@ from xferlib.memory.mapped import mappable
 from xferlib.memory.pages import allocators
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.memory.registered import Pin, Pins, splits
+from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import Capabilities, HostStager
-from xferlib.puts import Puts
 from xferlib.reaper import close_later, collects, start_reaper, uninterrupted
 from xferlib.staging.pageable import Staging
 from xferlib.staging.profile import StagingProfile, as_profile
@@ -107,9 +107,9 @@ class Stager:
         debug: bool | None,
     ) -> None:
         backend = self.backend
-        self._traffic = traffic = Traffic(backend)
+        self._ledger = ledger = Ledger(backend)
         memory = allocators(backend)
-        room, flow = Room(traffic), Flow(traffic)
+        room, flow = Room(ledger), Flow(ledger)
         self._pool = pool = PinnedPool(
             allocate=memory.allocate,
             allocate_write_combined=memory.allocate_write_combined,
@@ -120,15 +120,15 @@ class Stager:
         )
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
         self._blocks = DevicePool(backend, flow, device_limit)
-        self._staging = staged = Staging(backend, pool, traffic, as_profile(staging))
+        self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
         room.release, room.contains = staged.release, pool.contains
-        flow.owns, traffic.wait_issued = self._blocks.owns, staged.wait_issued
-        self._pins = Pins(backend, traffic, pool)
+        flow.owns, ledger.wait_issued = self._blocks.owns, staged.wait_issued
+        self._pins = Pins(backend, ledger, pool)
         host = HostMemory(backend, pool, splits)
         self._host = host
-        self._puts = Puts(backend, host, self._blocks, staged, traffic, Loud(strict=strict))
+        self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(strict=strict))
         self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
-        self._gets = Gets(backend, host, pool, staged, traffic)
+        self._gets = DeviceToHost(backend, host, pool, staged, ledger)
         _live.add(self)
         forget_in_child(self)
         start_reaper()
@@ -138,7 +138,7 @@ class Stager:
         # Nothing was asked of them yet.
         self.__dict__.pop("_gets", None)
         _live.discard(self)
-        for name in ("_staging", "_pins", "_blocks", "_traffic"):
+        for name in ("_staging", "_pins", "_blocks", "_ledger"):
             part = self.__dict__.get(name)
             if part is not None:
                 part.close()
@@ -225,7 +225,7 @@ class Stager:
             raise lacking(self.backend, "mapped", "gives the device no view of host memory. Copy it with put")
         if stream is not None:
             self._check_stream(stream)
-        return self._traffic.views.view(*mappable(array, self._host), stream)
+        return self._ledger.views.view(*mappable(array, self._host), stream)
 
     @overload
     def put(self, tree: NamedT, *, into: None = None, stream: object | None = None, borrow: Borrow = False) -> Transfer[NamedT]: ...
@@ -343,8 +343,8 @@ class Stager:
             device_nbytes=self._blocks.nbytes,
             device_peak_nbytes=self._blocks.peak_nbytes,
             device_waits=self._blocks.waits,
-            h2d_nbytes=self._traffic.h2d.nbytes,
-            d2h_nbytes=self._traffic.d2h.nbytes,
+            h2d_nbytes=self._ledger.h2d.nbytes,
+            d2h_nbytes=self._ledger.d2h.nbytes,
             synchronous=self._staging.leaves,
         )
 
@@ -362,7 +362,7 @@ class Stager:
     def _trim(self) -> None:
         with translated(self._failures, "idle memory could not be given back"):
             self._pins.sweep()
-            self._traffic.reap()
+            self._ledger.reap()
             self._staging.release()
             self._pool.trim()
             self._blocks.trim()
@@ -390,7 +390,7 @@ class Stager:
             self._refusal = ClosedError("this stager is closed. Open another one with xferlib.stager(...)")
             # Interrupted here, it may be called again.
             wait_for_callers(self, _CALLS, LEAVE_SECONDS)
-            self._traffic.wait_all()
+            self._ledger.wait_all()
             uninterrupted(self._give_back)
 
     def _give_back(self) -> None:
@@ -404,7 +404,7 @@ class Stager:
                 # Last in, first out, and each of them whatever those before it raise.
                 for step in (self.backend.close, self._blocks.close, self._pool.close, self._pins.close, self._staging.close):
                     steps.callback(step)
-                steps.callback(self._traffic.close)
+                steps.callback(self._ledger.close)
                 if self._sources is not None:
                     steps.callback(self._sources.close)
 

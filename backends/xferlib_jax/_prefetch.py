@@ -123,7 +123,7 @@ class ShardedPrefetch(Generic[TreeT_co]):
         return tuple(self._hold.stagers.values())
 
     @property
-    def bill(self) -> xferlib.Bill:
+    def bill(self) -> xferlib.MemoryEstimate:
         """The memory that the loop needs, on all local devices together. Waits for the source's first batch."""
         bill, first = self._loop.bill, self._puts.first
         if first is None:

@@ -11,7 +11,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import tampered
-from xferlib.pipeline.bill import tree_nbytes
+from xferlib.pipeline.memory_estimate import tree_nbytes
 from xferlib.tree import trees_of
 
 VALUES = np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -371,8 +371,8 @@ class Jobs:
         assert (stager.get(again, out=self.out).result() == 4).all()
         del again
         assert until(lambda: not any(lane.jobs for lane in staging._lanes))
-        stager._traffic.wait_all()
-        assert not stager._traffic.busy
+        stager._ledger.wait_all()
+        assert not stager._ledger.busy
         stager.trim()
         assert stager._pool.usage().used == stager._pool.nbytes == 0
         for lane in staging._lanes:
@@ -413,7 +413,7 @@ def test_an_interrupt_at_any_point_of_a_first_transfer_loses_no_job_and_no_chunk
         jobs = Jobs()
         # Without chunks.
         jobs.transfers.clear()
-        jobs.stager._traffic.wait_all()
+        jobs.stager._ledger.wait_all()
         jobs.stager.trim()
         if not interrupted_at(point, ENGINE, lambda: JOBS[name](jobs)):  # noqa: B023  # As above.
             jobs.check()

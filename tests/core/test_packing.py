@@ -10,7 +10,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import tampered
-from xferlib.layout import KEPT, Layout, Layouts
+from xferlib.packing import KEPT, Layout, Layouts
 
 DTYPES = [np.bool_, np.int8, np.uint16, np.float32, np.complex64, np.int64, ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e5m2)]
 

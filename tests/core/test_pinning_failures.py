@@ -29,7 +29,7 @@ class Once:
 
 
 def test_closing_that_was_interrupted_may_be_finished(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stager._traffic, "wait_all", Once(KeyboardInterrupt(), stager._traffic.wait_all))
+    monkeypatch.setattr(stager._ledger, "wait_all", Once(KeyboardInterrupt(), stager._ledger.wait_all))
     array = np.zeros(10)
     pin = stager.pin(array)
     with pytest.raises(KeyboardInterrupt):

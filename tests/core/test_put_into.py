@@ -13,7 +13,7 @@ import xferlib_host
 
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread, tampered, until
-from xferlib import inflight
+from xferlib import in_flight
 
 
 class Broke(Exception):
@@ -101,7 +101,7 @@ def test_the_only_stager_of_a_process_waits_for_its_own_gets(
     stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, staged: bool, tree: bool
 ) -> None:
     """Where there is another, each transfer of all of them is looked at."""
-    monkeypatch.setattr(inflight, "_open", {0: stager._traffic})
+    monkeypatch.setattr(in_flight, "_open", {0: stager._ledger})
     nbytes = 64 << 20 if staged else 1 << 20
     target, new = np.full(nbytes, 1, np.uint8), stager.empty_pinned(1 << 20, np.uint8)
     new[:] = 2

@@ -11,7 +11,7 @@ import xferlib_host
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered, until
-from xferlib.gets import PACK_UP_TO, PACKED
+from xferlib.d2h import PACK_UP_TO, PACKED
 from xferlib.memory.blocks import WhenFull, round_up
 from xferlib.memory.pinned_pool import ALIGNMENT
 from xferlib.staging.profile import StagingProfile

@@ -341,7 +341,7 @@ def test_a_stream_that_is_refused_starts_nothing(stream: str) -> None:
             with pytest.raises((TypeError, xferlib.ClosedError), match=r"xferlib_host\.Stream"):
                 move()
         assert started == []
-        assert not stager._traffic.busy
+        assert not stager._ledger.busy
         assert stager.stats().device_nbytes == 0
 
 

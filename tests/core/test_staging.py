@@ -11,7 +11,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, succeeds, tampered
-from xferlib.inflight import Fill, Jobs
+from xferlib.in_flight import Fill, Jobs
 from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20
@@ -231,7 +231,7 @@ def test_who_is_told_that_a_block_is_filled_finds_its_memory(monkeypatch: pytest
 
     def removed(jobs: Jobs, fill: Fill) -> None:
         assert fill.over
-        stager._traffic.h2d.wait_all()
+        stager._ledger.h2d.wait_all()
         used.append(stager._pool.usage().used)
         remove(jobs, fill)
 

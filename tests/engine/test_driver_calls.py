@@ -305,7 +305,7 @@ def test_a_larger_transfer_takes_no_more_calls_of_python(device: Device, monkeyp
             WAYS[way](stager, source[:nbytes], out[:nbytes]).synchronize()
             took, questions = time.monotonic() - began, sum(name in QUESTIONS_ASKED for name in said)
             # What asks here is this test.
-            assert until(lambda: not (stager._traffic.reap() or stager._traffic.busy))
+            assert until(lambda: not (stager._ledger.reap() or stager._ledger.busy))
             return questions, took
 
         for nbytes in (large, small):

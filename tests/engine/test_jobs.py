@@ -67,8 +67,8 @@ def copied() -> int:
 
 
 def is_idle(stager: xferlib.Stager) -> bool:
-    stager._traffic.reap()
-    return not stager._traffic.busy
+    stager._ledger.reap()
+    return not stager._ledger.busy
 
 
 def at_rest(stager: xferlib.Stager) -> None:
@@ -625,7 +625,7 @@ def test_a_finalizer_on_the_dispatchers_thread_is_told_that_it_cannot_wait() -> 
                 reading.synchronize,
                 lambda: stager.put(np.zeros(10, np.uint32), into=there[-10:]),
                 lambda: stager.get(np.zeros(10, np.uint32), out=out[-10:]),
-                stager._traffic.wait_all,
+                stager._ledger.wait_all,
             ]
             gate.set()
             assert ended.wait(WATCHDOG)

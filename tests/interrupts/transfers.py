@@ -152,7 +152,7 @@ def well(bench: Bench) -> None:
     del bench.there, bench.pinned, bench.out, bench.large, bench.landed, bench.large_there
     on_thread(lambda: at_rest(bench.stager)).result(2 * PATIENCE)
     assert not bench.stager._pins._rows
-    assert not bench.stager._traffic.busy
+    assert not bench.stager._ledger.busy
 
 
 def _work(bench: Bench) -> None:

@@ -565,8 +565,8 @@ def test_a_put_that_fails_on_one_device_leaves_nothing_in_flight(stagers: tuple[
     assert len(raised) == 1
     for stager in stagers[:4]:
         # What is done may wait to be noticed, what is not done is not noticed.
-        stager._traffic.reap()
-        assert not stager._traffic.busy
+        stager._ledger.reap()
+        assert not stager._ledger.busy
     for pin in pins:
         pin.close()
 

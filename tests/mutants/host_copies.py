@@ -15,7 +15,7 @@ from xferlib_host.conformance import TestHost as Host
 from tests.mutants.arena import ArenaHost
 from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
 from tests.mutants.host_ownership import stand_before
-from xferlib.inflight import InFlight
+from xferlib.in_flight import InFlight
 from xferlib.protocol import Event, Source
 from xferlib.stager import Stager
 from xferlib.staging.pageable import BorrowedCopy, Staging

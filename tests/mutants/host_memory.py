@@ -17,7 +17,7 @@ from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broke
 from tests.mutants.host_copies import holds_nothing_in_flight
 from tests.mutants.locking import LockingBackend, LockingHost
 from xferlib.errors import ClosedError
-from xferlib.inflight import InFlight, Jobs, Traffic
+from xferlib.in_flight import InFlight, Jobs, Ledger
 from xferlib.memory.device_pool import DevicePool
 from xferlib.protocol import Capabilities, Event, Source, Stream
 from xferlib.stager import Stager
@@ -107,7 +107,7 @@ class OverwritesAtOnce(BrokenBackend):
 def overlooks_what_is_not_enqueued(patch: pytest.MonkeyPatch) -> None:
     """The core looks for those who read an array among the copies that are enqueued, and not among those that will be."""
     patch.setattr(Staging, "wait_issued", lambda staging, *what: None)
-    patch.setattr("xferlib.puts.uses", lambda *what: False)
+    patch.setattr("xferlib.h2d.uses", lambda *what: False)
 
 
 @broken_core("test_law08_a_pinned_slot_is_nobody_elses_while_another_stager_uses_it[put]", hooks=LockingHost)
@@ -306,7 +306,7 @@ class FreesTooEarly(BrokenBackend):
 @broken_core("test_law10_close_waits_for_what_is_in_flight", "test_law10_close_after_an_interrupt_waits_as_ever", hooks=Host)
 def closes_at_once(patch: pytest.MonkeyPatch) -> None:
     """Closing waits for nothing."""
-    patch.setattr(Traffic, "wait_all", lambda traffic: None)
+    patch.setattr(Ledger, "wait_all", lambda ledger: None)
     patch.setattr("xferlib.memory.device_pool.DevicePool.close", lambda blocks: None)
     patch.setattr("xferlib.staging.pageable.Staging.close", lambda staging: None)
     patch.setattr("xferlib_host._engine.Engine.close", lambda engine: None)
@@ -358,7 +358,7 @@ def gives_up_what_lands(patch: pytest.MonkeyPatch) -> None:
             raise
 
     def close_unless_given_up(stager: Stager) -> None:
-        if stager._traffic.jobs not in given_up:
+        if stager._ledger.jobs not in given_up:
             close(stager)
 
     patch.setattr(Jobs, "wait_all", wait_or_give_up)

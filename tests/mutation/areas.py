@@ -96,16 +96,16 @@ AREAS = {
         but=("*/device_pool.py",),
     ),
     "transfers": Area(
-        tuple(f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "loud", "registry")),
+        tuple(f"xferlib/{name}.py" for name in ("h2d", "d2h", "transfer", "stager", "checks", "pageable_warning", "registry")),
         (),
         {
-            "/puts.py": (
+            "/h2d.py": (
                 *PUTS,
-                *core("reuse", "second_leaf", "across_stagers", "packing", "bad_input", "inflight", "device"),
-                "tests/test_loud.py",
+                *core("reuse", "second_leaf", "across_stagers", "packing", "bad_input", "in_flight", "device"),
+                "tests/core/test_pageable_warning.py",
                 *LAWS,
             ),
-            "/gets.py": (*GETS, *JOBS, *core("second_leaf", "bad_input", "inflight"), *LAWS),
+            "/d2h.py": (*GETS, *JOBS, *core("second_leaf", "bad_input", "in_flight"), *LAWS),
             "/transfer.py": (*core("transfer", "borrow", "stager_get"), *LAWS),
             "/checks.py": (
                 *core("bad_input", "put_into", "stager_put", "stager_get"),
@@ -113,13 +113,13 @@ AREAS = {
                 # Alone: what else is there goes through every allocation.
                 "tests/core/test_foreign_finalizers.py::test_finalizers_are_refused_where_the_framework_does_not_survive_them",
             ),
-            "/loud.py": ("tests/test_loud.py",),
+            "/pageable_warning.py": ("tests/core/test_pageable_warning.py",),
             "/registry.py": core("registry"),
             "/stager.py": (
                 *core(
                     "bad_input", "stager_put", "stager_get", "stager_lifetime", "pool_policies", "staging", "pinning", "registry"
                 ),
-                *("tests/test_loud.py", "tests/test_mapped.py", *LAWS),
+                *("tests/core/test_pageable_warning.py", "tests/test_mapped.py", *LAWS),
             ),
         },
     ),
@@ -156,21 +156,21 @@ AREAS = {
         },
     ),
     "ownership": Area(
-        tuple(f"xferlib/{name}.py" for name in ("inflight", "handles", "latch", "forks", "callers", "debug")),
+        tuple(f"xferlib/{name}.py" for name in ("in_flight", "handles", "latch", "forks", "callers", "debug")),
         (),
         {
-            "/inflight.py": core(
-                "inflight", "across_stagers", "put_into", "reuse", "reaper", "foreign_finalizers", "stager_lifetime"
+            "/in_flight.py": core(
+                "in_flight", "across_stagers", "put_into", "reuse", "reaper", "foreign_finalizers", "stager_lifetime"
             ),
             "/handles.py": core("handles"),
-            "/latch.py": (*core("latch", "inflight", "transfer", "reaper", "stager_lifetime"), "tests/host"),
+            "/latch.py": (*core("latch", "in_flight", "transfer", "reaper", "stager_lifetime"), "tests/host"),
             "/forks.py": (*core("stager_lifetime", "reaper", "transfer"), "tests/test_mapped.py"),
             "/callers.py": core("stager_lifetime"),
             "/debug.py": ("tests/test_debug.py",),
         },
     ),
     "load-tree-packing": Area(
-        ("xferlib/load.py", "xferlib/tree.py", "xferlib/layout.py"),
+        ("xferlib/load.py", "xferlib/tree.py", "xferlib/packing.py"),
         (
             *core("tree", "packing", "stager_put", "stager_get", "put_into"),
             "tests/test_load.py",
@@ -179,7 +179,7 @@ AREAS = {
         ),
         {
             "/load.py": LOAD,
-            "/layout.py": core("packing"),
+            "/packing.py": core("packing"),
         },
     ),
     "pipeline": Area(
@@ -188,8 +188,10 @@ AREAS = {
         {
             "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile", "sources_and_bills"),
             **dict.fromkeys(
-                ("/feed.py", "/source_thread.py", "/wakeup.py"),
-                pipeline("feed", "prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"),
+                ("/background.py", "/source_thread.py", "/wakeup.py"),
+                pipeline(
+                    "background", "prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"
+                ),
             ),
             "/prefetch.py": (
                 *pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream", "unshared"),
@@ -200,14 +202,14 @@ AREAS = {
             "/stream.py": pipeline("stream", "drain", "report", "sources_and_bills"),
             "/report.py": pipeline("report", "stream", "sources_and_bills"),
             "/unshared.py": pipeline("unshared"),
-            "/clock.py": pipeline("report", "prefetch", "sources_and_bills"),
-            "/bill.py": pipeline("ring", "prefetch", "drain", "sources_and_bills"),
-            "/rows.py": pipeline("drain", "stream", "sources_and_bills"),
+            "/phase_timer.py": pipeline("report", "prefetch", "sources_and_bills"),
+            "/memory_estimate.py": pipeline("ring", "prefetch", "drain", "sources_and_bills"),
+            "/output_writer.py": pipeline("drain", "stream", "sources_and_bills"),
         },
     ),
     "workers": Area(
-        ("xferlib/pipeline/shared/*.py",),
-        (*folder("shared", "layout", "shared_memory", "shared_ring", "worker_deaths"), "tests/shared/test_*.py"),
+        ("xferlib/pipeline/workers/*.py",),
+        (*folder("workers", "layout", "shared_memory", "shared_ring", "worker_deaths"), "tests/workers/test_*.py"),
     ),
     "host": Area(
         ("backends/xferlib_host/*.py",),

@@ -506,7 +506,7 @@ def test_gathered_memory_is_idle_when_its_get_is_done(world: World, pinned: bool
         world.default.release()
     assert np.array_equal(on_thread(got[0].result).result(WATCHDOG), values)
     got.clear()
-    assert until(lambda: not (world.stager._traffic.reap() or world.stager._traffic.busy))
+    assert until(lambda: not (world.stager._ledger.reap() or world.stager._ledger.busy))
     gathering._settle()
     assert not gathering._held
     assert any(gathering._idle.values())

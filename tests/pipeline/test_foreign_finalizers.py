@@ -21,7 +21,7 @@ from tests.pipeline.steps import PATIENCE
 
 PIPELINE = str(Path(xferlib.__file__).parent / "pipeline")
 FILES = {
-    "feed.py",
+    "background.py",
     "source_thread.py",
     "prefetch.py",
     "drain.py",
@@ -29,9 +29,9 @@ FILES = {
     "wakeup.py",
     "failed.py",
     "report.py",
-    "clock.py",
-    "rows.py",
-    "bill.py",
+    "phase_timer.py",
+    "output_writer.py",
+    "memory_estimate.py",
 }
 
 

@@ -17,7 +17,7 @@ from xferlib_host import Stream
 import xferlib
 from tests.core.fakes import held, on_thread, succeeds
 from tests.pipeline.steps import PATIENCE, Source, batch, h2d, number_of, part, thread_of, until
-from xferlib.pipeline import feed
+from xferlib.pipeline import background
 
 
 def test_batches_come_in_order_the_last_one_smaller_and_may_be_kept(stager: xferlib.Stager) -> None:
@@ -165,7 +165,7 @@ def test_the_end_of_the_source_leaves_no_thread(stager: xferlib.Stager) -> None:
 
 
 def test_close_does_not_wait_for_ever_for_a_source_that_is_stuck(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(background, "CLOSE_SECONDS", 0.05)
     source = Source(9, stop_at=1)
     batches = xferlib.prefetch(iter(source), stager)
     assert source.stopped.wait(PATIENCE)

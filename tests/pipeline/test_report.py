@@ -14,8 +14,8 @@ from xferlib_host import Stream
 import xferlib
 from tests.core.fakes import held, on_thread
 from tests.pipeline.steps import PATIENCE, batch, h2d, part, until
-from xferlib.pipeline import clock as clock_module
-from xferlib.pipeline.clock import Clock
+from xferlib.pipeline import phase_timer as clock_module
+from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import of_drain, of_prefetch, of_stream
 
 
@@ -35,7 +35,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def test_a_clock_adds_up_by_part(time: Time) -> None:
-    clock = Clock()
+    clock = PhaseTimer()
     time.now = 5
     clock.turn("a")
     time.now = 7

@@ -15,7 +15,7 @@ from xferlib_host import Stream
 import xferlib
 from tests.core.fakes import Gated, held, on_thread
 from tests.pipeline.steps import PATIENCE, batch, h2d, until
-from xferlib.pipeline.bill import tree_nbytes
+from xferlib.pipeline.memory_estimate import tree_nbytes
 
 
 class Rows:

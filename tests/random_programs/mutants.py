@@ -23,13 +23,13 @@ class Mutant(NamedTuple):
 MUTANTS = (
     Mutant(
         "nothing is kept alive for a copy",
-        "xferlib/inflight.py",
+        "xferlib/in_flight.py",
         "_NEW(Entry, (asked, event, self._count(), host, device, keepalive))",
         "_NEW(Entry, (asked, event, self._count(), (), (), None))",
     ),
     Mutant(
         "what a copy needs is let go of one transfer early",
-        "xferlib/inflight.py",
+        "xferlib/in_flight.py",
         "gone = entries = self._done()",
         "gone = entries = self.entries()[: len(self._done()) + 1]",
     ),
@@ -46,11 +46,11 @@ MUTANTS = (
         "if False:",
     ),
     Mutant(
-        "leaves overlap in a shared block", "xferlib/layout.py", "max(1, -(-nbytes // ALIGNMENT))", "max(1, nbytes // ALIGNMENT)"
+        "leaves overlap in a shared block", "xferlib/packing.py", "max(1, -(-nbytes // ALIGNMENT))", "max(1, nbytes // ALIGNMENT)"
     ),
     Mutant(
         "only the first array of a block holds it",
-        "xferlib/puts.py",
+        "xferlib/h2d.py",
         "make(block, offset, shape, dtype, after=after, lease=lease)",
         "make(block, offset, shape, dtype, after=after, lease=lease if not offset else None)",
     ),
@@ -84,20 +84,20 @@ MUTANTS = (
     Mutant("leaves that lie side by side are one", "xferlib/staging/coalesce.py", "block != last or ", ""),
     Mutant(
         "into does not wait for a get that reads",
-        "xferlib/puts.py",
+        "xferlib/h2d.py",
         "                if not entry.uses_device(place):\n",
         "                if True:\n",
     ),
     Mutant(
         "into does not wait for a get of another stager's",
-        "xferlib/puts.py",
-        "        for traffic in all_traffic():\n            traffic.wait_issued",
-        "        for traffic in (self._traffic,):\n            traffic.wait_issued",
+        "xferlib/h2d.py",
+        "        for ledger in all_ledgers():\n            ledger.wait_issued",
+        "        for ledger in (self._ledger,):\n            ledger.wait_issued",
     ),
     Mutant(
         "a slot is handed out while another stager reads it",
         "xferlib/pipeline/ends.py",
-        "users += [entry.event for entry in traffic.entries() if entry.uses_host(address, nbytes)]",
+        "users += [entry.event for entry in ledger.entries() if entry.uses_host(address, nbytes)]",
         "users += []",
     ),
     Mutant("a slot is handed out under a view of it", "xferlib/pipeline/ends.py", "if views.held(address, nbytes):", "if False:"),
@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "a pin is undone under a copy",
         "xferlib/memory/registered.py",
-        "        self._traffic.wait_all()\n        verify_done()\n",
+        "        self._ledger.wait_all()\n        verify_done()\n",
         "        verify_done()\n",
     ),
     Mutant("a hole between two pins is not seen", "xferlib/memory/host.py", "and not self._splits(address, nbytes)", ""),
@@ -127,7 +127,7 @@ MUTANTS = (
         "self._fenced[number] = (view.memory, event)",
         "pass",
     ),
-    Mutant("a lent block is free before its copies are started", "xferlib/puts.py", "until_started=leases", "until_started=None"),
+    Mutant("a lent block is free before its copies are started", "xferlib/h2d.py", "until_started=leases", "until_started=None"),
     Mutant(
         "the source of a prefetch is asked too early",
         "xferlib/pipeline/prefetch.py",
@@ -162,24 +162,24 @@ MUTANTS = (
     Mutant(
         "close does not wait",
         "xferlib/stager.py",
-        "            self._traffic.wait_all()\n            uninterrupted(",
+        "            self._ledger.wait_all()\n            uninterrupted(",
         "            uninterrupted(",
     ),
     Mutant(
         "the order of a get is not its array's",
-        "xferlib/gets.py",
+        "xferlib/d2h.py",
         "sources.append(place(leaf, stream))",
         "sources.append(place(leaf, None))",
     ),
     Mutant(
         "the order of a get of one array is not its array's",
-        "xferlib/gets.py",
+        "xferlib/d2h.py",
         "source = self._backend.as_source(array, stream)",
         "source = self._backend.as_source(array, None)",
     ),
     Mutant(
         "an array is adopted at another place",
-        "xferlib/puts.py",
+        "xferlib/h2d.py",
         "arrays[index] = array\n        return unflatten(spec, arrays)",
         "arrays[index] = array\n        arrays[:2] = arrays[1::-1] if layout.count > 16 else arrays[:2]\n"
         "        return unflatten(spec, arrays)",

@@ -15,7 +15,7 @@ from xferlib.checks import translated, uncopied
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child, leave
-from xferlib.inflight import Traffic
+from xferlib.in_flight import Ledger
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.memory.proc_maps import why_unlockable
@@ -77,10 +77,10 @@ class _Row(NamedTuple):
 class Pins:
     """The ranges that one stager has page-locked for callers. Any thread."""
 
-    def __init__(self, backend: HostStager[Any], traffic: Traffic, pool: PinnedPool) -> None:
+    def __init__(self, backend: HostStager[Any], ledger: Ledger, pool: PinnedPool) -> None:
         self.closed = False
         self._backend = backend
-        self._traffic = traffic
+        self._ledger = ledger
         self._pool = pool
         # Reentrant: a finalizer may pin while its thread is in here.
         self._lock = threading.RLock()
@@ -156,7 +156,7 @@ class Pins:
         """Unlock a range once nothing is in flight. Twice is fine."""
         if number not in self._rows:
             return
-        self._traffic.wait_all()
+        self._ledger.wait_all()
         verify_done()
         uninterrupted(lambda: self._unlocked(number))
 

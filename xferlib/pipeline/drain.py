@@ -19,9 +19,9 @@ from typing import Any, Generic, NoReturn, final
 
 from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
-from xferlib.pipeline.bill import Bill, Charge, tree_nbytes
 from xferlib.pipeline.failed import Failed
-from xferlib.pipeline.rows import Rows
+from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, tree_nbytes
+from xferlib.pipeline.output_writer import OutputWriter
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
@@ -63,10 +63,10 @@ class Drain(Generic[TreeT_co]):
         if depth < 1:
             raise ValueError(f"depth={depth!r}: expected 1 or more")
         self.depth = depth
-        self.bill: Bill | None = None
+        self.bill: MemoryEstimate | None = None
         self.lowered: str | None = None
         self._stager = stager
-        self._rows = None if out is None else Rows(out, trees_of(stager.backend))
+        self._rows = None if out is None else OutputWriter(out, trees_of(stager.backend))
         self._changed = Wakeup()
         # Reentrant: a finalizer may take while its thread is in here.
         self._taking = threading.RLock()
@@ -219,7 +219,7 @@ class Drain(Generic[TreeT_co]):
         first = f", the oldest {oldest!r}" if isinstance(oldest, Transfer) else ""
         return f"<Drain, {self._taken} taken, {len(self._pending)} not taken{first}, {state}>"
 
-    def _into_rows(self, rows: Rows, tree: Any, stream: object | None) -> Transfer:
+    def _into_rows(self, rows: OutputWriter, tree: Any, stream: object | None) -> Transfer:
         out, count = rows.next(tree)
         # Before the copy: were it begun, and that lost to an interrupt, nothing else may be written to these rows.
         rows.filled += count
@@ -315,7 +315,7 @@ class Drain(Generic[TreeT_co]):
                 self.depth = fit
         device = Charge("device", self.depth + 1, nbytes, "results")
         own = () if self._rows is not None else (Charge("pinned", self.depth + 1, nbytes, "results"),)
-        self.bill = Bill((*own, device))
+        self.bill = MemoryEstimate((*own, device))
 
 
 @final

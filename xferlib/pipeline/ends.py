@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol, final
 
-from xferlib.inflight import all_traffic
+from xferlib.in_flight import all_ledgers
 from xferlib.memory.mapped import Views
 from xferlib.transfer import Transfer
 
@@ -83,11 +83,11 @@ def users_of(address: int, nbytes: int) -> list[Pending]:
     Each is done no sooner than its use is over. A view that lives is not done, and nobody can wait for it.
     """
     users: list[Pending] = []
-    for traffic in all_traffic():
-        traffic.reap()
-        users += [entry.event for entry in traffic.entries() if entry.uses_host(address, nbytes)]
-        users += traffic.jobs.using([(address, nbytes)])
-        views = traffic.views
+    for ledger in all_ledgers():
+        ledger.reap()
+        users += [entry.event for entry in ledger.entries() if entry.uses_host(address, nbytes)]
+        users += ledger.jobs.using([(address, nbytes)])
+        views = ledger.views
         # In this order: a view that goes meanwhile is in the second.
         if views.held(address, nbytes):
             users.append(_Use(views, address, nbytes))

@@ -20,10 +20,10 @@ import numpy as np
 from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.memory.arrays import Array, address_of
-from xferlib.pipeline.bill import Bill, Charge, tree_nbytes
-from xferlib.pipeline.clock import Clock
+from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.ends import End, Started, end_of
-from xferlib.pipeline.feed import Feed
+from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, tree_nbytes
+from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
 from xferlib.pipeline.unshared import is_unshared
@@ -156,17 +156,17 @@ class Prefetch(Generic[TreeT_co]):
         self._asked_depth = depth
         self._device_waits = device_waits
         self._value = take
-        self._clock = Clock()
+        self._clock = PhaseTimer()
         self._taken = self._late = 0
         self._first: _Mark | None = None
         """What the first batch took, which pays for what is done once."""
         self._starter = starter = _Starter(put, put if borrow is None else borrow, in_place, nbytes, depth, rewrites)
-        self._feed: Feed[Started] = Feed(
+        self._feed: BackgroundIterator[Started] = BackgroundIterator(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
 
     @property
-    def bill(self) -> Bill:
+    def bill(self) -> MemoryEstimate:
         """The memory that the loop needs. Waits for the source's first batch, from which it is known; empty if there is none."""
         self._feed.seen()
         return self._starter.bill
@@ -285,7 +285,7 @@ class _Starter:
         depth: int,
         rewrites: bool,
     ) -> None:
-        self.bill = Bill()
+        self.bill = MemoryEstimate()
         self._rewrites = rewrites
         self._put = put
         self._borrow = borrow
@@ -298,7 +298,7 @@ class _Starter:
         self._asked = 0
         self._recent: deque[End] = deque()
 
-    def start(self, box: list[Any], clock: Clock) -> Started:
+    def start(self, box: list[Any], clock: PhaseTimer) -> Started:
         """Put a batch. The clock is with the source's thread."""
         # Before it has a name here.
         unshared = is_unshared(box)
@@ -334,7 +334,7 @@ class _Starter:
             self._read = end.wait_staged, batch
         return started
 
-    def before_next(self, clock: Clock) -> None:
+    def before_next(self, clock: PhaseTimer) -> None:
         """Wait until the source may be asked for another batch."""
         self._asked += 1
         if self._read is not None:
@@ -355,11 +355,11 @@ class _Starter:
         # Ahead, with the consumer, and one whose readers are not done yet.
         device = Charge("device", self._depth + 2, nbytes, "batches")
         if slot:
-            self.bill = batch.ring.bill + Bill((device,))
+            self.bill = batch.ring.bill + MemoryEstimate((device,))
         elif self._in_place(batch):
-            self.bill = Bill((Charge("pinned", self._depth + 1, nbytes, "batches of the source's own"), device))
+            self.bill = MemoryEstimate((Charge("pinned", self._depth + 1, nbytes, "batches of the source's own"), device))
         else:
-            self.bill = Bill((device,))
+            self.bill = MemoryEstimate((device,))
 
 
 def _wait_for(wait: Callable[[], None]) -> None:
@@ -370,7 +370,7 @@ def _wait_for(wait: Callable[[], None]) -> None:
 
 @final
 class _Putter:
-    """Puts batches by one stager, and keeps the source from what a copy still reads."""
+    """HostToDevice batches by one stager, and keeps the source from what a copy still reads."""
 
     def __init__(self, stager: Stager, *, rewrites: bool) -> None:
         self._stager = stager

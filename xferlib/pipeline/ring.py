@@ -25,11 +25,11 @@ import numpy as np
 from xferlib.checks import checked_at, package_of, shorten, uncopied
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError, ClosedError, TransferError
-from xferlib.inflight import reap_all
+from xferlib.in_flight import reap_all
 from xferlib.memory.arrays import Array, address_of
-from xferlib.pipeline.bill import Bill, Charge
 from xferlib.pipeline.ends import End, Ends, end_of, users_of
-from xferlib.pipeline.shared.layout import Layout
+from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate
+from xferlib.pipeline.workers.layout import Layout
 from xferlib.sketch import sketched
 from xferlib.stager import Stager, check_stager
 from xferlib.tickets import Returns
@@ -80,7 +80,7 @@ class Ring(Generic[TreeT_co]):
         self._layout = layout = self._laid_out(stager, spec)
         self.stager = stager
         self.slots = slots
-        self.bill = Bill((Charge("pinned", slots, layout.nbytes, "slots"),))
+        self.bill = MemoryEstimate((Charge("pinned", slots, layout.nbytes, "slots"),))
         self._check(stager)
         self._words = layout.in_words
         """Of a slot, for people."""

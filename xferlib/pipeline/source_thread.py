@@ -1,6 +1,6 @@
 """The thread of a feed: its state, which whoever takes from it shares, and its work.
 
-The thread refers to no `Feed`. What is in here changes in single steps, and each side wakes the other to look at it.
+The thread refers to no `BackgroundIterator`. What is in here changes in single steps, and each side wakes the other to look at it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, Generic, TypeAlias, TypeVar, final
 from xferlib.debug import act_for
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
-from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.failed import Failed
+from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import before_closing
 
 __all__ = ["SourceThread", "Start", "live", "run"]
 
 T = TypeVar("T")
-Start: TypeAlias = "Callable[[list[Any], Clock], T]"
-Work: TypeAlias = "tuple[Iterable[Any], Start[T], Callable[[Clock], None]]"
+Start: TypeAlias = "Callable[[list[Any], PhaseTimer], T]"
+Work: TypeAlias = "tuple[Iterable[Any], Start[T], Callable[[PhaseTimer], None]]"
 
 LET_GO_SECONDS = 1.0
 """How long whoever closes a stager waits for a feed that was dropped while it started an item."""
@@ -47,7 +47,7 @@ class SourceThread(Generic[T]):
         """`begun_at`: see `caller` in `debug`."""
         self.work: Work[T] | None = work
         self.begun_at = begun_at
-        self.clock = Clock()
+        self.clock = PhaseTimer()
         self.depth = depth
         self.lowered: AllocationError | None = None
         self.running = self.begun = self.ended = self.closed = self.starting = self.forked = False
@@ -214,7 +214,7 @@ def _give_all(
     shared: SourceThread[Any],
     iterator: Iterator[Any],
     start: Start[Any],
-    before_next: Callable[[Clock], None],
+    before_next: Callable[[PhaseTimer], None],
 ) -> None:
     while not _finished(iterator):
         shared.place()

@@ -11,9 +11,9 @@ from typing import Any, Generic, final, overload
 from xferlib.checks import uncopied
 from xferlib.errors import AllocationError, ClosedError
 from xferlib.memory.arrays import Array
-from xferlib.pipeline.bill import Bill
-from xferlib.pipeline.clock import Clock
 from xferlib.pipeline.drain import Drain
+from xferlib.pipeline.memory_estimate import MemoryEstimate
+from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.prefetch import Prefetch, prefetch
 from xferlib.pipeline.report import Report, of_drain, of_stream
 from xferlib.stager import Stager, check_stager
@@ -200,7 +200,7 @@ class Drained(Generic[TreeT_co]):
             raise ValueError(f"depth={depth!r}: expected 1 or more")
         # The one to be taken is under way as well.
         self._drain: Drain[TreeT_co] = Drain(stager, depth + 1, out=out)
-        self._clock = Clock()
+        self._clock = PhaseTimer()
         self._waiting: Any = None
         """A result for which there was no memory yet."""
         self._exhausted = self._spent = self._closed = self._inside = False
@@ -209,10 +209,10 @@ class Drained(Generic[TreeT_co]):
         """What the first result took, which pays for what is done once, and whether it was late."""
 
     @property
-    def bill(self) -> Bill:
+    def bill(self) -> MemoryEstimate:
         """The memory that the loop needs; for what it has seen so far. Waits for the first batch where there is a prefetch."""
-        before = Bill() if self._source is None else self._source.bill
-        return before + (self._drain.bill or Bill())
+        before = MemoryEstimate() if self._source is None else self._source.bill
+        return before + (self._drain.bill or MemoryEstimate())
 
     def report(self) -> Report:
         """Say who waited for whom since the second result was asked for. Any thread, also after the end."""

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.errors import AllocationError
-from xferlib.inflight import Fill, Traffic
+from xferlib.in_flight import Fill, Ledger
 from xferlib.memory.arrays import Array
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import HostStager
@@ -35,12 +35,12 @@ SHARE = 16
 class BounceBuffers:
     """One stager's. Any thread."""
 
-    def __init__(self, backend: HostStager[Any], pool: PinnedPool, traffic: Traffic) -> None:
+    def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger) -> None:
         self._backend = backend
         self._pool = pool
-        self._h2d = traffic.h2d
-        self._jobs = traffic.jobs
-        self._reap = traffic.reap
+        self._h2d = ledger.h2d
+        self._jobs = ledger.jobs
+        self._reap = ledger.reap
         self._most = SLOT if pool.limit >= SHARE * SLOTS * SLOT else 0
         # Changed in single steps: a finalizer may put while its thread is in here.
         self._slots: deque[Slot] = deque()

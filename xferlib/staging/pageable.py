@@ -17,7 +17,7 @@ from xferlib.engine.jobs import Job
 from xferlib.engine.lanes import Lane, start_threads, usual_threads
 from xferlib.engine.native import D2H, H2D, ISSUED, STAGED
 from xferlib.errors import XferError
-from xferlib.inflight import Fill, Traffic, uses
+from xferlib.in_flight import Fill, Ledger, uses
 from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array, address_of, extent, pieces
 from xferlib.memory.pinned_pool import PAGE, PinnedPool
@@ -42,13 +42,13 @@ LEAST_CHUNKS = 2
 class Staging:
     """The staging of one stager. Any thread."""
 
-    def __init__(self, backend: HostStager[Any], pool: PinnedPool, traffic: Traffic, profile: StagingProfile | None = None) -> None:
+    def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger, profile: StagingProfile | None = None) -> None:
         self.leaves = 0
-        self._traffic = traffic
+        self._ledger = ledger
         given = profile or given_profile()
         self.profile = given or StagingProfile(usual_threads(), CHUNK)
         self._bounce_nbytes = min(self.profile.hand_off_nbytes, max(PAGE, pool.limit // 2))
-        self._bounce = BounceBuffers(backend, pool, traffic)
+        self._bounce = BounceBuffers(backend, pool, ledger)
         # A chunk is a share of the limit, so that each direction has several.
         nbytes = min(self.profile.chunk_nbytes, max(PAGE, pool.limit // 8 // PAGE * PAGE))
         # Reentrant: a finalizer may transfer while its thread is in here.
@@ -58,8 +58,8 @@ class Staging:
         # Not where there are few of them: each part of a job takes one.
         larger = LARGER if given is None and most == BUDGET // nbytes // 2 else 1
         self._lanes = (
-            Lane(H2D, backend, pool, traffic.jobs.h2d, nbytes=nbytes, most=most),
-            Lane(D2H, backend, pool, traffic.jobs.d2h, nbytes=larger * nbytes, most=most // larger),
+            Lane(H2D, backend, pool, ledger.jobs.h2d, nbytes=nbytes, most=most),
+            Lane(D2H, backend, pool, ledger.jobs.d2h, nbytes=larger * nbytes, most=most // larger),
         )
 
     def stage(self, leaves: Sequence[Placed], fills: list[Fill]) -> None:
@@ -101,11 +101,11 @@ class Staging:
         """
         if beside:
             # Now: whoever asks who uses this memory must find it until its own copies are done.
-            self._traffic.h2d.add(sum([array.nbytes for array in beside]), beside)
+            self._ledger.h2d.add(sum([array.nbytes for array in beside]), beside)
         whole = self._bounce_odd(leaves)
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if not whole:
-            return BorrowedCopy(None, self._traffic.h2d.add(nbytes, (), (), until_started))
+            return BorrowedCopy(None, self._ledger.h2d.add(nbytes, (), (), until_started))
         job = Job(self._lanes[H2D], owner=threading.get_ident())
         job.sources, job.kept, job.memory = whole, until_started, [extent(leaf.array) for leaf in whole]
         try:
@@ -114,7 +114,7 @@ class Staging:
             job.given_up = True
             job.abandon()
             raise
-        self._traffic.h2d.nbytes += nbytes
+        self._ledger.h2d.nbytes += nbytes
         return BorrowedCopy(job)
 
     def copy_out(
@@ -137,7 +137,7 @@ class Staging:
             job.given_up = True
             job.abandon()
             raise
-        self._traffic.d2h.nbytes += nbytes
+        self._ledger.d2h.nbytes += nbytes
         return job
 
     def wait_issued(self, target: Source | None = None) -> None:
@@ -174,7 +174,7 @@ class Staging:
 
     def _start(self, lane: Lane, job: Job, listed: Sequence[tuple[int, int, int, int]], nbytes: int) -> None:
         # What has ended refers to what it should have copied until somebody asks.
-        self._traffic.jobs.reap()
+        self._ledger.jobs.reap()
         lane.submit(job, listed)
         lane.feed(job, nbytes, len({block for _, _, _, block in listed}))
 
@@ -195,7 +195,7 @@ class Staging:
 
     def _wait_for_writers(self, job: Job) -> None:
         """Block until no earlier get writes memory of this one's: a small one may overtake it."""
-        for other in self._traffic.jobs.using(job.memory):
+        for other in self._ledger.jobs.using(job.memory):
             # What this thread is starting itself can only wait for the finalizer that this is.
             if other.owner == job.owner:
                 continue

@@ -19,7 +19,7 @@ from tests.frameworks.mutants import maps
 from tests.frameworks.mutants.cuda import LAW06, LAW13, Listing
 from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents
 from xferlib.conformance import Hold, cuda
-from xferlib.inflight import InFlight
+from xferlib.in_flight import InFlight
 from xferlib.protocol import Event, Source, Stream
 
 __all__ = ["MUTANTS"]

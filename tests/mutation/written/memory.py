@@ -71,7 +71,7 @@ MUTANTS = [
     (ARRAYS, "if array.nbytes <= nbytes or array.ndim == 0:", "if array.nbytes <= nbytes:"),
     (REGISTERED, "return after < len(ranges) and ranges[after][0] < end", "return after < len(ranges) and ranges[after][0] <= end"),
     (REGISTERED, "if after and ranges[after - 1][1] > address:", "if after and ranges[after - 1][1] >= address:"),
-    (REGISTERED, "        self._traffic.wait_all()\n        verify_done()\n", "        verify_done()\n"),
+    (REGISTERED, "        self._ledger.wait_all()\n        verify_done()\n", "        verify_done()\n"),
     (
         REGISTERED,
         "            if number in self._locks:\n                with translated",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-INFLIGHT = "xferlib/inflight.py"
+INFLIGHT = "xferlib/in_flight.py"
 
 MUTANTS = [
     # What is not done is let go of.
@@ -22,7 +22,7 @@ MUTANTS = [
     (INFLIGHT, "asked % _TURN >= _TURN - 2", "len(self._entries) % LOOK_EVERY == 0"),
     (INFLIGHT, "gone, more = self._take_done()", "gone, more = self._take_done()[0], True"),
     # Nobody waits for what another stager's jobs use.
-    (INFLIGHT, " or traffic.jobs.wait_user(job_concerns)\n", "\n"),
+    (INFLIGHT, " or ledger.jobs.wait_user(job_concerns)\n", "\n"),
     (INFLIGHT, "if isinstance(work, Job) and uses_it(work):", "if isinstance(work, Job):"),
     # Another thread adds meanwhile.
     (INFLIGHT, "        except RuntimeError:\n            # Another", "        except ZeroDivisionError:\n            # Another"),

@@ -8,16 +8,16 @@ RING, FEED, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UN
     f"xferlib/pipeline/{name}.py"
     for name in (
         "ring",
-        "feed",
+        "background",
         "source_thread",
         "prefetch",
         "drain",
         "ends",
         "stream",
         "report",
-        "clock",
-        "bill",
-        "rows",
+        "phase_timer",
+        "memory_estimate",
+        "output_writer",
         "unshared",
     )
 )
@@ -86,7 +86,7 @@ MUTANTS = [
     (DRAIN, "                failed = failed or error", "                failed = error"),
     (
         ENDS,
-        "        users += traffic.jobs.using([(address, nbytes)])\n",
+        "        users += ledger.jobs.using([(address, nbytes)])\n",
         "",
     ),
     (STREAM, "self._drain = Drain(stager, depth + 1, out=out)", "self._drain = Drain(stager, depth, out=out)"),

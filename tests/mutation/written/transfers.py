@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 PUTS, GETS, TRANSFER, STAGER, CHECKS, MAPPED = (
-    f"xferlib/{name}.py" for name in ("puts", "gets", "transfer", "stager", "checks", "memory/mapped")
+    f"xferlib/{name}.py" for name in ("h2d", "d2h", "transfer", "stager", "checks", "memory/mapped")
 )
 
 MUTANTS = [
@@ -15,21 +15,21 @@ MUTANTS = [
         "        streams: Streams = {}\n        block, lease = self._blocks",
     ),
     (
-        "xferlib/inflight.py",
+        "xferlib/in_flight.py",
         "return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1",
         "return not self.jobs.d2h and not self.d2h._entries",
     ),
     (
-        "xferlib/inflight.py",
+        "xferlib/in_flight.py",
         "return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1",
         "return not self.jobs.d2h and len(_open) == 1",
     ),
     (
-        "xferlib/inflight.py",
+        "xferlib/in_flight.py",
         "return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1",
         "return not self.d2h._entries and len(_open) == 1",
     ),
-    (PUTS, "if event is not None and traffic.place == self._traffic.place:\n", "if event is not None:\n"),
+    (PUTS, "if event is not None and ledger.place == self._ledger.place:\n", "if event is not None:\n"),
     (
         PUTS,
         "            for place in places:\n                self._order_after_users(place)\n        event",
@@ -90,10 +90,10 @@ MUTANTS = [
     (GETS, "pageable.append((source.address, np.asarray(array)[...]))", "pageable.append((source.address, array))"),
     (
         STAGER,
-        "            self._traffic.reap()\n            self._staging.release()\n            self._pool.trim()",
+        "            self._ledger.reap()\n            self._staging.release()\n            self._pool.trim()",
         "            self._staging.release()\n            self._pool.trim()",
     ),
-    (STAGER, "            self._pins.sweep()\n            self._traffic.reap()", "            self._traffic.reap()"),
+    (STAGER, "            self._pins.sweep()\n            self._ledger.reap()", "            self._ledger.reap()"),
     (STAGER, "            uninterrupted(self._give_back)", "            self._give_back()"),
     (STAGER, "            pinned_nbytes=locks * pool.pinned,", "            pinned_nbytes=locks * pool.used,"),
     (CHECKS, "        if following < start + nbytes:", "        if following <= start + nbytes:"),

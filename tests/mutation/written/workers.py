@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 RUN, RING, SLOTS, CREW, WORKER, PROCESS, LAYOUT, MEMORY = (
-    f"xferlib/pipeline/shared/{name}.py" for name in ("run", "ring", "slots", "crew", "worker", "process", "layout", "memory")
+    f"xferlib/pipeline/workers/{name}.py" for name in ("run", "ring", "slots", "crew", "worker", "process", "layout", "memory")
 )
 
 MUTANTS = [

@@ -1,0 +1,808 @@
+"""What is in flight is held: order, letting go, failing events, and finalizers that come back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.core.fakes import Point, on_thread, succeeds
+from xferlib.in_flight import LARGE, LOOK_EVERY, Entry, Fill, InFlight, Jobs, Ledger, all_ledgers, reap_all, wait_for_others
+from xferlib.latch import note_copying
+from xferlib.protocol import Source, Stream
+
+
+class Thing:
+    """Something that a copy needs."""
+
+
+class Work(Fill):  # type: ignore[misc]  # Final, but for tests of who is waited for.
+    """Another thread's, which keeps something."""
+
+    def __init__(self, kept: object = None, *, holds: bool = True) -> None:
+        super().__init__()
+        self.owner = 0
+        self.kept = kept
+        self.holds = holds
+        self.waits = 0
+
+    def end(self) -> None:
+        self.over = True
+
+
+class Awaited(Work):  # type: ignore[misc]  # As above.
+    """Is over when it is waited for."""
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.end()
+
+
+class Comes:
+    """Something whose finalizer is foreign code."""
+
+    def __init__(self, back: Callable[[], object]) -> None:
+        self._back = back
+
+    def __del__(self) -> None:
+        self._back()
+
+
+def queue_of(*points: Point) -> InFlight:
+    left = list(points)
+    return InFlight(lambda: left.pop(0), (OSError,))
+
+
+def test_an_entry_is_held_until_its_event_is_done() -> None:
+    point = Point()
+    queue = queue_of(point)
+    thing = Thing()
+    alive = weakref.ref(thing)
+    assert queue.add(LARGE, (), (), thing) is point
+    del thing
+    queue.reap()
+    assert alive() is not None
+    point.reached = True
+    queue.reap()
+    assert alive() is None
+    assert queue.nbytes == LARGE
+
+
+@pytest.mark.parametrize("done", range(6))
+def test_exactly_what_is_done_is_let_go(done: int) -> None:
+    points = [Point() for _ in range(5)]
+    queue = queue_of(*points)
+    things = [Thing() for _ in points]
+    alive = [weakref.ref(thing) for thing in things]
+    while things:
+        queue.add(1, (), (), things.pop(0))
+    for point in points[:done]:
+        point.reached = True
+    queue.reap()
+    assert [ref() is None for ref in alive] == [index < done for index in range(5)]
+
+
+def test_what_is_done_of_many_is_found_with_few_questions() -> None:
+    """Each costs as much as starting a small copy does."""
+    for done in range(201):
+        points = [Point() for _ in range(200)]
+        queue = queue_of(*points)
+        for _ in points:
+            queue.add(1, ())
+        for number, point in enumerate(points):
+            point.reached, point.asked = number < done, 0
+        queue.reap()
+        assert len(queue.entries()) == 200 - done
+        # Three of the oldest, one near the end, and then by halves.
+        assert sum(point.asked for point in points) <= 3 + len(points).bit_length()
+
+
+def reached_up_to(queue: InFlight, points: list[Point], done: int) -> int:
+    """Let the first points be reached, look, and return how many questions that took."""
+    for number, point in enumerate(points):
+        point.reached, point.asked = number < done, 0
+    queue.reap()
+    assert [entry.event for entry in queue.entries()] == points[done:]
+    return sum(point.asked for point in points)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_where_hundreds_are_under_way_a_look_that_finds_one_or_two_takes_three_questions(at_once: int) -> None:
+    points = [Point() for _ in range(300)]
+    queue = queue_of(*points)
+    for _ in points:
+        queue.add(1, ())
+    looks = range(at_once, 200, at_once)
+    assert {reached_up_to(queue, points, done) for done in looks} == {3}
+    assert reached_up_to(queue, points, looks[-1]) == 1
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_where_all_are_done_but_the_newest_a_look_takes_few_questions(left: int) -> None:
+    points = [Point() for _ in range(LOOK_EVERY)]
+    queue = queue_of(*points)
+    for _ in points:
+        queue.add(1, ())
+    assert reached_up_to(queue, points, LOOK_EVERY - left) <= 5
+
+
+def test_a_look_goes_through_hundreds_of_entries_only_when_several_are_done() -> None:
+    points = [Point() for _ in range(300)]
+    queue = queue_of(*points)
+    for _ in points:
+        queue.add(1, ())
+    listed: list[list[Entry]] = []
+    entries = queue.entries
+    queue.entries = lambda: listed.append(entries()) or listed[-1]  # type: ignore[func-returns-value, method-assign]
+    for done in (0, 1, 3):
+        for point in points[:done]:
+            point.reached = True
+        assert queue.reap() == bool(done)
+    assert listed == []
+    for point in points[:10]:
+        point.reached = True
+    assert queue.reap()
+    assert len(listed) == 1
+
+
+@pytest.mark.parametrize("count", [3, 4, 9])
+def test_what_is_not_done_is_held_where_another_thread_lets_go_of_some_meanwhile(count: int) -> None:
+    class Takes(Point):
+        def done(self) -> bool:
+            if self.asked == 0:
+                queue.wait_oldest()
+            return super().done()
+
+    points = [Point(reached=True), Point(reached=True), Takes(reached=True), *(Point() for _ in range(count - 3))]
+    queue = queue_of(*points)
+    for _ in points:
+        queue.add(1, ())
+    assert queue.reap()
+    assert [entry.event for entry in queue.entries()] == points[3:]
+
+
+def test_a_table_that_another_thread_adds_to_meanwhile_is_looked_at_as_a_whole() -> None:
+    class Changes(dict[int, Entry]):
+        values_asked = 0
+
+        def values(self) -> Any:
+            self.values_asked += 1
+            return self._cut() if self.values_asked == 1 else super().values()
+
+        def _cut(self) -> Iterator[Entry]:
+            yield next(iter(super().values()))
+            raise RuntimeError("dictionary changed size during iteration")
+
+    points = [Point(reached=number < 2) for number in range(5)]
+    queue = queue_of(*points)
+    for _ in points:
+        queue.add(1, ())
+    queue._entries = Changes(queue._entries)
+    assert queue.reap()
+    assert [entry.event for entry in queue.entries()] == points[2:]
+
+
+def test_small_transfers_are_asked_about_only_now_and_then() -> None:
+    points = [Point(reached=True) for _ in range(LOOK_EVERY)]
+    queue = queue_of(*points)
+    for _ in range(LOOK_EVERY - 1):
+        queue.add(1, ())
+    assert sum(point.asked for point in points) == 0
+    queue.add(1, ())
+    assert not queue.wait_oldest()
+
+
+def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_start() -> None:
+    points = [Point() for _ in range(10 * LOOK_EVERY)]
+    queue = queue_of(*points)
+    looks = 0
+    for number in range(len(points)):
+        before = sum(point.asked for point in points)
+        # One ends with each that starts, from the tenth on.
+        points[max(0, number - 10)].reached = number >= 10
+        queue.add(1, ())
+        looks += sum(point.asked for point in points) > before
+    assert looks == 10
+
+
+def test_who_has_looked_is_not_made_to_look_again() -> None:
+    points = [Point(), Point()]
+    queue = queue_of(*points)
+    queue.add(LARGE, (), looked=True)
+    assert points[0].asked == 0
+    queue.add(LARGE, ())
+    assert points[0].asked == 1
+
+
+def test_a_failed_copy_is_let_go_too() -> None:
+    queue = queue_of(Point(error=OSError("broken")), Point())
+    queue.add(1, ())
+    queue.add(1, ())
+    assert queue.wait_oldest()
+    assert queue.wait_oldest()
+    assert not queue.wait_oldest()
+
+
+def test_waiting_for_the_oldest_waits_for_nothing_else() -> None:
+    points = [Point(), Point()]
+    queue = queue_of(*points)
+    queue.add(1, ())
+    queue.add(1, ())
+    assert queue.wait_oldest()
+    assert [point.synchronized for point in points] == [1, 0]
+
+
+def test_what_is_let_go_may_run_finalizers_that_add_and_wait() -> None:
+    points = [Point(reached=True) for _ in range(3)]
+    queue = queue_of(*points)
+    queue.add(1, (), (), Comes(lambda: (queue.add(LARGE, ()), queue.wait_oldest())))
+    queue.add(LARGE, ())
+    assert not queue.wait_oldest()
+
+
+def test_a_failed_record_holds_what_it_was_given_no_longer_and_nothing_else_is_lost() -> None:
+    points = [Point()]
+    queue = queue_of(*points)
+    thing = Thing()
+    alive = weakref.ref(thing)
+    queue.add(1, (), (), thing)
+    del thing
+    with pytest.raises(IndexError):
+        queue.add(1, ())
+    queue.reap()
+    assert alive() is not None
+
+
+def test_settle_waits_and_swallows_the_failure_of_the_copy() -> None:
+    point = Point(error=OSError("broken"))
+    queue_of(point).settle(None)
+    assert point.synchronized == 1
+
+
+def test_settle_does_not_wait_on_a_thread_that_makes_the_copies() -> None:
+    """A finalizer whose start fails there would wait for itself."""
+    point, thing = Point(), Thing()
+    queue, alive = queue_of(point), weakref.ref(thing)
+
+    def fail(thing: Thing) -> None:
+        note_copying()
+        assert queue.settle(thing)
+
+    on_thread(partial(fail, thing)).result(10)
+    del thing
+    queue.reap()
+    assert alive() is not None
+    point.reached = True
+    queue.reap()
+    assert alive() is None
+
+
+def test_settle_keeps_memory_for_ever_if_nobody_can_say_when_the_copy_ends() -> None:
+    def record() -> Point:
+        raise OSError("no event")
+
+    queue = InFlight(record, (OSError,))
+    thing = Thing()
+    alive = weakref.ref(thing)
+    queue.settle(thing)
+    del thing
+    queue.reap()
+    gc.collect()
+    assert alive() is not None
+
+
+def test_what_settle_keeps_is_held_as_it_waits_and_is_nothing_that_a_copy_reads() -> None:
+    """Other threads ask meanwhile who uses what."""
+
+    class Looks(Point):
+        def synchronize(self) -> None:
+            found.extend(queue.entries())
+            super().synchronize()
+
+    found: list[Entry] = []
+    thing = Thing()
+    queue = queue_of(Looks())
+    assert queue.settle(thing)
+    (entry,) = found
+    assert entry.keepalive is thing
+    assert not entry.uses_device(Source(0, 1 << 40, None))
+    assert not entry.uses_host(0, 1 << 40)
+
+
+def test_a_forked_child_lets_go_of_nothing_that_was_in_flight_in_its_parent() -> None:
+    succeeds(
+        """
+        import gc, os
+        from tests.core.fakes import Point
+        from xferlib.in_flight import InFlight
+        class Thing:
+            def __del__(self):
+                freed.append(None)
+        def record():
+            if broken:
+                raise OSError
+            return Point()
+        freed, broken = [], []
+        queue = InFlight(record, (OSError,))
+        queue.add(1, (), (), Thing())
+        broken.append(None)
+        assert not queue.settle(Thing())
+        child = os.fork()
+        if child == 0:
+            gone = not queue.busy
+            del queue
+            gc.collect()
+            os._exit(0 if gone and not freed else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert queue.busy and not freed
+        """
+    )
+
+
+class Records:
+    """The part of a backend that Ledger needs."""
+
+    failures = (OSError,)
+    name = device = "played"
+
+    def __init__(self) -> None:
+        self.h2d: list[Point] = []
+        self.d2h: list[Point] = []
+        self.retired: list[Stream] = []
+
+    def record_h2d(self) -> Point:
+        return self.h2d.pop(0)
+
+    def record_d2h(self) -> Point:
+        return self.d2h.pop(0)
+
+    def retire(self, streams: Iterable[Stream]) -> Point:
+        self.retired += streams
+        return Point(reached=True)
+
+
+Plays = Callable[[Records], Ledger]
+
+
+@pytest.fixture
+def ledger() -> Iterator[Plays]:
+    """Make what is in flight of a stager, and close it behind the test: whatever is open is looked at by every stager."""
+    made: list[Ledger] = []
+
+    def play(backend: Records) -> Ledger:
+        made.append(Ledger(backend))  # type: ignore[arg-type]  # only the part that records is played
+        return made[-1]
+
+    yield play
+    for each in made:
+        each.close()
+
+
+def test_what_is_done_makes_room_before_anything_is_waited_for(ledger: Plays) -> None:
+    backend = Records()
+    pending, done = Point(), Point(reached=True)
+    backend.h2d, backend.d2h = [pending], [done]
+    both = ledger(backend)
+    thing = Thing()
+    alive = weakref.ref(thing)
+    both.h2d.add(1, ())
+    both.d2h.add(1, (), (), thing)
+    del thing
+    assert both.wait_oldest()
+    assert alive() is None
+    assert pending.synchronized == 0
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_what_is_waited_for_may_be_of_either_direction(ledger: Plays, direction: str) -> None:
+    backend = Records()
+    point = Point()
+    getattr(backend, direction).append(point)
+    both = ledger(backend)
+    getattr(both, direction).add(1, ())
+    assert both.wait_oldest()
+    assert point.synchronized == 1
+    assert not both.wait_oldest()
+
+
+def test_every_stager_is_made_to_look(ledger: Plays) -> None:
+    stagers, things = [], [Thing() for _ in range(3)]
+    alive = [weakref.ref(thing) for thing in things]
+    while things:
+        backend = Records()
+        backend.h2d = [Point(reached=True)]
+        stagers.append(ledger(backend))
+        stagers[-1].h2d.add(1, (), (), things.pop(0))
+    assert [each for each in all_ledgers() if each in stagers] == stagers
+    assert reap_all()
+    assert [ref() for ref in alive] == [None] * 3
+
+
+def test_what_is_closed_is_looked_at_by_no_other_stager(ledger: Plays) -> None:
+    one, other = ledger(Records()), ledger(Records())
+    one.close()
+    assert one not in all_ledgers()
+    assert other in all_ledgers()
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_of_other_stagers_one_copy_after_another_is_waited_for_and_none_of_one_s_own(ledger: Plays, direction: str) -> None:
+    points = [Point() for _ in range(4)]
+    concerned = set(points[:3])
+    stagers = []
+    for point in points:
+        backend = Records()
+        getattr(backend, direction).append(point)
+        stagers.append(ledger(backend))
+        getattr(stagers[-1], direction).add(1, ())
+    own = stagers[1]
+
+    def waited() -> list[int]:
+        return [point.synchronized for point in points]
+
+    assert wait_for_others(own, lambda entry: entry.event in concerned, lambda job: False)
+    assert waited() == [1, 0, 0, 0]
+    assert wait_for_others(own, lambda entry: entry.event in concerned, lambda job: False)
+    assert waited() == [1, 0, 1, 0]
+    # Of what is left one is its own, and the other is no concern of anybody's.
+    assert not wait_for_others(own, lambda entry: entry.event in concerned, lambda job: False)
+    assert waited() == [1, 0, 1, 0]
+
+
+def test_one_look_lets_go_of_what_is_done_of_every_kind(ledger: Plays) -> None:
+    backend = Records()
+    backend.h2d, backend.d2h = [Point(reached=True)], [Point(reached=True)]
+    both = ledger(backend)
+    things: list[Any] = [Thing(), Thing(), Thing(), np.zeros(3)]
+    alive = [weakref.ref(thing) for thing in things]
+    both.h2d.add(1, (), (), things[0])
+    both.d2h.add(1, (), (), things[1])
+    work = Work(things[2])
+    both.jobs.add(work)
+    work.end()
+    view, ticket = both.views.lease(things[3])
+    view.stream = Stream(7, None)
+    things.clear()
+    del work, view, ticket
+    assert [ref() is None for ref in alive] == [False] * 4
+    assert both.reap()
+    assert [ref() is None for ref in alive] == [True] * 4
+    assert not both.reap()
+
+
+def test_behind_the_close_a_view_that_goes_lets_its_memory_go_and_nobody_is_asked(ledger: Plays) -> None:
+    backend = Records()
+    both = ledger(backend)
+    memory = np.zeros(3)
+    alive = weakref.ref(memory)
+    view, ticket = both.views.lease(memory)
+    view.stream = Stream(7, None)
+    both.close()
+    del memory, view, ticket
+    assert not both.views.settle()
+    assert alive() is None
+    assert backend.retired == []
+
+
+def test_what_uses_memory_is_found_by_every_byte_of_it() -> None:
+    queue = queue_of(*(Point() for _ in range(5)))
+
+    def source(start: int, stop: int) -> Source:
+        return Source(start, stop - start, None)
+
+    def users(start: int, stop: int) -> list[int]:
+        return [entry.asked // 2 for entry in queue.entries() if entry.uses_device(source(start, stop))]
+
+    for sources in ([source(100, 200)], [source(150, 160)], [source(0, 10), source(190, 300)], [source(300, 400)], []):
+        queue.add(1, (), sources)
+    assert users(120, 195) == [0, 1, 2]
+    assert users(160, 190) == [0]
+    assert users(10, 100) == []
+    assert users(199, 300) == [0, 2]
+    assert users(399, 400) == [3]
+    assert users(400, 500) == []
+
+
+def test_what_uses_host_memory_is_found_by_every_byte_of_it() -> None:
+    queue = queue_of(Point(), Point())
+    array = np.zeros(100, np.uint16)
+    queue.add(1, (array[10:20], array[50:60]))
+    queue.add(1, ())
+    (entry, other), start = queue.entries(), array.ctypes.data
+    found = [entry.uses_host(start + 2 * first, 2 * count) for first, count in ((0, 10), (9, 2), (20, 30), (59, 1), (60, 40))]
+    assert found == [False, True, False, True, False]
+    assert not other.uses_host(start, array.nbytes)
+
+
+def test_an_event_that_was_recorded_while_another_was_does_not_answer_for_it() -> None:
+    """Two threads, or a finalizer inside a start: which was recorded first is not known."""
+    outer, inner, later = Point(), Point(reached=True), Point()
+    order = [outer, later]
+
+    def record() -> Point:
+        point = order.pop(0)
+        if point is outer:
+            queue._record = lambda: inner
+            queue.add(1, (), (), things.pop())
+            queue._record = record
+        return point
+
+    queue = InFlight(record, (OSError,))
+    things = [Thing(), Thing()]
+    alive = [weakref.ref(thing) for thing in reversed(things)]
+    queue.add(1, (), (), things.pop(0))
+    queue.add(1, ())
+    queue.reap()
+    assert [ref() is None for ref in alive] == [True, False]
+    outer.reached, inner.reached = True, True
+    queue.reap()
+    assert [ref() is None for ref in alive] == [True, True]
+
+
+def test_one_that_is_done_answers_for_none_that_was_recorded_behind_it_wherever_that_is_listed() -> None:
+    """Other threads come between the counting and the listing of one, so those that overlap are listed in any order."""
+    queue = queue_of()
+    behind = Point()
+    # The last was asked for when the third had been recorded, and before the second was.
+    for asked, event, recorded in ((0, None, 1), (2, behind, 6), (3, None, 4), (5, None, 7)):
+        queue._entries[asked] = Entry(asked, event or Point(reached=True), recorded, (), (), None)
+    assert queue.reap()
+    assert [entry.event for entry in queue.entries()] == [behind]
+
+
+def test_what_is_done_but_was_recorded_while_another_was_is_let_go_of_by_the_same_look() -> None:
+    queue = queue_of()
+    for asked, recorded in ((0, 1), (2, 5), (3, 4)):
+        queue._entries[asked] = Entry(asked, Point(reached=True), recorded, (), (), None)
+    assert queue.reap()
+    assert queue.entries() == []
+
+
+def test_a_block_that_is_filled_is_not_waited_for_by_its_own_thread() -> None:
+    jobs, mine = Jobs(), Fill()
+    jobs.add(mine)
+    assert jobs.busy
+    assert not jobs.wait_oldest()
+    jobs.wait_all()
+    other = on_thread(jobs.wait_oldest)
+    mine.over = True
+    assert other.result(10)
+
+
+def test_waiting_for_all_ends_under_traffic_that_never_ends(ledger: Plays) -> None:
+    class Busy(Point):
+        def synchronize(self) -> None:
+            # Another thread starts the next transfer while this one is waited for.
+            assert len(started) < 100, "waits for transfers that were started after the call"
+            add()
+            super().synchronize()
+
+    started: list[Busy] = []
+
+    def record() -> Busy:
+        started.append(Busy())
+        return started[-1]
+
+    backend = Records()
+    both = ledger(backend)
+    both.h2d = InFlight(record, (OSError,))
+
+    def add() -> None:
+        both.h2d.add(1, ())
+
+    add()
+    add()
+    last = started[-1]
+    both.wait_all()
+    assert last.reached
+
+
+def test_jobs_are_waited_for_in_order() -> None:
+    jobs = Jobs()
+    first, second = Work(), Work()
+    jobs.add(second)
+    jobs.add(first)
+    waiting = on_thread(jobs.wait_all)
+    for work in (first, second):
+        assert jobs.under_way()[0] is work
+        assert not waiting.done()
+        work.end()
+    waiting.result(10)
+    assert not jobs.wait_oldest()
+
+
+def test_who_waits_for_the_oldest_job_is_told_whether_there_was_one() -> None:
+    jobs = Jobs()
+    both = Awaited(), Awaited()
+    for work in both:
+        jobs.add(work)
+    assert jobs.wait_oldest()
+    assert [work.waits for work in both] == [1, 0]
+    assert jobs.wait_oldest()
+    assert not jobs.wait_oldest()
+    assert [work.waits for work in both] == [1, 1]
+
+
+def test_who_waits_for_pinned_memory_waits_for_a_job_that_holds_some() -> None:
+    jobs = Jobs()
+    without, holding = Awaited(holds=False), Awaited()
+    jobs.add(without)
+    jobs.add(holding)
+    assert jobs.wait_oldest(pinned=True)
+    assert [without.waits, holding.waits] == [0, 1]
+    assert not jobs.wait_oldest(pinned=True)
+    assert jobs.wait_oldest()
+
+
+def test_who_waits_for_all_jobs_waits_for_each() -> None:
+    jobs = Jobs()
+    several = [Awaited() for _ in range(3)]
+    for work in several:
+        jobs.add(work)
+    jobs.wait_all()
+    assert [work.waits for work in several] == [1, 1, 1]
+
+
+def test_a_job_that_is_over_is_let_go_of_by_the_next_look() -> None:
+    jobs = Jobs()
+    first = Work(Thing())
+    kept = weakref.ref(first.kept)
+    jobs.add(first)
+    first.end()
+    del first
+    assert kept() is not None
+    assert jobs.reap()
+    assert kept() is None
+
+
+def test_who_looks_is_told_whether_a_job_was_over() -> None:
+    jobs = Jobs()
+    work = Work()
+    jobs.add(work)
+    assert not jobs.reap()
+    work.end()
+    assert jobs.reap()
+    assert not jobs.reap()
+
+
+class Meanwhile(Work):  # type: ignore[misc]  # As above.
+    """Calls, the first time that it is asked."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__()
+        self._calls = [call]
+
+    def reached(self) -> bool:
+        if self._calls:
+            self._calls.pop()()
+        return super().reached()
+
+
+def test_a_job_that_comes_while_others_are_looked_through_is_held() -> None:
+    jobs = Jobs()
+    late = Work()
+    first = Meanwhile(lambda: jobs.add(late))
+    jobs.add(first)
+    jobs.reap()
+    assert set(jobs.under_way()) == {first, late}
+
+
+def test_a_job_that_another_thread_lets_go_of_meanwhile_is_let_go_of_once() -> None:
+    jobs = Jobs()
+    first, told = Work(), list[bool]()
+    second = Meanwhile(lambda: told.append(jobs.reap()))
+    jobs.add(first)
+    first.end()
+    jobs.add(second)
+    jobs.reap()
+    assert told == [True]
+    assert jobs.under_way() == [second]
+    assert not jobs.reap()
+
+
+def test_a_pin_that_dies_in_the_collector_inside_a_start_does_not_hang() -> None:
+    """The collector may run anywhere, so also where this thread holds a lock of the core."""
+    succeeds(
+        """
+        import gc, warnings, numpy as np, xferlib
+        from tests.core.fakes import tampered
+        warnings.simplefilter("ignore")
+        inner = xferlib.registry.open_backend("host")
+        def record():
+            gc.collect()
+            return inner.record_h2d()
+        gc.disable()
+        with xferlib.stager(tampered(inner=inner, record_h2d=record)) as s:
+            x = s.empty_pinned(8, "u1")
+            pin = s.pin(np.zeros(8))
+            s.put(x).synchronize()
+            cycle = [pin]
+            cycle.append(cycle)
+            del cycle, pin
+            s.put(x).synchronize()
+        """
+    )
+
+
+def test_a_finalizer_that_stages_while_the_pool_is_full_does_not_hang() -> None:
+    succeeds(
+        """
+        import gc, numpy as np, xferlib
+        from tests.core.fakes import tampered
+        inner = xferlib.registry.open_backend("host")
+        def copy(dst, src, nbytes):
+            gc.collect()
+            inner.copy_h2d(dst, src, nbytes)
+        class Last:
+            def __init__(self):
+                self.me = self
+            def __del__(self):
+                try:
+                    s.put(np.ones(4096))
+                except xferlib.AllocationError as error:
+                    seen.append(error)
+        seen = []
+        gc.disable()
+        with xferlib.stager(tampered(inner=inner, copy_h2d=copy), pinned_limit=32768) as s:
+            keep = s.empty_pinned(16384, "u1")
+            Last()
+            assert (s.put(np.full(2048, 7.0)).result() == 7).all()
+            del keep
+            assert (s.put(np.full(2048, 8.0)).result() == 8).all()
+        assert len(seen) == 1
+        """
+    )
+
+
+def test_a_finalizer_that_puts_inside_a_start_does_not_hang() -> None:
+    succeeds(
+        """
+        import gc, numpy as np, xferlib
+        from tests.core.fakes import tampered
+        inner = xferlib.registry.open_backend("host")
+        def record():
+            gc.collect()
+            return inner.record_h2d()
+        class Last:
+            def __init__(self):
+                self.me = self
+            def __del__(self):
+                seen.append(s.put(np.ones(3)).value.tolist())
+        seen = []
+        gc.disable()
+        with xferlib.stager(tampered(inner=inner, record_h2d=record)) as s:
+            Last()
+            s.put(np.zeros(8)).synchronize()
+        assert seen == [[1, 1, 1]]
+        """
+    )
+
+
+def test_a_copy_whose_event_was_recorded_while_another_s_was_is_asked_for_itself() -> None:
+    """Of two that overlap nobody knows the order in the stream: that one is done says nothing of the other."""
+    events = [Point(reached=True), Point(), Point(reached=True), Point()]
+    begun: list[Point] = []
+
+    def record() -> Point:
+        event = events[len(begun)]
+        begun.append(event)
+        if len(begun) == 2:
+            # Another thread comes, and is done with it first.
+            outer = events[2]
+            events[1:3] = [events[1], event]
+            flight.add(0, (), (), "inner")
+            return outer
+        return event
+
+    flight = InFlight(record, (OSError,))
+    for name in ("first", "outer", "last"):
+        flight.add(0, (), (), name)
+        if name == "outer":
+            events[3] = Point()
+    assert flight.reap()
+    assert "inner" in [entry.keepalive for entry in flight.entries()]

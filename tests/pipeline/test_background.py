@@ -1,0 +1,242 @@
+"""The thread of a feed and whoever takes from it: what they tell each other, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import xferlib
+from tests.core.fakes import on_thread
+from tests.pipeline.failing import Lost
+from tests.pipeline.steps import PATIENCE, batch, thread_of, until
+from xferlib.pipeline import background, source_thread
+from xferlib.pipeline.phase_timer import PhaseTimer
+from xferlib.pipeline.wakeup import Wakeup
+
+
+def test_a_stager_that_closes_waits_for_a_put_that_a_dropped_iterator_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_thread, "LET_GO_SECONDS", PATIENCE)
+    inside, gate, put = threading.Event(), threading.Event(), threading.Event()
+
+    def slow_put(tree: Any) -> xferlib.Transfer:
+        inside.set()
+        assert gate.wait(PATIENCE)
+        transfer = stager.put(tree)
+        put.set()
+        return transfer
+
+    with xferlib.stager("host") as stager:
+        batches = xferlib.Prefetch([batch(0)], slow_put)
+        thread = thread_of(batches)
+        assert inside.wait(PATIENCE)
+        shared = batches._feed._shared
+        # Waits for nothing: it may be the collector that drops it, anywhere.
+        del batches
+        assert shared.stopping
+        closing = on_thread(stager.close)
+        until(lambda: shared.changed.sleepers or closing.done())
+        assert not closing.done()
+        gate.set()
+        closing.result(PATIENCE)
+        assert put.is_set()
+        assert not thread.is_alive()
+
+
+def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
+    asked = threading.Semaphore(0)
+
+    def slow() -> Iterator[int]:
+        """Give an item when it is wanted, so that the thread never waits for a place."""
+        for number in range(100):
+            assert asked.acquire(timeout=PATIENCE)
+            yield number
+
+    shared = background.BackgroundIterator(slow(), lambda box, clock: box[0], depth=1000)
+    for number in range(100):
+        asked.release()
+        assert shared.take() == number
+        assert shared._shared.inbox.qsize() <= 8
+        assert shared._shared.changed.sleepers <= 2
+    shared.close()
+
+
+def test_two_takers_of_a_feed_both_hear_of_its_end() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        yield 1
+        assert gate.wait(PATIENCE)
+
+    shared = background.BackgroundIterator(source(), lambda box, clock: box[0], depth=1)
+    assert shared.take() == 1
+    both = [on_thread(lambda: list(iter(shared.take, None))) for _ in range(2)]
+    until(lambda: len(shared._shared.takers) == 2)
+    gate.set()
+    for taker in both:
+        assert taker.result(PATIENCE) == []
+
+
+def test_an_item_that_comes_with_the_end_between_two_looks_of_a_taker_is_not_lost() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        assert gate.wait(PATIENCE)
+        yield 1
+
+    class Raced(deque[Any]):
+        """Finds nothing, and before it can say so the thread has given its last item and ended."""
+
+        def popleft(self) -> Any:
+            try:
+                return super().popleft()
+            except IndexError:
+                if not gate.is_set():
+                    gate.set()
+                    until(lambda: items._shared.ended)
+                raise
+
+    items = background.BackgroundIterator(source(), lambda box, clock: box[0], depth=2)
+    items._shared.items = Raced()
+    assert items.take() == 1
+    with pytest.raises(StopIteration):
+        items.take()
+    items.close()
+
+
+def test_an_item_that_is_started_behind_a_close_that_could_not_wait_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "CLOSE_SECONDS", 0.05)
+    inside, gate = threading.Event(), threading.Event()
+
+    def start(box: list[object], clock: PhaseTimer) -> object:
+        inside.set()
+        assert gate.wait(PATIENCE)
+        return box[0]
+
+    items = background.BackgroundIterator([object()], start, depth=1)
+    assert inside.wait(PATIENCE)
+    items.close()
+    gate.set()
+    until(lambda: items._shared.ended)
+    assert not items._shared.items
+
+
+def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -> None:
+    inside, gate = threading.Event(), threading.Event()
+
+    def start(box: list[int], clock: PhaseTimer) -> int:
+        if box == [1]:
+            inside.set()
+            assert gate.wait(PATIENCE)
+            raise xferlib.AllocationError("full")
+        return box[0]
+
+    items = background.BackgroundIterator(range(2), start, depth=2)
+    assert inside.wait(PATIENCE)
+    pausing = on_thread(items.pause)
+    until(lambda: items._shared.changed.sleepers or pausing.done())
+    assert not pausing.done()
+    gate.set()
+    pausing.result(PATIENCE)
+    items.close()
+
+
+def test_a_feed_that_is_made_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[tuple[threading.Thread, Any]] = []
+    monkeypatch.setattr(background, "start_thread", lambda *start: wanted.append(start))
+    making = on_thread(lambda: background.BackgroundIterator(range(1), lambda box, clock: box[0], depth=1))
+    until(lambda: wanted and (wanted[0][1].__self__.changed.sleepers or making.done()))
+    assert not making.done()
+    wanted[0][0].start()
+    assert making.result(PATIENCE).take() == 0
+    making.result().close()
+
+
+def test_a_thread_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        items = background.BackgroundIterator(range(1), lambda box, clock: box[0], depth=1)
+    with pytest.raises(RuntimeError, match="can't start"):
+        items.take()
+    with pytest.raises(StopIteration):
+        items.take()
+    items.close()
+
+
+def test_an_error_that_was_told_is_held_by_nobody() -> None:
+    def source() -> Iterator[int]:
+        raise Lost
+        yield 1
+
+    items = background.BackgroundIterator(source(), lambda box, clock: box[0], depth=1)
+    gc.disable()
+    try:
+        items.take()
+    except Lost as error:
+        held = weakref.ref(error)
+    finally:
+        gc.enable()
+    assert held() is None
+    items.close()
+
+
+def test_the_thread_keeps_no_item_while_the_source_makes_the_next() -> None:
+    """A batch may be as large as memory allows."""
+
+    class Batch:
+        """Something that one can see the end of."""
+
+    waiting, gate = threading.Event(), threading.Event()
+    kept: list[weakref.ref[Batch]] = []
+
+    def made() -> Batch:
+        batch = Batch()
+        kept.append(weakref.ref(batch))
+        return batch
+
+    def source() -> Iterator[Batch]:
+        yield made()
+        waiting.set()
+        assert gate.wait(PATIENCE)
+
+    items = background.BackgroundIterator(source(), lambda box, clock: "started", depth=1)
+    assert items.take() == "started"
+    assert waiting.wait(PATIENCE)
+    assert kept[0]() is None
+    gate.set()
+    items.close()
+
+
+def test_a_change_between_the_look_and_the_sleep_is_not_missed() -> None:
+    changed = Wakeup()
+    looked: list[bool] = []
+
+    def reached() -> bool:
+        looked.append(True)
+        if len(looked) == 1:
+            # Another thread is faster.
+            changed.wake()
+            return False
+        return True
+
+    on_thread(lambda: changed.wait(reached)).result(PATIENCE)
+
+
+def test_whoever_waits_for_so_long_is_told_whether_it_came() -> None:
+    changed = Wakeup()
+    assert not changed.wait(lambda: False, 0.001)
+    assert changed.wait(lambda: True, 0.001)
+    came: list[bool] = []
+    waiters = [on_thread(lambda: changed.wait(lambda: came, PATIENCE)) for _ in range(3)]
+    until(lambda: changed.sleepers >= 3)
+    came.append(True)
+    changed.wake()
+    assert all(waiter.result(PATIENCE) for waiter in waiters)

@@ -1,0 +1,248 @@
+"""Starting transfers to the host. The invariants are those of `h2d`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+
+from xferlib.checks import check_apart, check_out
+from xferlib.errors import AllocationError
+from xferlib.in_flight import LARGE, Ledger
+from xferlib.memory.arrays import Array, address_of
+from xferlib.memory.blocks import round_up
+from xferlib.memory.host import HostMemory
+from xferlib.memory.pinned_pool import ALIGNMENT, PinnedPool
+from xferlib.protocol import Event, HostStager, Source
+from xferlib.staging.pageable import Staging
+from xferlib.transfer import Transfer
+from xferlib.tree import Alike, Spec, path, trees_of, unflatten
+
+__all__ = ["DeviceToHost"]
+
+BYTES = np.dtype(np.uint8)
+PACK_UP_TO = 16 << 10
+"""Bytes. Results of one get up to this size share memory; larger ones have their own, so keeping one keeps no other."""
+PACKED = 1 << 20
+"""Bytes that share, at most: of many results, one that is kept keeps no more than these."""
+
+
+@final
+class DeviceToHost:
+    """The D2H half of one stager. Any thread."""
+
+    def __init__(self, backend: HostStager[Any], host: HostMemory, pool: PinnedPool, staging: Staging, ledger: Ledger) -> None:
+        self._backend = backend
+        self._failures = backend.failures
+        self._host = host
+        self._trees = trees_of(backend)
+        self._describe = self._trees.describe
+        self._pool = pool
+        self._staging = staging
+        self._d2h = ledger.d2h
+        self._as_sources = getattr(backend, "as_sources", None)
+
+    def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
+        """Get a tree."""
+        if type(tree) in self._trees.bare and (out is None or type(out) is np.ndarray):
+            transfer = self._one(tree, out, stream)
+            if transfer is not None:
+                return transfer
+        leaves, spec = self._trees.arrays(tree)
+        if not leaves:
+            raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
+        given = None if out is None else self._trees.flatten_like(spec, out, name="out")
+        alike = self._checked(leaves, spec, given)
+        addresses = None if given is None else [self._host.address(array) for array in given]
+        if addresses is not None and None in addresses:
+            sources, after = self._placed(leaves, spec, stream, direct=any(addresses))
+        else:
+            # What the arrays wait for now would hold up the copies that earlier gets still have to start.
+            self._staging.wait_issued()
+            sources, after = self._each(self._backend.as_source, leaves, spec, stream, together=self._as_sources), None
+        looks = sum([source.nbytes for source in sources]) >= LARGE
+        if looks:
+            # Before memory is asked for: mostly an earlier get is done, and its memory is what is wanted.
+            self._d2h.reap()
+        if given is None or addresses is None:
+            given, addresses = self._results(alike)
+        event, failures = self._begin(sources, given, addresses, after, looked=looks)
+        return Transfer(unflatten(spec, given) if out is None else out, event, failures, True)
+
+    def _results(self, alike: list[Alike]) -> tuple[list[Array], list[int | None]]:
+        """Return memory to copy to, and its addresses; see `HostLeaf`."""
+        arrays: list[Any] = [None] * len(alike)
+        addresses: list[int | None] = [None] * len(alike)
+        together: list[tuple[int, int]] = []
+        end = 0
+        for index, (shape, dtype) in enumerate(alike):
+            nbytes = math.prod(shape) * dtype.itemsize
+            if not 0 < nbytes <= PACK_UP_TO:
+                arrays[index] = array = self._pool.empty(shape, dtype)
+                addresses[index] = self._host.address(array)
+                continue
+            if end + nbytes > PACKED:
+                self._pack(together, end, alike, arrays, addresses)
+                together, end = [], 0
+            together.append((index, end))
+            end += round_up(nbytes, ALIGNMENT)
+        if together:
+            self._pack(together, end, alike, arrays, addresses)
+        return arrays, addresses
+
+    def _pack(
+        self, together: list[tuple[int, int]], nbytes: int, alike: list[Alike], arrays: list[Any], addresses: list[int | None]
+    ) -> None:
+        """Enter arrays that lie together, each at an offset: asking the pool for each takes longer than its copy."""
+        try:
+            memory: Array | None = self._pool.empty((nbytes,), BYTES)
+        except AllocationError:
+            if len(together) == 1:
+                raise
+            memory = None
+        # Where there is no room for them together there may be some for each.
+        start = None if memory is None else self._host.address(memory)
+        for index, offset in together:
+            shape, dtype = alike[index]
+            if memory is None:
+                arrays[index] = array = self._pool.empty(shape, dtype)
+                addresses[index] = self._host.address(array)
+            else:
+                arrays[index] = np.ndarray(shape, dtype, memory, offset)
+                addresses[index] = None if start is None else start + offset
+
+    # One array into pinned memory, without the lists that `start` makes: a third of the time of a small get would go into them.
+
+    def _checked_one(self, array: Any, out: Array | None) -> Alike:
+        """Check both as `_checked` does."""
+        try:
+            shape, dtype = self._described(array)
+            self._host.check_dtype(dtype)
+            if out is not None:
+                check_out(out, shape, dtype)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"at {path(None, 0)}")
+            raise
+        return shape, dtype
+
+    def _one(self, array: Any, out: Array | None, stream: object | None) -> Transfer | None:
+        """None: `out` is in pageable memory, or empty, and nothing was started."""
+        shape, dtype = self._checked_one(array, out)
+        address = None if out is None else self._host.address(out)
+        if out is not None and not address:
+            return None
+        # In the order of `start`.
+        self._staging.wait_issued()
+        try:
+            source = self._backend.as_source(array, stream)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"at {path(None, 0)}")
+            raise
+        looks = source.nbytes >= LARGE
+        if looks:
+            self._d2h.reap()
+        if out is None:
+            out = self._pool.empty(shape, dtype)
+            address = self._host.address(out)
+        if not address:
+            event, failures = self._begin([source], [out], [address], None, looked=looks)
+            return Transfer(out, event, failures, True)
+        nbytes = out.nbytes
+        try:
+            self._backend.copy_d2h(address, source.address, nbytes)
+            event = self._d2h.add(nbytes, (out,), (source,), looked=looks)
+        except BaseException:
+            self._d2h.settle((source, out))
+            raise
+        return Transfer(out, event, self._failures, True)
+
+    def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
+        """Check everything that needs no order first: a leaf that is refused must not hold up transfers to come."""
+        alike: list[Alike] = []
+        known = None
+        for index, leaf in enumerate(leaves):
+            try:
+                shape, dtype = self._described(leaf)
+                if dtype is not known:
+                    self._host.check_dtype(dtype)
+                    # Hashing a dtype takes longer than the rest of a turn.
+                    known = dtype
+                if outs is not None:
+                    check_out(outs[index], shape, dtype)
+                alike.append((shape, dtype))
+            except (TypeError, ValueError) as error:
+                error.add_note(f"at {path(spec, index)}")
+                raise
+        if outs is not None and len(outs) > 1:
+            check_apart([(address_of(array), array.nbytes) for array in outs], "out")
+        return alike
+
+    def _described(self, leaf: Any) -> Alike:
+        described = self._describe(leaf)
+        if described is None:
+            # The backend may know what this is, and what to do about it.
+            self._backend.as_source(leaf)
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            raise TypeError(f"expected a device array of backend {self._backend.name!r}, got {kind}")
+        return described
+
+    def _placed(self, leaves: list[Any], spec: Spec, stream: object | None, *, direct: bool) -> tuple[list[Source], Event | None]:
+        """Return what is read, and what it waits for: by the engine directly before its first copy, so that no other get waits."""
+        sources = self._each(self._backend.place, leaves, spec, stream)
+        after = self._backend.mark(stream)
+        if direct:
+            # Some is copied without the engine, and at once.
+            self._staging.wait_issued()
+            if after is not None:
+                self._backend.order_d2h(after)
+        return sources, after
+
+    def _each(
+        self, place: Callable[[Any, Any], Source], leaves: list[Any], spec: Spec, stream: object | None, *, together: Any = None
+    ) -> list[Source]:
+        if together is not None and len(leaves) > 1:
+            found: list[Source] | None = together(leaves, stream)
+            if found is not None:
+                return found
+        sources: list[Source] = []
+        for index, leaf in enumerate(leaves):
+            try:
+                sources.append(place(leaf, stream))
+            except (TypeError, ValueError) as error:
+                error.add_note(f"at {path(spec, index)}")
+                raise
+        return sources
+
+    def _begin(
+        self, sources: list[Source], outs: list[Array], addresses: list[int | None], after: Event | None, *, looked: bool
+    ) -> tuple[Event, tuple[type[Exception], ...]]:
+        """Start the copies; return the event of the last, and what it may raise."""
+        pageable: list[tuple[int, Array]] = []
+        try:
+            nbytes = self._copy_pinned(sources, outs, addresses, pageable)
+            event = self._d2h.add(nbytes, outs, sources, looked=looked) if nbytes or not pageable else None
+            if pageable:
+                # A job raises whatever a call of the backend raised.
+                return self._staging.copy_out(pageable, sources, event, after), (Exception,)
+        except BaseException:
+            self._d2h.settle((sources, outs))
+            raise
+        assert event is not None
+        return event, self._failures
+
+    def _copy_pinned(
+        self, sources: list[Source], outs: list[Array], addresses: list[int | None], pageable: list[tuple[int, Array]]
+    ) -> int:
+        """Start the copies to pinned memory, and return their bytes; enter what goes elsewhere."""
+        nbytes = 0
+        for source, array, address in zip(sources, outs, addresses, strict=True):
+            if address is None:
+                # Subclasses may not be cut and shaped as a plain array is: a matrix always has two dimensions. A view: what is made
+                # read-only meanwhile, as the arrays of a slot that goes back are, is written all the same, as by a copy engine.
+                pageable.append((source.address, np.asarray(array)[...]))
+            elif address:
+                self._backend.copy_d2h(address, source.address, array.nbytes)
+                nbytes += array.nbytes
+        return nbytes

@@ -1,0 +1,474 @@
+"""What copies under way still need: sources, destinations and blocks, held until the copies' event is done.
+
+Invariant: an entry leaves only when its event is done or has failed, whatever the caller dropped in the meantime.
+
+There is no lock in here: tables change in single steps. The garbage collector may run a foreign finalizer anywhere, which may
+start a transfer on the same thread, or wait for a thread that is in here; an interrupt may come anywhere, and leaves nothing held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, TypeAlias, final
+
+from xferlib.engine.jobs import Job, next_row
+from xferlib.errors import XferError
+from xferlib.forks import forget_in_child, leave
+from xferlib.latch import is_copying
+from xferlib.memory.arrays import Array, address_of
+from xferlib.memory.mapped import Views
+from xferlib.protocol import Event, HostStager, Source
+from xferlib.reaper import watch
+
+__all__ = ["Entry", "Fill", "Flow", "InFlight", "Jobs", "Ledger", "Room", "all_ledgers", "reap_all", "uses", "wait_for_others"]
+
+LOOK_EVERY = 32
+"""Transfers. Asking the driver costs as much as starting a small copy does."""
+FEW = 3
+"""Entries. Where hundreds are under way, mostly fewer than these become done from one look to the next."""
+LOOK_SECONDS = 0.0001
+"""How often is looked whether another thread has filled its memory."""
+LARGE = 64 << 10
+"""Bytes. Above this the copy outweighs the question, and the memory held is worth asking for."""
+
+Concerns: TypeAlias = Callable[["Entry"], bool]
+"""Tells whether an entry is waited for."""
+
+
+@final
+class Entry(NamedTuple):
+    """Copies behind which an event was recorded, and what they need."""
+
+    asked: int
+    event: Event
+    recorded: int
+    """Points of one count, before and after the event was recorded: of two entries that do not overlap, the order is known."""
+    host: Sequence[Array]
+    """What copies read or write directly; what was staged is not in here."""
+    device: Sequence[Source]
+    """Arrays of the user's that copies read or write."""
+    keepalive: object
+
+    def uses_host(self, address: int, nbytes: int) -> bool:
+        """Tell whether a copy may still read or write part of this host memory."""
+        return any(_meet(address_of(array), array.nbytes, address, nbytes) for array in self.host)
+
+    def uses_device(self, target: Source) -> bool:
+        """Tell whether a copy may still read or write part of this device memory, or of host memory that it is a view of."""
+        return any(uses(source, target) for source in self.device) or self.uses_host(target.address, target.nbytes)
+
+
+_ASKED, _RECORDED, _ROW = itemgetter(0), itemgetter(2), attrgetter("row")
+_exhaust: Callable[[Iterator[object]], None] = deque[object](maxlen=0).extend
+"""Goes through an iterator and keeps nothing."""
+_TURN = 2 * LOOK_EVERY
+_NEW = tuple.__new__
+"""A third of what the constructor of a named tuple takes."""
+
+
+@final
+class InFlight:
+    """One direction's copies. Any thread."""
+
+    def __init__(self, record: Callable[[], Event], failures: tuple[type[Exception], ...]) -> None:
+        self.nbytes = 0
+        self._record = record
+        self._failures = failures
+        self._count = itertools.count().__next__
+        self._entries: dict[int, Entry] = {}
+        self._stuck: list[object] = []
+        forget_in_child(self)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything may be in flight."""
+        return bool(self._entries)
+
+    def entries(self) -> list[Entry]:
+        """Return what may be in flight, about in the order of its start."""
+        # One call: other threads add meanwhile.
+        return list(self._entries.values())
+
+    def add(
+        self, nbytes: int, host: Sequence[Array], device: Sequence[Source] = (), keepalive: object = None, *, looked: bool = False
+    ) -> Event:
+        """Record an event behind everything started so far, and hold all that until it is done. See `Entry`.
+
+        `looked`: the caller has let go of what is done.
+        """
+        asked = self._count()
+        event = self._record()
+        self._entries[asked] = _NEW(Entry, (asked, event, self._count(), host, device, keepalive))
+        self.nbytes += nbytes
+        # By the count, which a transfer advances by two, and not by what is held: that stays as it is where as many end as start.
+        if (nbytes >= LARGE and not looked) or asked % _TURN >= _TURN - 2:
+            self.reap()
+        return event
+
+    def settle(self, keepalive: object) -> bool:
+        """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
+
+        A finalizer on a thread that makes the copies does not wait, since that would be for itself: `keepalive` is held until then.
+        """
+        try:
+            event = self.add(0, (), (), keepalive)
+        except self._failures:
+            # Better to lose the memory than to have it written under its next owner.
+            self._stuck.append(keepalive)
+            return False
+        if not is_copying():
+            with suppress(*self._failures):
+                event.synchronize()
+        return True
+
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
+        found, more = False, True
+        # What is let go of here may run foreign finalizers, which may come back here.
+        while more and self._entries:
+            gone, more = self._take_done()
+            found = found or bool(gone)
+        return found
+
+    def wait_oldest(self, concerns: Concerns = lambda entry: True) -> bool:
+        """Block until the oldest entry that `concerns` the caller is done. Returns False if there was none."""
+        for entry in self.entries():
+            if concerns(entry):
+                self._wait(entry.event)
+                self._entries.pop(entry.asked, None)
+                return True
+        return False
+
+    def wait_all(self) -> None:
+        """Block until everything added before the call is done."""
+        entries = self.entries()
+        # The last first: the others are done then, or nearly.
+        for entry in reversed(entries):
+            self._wait(entry.event)
+        # Each by itself: `reap` leaves those for its next look that were recorded on other threads meanwhile, and none may come.
+        for entry in entries:
+            self._entries.pop(entry.asked, None)
+
+    def forget(self) -> None:
+        """See `Forgetful`."""
+        leave(self._entries, self._stuck)
+        self._entries, self._stuck = {}, []
+
+    def _wait(self, event: Event) -> None:
+        with suppress(*self._failures):
+            event.synchronize()
+
+    def _take_done(self) -> tuple[list[Entry], bool]:
+        """Let go of entries that are done; also tell whether some that look done were left."""
+        gone = entries = self._done()
+        if not entries:
+            return [], False
+        last = entries[-1]
+        # Events of one direction are reached in the order in which they were recorded, so one that is done answers for all that
+        # were recorded before it. Those of other threads that were recorded meanwhile are asked for themselves.
+        if len(entries) > 1 and max(map(_RECORDED, entries[:-1])) > last.asked:
+            gone = [entry for entry in entries if entry is last or entry.recorded < last.asked]
+        # A loop of Python's takes longer, and this is in the path of small transfers.
+        _exhaust(map(self._entries.pop, map(_ASKED, gone), itertools.repeat(None)))
+        return gone, gone is not entries
+
+    def _done(self) -> list[Entry]:
+        """Return the oldest entries, up to the last that is done. Each question to the driver takes a microsecond."""
+        entries = self._oldest(FEW)
+        # Mostly there is nothing to let go of, and one question tells.
+        if not entries or not self._ended(entries[0]):
+            return []
+        if len(entries) < FEW or not self._ended(entries[-1]):
+            # Hardly anything, of hundreds perhaps.
+            return entries[: self._first_pending(entries, 1, min(len(entries), FEW - 1))]
+        known, entries = entries[-1], self.entries()
+        if len(entries) < FEW or entries[FEW - 1] is not known:
+            # Another thread has let go of some meanwhile.
+            return self._done()
+        # Mostly all are done then but the newest, which have just been started.
+        near = max(FEW, len(entries) - FEW)
+        if near < len(entries) and self._ended(entries[near]):
+            return entries[: self._first_pending(entries, near + 1, len(entries))]
+        return entries[: self._first_pending(entries, FEW, near)]
+
+    def _oldest(self, count: int) -> list[Entry]:
+        """Return so many of `entries`, without a list of all: there may be hundreds, and a look comes with each."""
+        try:
+            return list(itertools.islice(self._entries.values(), count))
+        except RuntimeError:
+            # Another thread has added meanwhile.
+            return self.entries()[:count]
+
+    def _first_pending(self, entries: list[Entry], low: int, high: int) -> int:
+        """Return the index of the first that is not done: those before `low` are, and the one at `high`, if any, is not."""
+        return bisect_left(entries, True, low, high, key=lambda entry: not self._ended(entry))
+
+    def _ended(self, entry: Entry) -> bool:
+        try:
+            return entry.event.done()
+        except self._failures:
+            # A failed copy writes no more; its transfer says so to whoever asks.
+            return True
+
+
+def uses(source: Source, target: Source) -> bool:
+    """Tell whether what comes before a copy, or the copy, uses part of the target's memory."""
+    if _meet(source.address, source.nbytes, target.address, target.nbytes):
+        return True
+    return source.origin is not None and _meet(*source.origin, target.address, target.nbytes)
+
+
+def _meet(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
+    return one < other + other_nbytes and other < one + one_nbytes
+
+
+@final
+class Fill:
+    """Pinned memory that its thread fills, and starts the copy of: neither idle nor in flight yet. Waited for as a `Job` is."""
+
+    __slots__ = ("memory", "over", "owner", "row")
+
+    holds = True
+
+    def __init__(self) -> None:
+        self.row = next_row()
+        self.owner = threading.get_ident()
+        self.memory: Array | None = None
+        self.over = False
+        """Set by its thread, when the memory is in flight or idle. No interrupt comes between an assignment and what it assigns."""
+
+    def reached(self) -> bool:
+        """Tell whether it is over. Never blocks."""
+        return self.over
+
+    def wait(self) -> None:
+        """Block until it is: by looking, since it takes less than waking somebody."""
+        while not self.over:
+            time.sleep(LOOK_SECONDS)
+
+
+@final
+class Jobs:
+    """What is in flight, or about to be, by the work of other threads: the engine's jobs, and blocks that callers fill."""
+
+    def __init__(self) -> None:
+        # Changed in single steps: a finalizer may add while its thread is in here.
+        self.h2d: dict[int, Job] = {}
+        """By row. A lane enters its jobs, and each leaves when it is seen to have finished."""
+        self.d2h: dict[int, Job] = {}
+        self._fills: dict[int, Fill] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self.under_way())
+
+    def under_way(self) -> list[Job | Fill]:
+        """Return what is not over, the oldest first."""
+        return [work for work in self._entries() if not work.reached()]
+
+    def using(self, memory: Sequence[tuple[int, int]]) -> list[Job]:
+        """Return the jobs that still read or write part of this memory of the caller's: address and bytes of each range."""
+        jobs = [*self.h2d.values(), *self.d2h.values()]
+        return [job for job in jobs if any(_meet(*one, *other) for one in job.memory for other in memory) and not job.reached()]
+
+    def add(self, fill: Fill) -> None:
+        """Count memory as in flight until its thread says that it is."""
+        self._fills[fill.row] = fill
+
+    def remove(self, fill: Fill) -> None:
+        """Forget a fill that is over. Twice is fine, and not at all: then `reap` does."""
+        self._fills.pop(fill.row, None)
+
+    def reap(self) -> bool:
+        """Let go of what is over, and tell whether anything was. Never blocks."""
+        # A job leaves when it is asked.
+        over = [work for work in self._entries() if work.reached()]
+        for work in over:
+            self._fills.pop(work.row, None)
+        return bool(over)
+
+    def wait_oldest(self, *, pinned: bool = False) -> bool:
+        """Block until the oldest that this thread can wait for is over. Returns False if there was none.
+
+        `pinned`: only one that then gives pinned memory back. The others may be waiting for some themselves.
+        """
+        for work in self._waited_for():
+            if not work.reached() and (work.holds or not pinned):
+                work.wait()
+                return True
+        return False
+
+    def wait_user(self, uses_it: Callable[[Job], bool]) -> bool:
+        """Block until the oldest job that uses some memory, and that this thread can wait for, is over. False: there was none."""
+        for work in self._waited_for():
+            if isinstance(work, Job) and uses_it(work):
+                work.wait()
+                return True
+        return False
+
+    def wait_all(self) -> None:
+        """Block until everything added before the call, that this thread can wait for, is over."""
+        for work in self._waited_for():
+            work.wait()
+
+    def _entries(self) -> list[Job | Fill]:
+        # One call each: other threads add meanwhile.
+        found: list[Job | Fill] = [*self.h2d.values(), *self.d2h.values(), *self._fills.values()]
+        found.sort(key=_ROW)
+        return found
+
+    def _waited_for(self) -> list[Job | Fill]:
+        me = threading.get_ident()
+        return [work for work in self._entries() if work.owner != me]
+
+
+@final
+class Ledger:
+    """Everything of one stager that is in flight. It refers to no stager and no pool, so that either may be dropped."""
+
+    def __init__(self, backend: HostStager[Any]) -> None:
+        self.h2d = InFlight(backend.record_h2d, backend.failures)
+        self.d2h = InFlight(backend.record_d2h, backend.failures)
+        self.jobs = Jobs()
+        self.views = Views(backend)
+        self.place = (backend.name, backend.device)
+        """Which backend and device: the events of two stagers of one place can be waited for by each other's streams."""
+        self.wait_issued: Callable[[Source], None] = lambda target: None
+        """Blocks until the copies that read this memory, and are not started yet, are started."""
+        _open[id(self)] = self
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything may be in flight."""
+        return self.h2d.busy or self.d2h.busy or self.jobs.busy or self.views.busy
+
+    @property
+    def has_no_readers(self) -> bool:
+        """Whether no copy can be in flight, of whatever stager, that uses device memory of the caller's, but puts of this one."""
+        return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1
+
+    def entries(self) -> Iterator[Entry]:
+        """Iterate the copies of both directions that may be in flight."""
+        yield from self.h2d.entries()
+        yield from self.d2h.entries()
+
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
+        found = [self.d2h.reap(), self.h2d.reap(), self.jobs.reap(), self.views.reap()]
+        return any(found)
+
+    def wait_oldest(self, *, pinned: bool = False) -> bool:
+        """Block until something has ended. Returns False if nothing was in flight. `pinned`: see `Jobs.wait_oldest`."""
+        # What is done in one direction must not wait for the other.
+        if self.reap() or self.h2d.wait_oldest() or self.d2h.wait_oldest():
+            return True
+        return self.jobs.wait_oldest(pinned=pinned) or self.views.wait_oldest()
+
+    def wait_all(self) -> None:
+        """Block until everything started before the call is done. Raises `XferError` on a thread that copies would wait for."""
+        if is_copying() and self.busy:
+            raise XferError(
+                "a finalizer would wait for transfers on a thread that makes the copies, and so for itself: the garbage collector "
+                "runs finalizers on any thread. Close stagers and pins in ordinary code"
+            )
+        self.jobs.wait_all()
+        self.h2d.wait_all()
+        self.d2h.wait_all()
+        self.views.wait_all()
+
+    def close(self) -> None:
+        """Nothing is in flight, and nothing will be."""
+        _open.pop(id(self), None)
+        self.jobs.reap()
+        self.views.close()
+        if self.views.settle():
+            watch(self.views)
+
+
+_open: dict[int, Ledger] = {}
+"""Of every stager of this process that is not closed: a stager that is dropped is closed, too, if later."""
+# What is in flight stayed with the parent.
+os.register_at_fork(after_in_child=_open.clear)
+
+
+def all_ledgers() -> list[Ledger]:
+    """Return what the stagers of this process have in flight. Any thread."""
+    return list(_open.values())
+
+
+def reap_all() -> bool:
+    """Have every stager let go of what its copies are done with, and tell whether there was anything. Never blocks."""
+    found = [ledger.reap() for ledger in all_ledgers()]
+    return any(found)
+
+
+def wait_for_others(own: Ledger, concerns: Concerns, job_concerns: Callable[[Job], bool]) -> bool:
+    """Block until the oldest copy, or job, of another stager that concerns the caller is done. False: there was none."""
+    others = [ledger for ledger in all_ledgers() if ledger is not own]
+    return any(
+        ledger.h2d.wait_oldest(concerns) or ledger.d2h.wait_oldest(concerns) or ledger.jobs.wait_user(job_concerns)
+        for ledger in others
+    )
+
+
+@final
+class Flow:
+    """What may hold device memory of one stager: transfers in flight, of whatever stager."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.owns: Callable[[Source], bool] = lambda source: False
+        """Whether memory is the stager's."""
+
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
+        return reap_all()
+
+    def wait_oldest(self) -> bool:
+        """Block until something has ended. Returns False if nothing was in flight."""
+        return self._ledger.wait_oldest() or wait_for_others(self._ledger, self._is_read, self._is_read)
+
+    def _is_read(self, work: Entry | Job) -> bool:
+        return any(map(self.owns, work.device))
+
+
+@final
+class Room:
+    """What may make room in one stager's pinned pool: chunks that are idle, and transfers that will end, of whatever stager."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.release: Callable[[], bool] = bool
+        """Gives idle chunks back, and tells whether there were any."""
+        self.contains: Callable[[int, int], bool] = lambda address, nbytes: False
+        """Whether memory is the pool's."""
+
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
+        return reap_all()
+
+    def yield_idle(self) -> bool:
+        """Give memory back that is kept for later, and tell whether there was any. Never blocks."""
+        return self.release()
+
+    def wait_oldest(self) -> bool:
+        """Block until something has ended. Returns False if nothing was in flight."""
+        if self.release() or self._ledger.wait_oldest(pinned=True):
+            return True
+        return wait_for_others(self._ledger, self._concerns, self._is_used)
+
+    def _concerns(self, entry: Entry) -> bool:
+        return any(self.contains(address_of(array), array.nbytes) for array in entry.host)
+
+    def _is_used(self, job: Job) -> bool:
+        # One that has no chunk yet may be waiting for room itself.
+        return job.holds and any(self.contains(*memory) for memory in job.memory)

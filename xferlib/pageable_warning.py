@@ -1,0 +1,83 @@
+"""Saying so where a transfer that was to be asynchronous makes its caller wait.
+
+A put of memory that no copy engine can read returns when the CPU has copied it. Ordinary programs do so all the time and are told
+once a line; whoever asked for strictness is refused, before anything starts. A get makes nobody wait: threads of ours take the
+last step.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from operator import attrgetter
+from types import FrameType
+from typing import final
+
+from xferlib.errors import SynchronousTransferWarning
+from xferlib.memory.arrays import Array
+from xferlib.memory.host import HostLeaf
+from xferlib.tree import Spec, path
+from xferlib.words import in_words
+
+__all__ = ["WARN_FROM", "PageableWarning"]
+
+WARN_FROM = 64 << 10
+"""Bytes of one put. The CPU copies less in the time that starting the transfer takes."""
+PAGEABLE = "the array is not in pinned memory. Fill one from stager.empty_pinned(...) instead, or lock yours with stager.pin(array)"
+STRIDED = "the array is not contiguous. Lay it out in C order, in an array from stager.empty_pinned(...)"
+LEND = ", or lend it until the transfer is done: put(..., borrow=True)"
+"""Into arrays of the caller's nothing is lent."""
+NBYTES = attrgetter("nbytes")
+
+
+@final
+class PageableWarning:
+    """Warns, or raises where `strict`. Any thread. Asked before a put starts that does not borrow its sources."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+
+    def put(self, sources: Sequence[HostLeaf], spec: Spec | None = None, *, into: bool = False) -> None:
+        """Look at all leaves of a put, which is `into` arrays of the caller's or not. `spec` tells where they stand in a tree."""
+        staged = [array for array, address in sources if address is None]
+        if not staged or (not self._strict and sum(map(NBYTES, staged)) < WARN_FROM):
+            return
+        level = _level_of_caller()
+        if level is None:
+            return
+        if self._strict:
+            index = next(index for index, (_, address) in enumerate(sources) if address is None)
+            raise _refusal(staged[0], spec, index, into)
+        # Without figures: Python shows a text once a line, and batches differ in size.
+        text = f"put waits for a CPU copy: {_reason(max(staged, key=NBYTES), into)}"
+        warnings.warn(text, SynchronousTransferWarning, stacklevel=level)
+
+
+def _refusal(array: Array, spec: Spec | None, index: int, into: bool) -> ValueError:
+    error = ValueError(
+        f"this stager is strict, and put would wait for a CPU copy of {in_words(array.nbytes)}, {array.dtype} of shape "
+        f"{array.shape}: {_reason(array, into)}"
+    )
+    if spec is not None:
+        error.add_note(f"at {path(spec, index)}")
+    return error
+
+
+def _reason(array: Array, into: bool) -> str:
+    return (PAGEABLE if array.flags.c_contiguous else STRIDED) + ("" if into else LEND)
+
+
+def _level_of_caller() -> int | None:
+    """Return `warn`'s stacklevel, for the function that calls this, of the first frame outside this package.
+
+    None where that is the start of a thread: of one that runs ahead of its caller, and nobody waits.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _package(frame) == "xferlib":
+        level, frame = level + 1, frame.f_back
+    return None if _package(frame) == "threading" else level
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

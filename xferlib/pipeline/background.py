@@ -1,0 +1,191 @@
+"""A source that is iterated on a thread of its own, a bounded number of items ahead of whoever takes them.
+
+Invariants: the thread refers to no `BackgroundIterator`, so that dropping that ends the thread; whatever the source or the start
+of an item raises comes out in the place of that item, and nothing is asked for or started until a taker comes for what is behind
+it; at most `depth` items are started and not taken. What an item is, and what starting one means, is the caller's business.
+
+The two sides share state that changes in single steps, and wake each other to look at it: there is no lock in here that an
+interrupt could leave held, or that a finalizer could meet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NoReturn, TypeVar, final
+
+from xferlib.debug import caller
+from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
+from xferlib.pipeline.failed import Failed
+from xferlib.pipeline.phase_timer import PhaseTimer
+from xferlib.pipeline.source_thread import SourceThread, Start, live, run
+from xferlib.reaper import start_thread
+
+__all__ = ["BackgroundIterator"]
+
+T = TypeVar("T")
+
+CLOSE_SECONDS = 2.0
+"""How long `close()` waits for a source that is inside its own `next`: nothing can interrupt it there."""
+
+
+@final
+class BackgroundIterator(Generic[T]):
+    """Iterates `source` on a thread of its own, and calls `start(box, clock)` there for each item: a list of that alone, by which
+    the thread refers to it, and by nothing else.
+
+    `take()` gives what `start` returned, in order. At most `depth` items are started and not taken: the source is asked for the
+    next one when there is a place for it. If `start` raises `AllocationError`, it is tried again when items have been taken, and
+    the feed goes on with fewer ahead; with none ahead and the taker waiting, the error comes out.
+
+    `before_next(clock)` is called on the thread before the source is asked for the next item, when there is a place for it.
+    Both may turn the clock to parts of their own; "source", "start" and "place" (no place: the taker is behind) are the feed's.
+    A generator is closed, on the thread, when the feed ends before it does; other iterators are only let go of.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        start: Start[T],
+        *,
+        depth: int,
+        before_next: Callable[[PhaseTimer], None] = lambda clock: None,
+        name: str = "xferlib-feed",
+    ) -> None:
+        if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+            raise TypeError(f"expected something to iterate, got {source!r}")
+        if depth < 1:
+            raise ValueError(f"depth={depth!r}: expected 1 or more")
+        self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next), begun_at=caller())
+        # The finalizer is the queue's own `put`: it tells the thread, and does nothing else.
+        self._shared.owner = weakref.ref(self, self._shared.inbox.put)
+        self._spent = False
+        name = f"{name}-{next(_numbers)}"
+        self._shared.thread = self._thread = threading.Thread(target=run, args=(self._shared,), name=name, daemon=True)
+        live.add(self._shared)
+        start_thread(self._thread, self._shared.refused)
+        self._shared.changed.wait(lambda: self._shared.running or self._shared.ended)
+
+    @property
+    def clock(self) -> PhaseTimer:
+        """The thread's."""
+        return self._shared.clock
+
+    @property
+    def depth(self) -> int:
+        """How many items may be ahead now: fewer than asked where there was no memory for so many."""
+        return self._shared.depth
+
+    @property
+    def ahead(self) -> int:
+        """How many items are started and not taken."""
+        return len(self._shared.items)
+
+    @property
+    def lowered(self) -> AllocationError | None:
+        """Why there are fewer ahead than asked."""
+        return self._shared.lowered
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would return, or raise, at once."""
+        return self._shared.may_take()
+
+    @property
+    def spent(self) -> bool:
+        """Whether a taker was told that there is no more."""
+        return self._spent
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._shared.closed
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child, where there is no thread."""
+        return self._shared.forked
+
+    def seen(self) -> None:
+        """Block until the source has given its first item, or has ended."""
+        shared = self._shared
+        shared.changed.wait(lambda: shared.begun or shared.ended or shared.closed or shared.forked)
+
+    def take(self) -> T:
+        """Return the next item. Raises what the source or the start of the item raised, in its place.
+
+        `StopIteration` when there is no more; `ClosedError` when the feed was closed before that, by whatever thread.
+        """
+        shared = self._shared
+        while True:
+            if self._spent:
+                raise StopIteration
+            if shared.forked:
+                raise BackendUnavailableError(
+                    "this pipeline cannot go on here: the process was forked after it had begun. Begin it in the child"
+                )
+            # Asked before the queue is: what came before the end is in there then.
+            ended = shared.ended
+            try:
+                entry = shared.items.popleft()
+            except IndexError:
+                self._refuse_closed()
+                if ended:
+                    self._end()
+                shared.sleep()
+                continue
+            # By another thread, perhaps, which has dropped items before this one.
+            self._refuse_closed()
+            shared.inbox.put(None)
+            return entry.value if isinstance(entry, Failed) else entry
+
+    def pause(self) -> None:
+        """Return when no item is being started; the next is when somebody waits for it in `take`."""
+        shared = self._shared
+        shared.paused = True
+        shared.changed.wait(lambda: not shared.starting or shared.forked)
+
+    def close(self) -> None:
+        """End the thread and drop what was started and not taken. Twice is fine; any thread.
+
+        A source inside its own `next` cannot be interrupted: after two seconds it is left to a thread that ends when it comes back,
+        with a `ResourceWarning`.
+        """
+        shared = self._shared
+        shared.stop()
+        if not self._join() and shared.clock.part == "source":
+            warnings.warn(
+                f"the source of {self._thread.name!r} did not come back within {CLOSE_SECONDS} seconds. "
+                "Its thread ends when it does",
+                ResourceWarning,
+                stacklevel=2,
+            )
+        shared.items.clear()
+
+    def _refuse_closed(self) -> None:
+        if self._shared.closed:
+            raise ClosedError("this pipeline was closed before its end. Make another one")
+
+    def _end(self) -> NoReturn:
+        """Remember that a taker is told of the end, and wait for the thread."""
+        self._spent = True
+        self._join()
+        raise StopIteration
+
+    def _join(self) -> bool:
+        """Wait for the thread, if this is another one, and not for ever. Returns whether it has ended."""
+        shared, mine = self._shared, threading.current_thread() is self._thread
+        if mine or shared.forked:
+            return True
+        # Not by `Thread.join` alone: an interrupt there has a thread taken for ended that is not.
+        if not shared.changed.wait(lambda: shared.ended, CLOSE_SECONDS):
+            return False
+        if shared.running:
+            self._thread.join(CLOSE_SECONDS)
+        return True
+
+
+_numbers = itertools.count(1)

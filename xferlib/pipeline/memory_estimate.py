@@ -1,0 +1,62 @@
+"""What a loop costs in memory, said before it is spent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from xferlib.tree import PLAIN, Trees
+from xferlib.words import in_words
+
+__all__ = ["Charge", "MemoryEstimate", "tree_nbytes"]
+
+
+@final
+@dataclass(frozen=True)
+class Charge:
+    """One line of a bill: so many pieces of so many bytes."""
+
+    memory: Literal["pinned", "device"]
+    count: int
+    nbytes: int
+    """Of one piece."""
+    what: str
+
+    def __str__(self) -> str:
+        total = f"{in_words(self.count * self.nbytes)} {self.memory}"
+        return f"{total}: {self.what}" if self.count == 1 else f"{total}: {self.count} x {in_words(self.nbytes)} {self.what}"
+
+
+@final
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory that a loop needs while it runs, above what its consumer keeps."""
+
+    charges: tuple[Charge, ...] = ()
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """In pinned memory."""
+        return self._sum("pinned")
+
+    @property
+    def device_nbytes(self) -> int:
+        """On the device."""
+        return self._sum("device")
+
+    def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
+        return MemoryEstimate(self.charges + other.charges)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.charges)) or "nothing"
+
+    def _sum(self, memory: str) -> int:
+        return sum(charge.count * charge.nbytes for charge in self.charges if charge.memory == memory)
+
+
+def tree_nbytes(tree: Any, trees: Trees = PLAIN) -> int:
+    """Return the bytes of all arrays, host or device, of a tree. What is no array counts for nothing."""
+    leaves, _ = trees.flatten(tree)
+    described = filter(None, map(trees.describe, leaves))
+    return sum(math.prod(map(int, shape)) * dtype.itemsize for shape, dtype in described)

@@ -1,0 +1,46 @@
+"""What is said between the parent and a worker."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from xferlib.pipeline.workers.layout import Parts
+
+__all__ = ["Begin", "Failed", "Filled", "Order", "Ready", "Reply"]
+
+
+class Begin(NamedTuple):
+    """To the worker: orders of this run are filled by this function, pickled."""
+
+    run: int
+    fill: bytes
+
+
+class Order(NamedTuple):
+    """To the worker: fill this slot for this task, pickled."""
+
+    run: int
+    number: int
+    slot: int
+    task: bytes
+
+
+class Ready(NamedTuple):
+    """From the worker, once: it has started."""
+
+
+class Filled(NamedTuple):
+    """From the worker: its oldest order is done. No parts: all of the slot."""
+
+    parts: Parts | None
+
+
+class Failed(NamedTuple):
+    """From the worker: its oldest order raised. `error` is the exception, pickled, where it can be raised elsewhere as itself."""
+
+    error: bytes | None
+    words: str
+    traceback: str
+
+
+Reply: TypeAlias = Ready | Filled | Failed

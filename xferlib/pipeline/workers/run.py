@@ -1,0 +1,338 @@
+"""One pass over tasks: who fills what, in which order the batches come out, what becomes of a task whose worker died.
+
+Invariant: every task that was taken is, at any time, with a worker, waiting to be tried again, or answered; each answer comes out
+once, at its place.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import reprlib
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
+
+from xferlib.checks import uncopied
+from xferlib.in_flight import reap_all
+from xferlib.pipeline.workers.crew import Answer, Crew, Death
+from xferlib.pipeline.workers.failures import WorkerDiedError, WorkerError, WorkerTraceback
+from xferlib.pipeline.workers.layout import Parts
+from xferlib.pipeline.workers.messages import Begin, Failed, Filled, Order
+from xferlib.pipeline.workers.process import Assignment
+from xferlib.pipeline.workers.slots import Slots
+from xferlib.typed import TreeT_co
+
+__all__ = ["OnDeath", "Run"]
+
+OnDeath: TypeAlias = Literal["replace", "raise"]
+
+FIRST_NAP = 100e-6
+LONGEST_NAP = 2e-3
+STUCK = 10.0
+"""Seconds without a slot, the consumer holding all, before it is told so."""
+
+
+class _Task(NamedTuple):
+    number: int
+    words: str
+    data: bytes
+
+
+class _Filled(NamedTuple):
+    slot: int
+    parts: Parts | None
+
+
+class _Batch(NamedTuple):
+    tree: Any
+
+
+class _Raised(NamedTuple):
+    error: Exception
+
+
+class _Words(NamedTuple):
+    """To be said as a warning, before the run goes on."""
+
+    text: str
+
+
+_Outcome: TypeAlias = _Batch | _Raised | _Words
+"""Of one step. Whatever else comes out of it is an interrupt."""
+
+
+@final
+class Run(Iterator[TreeT_co]):
+    """The batches of one pass. Iterate on one thread; `close()` works on any.
+
+    After an exception the iteration may go on: the batch of that task is the only one lost.
+    """
+
+    rewrites = False
+    """A slot is written again only when nothing reads it: see `prefetch`."""
+
+    __reduce_ex__ = uncopied("Begin another with SharedRing.run(...)")
+
+    def __init__(
+        self,
+        owner: object,
+        crew: Crew,
+        slots: Slots,
+        begin: Begin,
+        tasks: Iterator[Any],
+        *,
+        workers: int,
+        ordered: bool,
+        on_death: OnDeath,
+        retries: int,
+    ) -> None:
+        self._owner = owner
+        self._crew = crew
+        self._slots = slots
+        self._begin = begin
+        self._tasks = tasks
+        self._workers = workers
+        self._ordered = ordered
+        self._retries = retries if on_death == "replace" else 0
+        self._ended: Exception | None = None
+        self._begun = self._exhausted = False
+        self._taken = self._given = 0
+        self._task: _Task | None = None
+        """The next, which has no slot yet."""
+        self._again: list[Assignment] = []
+        self._tries: dict[int, int] = {}
+        self._outcomes: dict[int, _Filled | Exception] = {}
+        self._unsaid: list[str] = []
+        self._starved = False
+        self._starved_since = 0.0
+        self._nap = FIRST_NAP
+
+    def __next__(self) -> TreeT_co:
+        while True:
+            outcome = self._step()
+            try:
+                if isinstance(outcome, _Batch):
+                    return cast("TreeT_co", outcome.tree)
+                if isinstance(outcome, _Raised):
+                    raise outcome.error
+                warnings.warn(outcome.text, RuntimeWarning, 2)
+            finally:
+                # The traceback of an error leads to this frame: of what is raised here, and of a task that came while this ran.
+                del outcome
+
+    def _step(self) -> _Outcome:
+        with self._crew.lock:
+            if self._crew.cut:
+                self._mend()
+            if self._ended is not None:
+                return _Raised(self._refusal())
+            self._crew.cut = True
+            try:
+                outcome = self._advance()
+            except BaseException:
+                # An interrupt. If another one comes in here, the next step finds the crew cut.
+                self._mend()
+                raise
+            self._crew.cut = False
+            try:
+                return outcome
+            finally:
+                # See `__next__`.
+                del outcome
+
+    def _mend(self) -> None:
+        """Bring things in order behind an interrupt of a step: of this run, or of one before it."""
+        self._crew.mend()
+        if self._begun:
+            self.end(RuntimeError("this run was interrupted, and batches of it are lost. Begin another run"))
+        self._crew.cut = False
+
+    def close(self) -> None:
+        """End the iteration. Workers finish what they are filling; nobody will see it. Twice is fine."""
+        self.end(StopIteration())
+
+    def end(self, reason: Exception) -> None:
+        """End the iteration; every further step raises this, if it had not ended before. Wakes nobody."""
+        if self._ended is None:
+            self._ended = reason
+
+    def __enter__(self) -> Run[TreeT_co]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refusal(self) -> Exception:
+        assert self._ended is not None
+        # A new one each time: several threads may be refused at once, and an exception carries one traceback.
+        return type(self._ended)(*self._ended.args)
+
+    def _advance(self) -> _Outcome:
+        if not self._begun:
+            self._slots.keep_only(self._crew.taken())
+            self._begun = True
+        while True:
+            if self._ended is not None:
+                return _Raised(self._refusal())
+            if self._unsaid:
+                return _Words(self._unsaid.pop(0))
+            try:
+                self._crew.enlist(self._workers)
+            except WorkerDiedError as error:
+                self.close()
+                return _Raised(error)
+            except Exception as error:
+                # The system has no further process now.
+                return _Raised(error)
+            self._crew.flush()
+            self._deal()
+            number = self._next_answered()
+            if number is not None:
+                return self._given_out(self._outcomes.pop(number))
+            if self._exhausted and self._given == self._taken:
+                self.close()
+                continue
+            self._listen()
+
+    def _deal(self) -> None:
+        was_starved, self._starved = self._starved, False
+        while (worker := self._crew.pick(self._workers)) is not None:
+            assignment = self._next_assignment()
+            if assignment is None:
+                break
+            was_starved = False
+            worker.order(self._begin, assignment)
+        if self._starved and not was_starved:
+            self._nap = FIRST_NAP
+            self._starved_since = time.monotonic()
+
+    def _next_assignment(self) -> Assignment | None:
+        if self._again:
+            return self._again.pop(0)
+        # Before the slot: else a consumer that holds every slot would never hear that there is no more.
+        if self._task is None:
+            self._task = self._pull()
+        if self._task is None:
+            return None
+        slot = self._slots.take()
+        if slot is None:
+            # A copy may be done that nobody has asked about since.
+            reap_all()
+            slot = self._slots.take()
+        if slot is None:
+            self._starved = True
+            return None
+        (number, words, data), self._task = self._task, None
+        return Assignment(Order(self._begin.run, number, slot, data), words)
+
+    def _pull(self) -> _Task | None:
+        """Take the next task; None if there is none. Those that cannot be had, or sent, have their answer at once."""
+        while not self._exhausted:
+            try:
+                task = next(self._tasks)
+            except StopIteration:
+                self._exhausted = True
+                return None
+            except Exception as error:
+                self._exhausted = True
+                self._outcomes[self._taken] = error
+                self._taken += 1
+                return None
+            number = self._taken
+            self._taken += 1
+            try:
+                return _Task(number, f"{number} ({reprlib.repr(task)})", pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
+            except Exception as error:
+                error.add_note(f"task {number} could not be sent to a worker")
+                self._outcomes[number] = error
+        return None
+
+    def _next_answered(self) -> int | None:
+        if not self._ordered:
+            return next(iter(self._outcomes), None)
+        return self._given if self._given in self._outcomes else None
+
+    def _given_out(self, outcome: _Filled | Exception) -> _Outcome:
+        self._given += 1
+        return _Batch(self._slots.lease(*outcome)) if isinstance(outcome, _Filled) else _Raised(outcome)
+
+    def _listen(self) -> None:
+        patience = self._patience()
+        if patience is not None and self._slots.all_held:
+            # No worker has anything to fill, and so nothing to say.
+            self._slots.wait(patience)
+            patience = 0.0
+        for heard in self._crew.listen(patience):
+            if isinstance(heard, Answer):
+                self._answered(heard)
+            else:
+                self._died(heard)
+
+    def _patience(self) -> float | None:
+        """Return how long to listen: until somebody speaks, but while there is no slot only until a copy may be done."""
+        if not self._starved:
+            return None
+        nap, self._nap = self._nap, min(2 * self._nap, LONGEST_NAP)
+        if self._slots.all_held and time.monotonic() - self._starved_since > STUCK:
+            self._starved_since = float("inf")
+            gc.collect()
+            if self._slots.all_held:
+                self._unsaid.append(
+                    f"no worker can go on: the consumer, or copies under way, have held every slot for {STUCK:.0f} seconds. "
+                    "Let go of batches, or give the ring more slots"
+                )
+        return nap
+
+    def _answered(self, answer: Answer) -> None:
+        assignment, reply = answer
+        order = assignment.order
+        if order.run != self._begin.run:
+            self._slots.give_back(order.slot)
+        elif isinstance(reply, Filled):
+            self._outcomes[order.number] = _Filled(order.slot, reply.parts)
+        elif isinstance(reply, Failed):
+            self._slots.give_back(order.slot)
+            self._outcomes[order.number] = _error(reply, assignment.words)
+
+    def _died(self, death: Death) -> None:
+        lost = death.lost
+        if lost is not None and lost.order.run != self._begin.run:
+            self._slots.give_back(lost.order.slot)
+            lost = None
+        for assignment in death.waiting:
+            if assignment.order.run == self._begin.run:
+                self._again.append(assignment)
+            else:
+                self._slots.give_back(assignment.order.slot)
+        if lost is None:
+            self._unsaid.append(f"{death.words} while it had nothing to fill. Another takes its place")
+        else:
+            self._lose(lost, death.words)
+        self._again.sort(key=lambda assignment: assignment.order.number)
+
+    def _lose(self, lost: Assignment, words: str) -> None:
+        number = lost.order.number
+        tries = self._tries[number] = self._tries.get(number, 0) + 1
+        if tries <= self._retries:
+            self._again.append(lost)
+            self._unsaid.append(f"{words} while it filled a slot for task {lost.words}. Another worker tries again")
+            return
+        self._slots.give_back(lost.order.slot)
+        times = f", with {tries - 1} tries before" if tries > 1 else ""
+        self._outcomes[number] = WorkerDiedError(f"{words} while it filled a slot for task {lost.words}{times}")
+
+
+def _error(failed: Failed, task: str) -> Exception:
+    error: Exception | None = None
+    if failed.error is not None:
+        try:
+            error = pickle.loads(failed.error)
+        except Exception:
+            error = None
+    if error is None:
+        error = WorkerError(f"fill raised {failed.words}")
+    error.add_note(f"raised by fill in a worker, for task {task}")
+    error.__cause__ = WorkerTraceback(failed.traceback)
+    return error

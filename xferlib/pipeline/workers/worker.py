@@ -1,0 +1,129 @@
+"""What runs in a worker process: map the memory, fill slots, say so.
+
+It opens no stager and loads no framework; what `fill` itself imports is the user's. It ends when the parent does, whatever it is
+doing then.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn, final
+
+from xferlib.pipeline.workers.channel import receive, send
+from xferlib.pipeline.workers.layout import Bytes, Layout
+from xferlib.pipeline.workers.memory import Descriptor, map_shared
+from xferlib.pipeline.workers.messages import Begin, Failed, Filled, Order, Ready, Reply
+from xferlib.pipeline.workers.process import watch
+
+__all__ = ["serve"]
+
+LONGEST_TEXT = 16_000
+"""Characters of a traceback that people read."""
+
+
+def serve(parent: int, descriptor: Descriptor, layout: Layout, slots: int, connection: socket.socket) -> None:
+    """Fill orders until the parent hangs up."""
+    # The parent is told of Ctrl-C as well, and decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _end_with(parent)
+    raw = map_shared(descriptor, slots * layout.nbytes)
+    descriptor.close()
+    filler = _Filler(layout, [raw[start : start + layout.nbytes] for start in range(0, slots * layout.nbytes, layout.nbytes)])
+    try:
+        send(connection, Ready())
+        while True:
+            message = receive(connection)
+            if isinstance(message, Begin):
+                filler.begin(message.fill)
+            else:
+                send(connection, filler.reply(message))
+    except (EOFError, ConnectionError):
+        return
+
+
+@final
+class _Filler:
+    """The function of the present run, and the slots."""
+
+    def __init__(self, layout: Layout, slots: list[Bytes]) -> None:
+        self._layout = layout
+        self._slots = slots
+        self._fill: Callable[[Any, Any], Any] = _nothing
+        self._broken: Failed | None = None
+
+    def begin(self, fill: bytes) -> None:
+        self._broken = None
+        try:
+            self._fill = pickle.loads(fill)
+        except Exception as error:
+            self._broken = _failed(error)
+
+    def reply(self, order: Order) -> Reply:
+        if self._broken is not None:
+            return self._broken
+        slot = self._slots[order.slot]
+        try:
+            task = pickle.loads(order.task)
+            return Filled(self._layout.returned(self._fill(task, self._layout.whole.views(slot)), slot))
+        except BaseException as error:
+            return _failed(error)
+
+
+def _nothing(task: Any, slot: Any) -> NoReturn:
+    raise AssertionError("an order came before its run began")
+
+
+def _failed(error: BaseException) -> Failed:
+    if error.__traceback__ is not None:
+        # Without the frame of this file.
+        error.__traceback__ = error.__traceback__.tb_next
+    text = "".join(traceback.format_exception(error))
+    if len(text) > LONGEST_TEXT:
+        text = f"{text[: LONGEST_TEXT // 2]}\n...\n{text[-LONGEST_TEXT // 2 :]}"
+    words = "".join(traceback.format_exception_only(error)).strip()
+    return Failed(_portable(error), words[:LONGEST_TEXT], text)
+
+
+def _portable(error: BaseException) -> bytes | None:
+    """Pickle an exception that can be raised in the parent as itself."""
+    # Raised out of an iterator, a stop would look like its end.
+    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+        return None
+    try:
+        data = pickle.dumps(error)
+        return data if len(data) <= LONGEST_TEXT and type(pickle.loads(data)) is type(error) else None
+    except Exception:
+        return None
+
+
+def _end_with(parent: int) -> None:
+    """End this process as soon as the parent has ended.
+
+    Not by `PR_SET_PDEATHSIG`: that comes when the parent's *thread* ends that started the worker.
+    """
+    process = multiprocessing.parent_process()
+    assert process is not None
+    try:
+        watched = watch(parent, process.sentinel)
+    except ProcessLookupError:
+        os._exit(1)
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=_watch, args=(watched,), name="xferlib-parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    ended = select.poll()
+    ended.register(parent, select.POLLIN)
+    while not ended.poll():
+        pass
+    os._exit(1)
