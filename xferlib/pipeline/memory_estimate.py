@@ -15,12 +15,18 @@ __all__ = ["Charge", "MemoryEstimate", "tree_nbytes"]
 @final
 @dataclass(frozen=True)
 class Charge:
-    """One line of a bill: so many pieces of so many bytes."""
+    """One line of an estimate: so many pieces of so many bytes.
+
+    Attributes:
+        memory: Where they lie.
+        count: How many there are.
+        nbytes: Of one piece.
+        what: What they are for, in words.
+    """
 
     memory: Literal["pinned", "device"]
     count: int
     nbytes: int
-    """Of one piece."""
     what: str
 
     def __str__(self) -> str:
@@ -31,7 +37,11 @@ class Charge:
 @final
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory that a loop needs while it runs, above what its consumer keeps."""
+    """The memory that a loop needs while it runs, above what its consumer keeps. `str()` of it has a line for each charge.
+
+    Attributes:
+        charges: What is needed, line by line.
+    """
 
     charges: tuple[Charge, ...] = ()
 
