@@ -328,7 +328,11 @@ class Jobs:
 
     def _waited_for(self) -> list[Job | Fill]:
         me = threading.get_ident()
-        return [work for work in self._entries() if work.owner != me]
+        entries = self._entries()
+        # Who waits while it fills is a finalizer in the middle of it. Another thread's fill may be waiting in the same way, for
+        # this one: both would wait for good.
+        fills = any(work.owner == me and not work.over for work in list(self._fills.values()))
+        return [work for work in entries if work.owner != me and not (fills and isinstance(work, Fill))]
 
 
 @final

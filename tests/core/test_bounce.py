@@ -10,8 +10,9 @@ import pytest
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, tampered
 from xferlib.memory.pinned_pool import SMALL
-from xferlib.staging.bounce import SHARE, SLOT, SLOTS
+from xferlib.staging.bounce import SHARE, SIZES, SLOTS
 
+SLOT = SIZES[0]
 BLOCK = SLOTS * SLOT
 SECONDS = 10.0
 
@@ -20,14 +21,36 @@ def numbers(nbytes: int, first: int = 0) -> np.ndarray[Any, Any]:
     return (np.arange(first, first + nbytes) % 251).astype(np.uint8)
 
 
-def test_a_block_of_the_pool_serves_as_many_puts_as_it_has_slots() -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_a_block_of_the_pool_serves_as_many_puts_as_it_has_slots(size: int) -> None:
     with xferlib.stager("host") as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
-        transfers = [stager.put(numbers(SLOT - n, n)) for n in range(SLOTS)]
-        assert stager._pool.usage().used == BLOCK
-        transfers.append(stager.put(numbers(1)))
-        assert stager._pool.usage().used == 2 * BLOCK
+        transfers = [stager.put(numbers(size - n, n)) for n in range(SLOTS)]
+        assert stager._pool.usage().used == SLOTS * size
+        transfers.append(stager.put(numbers(size)))
+        assert stager._pool.usage().used == 2 * SLOTS * size
     for n, transfer in enumerate(transfers[:-1]):
-        assert np.array_equal(transfer.result(), numbers(SLOT - n, n))
+        assert np.array_equal(transfer.result(), numbers(size - n, n))
+
+
+def test_a_put_takes_the_smallest_slot_that_it_fits_into() -> None:
+    small, large = SIZES
+    with xferlib.stager("host") as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+        used = []
+        for nbytes in (small, small + 1, large, large + 1):
+            stager.put(numbers(nbytes))
+            used.append(stager._pool.usage().used)
+    assert used[0] == SLOTS * small
+    assert used[1] == used[2] == SLOTS * (small + large)
+    assert SLOTS * (small + large) + large < used[3] < SLOTS * (small + large) + 2 * large
+
+
+def test_under_a_small_limit_a_put_takes_what_it_needs() -> None:
+    """A block of the larger slots would be more than its share."""
+    small, large = SIZES
+    limit = SHARE * SLOTS * large - 1
+    with xferlib.stager("host", pinned_limit=limit) as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]  # as above
+        stager.put(numbers(small + 1))
+        assert small < stager._pool.usage().used < large
 
 
 def test_a_slot_is_not_used_again_while_its_copy_is_held() -> None:
@@ -116,7 +139,7 @@ def test_room_is_waited_for_while_another_thread_fills_its_slot() -> None:
         assert asked.result(SECONDS).nbytes == limit
 
 
-@pytest.mark.parametrize("nbytes", [100, SLOT + 1])
+@pytest.mark.parametrize("nbytes", [100, SLOT + 1, SIZES[-1] + 1])
 def test_the_error_of_a_copy_that_could_not_be_started_holds_no_memory(nbytes: int) -> None:
     def breaks(*_: object) -> None:
         raise OSError("no copy to be had")

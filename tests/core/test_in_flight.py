@@ -574,6 +574,23 @@ def test_a_block_that_is_filled_is_not_waited_for_by_its_own_thread() -> None:
     assert other.result(10)
 
 
+def test_a_thread_in_the_middle_of_a_fill_waits_for_no_other_fill() -> None:
+    """Its finalizer may put, and so may the other's: each would wait for the other."""
+    jobs, mine, others = Jobs(), Fill(), Awaited()
+    jobs.add(mine)
+    jobs.add(others)
+    assert not jobs.wait_oldest()
+    jobs.wait_all()
+    assert others.waits == 0
+    # A thread that fills nothing waits for either.
+    waiting = on_thread(jobs.wait_oldest)
+    mine.over = True
+    assert waiting.result(10)
+    others.over = False
+    assert jobs.wait_oldest()
+    assert others.waits >= 1
+
+
 def test_waiting_for_all_ends_under_traffic_that_never_ends(ledger: Plays) -> None:
     class Busy(Point):
         def synchronize(self) -> None:

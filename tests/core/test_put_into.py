@@ -189,3 +189,23 @@ def test_a_target_is_not_overwritten_before_a_get_has_gathered_it(how: str, stag
         assert (got.result() == values[cut]).all()
         put.synchronize()
         assert (target == -1).all()
+
+
+def test_what_gets_have_read_long_ago_costs_a_put_into_it_nothing() -> None:
+    backend = tampered()
+    ordered: list[object] = []
+    order = backend.inner.order_h2d
+
+    def counted(event: Any) -> None:
+        ordered.append(event)
+        order(event)
+
+    backend.order_h2d = counted
+    with xferlib.stager(backend) as stager:
+        source = stager.empty_pinned(8, np.uint8)
+        target = stager.put(source).result()
+        out = stager.empty_pinned(8, np.uint8)
+        for _ in range(20):
+            stager.get(target, out=out).result()
+        stager.put(source, into=target).synchronize()
+        assert ordered == []

@@ -23,12 +23,12 @@ __all__ = ["BounceBuffers"]
 
 Slot: TypeAlias = tuple[int, Array]
 """An address, and the bytes there, which hold their block."""
-SLOT = 16 << 10
-"""Bytes."""
+SIZES = (16 << 10, 64 << 10)
+"""Bytes of a slot, the smaller first: a put takes the smallest that it fits into, so that few bytes do not hold many."""
 SLOTS = 16
 """In a block."""
 SHARE = 16
-"""Blocks of slots that the pool's limit must have room for: else each put takes what it needs and no more."""
+"""Blocks of a size that the pool's limit must have room for: else each put takes what it needs and no more."""
 
 
 @final
@@ -41,9 +41,8 @@ class BounceBuffers:
         self._h2d = ledger.h2d
         self._jobs = ledger.jobs
         self._reap = ledger.reap
-        self._most = SLOT if pool.limit >= SHARE * SLOTS * SLOT else 0
         # Changed in single steps: a finalizer may put while its thread is in here.
-        self._slots: deque[Slot] = deque()
+        self._slots: dict[int, deque[Slot]] = {size: deque() for size in SIZES if pool.limit >= SHARE * SLOTS * size}
 
     def __call__(self, part: Part) -> None:
         """Start the copy of a part, and count it as in flight; its arrays are free on return."""
@@ -78,19 +77,21 @@ class BounceBuffers:
 
     def release(self) -> bool:
         """Give idle slots back to the pool, and tell whether there were any."""
-        found = bool(self._slots)
-        self._slots.clear()
+        found = any(self._slots.values())
+        for slots in self._slots.values():
+            slots.clear()
         return found
 
     def _take(self, nbytes: int, fills: list[Fill]) -> Slot:
         """Take memory, and enter a fill that holds it."""
-        while nbytes <= self._most and (self._slots or self._add_slots()):
+        size = next((size for size in self._slots if nbytes <= size), 0)
+        while size and (self._slots[size] or self._add_slots(size)):
             fill = Fill()
             fills.append(fill)
             # Counts as in flight before another thread finds neither room nor anything to wait for.
             self._jobs.add(fill)
             try:
-                slot = self._slots.popleft()
+                slot = self._slots[size].popleft()
                 fill.memory = slot[1]
                 return slot
             except IndexError:
@@ -103,7 +104,7 @@ class BounceBuffers:
         memory = fill.memory = np.asarray(block)
         return block.address, memory
 
-    def _add_slots(self) -> bool:
+    def _add_slots(self, size: int) -> bool:
         """Take a block of slots, where the pool has one for which nobody must wait."""
         # Copies that are done may hold an earlier block: a pool that grew for it would do so again and again, now and then.
         self._reap()
@@ -111,10 +112,10 @@ class BounceBuffers:
         try:
             # What the driver refuses is not missed where the put's own bytes fit into what is there.
             with suppress(AllocationError):
-                block = self._pool.try_take(SLOTS * SLOT, lambda: self._jobs.add(fill))
+                block = self._pool.try_take(SLOTS * size, lambda: self._jobs.add(fill))
                 if block is not None:
                     memory = np.asarray(block)
-                    self._slots.extend([(block.address + at, memory[at : at + SLOT]) for at in range(0, SLOTS * SLOT, SLOT)])
+                    self._slots[size].extend([(block.address + at, memory[at : at + size]) for at in range(0, SLOTS * size, size)])
                     return True
             return False
         finally:

@@ -34,6 +34,8 @@ CHUNK = 1 << 20
 """Bytes of one to the device: half of a core's second-level cache, on the processors beside these devices."""
 LARGER = 2
 """Times as large are the chunks to the host: past the caches long copies are faster."""
+STRIDED_PIECE = 1 << 20
+"""Bytes. Of an array that is not contiguous the caller copies so many at a time, and the device the last while it copies the next."""
 LEAST_CHUNKS = 2
 """Of a direction: the CPU copies one while the device copies the other."""
 
@@ -47,7 +49,9 @@ class Staging:
         self._ledger = ledger
         given = profile or given_profile()
         self.profile = given or StagingProfile(usual_threads(), CHUNK)
-        self._bounce_nbytes = min(self.profile.hand_off_nbytes, max(PAGE, pool.limit // 2))
+        room = max(PAGE, pool.limit // 2)
+        self._bounce_nbytes = min(self.profile.hand_off_nbytes, room)
+        self._piece_nbytes = min(STRIDED_PIECE, room)
         self._bounce = BounceBuffers(backend, pool, ledger)
         # A chunk is a share of the limit, so that each direction has several.
         nbytes = min(self.profile.chunk_nbytes, max(PAGE, pool.limit // 8 // PAGE * PAGE))
@@ -188,7 +192,7 @@ class Staging:
                 whole.append(leaf)
                 continue
             address = leaf.address
-            for piece in pieces(leaf.array, max(ALIGNMENT, self._bounce_nbytes)):
+            for piece in pieces(leaf.array, self._piece_nbytes):
                 self._bounce(Part(address, piece.nbytes, (piece,)))
                 address += piece.nbytes
         return whole
