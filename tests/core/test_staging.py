@@ -238,8 +238,8 @@ def test_who_is_told_that_a_block_is_filled_finds_its_memory(monkeypatch: pytest
     monkeypatch.setattr(Jobs, "remove", removed)
     with xferlib.stager("host", pinned_limit=64 * MIB) as stager:
         # Larger than a slot, which stays; of one part, and of two.
-        stager.put(np.zeros(20_000)).synchronize()
-        stager.put([np.zeros(20_000), np.zeros(20_000)]).synchronize()
+        stager.put(np.zeros(10_000)).synchronize()
+        stager.put([np.zeros(10_000), np.zeros(10_000)]).synchronize()
     assert len(used) == 3
     assert not any(used)
 

@@ -35,7 +35,7 @@ CHUNK = 1 << 20
 LARGER = 2
 """Times as large are the chunks to the host: past the caches long copies are faster."""
 STRIDED_PIECE = 1 << 20
-"""Bytes. Of an array that is not contiguous the caller copies so many at a time, and the device the last while it copies the next."""
+"""Bytes. Of an array that is not contiguous the caller copies so many at a time, beside the device's copy of those before."""
 LEAST_CHUNKS = 2
 """Of a direction: the CPU copies one while the device copies the other."""
 
