@@ -296,9 +296,9 @@ class HostToDevice:
         Those of a stager of another backend or device the host waits for: no stream of this one could.
         """
         for ledger in all_ledgers():
+            ledger.wait_issued(place)
             # Each that is done and still noted would cost a wait of the stream's.
             ledger.d2h.reap()
-            ledger.wait_issued(place)
             for job in list(ledger.jobs.d2h.values()):
                 if any(uses(source, place) for source in job.device):
                     self._order_after(job.event, ledger, job)
