@@ -301,8 +301,11 @@ class Jobs:
 
         `pinned`: only one that then gives pinned memory back. The others may be waiting for some themselves.
         """
+        # Whoever waits for room while it fills is a finalizer in the middle of that. Another thread's fill may be waiting in the
+        # same way, for this one: both would wait for good.
+        fills = any(work.owner == threading.get_ident() and not work.over for work in list(self._fills.values()))
         for work in self._waited_for():
-            if not work.reached() and (work.holds or not pinned):
+            if not work.reached() and (work.holds or not pinned) and not (fills and isinstance(work, Fill)):
                 work.wait()
                 return True
         return False
@@ -328,11 +331,7 @@ class Jobs:
 
     def _waited_for(self) -> list[Job | Fill]:
         me = threading.get_ident()
-        entries = self._entries()
-        # Who waits while it fills is a finalizer in the middle of it. Another thread's fill may be waiting in the same way, for
-        # this one: both would wait for good.
-        fills = any(work.owner == me and not work.over for work in list(self._fills.values()))
-        return [work for work in entries if work.owner != me and not (fills and isinstance(work, Fill))]
+        return [work for work in self._entries() if work.owner != me]
 
 
 @final

@@ -574,13 +574,12 @@ def test_a_block_that_is_filled_is_not_waited_for_by_its_own_thread() -> None:
     assert other.result(10)
 
 
-def test_a_thread_in_the_middle_of_a_fill_waits_for_no_other_fill() -> None:
+def test_a_thread_in_the_middle_of_a_fill_waits_for_no_other_fill_to_make_room() -> None:
     """Its finalizer may put, and so may the other's: each would wait for the other."""
     jobs, mine, others = Jobs(), Fill(), Awaited()
     jobs.add(mine)
     jobs.add(others)
     assert not jobs.wait_oldest()
-    jobs.wait_all()
     assert others.waits == 0
     # A thread that fills nothing waits for either.
     waiting = on_thread(jobs.wait_oldest)
@@ -589,6 +588,15 @@ def test_a_thread_in_the_middle_of_a_fill_waits_for_no_other_fill() -> None:
     others.over = False
     assert jobs.wait_oldest()
     assert others.waits >= 1
+
+
+def test_a_thread_in_the_middle_of_a_fill_waits_for_all_others_before_it_unlocks() -> None:
+    """Copies out of memory that the other has pinned are in flight by nothing but its fill until it is over."""
+    jobs, others = Jobs(), Awaited()
+    jobs.add(Fill())
+    jobs.add(others)
+    jobs.wait_all()
+    assert others.waits == 1
 
 
 def test_waiting_for_all_ends_under_traffic_that_never_ends(ledger: Plays) -> None:

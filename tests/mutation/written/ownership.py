@@ -11,6 +11,9 @@ MUTANTS = [
     (INFLIGHT, "entries[: self._first_pending(entries, FEW, near)]", "entries[:near]"),
     (INFLIGHT, "max(map(_RECORDED, entries[:-1])) > last.asked", "False"),
     (INFLIGHT, "if entry is last or entry.recorded < last.asked]", "if entry is last or entry.asked < last.asked]"),
+    # Two threads that wait for each other, or memory that is unlocked under a copy.
+    (INFLIGHT, " and not (fills and isinstance(work, Fill))", ""),
+    (INFLIGHT, "if work.owner != me]", "if work.owner != me and not isinstance(work, Fill)]"),
     # What is done is held.
     (INFLIGHT, "return gone, gone is not entries", "return gone, False"),
     (INFLIGHT, "near + 1, len(entries))", "near + 1, near + 1)"),
