@@ -28,7 +28,7 @@ from xferlib.tree import Spec, path, trees_of, unflatten
 __all__ = ["HostToDevice"]
 
 LEND_FROM = 1 << 20
-"""Bytes. Below, the caller has copied them in the time that it takes to wake a thread and to wait for it."""
+"""Bytes. Below, to wait until they are staged takes about as long as to wake a thread, and nobody has to keep them."""
 
 
 @final
@@ -127,7 +127,7 @@ class HostToDevice:
             self._warning.put([(array, address)], into=True)
         self._check_target(target, array)
         place = self._as_target(target, stream)
-        if not self._ledger.has_no_readers:
+        if self._may_have_readers():
             self._order_after_users(place)
         event = self._begin_one(place[0], array, address, place, (place,))
         try:
@@ -165,7 +165,7 @@ class HostToDevice:
 
     def _into(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
         places = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
-        if not self._ledger.has_no_readers:
+        if self._may_have_readers():
             for place in places:
                 self._order_after_users(place)
         event = self._begin([place.address for place in places], sources, range(len(places)), places, places)
@@ -290,6 +290,15 @@ class HostToDevice:
             raise TypeError(f"expected a device array of backend {self._backend.name!r} to put into, got {target!r}")
         check_alike(described, (source.shape, source.dtype))
 
+    def _may_have_readers(self) -> bool:
+        """Tell whether a get may still read arrays of the caller's. Once a put: those that are done are let go of first."""
+        if self._ledger.has_no_readers:
+            return False
+        # Each that is done and still noted would cost a wait of the stream's, for each target.
+        for ledger in all_ledgers():
+            ledger.d2h.reap()
+        return not self._ledger.has_no_readers
+
     def _order_after_users(self, place: Source) -> None:
         """Let the copy wait for earlier copies that still use what it will overwrite: the user's streams know nothing of them.
 
@@ -297,8 +306,6 @@ class HostToDevice:
         """
         for ledger in all_ledgers():
             ledger.wait_issued(place)
-            # Each that is done and still noted would cost a wait of the stream's.
-            ledger.d2h.reap()
             for job in list(ledger.jobs.d2h.values()):
                 if any(uses(source, place) for source in job.device):
                     self._order_after(job.event, ledger, job)

@@ -111,4 +111,10 @@ MUTANTS = [
     ),
     (MAPPED, "            view, row.stream = backend", "            view, _ = backend"),
     (CHECKS, "    if not backend.capabilities.finalizers and collects():", "    if False:"),
+    (
+        PUTS,
+        "            ledger.d2h.reap()\n        return not self._ledger.has_no_readers\n",
+        "            pass\n        return True\n",
+    ),
+    (PUTS, "        return not self._ledger.has_no_readers\n", "        return False\n"),
 ]
