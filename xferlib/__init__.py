@@ -97,9 +97,16 @@ __all__ = [
     "stream_map",
 ]
 
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+    from xferlib.pipeline.background import BackgroundIterator
+    from xferlib.pipeline.phase_timer import PhaseTimer
+
+    Bill = MemoryEstimate
+    Clock = PhaseTimer
+    Feed = BackgroundIterator
+else:
     _RENAMED = {
-        "Bill": "xferlib.pipeline.memory_estimate.MemoryEstimate",
+        "Bill": "xferlib.MemoryEstimate",
         "Clock": "xferlib.pipeline.phase_timer.PhaseTimer",
         "Feed": "xferlib.pipeline.background.BackgroundIterator",
     }

@@ -133,7 +133,7 @@ def rings(stager: xferlib.Stager) -> None:
     shared.run(wrong, range(3))  # E: arg-type
 """,
     "face": """
-def face(stager: xferlib.Stager, array: Array, pin: xferlib.Pin, old: xferlib.MemoryEstimate) -> None:
+def face(stager: xferlib.Stager, array: Array, pin: xferlib.Pin, memory: xferlib.MemoryEstimate, old: xferlib.Bill) -> None:
     pin = stager.pin(array)
     xferlib.prefecth  # E: attr-defined
     assert_type(xferlib.load("a.npz", stager, names=["a"]), dict[str, Any])

@@ -1,7 +1,7 @@
 """Mapped memory: views that the device has of pinned host memory, and what holds the memory while work may use it.
 
 A ticket stands for "some view may reach this memory". The next look after its end turns it into memory behind an event, for the
-work that was enqueued before, and lets the memory go when the event is done. There is no lock in here: see `inflight`.
+work that was enqueued before, and lets the memory go when the event is done. There is no lock in here: see `in_flight`.
 """
 
 from __future__ import annotations

@@ -370,7 +370,7 @@ def _wait_for(wait: Callable[[], None]) -> None:
 
 @final
 class _Putter:
-    """HostToDevice batches by one stager, and keeps the source from what a copy still reads."""
+    """Puts batches by one stager, and keeps the source from what a copy still reads."""
 
     def __init__(self, stager: Stager, *, rewrites: bool) -> None:
         self._stager = stager
