@@ -62,7 +62,7 @@ class DeviceToHost:
             # What the arrays wait for now would hold up the copies that earlier gets still have to start.
             self._staging.wait_issued()
             sources, after = self._each(self._backend.as_source, leaves, spec, stream, together=self._as_sources), None
-        looks = sum([source.nbytes for source in sources]) >= LARGE
+        looks = given is None and sum([source.nbytes for source in sources]) >= LARGE
         if looks:
             # Before memory is asked for: mostly an earlier get is done, and its memory is what is wanted.
             self._d2h.reap()
@@ -140,7 +140,7 @@ class DeviceToHost:
         except (TypeError, ValueError) as error:
             error.add_note(f"at {path(None, 0)}")
             raise
-        looks = source.nbytes >= LARGE
+        looks = out is None and source.nbytes >= LARGE
         if looks:
             self._d2h.reap()
         if out is None:

@@ -58,6 +58,7 @@ class HostToDevice:
         self._trees = trees_of(backend)
         self._blocks = blocks
         self._staging = staging
+        self._stage_one = staging.stage_one
         self._warning = warning
         self._layouts = Layouts()
         self._ledger = ledger
@@ -108,7 +109,7 @@ class HostToDevice:
                 self._h2d.settle((array, lease))
                 raise
         else:
-            event = self._begin([block.address], [(array, address)], (0,), lease, ())
+            event = self._begin_staged(block.address, array, address, lease, ())
         try:
             value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=lease)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
@@ -149,7 +150,7 @@ class HostToDevice:
     def _begin_one(self, destination: int, array: Array, address: int | None, target: object, places: Sequence[Source]) -> Event:
         """Start one copy. `target`: what is to be kept if nobody can say when it ends; `places`: memory of the caller's."""
         if not address:
-            return self._begin([destination], [(array, address)], (0,), target, places)
+            return self._begin_staged(destination, array, address, target, places)
         nbytes = array.nbytes
         try:
             self._copy_h2d(destination, address, nbytes)
@@ -157,6 +158,11 @@ class HostToDevice:
         except BaseException:
             self._h2d.settle((array, target))
             raise
+
+    def _begin_staged(self, destination: int, array: Array, address: int | None, target: object, places: Sequence[Source]) -> Event:
+        """Start one copy of what is pageable, or of nothing; see `_begin_one`."""
+        event = self._stage_one(destination, array, places, target) if address is None else None
+        return self._begin([destination], [(array, address)], (0,), target, places) if event is None else event
 
     def _name(self, places: Sequence[Source], handle: int, stream: Stream) -> None:
         """Note a stream that may read arrays of the caller's; the memory of some may be a stager's."""
@@ -336,7 +342,7 @@ class HostToDevice:
             if staged:
                 self._staging.stage(staged, fills)
             # Staged leaves are the caller's again as soon as they are staged; pinned ones are not.
-            return self._h2d.add(nbytes, pinned, places, fills[-1].memory if fills else None)
+            event = self._h2d.add(nbytes, pinned, places, fills[-1].memory if fills else None)
         except BaseException:
             self._h2d.settle((pinned, target, fills[-1].memory if fills else None))
             raise
@@ -346,6 +352,7 @@ class HostToDevice:
                 fill = fills[-1]
                 fill.memory, fill.over = None, True
                 self._ledger.jobs.remove(fill)
+        return event
 
     def _copy_pinned(
         self,

@@ -102,7 +102,7 @@ class InFlight:
     ) -> Event:
         """Record an event behind everything started so far, and hold all that until it is done. See `Entry`.
 
-        `looked`: the caller has let go of what is done.
+        `looked`: the caller has let go of what is done, or will when it matters.
         """
         asked = self._count()
         event = self._record()
@@ -110,7 +110,7 @@ class InFlight:
         self.nbytes += nbytes
         # By the count, which a transfer advances by two, and not by what is held: that stays as it is where as many end as start.
         if (nbytes >= LARGE and not looked) or asked % _TURN >= _TURN - 2:
-            self.reap()
+            self.reap(newest=asked)
         return event
 
     def settle(self, keepalive: object) -> bool:
@@ -129,12 +129,15 @@ class InFlight:
                 event.synchronize()
         return True
 
-    def reap(self) -> bool:
-        """Let go of what is done, and tell whether anything was. Never blocks."""
+    def reap(self, *, newest: int | None = None) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks.
+
+        `newest`: the number of an entry that has just been added, and is asked for only where there are many before it.
+        """
         found, more = False, True
         # What is let go of here may run foreign finalizers, which may come back here.
         while more and self._entries:
-            gone, more = self._take_done()
+            gone, more = self._take_done(newest)
             found = found or bool(gone)
         return found
 
@@ -166,9 +169,9 @@ class InFlight:
         with suppress(*self._failures):
             event.synchronize()
 
-    def _take_done(self) -> tuple[list[Entry], bool]:
+    def _take_done(self, newest: int | None) -> tuple[list[Entry], bool]:
         """Let go of entries that are done; also tell whether some that look done were left."""
-        gone = entries = self._done()
+        gone = entries = self._done(newest)
         if not entries:
             return [], False
         last = entries[-1]
@@ -180,9 +183,11 @@ class InFlight:
         _exhaust(map(self._entries.pop, map(_ASKED, gone), itertools.repeat(None)))
         return gone, gone is not entries
 
-    def _done(self) -> list[Entry]:
+    def _done(self, newest: int | None) -> list[Entry]:
         """Return the oldest entries, up to the last that is done. Each question to the driver takes a microsecond."""
         entries = self._oldest(FEW)
+        if len(entries) < FEW and entries and entries[-1].asked == newest:
+            entries.pop()
         # Mostly there is nothing to let go of, and one question tells.
         if not entries or not self._ended(entries[0]):
             return []
@@ -192,7 +197,7 @@ class InFlight:
         known, entries = entries[-1], self.entries()
         if len(entries) < FEW or entries[FEW - 1] is not known:
             # Another thread has let go of some meanwhile.
-            return self._done()
+            return self._done(newest)
         # Mostly all are done then but the newest, which have just been started.
         near = max(FEW, len(entries) - FEW)
         if near < len(entries) and self._ended(entries[near]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
 from typing import final
@@ -74,10 +75,16 @@ def _level_of_caller() -> int | None:
     None where that is the start of a thread: of one that runs ahead of its caller, and nobody waits.
     """
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _package(frame) == "xferlib":
+    while (package := _package(frame)) == "xferlib" and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
-    return None if _package(frame) == "threading" else level
+    return None if package == "threading" else level
 
 
 def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return _package_of(str(frame.f_globals.get("__name__", "")))
+
+
+@lru_cache(maxsize=256)
+def _package_of(name: str) -> str:
+    # Asked for each frame of ours at each large put, and it is some six names.
+    return name.partition(".")[0]

@@ -10,9 +10,12 @@ import pytest
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, tampered
 from xferlib.memory.pinned_pool import SMALL
-from xferlib.staging.bounce import SHARE, SIZES, SLOTS
+from xferlib.staging.bounce import LARGEST_SLOT, SHARE
+from xferlib.staging.bounce import SLOTS as SIZES
+from xferlib.staging.profile import StagingProfile
 
-SLOT = SIZES[0]
+SLOT = min(SIZES)
+SLOTS = SIZES[SLOT]
 BLOCK = SLOTS * SLOT
 SECONDS = 10.0
 
@@ -24,33 +27,48 @@ def numbers(nbytes: int, first: int = 0) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_block_of_the_pool_serves_as_many_puts_as_it_has_slots(size: int) -> None:
     with xferlib.stager("host") as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
-        transfers = [stager.put(numbers(size - n, n)) for n in range(SLOTS)]
-        assert stager._pool.usage().used == SLOTS * size
+        transfers = [stager.put(numbers(size - n, n)) for n in range(SIZES[size])]
+        assert stager._pool.usage().used == SIZES[size] * size
         transfers.append(stager.put(numbers(size)))
-        assert stager._pool.usage().used == 2 * SLOTS * size
+        assert stager._pool.usage().used == 2 * SIZES[size] * size
     for n, transfer in enumerate(transfers[:-1]):
         assert np.array_equal(transfer.result(), numbers(size - n, n))
 
 
 def test_a_put_takes_the_smallest_slot_that_it_fits_into() -> None:
-    small, large = SIZES
     with xferlib.stager("host") as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
-        used = []
-        for nbytes in (small, small + 1, large, large + 1):
-            stager.put(numbers(nbytes))
-            used.append(stager._pool.usage().used)
-    assert used[0] == SLOTS * small
-    assert used[1] == used[2] == SLOTS * (small + large)
-    assert SLOTS * (small + large) + large < used[3] < SLOTS * (small + large) + 2 * large
+        expected = 0
+        for size, count in SIZES.items():
+            expected += count * size
+            for nbytes in (size - 1, size):
+                stager.put(numbers(nbytes))
+                assert stager._pool.usage().used == expected
 
 
 def test_under_a_small_limit_a_put_takes_what_it_needs() -> None:
     """A block of the larger slots would be more than its share."""
-    small, large = SIZES
-    limit = SHARE * SLOTS * large - 1
+    small, large, _ = SIZES
+    limit = SHARE * SIZES[large] * large - 1
     with xferlib.stager("host", pinned_limit=limit) as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]  # as above
         stager.put(numbers(small + 1))
         assert small < stager._pool.usage().used < large
+
+
+def test_what_is_larger_than_any_slot_passes_in_pieces() -> None:
+    """Where the caller copies so much at all."""
+    nbytes = 3 * LARGEST_SLOT + 5
+    profile = StagingProfile(2, 1 << 20, hand_off_nbytes=nbytes)
+    with xferlib.stager("host", staging=profile) as stager:
+        with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+            transfers = [stager.put(numbers(nbytes, n)) for n in range(2)]
+            transfers.append(stager.put([numbers(nbytes - 1000), numbers(7)]))
+            # A slot for each of three pieces, and one of the smallest for what is left.
+            assert stager._pool.usage().used == BLOCK + 3 * SIZES[LARGEST_SLOT] * LARGEST_SLOT
+        for n, transfer in enumerate(transfers[:-1]):
+            assert np.array_equal(transfer.result(), numbers(nbytes, n))
+        large, small = transfers[-1].result()
+        assert np.array_equal(large, numbers(nbytes - 1000))
+        assert np.array_equal(small, numbers(7))
 
 
 def test_a_slot_is_not_used_again_while_its_copy_is_held() -> None:
@@ -139,7 +157,7 @@ def test_room_is_waited_for_while_another_thread_fills_its_slot() -> None:
         assert asked.result(SECONDS).nbytes == limit
 
 
-@pytest.mark.parametrize("nbytes", [100, SLOT + 1, SIZES[-1] + 1])
+@pytest.mark.parametrize("nbytes", [100, SLOT + 1, LARGEST_SLOT + 1])
 def test_the_error_of_a_copy_that_could_not_be_started_holds_no_memory(nbytes: int) -> None:
     def breaks(*_: object) -> None:
         raise OSError("no copy to be had")

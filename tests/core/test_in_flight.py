@@ -219,6 +219,21 @@ def test_who_has_looked_is_not_made_to_look_again() -> None:
     assert points[0].asked == 1
 
 
+def test_a_large_transfer_asks_about_those_before_it_and_not_about_itself() -> None:
+    points = [Point() for _ in range(3)]
+    queue = queue_of(*points)
+    queue.add(LARGE, ())
+    assert points[0].asked == 0
+    points[0].reached = True
+    queue.add(LARGE, ())
+    assert [point.asked for point in points] == [1, 0, 0]
+    assert [entry.event for entry in queue.entries()] == points[1:2]
+    points[1].reached = points[2].reached = True
+    queue.add(LARGE, ())
+    assert queue.reap()
+    assert not queue.entries()
+
+
 def test_a_failed_copy_is_let_go_too() -> None:
     queue = queue_of(Point(error=OSError("broken")), Point())
     queue.add(1, ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from contextlib import closing
 from typing import Any
 
@@ -14,6 +15,7 @@ import xferlib_host
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread, tampered, until
 from xferlib import in_flight
+from xferlib.in_flight import LARGE
 
 
 class Broke(Exception):
@@ -209,3 +211,28 @@ def test_what_gets_have_read_long_ago_costs_a_put_into_it_nothing() -> None:
             stager.get(target, out=out).result()
         stager.put(source, into=target).synchronize()
         assert ordered == []
+
+
+def test_a_target_is_let_go_of_by_the_next_large_put_into_another() -> None:
+    with xferlib.stager("host") as stager:
+        first, second = np.zeros(LARGE, np.uint8), np.zeros(LARGE, np.uint8)
+        source = np.ones(LARGE, np.uint8)
+        stager.put(source, into=first).synchronize()
+        gone = weakref.ref(first)
+        del first
+        stager.put(source, into=second).synchronize()
+        assert gone() is None
+        assert (second == 1).all()
+
+
+def test_what_another_stager_still_writes_from_pageable_memory_is_not_overtaken() -> None:
+    target = np.zeros(1000, np.uint8)
+    with xferlib.stager("host") as one, xferlib.stager("host") as other:
+        with held(one.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+            earlier = one.put(np.full(1000, 1, np.uint8), into=target)
+            later = on_thread(lambda: other.put(np.full(1000, 2, np.uint8), into=target).synchronize())
+            with pytest.raises(TimeoutError):
+                later.result(0.2)
+        earlier.synchronize()
+        later.result(WATCHDOG)
+        assert (target == 2).all()

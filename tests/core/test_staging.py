@@ -236,8 +236,8 @@ def test_who_is_told_that_a_block_is_filled_finds_its_memory(monkeypatch: pytest
         remove(jobs, fill)
 
     monkeypatch.setattr(Jobs, "remove", removed)
-    with xferlib.stager("host", pinned_limit=64 * MIB) as stager:
-        # Larger than a slot, which stays; of one part, and of two.
+    with xferlib.stager("host", pinned_limit=2 * MIB) as stager:
+        # Of one part, and of two. There are no slots, which would stay.
         stager.put(np.zeros(10_000)).synchronize()
         stager.put([np.zeros(10_000), np.zeros(10_000)]).synchronize()
     assert len(used) == 3

@@ -6,7 +6,9 @@ more than the copy. A block is the pool's again when no slot of it is in flight,
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
@@ -16,17 +18,19 @@ from xferlib.errors import AllocationError
 from xferlib.in_flight import Fill, Ledger
 from xferlib.memory.arrays import Array
 from xferlib.memory.pinned_pool import PinnedPool
-from xferlib.protocol import HostStager
+from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.coalesce import Part, copy_in
 
-__all__ = ["BounceBuffers"]
+__all__ = ["LARGEST_SLOT", "BounceBuffers"]
 
 Slot: TypeAlias = tuple[int, Array]
 """An address, and the bytes there, which hold their block."""
-SIZES = (16 << 10, 64 << 10)
-"""Bytes of a slot, the smaller first: a put takes the smallest that it fits into, so that few bytes do not hold many."""
-SLOTS = 16
-"""In a block."""
+SLOTS = {16 << 10: 16, 64 << 10: 16, 256 << 10: 4}
+"""Bytes of a slot, the smaller first, and how many make a block: slots are used in turn, and a megabyte stays in a core's cache.
+
+A put takes the smallest that it fits into, so that few bytes do not hold many.
+"""
+LARGEST_SLOT = max(SLOTS)
 SHARE = 16
 """Blocks of a size that the pool's limit must have room for: else each put takes what it needs and no more."""
 
@@ -36,23 +40,28 @@ class BounceBuffers:
     """One stager's. Any thread."""
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger) -> None:
-        self._backend = backend
+        self._copy_h2d = backend.copy_h2d
         self._pool = pool
         self._h2d = ledger.h2d
         self._jobs = ledger.jobs
         self._reap = ledger.reap
         # Changed in single steps: a finalizer may put while its thread is in here.
-        self._slots: dict[int, deque[Slot]] = {size: deque() for size in SIZES if pool.limit >= SHARE * SLOTS * size}
+        self._sizes = [size for size, count in SLOTS.items() if pool.limit >= SHARE * count * size]
+        self._slots: dict[int, deque[Slot]] = {size: deque() for size in self._sizes}
 
-    def __call__(self, part: Part) -> None:
-        """Start the copy of a part, and count it as in flight; its arrays are free on return."""
+    def __call__(self, part: Part, nbytes: int = 0, places: Sequence[Source] = (), target: object = None) -> Event:
+        """Start the copy of a part, and enter it as in flight; its arrays are free on return.
+
+        `nbytes`: so many are counted, none where whoever puts them counts them. `places`: see `Entry.device`. `target`: what is to
+        be kept, too, if nobody can say when the copy ends.
+        """
         fills: list[Fill] = []
         try:
             self.begin(part, fills)
-            # Whose bytes they are is counted by who puts them: these have pads.
-            self._h2d.add(0, (), (), fills[-1].memory)
+            # What is done with a slot is asked by whoever finds none.
+            event = self._h2d.add(nbytes, (), places, fills[-1].memory, looked=not places)
         except BaseException:
-            self._h2d.settle(fills[-1].memory if fills else None)
+            self._h2d.settle((target, fills[-1].memory if fills else None))
             raise
         finally:
             if fills:
@@ -60,6 +69,7 @@ class BounceBuffers:
                 # In this order: who waits for room must find it, and this frame may live on for a while.
                 fill.memory, fill.over = None, True
                 self._jobs.remove(fill)
+        return event
 
     def begin(self, part: Part, fills: list[Fill]) -> None:
         """Start the copy of a part; its arrays are free on return.
@@ -70,7 +80,7 @@ class BounceBuffers:
         address, memory = self._take(part.nbytes, fills)
         try:
             copy_in(part, memory[: part.nbytes])
-            self._backend.copy_h2d(part.address, address, part.nbytes)
+            self._copy_h2d(part.address, address, part.nbytes)
         finally:
             # Of a copy that fails, the frame lives as long as what is raised.
             del memory
@@ -84,7 +94,8 @@ class BounceBuffers:
 
     def _take(self, nbytes: int, fills: list[Fill]) -> Slot:
         """Take memory, and enter a fill that holds it."""
-        size = next((size for size in self._slots if nbytes <= size), 0)
+        index = bisect_left(self._sizes, nbytes)
+        size = self._sizes[index] if index < len(self._sizes) else 0
         while size and (self._slots[size] or self._add_slots(size)):
             fill = Fill()
             fills.append(fill)
@@ -108,14 +119,15 @@ class BounceBuffers:
         """Take a block of slots, where the pool has one for which nobody must wait."""
         # Copies that are done may hold an earlier block: a pool that grew for it would do so again and again, now and then.
         self._reap()
+        nbytes = SLOTS[size] * size
         fill = Fill()
         try:
             # What the driver refuses is not missed where the put's own bytes fit into what is there.
             with suppress(AllocationError):
-                block = self._pool.try_take(SLOTS * size, lambda: self._jobs.add(fill))
+                block = self._pool.try_take(nbytes, lambda: self._jobs.add(fill))
                 if block is not None:
                     memory = np.asarray(block)
-                    self._slots[size].extend([(block.address + at, memory[at : at + size]) for at in range(0, SLOTS * size, size)])
+                    self._slots[size].extend([(block.address + at, memory[at : at + size]) for at in range(0, nbytes, size)])
                     return True
             return False
         finally:

@@ -10,7 +10,7 @@ Small arrays go to the device on the caller's thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from xferlib.engine.jobs import Job
@@ -22,7 +22,7 @@ from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array, address_of, extent, pieces
 from xferlib.memory.pinned_pool import PAGE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
-from xferlib.staging.bounce import BounceBuffers
+from xferlib.staging.bounce import LARGEST_SLOT, BounceBuffers
 from xferlib.staging.coalesce import ALIGNMENT, Part, Placed, coalesced
 from xferlib.staging.profile import StagingProfile, given_profile
 
@@ -34,8 +34,6 @@ CHUNK = 1 << 20
 """Bytes of one to the device: half of a core's second-level cache, on the processors beside these devices."""
 LARGER = 2
 """Times as large are the chunks to the host: past the caches long copies are faster."""
-STRIDED_PIECE = 1 << 20
-"""Bytes. Of an array that is not contiguous the caller copies so many at a time, beside the device's copy of those before."""
 LEAST_CHUNKS = 2
 """Of a direction: the CPU copies one while the device copies the other."""
 
@@ -51,7 +49,8 @@ class Staging:
         self.profile = given or StagingProfile(usual_threads(), CHUNK)
         room = max(PAGE, pool.limit // 2)
         self._bounce_nbytes = min(self.profile.hand_off_nbytes, room)
-        self._piece_nbytes = min(STRIDED_PIECE, room)
+        # Of a larger array the caller copies so many at a time, beside the device's copy of those before.
+        self._piece_nbytes = min(LARGEST_SLOT, room)
         self._bounce = BounceBuffers(backend, pool, ledger)
         # A chunk is a share of the limit, so that each direction has several.
         nbytes = min(self.profile.chunk_nbytes, max(PAGE, pool.limit // 8 // PAGE * PAGE))
@@ -74,7 +73,7 @@ class Staging:
         self._count(len(leaves))
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce_nbytes:
-            parts = coalesced(leaves)
+            parts = [part for whole in coalesced(leaves) for part in self._cut(whole)]
             # Each is in flight before the next waits for room. The last is entered with what else the put copies: an event less.
             for part in parts[:-1]:
                 self._bounce(part)
@@ -96,6 +95,17 @@ class Staging:
             raise
         job.sources = None
         job.raise_failure()
+
+    def stage_one(self, address: int, array: Array, places: Sequence[Source], target: object) -> Event | None:
+        """Start the copy of one pageable array, which is free on return; None: it takes more than one, and nothing was started.
+
+        `places`, `target`: see `BounceBuffers`.
+        """
+        nbytes = array.nbytes
+        if nbytes > self._piece_nbytes or nbytes > self._bounce_nbytes:
+            return None
+        self._count(1)
+        return self._bounce(Part(address, nbytes, (array,)), nbytes, places, target)
 
     def borrow(self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array]) -> BorrowedCopy:
         """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
@@ -191,11 +201,19 @@ class Staging:
             if leaf.array.flags.c_contiguous and not is_copying():
                 whole.append(leaf)
                 continue
-            address = leaf.address
-            for piece in pieces(leaf.array, self._piece_nbytes):
-                self._bounce(Part(address, piece.nbytes, (piece,)))
-                address += piece.nbytes
+            for part in self._cut(Part(leaf.address, leaf.array.nbytes, (leaf.array,))):
+                self._bounce(part)
         return whole
+
+    def _cut(self, part: Part) -> Iterator[Part]:
+        """Cut a part that is one large array."""
+        if part.nbytes <= self._piece_nbytes or len(part.arrays) > 1:
+            yield part
+            return
+        address = part.address
+        for piece in pieces(part.arrays[0], self._piece_nbytes):
+            yield Part(address, piece.nbytes, (piece,))
+            address += piece.nbytes
 
     def _wait_for_writers(self, job: Job) -> None:
         """Block until no earlier get writes memory of this one's: a small one may overtake it."""

@@ -22,8 +22,11 @@ MUTANTS = [
     (INFLIGHT, "        if len(entries) < FEW or not self._ended(entries[-1]):\n", "        if len(entries) < FEW:\n"),
     (INFLIGHT, "if near < len(entries) and self._ended(entries[near]):", "if False:"),
     (INFLIGHT, "entries = self._oldest(FEW)", "entries = self.entries()"),
+    (INFLIGHT, "entries[-1].asked == newest", "False"),
+    (INFLIGHT, "self.reap(newest=asked)", "self.reap()"),
+    (INFLIGHT, "            entries.pop()\n        # Mostly", "            entries.clear()\n        # Mostly"),
     (INFLIGHT, "asked % _TURN >= _TURN - 2", "len(self._entries) % LOOK_EVERY == 0"),
-    (INFLIGHT, "gone, more = self._take_done()", "gone, more = self._take_done()[0], True"),
+    (INFLIGHT, "gone, more = self._take_done(newest)", "gone, more = self._take_done(newest)[0], True"),
     # Nobody waits for what another stager's jobs use.
     (INFLIGHT, " or ledger.jobs.wait_user(job_concerns)\n", "\n"),
     (INFLIGHT, "if isinstance(work, Job) and uses_it(work):", "if isinstance(work, Job):"),
