@@ -132,7 +132,11 @@ AREAS = {
         {
             "/cores.py": folder("engine", "cores"),
             "/dispatcher.py": (*JOBS, *core("foreign_finalizers", "stager_lifetime"), *LAWS),
-            "/bounce.py": (*core("bounce", "staging", "pinned_limit", "stager_put", "packing", "staging_room"), *JOBS, *LAWS),
+            "/bounce.py": (
+                *core("bounce", "put_into", "staging", "pinned_limit", "stager_put", "packing", "staging_room"),
+                *JOBS,
+                *LAWS,
+            ),
             "/pageable.py": (
                 *JOBS,
                 *core("staging*", "packing", "put_into", "across_stagers", "foreign_finalizers"),

@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         "what a copy needs is let go of one transfer early",
         "xferlib/in_flight.py",
-        "gone = entries = self._done()",
-        "gone = entries = self.entries()[: len(self._done()) + 1]",
+        "gone = entries = self._done(newest)",
+        "gone = entries = self.entries()[: len(self._done(newest)) + 1]",
     ),
     Mutant(
         "a block is used again before its readers are done",

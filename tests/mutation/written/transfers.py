@@ -8,8 +8,6 @@ PUTS, GETS, TRANSFER, STAGER, CHECKS, MAPPED = (
     f"xferlib/{name}.py" for name in ("h2d", "d2h", "transfer", "stager", "checks", "memory/mapped")
 )
 
-BOUNCE, STAGING = "xferlib/staging/bounce.py", "xferlib/staging/pageable.py"
-
 MUTANTS = [
     (
         PUTS,
@@ -119,13 +117,4 @@ MUTANTS = [
         "            pass\n        return True\n",
     ),
     (PUTS, "        return not self._ledger.has_no_readers\n", "        return False\n"),
-    (BOUNCE, "add(nbytes, (), places,", "add(nbytes, (), (),"),
-    (BOUNCE, "looked=not places", "looked=True"),
-    (BOUNCE, "bisect_left(self._sizes, nbytes)", "bisect_left(self._sizes, nbytes + 1)"),
-    (BOUNCE, "bisect_left(self._sizes, nbytes)", "bisect_left(self._sizes, nbytes - 1)"),
-    (BOUNCE, "settle((target, fills[-1].memory if fills else None))", "settle(fills[-1].memory if fills else None)"),
-    (STAGING, "            address += piece.nbytes\n", ""),
-    (STAGING, "if part.nbytes <= self._piece_nbytes or len(part.arrays) > 1:", "if part.nbytes <= self._piece_nbytes:"),
-    (STAGING, "nbytes > self._piece_nbytes or nbytes > self._bounce_nbytes", "nbytes > self._piece_nbytes"),
-    (STAGING, "nbytes > self._piece_nbytes or nbytes > self._bounce_nbytes", "nbytes > self._bounce_nbytes"),
 ]
