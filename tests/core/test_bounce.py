@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -69,6 +71,13 @@ def test_what_is_larger_than_any_slot_passes_in_pieces() -> None:
         large, small = transfers[-1].result()
         assert np.array_equal(large, numbers(nbytes - 1000))
         assert np.array_equal(small, numbers(7))
+
+
+def test_many_small_arrays_that_take_more_than_any_slot_arrive() -> None:
+    arrays = [numbers(12_000, n) for n in range(100)]
+    with xferlib.stager("host", staging=StagingProfile(2, 1 << 20, hand_off_nbytes=2 << 20)) as stager:
+        for there, array in zip(stager.put(arrays).result(), arrays, strict=True):
+            assert np.array_equal(there, array)
 
 
 def test_a_slot_is_not_used_again_while_its_copy_is_held() -> None:
@@ -185,3 +194,17 @@ def test_a_small_put_records_one_event() -> None:
             recorded.clear()
             stager.put(tree).synchronize()
             assert recorded == ["h2d"]
+
+
+def test_what_nobody_can_know_the_end_of_keeps_the_array_that_it_was_put_into() -> None:
+    def breaks() -> Any:
+        raise OSError("no event to be had")
+
+    target = np.zeros(1000, np.uint8)
+    with xferlib.stager(tampered(record_h2d=breaks, failures=(OSError,))) as stager:
+        with pytest.raises(xferlib.TransferError):
+            stager.put(numbers(1000), into=target)
+        kept = weakref.ref(target)
+        del target
+        gc.collect()
+        assert kept() is not None

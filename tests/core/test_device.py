@@ -608,6 +608,34 @@ def test_a_fresh_block_that_is_not_ready_is_ordered_and_a_spare_is_kept() -> Non
     assert device.ordered == [first.ready]
 
 
+def test_while_readers_are_behind_small_blocks_are_taken_several_at_a_time() -> None:
+    device = Device()
+    blocks = cache(device)
+    behind = {7: Stream(7, None)}
+    for _ in range(100):
+        device.fences = [Point()]
+        lease = blocks.lease(256, dict(behind))
+        del lease
+    # One and as many again as there are, sixteen at most: 1, 3, 7, 15, 31, and from there by seventeen.
+    grown = len(device.allocated)
+    assert grown == 31 + 5 * 17
+    assert blocks.nbytes == 256 * grown
+
+
+def test_no_spare_is_taken_of_what_is_large_nor_beyond_the_limit() -> None:
+    device = Device()
+    blocks = cache(device, limit=2 * MIB)
+    for size, count in ((MIB // 2, 2), (256, 10)):
+        leases = []
+        for _ in range(count):
+            device.fences = [Point()]
+            leases.append(blocks.lease(size, {7: Stream(7, None)}))
+            leases.clear()
+        if size > 256:
+            assert device.allocated == [size] * count
+    assert blocks.nbytes <= 2 * MIB
+
+
 def test_the_spare_respects_the_limit_and_its_failure_is_not_the_caller_s() -> None:
     device = Device()
     device.fresh_is_ready = False

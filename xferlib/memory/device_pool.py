@@ -38,6 +38,9 @@ READERS_BEHIND = 8
 WORTH_WAITING = 64 << 20
 """Bytes of such blocks, together. The many small puts of one step must not wait for the step before."""
 
+SPARES, SPARE_NBYTES = 16, 256 << 10
+"""Blocks, and their bytes, that are taken beside one that is wanted, at most: while readers are behind, more will be."""
+
 LOOK_SECONDS = 0.0005
 """How often is looked whether another thread is done with a block that it gets or frees."""
 
@@ -489,16 +492,20 @@ class DevicePool:
             self._changes += 1
 
     def _grow(self, size: int, number: int, streams: Streams) -> _Row:
-        row = uninterrupted(lambda: self._grown(size, number, streams))
+        # Those that are there wait for their readers. As many again: each time costs more than a small put does.
+        spares = min(len(self._idle.get(size, ())), SPARES, SPARE_NBYTES // size)
+        row = uninterrupted(lambda: self._grown(size, number, streams, spares))
         if row.fence is not None:
             self._backend.order_h2d(row.fence)
             row.fence = None
             # Such a framework may still be reading the memory that it gave us: have the next one ready ahead of need.
-            self._add_spare(size)
+            if not self._idle.get(size):
+                with suppress(*self._failures):
+                    uninterrupted(lambda: self._add_spare(size))
         return row
 
-    def _grown(self, size: int, number: int, streams: Streams) -> _Row:
-        """Allocate a block that was counted. On a thread that no interrupt comes to."""
+    def _grown(self, size: int, number: int, streams: Streams, spares: int) -> _Row:
+        """Allocate a block that was counted, and so many that nobody needs yet. On a thread that no interrupt comes to."""
         with self._at_work:
             if not self._alone(self._begin, number):
                 # Interrupted before: nobody will look at what is returned.
@@ -515,7 +522,12 @@ class DevicePool:
                     f"the device has no {in_words(size)} left ({in_words(self.nbytes)} are taken by puts): {error}. Drop arrays, "
                     "use smaller batches, or free memory that other libraries hold"
                 ) from error
-            return self._enter(_Row(number, block), number, streams)
+            row = self._enter(_Row(number, block), number, streams)
+            # Where there are no more, whoever needs one is told.
+            with suppress(*self._failures):
+                while spares and self._add_spare(size):
+                    spares -= 1
+            return row
 
     def _begin(self, number: int) -> bool:
         """Begin an allocation that was counted; False: its lease has ended."""
@@ -558,24 +570,18 @@ class DevicePool:
             self._trim()
             return self._backend.alloc_device(size)
 
-    def _add_spare(self, size: int) -> None:
-        if self._idle.get(size):
-            return
-
-        def allocate() -> None:
-            number = self._count()
-            # Counted and taken back on one thread that no interrupt comes to: no lease has this number, whose end would settle it.
-            with self._lock:
-                if self._idle.get(size) or not self._reserve(size, number):
-                    return
-            try:
-                self._enter(_Row(number, self._backend.alloc_device(size)), None, {})
-            finally:
-                self._growing.pop(number, None)
-
-        # Nobody needs it yet.
-        with suppress(*self._failures):
-            uninterrupted(allocate)
+    def _add_spare(self, size: int) -> bool:
+        """Allocate a block that nobody needs yet, if the limit has room. On a thread that no interrupt comes to."""
+        number = self._count()
+        # Counted and taken back on this thread: no lease has this number, whose end would settle it.
+        with self._lock:
+            if not self._reserve(size, number):
+                return False
+        try:
+            self._enter(_Row(number, self._backend.alloc_device(size)), None, {})
+        finally:
+            self._growing.pop(number, None)
+        return True
 
     def _full(self, size: int) -> AllocationError:
         return AllocationError(
