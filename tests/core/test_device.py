@@ -469,6 +469,24 @@ def test_a_block_that_was_waited_for_once_has_a_fence_of_its_own_each_time() -> 
     assert device.allocated == [MIB, MIB]
 
 
+def test_of_blocks_behind_several_streams_the_copies_wait_for_the_oldest() -> None:
+    device = Device()
+    blocks = cache(device, limit=4 * MIB)
+    # The two of stream 7 are the first and the last of four.
+    fences = [Point() for _ in range(4)]
+    device.fences = list(fences)
+    leases = [blocks.lease(MIB, {number: Stream(number, None)}) for number in (7, 9, 8, 7)]
+    addresses = [block.address for block, _ in leases]
+    while leases:
+        del leases[0]
+        blocks._alone(bool)
+    held = []
+    for address, fence in zip(addresses, fences, strict=True):
+        held.append(blocks.lease(MIB, {}))
+        assert held[-1][0].address == address
+        assert device.ordered[-1] is fence
+
+
 def test_of_many_blocks_behind_one_stream_one_is_asked_about() -> None:
     """Where the device is behind, a put asks the driver once for each stream, and not for each block."""
     device = Device()

@@ -16,9 +16,11 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError, CapabilityError
@@ -65,7 +67,7 @@ _NOBODY: frozenset[int] = frozenset()
 class _Row:
     """A block: leased, or idle, or about to be freed."""
 
-    __slots__ = ("address", "block", "doomed", "fence", "freed", "key", "lease", "nbytes", "readers", "streams")
+    __slots__ = ("address", "block", "doomed", "fence", "freed", "key", "lease", "nbytes", "readers", "since", "streams")
 
     def __init__(self, key: int, block: DeviceBlock) -> None:
         self.key = key
@@ -77,7 +79,56 @@ class _Row:
         self.streams: Streams = {}
         self.readers = _NOBODY
         """The handles of the streams that the fence stands for."""
+        self.since = 0
+        """When it became idle: less is longer ago. While it is, this, its fence and its readers stay as they are."""
         self.doomed = self.freed = False
+
+
+_SINCE = attrgetter("since")
+
+
+@final
+class _Cell:
+    """Idle blocks of one size."""
+
+    __slots__ = ("behind", "free")
+
+    def __init__(self) -> None:
+        self.free: deque[_Row] = deque()
+        """Those that may be written at once, the oldest first."""
+        self.behind: dict[frozenset[int], deque[_Row]] = {}
+        """The others, by their readers: of those of the same streams the oldest comes first, and answers for all. None is empty."""
+
+    def __bool__(self) -> bool:
+        return bool(self.free or self.behind)
+
+    def __len__(self) -> int:
+        return len(self.free) + sum(map(len, self.behind.values()))
+
+    def __iter__(self) -> Iterator[_Row]:
+        return chain(self.free, *self.behind.values())
+
+    def append(self, row: _Row) -> None:
+        if row.fence is None:
+            self.free.append(row)
+            return
+        group = self.behind.get(row.readers)
+        if group is None:
+            self.behind[row.readers] = deque((row,))
+        else:
+            group.append(row)
+
+    def remove(self, row: _Row) -> None:
+        if row.fence is None:
+            self.free.remove(row)
+            return
+        group = self.behind[row.readers]
+        group.remove(row)
+        if not group:
+            del self.behind[row.readers]
+
+    def oldest(self) -> _Row:
+        return self.free[0] if self.free else min([group[0] for group in self.behind.values()], key=_SINCE)
 
 
 @final
@@ -114,8 +165,8 @@ class DevicePool:
         self._leased: dict[int, _Row] = {}
         self._places: dict[int, _Row] = {}
         """By address, what is there: leased or idle."""
-        self._idle: defaultdict[int, deque[_Row]] = defaultdict(deque)
-        """By size, oldest first."""
+        self._idle: defaultdict[int, _Cell] = defaultdict(_Cell)
+        """By size."""
         self._doomed: deque[_Row] = deque()
         _open[id(self)] = self
         forget_in_child(self)
@@ -211,7 +262,7 @@ class DevicePool:
         leave(self._rows, self._idle, self._doomed, self._returns)
         self._closed = True
         self._rows, self._growing, self._leased, self._places = {}, {}, {}, {}
-        self._idle = defaultdict(deque)
+        self._idle = defaultdict(_Cell)
         self._doomed = deque()
         self._returns = Returns()
         self._nothing_new = self._returns.nothing_new
@@ -266,7 +317,7 @@ class DevicePool:
         """Derive anew what follows from the rows."""
         leased: dict[int, _Row] = {}
         places: dict[int, _Row] = {}
-        self._idle, self._doomed = defaultdict(deque), deque()
+        self._idle, self._doomed = defaultdict(_Cell), deque()
         for row in list(self._rows.values()):
             if row.doomed:
                 self._doomed.append(row)
@@ -297,7 +348,7 @@ class DevicePool:
                 doomed = True
         # Before the lease: what an interrupt leaves is idle then, or doomed, but never idle by mistake.
         row.doomed = doomed
-        row.lease, row.readers, row.streams = None, readers, {}
+        row.lease, row.readers, row.streams, row.since = None, readers, {}, self._changes
         if doomed:
             self._doomed.append(row)
         else:
@@ -355,36 +406,36 @@ class DevicePool:
         cell = self._idle.get(size)
         if not cell:
             return None
-        row = cell[0]
-        reached = True if row.fence is None else self._reached(row.fence)
-        if reached and not self._lost(row.block):
-            # Mostly so, and in the path of every small put: `_leased_to`, in one step less.
-            row.fence, row.lease, row.streams = None, number, streams
-            cell.popleft()
+        free = cell.free
+        if free and not self._lost(free[0].block):
+            # Mostly so, and in the path of every small put: `_leased_to`, in some steps less.
+            row = free[0]
+            row.lease, row.streams = number, streams
+            free.popleft()
             self._leased[number] = row
             return row
         useless: list[_Row] = []
-        found = self._first_reached(cell, reached, useless)
+        found = self._first_reached(cell, useless)
         self._doom(useless)
         return None if found is None else self._leased_to(found, cell, number, streams)
 
-    def _first_reached(self, cell: deque[_Row], reached: bool | None, useless: list[_Row]) -> _Row | None:
-        """Find an idle block whose readers are done: `reached` tells it of the first. Enters those that nobody can use any more."""
-        first = cell[0]
-        behind: set[frozenset[int]] = set()
-        for row in cell:
-            # Of several blocks that wait for the same streams the oldest answers for all: asking the driver takes microseconds,
-            # and where the device is behind there may be hundreds.
-            if row.readers in behind:
-                continue
-            if row is not first:
-                reached = self._reached(row.fence)
-            if reached is None or self._lost(row.block):
-                useless.append(row)
-            elif reached:
+    def _first_reached(self, cell: _Cell, useless: list[_Row]) -> _Row | None:
+        """Find an idle block whose readers are done. Enters those that nobody can use any more."""
+        for row in cell.free:
+            if not self._lost(row.block):
                 return row
-            elif row.readers:
-                behind.add(row.readers)
+            useless.append(row)
+        for readers, group in cell.behind.items():
+            for row in group:
+                reached = self._reached(row.fence)
+                if reached is None or self._lost(row.block):
+                    useless.append(row)
+                elif reached:
+                    return row
+                elif readers:
+                    # Nor are those behind it: asking the driver takes microseconds, and where the device is behind there may be
+                    # hundreds.
+                    break
         return None
 
     def _oldest(self, size: int, number: int, streams: Streams) -> _Row | None:
@@ -392,15 +443,15 @@ class DevicePool:
         cell = self._idle.get(size)
         if not cell:
             return None
-        row = cell[0]
+        row = cell.oldest()
         if row.fence is not None:
             self._backend.order_h2d(row.fence)
             self.waits += 1
         return self._leased_to(row, cell, number, streams)
 
-    def _leased_to(self, row: _Row, cell: deque[_Row], number: int, streams: Streams) -> _Row:
-        row.fence, row.lease, row.streams = None, number, streams
+    def _leased_to(self, row: _Row, cell: _Cell, number: int, streams: Streams) -> _Row:
         cell.remove(row)
+        row.fence, row.lease, row.streams = None, number, streams
         self._leased[number] = row
         return row
 
