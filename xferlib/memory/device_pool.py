@@ -543,9 +543,7 @@ class DevicePool:
             self._changes += 1
 
     def _grow(self, size: int, number: int, streams: Streams) -> _Row:
-        # Those that are there wait for their readers. As many again: each time costs more than a small put does.
-        spares = min(len(self._idle.get(size, ())), SPARES, SPARE_NBYTES // size)
-        row = uninterrupted(lambda: self._grown(size, number, streams, spares))
+        row = uninterrupted(lambda: self._grown(size, number, streams))
         if row.fence is not None:
             self._backend.order_h2d(row.fence)
             row.fence = None
@@ -555,8 +553,8 @@ class DevicePool:
                     uninterrupted(lambda: self._add_spare(size))
         return row
 
-    def _grown(self, size: int, number: int, streams: Streams, spares: int) -> _Row:
-        """Allocate a block that was counted, and so many that nobody needs yet. On a thread that no interrupt comes to."""
+    def _grown(self, size: int, number: int, streams: Streams) -> _Row:
+        """Allocate a block that was counted, and spares where readers are behind. On a thread that no interrupt comes to."""
         with self._at_work:
             if not self._alone(self._begin, number):
                 # Interrupted before: nobody will look at what is returned.
@@ -574,6 +572,7 @@ class DevicePool:
                     "use smaller batches, or free memory that other libraries hold"
                 ) from error
             row = self._enter(_Row(number, block), number, streams)
+            spares = self._alone(self._spares, size)
             # Where there are no more, whoever needs one is told.
             with suppress(*self._failures):
                 while spares and self._add_spare(size):
@@ -620,6 +619,10 @@ class DevicePool:
             # Idle blocks of other sizes may be all that stands in the way.
             self._trim()
             return self._backend.alloc_device(size)
+
+    def _spares(self, size: int) -> int:
+        """Tell how many blocks are taken beside one, as each time costs more than a small put: as many as wait for readers."""
+        return min(len(self._idle.get(size, ())), SPARES, SPARE_NBYTES // size)
 
     def _add_spare(self, size: int) -> bool:
         """Allocate a block that nobody needs yet, if the limit has room. On a thread that no interrupt comes to."""
