@@ -469,6 +469,20 @@ def test_a_block_that_was_waited_for_once_has_a_fence_of_its_own_each_time() -> 
     assert device.allocated == [MIB, MIB]
 
 
+def test_blocks_that_streams_have_read_are_used_again_though_the_streams_come_and_go() -> None:
+    device = Device()
+    blocks = cache(device)
+    for number in range(1, 50, 2):
+        device.fences = [Point(reached=True), Point(reached=True)]
+        leases = [blocks.lease(MIB, {each: Stream(each, None)}) for each in (number, number + 1)]
+        leases.clear()
+        # Behind the first of the two nobody waits any more when the second is asked for.
+        again = [blocks.lease(MIB, {}) for _ in range(2)]
+        again.clear()
+    assert device.allocated == [MIB, MIB]
+    assert len(blocks._idle[MIB].behind) <= 2
+
+
 def test_of_blocks_behind_several_streams_the_copies_wait_for_the_oldest() -> None:
     device = Device()
     blocks = cache(device, limit=4 * MIB)

@@ -60,7 +60,7 @@ class DeviceReclaimer(Protocol):
     def wait_oldest(self) -> bool: ...
 
 
-_NOBODY: frozenset[int] = frozenset()
+_NOBODY: tuple[int, ...] = ()
 
 
 @final
@@ -96,11 +96,11 @@ class _Cell:
     def __init__(self) -> None:
         self.free: deque[_Row] = deque()
         """Those that may be written at once, the oldest first."""
-        self.behind: dict[frozenset[int], deque[_Row]] = {}
-        """The others, by their readers: of those of the same streams the oldest comes first, and answers for all. None is empty."""
+        self.behind: dict[tuple[int, ...], deque[_Row]] = {}
+        """The others, by their readers: of those of the same streams the oldest comes first, and answers for all."""
 
     def __bool__(self) -> bool:
-        return bool(self.free or self.behind)
+        return bool(self.free) or any(self.behind.values())
 
     def __len__(self) -> int:
         return len(self.free) + sum(map(len, self.behind.values()))
@@ -114,21 +114,18 @@ class _Cell:
             return
         group = self.behind.get(row.readers)
         if group is None:
+            # Where streams come and go. An empty one mostly stays, for the next block that the same streams read.
+            for readers in [readers for readers, rows in self.behind.items() if not rows]:
+                del self.behind[readers]
             self.behind[row.readers] = deque((row,))
         else:
             group.append(row)
 
     def remove(self, row: _Row) -> None:
-        if row.fence is None:
-            self.free.remove(row)
-            return
-        group = self.behind[row.readers]
-        group.remove(row)
-        if not group:
-            del self.behind[row.readers]
+        (self.free if row.fence is None else self.behind[row.readers]).remove(row)
 
     def oldest(self) -> _Row:
-        return self.free[0] if self.free else min([group[0] for group in self.behind.values()], key=_SINCE)
+        return self.free[0] if self.free else min([group[0] for group in self.behind.values() if group], key=_SINCE)
 
 
 @final
@@ -335,7 +332,7 @@ class DevicePool:
         readers, doomed = _NOBODY, self._closed
         # Mostly no stream was named, and the two are in the path of every small put.
         if row.streams:
-            streams, readers = list(row.streams.values()), frozenset(row.streams)
+            streams, readers = list(row.streams.values()), tuple(row.streams)
         if doomed:
             # A bare handle had to stay valid until then, and no longer.
             streams = [stream for stream in streams if stream.keepalive is not None]
@@ -404,30 +401,30 @@ class DevicePool:
     def _reuse(self, size: int, number: int, streams: Streams) -> _Row | None:
         """Lease an idle block whose readers are done. Oldest first: those are the likeliest."""
         cell = self._idle.get(size)
-        if not cell:
+        if cell is None:
             return None
-        free = cell.free
-        if free and not self._lost(free[0].block):
-            # Mostly so, and in the path of every small put: `_leased_to`, in some steps less.
-            row = free[0]
-            row.lease, row.streams = number, streams
-            free.popleft()
-            self._leased[number] = row
-            return row
-        useless: list[_Row] = []
-        found = self._first_reached(cell, useless)
-        self._doom(useless)
-        return None if found is None else self._leased_to(found, cell, number, streams)
-
-    def _first_reached(self, cell: _Cell, useless: list[_Row]) -> _Row | None:
-        """Find an idle block whose readers are done. Enters those that nobody can use any more."""
-        for row in cell.free:
-            if not self._lost(row.block):
+        for rows in (cell.free,) if cell.free else cell.behind.values():
+            if not rows:
+                continue
+            row = rows[0]
+            reached = True if row.fence is None else self._reached(row.fence)
+            if reached and not self._lost(row.block):
+                # Mostly so, and in the path of every small put: `_leased_to`, in some steps less.
+                row.fence, row.lease, row.streams = None, number, streams
+                rows.popleft()
+                self._leased[number] = row
                 return row
-            useless.append(row)
-        for readers, group in cell.behind.items():
+            useless: list[_Row] = []
+            found = self._first_reached(cell, row, reached, useless)
+            self._doom(useless)
+            return None if found is None else self._leased_to(found, cell, number, streams)
+        return None
+
+    def _first_reached(self, cell: _Cell, first: _Row, told: bool | None, useless: list[_Row]) -> _Row | None:
+        """Find an idle block whose readers are done: `told` says it of one, `first`. Enters those that nobody can use any more."""
+        for readers, group in chain([(_NOBODY, cell.free)], cell.behind.items()):
             for row in group:
-                reached = self._reached(row.fence)
+                reached = told if row is first else self._reached(row.fence)
                 if reached is None or self._lost(row.block):
                     useless.append(row)
                 elif reached:
