@@ -569,11 +569,9 @@ class DevicePool:
                     "use smaller batches, or free memory that other libraries hold"
                 ) from error
             row = self._enter(_Row(number, block), number, streams)
-            spares = self._alone(self._spares, size)
             # Where there are no more, whoever needs one is told.
             with suppress(*self._failures):
-                while spares and self._add_spare(size):
-                    spares -= 1
+                self._add_spares(size)
             return row
 
     def _begin(self, number: int) -> bool:
@@ -617,9 +615,12 @@ class DevicePool:
             self._trim()
             return self._backend.alloc_device(size)
 
-    def _spares(self, size: int) -> int:
-        """Tell how many blocks are taken beside one, as each time costs more than a small put: as many as wait for readers."""
-        return min(len(self._idle.get(size, ())), SPARES, SPARE_NBYTES // size)
+    def _add_spares(self, size: int) -> None:
+        """Take as many as wait for their readers, and no more than a few: each time costs more than a small put does."""
+        behind = self._alone(lambda: len(self._idle.get(size, ())))
+        for _ in range(min(behind, SPARES, SPARE_NBYTES // size)):
+            if not self._add_spare(size):
+                return
 
     def _add_spare(self, size: int) -> bool:
         """Allocate a block that nobody needs yet, if the limit has room. On a thread that no interrupt comes to."""

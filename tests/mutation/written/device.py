@@ -109,12 +109,12 @@ MUTANTS = [
     (DEVICE, "    power = nbytes.bit_length() - 4", "    power = nbytes.bit_length() - 3"),
     (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
     (REAPER, "    if _over or get_ident() != _main or collects():\n        return call()\n", "    return call()\n"),
-    (DEVICE, "min(len(self._idle.get(size, ())), SPARES, SPARE_NBYTES // size)", "min(SPARES, SPARE_NBYTES // size)"),
-    (DEVICE, "min(len(self._idle.get(size, ())), SPARES, SPARE_NBYTES // size)", "min(len(self._idle.get(size, ())), SPARES)"),
+    (DEVICE, "min(behind, SPARES, SPARE_NBYTES // size)", "min(SPARES, SPARE_NBYTES // size)"),
+    (DEVICE, "min(behind, SPARES, SPARE_NBYTES // size)", "min(behind, SPARES)"),
     (
         DEVICE,
-        "min(len(self._idle.get(size, ())), SPARES, SPARE_NBYTES // size)",
-        "min(len(self._idle.get(size, ())), SPARE_NBYTES // size)",
+        "min(behind, SPARES, SPARE_NBYTES // size)",
+        "min(behind, SPARE_NBYTES // size)",
     ),
     (
         DEVICE,
