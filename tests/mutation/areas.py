@@ -139,7 +139,7 @@ AREAS = {
             ),
             "/pageable.py": (
                 *JOBS,
-                *core("staging*", "packing", "put_into", "across_stagers", "foreign_finalizers"),
+                *core("staging*", "bounce", "packing", "put_into", "across_stagers", "foreign_finalizers"),
                 *LAWS,
             ),
         },
