@@ -375,9 +375,15 @@ class Ledger:
         return any(found)
 
     def wait_oldest(self, *, pinned: bool = False) -> bool:
-        """Block until something has ended. Returns False if nothing was in flight. `pinned`: see `Jobs.wait_oldest`."""
+        """Block until something has ended. Returns False if nothing was in flight that this thread can wait for: on one that makes
+        the copies it would wait for itself. `pinned`: see `Jobs.wait_oldest`.
+        """
         # What is done in one direction must not wait for the other.
-        if self.reap() or self.h2d.wait_oldest() or self.d2h.wait_oldest():
+        if self.reap():
+            return True
+        if is_copying():
+            return False
+        if self.h2d.wait_oldest() or self.d2h.wait_oldest():
             return True
         return self.jobs.wait_oldest(pinned=pinned) or self.views.wait_oldest()
 
@@ -420,8 +426,10 @@ def reap_all() -> bool:
 
 
 def wait_for_others(own: Ledger, concerns: Concerns, job_concerns: Callable[[Job], bool]) -> bool:
-    """Block until the oldest copy, or job, of another stager that concerns the caller is done. False: there was none."""
-    others = [ledger for ledger in all_ledgers() if ledger is not own]
+    """Block until the oldest copy, or job, of another stager that concerns the caller is done. False: there was none that this
+    thread can wait for.
+    """
+    others = [] if is_copying() else [ledger for ledger in all_ledgers() if ledger is not own]
     return any(
         ledger.h2d.wait_oldest(concerns) or ledger.d2h.wait_oldest(concerns) or ledger.jobs.wait_user(job_concerns)
         for ledger in others

@@ -398,6 +398,27 @@ def ledger() -> Iterator[Plays]:
         each.close()
 
 
+def test_a_thread_that_makes_the_copies_waits_for_none_to_make_room(ledger: Plays) -> None:
+    """It is a finalizer that asks there. What is done makes room all the same."""
+    backend = Records()
+    pending, done, others = Point(), Point(reached=True), Point()
+    backend.h2d, backend.d2h = [pending, others], [done]
+    own, other = ledger(backend), ledger(backend)
+    own.h2d.add(1, ())
+    own.d2h.add(1, ())
+    other.h2d.add(1, ())
+    work = Work()
+    own.jobs.add(work)
+
+    def wait() -> list[bool]:
+        note_copying()
+        return [own.wait_oldest(), own.wait_oldest(), wait_for_others(own, lambda entry: True, lambda job: True)]
+
+    assert on_thread(wait).result(10) == [True, False, False]
+    assert (pending.synchronized, others.synchronized, work.waits) == (0, 0, 0)
+    work.end()
+
+
 def test_what_is_done_makes_room_before_anything_is_waited_for(ledger: Plays) -> None:
     backend = Records()
     pending, done = Point(), Point(reached=True)

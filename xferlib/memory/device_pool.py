@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple, fi
 
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
+from xferlib.latch import is_copying
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 from xferlib.reaper import AtWork, uninterrupted, watch
 from xferlib.tickets import Returns, ticket
@@ -636,6 +637,11 @@ class DevicePool:
         return True
 
     def _full(self, size: int) -> AllocationError:
+        if is_copying():
+            return AllocationError(
+                "device memory asked by a finalizer on a thread that makes the copies, where it cannot wait for room. Put from "
+                "ordinary code"
+            )
         return AllocationError(
             f"device memory is full: {in_words(size)} asked, {in_words(self.nbytes)} of device_limit={self.limit} taken by "
             "arrays that can still be reached. Raise device_limit, or drop arrays that earlier puts returned"

@@ -27,6 +27,7 @@ import numpy as np
 
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
+from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import HostBlock, PoolRequest, Reclaimer, Usage, WhenFull, check_when_full, round_up
 from xferlib.memory.ranges import Ranges
@@ -560,6 +561,8 @@ class PinnedPool:
 
     def _full(self, nbytes: int, *, waits: bool) -> AllocationError:
         why = "nothing is in flight that could free more" if waits else f"when_full={self.when_full!r} waits for nothing"
+        if waits and is_copying():
+            why = "a finalizer on a thread that makes the copies waits for none"
         return AllocationError(
             f"pinned memory is full: {in_words(nbytes)} asked, {self._in_use()}, and {why}. "
             "Raise pinned_limit, lower the depth, drop pinned arrays, or close pins and shared rings"

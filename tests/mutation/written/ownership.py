@@ -14,6 +14,9 @@ MUTANTS = [
     # Two threads that wait for each other, or memory that is unlocked under a copy.
     (INFLIGHT, " and not (fills and isinstance(work, Fill))", ""),
     (INFLIGHT, "if work.owner != me]", "if work.owner != me and not isinstance(work, Fill)]"),
+    # A finalizer waits for the thread that it runs on.
+    (INFLIGHT, "        if is_copying():\n            return False\n", ""),
+    (INFLIGHT, "others = [] if is_copying() else [", "others = ["),
     # What is done is held.
     (INFLIGHT, "return gone, gone is not entries", "return gone, False"),
     (INFLIGHT, "near + 1, len(entries))", "near + 1, near + 1)"),
