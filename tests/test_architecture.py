@@ -26,7 +26,7 @@ FLOORS = [
     {"xferlib.engine.cores", "xferlib.engine.cuda", "xferlib.engine.jobs"},
     {"xferlib.engine.dispatcher"},
     {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "numa", "proc_maps")},
-    {"xferlib.memory.pages"},
+    {"xferlib.memory.locker", "xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.memory.device_pool", "xferlib.memory.pinned_pool", "xferlib.stats"},
     {"xferlib.memory.host"},
     {"xferlib.memory.mapped"},

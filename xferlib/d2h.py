@@ -68,7 +68,7 @@ class DeviceToHost:
             self._d2h.reap()
         if given is None or addresses is None:
             given, addresses = self._results(alike)
-        event, failures = self._begin(sources, given, addresses, after, looked=looks)
+        event, failures = self._begin(sources, given, addresses, after, looked=looks, ours=out is None)
         return Transfer(unflatten(spec, given) if out is None else out, event, failures, True)
 
     def _results(self, alike: list[Alike]) -> tuple[list[Array], list[int | None]]:
@@ -76,12 +76,12 @@ class DeviceToHost:
         arrays: list[Any] = [None] * len(alike)
         addresses: list[int | None] = [None] * len(alike)
         together: list[tuple[int, int]] = []
+        alone: list[int] = []
         end = 0
         for index, (shape, dtype) in enumerate(alike):
             nbytes = math.prod(shape) * dtype.itemsize
             if not 0 < nbytes <= PACK_UP_TO:
-                arrays[index] = array = self._pool.empty(shape, dtype)
-                addresses[index] = self._host.address(array)
+                alone.append(index)
                 continue
             if end + nbytes > PACKED:
                 self._pack(together, end, alike, arrays, addresses)
@@ -90,6 +90,9 @@ class DeviceToHost:
             end += round_up(nbytes, ALIGNMENT)
         if together:
             self._pack(together, end, alike, arrays, addresses)
+        for index, array in zip(alone, self._pool.results([alike[index] for index in alone]), strict=True):
+            arrays[index] = array
+            addresses[index] = self._host.address(array)
         return arrays, addresses
 
     def _pack(
@@ -144,10 +147,10 @@ class DeviceToHost:
         if looks:
             self._d2h.reap()
         if out is None:
-            out = self._pool.empty(shape, dtype)
+            (out,) = self._pool.results(((shape, dtype),)) if source.nbytes >= LARGE else (self._pool.empty(shape, dtype),)
             address = self._host.address(out)
         if not address:
-            event, failures = self._begin([source], [out], [address], None, looked=looks)
+            event, failures = self._begin([source], [out], [address], None, looked=looks, ours=True)
             return Transfer(out, event, failures, True)
         nbytes = out.nbytes
         try:
@@ -216,16 +219,23 @@ class DeviceToHost:
         return sources
 
     def _begin(
-        self, sources: list[Source], outs: list[Array], addresses: list[int | None], after: Event | None, *, looked: bool
+        self,
+        sources: list[Source],
+        outs: list[Array],
+        addresses: list[int | None],
+        after: Event | None,
+        *,
+        looked: bool,
+        ours: bool,
     ) -> tuple[Event, tuple[type[Exception], ...]]:
-        """Start the copies; return the event of the last, and what it may raise."""
+        """Start the copies; return the event of the last, and what it may raise. `ours`: see `Staging.copy_out`."""
         pageable: list[tuple[int, Array]] = []
         try:
             nbytes = self._copy_pinned(sources, outs, addresses, pageable)
             event = self._d2h.add(nbytes, outs, sources, looked=looked) if nbytes or not pageable else None
             if pageable:
                 # A job raises whatever a call of the backend raised.
-                return self._staging.copy_out(pageable, sources, event, after), (Exception,)
+                return self._staging.copy_out(pageable, sources, event, after, ours=ours), (Exception,)
         except BaseException:
             self._d2h.settle((sources, outs))
             raise

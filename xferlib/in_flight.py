@@ -465,8 +465,13 @@ class Room:
         self._ledger = ledger
         self.release: Callable[[], bool] = bool
         """Gives idle chunks back, and tells whether there were any."""
-        self.contains: Callable[[int, int], bool] = lambda address, nbytes: False
+        self.owns: Callable[[int, int], bool] = lambda address, nbytes: False
         """Whether memory is the pool's."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything of the process may be in flight."""
+        return any(ledger.busy for ledger in all_ledgers())
 
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
@@ -483,8 +488,8 @@ class Room:
         return wait_for_others(self._ledger, self._concerns, self._is_used)
 
     def _concerns(self, entry: Entry) -> bool:
-        return any(self.contains(address_of(array), array.nbytes) for array in entry.host)
+        return any(self.owns(address_of(array), array.nbytes) for array in entry.host)
 
     def _is_used(self, job: Job) -> bool:
         # One that has no chunk yet may be waiting for room itself.
-        return job.holds and any(self.contains(*memory) for memory in job.memory)
+        return job.holds and any(self.owns(*memory) for memory in job.memory)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
 from typing import final
 
 from xferlib.errors import SynchronousTransferWarning
-from xferlib.memory.arrays import Array
+from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.host import HostLeaf
 from xferlib.tree import Spec, path
 from xferlib.words import in_words
@@ -34,9 +34,13 @@ NBYTES = attrgetter("nbytes")
 
 @final
 class PageableWarning:
-    """Warns, or raises where `strict`. Any thread. Asked before a put starts that does not borrow its sources."""
+    """Warns, or raises where `strict`. Any thread. Asked before a put starts that does not borrow its sources.
 
-    def __init__(self, *, strict: bool) -> None:
+    `awaits`: whether memory is ours, and pinned soon, which nobody need do anything about.
+    """
+
+    def __init__(self, awaits: Callable[[int, int], bool], *, strict: bool) -> None:
+        self._awaits = awaits
         self._strict = strict
 
     def put(self, sources: Sequence[HostLeaf], spec: Spec | None = None, *, into: bool = False) -> None:
@@ -45,7 +49,7 @@ class PageableWarning:
         if not staged or (not self._strict and sum(map(NBYTES, staged)) < WARN_FROM):
             return
         level = _level_of_caller()
-        if level is None:
+        if level is None or all(self._awaits(address_of(array), array.nbytes) for array in staged):
             return
         if self._strict:
             index = next(index for index, (_, address) in enumerate(sources) if address is None)

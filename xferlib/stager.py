@@ -37,7 +37,7 @@ from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError
 from xferlib.forks import forget_in_child
 from xferlib.h2d import HostToDevice
 from xferlib.in_flight import Flow, Ledger, Room
-from xferlib.memory.arrays import Array, check_dtype
+from xferlib.memory.arrays import Array, address_of, check_dtype
 from xferlib.memory.blocks import WhenFull
 from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.host import HostMemory
@@ -113,6 +113,8 @@ class Stager:
         self._pool = pool = PinnedPool(
             allocate=memory.allocate,
             allocate_write_combined=memory.allocate_write_combined,
+            # Who is strict is never to meet memory of ours that is not pinned.
+            unlocked=None if strict else memory.unlocked,
             free=memory.free,
             reclaimer=room,
             limit=default_pinned_limit() if pinned_limit is None else positive_nbytes(pinned_limit, "pinned_limit"),
@@ -121,12 +123,12 @@ class Stager:
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
         self._blocks = DevicePool(backend, flow, device_limit)
         self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
-        room.release, room.contains = staged.release, pool.contains
+        room.release, room.owns = staged.release, pool.owns
         flow.owns, ledger.wait_issued = self._blocks.owns, staged.wait_issued
         self._pins = Pins(backend, ledger, pool)
         host = HostMemory(backend, pool, splits)
         self._host = host
-        self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(strict=strict))
+        self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(pool.awaits, strict=strict))
         self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
         self._gets = DeviceToHost(backend, host, pool, staged, ledger)
         _live.add(self)
@@ -225,6 +227,8 @@ class Stager:
             raise lacking(self.backend, "mapped", "gives the device no view of host memory. Copy it with put")
         if stream is not None:
             self._check_stream(stream)
+        if isinstance(array, np.ndarray) and self._pool.awaits(address_of(array), array.nbytes):
+            self._pool.idle()
         return self._ledger.views.view(*mappable(array, self._host), stream)
 
     @overload
@@ -302,8 +306,10 @@ class Stager:
         Its type comes out as that of `put` does; a bare array of any library comes out as NumPy's.
         The copy waits for what produces the arrays: where they do not carry their own order, for what `stream` (None: the calling
         thread's current one) has enqueued. Without `out` the result is in pinned memory from the pool; arrays of a tree of at most
-        16 KiB each lie there together, up to a MiB, so that keeping one keeps those beside it. `out`: NumPy arrays of the
-        same structure, shapes and dtypes, contiguous and writable; into pageable ones threads of ours make the last step.
+        16 KiB each lie there together, up to a MiB, so that keeping one keeps those beside it. What the pool has to grow by, from
+        8 MiB on, is page-locked soon after this has returned, unless the stager is strict, and filled by way of chunks (`idle`
+        waits for that). `out`: NumPy arrays of the same structure, shapes and dtypes, contiguous and writable; into pageable ones
+        threads of ours make the last step.
 
         Raises as `put` does.
         """
@@ -347,6 +353,18 @@ class Stager:
             d2h_nbytes=self._ledger.d2h.nbytes,
             synchronous=self._staging.leaves,
         )
+
+    def idle(self) -> None:
+        """Block until nothing is in flight, and the memory that gets have taken is page-locked: the end of a warm-up.
+
+        A get for whose results there is no idle memory takes more, and makes nobody wait for its page-lock: they lie in pageable
+        memory meanwhile, and come by way of chunks. Nothing is page-locked after this by transfers of sizes that were there before.
+        Raises nothing of transfers that have failed.
+        """
+        if self._refusal is not None:
+            self._refuse()
+        self._ledger.wait_all()
+        self._pool.idle()
 
     def trim(self) -> None:
         """Give idle pinned and device memory back. Not inside a loop that should overlap.

@@ -74,6 +74,10 @@ class Driver:
             return False
         return True
 
+    @property
+    def busy(self) -> bool:
+        return False
+
     def pool(self, limit: int, when_full: WhenFull = "wait") -> PinnedPool:
         return PinnedPool(allocate=self.allocate, free=self.free, reclaimer=self, limit=limit, when_full=when_full)
 

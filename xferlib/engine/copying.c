@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "copying.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -16,7 +17,7 @@
 
 // Below, the bytes stay in a cache until they are asked for, and stores past it only cost.
 enum { ASIDE_FROM = 64 << 10 };
-enum { PAGE = 4096, POPULATE_WRITE = 23 };  // MADV_POPULATE_WRITE, of Linux 5.14.
+enum { PAGE = 4096, TOUCHED = 2 << 20, POPULATE_WRITE = 23 };  // MADV_POPULATE_WRITE, of Linux 5.14.
 
 #if defined(__x86_64__)
 // Each stores whole vectors past the caches, and returns how many bytes that were. `dst` is aligned to the vector.
@@ -52,6 +53,23 @@ static size_t store(char *dst, const char *src, size_t nbytes) {
     return 0;
 }
 #endif
+
+int touch_pages(char *memory, size_t nbytes) {
+    for (size_t at = 0, part; at < nbytes; at += part) {
+        // In parts: other threads of the process can change their mappings in between.
+        part = nbytes - at < TOUCHED ? nbytes - at : TOUCHED;
+        while (madvise(memory + at, part, POPULATE_WRITE)) {
+            if (errno == EINVAL) {
+                // An older system. The same, more slowly: each page is written to, and what is in it stays, whoever writes meanwhile.
+                for (size_t page = at; page < at + part; page += PAGE)
+                    __atomic_fetch_add((unsigned char *)memory + page, 0, __ATOMIC_RELAXED);
+                break;
+            }
+            if (errno != EAGAIN && errno != EINTR) return errno;
+        }
+    }
+    return 0;
+}
 
 // Memory that was never touched comes page by page, each with a fault. Where the first page is not there, mostly none is.
 static void populate(char *dst, size_t nbytes) {

@@ -9,5 +9,7 @@ void copy_bytes(void *dst, const void *src, size_t nbytes, bool aside);
 // The same; false where the memory is a file's that has become shorter. Needs `survive_bus_errors`, once in the process.
 bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside);
 void survive_bus_errors(void);
+// Have the system put pages under a range, whose contents stay. Returns 0, or why it has none (errno).
+int touch_pages(char *memory, size_t nbytes);
 
 #endif

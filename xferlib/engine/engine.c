@@ -44,7 +44,7 @@ enum {
     FIRST_SLEEP = 20, LONGEST_SLEEP = 200,   // Microseconds.
     BUCKETS = 1024,
     MOST_ISSUED = 8,             // Chunks that a thread which waits issues before it looks whether it waits any more.
-    AWAKE = 100,                 // Microseconds: longer than most programs need from one batch to the next.
+    AWAKE = 400,                 // Microseconds: longer than most programs need from one batch to the next.
     GLANCE = 5,                  // Microseconds between two questions of a thread that waits.
     BREATHS = 32,                // Between two looks at the clock: about a microsecond.
 };
@@ -1206,3 +1206,5 @@ void xe_read_figures(xe_figures *found) {
 }
 
 void xe_copy(void *dst, const void *src, size_t nbytes, int aside) { copy_bytes(dst, src, nbytes, aside != 0); }
+
+int xe_touch(void *memory, size_t nbytes) { return touch_pages(memory, nbytes); }

@@ -70,7 +70,7 @@ class Job:
     memory comes back when it has finished. `parts`: how many chunks it can use at once. `memory`: the ranges of the caller's that
     are used until then. `kept`: held until then. `sources`: arrays that it reads, held until they are staged. `device`: memory of
     the caller's that it reads there; `after`: an event that its lane waits for before its first copy; `beside`: one without which
-    it is not done; `event`: one behind its last copy, once that is issued.
+    it is not done; `event`: one behind its last copy, once that is issued. `ours`: its result is in memory of ours.
     """
 
     __slots__ = (
@@ -86,6 +86,7 @@ class Job:
         "kept",
         "lane",
         "memory",
+        "ours",
         "owner",
         "parts",
         "row",
@@ -104,6 +105,7 @@ class Job:
         self.after: Event | None = None
         self.beside: Event | None = None
         self.event: Event | None = None
+        self.ours = False
         self.kept: Any = None
         self.sources: Any = None
         self.cause: Exception | None = None
@@ -189,7 +191,11 @@ class Job:
             self.beside.synchronize()
 
     def stream_wait(self, stream: object | None = None) -> Stream | None:
-        """Refuse: see `Event.stream_wait`."""
+        """Refuse: the CPU writes the caller's memory. For memory of ours the host waits. See `Event.stream_wait`."""
+        if self.ours:
+            # Mostly it is pinned, and nobody can know that it was not yet.
+            self.synchronize()
+            return None
         raise CapabilityError(
             "no stream can wait for this get: its last step is a copy by the CPU into pageable memory. "
             "Leave out away, pass out=stager.empty_pinned(...), or wait on the host with synchronize()"

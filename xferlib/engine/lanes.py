@@ -120,8 +120,8 @@ class Lane:
         # have: held, they keep theirs. To the device a part ends with its piece of device memory.
         job.parts = -(-nbytes // min(self.nbytes, quick().xe_part_nbytes(nbytes))) + blocks - 1
         goal = min(self._most, sum([other.parts for other in list(self.jobs.values())]))
-        while len(self._blocks) + len(self._growing) < goal and uninterrupted(partial(self._grow, goal)):
-            pass
+        if len(self._blocks) + len(self._growing) < goal:
+            uninterrupted(partial(self._grow_to, goal))
         while not self._blocks:
             if is_copying():
                 raise AllocationError(
@@ -200,6 +200,10 @@ class Lane:
             time.sleep(LEAVE_SECONDS)
         if self._served is not None:
             DISPATCHER.leave(self._served)
+
+    def _grow_to(self, goal: int) -> None:
+        while len(self._blocks) + len(self._growing) < goal and self._grow(goal):
+            pass
 
     def _grow(self, goal: int) -> bool:
         number = next(_chunks)

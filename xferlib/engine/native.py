@@ -127,6 +127,7 @@ _SIGNATURES = {
     "xe_stop": (_I, (_I64,)),
     "xe_read_figures": (None, (ctypes.POINTER(Figures),)),
     "xe_copy": (None, (_P, _P, _N, _I)),
+    "xe_touch": (_I, (_P, _N)),
 }
 
 

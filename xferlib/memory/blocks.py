@@ -62,6 +62,10 @@ class Reclaimer(Protocol):
     def wait_oldest(self) -> bool:
         """Block until something has ended. Returns False if nothing was in flight."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything of the process may be in flight."""
+
 
 @final
 class HostBlock:

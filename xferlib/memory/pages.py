@@ -1,43 +1,44 @@
 """Where the pinned pool has its memory from: the backend, or pages of our own.
 
-Those are mapped, touched on the device's NUMA node, then page-locked in place by the backend.
+Those are mapped, touched on the device's NUMA node, then page-locked in place by the backend: at once, or later and by somebody
+else where nobody is to wait for it.
 
 A page-lock of pages that are there costs a tenth of one that has to fetch them, and several threads fetch them faster than a driver
-does. Invariant: pages are unmapped only when they are unlocked: a lock on pages that are gone cannot be undone.
+does. One call of the driver locks all of an array: no copy may go over two locks. Invariant: pages are unmapped only when they are
+unlocked: a lock on pages that are gone cannot be undone.
 
 The mapping is anonymous and shared, as a driver's own pinned memory is. Private pages are copied at the first write after a fork:
 the parent would write to another page than the one that is locked, or, where the kernel prevents that, every child would get a copy
 of all pinned memory. Pages hidden from children would end a child that looks at an array it inherited. Shared pages stay where they
-are, for everybody.
+are, for everybody. Such a mapping is a file of the kernel's, whose pages come one at a time: so there are several side by side,
+which threads fetch twice as fast.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, final
 
-import numpy as np
-
+from xferlib.engine.native import library
 from xferlib.errors import AllocationError
 from xferlib.memory.limits import available_memory
 from xferlib.memory.numa import cpus_near
 from xferlib.protocol import HostStager
 from xferlib.words import in_words
 
-__all__ = ["Allocators", "HostPages", "allocators"]
+__all__ = ["Allocators", "HostPages", "Unlocked", "allocators"]
 
 HUGE = 2 << 20
-PART = 2 << 20
-"""Bytes. What one thread touches at a time: other threads of the process can change their mappings in between."""
-MOST_THREADS = 16
+PIECE = 64 << 20
+"""Bytes. Of one mapping, at most; at least a huge page."""
+MOST_THREADS = 8
+"""More of them fetch pages no faster."""
 PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
-MADV_POPULATE_WRITE = 23
 FAILED = ctypes.c_void_p(-1).value
 
 _system = ctypes.CDLL(None, use_errno=True)
@@ -56,6 +57,18 @@ class Allocators(NamedTuple):
     free: Callable[[int], None]
     allocate_write_combined: Callable[[int], int] | None
     """Write-combined memory; None: the backend has none."""
+    unlocked: Unlocked | None
+    """Memory that is locked later; None: all of it is there at once."""
+
+
+@final
+class Unlocked(NamedTuple):
+    """Memory that is mapped, and page-locked by somebody else. Both raise `AllocationError`; `free` is that of `Allocators`."""
+
+    map: Callable[[Sequence[int]], list[int]]
+    """Return the addresses of so much memory each, which is pageable, and of which no page need be there; all of them or none."""
+    lock: Callable[[int], None]
+    """Have all its pages, by its address, and lock them in place."""
 
 
 def allocators(backend: HostStager[Any]) -> Allocators:
@@ -64,9 +77,9 @@ def allocators(backend: HostStager[Any]) -> Allocators:
     allocate_write_combined = _allocator(backend, "alloc_write_combined") if flags.write_combined else None
     # Pages of our own are faster than what a driver allocates, and on the right node; where nothing is locked nothing is gained.
     if not (flags.pinned and flags.register):
-        return Allocators(_allocator(backend, "alloc_pinned"), backend.free_pinned, allocate_write_combined)
+        return Allocators(_allocator(backend, "alloc_pinned"), backend.free_pinned, allocate_write_combined, None)
     pages = HostPages(backend)
-    return Allocators(pages.allocate, pages.free, allocate_write_combined)
+    return Allocators(pages.allocate, pages.free, allocate_write_combined, Unlocked(pages.map, pages.lock))
 
 
 def _allocator(backend: HostStager[Any], method: Literal["alloc_pinned", "alloc_write_combined"]) -> Callable[[int], int]:
@@ -88,33 +101,63 @@ class HostPages:
         self._backend = backend
         self._failures: tuple[type[Exception], ...] = (OSError, *backend.failures)
         self._mapped: dict[int, int] = {}
+        self._locked: dict[int, None] = {}
 
     def allocate(self, nbytes: int) -> int:
         """Return the address of new pinned memory, a multiple of the page size. Raises `AllocationError`."""
-        _check_available(nbytes)
+        (address,) = self.map((nbytes,))
         try:
-            address = _map(nbytes)
-            try:
-                _touch(address, nbytes, cpus_near(self._backend.pci_bus_id))
-                self._backend.pin(address, nbytes)
-            except BaseException:
+            self._lock(address, nbytes, cpus_near(self._backend.pci_bus_id), MOST_THREADS)
+        except BaseException as error:
+            del self._mapped[address]
+            with suppress(OSError):
                 _unmap(address, nbytes)
-                raise
-        except self._failures as error:
-            raise _refused(nbytes, error) from error
-        self._mapped[address] = nbytes
+            if isinstance(error, self._failures):
+                raise _refused(nbytes, error) from error
+            raise
         return address
 
+    def map(self, sizes: Sequence[int]) -> list[int]:
+        """Return the addresses of new memory, likewise, which is pageable until `lock`: all of it or none. `AllocationError`."""
+        total = sum(sizes)
+        _check_available(total)
+        mapped: dict[int, int] = {}
+        try:
+            for nbytes in sizes:
+                mapped[_map(nbytes)] = nbytes
+        except OSError as error:
+            for address, nbytes in mapped.items():
+                with suppress(OSError):
+                    _unmap(address, nbytes)
+            raise _refused(total, error) from error
+        self._mapped.update(mapped)
+        return list(mapped)
+
+    def lock(self, address: int) -> None:
+        """Lock what `map` returned, on one thread, whose contents stay. Raises `AllocationError`: it is as it was."""
+        nbytes = self._mapped[address]
+        try:
+            self._lock(address, nbytes, cpus_near(self._backend.pci_bus_id), 1)
+        except self._failures as error:
+            raise _refused(nbytes, error) from error
+
     def free(self, address: int) -> None:
-        """Unlock and unmap what `allocate` returned, or free what the backend allocated. May wait for the GPU."""
+        """Unlock and unmap what `allocate` or `map` returned, or free what the backend allocated. May wait for the GPU."""
         if address not in self._mapped:
             self._backend.free_pinned(address)
             return
-        self._backend.unpin(address)
+        if address in self._locked:
+            self._backend.unpin(address)
+            del self._locked[address]
         nbytes = self._mapped.pop(address)
         # Raised, it would look as if the memory was still locked, and were to be given out again.
         with suppress(OSError):
             _unmap(address, nbytes)
+
+    def _lock(self, address: int, nbytes: int, cpus: frozenset[int] | None, threads: int) -> None:
+        _touch(address, nbytes, cpus, threads)
+        self._backend.pin(address, nbytes)
+        self._locked[address] = None
 
 
 def _check_available(nbytes: int) -> None:
@@ -140,7 +183,8 @@ def _map(nbytes: int) -> int:
     address = -(-room // HUGE) * HUGE
     end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        _mapped(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
+        for start, size in _parts(address, nbytes, PIECE):
+            _mapped(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
     except BaseException:
         _unmap(room, nbytes + HUGE)
         raise
@@ -165,19 +209,20 @@ def _unmap(address: int, nbytes: int) -> None:
         raise _error("the system did not unmap the memory")
 
 
-def _touch(address: int, nbytes: int, cpus: frozenset[int] | None) -> None:
+def _touch(address: int, nbytes: int, cpus: frozenset[int] | None, threads: int) -> None:
     """Fetch every page, on threads that run on these CPUs (None: anywhere): memory is placed where it is first touched."""
-    threads = min(MOST_THREADS, len(cpus or os.sched_getaffinity(0)), -(-nbytes // PART))
+    parts = list(_parts(address, nbytes, PIECE))
+    threads = min(threads, len(cpus or os.sched_getaffinity(0)), len(parts))
     if threads < 2 and cpus is None:
-        return _fetch_all(_parts(address, nbytes))
+        _fetch(address, nbytes)
+        return
     try:
         with ThreadPoolExecutor(threads, "xferlib-touch", _run_on, (cpus,)) as pool:
-            for _ in pool.map(_fetch, *zip(*_parts(address, nbytes), strict=True)):
+            for _ in pool.map(_fetch, *zip(*parts, strict=True)):
                 pass
     except RuntimeError:
         # No thread is to be had, as when the interpreter ends.
-        _fetch_all(_parts(address, nbytes))
-    return None
+        _fetch(address, nbytes)
 
 
 def _run_on(cpus: frozenset[int] | None) -> None:
@@ -187,29 +232,20 @@ def _run_on(cpus: frozenset[int] | None) -> None:
             os.sched_setaffinity(0, cpus)
 
 
-def _parts(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    for offset in range(0, nbytes, PART):
-        yield address + offset, min(PART, nbytes - offset)
-
-
-def _fetch_all(parts: Iterator[tuple[int, int]]) -> None:
-    for address, nbytes in parts:
-        _fetch(address, nbytes)
+def _parts(address: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut memory into as many parts as there may be threads, of whole huge pages, none larger than `most`."""
+    step = min(most, -(-nbytes // (MOST_THREADS * HUGE)) * HUGE)
+    for offset in range(0, nbytes, step):
+        yield address + offset, min(step, nbytes - offset)
 
 
 def _fetch(address: int, nbytes: int) -> None:
     """Let the kernel put pages under the range, without the GIL."""
-    while _madvise(address, nbytes, MADV_POPULATE_WRITE):
-        code = ctypes.get_errno()
-        if code == errno.EINVAL:
-            # Linux before 5.14. A write to each page does the same, more slowly.
-            memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
-            np.ndarray(nbytes, np.uint8, memory)[:: mmap.PAGESIZE] = 0
-            return
-        if code not in (errno.EAGAIN, errno.EINTR):
-            raise _error("the system has no pages for the memory")
+    code = library().xe_touch(address, nbytes)
+    if code:
+        raise _error("the system has no pages for the memory", code)
 
 
-def _error(what: str) -> OSError:
-    code = ctypes.get_errno()
+def _error(what: str, code: int | None = None) -> OSError:
+    code = ctypes.get_errno() if code is None else code
     return OSError(code, f"{what} ({os.strerror(code)})")

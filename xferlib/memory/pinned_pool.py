@@ -5,6 +5,9 @@ write is never handed out again, because what is in flight holds the `HostBlock`
 what is already there, since both may wait for kernels. Sizes are exact up to alignment. Memory goes back to the system by `trim()`,
 by `close()`, and to make room under the limit; never by a timer. Nobody waits for what nothing will end: see `WhenFull`.
 
+Who asks for pinned memory by name waits for its page-lock. Results of gets come at once: what the pool has to grow by for them is
+mapped, and locked later by a thread of its own (`locker`); until then it is pageable, and counts as pinned.
+
 A `HostBlock` holds a ticket, whose end posts a number; the next request takes the memory back. An interrupt may come anywhere: what
 is true stands in the tables of segments and rows, which change in one step; free ranges and sums are derived from them, and derived
 anew after a call that did not come to its end.
@@ -18,8 +21,8 @@ import math
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple, final
 
@@ -30,9 +33,12 @@ from xferlib.forks import forget_in_child
 from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import HostBlock, PoolRequest, Reclaimer, Usage, WhenFull, check_when_full, round_up
+from xferlib.memory.locker import is_over, lock_later, pause_after, start_locker
+from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
 from xferlib.reaper import AtWork, uninterrupted, watch
 from xferlib.tickets import Returns, ticket
+from xferlib.tree import Alike
 from xferlib.words import in_words
 
 __all__ = ["HostBlock", "PinnedPool"]
@@ -50,6 +56,8 @@ LOOK_SECONDS = 0.0005
 """How often is looked whether another thread is done with memory that it gets or gives back."""
 STAGING_SHARE = 64 << 20
 """Bytes, or half of the limit where that is less. What arrays leave to staging where they give way to it."""
+UNLOCKED_FROM = 8 << 20
+"""Bytes that the results of one get lack. Less is locked in the time that it takes to copy it by way of chunks."""
 
 
 _Growth: TypeAlias = tuple[Ranges, int]
@@ -57,16 +65,25 @@ _Growth: TypeAlias = tuple[Ranges, int]
 
 @final
 class _Segment:
-    """Page-locked memory. `freeing`: it is about to be unlocked, and nothing is handed out of it; `claimed`: somebody does it."""
+    """Page-locked memory, or such as is about to be, which is not `locked`; `refused`: the driver has not locked it.
 
-    __slots__ = ("claimed", "freeing", "nbytes", "number", "ranges", "start")
+    `freeing`: it is about to be unlocked, and nothing is handed out of it; `claimed`: somebody locks or unlocks it.
+    """
 
-    def __init__(self, number: int, start: int, nbytes: int, ranges: Ranges) -> None:
+    __slots__ = ("claimed", "freeing", "locked", "nbytes", "number", "ranges", "refused", "start")
+
+    def __init__(self, number: int, start: int, nbytes: int, ranges: Ranges, *, locked: bool = True) -> None:
         self.number = number
         self.start = start
         self.nbytes = nbytes
         self.ranges = ranges
-        self.freeing = self.claimed = False
+        self.locked = locked
+        self.freeing = self.claimed = self.refused = False
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody will lock it, or is at it."""
+        return not (self.locked or self.refused or self.freeing)
 
 
 @final
@@ -86,9 +103,20 @@ _NEW = tuple.__new__
 
 
 @final
+class _Result(NamedTuple):
+    """An array of `results` for which there was no idle memory. `index`: its place among those wanted."""
+
+    index: int
+    request: PoolRequest
+    number: int
+    ticket: object
+
+
+@final
 class PinnedPool:
     """Hands out pinned memory as NumPy arrays. Any thread. `allocate` and `free` are the backend's.
 
+    `unlocked`: memory that is locked later; None: nobody gets any that is not locked.
     Write-combined memory lies in segments of its own: only whoever asks for it gets it.
     """
 
@@ -100,19 +128,23 @@ class PinnedPool:
         reclaimer: Reclaimer,
         limit: int,
         allocate_write_combined: Callable[[int], int] | None = None,
+        unlocked: Unlocked | None = None,
         when_full: WhenFull = "wait",
     ) -> None:
         check_when_full(when_full)
+        if unlocked is not None:
+            start_locker()
         self.limit = limit
         self.when_full = when_full
         self._arrays_limit = limit - min(STAGING_SHARE, limit // 2) if when_full == "stage" else limit
         self._allocate = allocate
         self._allocate_write_combined = allocate_write_combined
+        self._unlocked = unlocked
         self._free = free
         self._reclaimer = reclaimer
         # Reentrant: a foreign finalizer may ask while its thread is in here; it finds `_inside`, and is refused.
         self._lock = threading.RLock()
-        self._inside = self._torn = False
+        self._inside = self._torn = self._closed = False
         self._count = itertools.count().__next__
         self._changes = 0
         """How often there was more room than before. Who found none looks again if that was meanwhile."""
@@ -131,7 +163,8 @@ class PinnedPool:
         """Held while the driver unlocks, by threads that no interrupt comes to."""
         self._at_work = AtWork()
         # Derived from segments and rows.
-        self._large, self._small, self._write_combined = Ranges(), Ranges(), Ranges()
+        self._large, self._small, self._write_combined, self._pageable = Ranges(), Ranges(), Ranges(), Ranges()
+        """Of segments that are locked, and last of those that are not yet."""
         self._index: tuple[list[int], list[int], list[_Segment]] = ([], [], [])
         """Starts and ends of the segments, in order, and the segments."""
         self.used_nbytes = self._asked = self._arrays = 0
@@ -159,6 +192,34 @@ class PinnedPool:
             self.fallbacks += 1
             return np.empty(shape, dtype)
         return np.ndarray(shape, dtype, buffer=np.asarray(block))
+
+    def results(self, wanted: Sequence[Alike]) -> list[Array]:
+        """Return arrays that gets are to fill, as `empty` does, but that nobody waits until much memory is page-locked.
+
+        Where there is no idle memory for large ones, and the limit has room for them and for staging, they are pageable when they
+        are returned, and pinned soon after.
+        """
+        found: list[Array | None] = [None] * len(wanted)
+        lacking: list[_Result] = []
+        if self._unlocked is not None:
+            for index, (shape, dtype) in enumerate(wanted):
+                nbytes = math.prod(shape) * dtype.itemsize
+                if nbytes < SMALL:
+                    continue
+                request = _NEW(PoolRequest, (round_up(nbytes, ALIGNMENT), nbytes, None, False, True))
+                number = self._count()
+                held = ticket(self._returns.put, number)
+                row = self._alone(self._looked_idle, request, number)
+                if row is None:
+                    lacking.append(_Result(index, request, number, held))
+                else:
+                    found[index] = _array(row, held, shape, dtype)
+        if lacking and self._alone(self._count_unlocked, lacking):
+            # Of an interrupted call all rows go back, with their tickets.
+            rows = uninterrupted(lambda: self._grown_unlocked(lacking))
+            for (index, *_, held), row in zip(lacking, rows, strict=False):
+                found[index] = _array(row, held, *wanted[index])
+        return [self.empty(*one) if array is None else array for one, array in zip(wanted, found, strict=True)]
 
     def take(self, nbytes: int, taken: Callable[[], None] | None = None) -> HostBlock:
         """Return `nbytes` bytes (at least 1) for staging, waiting for transfers in flight where that makes room.
@@ -269,6 +330,40 @@ class PinnedPool:
         index = bisect_right(starts, address) - 1
         return index >= 0 and address + nbytes <= ends[index]
 
+    def owns(self, address: int, nbytes: int) -> bool:
+        """Tell whether the range lies inside one segment, be it one that is not locked yet. Takes no lock."""
+        return self.contains(address, nbytes) or self.awaits(address, nbytes)
+
+    def awaits(self, address: int, nbytes: int) -> bool:
+        """Tell whether the range lies inside a segment that is pageable now, and pinned soon. Takes no lock."""
+        segments = [segment for segment in list(self._segments.values()) if segment.awaited]
+        return any(segment.start <= address and address + nbytes <= segment.start + segment.nbytes for segment in segments)
+
+    def idle(self) -> None:
+        """Block until all is locked that is to be."""
+        while not (self._closed or is_over()) and any(segment.awaited for segment in list(self._segments.values())):
+            time.sleep(LOOK_SECONDS)
+
+    def lock_next(self) -> int:
+        """See `Lockable`."""
+        segment = self._alone(self._claim)
+        if segment is None:
+            return 0
+        assert self._unlocked is not None
+        try:
+            with self._at_work:
+                self._unlocked.lock(segment.start)
+                self._alone(self._enter_locked, segment)
+        except BaseException as error:
+            # Whoever has it has it as pageable memory, as good as any.
+            segment.refused = True
+            if not isinstance(error, AllocationError):
+                raise
+        finally:
+            segment.claimed = False
+            self._changes += 1
+        return segment.nbytes
+
     def usage(self) -> Usage:
         """Return the figures of this moment."""
         if not self.entered:
@@ -283,6 +378,7 @@ class PinnedPool:
 
     def close(self) -> None:
         """Unpin what is idle now; what arrays still hold is unpinned when the last of them is gone. No interrupt comes here."""
+        self._closed = True
         try:
             self._trim()
         except BaseException:
@@ -314,6 +410,7 @@ class PinnedPool:
     def forget(self) -> None:
         """See `Forgetful`."""
         self._free = _leave
+        self._closed = True
         self._returns = Returns()
         self._lock = threading.RLock()
         self._inside = False
@@ -350,7 +447,7 @@ class PinnedPool:
         self.used_nbytes = sum([row.size for row in rows])
         self._asked = sum([row.asked for row in rows])
         self._arrays = sum([row.size for row in rows if row.for_array])
-        for ranges in (self._large, self._small, self._write_combined):
+        for ranges in (self._large, self._small, self._write_combined, self._pageable):
             ranges.clear()
         for segment in list(self._segments.values()):
             if not segment.freeing:
@@ -409,6 +506,75 @@ class PinnedPool:
             if may_evict and self._evict(excess):
                 break
         return None, None
+
+    def _looked_idle(self, request: PoolRequest, number: int) -> _Row | None:
+        """Enter a row of a result in idle memory, of whatever kind."""
+        if self._arrays + request.size > self._arrays_limit:
+            return None
+        for ranges in (self._large, self._pageable):
+            address = ranges.take(request.size)
+            if address is not None:
+                self.hits += 1
+                return self._handed_out(address, ranges, request, number)
+        return None
+
+    def _count_unlocked(self, lacking: Sequence[_Result]) -> bool:
+        """Count what is to be mapped for these. False: so little that it is locked at once, or the limit has no room."""
+        sizes = [round_up(result.request.size, PAGE) for result in lacking]
+        total = sum(sizes)
+        arrays = self._arrays + sum([result.request.size for result in lacking])
+        room = self.nbytes + total + STAGING_SHARE <= self.limit and arrays <= self._arrays_limit
+        if total < UNLOCKED_FROM or not room or self._closed:
+            return False
+        for result, size in zip(lacking, sizes, strict=True):
+            self._growing[result.number] = size
+        return True
+
+    def _grown_unlocked(self, lacking: Sequence[_Result]) -> list[_Row]:
+        """Map the segments that were counted, and enter the rows; none where the system refuses. No interrupt comes here."""
+        assert self._unlocked is not None
+        with self._at_work:
+            sizes = [self._growing.get(result.number, 0) for result in lacking]
+            # Interrupted before: nobody will look at what is returned.
+            begun = all(sizes) and all(self._alone(self._begin, result.number) for result in lacking)
+            starts: list[int] = []
+            with suppress(AllocationError):
+                starts = self._unlocked.map(sizes) if begun else []
+            if not starts:
+                for result in lacking:
+                    self._allocating.pop(result.number, None)
+                    self._growing.pop(result.number, None)
+                self._changes += 1
+                return []
+            rows = []
+            for result, start, nbytes in zip(lacking, starts, sizes, strict=True):
+                segment = _Segment(result.number, start, nbytes, self._pageable, locked=False)
+                rows.append(self._alone(self._entered, segment, result.request, result.number))
+        lock_later(self)
+        return rows
+
+    def _claim(self) -> _Segment | None:
+        """Take a segment to lock: of those that are there the oldest."""
+        if self._closed:
+            return None
+        for segment in self._segments.values():
+            if segment.awaited and not segment.claimed:
+                segment.claimed = True
+                return segment
+        return None
+
+    def _enter_locked(self, segment: _Segment) -> None:
+        """Have what is free of a segment found by everybody: it is locked now."""
+        end = segment.start + segment.nbytes
+        numbers = [number for number, row in self._rows.items() if segment.start <= row.address < end]
+        self._pageable.remove_used_segment(segment.start)
+        segment.ranges, segment.locked = self._large, True
+        for number in numbers:
+            self._rows[number] = self._rows[number]._replace(ranges=self._large)
+        used = sorted((self._rows[number].address, self._rows[number].size) for number in numbers)
+        self._large.add_used_segment(segment.start, segment.nbytes, used)
+        self._reindex()
+        self._changes += 1
 
     def _try_reserve(self, address: int, nbytes: int) -> bool:
         """Reserve, or else have idle segments freed, if they are enough."""
@@ -487,7 +653,9 @@ class PinnedPool:
 
     def _evict(self, excess: int | None) -> bool:
         """Have idle segments freed until so many bytes are gone (None: all). False, and none are, where all would not be enough."""
-        idle = [(ranges, *whole) for ranges in (self._large, self._small, self._write_combined) for whole in ranges.whole()]
+        segments = {segment.start: segment for segment in list(self._segments.values()) if not segment.freeing}
+        kinds = (self._large, self._small, self._write_combined, self._pageable)
+        idle = [(ranges, *whole) for ranges in kinds for whole in ranges.whole() if not segments[whole[0]].claimed]
         if excess is not None and excess > sum([nbytes for _, _, nbytes in idle]):
             return False
         for ranges, start, nbytes in idle:
@@ -495,22 +663,27 @@ class PinnedPool:
                 if excess <= 0:
                     break
                 excess -= nbytes
-            self._segment_of(start).freeing = True
+            segments[start].freeing = True
             ranges.remove_segment(start)
         self._reindex()
         return bool(idle)
 
     def _trim(self) -> None:
         self._alone(self._evict, None)
-        self._release()
+        self._release(pauses=self._reclaimer.busy)
 
     def _freeable(self) -> list[_Segment]:
         return [segment for segment in list(self._segments.values()) if segment.freeing and not segment.claimed]
 
-    def _release(self) -> None:
-        """Unpin the segments that nothing is handed out of, each whatever the others raise. On a thread without interrupts."""
+    def _release(self, *, pauses: bool = False) -> None:
+        """Unpin the segments that nothing is handed out of, each whatever the others raise. On a thread without interrupts.
+
+        `pauses`: others are at work, and get their turn in between.
+        """
         with ExitStack() as steps:
             for segment in self._freeable():
+                if pauses:
+                    steps.callback(pause_after, segment.nbytes)
                 steps.callback(self._unpin, segment)
 
     def _unpin(self, segment: _Segment) -> None:
@@ -543,12 +716,8 @@ class PinnedPool:
             self._torn = True
         self._changes += 1
 
-    def _segment_of(self, address: int) -> _Segment:
-        starts, _, segments = self._index
-        return segments[bisect_right(starts, address) - 1]
-
     def _reindex(self) -> None:
-        segments = [segment for segment in list(self._segments.values()) if not segment.freeing]
+        segments = [segment for segment in list(self._segments.values()) if segment.locked and not segment.freeing]
         segments.sort(key=attrgetter("start"))
         ends = [segment.start + segment.nbytes for segment in segments]
         # One assignment: `contains` reads without the lock.
@@ -567,6 +736,10 @@ class PinnedPool:
             f"pinned memory is full: {in_words(nbytes)} asked, {self._in_use()}, and {why}. "
             "Raise pinned_limit, lower the depth, drop pinned arrays, or close pins and shared rings"
         )
+
+
+def _array(row: _Row, ticket: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    return np.ndarray(shape, dtype, buffer=np.asarray(HostBlock(row.address, row.size, ticket)))
 
 
 def _leave(address: int) -> None:

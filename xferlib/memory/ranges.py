@@ -48,6 +48,12 @@ class Ranges:
         """Forget a segment that `whole()` named."""
         self._remove(start, start + self.segments.pop(start))
 
+    def remove_used_segment(self, start: int) -> None:
+        """Forget a segment of which parts may be handed out: these are not given back here any more."""
+        end = start + self.segments.pop(start)
+        for part in [part for part in self._start_to_end if start <= part < end]:
+            self._remove(part, self._start_to_end[part])
+
     def take(self, nbytes: int) -> int | None:
         """Cut `nbytes` from the smallest range that has them; None if none has."""
         index = bisect_left(self._by_size, (nbytes, 0))

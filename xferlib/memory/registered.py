@@ -135,6 +135,9 @@ class Pins:
             self._locks[number] = None
 
     def _lock_pages(self, address: int, nbytes: int) -> None:
+        # Otherwise it might be locked twice.
+        if self._pool.awaits(address, nbytes):
+            self._pool.idle()
         reason = why_unlockable(address, nbytes)
         if reason is not None:
             raise ValueError(f"this memory cannot be page-locked: {reason}")

@@ -132,18 +132,26 @@ class Staging:
         return BorrowedCopy(job)
 
     def copy_out(
-        self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], before: Event | None, after: Event | None
+        self,
+        transfers: Sequence[tuple[int, Array]],
+        sources: Sequence[Source],
+        before: Event | None,
+        after: Event | None,
+        *,
+        ours: bool = False,
     ) -> Job:
         """Start copies from device addresses into C-contiguous pageable arrays, behind `after`.
 
         The job is done when these are, and what `before` stands for, if anything. `sources` are held, and known as being read.
+        `ours`: the arrays are the pool's, and pinned the next time: what can be asked of the transfer then, can be now.
         """
-        self._count(len(transfers))
+        if not ours:
+            self._count(len(transfers))
         whole = [(address, array) for address, array in transfers if array.nbytes]
         nbytes = sum([array.nbytes for _, array in whole])
         job = Job(self._lanes[D2H], owner=threading.get_ident())
         job.kept, job.device, job.memory = (transfers, sources), sources, [extent(array) for _, array in whole]
-        job.after, job.beside = after, before
+        job.after, job.beside, job.ours = after, before, ours
         self._wait_for_writers(job)
         try:
             self._start(self._lanes[D2H], job, [(address_of(array), address, array.nbytes, 0) for address, array in whole], nbytes)
