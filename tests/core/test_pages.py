@@ -21,7 +21,7 @@ from tests import children
 from tests.mutants.locking import LockingBackend
 from xferlib.memory import numa, pages
 from xferlib.memory.numa import cpus_near
-from xferlib.memory.pages import HUGE, MOST_THREADS, HostPages
+from xferlib.memory.pages import HUGE, LEAST_PIECE, MOST_THREADS, HostPages
 from xferlib.memory.proc_maps import mappings
 
 MIB = 1 << 20
@@ -70,7 +70,7 @@ def over(address: int, nbytes: int) -> Any:
     return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B"), np.uint8)
 
 
-@pytest.mark.parametrize("nbytes", [4096, 12288, HUGE, HUGE + 4096, 2 * HUGE + 4096, 48 * MIB])
+@pytest.mark.parametrize("nbytes", [4096, 12288, HUGE, HUGE + 4096, 2 * LEAST_PIECE + 4096, 48 * MIB])
 def test_every_page_is_there_before_it_is_locked(backend: Locking, nbytes: int) -> None:
     there: list[int] = []
     backend.on_pin = lambda address, nbytes: there.append(resident(address, nbytes))
@@ -84,7 +84,7 @@ def test_every_page_is_there_before_it_is_locked(backend: Locking, nbytes: int) 
     found = mappings(address, nbytes)
     assert (found[0].start, found[-1].end) == (address, address + nbytes)
     # Each is a file of the kernel's, and threads fetch the pages of several faster than those of one.
-    assert len(found) == min(MOST_THREADS, -(-nbytes // HUGE))
+    assert len(found) == min(MOST_THREADS, -(-nbytes // LEAST_PIECE))
     host.free(address)
     assert not mapped(address, nbytes)
     assert backend.locked == {}
@@ -183,6 +183,7 @@ def test_memory_that_could_not_be_locked_is_unmapped(backend: Locking, error: Ba
 
 def test_what_the_machine_does_not_have_is_not_touched(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "available_memory", lambda: 5 * MIB)
+    monkeypatch.setattr(pages, "_available", (0.0, 0))
     host = HostPages(backend)
     with pytest.raises(xferlib.AllocationError, match=r"5\.0 MiB are available"):
         host.allocate(6 * MIB)
@@ -190,8 +191,33 @@ def test_what_the_machine_does_not_have_is_not_touched(backend: Locking, monkeyp
     host.free(host.allocate(5 * MIB))
 
 
+def test_what_was_taken_since_the_system_was_asked_is_not_there_any_more(
+    backend: Locking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def available() -> int:
+        asked.append(1)
+        return 40 * MIB
+
+    monkeypatch.setattr(pages, "available_memory", available)
+    monkeypatch.setattr(pages, "_available", (0.0, 0))
+    monkeypatch.setattr(pages, "AVAILABLE_SECONDS", 1000.0)
+    host = HostPages(backend)
+    # A small part of what is left is had for the asking; what would be a fourth of it is asked for anew.
+    addresses = [host.allocate(9 * MIB) for _ in range(2)]
+    assert len(asked) == 2
+    addresses += [host.allocate(MIB) for _ in range(28)]
+    assert len(asked) == 2
+    addresses.append(host.allocate(MIB))
+    assert len(asked) == 3
+    for address in addresses:
+        host.free(address)
+
+
 def test_the_system_s_refusal_is_an_allocation_error(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "available_memory", lambda: 1 << 62)
+    monkeypatch.setattr(pages, "_available", (0.0, 0))
     with pytest.raises(xferlib.AllocationError, match="the system did not map the memory"):
         HostPages(backend).allocate(1 << 55)
 
@@ -214,7 +240,7 @@ def test_memory_is_touched_on_the_cpus_near_the_device(backend: Locking, monkeyp
     monkeypatch.setattr(pages, "_fetch", fetch)
     backend.pci_bus_id = "0000:3B:00.0"
     host = HostPages(backend)
-    for nbytes in (4096, 2 * HUGE):
+    for nbytes in (4096, 2 * LEAST_PIECE):
         host.free(host.allocate(nbytes))
     assert asked == ["0000:3B:00.0"] * 2
     assert ran == [near] * 3

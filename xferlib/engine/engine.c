@@ -42,6 +42,7 @@ enum {
     MOST_LANES_ASKED = 32,       // How many events are asked for in one round.
     ROUNDS_AWAKE = 100,          // Rounds of asking without a sleep: a chunk takes tens of microseconds.
     FIRST_SLEEP = 20, LONGEST_SLEEP = 200,   // Microseconds.
+    LONGEST_DOZE = 1000,         // Likewise, of who asks: a microsecond longer each time, so late by a hundredth of the time waited.
     BUCKETS = 1024,
     MOST_ISSUED = 8,             // Chunks that a thread which waits issues before it looks whether it waits any more.
     AWAKE = 400,                 // Microseconds: longer than most programs need from one batch to the next.
@@ -762,7 +763,7 @@ static void rest(void) {
         unsigned longer = FIRST_SLEEP + (quiet - ROUNDS_AWAKE);
         figures.sleeps++;
         dozing = true;
-        sleep_for(&doze, longer < LONGEST_SLEEP ? longer : LONGEST_SLEEP);
+        sleep_for(&doze, longer < LONGEST_DOZE ? longer : LONGEST_DOZE);
         dozing = false;
     }
     polling = false;

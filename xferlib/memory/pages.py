@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,10 +35,12 @@ from xferlib.words import in_words
 __all__ = ["Allocators", "HostPages", "Unlocked", "allocators"]
 
 HUGE = 2 << 20
-PIECE = 64 << 20
-"""Bytes. Of one mapping, at most; at least a huge page."""
+LEAST_PIECE, PIECE = 4 << 20, 64 << 20
+"""Bytes. Of one mapping, of several: to make one takes the time of fetching 20 KiB."""
 MOST_THREADS = 8
 """More of them fetch pages no faster."""
+AVAILABLE_SECONDS = 0.1
+"""How long what is available is taken for known."""
 PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
 FAILED = ctypes.c_void_p(-1).value
 
@@ -162,12 +165,22 @@ class HostPages:
 
 def _check_available(nbytes: int) -> None:
     """Raise `AllocationError` rather than let the kernel end this process, or another, to make room."""
-    available = available_memory()
-    if nbytes > available:
+    global _available
+    seen, left = _available
+    # To ask takes as long as to lock a megabyte.
+    if time.monotonic() - seen > AVAILABLE_SECONDS or nbytes > left // 4:
+        seen, left = time.monotonic(), available_memory()
+    if nbytes > left:
         raise AllocationError(
-            f"{in_words(nbytes)} of pinned memory could not be had: {in_words(available)} are available on this machine, or in "
+            f"{in_words(nbytes)} of pinned memory could not be had: {in_words(left)} are available on this machine, or in "
             "its control group. Lower pinned_limit or the batch"
         )
+    _available = seen, left - nbytes
+
+
+_available = (0.0, 0)
+"""When the system was asked for what is available, and what has been left of that since. Never more than there was: what is given
+back does not count."""
 
 
 def _refused(nbytes: int, error: Exception) -> AllocationError:
@@ -183,7 +196,7 @@ def _map(nbytes: int) -> int:
     address = -(-room // HUGE) * HUGE
     end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        for start, size in _parts(address, nbytes, PIECE):
+        for start, size in _parts(address, nbytes):
             _mapped(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
     except BaseException:
         _unmap(room, nbytes + HUGE)
@@ -211,7 +224,7 @@ def _unmap(address: int, nbytes: int) -> None:
 
 def _touch(address: int, nbytes: int, cpus: frozenset[int] | None, threads: int) -> None:
     """Fetch every page, on threads that run on these CPUs (None: anywhere): memory is placed where it is first touched."""
-    parts = list(_parts(address, nbytes, PIECE))
+    parts = list(_parts(address, nbytes))
     threads = min(threads, len(cpus or os.sched_getaffinity(0)), len(parts))
     if threads < 2 and cpus is None:
         _fetch(address, nbytes)
@@ -232,9 +245,9 @@ def _run_on(cpus: frozenset[int] | None) -> None:
             os.sched_setaffinity(0, cpus)
 
 
-def _parts(address: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut memory into as many parts as there may be threads, of whole huge pages, none larger than `most`."""
-    step = min(most, -(-nbytes // (MOST_THREADS * HUGE)) * HUGE)
+def _parts(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Cut memory into as many parts as there may be threads, of some whole huge pages each, none larger than `PIECE`."""
+    step = min(PIECE, max(LEAST_PIECE, -(-nbytes // (MOST_THREADS * HUGE)) * HUGE))
     for offset in range(0, nbytes, step):
         yield address + offset, min(step, nbytes - offset)
 
