@@ -79,12 +79,13 @@ AREAS = {
         ("xferlib/memory/*.py", "xferlib/stats.py"),
         POOL,
         {
-            "/pinned_pool.py": (*POOL, *core("staging_room", "stager_put", "stager_lifetime")),
+            "/pinned_pool.py": (*POOL, *core("results", "staging_room", "stager_put", "stager_lifetime")),
+            "/locker.py": core("results"),
             "/mapped.py": ("tests/test_mapped.py", *LAWS),
             "/registered.py": (*core("pinning", "pinning_failures", "stager_lifetime"), "tests/test_mapped.py"),
             "/limits.py": core("limits", "pages"),
-            "/ranges.py": (*core("ranges"), *POOL),
-            "/pages.py": core("pages", "pinning"),
+            "/ranges.py": (*core("ranges", "results"), *POOL),
+            "/pages.py": core("pages", "pinning", "results"),
             "/numa.py": core("pages"),
             "/proc_maps.py": core("pages", "pinning"),
             "/arrays.py": (*core("arrays", "stager_put", "bad_input", "staging"), *LAWS),
@@ -105,7 +106,7 @@ AREAS = {
                 "tests/core/test_pageable_warning.py",
                 *LAWS,
             ),
-            "/d2h.py": (*GETS, *JOBS, *core("second_leaf", "bad_input", "in_flight"), *LAWS),
+            "/d2h.py": (*GETS, *JOBS, *core("results", "second_leaf", "bad_input", "in_flight"), *LAWS),
             "/transfer.py": (*core("transfer", "borrow", "stager_get"), *LAWS),
             "/checks.py": (
                 *core("bad_input", "put_into", "stager_put", "stager_get"),
@@ -113,7 +114,7 @@ AREAS = {
                 # Alone: what else is there goes through every allocation.
                 "tests/core/test_foreign_finalizers.py::test_finalizers_are_refused_where_the_framework_does_not_survive_them",
             ),
-            "/pageable_warning.py": ("tests/core/test_pageable_warning.py",),
+            "/pageable_warning.py": core("pageable_warning", "results"),
             "/registry.py": core("registry"),
             "/stager.py": (
                 *core(

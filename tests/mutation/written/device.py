@@ -15,7 +15,11 @@ MUTANTS = [
     (DEVICE, "            if self.settle():\n                watch(self)\n", "            self.settle()\n"),
     (DEVICE, "        return bool(self._rows or self._growing)", "        return bool(self._leased)"),
     (DEVICE, "        if torn:\n            self._mend()\n", ""),
-    (DEVICE, "        if torn or not self._nothing_new():", "        if not self._nothing_new():"),
+    (
+        DEVICE,
+        "                if torn or not self._nothing_new():\n",
+        "                if not self._nothing_new():\n",
+    ),
     (
         DEVICE,
         "            if row.doomed:\n                self._doomed.append(row)\n                continue\n",

@@ -18,12 +18,16 @@ MUTANTS = [
         "            if excess <= 0:\n                self._growing[number]",
         "            if excess < 0:\n                self._growing[number]",
     ),
-    (POOL, "self._arrays + request.size > self._arrays_limit", "self._arrays + request.size >= self._arrays_limit"),
+    (
+        POOL,
+        "        if request.for_array and self._arrays + request.size > self._arrays_limit:",
+        "        if request.for_array and self._arrays + request.size >= self._arrays_limit:",
+    ),
     (POOL, "limit - min(STAGING_SHARE, limit // 2) if", "limit - STAGING_SHARE if"),
     (
         POOL,
-        "for ranges in (self._large, self._small, self._write_combined) for whole in",
-        "for ranges in (self._large, self._small) for whole in",
+        "kinds = (self._large, self._small, self._write_combined, self._pageable)",
+        "kinds = (self._large, self._small, self._pageable)",
     ),
     (
         POOL,
@@ -43,7 +47,7 @@ MUTANTS = [
     (POOL, "elif changes != self._changes or self._returns:", "elif changes != self._changes:"),
     (POOL, "waits = not request.for_array or self.when_full", "waits = self.when_full"),
     (POOL, "            self._arrays += size", "            self._arrays += asked"),
-    (POOL, "segments[bisect_right(starts, address) - 1]", "segments[bisect_right(starts, address - 1) - 1]"),
+    (POOL, " if not segments[whole[0]].claimed]", "]"),
     (POOL, "return index >= 0 and address + nbytes <= ends[index]", "return index >= 0 and address < ends[index]"),
     (
         POOL,
@@ -77,5 +81,5 @@ MUTANTS = [
         "            if number in self._locks:\n                with translated",
         "            if True:\n                with translated",
     ),
-    (PAGES, "    if nbytes > available:", "    if nbytes >= available:"),
+    (PAGES, "    if nbytes > left:", "    if nbytes >= left:"),
 ]

@@ -89,7 +89,11 @@ MUTANTS = [
         "        users += ledger.jobs.using([(address, nbytes)])\n",
         "",
     ),
-    (STREAM, "self._drain = Drain(stager, depth + 1, out=out)", "self._drain = Drain(stager, depth, out=out)"),
+    (
+        STREAM,
+        "self._drain: Drain[TreeT_co] = Drain(stager, depth + 1, out=out)",
+        "self._drain: Drain[TreeT_co] = Drain(stager, depth, out=out)",
+    ),
     (STREAM, "                if self._waiting is not None and self._drain.pending:", "                if self._drain.pending:"),
     (CLOCK, "        seconds = min(seconds, self._seconds.get(source, 0.0))\n", ""),
     (ROWS, "        if end > self.rows:", "        if end >= self.rows:"),

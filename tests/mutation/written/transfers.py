@@ -43,13 +43,13 @@ MUTANTS = [
     (PUTS, "            return self._h2d.add(nbytes, (array,), places)", "            return self._h2d.add(nbytes, (array,), ())"),
     (
         PUTS,
-        "            return self._h2d.add(nbytes, pinned, places)",
-        "            return self._h2d.add(nbytes, pinned[-1:], places)",
+        "event = self._h2d.add(nbytes, pinned, places, ",
+        "event = self._h2d.add(nbytes, pinned[-1:], places, ",
     ),
     (
         PUTS,
-        "        except BaseException:\n            self._h2d.settle((pinned, target))\n            raise",
-        "        except BaseException:\n            raise",
+        "            self._h2d.settle((pinned, target, fills[-1].memory if fills else None))\n",
+        "",
     ),
     (
         PUTS,
@@ -66,8 +66,8 @@ MUTANTS = [
     (PUTS, "until_started=leases, beside=pinned)", "until_started=leases[:1], beside=pinned)"),
     (
         PUTS,
-        "            if target.shape != source.shape or target.dtype != source.dtype:",
-        "            if target.shape != source.shape:",
+        "            alike = target.shape == source.shape and target.dtype == source.dtype",
+        "            alike = target.shape == source.shape",
     ),
     (PUTS, '        check_apart([(place.address, place.nbytes) for place in places], "into")\n', ""),
     (GETS, "self._d2h.settle((sources, outs))", "self._d2h.settle(outs)"),
