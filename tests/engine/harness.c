@@ -1890,17 +1890,19 @@ static void blocks_signals(void) {
 
 // Chunks come and go, and lanes, while jobs of any shape are under way, from several threads.
 static void *rush(void *which) {
+    enum { TURNS = 10, MOST = 6 };
     uint32_t seed = 100 + (uint32_t)(uintptr_t)which;
+    // The stream may reach them after their jobs have finished, until the bench ends.
+    event done[TURNS][MOST];
+    memset(done, 0, sizeof done);
     bench *b = new_bench(50 + (uint32_t)(uintptr_t)which, (int)((uintptr_t)which % 2), (uintptr_t)which % 3 ? &DEVICE : &OTHER, 5, 256 * KIB, dice(&seed, 2));
-    for (int turn = 0; turn < 10; turn++) {
-        transfer *t[6];
-        event done[6];
-        size_t count = 1 + dice(&seed, 6);
-        memset(done, 0, sizeof done);
+    for (int turn = 0; turn < TURNS; turn++) {
+        transfer *t[MOST];
+        size_t count = 1 + dice(&seed, MOST);
         for (size_t n = 0; n < count; n++) {
             size_t sizes[40], pieces = 1 + dice(&seed, 40);
             for (size_t k = 0; k < pieces; k++) sizes[k] = 1 + dice(&seed, dice(&seed, 6) ? 2000 : 400 * KIB);
-            start(t[n] = new_transfer(b, pieces, sizes, seed), NULL, &done[n]);
+            start(t[n] = new_transfer(b, pieces, sizes, seed), NULL, &done[turn][n]);
         }
         uint64_t chunk = dice(&seed, (uint32_t)b->chunks);
         if (dice(&seed, 2) && xe_take_chunk(b->number, chunk) == XE_OK)
@@ -1908,7 +1910,7 @@ static void *rush(void *which) {
         for (size_t n = count; n--;) {
             if (xe_drop(t[n]->row) != XE_OK) {
                 CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_OK);
-                CHECK(atomic_load(&done[n].recorded) == 1);
+                CHECK(atomic_load(&done[turn][n].recorded) == 1);
                 check_arrived(t[n]);
             }
             end_transfer(t[n]);
