@@ -176,7 +176,10 @@ class HostStager(Protocol[ArrayT]):
 
     @property
     def pci_bus_id(self) -> str | None:
-        """Where the device is on the PCI bus, such as `0000:3b:00.0`: host memory is placed near it. None: on none, or unknown."""
+        """Where the device is on the PCI bus, such as `0000:3b:00.0`: host memory is placed near it, and threads that copy are.
+
+        None: on none, or unknown.
+        """
 
     @property
     def fallback(self) -> bool:

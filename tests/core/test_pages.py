@@ -20,7 +20,7 @@ import xferlib
 from tests import children
 from tests.mutants.locking import LockingBackend
 from xferlib.memory import numa, pages
-from xferlib.memory.numa import cpus_near
+from xferlib.memory.numa import node_near
 from xferlib.memory.pages import HUGE, LEAST_PIECE, MOST_THREADS, HostPages
 from xferlib.memory.proc_maps import mappings
 
@@ -370,17 +370,17 @@ def machine(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["0000:3b:00.0", "0000:3B:00.0", "00000000:3B:00.0", "3b:00.0"])
 def test_the_cpus_near_a_device_are_those_of_its_node_that_are_allowed(machine: dict[str, Path], name: str) -> None:
-    assert cpus_near(name, **machine) == frozenset({min(os.sched_getaffinity(0))})
+    assert node_near(name, **machine) == (1, frozenset({min(os.sched_getaffinity(0))}))
 
 
 @pytest.mark.parametrize("name", [None, "", "0000:4b:00.0", "0000:5b:00.0", "0000:ff:00.0", "../../etc/passwd"])
 def test_a_node_that_is_unknown_or_not_ours_to_use_is_none(machine: dict[str, Path], name: str | None) -> None:
-    assert cpus_near(name, **machine) is None
+    assert node_near(name, **machine) is None
 
 
 def test_one_node_is_no_choice(machine: dict[str, Path]) -> None:
     (machine["nodes"] / "online").write_text("0\n")
-    assert cpus_near("0000:3b:00.0", **machine) is None
+    assert node_near("0000:3b:00.0", **machine) is None
 
 
 def test_lists_of_numbers_are_read_as_the_kernel_writes_them() -> None:

@@ -1,4 +1,4 @@
-"""Building the engine with its harness, by the compiler that the library is built by."""
+"""Building the engine with its harness, by the compiler that the library is built by; as a command, telling what it cannot try."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from xferlib.engine.building import SOURCES, compiler
+from xferlib.engine.building import SOURCES, ZIG, compiler
 
-__all__ = ["COMPILER", "ENGINE", "NOT_TRIED", "SANITIZERS", "TESTS", "built", "run"]
+__all__ = ["COMPILER", "ENGINE", "NOT_TRIED", "SANITIZERS", "TESTS", "built", "run", "untried"]
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "xferlib" / "engine"
@@ -31,9 +31,16 @@ NOT_TRIED: dict[str, str] = {}
 """Those that the compiler has not, and what is said instead."""
 if COMPILER and "ziglang" in COMPILER:
     SANITIZERS["undefined"] = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all")
-    NOT_TRIED["addresses"] = "NOT TRIED: ASan"
+    NOT_TRIED["addresses"] = "NOT TRIED: AddressSanitizer. Zig takes the option, and has no library for it: install gcc."
 SECONDS = 120
 """A run's longest time. What waits in the harness gives up long before."""
+
+
+def untried() -> str:
+    """Return what is said of the engine's own tests where some are left out; empty: none is."""
+    if COMPILER is None:
+        return f"NOT TRIED: the engine's own tests. They want a C compiler: install gcc, or: pip install '{ZIG}'"
+    return " ".join(NOT_TRIED.values())
 
 
 def tests() -> list[str]:
@@ -97,3 +104,7 @@ def run(program: Path, name: str, *, seconds: float = SECONDS) -> tuple[int, str
     except subprocess.TimeoutExpired as error:
         return -1, f"no end after {seconds} s: {error.stderr!r}"
     return done.returncode, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    print(untried())

@@ -1,6 +1,7 @@
 // Tests of the engine in C alone, against a device made of memcpy, delays and failures. `harness NAME` runs one, in a process of its
 // own; without a name it prints the names. Built with a sanitizer, that is what judges.
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -1627,6 +1628,56 @@ static void falls_asleep(void) {
     }
 }
 
+// Of the engine's threads, by their name, how many there are, and how many run on just these CPUs.
+static void count_threads(const cpu_set_t *cpus, int *all, int *on_them) {
+    *all = *on_them = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks);
+    for (const struct dirent *task; (task = readdir(tasks));) {
+        char path[300], name[32] = "";
+        snprintf(path, sizeof path, "/proc/self/task/%s/comm", task->d_name);
+        FILE *file = fopen(path, "r");
+        if (!file) continue;
+        bool ours = fgets(name, sizeof name, file) && strcmp(name, "xferlib-engine\n") == 0;
+        fclose(file);
+        if (!ours) continue;
+        cpu_set_t found;
+        CHECK(sched_getaffinity(atoi(task->d_name), sizeof found, &found) == 0);
+        ++*all;
+        *on_them += CPU_EQUAL(&found, cpus) != 0;
+    }
+    closedir(tasks);
+}
+
+// Threads of a node run on its CPUs, as many as were asked for there, whatever others there are; where it has none, anywhere.
+static void stands_near_a_device(void) {
+    cpu_set_t before, after, one, none;
+    CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+    CPU_ZERO(&one);
+    CPU_ZERO(&none);
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &before)) continue;
+        CPU_ZERO(&one);
+        CPU_SET(cpu, &one);
+    }
+    CHECK(xe_start(1) == 1);
+    CHECK(xe_start_near(2, 1, &one, sizeof one) == 3);
+    CHECK(xe_start_near(2, 1, &before, sizeof before) == 3 && xe_start_near(1, 1, &one, sizeof one) == 3 && xe_start(3) == 3);
+    CHECK(xe_start_near(1, 0, &one, sizeof one) == 4);
+    CHECK(xe_start_near(1, 7, &none, sizeof none) == 5);
+    CHECK(xe_start_near(1, -1, &one, sizeof one) == XE_WRONG && xe_start_near(1, 1 << 20, &one, sizeof one) == XE_WRONG);
+    int all = 0, near = 0;
+    for (double began = seconds(); all < 5 && seconds() < began + PATIENCE_SECONDS; pause_for(1000)) count_threads(&one, &all, &near);
+    CHECK(all == 5);
+    CHECK(near == (CPU_COUNT(&before) == 1 ? 5 : 3));
+    CHECK(sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&before, &after));
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 2, 64 * KIB, false);
+    transfer *t = of_one(b, MIB, 1);
+    start(t, NULL, NULL);
+    finish(t);
+    end_bench(b);
+}
+
 // A second call with the same number changes nothing, and nonsense is refused.
 static void may_be_called_again(void) {
     xe_start(2);
@@ -1839,17 +1890,19 @@ static void blocks_signals(void) {
 
 // Chunks come and go, and lanes, while jobs of any shape are under way, from several threads.
 static void *rush(void *which) {
+    enum { TURNS = 10, MOST = 6 };
     uint32_t seed = 100 + (uint32_t)(uintptr_t)which;
+    // The stream may reach them after their jobs have finished, until the bench ends.
+    event done[TURNS][MOST];
+    memset(done, 0, sizeof done);
     bench *b = new_bench(50 + (uint32_t)(uintptr_t)which, (int)((uintptr_t)which % 2), (uintptr_t)which % 3 ? &DEVICE : &OTHER, 5, 256 * KIB, dice(&seed, 2));
-    for (int turn = 0; turn < 10; turn++) {
-        transfer *t[6];
-        event done[6];
-        size_t count = 1 + dice(&seed, 6);
-        memset(done, 0, sizeof done);
+    for (int turn = 0; turn < TURNS; turn++) {
+        transfer *t[MOST];
+        size_t count = 1 + dice(&seed, MOST);
         for (size_t n = 0; n < count; n++) {
             size_t sizes[40], pieces = 1 + dice(&seed, 40);
             for (size_t k = 0; k < pieces; k++) sizes[k] = 1 + dice(&seed, dice(&seed, 6) ? 2000 : 400 * KIB);
-            start(t[n] = new_transfer(b, pieces, sizes, seed), NULL, &done[n]);
+            start(t[n] = new_transfer(b, pieces, sizes, seed), NULL, &done[turn][n]);
         }
         uint64_t chunk = dice(&seed, (uint32_t)b->chunks);
         if (dice(&seed, 2) && xe_take_chunk(b->number, chunk) == XE_OK)
@@ -1857,7 +1910,7 @@ static void *rush(void *which) {
         for (size_t n = count; n--;) {
             if (xe_drop(t[n]->row) != XE_OK) {
                 CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_OK);
-                CHECK(atomic_load(&done[n].recorded) == 1);
+                CHECK(atomic_load(&done[turn][n].recorded) == 1);
                 check_arrived(t[n]);
             }
             end_transfer(t[n]);
@@ -1909,7 +1962,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(abandons_during_its_last_copy), TEST(leaves_others_their_chunks),
     TEST(leaves_chunks_to_jobs_that_want_them), TEST(takes_back_by_number), TEST(wakes_whoever_waits_to_the_device),
     TEST(wakes_whoever_waits_to_the_host), TEST(wakes_whoever_waits_for_what_failed), TEST(misses_nothing_as_it_falls_asleep),
-    TEST(falls_asleep), TEST(may_be_called_again),
+    TEST(falls_asleep), TEST(stands_near_a_device), TEST(may_be_called_again),
     TEST(survives_a_file_that_is_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -461,6 +462,40 @@ MUTANTS = (
         STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("!= seen;", "!= seen && false;"),
         "misses_nothing_as_it_falls_asleep",
     ),
+    # Where there is one CPU, they run there in any case.
+    *(
+        Mutant(name, old, new, "stands_near_a_device")
+        for name, old, new in (
+            ("threads of a node run anywhere", "pthread_create(&thread, where, run", "pthread_create(&thread, NULL, run"),
+            ("threads of a node run where whoever asks for them does", "&near[node], &where);", "&near[node], NULL);"),
+        )
+        if len(os.sched_getaffinity(0)) > 1
+    ),
+    Mutant(
+        "threads of a node are started whenever they are asked for",
+        "        if (started != &threads) ++*started;\n",
+        "",
+        "stands_near_a_device",
+    ),
+    Mutant(
+        "threads of one node are another's",
+        "start(wanted, &near[node], &where)",
+        "start(wanted, &near[0], &where)",
+        "stands_near_a_device",
+    ),
+    Mutant(
+        "threads of a node are those that there are",
+        "start(wanted, &near[node], &where)",
+        "start(wanted, &threads, &where)",
+        "stands_near_a_device",
+    ),
+    Mutant(
+        "where CPUs are refused there is no thread",
+        "        if (refused && where) refused = pthread_create(&thread, NULL, run, NULL);\n",
+        "",
+        "stands_near_a_device",
+    ),
+    Mutant("threads have no name", '"xferlib-engine");', '"xferlib");', "stands_near_a_device"),
     Mutant("signals come to the engine", "        sigfillset(&all);\n", "        sigemptyset(&all);\n", "blocks_signals"),
     Mutant(
         "nobody is asked without a sleep between",

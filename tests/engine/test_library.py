@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.core.fakes import WATCHDOG, until
+from tests.core.fakes import WATCHDOG, succeeds, until
 from xferlib.engine import building
 from xferlib.engine.native import VERSION, Calls, Figures, Piece, Request, library, opened
 
@@ -83,6 +83,31 @@ def test_without_a_compiler_it_is_said_what_to_install(sources: Path, tmp_path: 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"no C compiler.*Install gcc, or: pip install 'ziglang"):
         building.build(sources, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "zig", "said"),
+    [
+        ("some-cc", False, ""),
+        ("some-cc", True, ""),
+        ("", True, "NOT TRIED: AddressSanitizer."),
+        ("", False, "NOT TRIED: the engine's own tests. They want a C compiler"),
+    ],
+)
+def test_what_a_compiler_cannot_try_is_told(command: str, zig: bool, said: str) -> None:
+    """`.ci/run` says so at its end."""
+    told = succeeds(
+        f"""
+        import importlib.util, os
+        os.environ.update(CC={command!r}, PATH="")
+        found = importlib.util.find_spec
+        importlib.util.find_spec = lambda name: {zig} or None if name == "ziglang" else found(name)
+        from tests.engine.build import untried
+        print(untried())
+        """
+    )
+    assert told.startswith(said)
+    assert bool(told.strip()) == bool(said)
 
 
 def test_a_portable_wheel_with_a_library_that_wants_more_is_refused(tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ AREAS = {
         (*JOBS, *core("staging*", "across_stagers", "stager_lifetime", "injected_interrupts"), *LAWS),
         {
             "/cores.py": folder("engine", "cores"),
+            "/lanes.py": (*folder("engine", "threads"), *JOBS, *core("staging*", "across_stagers", "stager_lifetime"), *LAWS),
             "/dispatcher.py": (*JOBS, *core("foreign_finalizers", "stager_lifetime"), *LAWS),
             "/bounce.py": (
                 *core("bounce", "put_into", "staging", "pinned_limit", "stager_put", "packing", "staging_room"),

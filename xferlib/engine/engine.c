@@ -39,6 +39,7 @@ enum {
     ALIGNMENT = 256,             // Between pieces that may be copied as one. The core's.
     LEAST_PART = 128 << 10,      // Bytes. Less would be more calls than copying.
     MOST_THREADS = 64,
+    MOST_NODES = 1024,           // The kernel's.
     MOST_LANES_ASKED = 32,       // How many events are asked for in one round.
     ROUNDS_AWAKE = 100,          // Rounds of asking without a sleep: a chunk takes tens of microseconds.
     FIRST_SLEEP = 20, LONGEST_SLEEP = 200,   // Microseconds.
@@ -116,6 +117,7 @@ static job *buckets[BUCKETS];
 static job *finished_first, *finished_last;
 static chunks landed;
 static int threads, idle_threads;
+static int near[MOST_NODES];     // Of the threads, those that were started for each node.
 static size_t touching, copying;       // Threads that copy or call a device; chunks whose events are the engine's to ask for.
 static unsigned quiet;           // Rounds of asking in a row that found nothing.
 static size_t rounds;            // Of asking some of the lanes.
@@ -773,6 +775,8 @@ static void rest(void) {
 
 static void *run(void *unused) {
     (void)unused;
+    // For whoever lists the threads of the process.
+    pthread_setname_np(pthread_self(), "xferlib-engine");
     pthread_mutex_lock(&mu);
     while (!stopping)
         if (!step()) rest();
@@ -802,10 +806,11 @@ int xe_version(void) { return XE_VERSION; }
 
 const char *xe_source_hash(void) { return XE_SOURCE_HASH; }
 
-int xe_start(int wanted) {
+// `started`: how many there are of those that are wanted. `where`: NULL for the CPUs of the caller.
+static int start(int wanted, int *started, const pthread_attr_t *where) {
     pthread_once(&once, set_up);
     pthread_mutex_lock(&mu);
-    while (!stopping && threads < wanted && threads < MOST_THREADS) {
+    while (!stopping && *started < wanted && threads < MOST_THREADS) {
         sigset_t all, old;
         pthread_t thread;
         // What comes on purpose is for the threads of the program; what a thread does wrong is its own.
@@ -815,15 +820,30 @@ int xe_start(int wanted) {
         sigdelset(&all, SIGFPE);
         sigdelset(&all, SIGILL);
         pthread_sigmask(SIG_SETMASK, &all, &old);
-        int refused = pthread_create(&thread, NULL, run, NULL);
+        int refused = pthread_create(&thread, where, run, NULL);
+        // The CPUs were taken from the process meanwhile, or the system lets nobody choose.
+        if (refused && where) refused = pthread_create(&thread, NULL, run, NULL);
         pthread_sigmask(SIG_SETMASK, &old, NULL);
         if (refused) break;
         pthread_detach(thread);
         threads++;
+        if (started != &threads) ++*started;
     }
     spares_cores = sysconf(_SC_NPROCESSORS_ONLN) >= 2 * threads;
     int there = stopping ? XE_STOPPED : threads;
     pthread_mutex_unlock(&mu);
+    return there;
+}
+
+int xe_start(int wanted) { return start(wanted, &threads, NULL); }
+
+int xe_start_near(int wanted, int node, const void *cpus, size_t nbytes) {
+    if (node < 0 || node >= MOST_NODES) return XE_WRONG;
+    pthread_attr_t where;
+    pthread_attr_init(&where);
+    int there = XE_NO_MEMORY;
+    if (pthread_attr_setaffinity_np(&where, nbytes, cpus) == 0) there = start(wanted, &near[node], &where);
+    pthread_attr_destroy(&where);
     return there;
 }
 

@@ -87,6 +87,9 @@ const char *xe_source_hash(void);
 // Have at least so many threads. Returns how many there are, which is fewer where the system refuses: with none, whoever waits
 // works. Signals are blocked on them.
 int xe_start(int threads);
+// Have at least so many threads that were started for a NUMA node, on CPUs of it: a set as sched_setaffinity has it. Where the system
+// refuses these CPUs, they run where the caller may. Returns how many there are in all.
+int xe_start_near(int threads, int node, const void *cpus, size_t nbytes);
 
 // `calls` NULL: its owner makes the calls; see xe_request. `calls` must stay.
 int xe_open_lane(uint32_t lane, int direction, const xe_calls *calls, void *stream);

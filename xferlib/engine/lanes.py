@@ -22,6 +22,7 @@ from xferlib.engine.jobs import Job, next_row, refuse_parents
 from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, Piece, library, quick
 from xferlib.errors import AllocationError, XferError
 from xferlib.latch import is_copying
+from xferlib.memory.numa import node_near
 from xferlib.memory.pinned_pool import HostBlock, PinnedPool
 from xferlib.protocol import DriverCalls, Event, HostStager
 from xferlib.reaper import uninterrupted
@@ -30,6 +31,8 @@ __all__ = ["Lane", "start_threads", "usual_threads"]
 
 MOST_THREADS = 6
 """More of them do not copy faster than a link, and small transfers wait for all of them to wake."""
+CPU_SET_NBYTES = 1024
+"""Of a set of CPUs, a bit for each: as many as Linux can have."""
 STOP_MICROSECONDS = 2_000_000
 LEAVE_SECONDS = 0.0001
 
@@ -44,8 +47,17 @@ def usual_threads() -> int:
     return min(MOST_THREADS, usable_cores())
 
 
-def start_threads(count: int) -> None:
-    """Have at least so many threads. Raises `RuntimeError` if there can be none."""
+def start_threads(count: int, pci_bus_id: str | None) -> None:
+    """Have at least so many threads, on CPUs near the device if the machine has several NUMA nodes.
+
+    Those of each node are started when a device of it is first used, and all of them serve all devices. Raises `RuntimeError` if
+    there can be none.
+    """
+    near = node_near(pci_bus_id)
+    if near is not None:
+        cpus = sum([1 << cpu for cpu in near.cpus]).to_bytes(CPU_SET_NBYTES, "little")
+        # More would take turns there, while other CPUs are idle.
+        library().xe_start_near(min(count, len(near.cpus)), near.node, cpus, len(cpus))
     if library().xe_start(count) == 0:
         raise RuntimeError("can't start new thread")
 

@@ -110,6 +110,7 @@ class Figures(ctypes.Structure):
 
 _SIGNATURES = {
     "xe_start": (_I, (_I,)),
+    "xe_start_near": (_I, (_I, _I, ctypes.c_char_p, _N)),
     "xe_open_lane": (_I, (_U32, _I, ctypes.POINTER(Calls), _P)),
     "xe_close_lane": (_I, (_U32,)),
     "xe_add_chunk": (_I, (_U32, _U64, _P, _N, _P)),

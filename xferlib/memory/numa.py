@@ -1,20 +1,38 @@
-"""Which CPUs stand next to a device: where memory must be touched first to lie on the device's NUMA node. Asks the kernel only."""
+"""Which CPUs stand next to a device: its NUMA node's. Memory lies there that they touch first, and from there it is copied.
+
+Asks the kernel only.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple, final
 
-__all__ = ["cpus_near"]
+__all__ = ["Near", "cpus_near", "node_near"]
 
 NODES = Path("/sys/devices/system/node")
 DEVICES = Path("/sys/bus/pci/devices")
 PCI_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
 
 
-def cpus_near(pci_bus_id: str | None, *, devices: Path = DEVICES, nodes: Path = NODES) -> frozenset[int] | None:
-    """Return the CPUs on the node of a PCI device, those that this thread may run on.
+@final
+class Near(NamedTuple):
+    """A NUMA node, and its CPUs that may be used."""
+
+    node: int
+    cpus: frozenset[int]
+
+
+def cpus_near(pci_bus_id: str | None) -> frozenset[int] | None:
+    """Return the CPUs on the node of a PCI device, those that this thread may run on; None: see `node_near`."""
+    near = node_near(pci_bus_id)
+    return near and near.cpus
+
+
+def node_near(pci_bus_id: str | None, *, devices: Path = DEVICES, nodes: Path = NODES) -> Near | None:
+    """Return the node of a PCI device, with those of its CPUs that this thread may run on.
 
     None where it makes no difference or cannot be had: one node, a device whose node nobody knows, or no such CPU allowed.
     """
@@ -26,7 +44,7 @@ def cpus_near(pci_bus_id: str | None, *, devices: Path = DEVICES, nodes: Path = 
     except (OSError, ValueError):
         # Also for -1, which is how the kernel says that it does not know.
         return None
-    return frozenset(near) or None
+    return Near(node, frozenset(near)) if near else None
 
 
 def _name(pci_bus_id: str) -> str:

@@ -56,7 +56,7 @@ class Staging:
         nbytes = min(self.profile.chunk_nbytes, max(PAGE, pool.limit // 8 // PAGE * PAGE))
         # Reentrant: a finalizer may transfer while its thread is in here.
         self._counting = threading.RLock()
-        start_threads(self.profile.threads)
+        start_threads(self.profile.threads, backend.pci_bus_id)
         most = max(LEAST_CHUNKS, min(BUDGET // nbytes, pool.limit // 2 // nbytes) // 2)
         # Not where there are few of them: each part of a job takes one.
         larger = LARGER if given is None and most == BUDGET // nbytes // 2 else 1

@@ -19,7 +19,8 @@ class StagingProfile:
     """How pageable memory is copied. Printed, and read from the environment, as `8x4MiB`.
 
     Attributes:
-        threads: At least so many for the whole process, both directions and all stagers.
+        threads: At least so many for the whole process, both directions and all stagers; on machines with several NUMA nodes, for
+            each node that has a device in use, as far as it has CPUs.
         chunk_nbytes: At most: under a small limit they are smaller. Where nothing is given, those to the host are twice as large.
         hand_off_nbytes: A put of up to so many bytes is copied by its caller, in the time that it takes to wake others. On an H100
             machine 256 KiB take the caller 80 us, and 300 KiB other threads 125 to 140; 1 MiB 270 and 160 to 190.
