@@ -25,12 +25,13 @@ from xferlib.memory.proc_maps import mappings
 MIB = 1 << 20
 LEAF = 3 * MIB
 COUNT = 4
+ALONE = UNLOCKED_FROM + 4096
 ROOM = 256 * MIB
 Tree = list[Any]
 
 
 class Gated(LockingBackend):
-    """Locks nothing that is larger than a chunk before the gate is open."""
+    """Locks no result before the gate is open: chunks have other sizes."""
 
     def __init__(self) -> None:
         super().__init__(open_stager(), {})
@@ -41,7 +42,7 @@ class Gated(LockingBackend):
         self.refuses = False
 
     def pin(self, address: int, nbytes: int) -> None:
-        if nbytes > 2 * MIB:
+        if nbytes in (LEAF, ALONE):
             self.began.set()
             assert self.gate.wait(WATCHDOG)
             if self.refuses:
@@ -118,7 +119,7 @@ def test_the_first_get_waits_for_no_page_lock_and_the_second_finds_pinned_memory
 
 
 def test_one_array_likewise(backend: Gated, stager: xferlib.Stager) -> None:
-    (array,) = [np.arange(UNLOCKED_FROM, dtype=np.uint8)]
+    (array,) = [np.arange(ALONE, dtype=np.uint8)]
     device = device_tree(stager, [array])[0]
     found = stager.get(device).result()
     np.testing.assert_array_equal(found, array)

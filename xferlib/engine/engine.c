@@ -43,7 +43,7 @@ enum {
     MOST_LANES_ASKED = 32,       // How many events are asked for in one round.
     ROUNDS_AWAKE = 100,          // Rounds of asking without a sleep: a chunk takes tens of microseconds.
     FIRST_SLEEP = 20, LONGEST_SLEEP = 200,   // Microseconds.
-    LONGEST_DOZE = 1000,         // Likewise, of who asks: a microsecond longer each time, so late by a hundredth of the time waited.
+    LONGEST_DOZE = 2000,         // Likewise, of who asks: a microsecond longer each time, so late by a hundredth of the time waited.
     BUCKETS = 1024,
     MOST_ISSUED = 8,             // Chunks that a thread which waits issues before it looks whether it waits any more.
     AWAKE = 400,                 // Microseconds: longer than most programs need from one batch to the next.

@@ -31,6 +31,8 @@ __all__ = ["Lane", "start_threads", "usual_threads"]
 
 MOST_THREADS = 6
 """More of them do not copy faster than a link, and small transfers wait for all of them to wake."""
+TOGETHER, LEAST_SHARE = 8, 16
+"""So many chunks are taken in one block, which takes little longer than one of them. It is at most such a share of the limit."""
 CPU_SET_NBYTES = 1024
 """Of a set of CPUs, a bit for each: as many as Linux can have."""
 STOP_MICROSECONDS = 2_000_000
@@ -218,20 +220,25 @@ class Lane:
             pass
 
     def _grow(self, goal: int) -> bool:
-        number = next(_chunks)
+        """Add some chunks, in one block if there is room for it; False: there are enough, or there is no room."""
         with self._counting:
-            if len(self._blocks) + len(self._growing) >= goal:
-                return False
-            self._growing[number] = None
+            lacking = goal - len(self._blocks) - len(self._growing)
+            # Not where a block that comes back late would be missed.
+            together = max(1, min(lacking, TOGETHER, self._pool.limit // LEAST_SHARE // self.nbytes))
+            numbers = list(itertools.islice(_chunks, together if lacking > 0 else 0))
+            self._growing.update(dict.fromkeys(numbers))
         try:
-            # What the driver refuses is not missed while there are others; where there is none, `_ask` says why.
-            with suppress(AllocationError):
-                block = self._pool.try_take(self.nbytes)
-                if block is not None:
-                    self._add(number, block)
-                    return True
+            for count in dict.fromkeys((len(numbers), 1) if numbers else ()):
+                # What the driver refuses is not missed while there are others; where there is none, `_ask` says why.
+                with suppress(AllocationError):
+                    block = self._pool.try_take(count * self.nbytes)
+                    if block is not None:
+                        for number, part in zip(numbers, block.parts(self.nbytes), strict=False):
+                            self._add(number, part)
+                        return True
         finally:
-            self._growing.pop(number, None)
+            for number in numbers:
+                self._growing.pop(number, None)
         return False
 
     def _ask(self) -> None:

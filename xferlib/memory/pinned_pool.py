@@ -104,9 +104,9 @@ _NEW = tuple.__new__
 
 @final
 class _Result(NamedTuple):
-    """An array of `results` for which there was no idle memory. `index`: its place among those wanted."""
+    """An array of `results` for which there was no idle memory. `place`: among those wanted."""
 
-    index: int
+    place: int
     request: PoolRequest
     number: int
     ticket: object
@@ -214,11 +214,12 @@ class PinnedPool:
                     lacking.append(_Result(index, request, number, held))
                 else:
                     found[index] = _array(row, held, shape, dtype)
-        if lacking and self._alone(self._count_unlocked, lacking):
+        counted = self._alone(self._count_unlocked, lacking) if lacking else False
+        if counted:
             # Of an interrupted call all rows go back, with their tickets.
             rows = uninterrupted(lambda: self._grown_unlocked(lacking))
-            for (index, *_, held), row in zip(lacking, rows, strict=False):
-                found[index] = _array(row, held, *wanted[index])
+            for result, row in zip(lacking, rows, strict=False):
+                found[result.place] = _array(row, result.ticket, *wanted[result.place])
         return [self.empty(*one) if array is None else array for one, array in zip(wanted, found, strict=True)]
 
     def take(self, nbytes: int, taken: Callable[[], None] | None = None) -> HostBlock:
@@ -554,10 +555,10 @@ class PinnedPool:
         return rows
 
     def _claim(self) -> _Segment | None:
-        """Take a segment to lock: of those that are there the oldest."""
+        """Take a segment to lock: of those that are there the newest, since what is copied into them comes to the oldest first."""
         if self._closed:
             return None
-        for segment in self._segments.values():
+        for segment in reversed(list(self._segments.values())):
             if segment.awaited and not segment.claimed:
                 segment.claimed = True
                 return segment
