@@ -79,4 +79,14 @@ MUTANTS = [
         "        words[numbers] = BIAS\n        self._free.extend(freed)\n",
         "        words[numbers] = BIAS\n        list(freed)\n",
     ),
+    (
+        CAPSULE,
+        "                words[start].value = BIAS\n                self._free.extend(freed)\n",
+        "                words[start].value = BIAS\n                list(freed)\n",
+    ),
+    (
+        CAPSULE,
+        "                words[start].value = BIAS\n                self._free.extend(freed)\n",
+        "                self._free.extend(freed)\n",
+    ),
 ]
