@@ -19,12 +19,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import operator
 import struct
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -35,6 +35,8 @@ __all__ = ["Capsules", "Exporter", "Tensor", "capsules", "exported"]
 # lanes, shape, strides, byte offset, context, deleter.
 LAYOUT = struct.Struct("<QiiiBBHQQQQQ")
 NBYTES = LAYOUT.size
+_BYTES = ctypes.c_char * NBYTES
+_WORD = 8
 NAME = b"dltensor"
 CHUNK = 512
 MOST_SHAPES = 1024
@@ -66,7 +68,7 @@ class Slot(NamedTuple):
 Loan: TypeAlias = tuple[Slot, object, object]
 """A struct in use: what lives until it is let go, and the shape that the importer reads."""
 
-_SLOT = itemgetter(0)
+_SLOT = operator.itemgetter(0)
 _POP = deque.pop
 
 
@@ -238,10 +240,12 @@ class Tensor(NamedTuple):
 
 def exported(capsule: Any) -> Tensor:
     """Say where a tensor in a capsule that nobody imported lies, and how."""
-    start = _pointer(capsule, NAME)
-    raw = (ctypes.c_uint8 * NBYTES).from_address(start)
-    data, _, _, ndim, _, bits, lanes, shape, strides, offset, _, _ = LAYOUT.unpack_from(raw)
+    raw = _BYTES.from_address(_pointer(capsule, NAME)).raw
+    data, _, _, ndim, _, bits, lanes, shape, strides, offset, _, _ = LAYOUT.unpack(raw)
     if ndim < 2 or not strides:
+        return Tensor(data + offset, None)
+    numbers = ctypes.c_char * (ndim * _WORD)
+    if numbers.from_address(strides).raw == _steps_in_order(numbers.from_address(shape).raw):
         return Tensor(data + offset, None)
     lengths, steps = ((ctypes.c_int64 * ndim).from_address(where)[:] for where in (shape, strides))
     expected, in_order = 1, True
@@ -250,6 +254,15 @@ def exported(capsule: Any) -> Tensor:
         expected *= length
     itemsize = bits * lanes // 8
     return Tensor(data + offset, None if in_order or expected == 0 else tuple(step * itemsize for step in steps))
+
+
+@functools.lru_cache(maxsize=MOST_SHAPES)
+def _steps_in_order(shape: bytes) -> bytes:
+    """Return how far apart elements are along each axis, in elements, where they lie in C order. Both as structs have them."""
+    lengths = memoryview(shape).cast("q")[1:]
+    steps = itertools.accumulate(reversed(lengths), operator.mul, initial=1)
+    # Of an array without elements they may be longer than a word.
+    return b"".join(reversed([(step % (1 << 8 * _WORD)).to_bytes(_WORD, sys.byteorder) for step in steps]))
 
 
 @functools.lru_cache(maxsize=MOST_SHAPES)
