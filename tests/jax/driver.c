@@ -7,7 +7,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { DEEPEST = 8, NO_CONTEXT = 201, HELD_FOR_EVER = 999, CONTEXT = 0x5000, MOST_LOOKS = 2000 };
+enum { DEEPEST = 8, TOO_DEEP = 2, NO_CONTEXT = 201, HELD_FOR_EVER = 999, CONTEXT = 0x5000, MOST_LOOKS = 2000 };
 
 typedef struct {
     int status;              // What it says; the test writes it.
@@ -53,6 +53,7 @@ static int call(made *m, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
 made made_cuCtxPushCurrent_v2, made_cuCtxPopCurrent_v2, made_cuThreadExchangeStreamCaptureMode;
 
 int cuCtxPushCurrent_v2(void *context) {
+    if (depth == DEEPEST) return TOO_DEEP;
     int status = NOTE(cuCtxPushCurrent_v2, context);
     if (status == 0) contexts[depth++] = context;
     return status;

@@ -14,6 +14,7 @@ import pytest
 from tests.core.fakes import WATCHDOG, on_thread
 from tests.engine.build import COMPILER
 from tests.engine.device import OPTIONS
+from tests.interrupts.repeated import interrupted
 from xferlib.engine import cuda
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler: a driver of C was not tried")
@@ -146,6 +147,18 @@ def test_where_the_context_cannot_be_entered_nothing_is_called(driver: Any, libr
     finally:
         pushed.status = 0
     assert noted.count == before
+
+
+def test_no_interrupt_leaves_the_thread_elsewhere_or_relaxed(driver: Any, library: ctypes.CDLL) -> None:
+    calls = [CALLS[name][0] for name in (*sorted(HARMLESS | QUESTIONS), "cuEventSynchronize")]
+
+    def work() -> None:
+        while True:
+            for call in calls:
+                call(driver)
+
+    interrupted(work, 400)
+    assert (library.driver_depth(), library.driver_context(), library.driver_mode()) == (1, ELSEWHERE, THREAD_LOCAL)
 
 
 def test_other_threads_run_while_a_call_waits_for_the_drivers_lock(driver: Any, library: ctypes.CDLL, name: str) -> None:
