@@ -52,7 +52,6 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemHostAlloc": (_P, _N, _I),
     "cuMemHostRegister_v2": (_P, _N, _I),
     "cuMemHostUnregister": (_P,),
-    "cuPointerGetAttribute": (_P, _I, _P),
     "cuStreamCreate": (_P, _I),
     "cuStreamDestroy_v2": (_P,),
     "cuThreadExchangeStreamCaptureMode": (_P,),
@@ -112,7 +111,7 @@ class Driver:
         calls = ContextCalls(self.context)
         self._copy_h2d, self._copy_d2h, self._record, self._wait = calls.copy_h2d, calls.copy_d2h, calls.record, calls.wait
         self._query_event, self._query_stream, self._synchronize = calls.query_event, calls.query_stream, calls.synchronize
-        self._attribute = self._bound(self._shared, "cuPointerGetAttribute")
+        self._attribute = calls.pointer_attribute
         self._register = self._checked(self._shared, "cuMemHostRegister_v2")
         self._unregister = self._checked(self._shared, "cuMemHostUnregister")
         self._alloc_host = self._checked(self._shared, "cuMemHostAlloc")
@@ -210,8 +209,7 @@ class Driver:
     def is_page_locked(self, address: int) -> bool:
         """Tell whether the driver knows this byte as page-locked host memory, by whomever."""
         kind = ctypes.c_int(0)
-        with self.current():
-            status = self._attribute(ctypes.byref(kind), MEMORY_TYPE, address)
+        status = self._attribute(ctypes.byref(kind), MEMORY_TYPE, address)
         if status == INVALID_VALUE:
             return False
         self._check("cuPointerGetAttribute", status)

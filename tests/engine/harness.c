@@ -1998,13 +1998,21 @@ static int driver_query_event(void *which) { return driver_made("query_event", W
 static int driver_query_stream(void *on) { return driver_made("query_stream", WORD(on), 0, 0, 0); }
 static int driver_synchronize(void *which) { return driver_made("synchronize", WORD(which), 0, 0, 0); }
 
+static int driver_pointer_attribute(void *found, int attribute, uint64_t address) {
+    return driver_made("pointer_attribute", WORD(found), (uint64_t)attribute, address, 0);
+}
+
 static const xe_context IN_CONTEXT = {
     &contexts[0], RELAXED, 0, driver_push, driver_pop, driver_exchange, driver_copy_h2d, driver_copy_d2h, driver_record, driver_wait,
-    driver_query_event, driver_query_stream, driver_synchronize,
+    driver_query_event, driver_query_stream, driver_synchronize, driver_pointer_attribute,
 };
-enum { EACH_CALL = 7, FIRST_RELAXED = 4 };
-static const char *const CALLED[EACH_CALL] = {"copy_h2d", "copy_d2h", "record", "wait", "query_event", "query_stream", "synchronize"};
-static const uint64_t GIVEN[EACH_CALL][4] = {{11, 12, 13, 14}, {11, 12, 13, 14}, {11, 14}, {14, 11}, {11}, {14}, {11}};
+enum { EACH_CALL = 8, FIRST_RELAXED = 4 };
+static const char *const CALLED[EACH_CALL] = {
+    "copy_h2d", "copy_d2h", "record", "wait", "query_event", "query_stream", "synchronize", "pointer_attribute",
+};
+static const uint64_t GIVEN[EACH_CALL][4] = {
+    {11, 12, 13, 14}, {11, 12, 13, 14}, {11, 14}, {14, 11}, {11}, {14}, {11}, {11, 12, 13},
+};
 
 // Have the driver say so, make one call, and return what came of it.
 static int call_in_context(int number, int status) {
@@ -2019,7 +2027,8 @@ static int call_in_context(int number, int status) {
     case 3: return xe_context_wait(&IN_CONTEXT, on, a);
     case 4: return xe_context_query_event(&IN_CONTEXT, a);
     case 5: return xe_context_query_stream(&IN_CONTEXT, on);
-    default: return xe_context_synchronize(&IN_CONTEXT, a);
+    case 6: return xe_context_synchronize(&IN_CONTEXT, a);
+    default: return xe_context_pointer_attribute(&IN_CONTEXT, a, 12, 13);
     }
 }
 

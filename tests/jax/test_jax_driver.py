@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler
 
 CONTEXT, ELSEWHERE = 0x5000, 0x6000
 THREAD_LOCAL, RELAXED = 1, 2
-NOT_READY, BROKEN = 600, 700
+INVALID_VALUE, NOT_READY, BROKEN = 1, 600, 700
 EVENT, STREAM, HERE, THERE = 0xE100, 0xF100, 0x7F0012345600, 0x7F0112345600
 
 
@@ -87,6 +87,8 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[int, ...]]] = {
 HARMLESS = {"cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuStreamWaitEvent"}
 """What may be called while others capture."""
 QUESTIONS = {"cuEventQuery", "cuStreamQuery"}
+OFTEN = [*sorted(HARMLESS | QUESTIONS), "cuEventSynchronize", "cuPointerGetAttribute"]
+"""What is called for transfers."""
 
 
 @pytest.fixture(params=CALLS)
@@ -134,7 +136,17 @@ def test_a_question_is_answered(driver: Any, library: ctypes.CDLL, name: str) ->
     assert answers == [True, False, True]
 
 
-@pytest.mark.parametrize("name", [*sorted(HARMLESS | QUESTIONS), "cuEventSynchronize"])
+def test_memory_of_nobodys_is_not_page_locked(driver: Any, library: ctypes.CDLL) -> None:
+    noted = made(library, "cuPointerGetAttribute")
+    assert driver.is_page_locked(HERE)
+    try:
+        noted.status = INVALID_VALUE
+        assert not driver.is_page_locked(HERE)
+    finally:
+        noted.status = 0
+
+
+@pytest.mark.parametrize("name", OFTEN)
 def test_where_the_context_cannot_be_entered_nothing_is_called(driver: Any, library: ctypes.CDLL, name: str) -> None:
     from xferlib_jax._driver import CudaError
 
@@ -150,7 +162,7 @@ def test_where_the_context_cannot_be_entered_nothing_is_called(driver: Any, libr
 
 
 def test_no_interrupt_leaves_the_thread_elsewhere_or_relaxed(driver: Any, library: ctypes.CDLL) -> None:
-    calls = [CALLS[name][0] for name in (*sorted(HARMLESS | QUESTIONS), "cuEventSynchronize")]
+    calls = [CALLS[name][0] for name in OFTEN]
 
     def work() -> None:
         while True:

@@ -40,15 +40,41 @@ int xe_context_wait(const xe_context *in, void *stream, void *event) {
     return status;
 }
 
-static int ask(const xe_context *in, int (*question)(void *), void *handle) {
+// What a thread comes back to.
+typedef struct {
+    int mode;
+    int refused;     // Its mode was not exchanged.
+} before;
+
+static int enter_relaxed(const xe_context *in, before *b) {
     int status = in->push(in->context);
     if (status) return status;
-    int mode = in->relaxed;
+    b->mode = in->relaxed;
     // Refused only where the driver is of no use any more, and the question says that better. Then there is no mode to go back to.
-    int refused = in->capture_mode(&mode);
-    status = question(handle);
-    if (!refused) in->capture_mode(&mode);
+    b->refused = in->capture_mode(&b->mode);
+    return 0;
+}
+
+static void leave_relaxed(const xe_context *in, before *b) {
+    if (!b->refused) in->capture_mode(&b->mode);
     leave(in);
+}
+
+static int ask(const xe_context *in, int (*question)(void *), void *handle) {
+    before b;
+    int status = enter_relaxed(in, &b);
+    if (status) return status;
+    status = question(handle);
+    leave_relaxed(in, &b);
+    return status;
+}
+
+int xe_context_pointer_attribute(const xe_context *in, void *found, int attribute, uint64_t address) {
+    before b;
+    int status = enter_relaxed(in, &b);
+    if (status) return status;
+    status = in->pointer_attribute(found, attribute, address);
+    leave_relaxed(in, &b);
     return status;
 }
 

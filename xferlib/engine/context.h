@@ -25,6 +25,7 @@ typedef struct {
     int (*query_event)(void *event);
     int (*query_stream)(void *stream);
     int (*synchronize)(void *event);
+    int (*pointer_attribute)(void *found, int attribute, uint64_t address);
 } xe_context;
 
 #pragma GCC visibility push(default)
@@ -39,6 +40,7 @@ int xe_context_wait(const xe_context *in, void *stream, void *event);
 // These would spoil a capture, of whatever thread: they are made in the relaxed mode, and the thread has its own again behind them.
 int xe_context_query_event(const xe_context *in, void *event);
 int xe_context_query_stream(const xe_context *in, void *stream);
+int xe_context_pointer_attribute(const xe_context *in, void *found, int attribute, uint64_t address);
 // Blocks until the event is reached.
 int xe_context_synchronize(const xe_context *in, void *event);
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from xferlib.engine.native import VERSION, Calls, Context, library
 
@@ -40,6 +40,7 @@ _IN_CONTEXT = {
     "query_event": "cuEventQuery",
     "query_stream": "cuStreamQuery",
     "synchronize": "cuEventSynchronize",
+    "pointer_attribute": "cuPointerGetAttribute",
 }
 
 
@@ -68,6 +69,7 @@ class ContextCalls:
         self.query_event: Callable[[int], int] = partial(found.xe_context_query_event, here)
         self.query_stream: Callable[[int], int] = partial(found.xe_context_query_stream, here)
         self.synchronize: Callable[[int], int] = partial(found.xe_context_synchronize, here)
+        self.pointer_attribute: Callable[[Any, int, int], int] = partial(found.xe_context_pointer_attribute, here)
 
 
 def _addresses(functions: dict[str, str]) -> dict[str, ctypes.c_void_p]:

@@ -90,6 +90,7 @@ class Context(ctypes.Structure):
         ("query_event", _P),
         ("query_stream", _P),
         ("synchronize", _P),
+        ("pointer_attribute", _P),
     )
 
 
@@ -158,6 +159,7 @@ _SIGNATURES = {
     "xe_context_query_event": (_I, (_P, _P)),
     "xe_context_query_stream": (_I, (_P, _P)),
     "xe_context_synchronize": (_I, (_P, _P)),
+    "xe_context_pointer_attribute": (_I, (_P, _P, _I, _P)),
 }
 
 
