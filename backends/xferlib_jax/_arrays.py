@@ -5,9 +5,10 @@ Nothing is copied here, and nothing is ordered but by what the caller passes in.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, final
 
 import jax
 import ml_dtypes
@@ -15,7 +16,18 @@ import numpy as np
 
 from xferlib_jax._capsule import Capsules, Exporter
 
-__all__ = ["FINALIZERS", "NOT_MAPPED", "NO_FINALIZERS", "JaxArray", "adopt", "check_array", "check_dtype", "dlpack_code", "kind_of"]
+__all__ = [
+    "FINALIZERS",
+    "NOT_MAPPED",
+    "NO_FINALIZERS",
+    "ArrayCheck",
+    "JaxArray",
+    "adopt",
+    "check_dtype",
+    "dlpack_code",
+    "kind_of",
+    "nbytes_of",
+]
 
 JaxArray: TypeAlias = Any
 """`jax.Array`, which is also what a traced value claims to be."""
@@ -56,6 +68,8 @@ CODES: Final[dict[np.dtype[Any], tuple[int, int]]] = {
 """DLPack's code and bits for every dtype of JAX whose items are whole bytes."""
 NARROWED: Final = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("i8", "i4"), ("u8", "u4"), ("f8", "f4"), ("c16", "c8"))}
 """What JAX makes of 64-bit types unless they are turned on."""
+MOST_SHARDINGS = 64
+"""That a stager remembers to be of its device."""
 SUB_BYTE: Final = {
     np.dtype(getattr(ml_dtypes, name)): whole
     for name, whole in (
@@ -122,8 +136,44 @@ def _import(capsule: Any, device: tuple[int, int], order: Callable[[Any], None] 
     return jax.dlpack.from_dlpack(Exporter(capsule, device, order))
 
 
-def check_array(array: object, device: Any) -> None:
-    """Raise `TypeError` unless this is a JAX array with memory, `ValueError` unless all of it is there, on this device."""
+@final
+class ArrayCheck:
+    """Checks arrays of the user's, for one device. What is in memory of one of `refused_kinds` is refused. Any thread.
+
+    What depends on an array's class alone, or on its sharding, is asked once for each: JAX takes microseconds to answer. All that a
+    compiled function returns at one place has the same sharding.
+    """
+
+    def __init__(self, device: Any, refused_kinds: tuple[str, ...] = ()) -> None:
+        self._device = device
+        self._refused_kinds = refused_kinds
+        self._classes: set[type] = set()
+        # By identity: what it takes to compare them is their own affair.
+        self._shardings: dict[int, Any] = {}
+
+    def __call__(self, array: JaxArray) -> None:
+        """Raise `TypeError` unless this is a JAX array with memory, `ValueError` unless all of it is there, on the device."""
+        # Random keys have a dtype of JAX's own.
+        if type(array) not in self._classes or not isinstance(array.dtype, np.dtype):
+            _check_class(array)
+            self._classes.add(type(array))
+        if array.is_deleted():
+            raise ValueError(
+                "the array was deleted, by its delete() or by donating it to a function. Get it before, or get what that returned"
+            )
+        sharding = array.sharding
+        if self._shardings.get(id(sharding)) is not sharding:
+            _check_sharding(sharding, self._device)
+            if sharding.memory_kind in self._refused_kinds:
+                raise ValueError(
+                    f"the array is in host memory ({sharding.memory_kind}) already. Look at it with numpy.asarray(array)"
+                )
+            if len(self._shardings) >= MOST_SHARDINGS:
+                self._shardings.clear()
+            self._shardings[id(sharding)] = sharding
+
+
+def _check_class(array: object) -> None:
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
             f"{kind_of(array)} stands for an array inside a function that JAX traces, and has no memory. Call get outside of jit, "
@@ -133,12 +183,11 @@ def check_array(array: object, device: Any) -> None:
         raise TypeError(f"expected a jax.Array, got {kind_of(array)}. Import arrays of other libraries with jax.dlpack.from_dlpack")
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise TypeError(f"{kind_of(array)} holds random keys, whose bytes are JAX's own matter. Get jax.random.key_data(keys)")
-    if array.is_deleted():
-        raise ValueError(
-            "the array was deleted, by its delete() or by donating it to a function. Get it before, or get what that returned"
-        )
-    devices = array.sharding.device_set
-    if len(devices) > 1 or not array.is_fully_addressable:
+
+
+def _check_sharding(sharding: Any, device: Any) -> None:
+    devices = sharding.device_set
+    if len(devices) > 1 or not sharding.is_fully_addressable:
         raise ValueError(
             f"the array is spread over {len(devices)} devices, a stager moves those of one. Get its shards, each with a stager "
             "of its device: [shard.data for shard in array.addressable_shards]"
@@ -148,6 +197,12 @@ def check_array(array: object, device: Any) -> None:
         raise ValueError(
             f"the array is on {found}, this stager on {device}. Open another with device=, counted as in jax.local_devices()"
         )
+
+
+def nbytes_of(array: JaxArray) -> int:
+    """Return how many bytes an array has, as `array.nbytes` does in three times the time."""
+    nbytes: int = math.prod(array.shape) * array.dtype.itemsize
+    return nbytes
 
 
 def kind_of(thing: object) -> str:

@@ -17,13 +17,14 @@ struct that JAX has taken is in the table of those that are lent until its delet
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+import operator
 import struct
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -34,8 +35,14 @@ __all__ = ["Capsules", "Exporter", "Tensor", "capsules", "exported"]
 # lanes, shape, strides, byte offset, context, deleter.
 LAYOUT = struct.Struct("<QiiiBBHQQQQQ")
 NBYTES = LAYOUT.size
+_BYTES = ctypes.c_char * NBYTES
+_WORD = 8
 NAME = b"dltensor"
 CHUNK = 512
+MOST_SHAPES = 1024
+"""That are kept for arrays to come."""
+ONE_BY_ONE = 16
+"""Structs whose words are looked at one by one in less time than those of a chunk are all together."""
 BIAS = 128
 """How far `data` points before the memory, which starts at a multiple of 256: so its low half is never that of an unlocked lock."""
 
@@ -51,23 +58,17 @@ Words: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 class Slot(NamedTuple):
-    """A struct: its address, the first words of its chunk's structs and their bytes, and its number there."""
+    """A struct: its address, the bytes of its chunk's structs, and its number there."""
 
     start: int
-    words: Words
     raw: memoryview
     number: int
 
 
-class Loan(NamedTuple):
-    """A struct in use: what lives until it is let go, and the shape that the importer reads."""
+Loan: TypeAlias = tuple[Slot, object, object]
+"""A struct in use: what lives until it is let go, and the shape that the importer reads."""
 
-    slot: Slot
-    lease: object
-    shape: Any
-
-
-_SLOT = attrgetter("slot")
+_SLOT = operator.itemgetter(0)
 _POP = deque.pop
 
 
@@ -83,7 +84,13 @@ class Capsules:
         assert deleter is not None
         self._deleter = deleter
         self._mark = _unlocked_state(deleter)
+        self._mark_word = np.array(self._mark, np.uint32)
+        # Which structs of a chunk have it, as whoever sweeps finds out; NumPy takes thirty times as long to look whether any does.
+        self._flags = bytearray(CHUNK)
+        self._are_marked = np.frombuffer(self._flags, np.bool_)
+        # The first words of structs, by chunk and one by one.
         self._chunks: list[tuple[int, Words]] = []
+        self._words: dict[int, ctypes.c_uint32] = {}
         self._free: deque[Slot] = deque()
         self._live: dict[int, Loan] = {}
         # Imports that failed or were interrupted, wherever: what they had taken, and the capsule if it was made.
@@ -106,16 +113,18 @@ class Capsules:
 
         If it was imported, `lease` lives until a `sweep` finds that the importer has let the memory go; else until the next one.
         """
-        lengths = (ctypes.c_int64 * len(shape))(*shape)
-        where = ctypes.addressof(lengths)
+        lengths, where = _lengths(shape)
+        kind, ordinal = device
         capsule = None
         taken: list[Slot] = []
         try:
             self._take(taken)
             slot = taken[0]
             start = slot.number * NBYTES
-            LAYOUT.pack_into(slot.raw, start, address - BIAS, *device, len(shape), code, bits, 1, where, 0, BIAS, 0, self._deleter)
-            self._live[slot.start] = Loan(slot, lease, lengths)
+            LAYOUT.pack_into(
+                slot.raw, start, address - BIAS, kind, ordinal, len(shape), code, bits, 1, where, 0, BIAS, 0, self._deleter
+            )
+            self._live[slot.start] = (slot, lease, lengths)
             capsule = _new(slot.start, NAME, None)
             return convert(capsule, *rest)
         except BaseException:
@@ -124,7 +133,7 @@ class Capsules:
             raise
 
     def sweep(self) -> None:
-        """Let go of leases whose memory was let go. Any thread, also inside a finalizer; 2 us for 512 structs."""
+        """Let go of leases whose memory was let go. Any thread, also inside a finalizer; 2 us at most for 512 structs."""
         # Never waits: whoever sweeps misses nothing for long, and may be this very thread, in a finalizer. One call takes the lock
         # and notes it: an interrupt cannot come between the two.
         taken: list[bool] = []
@@ -139,10 +148,24 @@ class Capsules:
     def _sweep(self) -> None:
         while self._cut_off:
             self._clean_up(*self._cut_off[0])
+        if len(self._live) <= ONE_BY_ONE * len(self._chunks):
+            self._look_at_each()
+            return
         for base, words in self._chunks:
-            numbers = (words == self._mark).nonzero()[0]
-            if numbers.size:
-                self._let_go(base, words, numbers)
+            np.equal(words, self._mark_word, self._are_marked)
+            if 1 in self._flags:
+                self._let_go(base, words, self._are_marked.nonzero()[0])
+
+    def _look_at_each(self) -> None:
+        """Let go of those whose deleters were called, looking at no other structs than those that are lent."""
+        words, mark = self._words, self._mark
+        # A copy, made in one call: other threads lend meanwhile. Of numbers, so that nothing here keeps a lease alive.
+        for start in list(self._live):
+            if words[start].value == mark:
+                freed = map(_SLOT, map(self._live.pop, (start,)))
+                # As in `_let_go`.
+                words[start].value = BIAS
+                self._free.extend(freed)
 
     def _take(self, taken: list[Slot]) -> None:
         """Enter a struct that is free."""
@@ -182,8 +205,10 @@ class Capsules:
         raw = memoryview((ctypes.c_uint8 * nbytes).from_address(start)).cast("B")
         words = np.frombuffer(raw, np.uint32)[:: NBYTES // 4]
         words[:] = BIAS
+        slots = [Slot(start + number * NBYTES, raw, number) for number in range(CHUNK)]
+        self._words.update([(slot.start, ctypes.c_uint32.from_address(slot.start)) for slot in slots])
         self._chunks.append((start, words))
-        self._free.extend([Slot(start + number * NBYTES, words, raw, number) for number in range(CHUNK)])
+        self._free.extend(slots)
 
 
 @final
@@ -215,10 +240,12 @@ class Tensor(NamedTuple):
 
 def exported(capsule: Any) -> Tensor:
     """Say where a tensor in a capsule that nobody imported lies, and how."""
-    start = _pointer(capsule, NAME)
-    raw = (ctypes.c_uint8 * NBYTES).from_address(start)
-    data, _, _, ndim, _, bits, lanes, shape, strides, offset, _, _ = LAYOUT.unpack_from(raw)
+    raw = _BYTES.from_address(_pointer(capsule, NAME)).raw
+    data, _, _, ndim, _, bits, lanes, shape, strides, offset, _, _ = LAYOUT.unpack(raw)
     if ndim < 2 or not strides:
+        return Tensor(data + offset, None)
+    numbers = ctypes.c_char * (ndim * _WORD)
+    if numbers.from_address(strides).raw == _steps_in_order(numbers.from_address(shape).raw):
         return Tensor(data + offset, None)
     lengths, steps = ((ctypes.c_int64 * ndim).from_address(where)[:] for where in (shape, strides))
     expected, in_order = 1, True
@@ -227,6 +254,22 @@ def exported(capsule: Any) -> Tensor:
         expected *= length
     itemsize = bits * lanes // 8
     return Tensor(data + offset, None if in_order or expected == 0 else tuple(step * itemsize for step in steps))
+
+
+@functools.lru_cache(maxsize=MOST_SHAPES)
+def _steps_in_order(shape: bytes) -> bytes:
+    """Return how far apart elements are along each axis, in elements, where they lie in C order. Both as structs have them."""
+    lengths = memoryview(shape).cast("q")[1:]
+    steps = itertools.accumulate(reversed(lengths), operator.mul, initial=1)
+    # Of an array without elements they may be longer than a word.
+    return b"".join(reversed([(step % (1 << 8 * _WORD)).to_bytes(_WORD, sys.byteorder) for step in steps]))
+
+
+@functools.lru_cache(maxsize=MOST_SHAPES)
+def _lengths(shape: tuple[int, ...]) -> tuple[object, int]:
+    """Return a shape as structs name it, and where it is. Importers only read it, so those of the same shape may share it."""
+    lengths = (ctypes.c_int64 * len(shape))(*shape)
+    return lengths, ctypes.addressof(lengths)
 
 
 def capsules() -> Capsules:

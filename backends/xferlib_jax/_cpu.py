@@ -16,7 +16,7 @@ from jaxlib import _jax
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError
-from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, JaxArray, check_array, check_dtype
+from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, check_dtype, nbytes_of
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._engine import CopyError, CpuEvent, Engine
 from xferlib_jax._imports import Imports
@@ -58,6 +58,7 @@ class CpuStager:
         self.device: Final = f"the CPU ({cores} core{'s' if cores > 1 else ''})"
         self.jax_device: Final = device
         self.memory: Final = Memory()
+        self._check_array = ArrayCheck(device)
         self._readings = Readings(_jax.collect_garbage)
         self._promises = Promises(self._readings)
         self._capsules = capsules()
@@ -132,7 +133,7 @@ class CpuStager:
         return self.place(array, stream)
 
     def place(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
-        check_array(array, self.jax_device)
+        self._check_array(array)
         if stream is not None:
             self.check_stream(stream)
         capsule = None
@@ -140,9 +141,9 @@ class CpuStager:
             capsule = array.__dlpack__()
             address, strides = exported(capsule)
             if strides is None:
-                return protocol.Source(address, array.nbytes, self._readings.make(array, capsule))
+                return protocol.Source(address, nbytes_of(array), self._readings.make(array, capsule))
         promise = self._promises.make(array, capsule)
-        return protocol.Source(promise.start, array.nbytes, promise)
+        return protocol.Source(promise.start, nbytes_of(array), promise)
 
     def mark(self, stream: object | None = None) -> None:
         """Return None: the thread that copies waits for an array when it comes to its first copy, by the address it was given."""

@@ -23,7 +23,7 @@ from jaxlib import _jax
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
 from xferlib_jax import _arrays
-from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, JaxArray
+from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, nbytes_of
 from xferlib_jax._blocks import Block, BlockMaker, PoolError
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._driver import CudaError, Driver
@@ -70,6 +70,7 @@ class CudaStager:
         self._pinned = PinnedMemory(driver)
         self._capsules = capsules()
         self._imports = Imports(device, (CUDA, driver.ordinal), self._capsules, driver)
+        self._check_array = ArrayCheck(device, HOST_KINDS)
         self._readings = Readings(_jax.collect_garbage)
         self._origin = zero(device)
         self._streams: list[c_void_p] = []
@@ -193,19 +194,16 @@ class CudaStager:
 
     def _source(self, array: JaxArray, stream: object | None, waiting: int) -> Source:
         """Make one of our streams wait for what produces the array, and return its memory in C order."""
-        _arrays.check_array(array, self.jax_device)
+        self._check_array(array)
         if stream is not None:
             self.check_stream(stream)
-        kind = array.sharding.memory_kind
-        if kind in HOST_KINDS:
-            raise ValueError(f"the array is in host memory ({kind}) already. Look at it with numpy.asarray(array)")
         capsule = array.__dlpack__(stream=waiting)
         address, strides = exported(capsule)
         if strides is not None:
             array = laid_out(array)
             capsule = array.__dlpack__(stream=waiting)
             address, _ = exported(capsule)
-        return Source(address, array.nbytes, self._readings.make(array, capsule))
+        return Source(address, nbytes_of(array), self._readings.make(array, capsule))
 
     def _add_stream(self) -> int:
         # Noted before it is there: an interrupt loses what is returned.

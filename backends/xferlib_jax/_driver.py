@@ -1,7 +1,8 @@
 """The CUDA driver as the backend uses it, by ctypes on the library that JAX has loaded: one device, any thread.
 
-ctypes and no bindings package: the calls that change the calling thread's state (current context, capture mode) stand around nearly
-every other and are made with the GIL kept, 0.1 us each, and JAX needs no further package then.
+ctypes and no bindings package: JAX needs no further package then. The calls that change the calling thread's state (its context and
+capture mode) stand around nearly every other. What is called for each transfer is one call of the engine's library together with
+them; around other calls they are made with the GIL kept, 0.1 us each.
 
 Invariants: the caller's current context and capture mode are left as found; a status other than 0 is raised as `CudaError`.
 """
@@ -17,6 +18,8 @@ from contextlib import contextmanager, suppress
 from threading import get_ident
 from time import sleep
 from typing import Any, TypeAlias, final
+
+from xferlib.engine.cuda import ContextCalls
 
 __all__ = ["OUT_OF_MEMORY", "CudaError", "Driver", "wait_for_releases"]
 
@@ -42,9 +45,6 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetPCIBusId": (_P, _I, _I),
     "cuDevicePrimaryCtxRetain": (_P, _I),
     "cuEventCreate": (_P, _I),
-    "cuEventQuery": (_P,),
-    "cuEventRecord": (_P, _P),
-    "cuEventSynchronize": (_P,),
     "cuGetErrorName": (_I, _P),
     "cuInit": (_I,),
     "cuLaunchHostFunc": (_P, _P, _P),
@@ -52,13 +52,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemHostAlloc": (_P, _N, _I),
     "cuMemHostRegister_v2": (_P, _N, _I),
     "cuMemHostUnregister": (_P,),
-    "cuMemcpyDtoHAsync_v2": (_P, _P, _N, _P),
-    "cuMemcpyHtoDAsync_v2": (_P, _P, _N, _P),
-    "cuPointerGetAttribute": (_P, _I, _P),
     "cuStreamCreate": (_P, _I),
     "cuStreamDestroy_v2": (_P,),
-    "cuStreamQuery": (_P,),
-    "cuStreamWaitEvent": (_P, _P, _I),
     "cuThreadExchangeStreamCaptureMode": (_P,),
 }
 
@@ -113,14 +108,10 @@ class Driver:
         # By name in the instance: at interpreter exit modules lose theirs.
         self._getpid, self._is_finalizing = os.getpid, sys.is_finalizing
 
-        self.copy_h2d = self._checked(self._shared, "cuMemcpyHtoDAsync_v2")
-        self.copy_d2h = self._checked(self._shared, "cuMemcpyDtoHAsync_v2")
-        self.record = self._checked(self._shared, "cuEventRecord")
-        self._wait = self._checked(self._shared, "cuStreamWaitEvent")
-        self._query_event = self._bound(self._shared, "cuEventQuery")
-        self._query_stream = self._bound(self._shared, "cuStreamQuery")
-        self._synchronize = self._checked(self._shared, "cuEventSynchronize")
-        self._attribute = self._bound(self._shared, "cuPointerGetAttribute")
+        calls = ContextCalls(self.context)
+        self._copy_h2d, self._copy_d2h, self._record, self._wait = calls.copy_h2d, calls.copy_d2h, calls.record, calls.wait
+        self._query_event, self._query_stream, self._synchronize = calls.query_event, calls.query_stream, calls.synchronize
+        self._attribute = calls.pointer_attribute
         self._register = self._checked(self._shared, "cuMemHostRegister_v2")
         self._unregister = self._checked(self._shared, "cuMemHostUnregister")
         self._alloc_host = self._checked(self._shared, "cuMemHostAlloc")
@@ -130,22 +121,49 @@ class Driver:
         self._destroy_stream = self._checked(self._shared, "cuStreamDestroy_v2")
         self._create_event = self._checked(self._shared, "cuEventCreate")
 
+    def copy_h2d(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy from page-locked memory to the device."""
+        status = self._copy_h2d(dst, src, nbytes, stream)
+        if status != SUCCESS:
+            self._check("cuMemcpyHtoDAsync_v2", status)
+
+    def copy_d2h(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy from the device to page-locked memory."""
+        status = self._copy_d2h(dst, src, nbytes, stream)
+        if status != SUCCESS:
+            self._check("cuMemcpyDtoHAsync_v2", status)
+
+    def record(self, event: int, stream: int) -> None:
+        """Enqueue that an event is reached."""
+        status = self._record(event, stream)
+        if status != SUCCESS:
+            self._check("cuEventRecord", status)
+
     def wait(self, stream: int, event: int) -> None:
         """Make later work on a stream wait for an event."""
-        self._wait(stream, event, 0)
+        status = self._wait(stream, event)
+        if status != SUCCESS:
+            self._check("cuStreamWaitEvent", status)
 
     def query(self, event: int) -> bool:
         """Tell whether an event is reached, without spoiling a capture of anybody's."""
-        return self._reached("cuEventQuery", self._query_event, event)
+        status = self._query_event(event)
+        if status != SUCCESS and status != NOT_READY:
+            self._check("cuEventQuery", status)
+        return status == SUCCESS
 
     def is_idle(self, stream: int) -> bool:
         """Tell whether a stream has nothing to do, likewise."""
-        return self._reached("cuStreamQuery", self._query_stream, stream)
+        status = self._query_stream(stream)
+        if status != SUCCESS and status != NOT_READY:
+            self._check("cuStreamQuery", status)
+        return status == SUCCESS
 
     def synchronize(self, event: int) -> None:
         """Block, without the GIL, until an event is reached."""
-        with self.current():
-            self._synchronize(event)
+        status = self._synchronize(event)
+        if status != SUCCESS:
+            self._check("cuEventSynchronize", status)
 
     def create_event(self) -> int:
         """Create an event and return its handle."""
@@ -191,8 +209,7 @@ class Driver:
     def is_page_locked(self, address: int) -> bool:
         """Tell whether the driver knows this byte as page-locked host memory, by whomever."""
         kind = ctypes.c_int(0)
-        with self.current():
-            status = self._attribute(ctypes.byref(kind), MEMORY_TYPE, address)
+        status = self._attribute(ctypes.byref(kind), MEMORY_TYPE, address)
         if status == INVALID_VALUE:
             return False
         self._check("cuPointerGetAttribute", status)
@@ -239,19 +256,6 @@ class Driver:
                 release(address)
         finally:
             _releasing.remove(get_ident())
-
-    def _reached(self, name: str, query: Call, handle: int) -> bool:
-        push, pop = self._push, self._pop
-        push(self.context)
-        cell = self._relax()
-        status = query(handle)
-        self._restore(cell)
-        pop(self._popped)
-        if status == SUCCESS:
-            return True
-        if status != NOT_READY:
-            self._check(name, status)
-        return False
 
     def _relax(self) -> Any:
         try:

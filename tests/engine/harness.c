@@ -18,6 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "context.h"
 #include "engine.h"
 
 #define CHECK(condition)                                                                    \
@@ -1944,6 +1945,139 @@ static void copies_whole(void) {
     free(to);
 }
 
+// Calls in a context, for whoever is somewhere else. The driver notes where its functions are called.
+
+static struct {
+    void *contexts[4];
+    int depth, mode;
+    int status, push_status, mode_status;   // What its functions say.
+    int pushes, pops, exchanges, made;      // How often it was called; the last of them where something is done.
+    void *context_then;                     // Where and how that was,
+    int mode_then;
+    const char *called;                     // and what.
+    uint64_t given[4];
+} driver;
+
+static int driver_push(void *context) {
+    driver.pushes++;
+    if (driver.push_status == 0) driver.contexts[++driver.depth] = context;
+    return driver.push_status;
+}
+
+static int driver_pop(void **context) {
+    CHECK(driver.depth > 0);
+    driver.pops++;
+    *context = driver.contexts[driver.depth--];
+    return 0;
+}
+
+static int driver_exchange(int *mode) {
+    driver.exchanges++;
+    if (driver.mode_status) return driver.mode_status;
+    int before = driver.mode;
+    driver.mode = *mode;
+    *mode = before;
+    return 0;
+}
+
+static int driver_made(const char *called, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+    driver.made++;
+    driver.called = called;
+    driver.context_then = driver.contexts[driver.depth];
+    driver.mode_then = driver.mode;
+    memcpy(driver.given, (uint64_t[]){a, b, c, d}, sizeof driver.given);
+    return driver.status;
+}
+
+#define WORD(x) ((uint64_t)(uintptr_t)(x))
+static int driver_copy_h2d(uint64_t dst, const void *src, size_t n, void *on) { return driver_made("copy_h2d", dst, WORD(src), n, WORD(on)); }
+static int driver_copy_d2h(void *dst, uint64_t src, size_t n, void *on) { return driver_made("copy_d2h", WORD(dst), src, n, WORD(on)); }
+static int driver_record(void *which, void *on) { return driver_made("record", WORD(which), WORD(on), 0, 0); }
+static int driver_wait(void *on, void *which, unsigned flags) { return driver_made("wait", WORD(on), WORD(which), flags, 0); }
+static int driver_query_event(void *which) { return driver_made("query_event", WORD(which), 0, 0, 0); }
+static int driver_query_stream(void *on) { return driver_made("query_stream", WORD(on), 0, 0, 0); }
+static int driver_synchronize(void *which) { return driver_made("synchronize", WORD(which), 0, 0, 0); }
+
+static int driver_pointer_attribute(void *found, int attribute, uint64_t address) {
+    return driver_made("pointer_attribute", WORD(found), (uint64_t)attribute, address, 0);
+}
+
+static const xe_context IN_CONTEXT = {
+    &contexts[0], RELAXED, 0, driver_push, driver_pop, driver_exchange, driver_copy_h2d, driver_copy_d2h, driver_record, driver_wait,
+    driver_query_event, driver_query_stream, driver_synchronize, driver_pointer_attribute,
+};
+enum { EACH_CALL = 8, FIRST_RELAXED = 4 };
+static const char *const CALLED[EACH_CALL] = {
+    "copy_h2d", "copy_d2h", "record", "wait", "query_event", "query_stream", "synchronize", "pointer_attribute",
+};
+static const uint64_t GIVEN[EACH_CALL][4] = {
+    {11, 12, 13, 14}, {11, 12, 13, 14}, {11, 14}, {14, 11}, {11}, {14}, {11}, {11, 12, 13},
+};
+
+// Have the driver say so, make one call, and return what came of it.
+static int call_in_context(int number, int status) {
+    void *a = (void *)11, *b = (void *)12, *on = (void *)14;
+    driver.status = status;
+    driver.called = "";
+    driver.made = driver.pushes = driver.pops = driver.exchanges = 0;
+    switch (number) {
+    case 0: return xe_context_copy_h2d(&IN_CONTEXT, 11, b, 13, on);
+    case 1: return xe_context_copy_d2h(&IN_CONTEXT, a, 12, 13, on);
+    case 2: return xe_context_record(&IN_CONTEXT, a, on);
+    case 3: return xe_context_wait(&IN_CONTEXT, on, a);
+    case 4: return xe_context_query_event(&IN_CONTEXT, a);
+    case 5: return xe_context_query_stream(&IN_CONTEXT, on);
+    case 6: return xe_context_synchronize(&IN_CONTEXT, a);
+    default: return xe_context_pointer_attribute(&IN_CONTEXT, a, 12, 13);
+    }
+}
+
+static void be_elsewhere(void) {
+    memset(&driver, 0, sizeof driver);
+    driver.contexts[driver.depth = 1] = &contexts[1];
+    driver.mode = STRICT + 1;
+}
+
+static void is_elsewhere_still(void) {
+    CHECK(driver.depth == 1 && driver.contexts[1] == &contexts[1]);
+    CHECK(driver.mode == STRICT + 1);
+}
+
+static void calls_in_its_context(void) {
+    be_elsewhere();
+    for (int number = 0; number < EACH_CALL; number++)
+        for (int n = 0; n < 3; n++) {
+            static const int SAID[] = {0, NOT_READY, BROKEN};
+            CHECK(call_in_context(number, SAID[n]) == SAID[n]);
+            CHECK(driver.made == 1 && strcmp(driver.called, CALLED[number]) == 0);
+            CHECK(memcmp(driver.given, GIVEN[number], sizeof driver.given) == 0);
+            CHECK(driver.context_then == &contexts[0]);
+            CHECK(driver.mode_then == (number < FIRST_RELAXED ? STRICT + 1 : RELAXED));
+            CHECK(driver.pushes == 1 && driver.pops == 1);
+            is_elsewhere_still();
+        }
+}
+
+static void calls_nothing_where_it_cannot_go(void) {
+    be_elsewhere();
+    driver.push_status = LOST_DEVICE;
+    for (int number = 0; number < EACH_CALL; number++) {
+        CHECK(call_in_context(number, 0) == LOST_DEVICE);
+        CHECK(driver.made == 0 && driver.pops == 0);
+        is_elsewhere_still();
+    }
+}
+
+static void asks_in_whatever_mode_it_gets(void) {
+    be_elsewhere();
+    driver.mode_status = LOST_DEVICE;
+    for (int number = FIRST_RELAXED; number < EACH_CALL; number++) {
+        CHECK(call_in_context(number, BROKEN) == BROKEN);
+        CHECK(driver.made == 1 && driver.exchanges == 1);
+        is_elsewhere_still();
+    }
+}
+
 #define TEST(name) {#name, name}
 static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
@@ -1964,6 +2098,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(wakes_whoever_waits_to_the_host), TEST(wakes_whoever_waits_for_what_failed), TEST(misses_nothing_as_it_falls_asleep),
     TEST(falls_asleep), TEST(stands_near_a_device), TEST(may_be_called_again),
     TEST(survives_a_file_that_is_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
+    TEST(calls_in_its_context), TEST(calls_nothing_where_it_cannot_go), TEST(asks_in_whatever_mode_it_gets),
 };
 
 int main(int argc, char **argv) {

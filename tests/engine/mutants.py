@@ -33,6 +33,9 @@ STAYS_AWAKE = """    if (!spares_cores) return false;
 """
 """Mutants of it do as where there are cores to spare, whatever this machine has."""
 
+CONTEXT = "context.c"
+IN_PLACE, NOT_THERE = "calls_in_its_context", "calls_nothing_where_it_cannot_go"
+
 MUTANTS = (
     # Order.
     Mutant(
@@ -599,4 +602,87 @@ MUTANTS = (
         "copying.c",
     ),
     Mutant("what is not aligned is left out", "        memcpy(to, from, head);\n", "", "copies_whole", "plain", "copying.c"),
+    # Calls in a context.
+    *(
+        Mutant(
+            f"whoever called {call.split('(')[0]} stays there",
+            f"in->{call};\n    leave(in);\n",
+            f"in->{call};\n",
+            IN_PLACE,
+            file=CONTEXT,
+        )
+        for call in ("copy_h2d(dst, src, nbytes, stream)", "copy_d2h(dst, src, nbytes, stream)", "record(event, stream)")
+    ),
+    Mutant(
+        "whoever made a stream wait stays there",
+        "wait(stream, event, 0);\n    leave(in);\n",
+        "wait(stream, event, 0);\n",
+        IN_PLACE,
+        file=CONTEXT,
+    ),
+    Mutant(
+        "whoever asked stays there",
+        "in->capture_mode(&b->mode);\n    leave(in);\n",
+        "in->capture_mode(&b->mode);\n",
+        IN_PLACE,
+        file=CONTEXT,
+    ),
+    Mutant(
+        "whoever asked stays relaxed",
+        "    if (!b->refused) in->capture_mode(&b->mode);\n",
+        "    (void)b;\n",
+        IN_PLACE,
+        file=CONTEXT,
+    ),
+    Mutant(
+        "whoever asked and was refused stays relaxed",
+        "    status = question(handle);\n    leave_relaxed(in, &b);\n",
+        "    status = question(handle);\n    status ? leave(in) : leave_relaxed(in, &b);\n",
+        IN_PLACE,
+        file=CONTEXT,
+    ),
+    Mutant("nobody who asks is relaxed", "b->mode = in->relaxed;", "b->mode = 1;", IN_PLACE, file=CONTEXT),
+    Mutant(
+        "a mode that was not exchanged is exchanged back",
+        "if (!b->refused) in",
+        "in",
+        "asks_in_whatever_mode_it_gets",
+        file=CONTEXT,
+    ),
+    Mutant(
+        "nobody asks who is not relaxed",
+        "status = question(handle);",
+        "if (!b.refused) status = question(handle);",
+        "asks_in_whatever_mode_it_gets",
+        file=CONTEXT,
+    ),
+    Mutant("what was said is lost", "status = question(handle);", "question(handle);", IN_PLACE, file=CONTEXT),
+    Mutant(
+        "a stream is asked for as an event is",
+        "ask(in, in->query_stream, stream)",
+        "ask(in, in->query_event, stream)",
+        IN_PLACE,
+        file=CONTEXT,
+    ),
+    Mutant(
+        "who cannot go there asks from where it is",
+        "    if (status) return status;\n    b->mode",
+        "    b->mode",
+        NOT_THERE,
+        file=CONTEXT,
+    ),
+    Mutant(
+        "whoever asked about memory stays there",
+        "in->pointer_attribute(found, attribute, address);\n    leave_relaxed(in, &b);\n",
+        "in->pointer_attribute(found, attribute, address);\n",
+        IN_PLACE,
+        file=CONTEXT,
+    ),
+    Mutant(
+        "who cannot go there copies from where it is",
+        "    if (status) return status;\n    status = in->copy_h2d",
+        "    status = in->copy_h2d",
+        NOT_THERE,
+        file=CONTEXT,
+    ),
 )

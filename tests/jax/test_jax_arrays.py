@@ -177,6 +177,56 @@ def test_keys_and_foreign_arrays_are_refused(stager: Stager) -> None:
         stager.get(words(1))
 
 
+def test_what_was_found_of_one_array_is_not_believed_of_another(stager: Stager) -> None:
+    """Its class and its sharding are asked once, all else each time."""
+    from xferlib_jax._arrays import ArrayCheck
+
+    jax, device = jax_of(stager), conformance.bench().device
+    check = ArrayCheck(device)
+    good = jax.device_put(words(1), device)
+    for _ in range(2):
+        check(good)
+        with pytest.raises(TypeError, match="random keys"):
+            check(jax.random.key(1))
+        with pytest.raises(TypeError, match="that JAX traces"):
+            jax.jit(check)(good)
+        with pytest.raises(TypeError, match=r"expected a jax.Array, got numpy"):
+            check(words(1))
+        deleted = jax.device_put(words(1), device)
+        check(deleted)
+        deleted.delete()
+        with pytest.raises(ValueError, match="was deleted"):
+            check(deleted)
+    (kind,) = {good.sharding.memory_kind}
+    elsewhere, refusing = ArrayCheck("another device"), ArrayCheck(device, (kind,))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="this stager on another device"):
+            elsewhere(good)
+        with pytest.raises(ValueError, match=rf"in host memory \({kind}\) already"):
+            refusing(good)
+
+
+def test_of_shardings_that_were_seen_not_many_are_kept(stager: Stager) -> None:
+    from xferlib_jax._arrays import MOST_SHARDINGS, ArrayCheck
+
+    jax, device = jax_of(stager), conformance.bench().device
+    check = ArrayCheck(device)
+    for _ in range(2 * MOST_SHARDINGS + 1):
+        array = jax.device_put(words(1), device)
+        for _ in range(2):
+            check(array)
+        assert len(check._shardings) <= MOST_SHARDINGS
+
+
+@pytest.mark.parametrize("name", [*WHOLE_BYTES, "int4", "uint4"])
+def test_an_array_has_as_many_bytes_as_jax_says(stager: Stager, name: str) -> None:
+    from xferlib_jax._arrays import nbytes_of
+
+    for shape in [(), (0,), (7,), (3, 5)]:
+        array = jax_of(stager).numpy.zeros(shape, dtype_named(name))
+        assert nbytes_of(array) == array.nbytes
+
+
 def test_streams_and_targets_are_refused(stager: Stager) -> None:
     array = conformance.bench().array(words(1))
     for call in (

@@ -260,6 +260,69 @@ def test_an_import_that_is_cut_off_ends_its_lease_as_far_as_it_got() -> None:
     assert (len(capsules._free), capsules._live) == (511, {})
 
 
+MANY = 600
+"""More than are looked at one by one, and more than a chunk has."""
+
+
+@pytest.mark.parametrize("others", [0, 3, MANY])
+def test_leases_end_whose_deleters_were_called_however_many_others_there_are(others: int) -> None:
+    from xferlib_jax._capsule import BIAS, Capsules
+
+    capsules = Capsules()
+    memory = (ctypes.c_uint8 * 1024)()
+    address = -(-ctypes.addressof(memory) // 256) * 256
+    delete = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(capsules._deleter)
+
+    def lend() -> tuple[int, threading.Event]:
+        ended, before = threading.Event(), set(capsules._live)
+        capsules.lend(address, (2, 3), 1, 8, (1, 0), Lease(ended), imported)
+        (start,) = set(capsules._live) - before
+        return start, ended
+
+    kept = [lend() for _ in range(others)]
+    for _ in range(3):
+        lent = [lend() for _ in range(5)]
+        for start, _ in lent[1::2]:
+            delete(start)
+        capsules.sweep()
+        assert [ended.is_set() for _, ended in lent] == [False, True] * 2 + [False]
+        # What is free has no mark: whoever looks at all of a chunk would take it for one that was let go, as it is lent again.
+        assert {capsules._words[slot.start].value for slot in capsules._free} == {BIAS}
+        for start, _ in lent[::2]:
+            delete(start)
+        capsules.sweep()
+        assert all(ended.is_set() for _, ended in lent)
+        assert len(capsules._live) == others
+    starts = [slot.start for slot in capsules._free]
+    assert len(set(starts) | set(capsules._live)) == len(starts) + others == 512 * len(capsules._chunks)
+    assert not any(ended.is_set() for _, ended in kept)
+
+
+@pytest.mark.parametrize("others", [0, MANY])
+def test_a_deleter_that_is_called_for_an_import_that_failed_frees_no_struct(others: int) -> None:
+    from xferlib_jax._capsule import Capsules
+
+    capsules = Capsules()
+    memory = (ctypes.c_uint8 * 1024)()
+    address = -(-ctypes.addressof(memory) // 256) * 256
+    starts: list[int] = []
+
+    def refuse(capsule: Any) -> Any:
+        starts.append(next(reversed(capsules._live)))
+        raise ArithmeticError("not imported")
+
+    for _ in range(others):
+        capsules.lend(address, (2, 3), 1, 8, (1, 0), None, imported)
+    with pytest.raises(ArithmeticError):
+        capsules.lend(address, (2, 3), 1, 8, (1, 0), None, refuse)
+    capsules.sweep()
+    free = len(capsules._free)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(capsules._deleter)(starts[0])
+    capsules.sweep()
+    assert (len(capsules._free), len(capsules._live)) == (free, others)
+    assert starts[0] not in {slot.start for slot in capsules._free}
+
+
 def imported(capsule: Any) -> Any:
     """Do with a capsule what an importer does."""
     name = ctypes.pythonapi.PyCapsule_SetName

@@ -19,8 +19,8 @@ from pathlib import Path
 
 __all__ = ["HEADERS", "SOURCES", "ZIG", "build", "compiler", "library_name", "library_tag", "source_hash"]
 
-SOURCES = ("engine.c", "copying.c")
-HEADERS = ("engine.h", "copying.h")
+SOURCES = ("engine.c", "copying.c", "context.c")
+HEADERS = ("engine.h", "copying.h", "context.h")
 OPTIONS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-s")
 ZIG = "ziglang>=0.13"
 """What is a compiler where the system has none."""

@@ -1,15 +1,19 @@
-"""CUDA's driver functions as the engine calls them: addresses in the library that the process has loaded. For backends.
+"""CUDA's driver functions as C calls them: addresses in the library that the process has loaded. For backends.
 
-Streams, events, pinned memory and the copies of pinned memory stay each framework's own; these serve the chunks alone.
+Streams, events, pinned memory and the copies of pinned memory stay each framework's own: `cuda_calls` serve the engine's chunks
+alone. `ContextCalls` are for backends that call the driver themselves.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
 
-from xferlib.engine.native import VERSION, Calls
+from xferlib.engine.native import VERSION, Calls, Context, library
 
-__all__ = ["cuda_calls"]
+__all__ = ["ContextCalls", "cuda_calls"]
 
 LIBRARY = "libcuda.so.1"
 NOT_READY = 600
@@ -25,11 +29,49 @@ _FUNCTIONS = {
     "query": "cuEventQuery",
     "wait": "cuStreamWaitEvent",
 }
+_IN_CONTEXT = {
+    "push": "cuCtxPushCurrent_v2",
+    "pop": "cuCtxPopCurrent_v2",
+    "capture_mode": "cuThreadExchangeStreamCaptureMode",
+    "copy_h2d": "cuMemcpyHtoDAsync_v2",
+    "copy_d2h": "cuMemcpyDtoHAsync_v2",
+    "record": "cuEventRecord",
+    "wait": "cuStreamWaitEvent",
+    "query_event": "cuEventQuery",
+    "query_stream": "cuStreamQuery",
+    "synchronize": "cuEventSynchronize",
+    "pointer_attribute": "cuPointerGetAttribute",
+}
 
 
 def cuda_calls(context: int) -> Calls:
     """Return the calls for one context, by its handle: streams and events given to the engine are of this one."""
-    library = ctypes.CDLL(LIBRARY)
-    addresses = {name: ctypes.cast(getattr(library, called), ctypes.c_void_p) for name, called in _FUNCTIONS.items()}
     size = ctypes.sizeof(Calls)
-    return Calls(version=VERSION, nbytes=size, context=context, not_ready=NOT_READY, relaxed=RELAXED, **addresses)
+    return Calls(version=VERSION, nbytes=size, context=context, not_ready=NOT_READY, relaxed=RELAXED, **_addresses(_FUNCTIONS))
+
+
+@final
+class ContextCalls:
+    """Calls of the driver in one context, by its handle, wherever the thread is, without spoiling a capture of anybody's.
+
+    Each is one call of C that returns the driver's status; see context.h. No interrupt comes between its parts. All give up the
+    interpreter.
+    """
+
+    def __init__(self, context: int) -> None:
+        found = library()
+        self._context = Context(context=context, relaxed=RELAXED, **_addresses(_IN_CONTEXT))
+        here = ctypes.byref(self._context)
+        self.copy_h2d: Callable[[int, int, int, int], int] = partial(found.xe_context_copy_h2d, here)
+        self.copy_d2h: Callable[[int, int, int, int], int] = partial(found.xe_context_copy_d2h, here)
+        self.record: Callable[[int, int], int] = partial(found.xe_context_record, here)
+        self.wait: Callable[[int, int], int] = partial(found.xe_context_wait, here)
+        self.query_event: Callable[[int], int] = partial(found.xe_context_query_event, here)
+        self.query_stream: Callable[[int], int] = partial(found.xe_context_query_stream, here)
+        self.synchronize: Callable[[int], int] = partial(found.xe_context_synchronize, here)
+        self.pointer_attribute: Callable[[Any, int, int], int] = partial(found.xe_context_pointer_attribute, here)
+
+
+def _addresses(functions: dict[str, str]) -> dict[str, ctypes.c_void_p]:
+    driver = ctypes.CDLL(LIBRARY)
+    return {name: ctypes.cast(getattr(driver, called), ctypes.c_void_p) for name, called in functions.items()}

@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define XE_VERSION 2
+#define XE_VERSION 3
 
 enum { XE_H2D, XE_D2H };
 

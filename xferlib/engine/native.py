@@ -1,4 +1,4 @@
-"""The engine's library as ctypes sees it: found, checked, and its calls described. What they promise stands in engine.h.
+"""The engine's library as ctypes sees it: found, checked, and described. What its calls promise stands in engine.h and context.h.
 
 A forked child loads it anew: its parent's threads are not there, and its parent's lock may be held for ever.
 """
@@ -28,6 +28,7 @@ __all__ = [
     "UNKNOWN",
     "VERSION",
     "Calls",
+    "Context",
     "Figures",
     "Piece",
     "Request",
@@ -42,7 +43,7 @@ OK, NOT_YET, FAILED, UNKNOWN, STOPPED, BUSY = 1, 0, -1, -2, -4, -5
 MOST_PIECES = 256
 """`XE_MOST_PIECES`."""
 
-VERSION = 2
+VERSION = 3
 FOLDER = Path(__file__).parent
 REBUILD = "Rebuild it: pip install -e . in a checkout, else pip install --force-reinstall xferlib"
 
@@ -69,6 +70,27 @@ class Calls(ctypes.Structure):
         ("record", _P),
         ("query", _P),
         ("wait", _P),
+    )
+
+
+class Context(ctypes.Structure):
+    """`xe_context`."""
+
+    _fields_ = (
+        ("context", _P),
+        ("relaxed", _I32),
+        ("reserved", _I32),
+        ("push", _P),
+        ("pop", _P),
+        ("capture_mode", _P),
+        ("copy_h2d", _P),
+        ("copy_d2h", _P),
+        ("record", _P),
+        ("wait", _P),
+        ("query_event", _P),
+        ("query_stream", _P),
+        ("synchronize", _P),
+        ("pointer_attribute", _P),
     )
 
 
@@ -129,6 +151,15 @@ _SIGNATURES = {
     "xe_read_figures": (None, (ctypes.POINTER(Figures),)),
     "xe_copy": (None, (_P, _P, _N, _I)),
     "xe_touch": (_I, (_P, _N)),
+    # Addresses of the device, too, are described as pointers: ctypes takes those in half the time.
+    "xe_context_copy_h2d": (_I, (_P, _P, _P, _N, _P)),
+    "xe_context_copy_d2h": (_I, (_P, _P, _P, _N, _P)),
+    "xe_context_record": (_I, (_P, _P, _P)),
+    "xe_context_wait": (_I, (_P, _P, _P)),
+    "xe_context_query_event": (_I, (_P, _P)),
+    "xe_context_query_stream": (_I, (_P, _P)),
+    "xe_context_synchronize": (_I, (_P, _P)),
+    "xe_context_pointer_attribute": (_I, (_P, _P, _I, _P)),
 }
 
 

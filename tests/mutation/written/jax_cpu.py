@@ -50,6 +50,7 @@ MUTANTS = [
     (MEMORY, "if any(start < end and address < stop for", "if any(start <= end and address < stop for"),
     (CPU, "            if strides is None:\n", "            if strides is None or array.ndim > 2:\n"),
     (ARRAYS, "    if found != device:", "    if found.platform != device.platform:"),
+    (ARRAYS, "            if len(self._shardings) >= MOST_SHARDINGS:\n", "            if False:\n"),
     (
         SHARDED,
         "            arrays = [array[: slot.rows] for array in arrays]",
@@ -78,5 +79,15 @@ MUTANTS = [
         CAPSULE,
         "        words[numbers] = BIAS\n        self._free.extend(freed)\n",
         "        words[numbers] = BIAS\n        list(freed)\n",
+    ),
+    (
+        CAPSULE,
+        "                words[start].value = BIAS\n                self._free.extend(freed)\n",
+        "                words[start].value = BIAS\n                list(freed)\n",
+    ),
+    (
+        CAPSULE,
+        "                words[start].value = BIAS\n                self._free.extend(freed)\n",
+        "                self._free.extend(freed)\n",
     ),
 ]
