@@ -37,7 +37,7 @@ from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError
 from xferlib.forks import forget_in_child
 from xferlib.h2d import HostToDevice
 from xferlib.in_flight import Flow, Ledger, Room
-from xferlib.memory.arrays import Array, address_of, check_dtype
+from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import WhenFull
 from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.host import HostMemory
@@ -227,8 +227,6 @@ class Stager:
             raise lacking(self.backend, "mapped", "gives the device no view of host memory. Copy it with put")
         if stream is not None:
             self._check_stream(stream)
-        if isinstance(array, np.ndarray) and self._pool.awaits(address_of(array), array.nbytes):
-            self._pool.idle()
         return self._ledger.views.view(*mappable(array, self._host), stream)
 
     @overload

@@ -15,6 +15,8 @@ __all__ = ["draw_program", "draw_steps"]
 
 THRESHOLDS = (700, 700, 700, 100, 20, 5)
 """Allocations between two runs of the collector."""
+UNLOCKED = (8 << 20, 1 << 20)
+"""Bytes from which on results of a get are page-locked later: the product's own, and what smaller arrays reach."""
 MOST_TRIES = 4
 
 
@@ -26,7 +28,8 @@ def draw_program(traits: Traits, seed: int, number: int) -> Program:
     opening = [step for _ in range(random.randint(1, 3)) for step in KINDS["open"].draw(sketch)]
     count = min(int(random.lognormvariate(3.1, 0.6)) + 4, 120)
     steps = [*opening, *draw_steps(sketch, count)]
-    return Program(traits.backend, tuple(steps), {"threshold": random.choice(THRESHOLDS)})
+    options = {"threshold": random.choice(THRESHOLDS), "unlocked_from": random.choice(UNLOCKED)}
+    return Program(traits.backend, tuple(steps), options)
 
 
 def draw_steps(sketch: Sketch, count: int) -> list[Step]:

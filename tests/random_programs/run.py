@@ -22,12 +22,16 @@ from tests.random_programs.kinds.rings import Slots
 from tests.random_programs.kits import Kit
 from tests.random_programs.program import Program, Step
 from tests.random_programs.world import Device, Host, Named, Opened, Skip, Started, World
+from xferlib.memory import pinned_pool
+from xferlib.memory.pinned_pool import UNLOCKED_FROM
 
 __all__ = ["Outcome", "finish", "run_program", "run_steps"]
 
 SETTLE_SECONDS = 1.0
 """In which memory of a stager that is closed comes back after its last array went."""
 SETTLE_LOOKS = 300
+OURS = ("random-programs", "xferlib-locker")
+"""Threads that stay: of the programs, and of the process, which starts this one when a stager is first opened that locks."""
 
 running: deque[World] = deque(maxlen=1)
 """That of the program that runs now, or ran last."""
@@ -57,6 +61,7 @@ def run_program(program: Program, kit: Kit, *, tidy: bool = False) -> Outcome:
     threads = set(threading.enumerate())
     allocated = DRIVER.allocated()
     gc.set_threshold(program.options.get("threshold", 700), 10, 10)
+    pinned_pool.UNLOCKED_FROM = program.options.get("unlocked_from", UNLOCKED_FROM)
     world = World(kit)
     running.append(world)
     skipped, failure, trace = 0, None, ""
@@ -73,6 +78,7 @@ def run_program(program: Program, kit: Kit, *, tidy: bool = False) -> Outcome:
         failure, trace = f"{noted}{type(error).__name__}: {error}", traceback.format_exc()
         error.__traceback__ = None
     gc.set_threshold(700, 10, 10)
+    pinned_pool.UNLOCKED_FROM = UNLOCKED_FROM
     if failure is not None and tidy:
         _tidy(world)
     world.end()
@@ -243,9 +249,7 @@ def _found_late(kit: Kit, left: Callable[[], object]) -> str:
 
 
 def _left(threads: set[threading.Thread]) -> list[str]:
-    return [
-        thread.name for thread in threading.enumerate() if thread not in threads and not thread.name.startswith("random-programs")
-    ]
+    return [thread.name for thread in threading.enumerate() if thread not in threads and not thread.name.startswith(OURS)]
 
 
 def _wait(reached: Any, words: Any) -> None:

@@ -115,3 +115,9 @@ class HostMemory:
             return address
         # Drivers are asked about both ends. Between two pins there may be memory that no copy engine can use.
         return address if self._is_pinned(address, nbytes) and not self._splits(address, nbytes) else None
+
+    def settled_address(self, array: Array) -> int | None:
+        """Return the same, when what is about to be page-locked is: blocks until then."""
+        if self._pool.awaits(address_of(array), array.nbytes):
+            self._pool.idle()
+        return self.address(array)

@@ -173,7 +173,7 @@ def mappable(array: object, host: HostMemory) -> tuple[Array, int]:
         raise ValueError("the array is not contiguous in C order. Map the array that it is a view of, and cut the view")
     if not plain.flags.writeable:
         raise ValueError("the array is read-only, and the device could write to it. Map an array that may be written")
-    address = host.address(plain)
+    address = host.settled_address(plain)
     if address is None:
         raise ValueError(
             "the array is not in pinned memory, and the device reaches no other. Fill one from stager.empty_pinned(...), or put it"
