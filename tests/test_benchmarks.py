@@ -61,6 +61,7 @@ LABELS = {
     },
     "memory_kinds": {("pinned", "h2d"), ("pageable", "h2d"), ("mapped", "h2d")},
     "locking": {("fresh", "none"), ("touched", "none"), ("random arrays", "none")},
+    "first_get": {("6 arrays", "d2h")},
     "bystander": {
         (f"{kind} step beside staging{how}", "h2d") for kind in ("training", "Python") for how in ("", ", switch interval 1 ms")
     },
@@ -73,10 +74,12 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
     "loaders": ("h2d",),
     "memory_kinds": ("h2d",),
     "locking": (),
+    "first_get": ("d2h",),
     "bystander": ("h2d",),
 }
 """What the stager moves in each case."""
-ALONE = {("pageable", "both"), ("mapped", "h2d"), *LABELS["locking"], *LABELS["bystander"], *LABELS["loaders"]}
+ALONE = {("pageable", "both"), ("mapped", "h2d"), *LABELS["locking"], *LABELS["first_get"], *LABELS["bystander"]}
+ALONE |= LABELS["loaders"]
 """Figures that no peer can stand beside."""
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import bystander, drain, leaves, link, loaders, locking, loop, memory_kinds, overhead, pageable, sizes
+from benchmarks.cases import (
+    bystander,
+    drain,
+    first_get,
+    leaves,
+    link,
+    loaders,
+    locking,
+    loop,
+    memory_kinds,
+    overhead,
+    pageable,
+    sizes,
+)
 
 __all__ = ["CASES"]
 
-CASES = {
-    case.name: case
-    for case in (
-        module.CASE for module in (link, overhead, loop, drain, pageable, sizes, leaves, loaders, memory_kinds, locking, bystander)
-    )
-}
+MODULES = (link, overhead, loop, drain, pageable, sizes, leaves, loaders, memory_kinds, locking, first_get, bystander)
+CASES = {module.CASE.name: module.CASE for module in MODULES}

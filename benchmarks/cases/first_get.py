@@ -1,0 +1,138 @@
+"""The first get of a training state, for which the pool has to grow, against the second, which finds the memory there.
+
+Question: what does it cost a training loop to take its state to the host for the first time?
+
+Isolated: the growth of the pinned pool. 300 arrays, 4 GiB together, are on the device; `get(tree)` takes them to memory of
+xferlib's own. Before a first get the pool is empty, as in a fresh process but for the driver's own warm-up; the second finds what
+the first has let go of. Meanwhile another thread launches a short step, waits for the one before, and goes on: what the driver
+locks, it lets wait. No peer makes results in pinned memory of a pool.
+
+Method: three rounds, a first get and a second in each, from the call until the last byte is there: `seconds`, and the second's is
+the limit. Every byte is compared. `details` has what the calls themselves took, until which the loop that calls is held up, how
+long it took until all was page-locked (`idle`), and the steps of the other thread: median and longest, quiet and beside first gets.
+
+Command: python benchmarks/run.py --case first_get --backend cupy --json
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks import ours, records
+from benchmarks.bench import Bench, Case
+from benchmarks.harness import Timing
+from benchmarks.records import Record
+from benchmarks.steps import Compute
+from benchmarks.ways import Corrupted
+from xferlib import Stager
+
+__all__ = ["CASE"]
+
+NAME = "first_get"
+LEAVES, QUICK_LEAVES = 300, 6
+NBYTES, QUICK_NBYTES = 4 << 30, 12 << 20
+ROUNDS, QUICK_ROUNDS = 3, 2
+QUIET_SECONDS, QUICK_QUIET_SECONDS = 1.0, 0.05
+COMPUTE_NBYTES = 1 << 20
+MARGIN = 256 << 20
+"""Bytes beside the results: staging's."""
+
+
+def run(bench: Bench) -> Iterator[Record]:
+    """Yield one record."""
+    count, nbytes = (QUICK_LEAVES, QUICK_NBYTES) if bench.quick else (LEAVES, NBYTES)
+    size = nbytes // count // 256 * 256
+    sources = [np.full(size, 1 + index % 251, np.uint8) for index in range(count)]
+    tree = [bench.device.upload(source) for source in sources]
+    first, second = Timing(), Timing()
+    calls: dict[str, list[float]] = {"first": [], "second": [], "idle": []}
+    steps = _Steps(bench.device.compute(COMPUTE_NBYTES, bench.device.streams[0]), bench)
+    with bench.open_stager(pinned_limit=count * size + MARGIN) as stager:
+        quiet = steps.beside(lambda: time.sleep(QUICK_QUIET_SECONDS if bench.quick else QUIET_SECONDS))
+        beside: list[float] = []
+        for index in range(QUICK_ROUNDS if bench.quick else ROUNDS):
+            bench.say(f"{NAME}: {count} arrays, round {index + 1}")
+            stager.trim()
+            beside += steps.beside(lambda: first.add([_get(stager, tree, sources, calls["first"], calls["idle"])]))
+            second.add([_get(stager, tree, sources, calls["second"], [])])
+        details = {
+            **{f"{name}_ms": round(1e3 * statistics.median(values), 3) for name, values in calls.items()},
+            **{f"quiet_step_{name}_us": value for name, value in _figures(quiet).items()},
+            **{f"step_beside_{name}_us": value for name, value in _figures(beside).items()},
+        }
+        yield records.make(
+            bench,
+            case=NAME,
+            backend=stager.name,
+            direction="d2h",
+            nbytes=count * size,
+            label=f"{count} arrays",
+            ours=first,
+            limit=second,
+            details=details,
+        )
+
+
+def _get(stager: Stager, tree: list[Any], sources: list[Any], calls: list[float], idle: list[float]) -> float:
+    """Get, note how long the call took and how long until all is page-locked, and return the seconds until all is there."""
+    begin = time.perf_counter()
+    transfer = stager.get(tree)
+    called = time.perf_counter()
+    results = transfer.result()
+    done = time.perf_counter()
+    stager.idle()
+    calls.append(called - begin)
+    idle.append(time.perf_counter() - begin)
+    if not all(np.array_equal(one, other) for one, other in zip(results, sources, strict=True)):
+        raise Corrupted(f"{ours.NAME!r} said it was done, but the d2h target does not hold the source's bytes")
+    return done - begin
+
+
+class _Steps:
+    """A loop of short steps."""
+
+    def __init__(self, compute: Compute, bench: Bench) -> None:
+        self._compute = compute
+        self._batch = bench.device.upload(np.ones(COMPUTE_NBYTES, np.uint8))
+
+    def beside(self, work: Callable[[], object]) -> list[float]:
+        """Do some work, and return the seconds of each step that was launched on another thread meanwhile."""
+        stop, found, failed = threading.Event(), list[float](), list[Exception]()
+
+        def launch() -> None:
+            try:
+                with self._compute.current():
+                    before = self._compute.step(self._batch, 0, 1)[0]
+                    while not stop.is_set():
+                        begin = time.perf_counter()
+                        mark = self._compute.step(self._batch, 0, 1)[0]
+                        self._compute.wait(before)
+                        before = mark
+                        found.append(time.perf_counter() - begin)
+                    self._compute.wait(before)
+            except Exception as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=launch, name="benchmark-steps")
+        thread.start()
+        try:
+            work()
+        finally:
+            stop.set()
+            thread.join()
+        if failed:
+            raise failed[0]
+        return found
+
+
+def _figures(seconds: list[float]) -> dict[str, float]:
+    return {"median": round(1e6 * statistics.median(seconds), 2), "longest": round(1e6 * max(seconds), 2)}
+
+
+CASE = Case(name=NAME, summary="the first get of 4 GiB in 300 arrays, for which the pool has to grow, beside the second", run=run)
