@@ -44,7 +44,7 @@ from xferlib.memory.host import HostMemory
 from xferlib.memory.limits import default_pinned_limit
 from xferlib.memory.mapped import mappable
 from xferlib.memory.pages import allocators
-from xferlib.memory.pinned_pool import PinnedPool
+from xferlib.memory.pinned_pool import PinnedPool, awaiting, promised
 from xferlib.memory.registered import Pin, Pins, splits
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import Capabilities, HostStager
@@ -128,7 +128,7 @@ class Stager:
         self._pins = Pins(backend, ledger, pool)
         host = HostMemory(backend, pool, splits)
         self._host = host
-        self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(pool.awaits, strict=strict))
+        self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(promised, strict=strict))
         self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
         self._gets = DeviceToHost(backend, host, pool, staged, ledger)
         _live.add(self)
@@ -227,8 +227,9 @@ class Stager:
             raise lacking(self.backend, "mapped", "gives the device no view of host memory. Copy it with put")
         if stream is not None:
             self._check_stream(stream)
-        if isinstance(array, np.ndarray) and self._pool.awaits(address_of(array), array.nbytes):
-            self._pool.idle()
+        pool = awaiting(address_of(array), array.nbytes) if isinstance(array, np.ndarray) else None
+        if pool is not None:
+            pool.idle()
         return self._ledger.views.view(*mappable(array, self._host), stream)
 
     @overload

@@ -191,9 +191,7 @@ def test_what_the_machine_does_not_have_is_not_touched(backend: Locking, monkeyp
     host.free(host.allocate(5 * MIB))
 
 
-def test_what_was_taken_since_the_system_was_asked_is_not_there_any_more(
-    backend: Locking, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_taken_since_the_system_was_asked_is_not_there_any_more(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def available() -> int:
