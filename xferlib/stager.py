@@ -360,10 +360,13 @@ class Stager:
 
         A get for whose results there is no idle memory takes more, and makes nobody wait for its page-lock: they lie in pageable
         memory meanwhile, and come by way of chunks. Nothing is page-locked after this by transfers of sizes that were there before.
-        Raises nothing of transfers that have failed.
+        Raises nothing of failed transfers; `XferError` in a finalizer that would wait for the call that it runs inside of.
         """
         if self._refusal is not None:
             self._refuse()
+        if self._entered:
+            # Others may be waiting for a lock of ours in the middle of their transfers, which would be waited for here.
+            raise XferError("a finalizer would wait for the call that it runs inside of. Ask from ordinary code")
         self._ledger.wait_all()
         self._pool.idle()
 

@@ -25,6 +25,7 @@ from tests.core.test_pool import Driver
 from tests.mutants.broken import BrokenBackend
 from tests.mutants.locking import LockingBackend, LockingHost
 from xferlib import pageable_warning
+from xferlib.errors import AllocationError
 from xferlib.latch import note_copying
 from xferlib.memory import locker
 from xferlib.memory.pages import Unlocked
@@ -403,6 +404,26 @@ def test_a_finalizer_inside_the_pool_waits_for_no_lock(backend: Gated, stager: x
     assert backend.knows_all(found)
 
 
+def test_a_finalizer_inside_the_pool_waits_for_no_transfer_of_others(backend: Gated, stager: xferlib.Stager) -> None:
+    device = device_tree(stager, values(1))
+    backend.gate.set()
+    outcomes: list[str] = []
+    others: list[Any] = []
+
+    def step() -> None:
+        # It wants chunks, and so the pool.
+        others.append(on_thread(lambda: stager.get(device, out=values(2)).result()))
+        until(lambda: stager._ledger.jobs.d2h)
+        Cycle(stager.idle, outcomes)
+        gc.collect()
+
+    stepped = on_thread(lambda: stager._pool._alone(step))
+    until(lambda: outcomes)
+    assert "Ask from ordinary code" in outcomes[0]
+    stepped.result(WATCHDOG)
+    assert_same(others[0].result(WATCHDOG), values(1))
+
+
 @pytest.mark.parametrize("error", [TypeError, SystemExit])
 def test_an_error_that_is_no_refusal_is_told_and_keeps_nobody_waiting(
     backend: Gated, stager: xferlib.Stager, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -603,12 +624,11 @@ def test_each_array_is_large_or_locked_at_once(backend: Gated, stager: xferlib.S
 def test_an_interrupt_at_any_point_loses_no_memory_that_is_locked_later() -> None:
     wanted = [((nbytes,), np.dtype(np.uint8)) for nbytes in (LEAF, LEAF, 4 * LEAF)]
     for point in itertools.count(1):
-        driver, locked = Driver(), list[int]()
-        unlocked = Unlocked(lambda sizes: [driver.allocate(nbytes) for nbytes in sizes], locked.append)  # noqa: B023  # In this turn alone.
-        pool = PinnedPool(allocate=driver.allocate, free=driver.free, reclaimer=driver, limit=ROOM, unlocked=unlocked)
+        driver = Driver()
+        pool = later(driver, limit=ROOM)
         kept = pool.results(wanted[:1])
         # Only addresses: nothing touches what is there.
-        if not interrupted_at(point, TABLES, lambda: pool.results(wanted)):  # noqa: B023  # As above.
+        if not interrupted_at(point, TABLES, lambda: pool.results(wanted)):  # noqa: B023  # Called in this turn alone.
             break
         until(lambda: not pool._at_work)  # noqa: B023  # As above.
         on_thread(pool.idle).result(WATCHDOG)
@@ -623,3 +643,47 @@ def test_an_interrupt_at_any_point_loses_no_memory_that_is_locked_later() -> Non
         assert not pool.settle()
         assert driver.live == {}
     assert point > 50
+
+
+def later(driver: Driver, **options: Any) -> PinnedPool:
+    """Return a pool over memory that is only addresses, and locked later."""
+    unlocked = Unlocked(lambda sizes: [driver.allocate(nbytes) for nbytes in sizes], lambda address: None)
+    return PinnedPool(allocate=driver.allocate, free=driver.free, reclaimer=driver, unlocked=unlocked, **options)
+
+
+def test_a_closed_pool_takes_no_more_memory() -> None:
+    driver = Driver()
+    pool = later(driver, limit=ROOM)
+    pool.close()
+    # As what an interrupted call has left running asks.
+    assert pool.try_take(MIB) is None
+    with pytest.raises(AllocationError):
+        pool.take(MIB)
+    with pytest.raises(AllocationError):
+        pool.results([((4 * LEAF,), np.dtype(np.uint8))])
+    assert driver.live == {}
+
+
+def test_results_leave_to_staging_what_arrays_do() -> None:
+    driver = Driver()
+    pool = later(driver, limit=16 * MIB, when_full="stage")
+    kept = pool.take(6 * MIB), pool.empty((4 * MIB,), np.dtype(np.uint8))
+    del kept
+    held = pool.empty((4 * MIB,), np.dtype(np.uint8))
+    (array,) = pool.results([((6 * MIB,), np.dtype(np.uint8))])
+    assert pool.fallbacks == 1
+    assert not pool.owns(array.ctypes.data, array.nbytes)
+    del held
+
+
+def test_what_is_derived_anew_is_locked_memory_all_the_same() -> None:
+    driver = Driver()
+    pool = later(driver, limit=ROOM)
+    kept = pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)
+    on_thread(pool.idle).result(WATCHDOG)
+    places = [array.ctypes.data for array in kept]
+    del kept
+    # As an error leaves it.
+    pool._torn = True
+    blocks = [pool.take(LEAF) for _ in places]
+    assert sorted(block.address for block in blocks) == sorted(places)
