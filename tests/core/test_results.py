@@ -27,7 +27,7 @@ from tests.mutants.locking import LockingBackend, LockingHost
 from xferlib import pageable_warning
 from xferlib.errors import AllocationError
 from xferlib.latch import note_copying
-from xferlib.memory import locker
+from xferlib.memory import locker, pinned_pool
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.pinned_pool import SMALL, UNLOCKED_FROM, PinnedPool, _Segment
 from xferlib.memory.proc_maps import mappings
@@ -599,13 +599,15 @@ def test_a_get_behind_one_that_still_has_copies_to_start_waits_for_none_of_them(
 def test_a_thread_that_makes_the_copies_gets_without_its_own_help(backend: Gated, stager: xferlib.Stager) -> None:
     tree = values(1)
     device = device_tree(stager, tree)
-    backend.gate.set()
+    backend.locks_by_name = True
 
     def get() -> Any:
         note_copying()
         return stager.get(device)
 
-    assert_same(on_thread(get).result(WATCHDOG).result(), tree)
+    found = on_thread(get).result(WATCHDOG).result()
+    assert_same(found, tree)
+    assert backend.knows_all(found)
 
 
 @pytest.mark.parametrize(("nbytes", "at_once"), [(SMALL, False), (SMALL - 1, True)])
@@ -687,3 +689,71 @@ def test_what_is_derived_anew_is_locked_memory_all_the_same() -> None:
     pool._torn = True
     blocks = [pool.take(LEAF) for _ in places]
     assert sorted(block.address for block in blocks) == sorted(places)
+
+
+def test_what_the_system_has_not_to_be_locked_later_is_asked_for_as_ever() -> None:
+    def refuse(sizes: object) -> Any:
+        raise AllocationError("not there")
+
+    driver = Driver()
+    unlocked = Unlocked(refuse, lambda address: None)
+    pool = PinnedPool(allocate=driver.allocate, free=driver.free, reclaimer=driver, limit=ROOM, unlocked=unlocked)
+    found = pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)
+    assert sorted(array.ctypes.data for array in found) == sorted(driver.live)
+    assert pool.nbytes == COUNT * LEAF
+    assert not pool._growing
+    assert not pool._allocating
+
+
+def test_nobody_who_keeps_the_lock_from_being_made_waits_for_it(backend: Gated, stager: xferlib.Stager) -> None:
+    refused: list[Exception] = []
+    pin = backend.pin
+
+    def asking(address: int, nbytes: int) -> None:
+        if nbytes == LEAF:
+            with pytest.raises(AllocationError, match="Ask from ordinary code") as told:
+                stager.idle()
+            refused.append(told.value)
+        pin(address, nbytes)
+
+    backend.pin = asking  # type: ignore[method-assign]  # On this one alone.
+    found = stager.get(device_tree(stager, values(1))).result()
+    assert backend.began.wait(WATCHDOG)
+    # As by a finalizer that the collector has nothing to do with.
+    with pytest.raises(AllocationError, match="Ask from ordinary code"):
+        on_thread(lambda: stager._pool._alone(stager._pool.idle)).result(WATCHDOG)
+    backend.gate.set()
+    stager.idle()
+    assert len(refused) == COUNT
+    assert backend.knows_all(found)
+
+
+def test_whoever_waits_for_room_knows_results_as_the_pools_before_they_are_locked(backend: Gated, stager: xferlib.Stager) -> None:
+    found = stager.get(device_tree(stager, values(1))).result()
+    assert backend.began.wait(WATCHDOG)
+    assert all(stager._pool.owns(array.ctypes.data, array.nbytes) for array in found)
+    assert not any(stager._pool.contains(array.ctypes.data, array.nbytes) for array in found)
+    backend.gate.set()
+
+
+def test_what_the_driver_refuses_is_warned_of_when_it_is_put(backend: Gated, stager: xferlib.Stager) -> None:
+    backend.refuses = True
+    found = stager.get(device_tree(stager, values(1))).result()
+    backend.gate.set()
+    stager.idle()
+    with pytest.warns(xferlib.SynchronousTransferWarning):
+        stager.put(found).synchronize()
+
+
+def test_what_is_about_to_be_given_back_is_not_locked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_pool, "lock_later", lambda pool: None)
+    driver = Driver()
+    pool = later(driver, limit=ROOM)
+    pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)
+    assert len(driver.live) == COUNT
+    assert pool._alone(pool._evict, None)
+    assert pool._alone(pool._claim) is None
+    # Nobody waits for it, either.
+    on_thread(pool.idle).result(WATCHDOG)
+    pool.trim()
+    assert driver.live == {}
