@@ -27,8 +27,8 @@ from tests.mutants.locking import LockingBackend, LockingHost
 from xferlib import pageable_warning
 from xferlib.errors import AllocationError
 from xferlib.latch import note_copying
-from xferlib.memory import locker, pinned_pool
-from xferlib.memory.pages import Unlocked
+from xferlib.memory import locker, pages, pinned_pool
+from xferlib.memory.pages import HostPages, Unlocked
 from xferlib.memory.pinned_pool import SMALL, UNLOCKED_FROM, PinnedPool, _Segment
 from xferlib.memory.proc_maps import mappings
 
@@ -194,7 +194,7 @@ def test_a_result_may_be_put_at_once_and_nobody_is_warned(backend: Gated, stager
 
 
 def test_a_strict_stager_never_meets_memory_of_its_own_that_is_pageable(backend: Gated) -> None:
-    backend.gate.set()
+    backend.locks_by_name = True
     with xferlib.stager(backend, pinned_limit=ROOM, strict=True) as stager:
         source = stager.empty_pinned((COUNT, LEAF), np.uint8)
         source[:] = 7
@@ -441,6 +441,8 @@ def test_an_error_that_is_no_refusal_is_told_and_keeps_nobody_waiting(
     tree = values(1)
     found = stager.get(device_tree(stager, tree)).result()
     backend.gate.set()
+    # Also where nobody waits for it.
+    until(lambda: sum(backend.knows_all([array]) for array in found) == COUNT - 1)
     on_thread(stager.idle).result(WATCHDOG)
     assert sorted(backend.knows_all([array]) for array in found) == [False, True, True, True]
     assert told == [error]
@@ -589,6 +591,8 @@ def test_a_get_behind_one_that_still_has_copies_to_start_waits_for_none_of_them(
             trees: Tree = [there, [there, there[:0]], {"x": there}]
             after: Tree = [on_thread(partial(stager.get, tree)).result(WATCHDOG) for tree in trees]
             assert not any(transfer.done() for transfer in after)
+            # Each by the engine, which has each wait for what produces its arrays.
+            assert len(stager._ledger.jobs.d2h) == 1 + len(after)
             hold.release()
         assert (first.result() == 7).all()
         np.testing.assert_array_equal(after[0].result(), small)
@@ -685,6 +689,7 @@ def test_what_is_derived_anew_is_locked_memory_all_the_same() -> None:
     on_thread(pool.idle).result(WATCHDOG)
     places = [array.ctypes.data for array in kept]
     del kept
+    assert pool.usage().used == 0
     # As an error leaves it.
     pool._torn = True
     blocks = [pool.take(LEAF) for _ in places]
@@ -757,3 +762,48 @@ def test_what_is_about_to_be_given_back_is_not_locked_first(monkeypatch: pytest.
     on_thread(pool.idle).result(WATCHDOG)
     pool.trim()
     assert driver.live == {}
+
+
+def test_idle_waits_for_transfers_too() -> None:
+    hooks = LockingHost()
+    backend = hooks.open()
+    with xferlib.stager(backend, pinned_limit=ROOM) as stager:
+        (there,) = device_tree(stager, [np.ones(1000, np.uint8)])
+        stager.get(there).result()
+        with hooks.hold_copies(backend) as hold:
+            transfer = stager.get(there)
+            idle = on_thread(stager.idle)
+            with pytest.raises(FutureTimeout):
+                idle.result(0.05)
+            hold.release()
+        idle.result(WATCHDOG)
+        assert transfer.done()
+
+
+def test_others_come_to_the_driver_behind_each_lock(
+    stager: xferlib.Stager, backend: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[int] = []
+    monkeypatch.setattr(locker, "pause_after", pauses.append)
+    backend.gate.set()
+    found = stager.get(device_tree(stager, values(1))).result()
+    until(lambda: len(pauses) == COUNT)
+    assert pauses == [LEAF] * COUNT
+    assert backend.knows_all(found)
+
+
+def test_of_memory_of_which_some_cannot_be_mapped_none_is(backend: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages_of, mapped = HostPages(backend), list[int]()
+
+    def one(nbytes: int) -> int:
+        if mapped:
+            raise OSError("no more")
+        mapped.append(map_one(nbytes))
+        return mapped[0]
+
+    map_one = pages._map
+    monkeypatch.setattr(pages, "_map", one)
+    with pytest.raises(AllocationError, match="no more"):
+        pages_of.map([LEAF, LEAF])
+    assert not mappings(mapped[0], LEAF)
+    assert not pages_of._mapped
