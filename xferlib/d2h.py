@@ -56,8 +56,9 @@ class DeviceToHost:
         given = None if out is None else self._trees.flatten_like(spec, out, name="out")
         alike = self._checked(leaves, spec, given)
         addresses = None if given is None else [self._host.address(array) for array in given]
-        if addresses is not None and None in addresses:
-            sources, after = self._placed(leaves, spec, stream, direct=any(addresses))
+        behind = given is None and self._staging.is_issuing()
+        if behind or (addresses is not None and None in addresses):
+            sources, after = self._placed(leaves, spec, stream, direct=addresses is not None and any(addresses))
         else:
             # What the arrays wait for now would hold up the copies that earlier gets still have to start.
             self._staging.wait_issued()
@@ -68,6 +69,9 @@ class DeviceToHost:
             self._d2h.reap()
         if given is None or addresses is None:
             given, addresses = self._results(alike)
+            if behind:
+                # By way of chunks, too: in the stream, a copy would come before those that are still to be started.
+                addresses = [None if address else address for address in addresses]
         event, failures = self._begin(sources, given, addresses, after, looked=looks, ours=out is None)
         return Transfer(unflatten(spec, given) if out is None else out, event, failures, True)
 
@@ -131,10 +135,10 @@ class DeviceToHost:
         return shape, dtype
 
     def _one(self, array: Any, out: Array | None, stream: object | None) -> Transfer | None:
-        """None: `out` is in pageable memory, or empty, and nothing was started."""
+        """None: `out` is in pageable memory, or empty, or earlier gets still have copies to start; and nothing was started."""
         shape, dtype = self._checked_one(array, out)
         address = None if out is None else self._host.address(out)
-        if out is not None and not address:
+        if (out is not None and not address) or (out is None and self._staging.is_issuing()):
             return None
         # In the order of `start`.
         self._staging.wait_issued()

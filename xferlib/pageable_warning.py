@@ -36,11 +36,11 @@ NBYTES = attrgetter("nbytes")
 class PageableWarning:
     """Warns, or raises where `strict`. Any thread. Asked before a put starts that does not borrow its sources.
 
-    `awaits`: whether memory is ours, and pinned soon, which nobody need do anything about.
+    `promised`: whether memory is ours, and pinned soon, or by now, which nobody need do anything about.
     """
 
-    def __init__(self, awaits: Callable[[int, int], bool], *, strict: bool) -> None:
-        self._awaits = awaits
+    def __init__(self, promised: Callable[[int, int], bool], *, strict: bool) -> None:
+        self._promised = promised
         self._strict = strict
 
     def put(self, sources: Sequence[HostLeaf], spec: Spec | None = None, *, into: bool = False) -> None:
@@ -49,7 +49,7 @@ class PageableWarning:
         if not staged or (not self._strict and sum(map(NBYTES, staged)) < WARN_FROM):
             return
         level = _level_of_caller()
-        if level is None or all(self._awaits(address_of(array), array.nbytes) for array in staged):
+        if level is None or all(self._promised(address_of(array), array.nbytes) for array in staged):
             return
         if self._strict:
             index = next(index for index, (_, address) in enumerate(sources) if address is None)

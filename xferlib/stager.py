@@ -44,7 +44,7 @@ from xferlib.memory.host import HostMemory
 from xferlib.memory.limits import default_pinned_limit
 from xferlib.memory.mapped import mappable
 from xferlib.memory.pages import allocators
-from xferlib.memory.pinned_pool import PinnedPool
+from xferlib.memory.pinned_pool import PinnedPool, promised
 from xferlib.memory.registered import Pin, Pins, splits
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import Capabilities, HostStager
@@ -128,7 +128,7 @@ class Stager:
         self._pins = Pins(backend, ledger, pool)
         host = HostMemory(backend, pool, splits)
         self._host = host
-        self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(pool.awaits, strict=strict))
+        self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(promised, strict=strict))
         self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
         self._gets = DeviceToHost(backend, host, pool, staged, ledger)
         _live.add(self)
@@ -357,10 +357,13 @@ class Stager:
 
         A get for whose results there is no idle memory takes more, and makes nobody wait for its page-lock: they lie in pageable
         memory meanwhile, and come by way of chunks. Nothing is page-locked after this by transfers of sizes that were there before.
-        Raises nothing of transfers that have failed.
+        Raises nothing of failed transfers; `XferError` in a finalizer that would wait for the call that it runs inside of.
         """
         if self._refusal is not None:
             self._refuse()
+        if self._entered:
+            # Others may be waiting for a lock of ours in the middle of their transfers, which would be waited for here.
+            raise XferError("a finalizer would wait for the call that it runs inside of. Ask from ordinary code")
         self._ledger.wait_all()
         self._pool.idle()
 

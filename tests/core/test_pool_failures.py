@@ -57,6 +57,20 @@ def test_a_segment_that_the_driver_refuses_to_free_is_the_only_one_left(call: Ca
     assert pool.usage()[0] == 0
 
 
+def test_a_segment_that_the_driver_has_refused_to_free_is_not_freed_by_whoever_had_found_it_before() -> None:
+    driver = Failing(before=OSError("busy"))
+    pool = driver.pool(8 * MIB)
+    pool.take(2 * MIB)
+    pool._alone(pool._evict, None)
+    (segment,) = pool._freeable()
+    with pytest.raises(OSError, match="busy"):
+        pool._unpin(segment)
+    # It may be handed out again by now.
+    block = pool.take(2 * MIB)
+    pool._unpin(segment)
+    assert driver.live == {block.address: 2 * MIB}
+
+
 def test_a_segment_that_the_driver_never_frees_keeps_no_other_locked_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said at last, when nothing else is left: what a table raises ends the looking after it."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,16 @@ from xferlib_host import open_stager
 import xferlib
 from tests import children
 from tests.core.fakes import WATCHDOG, on_thread
-from tests.mutants.locking import LockingBackend
-from xferlib.memory.pinned_pool import UNLOCKED_FROM
+from tests.core.points import interrupted_at
+from tests.core.test_pool import Driver
+from tests.mutants.broken import BrokenBackend
+from tests.mutants.locking import LockingBackend, LockingHost
+from xferlib import pageable_warning
+from xferlib.errors import AllocationError
+from xferlib.latch import note_copying
+from xferlib.memory import locker, pages, pinned_pool
+from xferlib.memory.pages import HostPages, Unlocked
+from xferlib.memory.pinned_pool import SMALL, UNLOCKED_FROM, PinnedPool, _Segment
 from xferlib.memory.proc_maps import mappings
 
 MIB = 1 << 20
@@ -27,6 +37,7 @@ LEAF = 3 * MIB
 COUNT = 4
 ALONE = UNLOCKED_FROM + 4096
 ROOM = 256 * MIB
+TABLES = ("memory/pinned_pool.py", "memory/ranges.py", "memory/blocks.py", "tickets.py")
 Tree = list[Any]
 
 
@@ -39,22 +50,31 @@ class Gated(LockingBackend):
         self.gate = threading.Event()
         self.began = threading.Event()
         self.pins: list[int] = []
-        self.refuses = False
+        self.refuses = self.locks_by_name = self.closed_for_all = False
 
     def pin(self, address: int, nbytes: int) -> None:
-        if nbytes in (LEAF, ALONE):
+        by_name = self.locks_by_name and threading.current_thread().name != "xferlib-locker"
+        if (nbytes in (LEAF, ALONE) and not by_name) or (self.closed_for_all and nbytes == SMALL):
             self.began.set()
             assert self.gate.wait(WATCHDOG)
             if self.refuses:
                 raise ArithmeticError("no more")
-            self.pins.append(nbytes)
         super().pin(address, nbytes)
+        if nbytes in (LEAF, ALONE):
+            self.pins.append(nbytes)
 
     def knows_all(self, arrays: Tree) -> bool:
         return all(self.is_pinned(array.ctypes.data, array.nbytes) for array in arrays)
 
     def knows_some(self, arrays: Tree) -> bool:
         return any(self.knows(array.ctypes.data) for array in arrays)
+
+
+class Shared(BrokenBackend):
+    """The same for another stager, which does not close it."""
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -175,7 +195,7 @@ def test_a_result_may_be_put_at_once_and_nobody_is_warned(backend: Gated, stager
 
 
 def test_a_strict_stager_never_meets_memory_of_its_own_that_is_pageable(backend: Gated) -> None:
-    backend.gate.set()
+    backend.locks_by_name = True
     with xferlib.stager(backend, pinned_limit=ROOM, strict=True) as stager:
         source = stager.empty_pinned((COUNT, LEAF), np.uint8)
         source[:] = 7
@@ -311,3 +331,481 @@ def test_threads_that_get_while_memory_is_locked_find_their_own(backend: Gated, 
     stager.idle()
     stager.trim()
     assert not any(end - start >= LEAF for start, end in backend.locked.items())
+
+
+class Cycle:
+    """Garbage whose finalizer does something, and says what came of it."""
+
+    def __init__(self, act: Callable[[], object], outcomes: list[str]) -> None:
+        self.me, self.act, self.outcomes = self, act, outcomes
+
+    def __del__(self) -> None:
+        try:
+            self.act()
+            self.outcomes.append("done")
+        except Exception as error:
+            self.outcomes.append(str(error))
+
+
+ASKING: dict[str, Callable[[xferlib.Stager, Tree], object]] = {
+    "idle": lambda stager, found: stager.idle(),
+    "pin": lambda stager, found: stager.pin(found[-1]),
+    "mapped": lambda stager, found: stager.mapped(found[-1]),
+}
+
+
+@pytest.mark.parametrize("how", ["by the locking thread", "by name"])
+@pytest.mark.parametrize("ask", ASKING)
+def test_a_finalizer_that_would_wait_for_the_lock_that_it_runs_inside_of_is_refused(
+    backend: Gated, stager: xferlib.Stager, ask: str, how: str
+) -> None:
+    outcomes: list[str] = []
+    found: Tree = []
+    pin = backend.pin
+
+    def collected(address: int, nbytes: int) -> None:
+        if nbytes == LEAF and not outcomes:
+            until(lambda: found)
+            Cycle(lambda: ASKING[ask](stager, found), outcomes)
+            gc.collect()
+        pin(address, nbytes)
+
+    backend.pin = collected  # type: ignore[method-assign]  # On this one alone.
+    device = device_tree(stager, values(1))
+    found += stager.get(device).result()
+    if how == "by name":
+        # The one that is being locked waits at the gate, and this is another thread.
+        outcomes.append("not yet")
+        assert backend.began.wait(WATCHDOG)
+        outcomes.clear()
+        asked = on_thread(lambda: stager.empty_pinned(LEAF, np.uint8))
+        until(lambda: outcomes)
+        backend.gate.set()
+        asked.result(WATCHDOG)
+    until(lambda: outcomes)
+    assert "Ask from ordinary code" in outcomes[0]
+    backend.gate.set()
+    stager.idle()
+    assert backend.knows_all(found)
+
+
+def test_a_finalizer_inside_the_pool_waits_for_no_lock(backend: Gated, stager: xferlib.Stager) -> None:
+    found = stager.get(device_tree(stager, values(1))).result()
+    assert backend.began.wait(WATCHDOG)
+    outcomes: list[str] = []
+
+    def step() -> None:
+        Cycle(stager._pool.idle, outcomes)
+        gc.collect()
+
+    on_thread(lambda: stager._pool._alone(step)).result(WATCHDOG)
+    assert "Ask from ordinary code" in outcomes[0]
+    backend.gate.set()
+    stager.idle()
+    assert backend.knows_all(found)
+
+
+def test_a_finalizer_inside_the_pool_waits_for_no_transfer_of_others(backend: Gated, stager: xferlib.Stager) -> None:
+    device = device_tree(stager, values(1))
+    backend.gate.set()
+    outcomes: list[str] = []
+    others: list[Any] = []
+
+    def step() -> None:
+        # It wants chunks, and so the pool.
+        others.append(on_thread(lambda: stager.get(device, out=values(2)).result()))
+        until(lambda: stager._ledger.jobs.d2h)
+        Cycle(stager.idle, outcomes)
+        gc.collect()
+
+    stepped = on_thread(lambda: stager._pool._alone(step))
+    until(lambda: outcomes)
+    assert "Ask from ordinary code" in outcomes[0]
+    stepped.result(WATCHDOG)
+    assert_same(others[0].result(WATCHDOG), values(1))
+
+
+@pytest.mark.parametrize("error", [TypeError, SystemExit])
+def test_an_error_that_is_no_refusal_is_told_and_keeps_nobody_waiting(
+    backend: Gated, stager: xferlib.Stager, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: told.append(arguments.exc_type))
+    pin, numbers = backend.pin, itertools.count()
+
+    def broken(address: int, nbytes: int) -> None:
+        if nbytes == LEAF and next(numbers) == 1:
+            raise error
+        pin(address, nbytes)
+
+    backend.pin = broken  # type: ignore[method-assign]  # On this one alone.
+    tree = values(1)
+    found = stager.get(device_tree(stager, tree)).result()
+    backend.gate.set()
+    # Also where nobody waits for it.
+    until(lambda: sum(backend.knows_all([array]) for array in found) == COUNT - 1)
+    on_thread(stager.idle).result(WATCHDOG)
+    assert sorted(backend.knows_all([array]) for array in found) == [False, True, True, True]
+    assert told == [error]
+    assert_same(found, tree)
+
+
+def test_a_thread_that_did_not_start_is_started_by_the_next_stager(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+
+    def refuse(*call: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(locker, "_started", False)
+    monkeypatch.setattr(locker, "start_new_thread", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        locker.start_locker()
+    monkeypatch.setattr(locker, "start_new_thread", lambda *call: started.append(call))
+    locker.start_locker()
+    locker.start_locker()
+    assert len(started) == 1
+
+
+def test_a_segment_that_is_freed_meanwhile_does_not_disturb_whoever_looks_for_one_to_lock(
+    backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments = stager._pool._segments
+    stager.empty_pinned(SMALL, np.uint8)
+    number = next(iter(segments))
+    lost: list[_Segment] = []
+    awaited: Any = _Segment.awaited
+
+    def look(self: _Segment) -> bool:
+        if threading.current_thread().name == "xferlib-locker":
+            # As who frees one does, without the lock.
+            lost.extend(segments.pop(number) for _ in range(1 - len(lost)))
+        return bool(awaited.fget(self))
+
+    monkeypatch.setattr(_Segment, "awaited", property(look))
+    found = stager.get(device_tree(stager, values(1))).result()
+    backend.gate.set()
+    on_thread(stager.idle).result(WATCHDOG)
+    assert backend.knows_all(found)
+    segments[number] = lost[0]
+
+
+def test_who_finds_no_room_but_what_is_claimed_sees_that_somebody_is_at_it(
+    backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = PinnedPool._claim
+    looks: list[bool] = []
+
+    def look(self: PinnedPool) -> Any:
+        looks.append(bool(self._at_work))
+        return claim(self)
+
+    monkeypatch.setattr(PinnedPool, "_claim", look)
+    backend.gate.set()
+    found = stager.get(device_tree(stager, values(1))).result()
+    stager.idle()
+    assert backend.knows_all(found)
+    assert looks
+    assert all(looks)
+
+
+def test_a_result_that_is_locked_while_it_is_put_is_warned_of_by_nobody(
+    backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = values(1)
+    found = stager.get(device_tree(stager, tree)).result()
+    level = pageable_warning._level_of_caller
+
+    def locked() -> int | None:
+        backend.gate.set()
+        stager.idle()
+        return level()
+
+    monkeypatch.setattr(pageable_warning, "_level_of_caller", locked)
+    # Warnings are errors here.
+    assert_same(stager.put(found).result(), tree)
+    assert backend.knows_all(found)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_another_stager_takes_a_result_as_its_own(backend: Gated, stager: xferlib.Stager, *, strict: bool) -> None:
+    tree = values(1)
+    found = stager.get(device_tree(stager, tree)).result()
+    assert backend.began.wait(WATCHDOG)
+    other = xferlib.stager(Shared(backend), pinned_limit=ROOM, strict=strict)
+    with other:
+        # Warnings are errors here.
+        assert_same(other.put(found).result(), tree)
+        pinned = on_thread(lambda: other.pin(found[-1]))
+        with pytest.raises(FutureTimeout):
+            pinned.result(0.05)
+        backend.gate.set()
+        with pytest.raises(ValueError, match="pinned already"):
+            pinned.result(WATCHDOG)
+    assert backend.knows_all(found)
+    assert backend.pins == [LEAF] * COUNT
+
+
+def test_what_a_closed_stager_left_is_pageable_memory_like_any(backend: Gated) -> None:
+    with xferlib.stager(Shared(backend), pinned_limit=ROOM) as stager:
+        found = stager.get(device_tree(stager, values(1))).result()
+        assert backend.began.wait(WATCHDOG)
+    backend.gate.set()
+    with xferlib.stager(backend, pinned_limit=ROOM) as other:
+        with pytest.warns(xferlib.SynchronousTransferWarning):
+            other.put(found).synchronize()
+        # The last one was being locked.
+        with other.pin(found[0]):
+            assert backend.knows_all(found[:1])
+
+
+def test_where_staging_has_no_room_beside_it_idle_memory_that_is_not_locked_is_left_alone(backend: Gated) -> None:
+    tree = values(1)
+    with xferlib.stager(backend, pinned_limit=128 * MIB) as stager:
+        pool, device = stager._pool, device_tree(stager, tree)
+        stager.get(device).result()
+        assert backend.began.wait(WATCHDOG)
+        # Chunks, which others take the room of.
+        stager._staging.release()
+        until(lambda: stager.stats().pinned_used_nbytes == 0)
+        backend.locks_by_name = True
+        kept = [stager.empty_pinned(nbytes, np.uint8) for _, nbytes in pool._large.whole()]
+        while pool.nbytes < pool.limit:
+            kept.append(stager.empty_pinned(min(2 * MIB, pool.limit - pool.nbytes), np.uint8))
+        got = on_thread(lambda: stager.get(device).result())
+        until(lambda: got.done() or pool._at_work.is_more_to_come())
+        backend.gate.set()
+        assert_same(got.result(WATCHDOG), tree)
+        assert pool.nbytes <= pool.limit
+        kept.clear()
+
+
+def test_a_get_behind_one_that_still_has_copies_to_start_waits_for_none_of_them() -> None:
+    hooks = LockingHost()
+    backend = hooks.open()
+    small, large = np.arange(1000, dtype=np.uint16), np.full(100 * MIB, 7, np.uint8)
+    with xferlib.stager(backend, pinned_limit=2 * ROOM) as stager:
+        there, large_there = device_tree(stager, [small, large])
+        stager.get(there).result()
+        with hooks.hold_copies(backend) as hold:
+            first = stager.get(large_there)
+            # More than there are chunks, and nothing goes on.
+            assert stager._staging.is_issuing()
+            trees: Tree = [there, [there, there[:0]], {"x": there}]
+            after: Tree = [on_thread(partial(stager.get, tree)).result(WATCHDOG) for tree in trees]
+            assert not any(transfer.done() for transfer in after)
+            # Each by the engine, which has each wait for what produces its arrays.
+            assert len(stager._ledger.jobs.d2h) == 1 + len(after)
+            hold.release()
+        assert (first.result() == 7).all()
+        np.testing.assert_array_equal(after[0].result(), small)
+        assert_same(after[1].result(), [small, small[:0]])
+        np.testing.assert_array_equal(after[2].result()["x"], small)
+
+
+def test_a_thread_that_makes_the_copies_gets_without_its_own_help(backend: Gated, stager: xferlib.Stager) -> None:
+    tree = values(1)
+    device = device_tree(stager, tree)
+    backend.locks_by_name = True
+
+    def get() -> Any:
+        note_copying()
+        return stager.get(device)
+
+    found = on_thread(get).result(WATCHDOG).result()
+    assert_same(found, tree)
+    assert backend.knows_all(found)
+
+
+@pytest.mark.parametrize(("nbytes", "at_once"), [(SMALL, False), (SMALL - 1, True)])
+def test_each_array_is_large_or_locked_at_once(backend: Gated, stager: xferlib.Stager, nbytes: int, *, at_once: bool) -> None:
+    tree = [np.full(nbytes, index, np.uint8) for index in range(UNLOCKED_FROM // SMALL)]
+    device = device_tree(stager, tree)
+    backend.closed_for_all = not at_once
+    found = stager.get(device).result()
+    assert backend.knows_some(found) == at_once
+    assert_same(found, tree)
+    backend.gate.set()
+    stager.idle()
+    assert backend.knows_all(found)
+
+
+def test_an_interrupt_at_any_point_loses_no_memory_that_is_locked_later() -> None:
+    wanted = [((nbytes,), np.dtype(np.uint8)) for nbytes in (LEAF, LEAF, 4 * LEAF)]
+    for point in itertools.count(1):
+        driver = Driver()
+        pool = later(driver, limit=ROOM)
+        kept = pool.results(wanted[:1])
+        # Only addresses: nothing touches what is there.
+        if not interrupted_at(point, TABLES, lambda: pool.results(wanted)):  # noqa: B023  # Called in this turn alone.
+            break
+        until(lambda: not pool._at_work)  # noqa: B023  # As above.
+        on_thread(pool.idle).result(WATCHDOG)
+        pool.trim()
+        assert not pool._growing
+        assert not pool._allocating
+        assert len(pool._rows) == len(pool._segments) == 1
+        assert list(driver.live.values()) == [LEAF]
+        assert pool.nbytes == pool.used_nbytes == LEAF
+        pool.close()
+        del kept
+        assert not pool.settle()
+        assert driver.live == {}
+    assert point > 50
+
+
+def later(driver: Driver, **options: Any) -> PinnedPool:
+    """Return a pool over memory that is only addresses, and locked later."""
+    unlocked = Unlocked(lambda sizes: [driver.allocate(nbytes) for nbytes in sizes], lambda address: None)
+    return PinnedPool(allocate=driver.allocate, free=driver.free, reclaimer=driver, unlocked=unlocked, **options)
+
+
+def test_a_closed_pool_takes_no_more_memory() -> None:
+    driver = Driver()
+    pool = later(driver, limit=ROOM)
+    pool.close()
+    # As what an interrupted call has left running asks.
+    assert pool.try_take(MIB) is None
+    with pytest.raises(AllocationError):
+        pool.take(MIB)
+    with pytest.raises(AllocationError):
+        pool.results([((4 * LEAF,), np.dtype(np.uint8))])
+    assert driver.live == {}
+
+
+def test_results_leave_to_staging_what_arrays_do() -> None:
+    driver = Driver()
+    pool = later(driver, limit=16 * MIB, when_full="stage")
+    kept = pool.take(6 * MIB), pool.empty((4 * MIB,), np.dtype(np.uint8))
+    del kept
+    held = pool.empty((4 * MIB,), np.dtype(np.uint8))
+    (array,) = pool.results([((6 * MIB,), np.dtype(np.uint8))])
+    assert pool.fallbacks == 1
+    assert not pool.owns(array.ctypes.data, array.nbytes)
+    del held
+
+
+def test_what_is_derived_anew_is_locked_memory_all_the_same() -> None:
+    driver = Driver()
+    pool = later(driver, limit=ROOM)
+    kept = pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)
+    on_thread(pool.idle).result(WATCHDOG)
+    places = [array.ctypes.data for array in kept]
+    del kept
+    assert pool.usage().used == 0
+    # As an error leaves it.
+    pool._torn = True
+    blocks = [pool.take(LEAF) for _ in places]
+    assert sorted(block.address for block in blocks) == sorted(places)
+
+
+def test_what_the_system_has_not_to_be_locked_later_is_asked_for_as_ever() -> None:
+    def refuse(sizes: object) -> Any:
+        raise AllocationError("not there")
+
+    driver = Driver()
+    unlocked = Unlocked(refuse, lambda address: None)
+    pool = PinnedPool(allocate=driver.allocate, free=driver.free, reclaimer=driver, limit=ROOM, unlocked=unlocked)
+    found = pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)
+    assert sorted(array.ctypes.data for array in found) == sorted(driver.live)
+    assert pool.nbytes == COUNT * LEAF
+    assert not pool._growing
+    assert not pool._allocating
+
+
+def test_nobody_who_keeps_the_lock_from_being_made_waits_for_it(backend: Gated, stager: xferlib.Stager) -> None:
+    refused: list[Exception] = []
+    pin = backend.pin
+
+    def asking(address: int, nbytes: int) -> None:
+        if nbytes == LEAF:
+            with pytest.raises(AllocationError, match="Ask from ordinary code") as told:
+                stager.idle()
+            refused.append(told.value)
+        pin(address, nbytes)
+
+    backend.pin = asking  # type: ignore[method-assign]  # On this one alone.
+    found = stager.get(device_tree(stager, values(1))).result()
+    assert backend.began.wait(WATCHDOG)
+    # As by a finalizer that the collector has nothing to do with.
+    with pytest.raises(AllocationError, match="Ask from ordinary code"):
+        on_thread(lambda: stager._pool._alone(stager._pool.idle)).result(WATCHDOG)
+    backend.gate.set()
+    stager.idle()
+    assert len(refused) == COUNT
+    assert backend.knows_all(found)
+
+
+def test_whoever_waits_for_room_knows_results_as_the_pools_before_they_are_locked(backend: Gated, stager: xferlib.Stager) -> None:
+    found = stager.get(device_tree(stager, values(1))).result()
+    assert backend.began.wait(WATCHDOG)
+    assert all(stager._pool.owns(array.ctypes.data, array.nbytes) for array in found)
+    assert not any(stager._pool.contains(array.ctypes.data, array.nbytes) for array in found)
+    backend.gate.set()
+
+
+def test_what_the_driver_refuses_is_warned_of_when_it_is_put(backend: Gated, stager: xferlib.Stager) -> None:
+    backend.refuses = True
+    found = stager.get(device_tree(stager, values(1))).result()
+    backend.gate.set()
+    stager.idle()
+    with pytest.warns(xferlib.SynchronousTransferWarning):
+        stager.put(found).synchronize()
+
+
+def test_what_is_about_to_be_given_back_is_not_locked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_pool, "lock_later", lambda pool: None)
+    driver = Driver()
+    pool = later(driver, limit=ROOM)
+    pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)
+    assert len(driver.live) == COUNT
+    assert pool._alone(pool._evict, None)
+    assert pool._alone(pool._claim) is None
+    # Nobody waits for it, either.
+    on_thread(pool.idle).result(WATCHDOG)
+    pool.trim()
+    assert driver.live == {}
+
+
+def test_idle_waits_for_transfers_too() -> None:
+    hooks = LockingHost()
+    backend = hooks.open()
+    with xferlib.stager(backend, pinned_limit=ROOM) as stager:
+        (there,) = device_tree(stager, [np.ones(1000, np.uint8)])
+        stager.get(there).result()
+        with hooks.hold_copies(backend) as hold:
+            transfer = stager.get(there)
+            idle = on_thread(stager.idle)
+            with pytest.raises(FutureTimeout):
+                idle.result(0.05)
+            hold.release()
+        idle.result(WATCHDOG)
+        assert transfer.done()
+
+
+def test_others_come_to_the_driver_behind_each_lock(
+    stager: xferlib.Stager, backend: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[int] = []
+    monkeypatch.setattr(locker, "pause_after", pauses.append)
+    backend.gate.set()
+    found = stager.get(device_tree(stager, values(1))).result()
+    until(lambda: len(pauses) == COUNT)
+    assert pauses == [LEAF] * COUNT
+    assert backend.knows_all(found)
+
+
+def test_of_memory_of_which_some_cannot_be_mapped_none_is(backend: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages_of, mapped = HostPages(backend), list[int]()
+
+    def one(nbytes: int) -> int:
+        if mapped:
+            raise OSError("no more")
+        mapped.append(map_one(nbytes))
+        return mapped[0]
+
+    map_one = pages._map
+    monkeypatch.setattr(pages, "_map", one)
+    with pytest.raises(AllocationError, match="no more"):
+        pages_of.map([LEAF, LEAF])
+    assert not mappings(mapped[0], LEAF)
+    assert not pages_of._mapped

@@ -56,7 +56,10 @@ class Kit(ABC):
             self.dtypes = tuple(name for name in (*PLAIN, *EXTENSIONS) if _is_taken(stager.backend, name))
 
     def warm(self) -> None:
-        """Run once what programs run under a hold."""
+        """Run once what programs run under a hold, and start the threads that stay."""
+        with xferlib.stager(self.open(0, locks=True), pinned_limit=64 << 20):
+            # Where memory is locked there is one more.
+            pass
         with xferlib.stager(self.open(0, locks=False), pinned_limit=64 << 20, staging="2x64KiB") as stager:
             self._warm_layouts(stager)
             for nbytes in self.held_sizes or (256,):

@@ -30,8 +30,6 @@ __all__ = ["Outcome", "finish", "run_program", "run_steps"]
 SETTLE_SECONDS = 1.0
 """In which memory of a stager that is closed comes back after its last array went."""
 SETTLE_LOOKS = 300
-OURS = ("random-programs", "xferlib-locker")
-"""Threads that stay: of the programs, and of the process, which starts this one when a stager is first opened that locks."""
 
 running: deque[World] = deque(maxlen=1)
 """That of the program that runs now, or ran last."""
@@ -249,7 +247,9 @@ def _found_late(kit: Kit, left: Callable[[], object]) -> str:
 
 
 def _left(threads: set[threading.Thread]) -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread not in threads and not thread.name.startswith(OURS)]
+    return [
+        thread.name for thread in threading.enumerate() if thread not in threads and not thread.name.startswith("random-programs")
+    ]
 
 
 def _wait(reached: Any, words: Any) -> None:

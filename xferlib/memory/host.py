@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, check_dtype, host_array
-from xferlib.memory.pinned_pool import PinnedPool
+from xferlib.memory.pinned_pool import PinnedPool, awaiting
 from xferlib.protocol import HostStager
 
 __all__ = ["HostLeaf", "HostMemory"]
@@ -118,6 +118,7 @@ class HostMemory:
 
     def settled_address(self, array: Array) -> int | None:
         """Return the same, when what is about to be page-locked is: blocks until then."""
-        if self._pool.awaits(address_of(array), array.nbytes):
-            self._pool.idle()
+        pool = awaiting(address_of(array), array.nbytes)
+        if pool is not None:
+            pool.idle()
         return self.address(array)

@@ -11,33 +11,42 @@ import atexit
 import os
 import threading
 import time
-from _thread import start_new_thread
+from _thread import get_ident, start_new_thread
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
-__all__ = ["Lockable", "lock_later", "pause_after", "start_locker"]
+__all__ = ["Lockable", "is_locker", "is_over", "lock_later", "pause_after", "start_locker"]
 
 PACE = 8 << 30
 """Bytes a second: a pause of 2 ms behind 16 MiB, whose lock takes 1."""
+ERROR_SECONDS = 0.01
+"""The pause behind an error, should each call end in one."""
 
 
 class Lockable(Protocol):
     """A table with memory that is to be locked."""
 
     def lock_next(self) -> int:
-        """Lock some memory, and return its bytes; 0: there is none that is to be locked. Called by one thread."""
+        """Lock some memory, and return its bytes; 0: there is none that is to be locked. Called by one thread.
+
+        What it raises is said, and it is called again: memory that cannot be locked is not to be locked any more.
+        """
 
 
 _wanted: SimpleQueue[Lockable | None] = SimpleQueue()
 _started = _over = False
+_locker = 0
+"""The thread."""
 
 
 def start_locker() -> None:
     """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
     global _started
     if not _started and not _over:
-        _started = True
+        # In this order: an interrupt in between starts another one, which does no harm, and without any it would be waited for.
         start_new_thread(_run, ())
+        _started = True
 
 
 def lock_later(table: Lockable) -> None:
@@ -55,7 +64,14 @@ def is_over() -> bool:
     return _over
 
 
+def is_locker() -> bool:
+    """Tell whether the calling thread locks, and so whether this is a finalizer on it, which must not wait for a lock."""
+    return get_ident() == _locker
+
+
 def _run() -> None:
+    global _locker
+    _locker = get_ident()
     threading.current_thread().name = "xferlib-locker"
     while not _over:
         table = _wanted.get()
@@ -69,9 +85,14 @@ def _lock_all(table: Lockable) -> None:
     while not _over:
         try:
             nbytes = table.lock_next()
-        except Exception as error:
-            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
-            return
+        except BaseException as error:
+            # Nothing ends this thread: whoever waits until all is locked would wait for ever.
+            with suppress(BaseException):
+                threading.excepthook(
+                    threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+                )
+            time.sleep(ERROR_SECONDS)
+            continue
         if not nbytes:
             return
         pause_after(nbytes)
@@ -86,8 +107,8 @@ def _end() -> None:
 
 def _forget() -> None:
     """In a forked child: the memory is the parent's, and there is no thread."""
-    global _started, _wanted
-    _started, _wanted = False, SimpleQueue()
+    global _started, _locker, _wanted
+    _started, _locker, _wanted = False, 0, SimpleQueue()
 
 
 atexit.register(_end)

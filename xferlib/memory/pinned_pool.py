@@ -33,15 +33,15 @@ from xferlib.forks import forget_in_child
 from xferlib.latch import is_copying
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import HostBlock, PoolRequest, Reclaimer, Usage, WhenFull, check_when_full, round_up
-from xferlib.memory.locker import is_over, lock_later, pause_after, start_locker
+from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, start_locker
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
-from xferlib.reaper import AtWork, uninterrupted, watch
+from xferlib.reaper import AtWork, collects, uninterrupted, watch
 from xferlib.tickets import Returns, ticket
 from xferlib.tree import Alike
 from xferlib.words import in_words
 
-__all__ = ["HostBlock", "PinnedPool"]
+__all__ = ["HostBlock", "PinnedPool", "awaiting", "promised"]
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -104,7 +104,7 @@ _NEW = tuple.__new__
 
 @final
 class _Result(NamedTuple):
-    """An array of `results` for which there was no idle memory. `place`: among those wanted."""
+    """An array of `results` for which there was no idle memory. `place`: its index among those wanted."""
 
     place: int
     request: PoolRequest
@@ -201,7 +201,8 @@ class PinnedPool:
         """
         found: list[Array | None] = [None] * len(wanted)
         lacking: list[_Result] = []
-        if self._unlocked is not None:
+        # What a finalizer on a thread that makes the copies has to have at once can be copied without that thread.
+        if self._unlocked is not None and not is_copying():
             for index, (shape, dtype) in enumerate(wanted):
                 nbytes = math.prod(shape) * dtype.itemsize
                 if nbytes < SMALL:
@@ -214,7 +215,7 @@ class PinnedPool:
                     lacking.append(_Result(index, request, number, held))
                 else:
                     found[index] = _array(row, held, shape, dtype)
-        counted = self._alone(self._count_unlocked, lacking) if lacking else False
+        counted = bool(lacking) and self._alone(self._count_unlocked, lacking)
         if counted:
             # Of an interrupted call all rows go back, with their tickets.
             rows = uninterrupted(lambda: self._grown_unlocked(lacking))
@@ -332,38 +333,61 @@ class PinnedPool:
         return index >= 0 and address + nbytes <= ends[index]
 
     def owns(self, address: int, nbytes: int) -> bool:
-        """Tell whether the range lies inside one segment, be it one that is not locked yet. Takes no lock."""
-        return self.contains(address, nbytes) or self.awaits(address, nbytes)
+        """Tell whether the range lies inside one segment, be it one that is not locked. Takes no lock."""
+        return self.contains(address, nbytes) or self._around(address, nbytes) is not None
 
     def awaits(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside a segment that is pageable now, and pinned soon. Takes no lock."""
-        segments = [segment for segment in list(self._segments.values()) if segment.awaited]
-        return any(segment.start <= address and address + nbytes <= segment.start + segment.nbytes for segment in segments)
+        segment = self._around(address, nbytes)
+        return segment is not None and segment.awaited
+
+    def promises(self, address: int, nbytes: int) -> bool:
+        """Tell whether the range lies inside a segment that is pinned, now or soon. Takes no lock."""
+        segment = self._around(address, nbytes)
+        return segment is not None and not segment.refused
+
+    def _around(self, address: int, nbytes: int) -> _Segment | None:
+        """Return the segment, locked or not, that has the range. What is being locked is in here at every moment."""
+        for segment in list(self._segments.values()):
+            if segment.start <= address and address + nbytes <= segment.start + segment.nbytes and not segment.freeing:
+                return segment
+        return None
 
     def idle(self) -> None:
-        """Block until all is locked that is to be."""
+        """Block until all is locked that is to be. Raises `AllocationError` in a finalizer that would wait for ever."""
+        told = False
         while not (self._closed or is_over()) and any(segment.awaited for segment in list(self._segments.values())):
+            if is_locker() or collects() or self.entered:
+                raise AllocationError(
+                    "a finalizer would wait until memory is page-locked, perhaps by the call that it runs inside of. "
+                    "Ask from ordinary code"
+                )
+            if not told:
+                # An interrupted call may have told nobody.
+                lock_later(self)
+                told = True
             time.sleep(LOOK_SECONDS)
 
     def lock_next(self) -> int:
         """See `Lockable`."""
-        segment = self._alone(self._claim)
-        if segment is None:
-            return 0
-        assert self._unlocked is not None
-        try:
-            with self._at_work:
+        # From before it is claimed: whoever finds no room but what is claimed waits for it.
+        with self._at_work:
+            segment = self._alone(self._claim)
+            if segment is None:
+                return 0
+            assert self._unlocked is not None
+            try:
                 self._unlocked.lock(segment.start)
                 self._alone(self._enter_locked, segment)
-        except BaseException as error:
-            # Whoever has it has it as pageable memory, as good as any.
-            segment.refused = True
-            if not isinstance(error, AllocationError):
-                raise
-        finally:
-            segment.claimed = False
-            self._changes += 1
-        return segment.nbytes
+            except BaseException as error:
+                # Whoever has it has it as pageable memory, as good as any.
+                segment.refused = True
+                if not isinstance(error, AllocationError):
+                    raise
+            finally:
+                segment.claimed = False
+                self._changes += 1
+            return segment.nbytes
 
     def usage(self) -> Usage:
         """Return the figures of this moment."""
@@ -380,6 +404,7 @@ class PinnedPool:
     def close(self) -> None:
         """Unpin what is idle now; what arrays still hold is unpinned when the last of them is gone. No interrupt comes here."""
         self._closed = True
+        _mapping.pop(id(self), None)
         try:
             self._trim()
         except BaseException:
@@ -412,6 +437,7 @@ class PinnedPool:
         """See `Forgetful`."""
         self._free = _leave
         self._closed = True
+        _mapping.pop(id(self), None)
         self._returns = Returns()
         self._lock = threading.RLock()
         self._inside = False
@@ -496,7 +522,8 @@ class PinnedPool:
         if address is not None:
             self.hits += 1
             return self._handed_out(address, ranges, request, number), None
-        if not may_grow:
+        if not may_grow or self._closed:
+            # Of what an interrupted call has left running nobody would take back what a closed pool gives.
             return None, None
         exact = round_up(request.size, PAGE)
         for nbytes in (SHARED_SEGMENT, exact) if ranges is self._small else (exact,):
@@ -509,17 +536,17 @@ class PinnedPool:
         return None, None
 
     def _looked_idle(self, request: PoolRequest, number: int) -> _Row | None:
-        """Enter a row of a result in idle memory, of whatever kind."""
+        """Enter a row of a result in idle memory, of whatever kind; where staging has no room beside it, in locked memory."""
         if self._arrays + request.size > self._arrays_limit:
             return None
-        for ranges in (self._large, self._pageable):
+        for ranges in (self._large, self._pageable) if self.nbytes + STAGING_SHARE <= self.limit else (self._large,):
             address = ranges.take(request.size)
             if address is not None:
                 self.hits += 1
                 return self._handed_out(address, ranges, request, number)
         return None
 
-    def _count_unlocked(self, lacking: Sequence[_Result]) -> bool:
+    def _count_unlocked(self, lacking: list[_Result]) -> bool:
         """Count what is to be mapped for these. False: so little that it is locked at once, or the limit has no room."""
         sizes = [round_up(result.request.size, PAGE) for result in lacking]
         total = sum(sizes)
@@ -531,9 +558,10 @@ class PinnedPool:
             self._growing[result.number] = size
         return True
 
-    def _grown_unlocked(self, lacking: Sequence[_Result]) -> list[_Row]:
+    def _grown_unlocked(self, lacking: list[_Result]) -> list[_Row]:
         """Map the segments that were counted, and enter the rows; none where the system refuses. No interrupt comes here."""
         assert self._unlocked is not None
+        _mapping[id(self)] = self
         with self._at_work:
             sizes = [self._growing.get(result.number, 0) for result in lacking]
             # Interrupted before: nobody will look at what is returned.
@@ -558,6 +586,7 @@ class PinnedPool:
         """Take a segment to lock: of those that are there the newest, since what is copied into them comes to the oldest first."""
         if self._closed:
             return None
+        # A list: who has freed a segment takes it out without the lock.
         for segment in reversed(list(self._segments.values())):
             if segment.awaited and not segment.claimed:
                 segment.claimed = True
@@ -690,8 +719,8 @@ class PinnedPool:
     def _unpin(self, segment: _Segment) -> None:
         """Unpin a segment, and only then take it off the account: the limit holds at every moment."""
         with self._at_work, self._freeing:
-            if segment.claimed:
-                # Another thread was faster, or this one is in a finalizer in the middle of it.
+            if segment.claimed or not segment.freeing:
+                # Another thread was faster, and perhaps refused; or this one is in a finalizer in the middle of it.
                 return
             segment.claimed = True
             try:
@@ -741,6 +770,20 @@ class PinnedPool:
 
 def _array(row: _Row, ticket: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return np.ndarray(shape, dtype, buffer=np.asarray(HostBlock(row.address, row.size, ticket)))
+
+
+_mapping: dict[int, PinnedPool] = {}
+"""Those that have had memory which is locked later, and are not closed: that of one stager may be given to another."""
+
+
+def awaiting(address: int, nbytes: int) -> PinnedPool | None:
+    """Return the pool, of whatever stager, that `awaits` the range."""
+    return next((pool for pool in list(_mapping.values()) if pool.awaits(address, nbytes)), None)
+
+
+def promised(address: int, nbytes: int) -> bool:
+    """Tell whether a pool, of whatever stager, has had the range mapped, and `promises` it."""
+    return any(pool.promises(address, nbytes) for pool in list(_mapping.values()))
 
 
 def _leave(address: int) -> None:

@@ -17,7 +17,7 @@ from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child, leave
 from xferlib.in_flight import Ledger
 from xferlib.memory.arrays import Array, address_of, host_array
-from xferlib.memory.pinned_pool import PinnedPool
+from xferlib.memory.pinned_pool import PinnedPool, awaiting
 from xferlib.memory.proc_maps import why_unlockable
 from xferlib.protocol import HostStager
 from xferlib.reaper import uninterrupted
@@ -136,8 +136,9 @@ class Pins:
 
     def _lock_pages(self, address: int, nbytes: int) -> None:
         # Otherwise it might be locked twice.
-        if self._pool.awaits(address, nbytes):
-            self._pool.idle()
+        pool = awaiting(address, nbytes)
+        if pool is not None:
+            pool.idle()
         reason = why_unlockable(address, nbytes)
         if reason is not None:
             raise ValueError(f"this memory cannot be page-locked: {reason}")

@@ -179,6 +179,11 @@ class Staging:
                     "copies: the garbage collector runs finalizers on any thread. Put into arrays in ordinary code"
                 )
 
+    def is_issuing(self) -> bool:
+        """Tell whether earlier gets still have copies to start, and a later one may be one of them, rather than wait for these."""
+        jobs = self._lanes[D2H].jobs
+        return bool(jobs) and not is_copying() and not all(job.has_come(ISSUED) for job in list(jobs.values()))
+
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any. Waits for no copy."""
         found = [self._bounce.release(), *(lane.release() for lane in self._lanes)]
