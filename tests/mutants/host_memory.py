@@ -174,7 +174,8 @@ def never_lets_go(patch: pytest.MonkeyPatch) -> None:
     f"{BOTH_ENDS}[1]",
     f"{BOTH_ENDS}[4096]",
     f"{BOTH_ENDS}[{LARGE}]",
-    "test_law09_results_of_get_are_page_locked",
+    "test_law09_results_of_get_are_page_locked[1]",
+    "test_law09_results_of_get_are_page_locked[4]",
     "test_law09_starting_does_not_wait_behind_held_copies[put]",
     "test_law09_starting_does_not_wait_behind_held_copies[get]",
     "test_law09_starting_does_not_wait_behind_held_copies[get_out]",
@@ -209,7 +210,7 @@ class QueuesTwo(BrokenBackend):
         self.queued.append(self.inner.record_h2d())
 
 
-@broken_backend(f"{BOTH_ENDS}[{LARGE}]", "test_law09_results_of_get_are_page_locked", hooks=LockingHost)
+@broken_backend(f"{BOTH_ENDS}[{LARGE}]", "test_law09_results_of_get_are_page_locked[1]", hooks=LockingHost)
 class LocksHalf(BrokenBackend):
     """Locks the first half of what it was asked for."""
 
@@ -421,7 +422,7 @@ def counts_what_is_gone(patch: pytest.MonkeyPatch) -> None:
     "test_law10_close_gives_back_what_nobody_reaches",
     "test_law10_pinned_memory_stays_pinned_until_its_last_reference_goes",
     "test_law10_memory_pinned_in_place_is_unpinned_by_close",
-    "test_law09_results_of_get_are_page_locked",
+    "test_law09_results_of_get_are_page_locked[1]",
     hooks=Host,
 )
 def claims_to_be_pinned(patch: pytest.MonkeyPatch) -> None:

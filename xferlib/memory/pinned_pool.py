@@ -522,8 +522,8 @@ class PinnedPool:
         if address is not None:
             self.hits += 1
             return self._handed_out(address, ranges, request, number), None
-        if not may_grow or self._closed:
-            # Of what an interrupted call has left running nobody would take back what a closed pool gives.
+        if not may_grow or (self._closed and not may_evict):
+            # Of what an interrupted call has left running nobody would take back what chunks a closed pool gives.
             return None, None
         exact = round_up(request.size, PAGE)
         for nbytes in (SHARED_SEGMENT, exact) if ranges is self._small else (exact,):
