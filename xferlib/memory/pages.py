@@ -39,8 +39,6 @@ LEAST_PIECE, PIECE = 4 << 20, 64 << 20
 """Bytes. Of one mapping, of several: to make one takes the time of fetching 20 KiB."""
 MOST_THREADS = 8
 """More of them fetch pages no faster."""
-THREADS_BESIDE = 4
-"""Beside others that copy into the same memory."""
 AVAILABLE_SECONDS = 0.1
 """How long what is available is taken for known."""
 PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
@@ -139,10 +137,10 @@ class HostPages:
         return list(mapped)
 
     def lock(self, address: int) -> None:
-        """Lock what `map` returned, whose contents stay. Raises `AllocationError`: it is as it was."""
+        """Lock what `map` returned, whose contents stay, on this thread alone. Raises `AllocationError`: it is as it was."""
         nbytes = self._mapped[address]
         try:
-            self._lock(address, nbytes, cpus_near(self._backend.pci_bus_id), THREADS_BESIDE)
+            self._lock(address, nbytes, cpus_near(self._backend.pci_bus_id), 1)
         except self._failures as error:
             raise _refused(nbytes, error) from error
 
