@@ -107,4 +107,4 @@ def _where(record: Record) -> str:
 
 
 def _size(nbytes: int) -> str:
-    return next((f"{nbytes // unit} {name}" for unit, name in UNITS if nbytes >= unit), f"{nbytes} B")
+    return next((f"{round(nbytes / unit)} {name}" for unit, name in UNITS if nbytes > 0.99 * unit), f"{nbytes} B")

@@ -285,6 +285,27 @@ def pinned(h200: Results, _: Results) -> Table:
     ]
 
 
+def first_get(_: Results, h100: Results) -> Table:
+    def row(words: str, backend: str) -> list[str]:
+        record = h100.one("first_get", backend, "d2h", 300 * ((4 * GIB) // 300 // 256 * 256), "300 arrays")
+        details = record["details"]
+        again = record["nbytes"] / record["limit_gbps"] / 1e9
+        calls = [digits(details[name]) for name in ("first_ms", "second_ms")]
+        steps = both(us, [details[f"{name}_longest_us"] / 1e6 for name in ("quiet_step", "step_beside")], " / ")
+        return [words, calls[0], ms(record["seconds"]["median"]), calls[1], ms(again), steps]
+
+    return [
+        [
+            "ms, 4 GiB in 300 arrays to the host",
+            *("first: the call", "all there", "again: the call", "all there"),
+            "longest step of another thread, us: quiet / beside the first",
+        ],
+        row("CuPy", "cupy"),
+        row("Numba", "numba"),
+        row("JAX", "jax"),
+    ]
+
+
 def overhead(h200: Results, _: Results) -> Table:
     def figures(records: Sequence[Record], peer: str | None) -> str:
         return both(us, [one["seconds"]["median"] if peer is None else one["peers_seconds"][peer] for one in records], " / ")
@@ -309,7 +330,7 @@ def overhead(h200: Results, _: Results) -> Table:
 
 
 TABLES: Mapping[str, Callable[[Results, Results], Table]] = {
-    table.__name__: table for table in (steps, loaders, pageable, calls, leaves, pinned, overhead)
+    table.__name__: table for table in (steps, loaders, pageable, calls, leaves, pinned, first_get, overhead)
 }
 
 if __name__ == "__main__":
