@@ -213,6 +213,24 @@ def test_what_was_taken_since_the_system_was_asked_is_not_there_any_more(backend
         host.free(address)
 
 
+def test_what_is_mapped_and_not_locked_is_promised(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages come one by one, and until then the system takes them for available."""
+    left = 20 * MIB
+    monkeypatch.setattr(pages, "available_memory", lambda: left)
+    monkeypatch.setattr(pages, "_available", (0.0, 0))
+    monkeypatch.setattr(pages, "AVAILABLE_SECONDS", -1.0)
+    host = HostPages(backend)
+    (address,) = host.map([15 * MIB])
+    with pytest.raises(xferlib.AllocationError, match=r"6\.0 MiB of pinned memory could not be had: 5\.0 MiB are available"):
+        host.map([6 * MIB])
+    host.lock(address)
+    left = 5 * MIB
+    with pytest.raises(xferlib.AllocationError, match=r"5\.0 MiB are available"):
+        host.map([6 * MIB])
+    host.free(host.allocate(5 * MIB))
+    host.free(address)
+
+
 def test_the_system_s_refusal_is_an_allocation_error(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "available_memory", lambda: 1 << 62)
     monkeypatch.setattr(pages, "_available", (0.0, 0))

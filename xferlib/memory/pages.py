@@ -123,7 +123,9 @@ class HostPages:
     def map(self, sizes: Sequence[int]) -> list[int]:
         """Return the addresses of new memory, likewise, which is pageable until `lock`: all of it or none. `AllocationError`."""
         total = sum(sizes)
-        _check_available(total)
+        # Of what is not locked yet some may not be there yet, and still look available.
+        promised = sum([nbytes for address, nbytes in list(self._mapped.items()) if address not in self._locked])
+        _check_available(total, promised)
         mapped: dict[int, int] = {}
         try:
             for nbytes in sizes:
@@ -163,16 +165,17 @@ class HostPages:
         self._locked[address] = None
 
 
-def _check_available(nbytes: int) -> None:
-    """Raise `AllocationError` rather than let the kernel end this process, or another, to make room."""
+def _check_available(nbytes: int, promised: int) -> None:
+    """Raise `AllocationError` rather than let the kernel end this process, or another, to make room. `promised`: taken already."""
     global _available
     seen, left = _available
     # To ask takes as long as to lock a megabyte.
-    if time.monotonic() - seen > AVAILABLE_SECONDS or nbytes > left // 4:
+    if time.monotonic() - seen > AVAILABLE_SECONDS or nbytes + promised > left // 4:
         seen, left = time.monotonic(), available_memory()
-    if nbytes > left:
+    room = max(0, left - promised)
+    if nbytes > room:
         raise AllocationError(
-            f"{in_words(nbytes)} of pinned memory could not be had: {in_words(left)} are available on this machine, or in "
+            f"{in_words(nbytes)} of pinned memory could not be had: {in_words(room)} are available on this machine, or in "
             "its control group. Lower pinned_limit or the batch"
         )
     _available = seen, left - nbytes
