@@ -36,7 +36,7 @@ NBYTES = attrgetter("nbytes")
 class PageableWarning:
     """Warns, or raises where `strict`. Any thread. Asked before a put starts that does not borrow its sources.
 
-    `promised`: whether memory is ours, and pinned soon, or by now, which nobody need do anything about.
+    `promised`: whether a pool of ours has this memory, and has locked it or soon will: then nobody is warned.
     """
 
     def __init__(self, promised: Callable[[int, int], bool], *, strict: bool) -> None:

@@ -286,8 +286,8 @@ class HostStager(Protocol[ArrayT]):
     def mark(self, stream: object | None = None) -> Event | None:
         """Return an event behind what `stream` (None: the calling thread's current one) has enqueued; None: it is done.
 
-        Called once `place` was asked for every array of a get. Where arrays carry their own order, the event is also behind what
-        produces these: as of a stream on which `place` lets a wait for each be enqueued, and to which nobody's copies go.
+        Called once `place` was asked for every array of a get. Where arrays carry their own order, the event also covers what
+        produces these: it is recorded on a stream, used for no copies, that `place` has made wait for each of them.
         """
 
     def as_target(self, array: ArrayT, stream: object | None = None) -> Source:

@@ -27,7 +27,7 @@ class Stats:
         pool_fallbacks: Arrays in pageable memory, since the pool was full: with when_full="stage".
         device_nbytes: Device memory taken from the framework for puts, in use or idle.
         device_peak_nbytes: The most of `device_nbytes` so far.
-        device_waits: HostToDevice that made the H2D stream wait for a reader, at the device limit.
+        device_waits: Puts whose copy had to wait, on the device, for a reader of an older batch.
         h2d_nbytes: Of the copies to the device started so far.
         d2h_nbytes: Of the copies to the host started so far.
         synchronous: Leaves so far that passed through the CPU because their memory is pageable.

@@ -93,8 +93,7 @@ int xe_start_near(int threads, int node, const void *cpus, size_t nbytes);
 
 // `calls` NULL: its owner makes the calls; see xe_request. `calls` must stay.
 int xe_open_lane(uint32_t lane, int direction, const xe_calls *calls, void *stream);
-// XE_BUSY while a job is on it. Chunks that were not taken back are the caller's again, but for those that were lost, which are all
-// that is left where as many as possible were taken back: a copy may be under way in them.
+// XE_BUSY while a job is on it. Take every chunk back first: those that are left are lost, and a copy may be under way in them.
 int xe_close_lane(uint32_t lane);
 
 // Give a lane pinned memory to copy through, and for lanes with calls an event of its own. XE_BUSY: the chunk of this number is lost.

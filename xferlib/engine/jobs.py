@@ -198,7 +198,7 @@ class Job:
             return None
         raise CapabilityError(
             "no stream can wait for this get: its last step is a copy by the CPU into pageable memory. "
-            "Leave out away, pass out=stager.empty_pinned(...), or wait on the host with synchronize()"
+            "Omit out=, pass out=stager.empty_pinned(...), or wait on the host with synchronize()"
         )
 
     def _note_failure(self) -> None:

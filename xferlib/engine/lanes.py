@@ -1,7 +1,7 @@
 """Lanes: one copy stream of a stager each, with the pinned chunks that its jobs pass through.
 
-A job is submitted first and given chunks then: while it waits for one, the engine gives none away. Chunks come from the stager's
-pool when they are first wanted, and go back to it when it needs the room, by `release`.
+A job is submitted first and given chunks then: while it waits for one, none of the lane's can be taken back. Chunks
+come from the stager's pool when they are first wanted, and go back to it when it needs the room, by `release`.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Lane:
 
     def feed(self, job: Job, nbytes: int, blocks: int) -> None:
         """Have chunks for a job of so many bytes, as far as the pool has room, and one at least. Raises `AllocationError`."""
-        # As many as it has parts, so that all its copies can be in the stream before the first is done, and as those before it
-        # have: held, they keep theirs. To the device a part ends with its piece of device memory.
+        # As many as it has parts, so that all its copies can be in the stream before the first is done, and those of earlier jobs,
+        # which keep theirs while they are held. To the device a part ends with its piece of device memory.
         job.parts = -(-nbytes // min(self.nbytes, quick().xe_part_nbytes(nbytes))) + blocks - 1
         goal = min(self._most, sum([other.parts for other in list(self.jobs.values())]))
         if len(self._blocks) + len(self._growing) < goal:
@@ -223,7 +223,7 @@ class Lane:
         """Add some chunks, in one block if there is room for it; False: there are enough, or there is no room."""
         with self._counting:
             lacking = goal - len(self._blocks) - len(self._growing)
-            # Not where a block that comes back late would be missed.
+            # Several in one block only where the limit can spare it until the last of them is back.
             together = max(1, min(lacking, TOGETHER, self._pool.limit // LEAST_SHARE // self.nbytes))
             numbers = list(itertools.islice(_chunks, together if lacking > 0 else 0))
             self._growing.update(dict.fromkeys(numbers))

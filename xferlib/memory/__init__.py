@@ -1,1 +1,1 @@
-"""Host memory: what NumPy arrays look like in memory, how much may be pinned, and the bounded pinned pool."""
+"""Memory of host and device: what NumPy arrays look like in memory, how much may be pinned, and the two pools."""

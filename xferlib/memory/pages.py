@@ -124,8 +124,8 @@ class HostPages:
         """Return the addresses of new memory, likewise, which is pageable until `lock`: all of it or none. `AllocationError`."""
         total = sum(sizes)
         # Of what is not locked yet some may not be there yet, and still look available.
-        promised = sum([nbytes for address, nbytes in list(self._mapped.items()) if address not in self._locked])
-        _check_available(total, promised)
+        taken = sum([nbytes for address, nbytes in list(self._mapped.items()) if address not in self._locked])
+        _check_available(total, taken)
         mapped: dict[int, int] = {}
         try:
             for nbytes in sizes:
@@ -165,14 +165,17 @@ class HostPages:
         self._locked[address] = None
 
 
-def _check_available(nbytes: int, promised: int) -> None:
-    """Raise `AllocationError` rather than let the kernel end this process, or another, to make room. `promised`: taken already."""
+def _check_available(nbytes: int, taken: int) -> None:
+    """Raise `AllocationError` rather than let the kernel end this process, or another, to make room.
+
+    `taken`: bytes that still look available.
+    """
     global _available
     seen, left = _available
     # To ask takes as long as to lock a megabyte.
-    if time.monotonic() - seen > AVAILABLE_SECONDS or nbytes + promised > left // 4:
+    if time.monotonic() - seen > AVAILABLE_SECONDS or nbytes + taken > left // 4:
         seen, left = time.monotonic(), available_memory()
-    room = max(0, left - promised)
+    room = max(0, left - taken)
     if nbytes > room:
         raise AllocationError(
             f"{in_words(nbytes)} of pinned memory could not be had: {in_words(room)} are available on this machine, or in "

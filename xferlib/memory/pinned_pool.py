@@ -57,7 +57,8 @@ LOOK_SECONDS = 0.0005
 STAGING_SHARE = 64 << 20
 """Bytes, or half of the limit where that is less. What arrays leave to staging where they give way to it."""
 UNLOCKED_FROM = 8 << 20
-"""Bytes that the results of one get lack. Less is locked in the time that it takes to copy it by way of chunks."""
+"""Bytes of new memory for the results of one get, from which on it is locked later: to lock less takes no longer than a detour by
+way of chunks."""
 
 
 _Growth: TypeAlias = tuple[Ranges, int]
@@ -65,7 +66,7 @@ _Growth: TypeAlias = tuple[Ranges, int]
 
 @final
 class _Segment:
-    """Page-locked memory, or such as is about to be, which is not `locked`; `refused`: the driver has not locked it.
+    """A range of memory that is page-locked, or will be: `locked` tells. `refused`: the driver would not lock it.
 
     `freeing`: it is about to be unlocked, and nothing is handed out of it; `claimed`: somebody locks or unlocks it.
     """

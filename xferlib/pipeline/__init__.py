@@ -1,5 +1,5 @@
 """Loops over batches: prefetch to the device, drain to the host, both at once, and slots that batches are written into.
 
-Everything here stands on `Stager` and `Transfer` alone. `feed` is the thread and its bounded queue; `clock`, `report` and `bill`
-say what a loop waited for and what it costs; worker processes stand in `shared`.
+Everything here stands on `Stager` and `Transfer` alone. `background` and `source_thread` are the thread that iterates a source
+ahead; `phase_timer`, `report` and `memory_estimate` say what a loop waited for and what it costs; `workers` are worker processes.
 """

@@ -71,9 +71,10 @@ def prefetch(
     (`Transfer.wait_staged`), for pinned memory when its copy is done. If not, it is asked at once. None: as the source's attribute
     `rewrites` says, else true. Slots come back to their ring when their copy is done, either way.
 
-    After a batch that nothing else refers to it is asked at once whatever is said, since nobody can write to that: arrays that own
-    their memory (or are the only view of one that does, or of `bytes`), in dicts, lists and tuples that the source keeps no
-    reference to either. A generator that says `batch = ...` and then `yield batch` keeps one, `yield ...` does not.
+    If nothing else refers to a batch, the source is asked for the next one at once, whatever `rewrites` says, since nobody can
+    write to that batch: arrays that own their memory (or are the only view of one that does, or of `bytes`), in dicts, lists and
+    tuples that the source keeps no reference to either. A generator that says `batch = ...` and then `yield batch` keeps one,
+    `yield ...` does not.
 
     `depth`: no more than there are batches, where `len()` of the source says how many.
 

@@ -81,6 +81,6 @@ MUTANTS = [
         "            if number in self._locks:\n                with translated",
         "            if True:\n                with translated",
     ),
-    (PAGES, "    room = max(0, left - promised)", "    room = max(0, left)"),
+    (PAGES, "    room = max(0, left - taken)", "    room = max(0, left)"),
     (PAGES, "    if nbytes > room:", "    if nbytes >= room:"),
 ]
