@@ -22,13 +22,25 @@ from typing import Any, NamedTuple, TypeAlias, final
 from xferlib.engine.jobs import Job, next_row
 from xferlib.errors import XferError
 from xferlib.forks import forget_in_child, leave
-from xferlib.latch import is_copying
+from xferlib.latch import is_copy_thread
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.mapped import Views
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.reaper import watch
 
-__all__ = ["Entry", "Fill", "Flow", "InFlight", "Jobs", "Ledger", "Room", "all_ledgers", "reap_all", "uses", "wait_for_others"]
+__all__ = [
+    "DeviceHolders",
+    "Entry",
+    "Fill",
+    "InFlight",
+    "Jobs",
+    "Ledger",
+    "PinnedHolders",
+    "all_ledgers",
+    "reap_all",
+    "uses",
+    "wait_for_others",
+]
 
 LOOK_EVERY = 32
 """Transfers. Asking the driver costs as much as starting a small copy does."""
@@ -124,7 +136,7 @@ class InFlight:
             # Better to lose the memory than to have it written under its next owner.
             self._stuck.append(keepalive)
             return False
-        if not is_copying():
+        if not is_copy_thread():
             with suppress(*self._failures):
                 event.synchronize()
         return True
@@ -381,7 +393,7 @@ class Ledger:
         # What is done in one direction must not wait for the other.
         if self.reap():
             return True
-        if is_copying():
+        if is_copy_thread():
             return False
         if self.h2d.wait_oldest() or self.d2h.wait_oldest():
             return True
@@ -389,7 +401,7 @@ class Ledger:
 
     def wait_all(self) -> None:
         """Block until everything started before the call is done. Raises `XferError` on a thread that copies would wait for."""
-        if is_copying() and self.busy:
+        if is_copy_thread() and self.busy:
             raise XferError(
                 "a finalizer would wait for transfers on a thread that makes the copies, and so for itself: the garbage collector "
                 "runs finalizers on any thread. Close stagers and pins in ordinary code"
@@ -429,7 +441,7 @@ def wait_for_others(own: Ledger, concerns: Concerns, job_concerns: Callable[[Job
     """Block until the oldest copy, or job, of another stager that concerns the caller is done. False: there was none that this
     thread can wait for.
     """
-    others = [] if is_copying() else [ledger for ledger in all_ledgers() if ledger is not own]
+    others = [] if is_copy_thread() else [ledger for ledger in all_ledgers() if ledger is not own]
     return any(
         ledger.h2d.wait_oldest(concerns) or ledger.d2h.wait_oldest(concerns) or ledger.jobs.wait_user(job_concerns)
         for ledger in others
@@ -437,7 +449,7 @@ def wait_for_others(own: Ledger, concerns: Concerns, job_concerns: Callable[[Job
 
 
 @final
-class Flow:
+class DeviceHolders:
     """What may hold device memory of one stager: transfers in flight, of whatever stager."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -458,7 +470,7 @@ class Flow:
 
 
 @final
-class Room:
+class PinnedHolders:
     """What may make room in one stager's pinned pool: chunks that are idle, and transfers that will end, of whatever stager."""
 
     def __init__(self, ledger: Ledger) -> None:

@@ -11,7 +11,7 @@ import time
 from _thread import allocate_lock
 from typing import Final, final
 
-__all__ = ["SLICE_SECONDS", "Latch", "is_copying", "note_copying"]
+__all__ = ["SLICE_SECONDS", "Latch", "is_copy_thread", "note_copy_thread"]
 
 SLICE_SECONDS: Final = 0.05
 """How long is waited at a time: a signal that comes a moment before a thread waits does not wake it."""
@@ -65,11 +65,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def note_copying() -> None:
+def note_copy_thread() -> None:
     """Note that the calling thread makes copies, and that others, it among them, would wait for ever if it waited for one."""
     _thread.copying = True
 
 
-def is_copying() -> bool:
+def is_copy_thread() -> bool:
     """Tell whether the calling thread noted that. Only a finalizer, which the collector runs on any thread, asks on such a one."""
     return _thread.copying

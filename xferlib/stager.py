@@ -36,7 +36,7 @@ from xferlib.debug import Sources, wanted, watch_get
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.forks import forget_in_child
 from xferlib.h2d import HostToDevice
-from xferlib.in_flight import Flow, Ledger, Room
+from xferlib.in_flight import DeviceHolders, Ledger, PinnedHolders
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import WhenFull
 from xferlib.memory.device_pool import DevicePool
@@ -109,22 +109,22 @@ class Stager:
         backend = self.backend
         self._ledger = ledger = Ledger(backend)
         memory = allocators(backend)
-        room, flow = Room(ledger), Flow(ledger)
+        pinned_holders, device_holders = PinnedHolders(ledger), DeviceHolders(ledger)
         self._pool = pool = PinnedPool(
             allocate=memory.allocate,
             allocate_write_combined=memory.allocate_write_combined,
             # Who is strict is never to meet memory of ours that is not pinned.
             unlocked=None if strict else memory.unlocked,
             free=memory.free,
-            reclaimer=room,
+            reclaimer=pinned_holders,
             limit=default_pinned_limit() if pinned_limit is None else positive_nbytes(pinned_limit, "pinned_limit"),
             when_full=when_full,
         )
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
-        self._blocks = DevicePool(backend, flow, device_limit)
+        self._blocks = DevicePool(backend, device_holders, device_limit)
         self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
-        room.release, room.owns = staged.release, pool.owns
-        flow.owns, ledger.wait_issued = self._blocks.owns, staged.wait_issued
+        pinned_holders.release, pinned_holders.owns = staged.release, pool.owns
+        device_holders.owns, ledger.wait_issued = self._blocks.owns, staged.wait_issued
         self._pins = Pins(backend, ledger, pool)
         host = HostMemory(backend, pool, splits)
         self._host = host

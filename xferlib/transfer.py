@@ -11,7 +11,7 @@ from typing import Any, Generic, NoReturn, TypeAlias, final
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
-from xferlib.latch import is_copying
+from xferlib.latch import is_copy_thread
 from xferlib.protocol import Event, Stream
 from xferlib.sketch import sketched
 from xferlib.typed import TreeT, TreeT_co
@@ -157,7 +157,7 @@ class Transfer(Generic[TreeT_co]):
             raise self._failed(self._error)
         if _forks and self._born != _forks:
             raise _forked()
-        if is_copying():
+        if is_copy_thread():
             self._refuse_to_wait()
         try:
             self._event.synchronize()
@@ -177,7 +177,7 @@ class Transfer(Generic[TreeT_co]):
             return
         if _forks and self._born != _forks:
             raise _forked()
-        if is_copying():
+        if is_copy_thread():
             # One that has failed is at rest.
             with suppress(TransferError):
                 self._refuse_to_wait()
@@ -197,7 +197,7 @@ class Transfer(Generic[TreeT_co]):
             raise self._failed(self._error)
         if _forks and self._born != _forks:
             raise _forked()
-        if is_copying():
+        if is_copy_thread():
             self._refuse_to_wait()
         try:
             waiting = self._event.stream_wait(stream)

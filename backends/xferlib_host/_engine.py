@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, final
 
 from xferlib import protocol
-from xferlib.latch import note_copying
+from xferlib.latch import note_copy_thread
 from xferlib_host._stream import Event
 from xferlib_host._worker import Job, Worker
 
@@ -26,7 +26,7 @@ class Engine:
 
     def __init__(self, name: str) -> None:
         self._worker = Worker(name)
-        self._worker.put(note_copying)
+        self._worker.put(note_copy_thread)
         self._cause: BaseException | None = None
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, cast, final
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError, ClosedError
-from xferlib.latch import note_copying
+from xferlib.latch import note_copy_thread
 from xferlib.reaper import collects
 from xferlib_jax._promise import ComputeError, Promise, Promises
 
@@ -204,7 +204,7 @@ def _copy_promised(dst: int, promise: Promise, offset: int, nbytes: int) -> None
 def _run(queue: SimpleQueue[Job | None]) -> None:
     me = threading.get_ident()
     _threads[me] = None
-    note_copying()
+    note_copy_thread()
     while (job := queue.get()) is not None:
         job()
         del job  # What the job refers to must not live on until the next one comes.

@@ -200,7 +200,7 @@ class Device:
         return block.address in self.gone
 
 
-class Flow:
+class DeviceHolders:
     """What is in flight, where that is nothing."""
 
     def reap(self) -> bool:

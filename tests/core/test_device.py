@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.fakes import WATCHDOG, Device, Flow, Point, on_thread, until
+from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, on_thread, until
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.memory import device_pool
 from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING, DevicePool, Lease, note_reader, size_class
@@ -23,8 +23,8 @@ from xferlib.reaper import start_reaper
 MIB = 1 << 20
 
 
-def cache(device: Device, limit: int | None = None, flow: Flow | None = None) -> DevicePool:
-    return DevicePool(device, flow or Flow(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
+def cache(device: Device, limit: int | None = None, holders: DeviceHolders | None = None) -> DevicePool:
+    return DevicePool(device, holders or DeviceHolders(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
 
 
 class Blocks:
@@ -281,7 +281,7 @@ def test_room_that_was_made_while_nothing_was_in_flight_is_found() -> None:
     """Another thread's array may die, or its transfer end, between two looks: that is no reason to raise."""
     blocks: list[Lease] = []
 
-    class Late(Flow):
+    class Late(DeviceHolders):
         def wait_oldest(self) -> bool:
             blocks.clear()
             if looks:
@@ -299,7 +299,7 @@ def test_a_block_that_comes_back_in_the_last_look_is_found() -> None:
     leases: list[Lease] = []
     looks: list[str] = []
 
-    class Late(Flow):
+    class Late(DeviceHolders):
         def wait_oldest(self) -> bool:
             looks.append("nothing is in flight")
             # The collector has been called for, too, and nobody looks at what has come back in between.
@@ -316,13 +316,13 @@ def test_a_block_that_comes_back_in_the_last_look_is_found() -> None:
 def test_a_block_that_only_a_copy_that_is_done_holds_is_used_before_another_is_taken() -> None:
     leases: list[Lease] = []
 
-    class Done(Flow):
+    class Done(DeviceHolders):
         def reap(self) -> bool:
             leases.clear()
             return True
 
     device = Device()
-    blocks = cache(device, flow=Done())
+    blocks = cache(device, holders=Done())
     leases.append(blocks.lease(MIB, {}))
     blocks.lease(MIB, {})
     assert device.allocated == [MIB]

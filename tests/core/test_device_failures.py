@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import WATCHDOG, Device, Flow, Point, held, on_thread, until
+from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, held, on_thread, until
 from xferlib.errors import AllocationError
 from xferlib.memory.device_pool import DevicePool
 from xferlib.protocol import Stream
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def cache(device: Device, limit: int | None = None) -> DevicePool:
-    return DevicePool(device, Flow(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
+    return DevicePool(device, DeviceHolders(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
 
 
 def leave_idle(blocks: DevicePool, device: Device, *fences: Point, nbytes: int = MIB) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.core.fakes import Point, on_thread, succeeds
 from xferlib.in_flight import LARGE, LOOK_EVERY, Entry, Fill, InFlight, Jobs, Ledger, all_ledgers, reap_all, wait_for_others
-from xferlib.latch import note_copying
+from xferlib.latch import note_copy_thread
 from xferlib.protocol import Source, Stream
 
 
@@ -285,7 +285,7 @@ def test_settle_does_not_wait_on_a_thread_that_makes_the_copies() -> None:
     queue, alive = queue_of(point), weakref.ref(thing)
 
     def fail(thing: Thing) -> None:
-        note_copying()
+        note_copy_thread()
         assert queue.settle(thing)
 
     on_thread(partial(fail, thing)).result(10)
@@ -411,7 +411,7 @@ def test_a_thread_that_makes_the_copies_waits_for_none_to_make_room(ledger: Play
     own.jobs.add(work)
 
     def wait() -> list[bool]:
-        note_copying()
+        note_copy_thread()
         return [own.wait_oldest(), own.wait_oldest(), wait_for_others(own, lambda entry: True, lambda job: True)]
 
     assert on_thread(wait).result(10) == [True, False, False]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from tests.core.fakes import WATCHDOG, on_thread
-from xferlib.latch import SLICE_SECONDS, Latch, is_copying, note_copying
+from xferlib.latch import SLICE_SECONDS, Latch, is_copy_thread, note_copy_thread
 
 
 def test_all_who_wait_pass_when_it_opens() -> None:
@@ -37,9 +37,9 @@ def test_a_shut_one_is_waited_for_as_long_as_was_said() -> None:
 
 def test_what_one_thread_notes_of_itself_is_said_of_no_other() -> None:
     def noted() -> bool:
-        note_copying()
-        return is_copying()
+        note_copy_thread()
+        return is_copy_thread()
 
     assert on_thread(noted).result(WATCHDOG)
-    assert not is_copying()
-    assert not on_thread(is_copying).result(WATCHDOG)
+    assert not is_copy_thread()
+    assert not on_thread(is_copy_thread).result(WATCHDOG)

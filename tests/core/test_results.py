@@ -26,7 +26,7 @@ from tests.mutants.broken import BrokenBackend
 from tests.mutants.locking import LockingBackend, LockingHost
 from xferlib import pageable_warning
 from xferlib.errors import AllocationError
-from xferlib.latch import note_copying
+from xferlib.latch import note_copy_thread
 from xferlib.memory import locker, pages, pinned_pool
 from xferlib.memory.pages import HostPages, Unlocked
 from xferlib.memory.pinned_pool import SMALL, UNLOCKED_FROM, PinnedPool, _Segment
@@ -608,7 +608,7 @@ def test_a_thread_that_makes_the_copies_gets_without_its_own_help(backend: Gated
     backend.locks_by_name = True
 
     def get() -> Any:
-        note_copying()
+        note_copy_thread()
         return stager.get(device)
 
     found = on_thread(get).result(WATCHDOG).result()

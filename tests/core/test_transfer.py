@@ -13,7 +13,7 @@ import xferlib_host
 
 import xferlib
 from tests.core.fakes import WATCHDOG, Point, held, on_thread, succeeds, tampered, until
-from xferlib.latch import note_copying
+from xferlib.latch import note_copy_thread
 from xferlib.staging.profile import StagingProfile
 from xferlib.transfer import Transfer
 
@@ -157,7 +157,7 @@ def test_where_nothing_is_staged_nobody_waits_for_it(stager: xferlib.Stager, cop
 def waits_staged(transfer: Transfer, *, copying: bool) -> None:
     if copying:
         # As a finalizer that the collector runs on a thread of the engine's.
-        note_copying()
+        note_copy_thread()
     transfer.wait_staged()
 
 

@@ -14,7 +14,7 @@ from xferlib_host.conformance import TestHost as Host
 
 from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
 from xferlib import protocol
-from xferlib.latch import is_copying
+from xferlib.latch import is_copy_thread
 from xferlib.protocol import HostStager, Source
 
 __all__: list[str] = []
@@ -87,10 +87,10 @@ class NeverSaysYes(BrokenEvents):
     event = NeverDone
 
     def record_h2d(self) -> Any:
-        return self.inner.record_h2d() if is_copying() else super().record_h2d()
+        return self.inner.record_h2d() if is_copy_thread() else super().record_h2d()
 
     def record_d2h(self) -> Any:
-        return self.inner.record_d2h() if is_copying() else super().record_d2h()
+        return self.inner.record_d2h() if is_copy_thread() else super().record_d2h()
 
 
 class DoneOnceWaitedFor(BrokenEvent):
@@ -111,10 +111,10 @@ class SaysYesOnlyIfWaitedFor(BrokenEvents):
     event = DoneOnceWaitedFor
 
     def record_h2d(self) -> Any:
-        return self.inner.record_h2d() if is_copying() else super().record_h2d()
+        return self.inner.record_h2d() if is_copy_thread() else super().record_h2d()
 
     def record_d2h(self) -> Any:
-        return self.inner.record_d2h() if is_copying() else super().record_d2h()
+        return self.inner.record_d2h() if is_copy_thread() else super().record_d2h()
 
 
 class WaitsToSay(BrokenEvent):

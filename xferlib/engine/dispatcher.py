@@ -17,7 +17,7 @@ from typing import Any, Final, final
 from xferlib.engine.jobs import Job
 from xferlib.engine.native import FINISHED, H2D, MOST_PIECES, Request, library, quick
 from xferlib.errors import XferError
-from xferlib.latch import note_copying
+from xferlib.latch import note_copy_thread
 from xferlib.protocol import Event, HostStager
 
 __all__ = ["DISPATCHER", "Served"]
@@ -148,7 +148,7 @@ class Dispatcher:
 
     def _run(self) -> None:
         threading.current_thread().name = "xferlib-dispatcher"
-        note_copying()
+        note_copy_thread()
         requests = (Request * BATCH)()
         pause = FIRST_PAUSE
         while self._running:

@@ -49,7 +49,7 @@ def refuse_parents(row: int) -> None:
         )
 
 
-class Carrier(Protocol):
+class JobLane(Protocol):
     """The lane that a job is on."""
 
     jobs: dict[int, Job]
@@ -94,7 +94,7 @@ class Job:
         "submitted",
     )
 
-    def __init__(self, lane: Carrier, *, owner: int | None = None) -> None:
+    def __init__(self, lane: JobLane, *, owner: int | None = None) -> None:
         self.row = next_row()
         self.lane = lane
         self.owner = owner

@@ -21,7 +21,7 @@ from xferlib.engine.dispatcher import DISPATCHER, Served
 from xferlib.engine.jobs import Job, next_row, refuse_parents
 from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, Piece, library, quick
 from xferlib.errors import AllocationError, XferError
-from xferlib.latch import is_copying
+from xferlib.latch import is_copy_thread
 from xferlib.memory.numa import node_near
 from xferlib.memory.pinned_pool import HostBlock, PinnedPool
 from xferlib.protocol import DriverCalls, Event, HostStager
@@ -137,7 +137,7 @@ class Lane:
         if len(self._blocks) + len(self._growing) < goal:
             uninterrupted(partial(self._grow_to, goal))
         while not self._blocks:
-            if is_copying():
+            if is_copy_thread():
                 raise AllocationError(
                     "pinned memory asked by a finalizer on a thread that makes the copies. Ask from ordinary code"
                 )
@@ -159,7 +159,7 @@ class Lane:
         if self._releasing._is_owned():  # type: ignore[attr-defined]  # As `threading.Condition` asks.
             # A finalizer, inside a release.
             return False
-        if self.direction == H2D and not is_copying():
+        if self.direction == H2D and not is_copy_thread():
             for job in list(self.jobs.values()):
                 # The copies are made, and the engine is about to see it.
                 if job.is_copied():

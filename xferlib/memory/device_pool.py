@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple, fi
 
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
-from xferlib.latch import is_copying
+from xferlib.latch import is_copy_thread
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 from xferlib.reaper import AtWork, uninterrupted, watch
 from xferlib.tickets import Returns, ticket
@@ -637,7 +637,7 @@ class DevicePool:
         return True
 
     def _full(self, size: int) -> AllocationError:
-        if is_copying():
+        if is_copy_thread():
             return AllocationError(
                 "device memory asked by a finalizer on a thread that makes the copies, where it cannot wait for room. Put from "
                 "ordinary code"

@@ -30,7 +30,7 @@ import numpy as np
 
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
-from xferlib.latch import is_copying
+from xferlib.latch import is_copy_thread
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import HostBlock, PoolRequest, Reclaimer, Usage, WhenFull, check_when_full, round_up
 from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, start_locker
@@ -203,7 +203,7 @@ class PinnedPool:
         found: list[Array | None] = [None] * len(wanted)
         lacking: list[_Result] = []
         # What a finalizer on a thread that makes the copies has to have at once can be copied without that thread.
-        if self._unlocked is not None and not is_copying():
+        if self._unlocked is not None and not is_copy_thread():
             for index, (shape, dtype) in enumerate(wanted):
                 nbytes = math.prod(shape) * dtype.itemsize
                 if nbytes < SMALL:
@@ -761,7 +761,7 @@ class PinnedPool:
 
     def _full(self, nbytes: int, *, waits: bool) -> AllocationError:
         why = "nothing is in flight that could free more" if waits else f"when_full={self.when_full!r} waits for nothing"
-        if waits and is_copying():
+        if waits and is_copy_thread():
             why = "a finalizer on a thread that makes the copies waits for none"
         return AllocationError(
             f"pinned memory is full: {in_words(nbytes)} asked, {self._in_use()}, and {why}. "

@@ -18,7 +18,7 @@ from xferlib.engine.lanes import Lane, start_threads, usual_threads
 from xferlib.engine.native import D2H, H2D, ISSUED, STAGED
 from xferlib.errors import XferError
 from xferlib.in_flight import Fill, Ledger, uses
-from xferlib.latch import is_copying
+from xferlib.latch import is_copy_thread
 from xferlib.memory.arrays import Array, address_of, extent, pieces
 from xferlib.memory.pinned_pool import PAGE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
@@ -171,7 +171,7 @@ class Staging:
         for job in list(self._lanes[D2H].jobs.values()):
             if target is not None and not any(uses(source, target) for source in job.device):
                 continue
-            if not is_copying():
+            if not is_copy_thread():
                 job.wait_for(ISSUED)
             elif target is not None and not job.has_come(ISSUED):
                 raise XferError(
@@ -182,7 +182,7 @@ class Staging:
     def is_issuing(self) -> bool:
         """Tell whether earlier gets still have copies to start, and a later one may be one of them, rather than wait for these."""
         jobs = self._lanes[D2H].jobs
-        return bool(jobs) and not is_copying() and not all(job.has_come(ISSUED) for job in list(jobs.values()))
+        return bool(jobs) and not is_copy_thread() and not all(job.has_come(ISSUED) for job in list(jobs.values()))
 
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any. Waits for no copy."""
@@ -211,7 +211,7 @@ class Staging:
         """
         whole = []
         for leaf in leaves:
-            if leaf.array.flags.c_contiguous and not is_copying():
+            if leaf.array.flags.c_contiguous and not is_copy_thread():
                 whole.append(leaf)
                 continue
             for part in self._cut(Part(leaf.address, leaf.array.nbytes, (leaf.array,))):
@@ -234,7 +234,7 @@ class Staging:
             # What this thread is starting itself can only wait for the finalizer that this is.
             if other.owner == job.owner:
                 continue
-            if is_copying():
+            if is_copy_thread():
                 raise XferError(
                     "a finalizer would get into memory that an earlier get still writes, and cannot wait on a thread that "
                     "makes the copies: the garbage collector runs finalizers on any thread. Get in ordinary code"

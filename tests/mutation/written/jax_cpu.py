@@ -35,7 +35,7 @@ MUTANTS = [
     (ENGINE, "self._unmade.pop(event.caller, None)", "self._unmade.get(event.caller)"),
     (ENGINE, "self._unmade.pop(event.caller, None)", "next(iter(self._unmade.values()), None)"),
     (ENGINE, "    return threading.get_ident(), collects()\n", "    return threading.get_ident(), False\n"),
-    (ENGINE, "    note_copying()\n", ""),
+    (ENGINE, "    note_copy_thread()\n", ""),
     (PROMISE, "        number = next(self._numbers) % MOST\n        while", "        number = next(self._numbers)\n        while"),
     (PROMISE, "        while number in self._live:\n", "        while False:\n"),
     (ENGINE, "        if self._broken is not None:\n            return\n        try:", "        try:"),

@@ -15,8 +15,8 @@ MUTANTS = [
     (INFLIGHT, " and not (fills and isinstance(work, Fill))", ""),
     (INFLIGHT, "if work.owner != me]", "if work.owner != me and not isinstance(work, Fill)]"),
     # A finalizer waits for the thread that it runs on.
-    (INFLIGHT, "        if is_copying():\n            return False\n", ""),
-    (INFLIGHT, "others = [] if is_copying() else [", "others = ["),
+    (INFLIGHT, "        if is_copy_thread():\n            return False\n", ""),
+    (INFLIGHT, "others = [] if is_copy_thread() else [", "others = ["),
     # What is done is held.
     (INFLIGHT, "return gone, gone is not entries", "return gone, False"),
     (INFLIGHT, "near + 1, len(entries))", "near + 1, near + 1)"),
