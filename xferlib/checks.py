@@ -19,6 +19,7 @@ from xferlib.tree import Alike, Spec, path
 __all__ = [
     "check_alike",
     "check_apart",
+    "check_depth",
     "check_out",
     "checked_at",
     "lacking",
@@ -137,6 +138,14 @@ def check_apart(ranges: list[tuple[int, int]], name: str) -> None:
     for (start, nbytes), (following, _) in itertools.pairwise(ordered):
         if following < start + nbytes:
             raise ValueError(f"two arrays of {name} share memory: each needs its own")
+
+
+def check_depth(depth: object) -> None:
+    """Raise `TypeError` or `ValueError` for what is no depth of a loop."""
+    if isinstance(depth, bool) or not isinstance(depth, SupportsIndex):
+        raise TypeError(f"depth={depth!r}: expected an int")
+    if operator.index(depth) < 1:
+        raise ValueError(f"depth={depth!r}: expected 1 or more")
 
 
 def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:

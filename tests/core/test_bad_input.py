@@ -190,7 +190,7 @@ def test_a_slot_is_put_by_itself(stager: xferlib.Stager) -> None:
         xferlib.stager("host") as other,
         xferlib.Ring(other, {"x": ((3,), np.float32)}, slots=1) as ring,
         ring.acquire() as slot,
-        pytest.raises(TypeError, match=r"Slot\. Put it with its own put\(\)"),
+        pytest.raises(TypeError, match=r"Slot\. Give a loop the slot itself, or put it with its own put\(\)"),
     ):
         stager.put(slot)
 

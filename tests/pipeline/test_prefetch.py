@@ -389,3 +389,14 @@ def test_depth_is_no_more_than_there_are_batches_where_that_is_known(
 def test_a_depth_of_none_is_refused_of_a_source_without_batches_too(stager: xferlib.Stager) -> None:
     with pytest.raises(ValueError, match="depth=0"):
         xferlib.prefetch([], stager, depth=0)
+
+
+@pytest.mark.parametrize("depth", ["2", None, 1.5, True])
+def test_a_depth_that_is_no_whole_number_is_refused_in_words(stager: xferlib.Stager, depth: Any) -> None:
+    for begin in (
+        lambda: xferlib.prefetch([np.ones(3)], stager, depth=depth),
+        lambda: xferlib.drain([], stager, depth=depth),
+        lambda: xferlib.stream_map(lambda batch: batch, [np.ones(3)], stager, depth=depth),
+    ):
+        with pytest.raises(TypeError, match=f"depth={depth!r}: expected an int"):
+            begin()

@@ -376,3 +376,17 @@ def test_decoders_on_several_threads_share_a_ring(stager: xferlib.Stager) -> Non
     assert {number: set(transfer.result()["image"].ravel().tolist()) for number, transfer in results.items()} == {
         number: {number} for number in range(75)
     }
+
+
+def test_what_is_misspelt_or_assigned_at_a_slot_is_refused_in_words(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, {"x": ((4,), np.uint8)}, slots=2) as ring:
+        slot = ring.acquire()
+        with pytest.raises(AttributeError):
+            slot.row = 1  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match=r"rows=2\.5: expected an int, or None for all"):
+            slot.rows = 2.5  # type: ignore[assignment]
+        with pytest.raises(TypeError, match=r"slot\['x'\]\[\.\.\.\] = values\. Names go beside them: slot\.tree\['x'\] = text"):
+            slot["x"] = np.ones(4, np.uint8)
+        slot["x"][:] = 3
+        slot.tree["file"] = ["a.jpg"]
+        assert slot.put().value["file"] == ["a.jpg"]

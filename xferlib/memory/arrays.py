@@ -60,7 +60,7 @@ def _advice(leaf: object) -> str:
     if {"result", "done"} <= offered:
         return "Pass what its result() returns"
     if {"put", "tree"} <= offered:
-        return "Put it with its own put()"
+        return "Give a loop the slot itself, or put it with its own put()"
     if {"__dlpack__", "__cuda_array_interface__"} & offered:
         return (
             "An array that is on a device already needs no put; convert one in host memory with numpy.asarray. "
@@ -76,9 +76,9 @@ def _advice(leaf: object) -> str:
 def check_dtype(dtype: np.dtype[Any]) -> None:
     """Raise `TypeError` for a dtype whose values are not plain numbers in native byte order."""
     if dtype.hasobject or dtype.kind in "OSUT" or dtype.names is not None or dtype.type is np.void:
-        raise TypeError(
-            f"arrays of dtype {dtype!r} cannot be transferred: expected numbers. Transfer fields or encodings separately"
-        )
+        text = dtype.kind in "SUT"
+        advice = "Text rides along in a list: array.tolist()" if text else "Transfer fields or encodings separately"
+        raise TypeError(f"arrays of dtype {dtype!r} cannot be transferred: expected numbers. {advice}")
     if not dtype.isnative:
         raise TypeError(f"dtype {dtype!r} is not in native byte order. Convert it with array.astype({dtype.newbyteorder('=')!r})")
 

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NoReturn, TypeVar, final
 
+from xferlib.checks import check_depth
 from xferlib.debug import caller
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
 from xferlib.pipeline.failed import Failed
@@ -57,8 +58,7 @@ class BackgroundIterator(Generic[T]):
     ) -> None:
         if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
             raise TypeError(f"expected something to iterate, got {source!r}")
-        if depth < 1:
-            raise ValueError(f"depth={depth!r}: expected 1 or more")
+        check_depth(depth)
         self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next), begun_at=caller())
         # The finalizer is the queue's own `put`: it tells the thread, and does nothing else.
         self._shared.owner = weakref.ref(self, self._shared.inbox.put)

@@ -17,7 +17,7 @@ from operator import call
 from types import TracebackType
 from typing import Any, Generic, NoReturn, final
 
-from xferlib.checks import uncopied
+from xferlib.checks import check_depth, uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, tree_nbytes
@@ -60,8 +60,7 @@ class Drain(Generic[TreeT_co]):
 
     def __init__(self, stager: Stager, depth: int = 2, *, out: TreeT_co | None = None) -> None:
         check_stager(stager)
-        if depth < 1:
-            raise ValueError(f"depth={depth!r}: expected 1 or more")
+        check_depth(depth)
         self.depth = depth
         self.bill: MemoryEstimate | None = None
         self.lowered: str | None = None

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, final, overload
 
 import numpy as np
 
-from xferlib.checks import uncopied
+from xferlib.checks import check_depth, uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.memory.arrays import Array, address_of
 from xferlib.pipeline.background import BackgroundIterator
@@ -153,6 +153,7 @@ class Prefetch(Generic[TreeT_co]):
                 f"batches is a {type(batches).__qualname__}, of which only the keys would be iterated: expected an iterable of "
                 "batches. Pass [batch] for a single one"
             )
+        check_depth(depth)
         depth = _no_deeper(batches, depth)
         self._asked_depth = depth
         self._device_waits = device_waits

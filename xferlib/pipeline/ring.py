@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, final
+from typing import Any, Generic, NoReturn, SupportsIndex, final
 
 import numpy as np
 
@@ -289,6 +289,9 @@ class Slot(Generic[TreeT_co]):
     its memory then, and after a put as well, it goes back when they do not.
     """
 
+    # A misspelt name, as of `rows`, is refused.
+    __slots__ = ("__weakref__", "_acquired_by", "_done", "_lease", "_rows", "_tree", "_trees", "_waited_seconds", "ring")
+
     __reduce_ex__ = uncopied("Copy its arrays, or acquire another slot")
 
     def __init__(self, ring: Ring[TreeT_co], layout: Layout, lease: _Lease, waited_seconds: float) -> None:
@@ -311,6 +314,11 @@ class Slot(Generic[TreeT_co]):
         tree: Any = self.tree
         return tree[key]
 
+    def __setitem__(self, key: Any, value: object) -> NoReturn:
+        raise TypeError(
+            f"a slot's arrays are written in place: slot[{key!r}][...] = values. Names go beside them: slot.tree[{key!r}] = text"
+        )
+
     @property
     def rows(self) -> int | None:
         """How many rows along each first axis are put, for a last batch that is smaller; None: all."""
@@ -321,6 +329,8 @@ class Slot(Generic[TreeT_co]):
         self._check()
         leaves, _ = self._trees.arrays(self._tree)
         room = min((len(leaf) if leaf.ndim else 0) for leaf in leaves)
+        if rows is not None and not isinstance(rows, SupportsIndex):
+            raise TypeError(f"rows={rows!r}: expected an int, or None for all")
         if rows is not None and not 0 <= rows <= room:
             raise ValueError(f"rows={rows!r}: the first axes of this slot have room for 0 to {room}")
         self._rows = rows

@@ -8,7 +8,7 @@ from operator import call
 from types import TracebackType
 from typing import Any, Generic, final, overload
 
-from xferlib.checks import uncopied
+from xferlib.checks import check_depth, uncopied
 from xferlib.errors import AllocationError, ClosedError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.drain import Drain
@@ -196,8 +196,7 @@ class Drained(Generic[TreeT_co]):
         self._stream = stream
         self._results = iter(results)
         self._source = source
-        if depth < 1:
-            raise ValueError(f"depth={depth!r}: expected 1 or more")
+        check_depth(depth)
         # The one to be taken is under way as well.
         self._drain: Drain[TreeT_co] = Drain(stager, depth + 1, out=out)
         self._clock = PhaseTimer()
