@@ -381,7 +381,7 @@ class Slot(Generic[TreeT_co]):
 
     def __repr__(self) -> str:
         # Asked once: another thread may put it meanwhile.
-        tree = self.__dict__.get("_tree")
+        tree = getattr(self, "_tree", None)
         return f"<Slot: {self.ring._words if tree is None else sketched(tree)}, {self._done if tree is None else 'acquired'}>"
 
 
