@@ -32,7 +32,7 @@ __all__ = ["Lane", "start_threads", "usual_threads"]
 MOST_THREADS = 6
 """More of them do not copy faster than a link, and small transfers wait for all of them to wake."""
 TOGETHER, LEAST_SHARE = 8, 16
-"""So many chunks are taken in one block, which takes little longer than one of them. It is at most such a share of the limit."""
+"""So many chunks are taken in one block, in less time than one by one. It is at most such a share of the limit."""
 CPU_SET_NBYTES = 1024
 """Of a set of CPUs, a bit for each: as many as Linux can have."""
 STOP_MICROSECONDS = 2_000_000

@@ -36,7 +36,7 @@ __all__ = ["Allocators", "HostPages", "Unlocked", "allocators"]
 
 HUGE = 2 << 20
 LEAST_PIECE, PIECE = 4 << 20, 64 << 20
-"""Bytes. Of one mapping, of several: to make one takes the time of fetching 20 KiB."""
+"""Bytes of one mapping, of several side by side. Each costs a call of the system."""
 MOST_THREADS = 8
 """More of them fetch pages no faster."""
 AVAILABLE_SECONDS = 0.1
@@ -172,7 +172,7 @@ def _check_available(nbytes: int, taken: int) -> None:
     """
     global _available
     seen, left = _available
-    # To ask takes as long as to lock a megabyte.
+    # To ask reads several files of the kernel's, which took 0.7 ms: as much as to lock some megabytes that are there.
     if time.monotonic() - seen > AVAILABLE_SECONDS or nbytes + taken > left // 4:
         seen, left = time.monotonic(), available_memory()
     room = max(0, left - taken)
