@@ -36,8 +36,8 @@ class Judge:
         self._folder = folder
         self._hang = hang_seconds
         self._limit = limit_seconds
-        path = f"{folder}:{folder / 'backends'}"
-        self._environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        path = [str(folder), str(folder / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def warm(self) -> None:
         """Compile everything once, so that mutants need not."""
