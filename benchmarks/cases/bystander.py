@@ -1,18 +1,20 @@
-"""A Python training thread beside staging at full speed, against the same thread by itself.
+"""A Python training thread beside staging at full speed, against the same thread by itself, and beside pinned memory.
 
-Question: do threads that stage pageable memory disturb the thread that trains? They need cores and memory bandwidth.
+Question: do threads that stage pageable memory disturb the thread that trains? They need cores and memory bandwidth. Who pins his
+batches needs neither, so what staging costs the training thread is what it costs beyond that.
 
 Isolated: the step time of the calling thread. Two kinds of it, neither with a transfer. A "training step" is what a training loop
 does on the host: some Python, the launch of a step of ten milliseconds on the device, the wait for the step before. A "Python step"
 never rests: half a millisecond of Python and small NumPy arrays, each of which gives the interpreter up and wants it back: the
-worst that can stand beside other threads. Beside either a thread puts one pageable batch after another and waits for each. Each
-kind runs with the interpreter's default switch interval of 5 ms and with 1 ms: a thread that waits for the interpreter, and was not
-quick enough when it was free, looks again after so long.
+worst that can stand beside other threads. Beside either a thread puts one batch after another and waits for each. Each kind runs
+with the interpreter's default switch interval of 5 ms and with 1 ms: a thread that waits for the interpreter, and was not quick
+enough when it was free, looks again after so long.
 
-Method: quiet and staging turns, one after the other, ten of each, of a second. `seconds` are the steps beside staging; the limit is
-the quiet step, so `of_limit` is quiet median over staging median. `details` has both medians and 99th percentiles, their ratios, by
-how much the ratio grows, the rate of the staging, and a histogram of both (steps by the upper end of their bin in us, eight bins to
-an octave). What the last put of each turn left on the device is compared.
+Method: quiet turns, turns beside pageable and turns beside pinned batches, one after the other, six of each, of a second. `seconds`
+are the steps beside staging; the limit is the quiet step, so `of_limit` is quiet median over staging median. `details` has the
+medians and 99th percentiles of all three, their ratios, by how much the ratio grows beside either, the rates of both, and a
+histogram (steps by the upper end of their bin in us, eight bins to an octave). What the last put of each turn left on the device
+is compared.
 
 Command: python benchmarks/run.py --case bystander --backend jax --json
 """
@@ -25,9 +27,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,7 +49,7 @@ __all__ = ["CASE"]
 NAME = "bystander"
 NBYTES, QUICK_NBYTES = 256 << 20, 1 << 20
 BATCHES = 4
-TURNS, QUICK_TURNS = 10, 2
+TURNS, QUICK_TURNS = 6, 2
 TURN_SECONDS, QUICK_TURN_SECONDS = 1.0, 0.1
 WORDS = 4000
 """Of a Python step; a training step has a tenth of them."""
@@ -65,14 +68,19 @@ Step: TypeAlias = Callable[[], None]
 
 @dataclass
 class _Staging:
-    """What the staging thread has done, and the error that ended it."""
+    """What the thread that puts has done, and the error that ended it."""
 
+    batches: Sequence[Bytes]
     nbytes: int = 0
     seconds: float = 0.0
     error: Exception | None = None
     last: tuple[Any, Any] = (None, None)
     """The latest batch and its device array."""
     stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def gbps(self) -> float:
+        return round(self.nbytes / self.seconds / 1e9, 3)
 
 
 def run(bench: Bench) -> Iterator[Record]:
@@ -81,19 +89,23 @@ def run(bench: Bench) -> Iterator[Record]:
     turns, seconds = (QUICK_TURNS, QUICK_TURN_SECONDS) if bench.quick else (TURNS, TURN_SECONDS)
     compute = bench.device.compute(COMPUTE_NBYTES, bench.device.streams[0])
     with bench.open_stager() as stager, compute.current():
-        batches = pipeline.random_batches(empty_pageable, nbytes, BATCHES, SEED)
+        pageable = pipeline.random_batches(empty_pageable, nbytes, BATCHES, SEED)
+        pinned = pipeline.random_batches(partial(stager.empty_pinned, dtype=np.uint8), nbytes, BATCHES, SEED)
         kinds = (("training step", _training_step(bench, compute)), ("Python step", _python_step()))
         for (kind, step), (how, interval) in itertools.product(kinds, INTERVALS.items()):
             label = f"{kind} beside staging{how}"
-            bench.say(f"{NAME}: {label}, {turns} turns of {seconds} s, quiet and staging")
-            quiet, beside, staging = Timing(), Timing(), _Staging()
+            bench.say(f"{NAME}: {label}, {turns} turns of {seconds} s, quiet, staging, pinned")
+            quiet = Timing()
+            beside = {"staging": (Timing(), _Staging(pageable)), "pinned": (Timing(), _Staging(pinned))}
             with _switching(interval):
                 _steps(step, seconds)
-                _stage_beside(bench.device, stager, batches, step, seconds, _Staging())
+                for _, staging in beside.values():
+                    _stage_beside(bench.device, stager, step, seconds, _Staging(staging.batches))
                 for _ in range(turns):
                     quiet.add(_steps(step, seconds))
-                    beside.add(_stage_beside(bench.device, stager, batches, step, seconds, staging))
-            yield _record(bench, stager, label, quiet, beside, staging, nbytes)
+                    for timing, staging in beside.values():
+                        timing.add(_stage_beside(bench.device, stager, step, seconds, staging))
+            yield _record(bench, stager, label, quiet, beside, nbytes)
 
 
 @contextmanager
@@ -166,12 +178,10 @@ def _steps(step: Step, seconds: float) -> list[float]:
     return found
 
 
-def _stage_beside(
-    device: Device, stager: Stager, batches: Sequence[Bytes], step: Step, seconds: float, staging: _Staging
-) -> list[float]:
-    """Train beside a thread that stages. Raises what the thread raised."""
+def _stage_beside(device: Device, stager: Stager, step: Step, seconds: float, staging: _Staging) -> list[float]:
+    """Train beside a thread that puts. Raises what the thread raised."""
     staging.stop.clear()
-    thread = threading.Thread(target=_stage, args=(stager, batches, staging), name="benchmark-staging")
+    thread = threading.Thread(target=_stage, args=(stager, staging), name="benchmark-staging")
     thread.start()
     try:
         found = _steps(step, seconds)
@@ -186,12 +196,12 @@ def _stage_beside(
     return found
 
 
-def _stage(stager: Stager, batches: Sequence[Bytes], staging: _Staging) -> None:
+def _stage(stager: Stager, staging: _Staging) -> None:
     try:
         count = 0
         begin = time.perf_counter()
         while not (staging.stop.is_set() and count):
-            batch = batches[count % len(batches)]
+            batch = staging.batches[count % len(staging.batches)]
             array = stager.put(batch).result()
             count += 1
         staging.seconds += time.perf_counter() - begin
@@ -201,14 +211,19 @@ def _stage(stager: Stager, batches: Sequence[Bytes], staging: _Staging) -> None:
         staging.error = error
 
 
-def _record(bench: Bench, stager: Stager, label: str, quiet: Timing, beside: Timing, staging: _Staging, nbytes: int) -> Record:
-    tails = {name: _tail(timing.values) for name, timing in (("quiet", quiet), ("staging", beside))}
+def _record(
+    bench: Bench, stager: Stager, label: str, quiet: Timing, beside: Mapping[str, tuple[Timing, _Staging]], nbytes: int
+) -> Record:
+    timings = {"quiet": quiet, **{name: timing for name, (timing, _) in beside.items()}}
+    tails = {name: _tail(timing.values) for name, timing in timings.items()}
+    still = tails["quiet"]["p99_over_median"]
     details: dict[str, Any] = {
         **{f"{name}_{key}": value for name, tail in tails.items() for key, value in tail.items()},
-        "growth": round(tails["staging"]["p99_over_median"] / tails["quiet"]["p99_over_median"], 4),
+        "growth": round(tails["staging"]["p99_over_median"] / still, 4),
+        "pinned_growth": round(tails["pinned"]["p99_over_median"] / still, 4),
         "staging": str(stager.staging),
-        "staging_gbps": round(staging.nbytes / staging.seconds / 1e9, 3),
-        "histogram": {"quiet": _histogram(quiet.values), "staging": _histogram(beside.values)},
+        **{f"{name}_gbps": staging.gbps for name, (_, staging) in beside.items()},
+        "histogram": {name: _histogram(timing.values) for name, timing in timings.items()},
     }
     return records.make(
         bench,
@@ -217,7 +232,7 @@ def _record(bench: Bench, stager: Stager, label: str, quiet: Timing, beside: Tim
         direction="h2d",
         nbytes=nbytes,
         label=label,
-        ours=beside,
+        ours=timings["staging"],
         limit=quiet,
         details=details,
     )
@@ -234,4 +249,4 @@ def _histogram(values: Sequence[float]) -> dict[str, int]:
     return {f"{2 ** (number / BINS_PER_OCTAVE):.1f}": bins[number] for number in sorted(bins)}
 
 
-CASE = Case(name=NAME, summary="step time of a Python thread beside staging of pageable memory", run=run)
+CASE = Case(name=NAME, summary="step time of a Python thread beside staging of pageable memory, and beside pinned", run=run)
