@@ -579,6 +579,49 @@ def test_where_staging_has_no_room_beside_it_idle_memory_that_is_not_locked_is_l
         kept.clear()
 
 
+def room_taken(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> Tree:
+    """Have others take all room before a get that has its results takes its first chunk; `then` is called behind that."""
+    staging, pool, taken = stager._staging, stager._pool, []
+    copy_out = staging.copy_out
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        staging.release()
+        taken.extend(stager.empty_pinned(nbytes, np.uint8) for ranges in (pool._large, pool._small) for _, nbytes in ranges.whole())
+        while pool.nbytes < pool.limit:
+            taken.append(stager.empty_pinned(min(2 * MIB, pool.limit - pool.nbytes), np.uint8))
+        then()
+        return copy_out(*arguments, **options)
+
+    monkeypatch.setattr(staging, "copy_out", late)
+    return taken
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_a_get_whose_room_for_chunks_others_take_waits_until_its_results_are_locked(
+    backend: Gated, monkeypatch: pytest.MonkeyPatch, *, one: bool
+) -> None:
+    with xferlib.stager(backend, pinned_limit=128 * MIB) as stager:
+        tree = [np.random.default_rng(1).integers(0, 255, ALONE, np.uint8)] if one else values(1)
+        device = device_tree(stager, tree)
+        taken = room_taken(stager, monkeypatch, backend.gate.set)
+        found = stager.get(device[0] if one else device).result()
+        assert_same([found] if one else found, tree)
+        assert backend.knows_all([found] if one else found)
+        taken.clear()
+
+
+def test_a_get_that_finds_neither_room_for_chunks_nor_locked_memory_fails(backend: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    with xferlib.stager(backend, pinned_limit=128 * MIB) as stager:
+        device = device_tree(stager, values(1))
+        backend.refuses = True
+        taken = room_taken(stager, monkeypatch, backend.gate.set)
+        with pytest.raises(AllocationError, match="pinned memory is full"):
+            stager.get(device)
+        taken.clear()
+        monkeypatch.undo()
+        assert_same(stager.get(device).result(), values(1))
+
+
 def test_a_get_behind_one_that_still_has_copies_to_start_waits_for_none_of_them() -> None:
     hooks = LockingHost()
     backend = hooks.open()
