@@ -425,6 +425,64 @@ def test_a_finalizer_inside_the_pool_waits_for_no_transfer_of_others(backend: Ga
     assert_same(others[0].result(WATCHDOG), values(1))
 
 
+def test_a_pin_that_is_closed_inside_the_pool_waits_for_no_transfer_of_others_and_is_unlocked_soon(
+    backend: Gated, stager: xferlib.Stager
+) -> None:
+    device, source = device_tree(stager, values(1)), values(2)
+    backend.gate.set()
+    pin = stager.pin(np.zeros(LEAF // 2, np.uint8))
+    outcomes: list[str] = []
+    others: list[Any] = []
+
+    def step() -> None:
+        # It wants chunks, and so the pool.
+        others.append(on_thread(lambda: stager.get(device, out=source).result()))
+        until(lambda: stager._ledger.jobs.d2h)
+        Cycle(pin.close, outcomes)
+        gc.collect()
+
+    stepped = on_thread(lambda: stager._pool._alone(step))
+    stepped.result(WATCHDOG)
+    assert outcomes == ["done"]
+    others[0].result(WATCHDOG)
+    until(lambda: not stager._pins._rows)
+    assert not backend.knows(pin.array.ctypes.data)
+    # Twice is fine.
+    pin.close()
+
+
+def test_a_pin_that_is_closed_by_the_locking_thread_waits_for_no_pin_that_waits_for_it(
+    backend: Gated, stager: xferlib.Stager
+) -> None:
+    mine, outcomes, found, asked = stager.pin(np.zeros(LEAF // 2, np.uint8)), [], [], []  # type: ignore[var-annotated]  # As above.
+    pin = backend.pin
+
+    def collected(address: int, nbytes: int) -> None:
+        if nbytes == LEAF and not outcomes:
+            until(lambda: found)
+            asked.append(on_thread(lambda: stager.pin(found[-1])))
+            # It holds what pins wait for, and waits for this thread.
+            until(lambda: len(stager._pins._rows) == 2 and not lock_is_free(stager._pins._changing))
+            Cycle(mine.close, outcomes)
+            gc.collect()
+        pin(address, nbytes)
+
+    backend.pin = collected  # type: ignore[method-assign]  # On this one alone.
+    found += stager.get(device_tree(stager, values(1))).result()
+    backend.gate.set()
+    until(lambda: outcomes == ["done"])
+    with pytest.raises(ValueError, match="pinned already"):
+        asked[0].result(WATCHDOG)
+    until(lambda: not stager._pins._rows)
+
+
+def lock_is_free(lock: Any) -> bool:
+    if not lock.acquire(blocking=False):
+        return False
+    lock.release()
+    return True
+
+
 @pytest.mark.parametrize("error", [TypeError, SystemExit])
 def test_an_error_that_is_no_refusal_is_told_and_keeps_nobody_waiting(
     backend: Gated, stager: xferlib.Stager, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
