@@ -28,6 +28,7 @@ from xferlib import pageable_warning
 from xferlib.errors import AllocationError
 from xferlib.latch import note_copy_thread
 from xferlib.memory import locker, pages, pinned_pool
+from xferlib.memory.locker import lock_later
 from xferlib.memory.pages import HostPages, Unlocked
 from xferlib.memory.pinned_pool import SMALL, UNLOCKED_FROM, PinnedPool, _Segment
 from xferlib.memory.proc_maps import mappings
@@ -508,6 +509,58 @@ def test_an_error_that_is_no_refusal_is_told_and_keeps_nobody_waiting(
     assert_same(found, tree)
 
 
+class Failing:
+    """A table that is locked only when it is told."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.mended = self.locked = False
+
+    def lock_next(self) -> int:
+        self.calls += 1
+        if not self.mended:
+            raise TypeError("settling fails")
+        self.locked = True
+        return 0
+
+
+def test_a_table_that_raises_each_time_is_told_of_once_and_keeps_no_other_waiting(
+    backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: told.append(str(arguments.exc_value)))
+    failing = Failing()
+    lock_later(failing)
+    until(lambda: failing.calls > 3)
+    backend.gate.set()
+    found = stager.get(device_tree(stager, values(1))).result()
+    stager.idle()
+    assert backend.knows_all(found)
+    assert told == ["settling fails"]
+    failing.mended = True
+    until(lambda: failing.locked)
+
+
+def test_whoever_waits_for_the_lock_hears_of_tables_that_cannot_be_settled(
+    backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    found = stager.get(device_tree(stager, values(1))).result()
+    assert backend.began.wait(WATCHDOG)
+
+    def fail(*arguments: object) -> None:
+        raise TypeError("settling fails")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stager._pool, "_take_back", fail)
+        stager._pool._torn = True
+        with pytest.raises(TypeError, match="settling fails"):
+            on_thread(stager._pool.idle).result(WATCHDOG)
+    backend.gate.set()
+    stager.idle()
+    assert backend.knows_all(found)
+
+
 def test_a_thread_that_did_not_start_is_started_by_the_next_stager(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
 
@@ -639,7 +692,8 @@ def test_where_staging_has_no_room_beside_it_idle_memory_that_is_not_locked_is_l
 
 def room_taken(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> Tree:
     """Have others take all room before a get that has its results takes its first chunk; `then` is called behind that."""
-    staging, pool, taken = stager._staging, stager._pool, []
+    staging, pool = stager._staging, stager._pool
+    taken: Tree = []
     copy_out = staging.copy_out
 
     def late(*arguments: Any, **options: Any) -> Any:

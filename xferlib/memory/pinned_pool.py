@@ -367,10 +367,14 @@ class PinnedPool:
                 # An interrupted call may have told nobody.
                 lock_later(self)
                 told = True
+            # Where this raises, nothing is locked either.
+            self._alone(bool)
             time.sleep(LOOK_SECONDS)
 
     def lock_next(self) -> int:
         """See `Lockable`."""
+        if self._closed:
+            return 0
         # From before it is claimed: whoever finds no room but what is claimed waits for it.
         with self._at_work:
             segment = self._alone(self._claim)
