@@ -371,6 +371,7 @@ class Stager:
 
         A get for whose results there is no idle memory takes more, and makes nobody wait for its page-lock: they lie in pageable
         memory meanwhile, and come by way of chunks. Nothing is page-locked after this by transfers of sizes that were there before.
+        What the driver refuses to lock is pageable memory; it is asked once more when that is handed out again.
         Raises nothing of failed transfers; `XferError` in a finalizer that would wait for the call that it runs inside of.
         """
         if self._refusal is not None:

@@ -252,6 +252,39 @@ def test_what_the_driver_refuses_stays_pageable_and_is_given_back(backend: Gated
     assert backend.knows_all([asked])
 
 
+@pytest.mark.parametrize("for_good", [False, True])
+def test_what_the_driver_refuses_is_tried_once_more_when_it_is_handed_out_again(
+    backend: Gated, stager: xferlib.Stager, *, for_good: bool
+) -> None:
+    tree = values(1)
+    device = device_tree(stager, tree)
+    backend.refuses = True
+    backend.gate.set()
+    found = stager.get(device).result()
+    stager.idle()
+    assert not backend.knows_some(found)
+    places = {array.ctypes.data for array in found}
+    asked: list[int] = []
+    pin = backend.pin
+
+    def noted(address: int, nbytes: int) -> None:
+        asked.extend([nbytes] * (address in places))
+        pin(address, nbytes)
+
+    backend.pin = noted  # type: ignore[method-assign]  # On this one alone.
+    assert stager.stats().pinned_nbytes == stager._pool.nbytes - COUNT * LEAF
+    backend.refuses = for_good
+    for _ in range(3):
+        found.clear()
+        found = stager.get(device).result()
+        stager.idle()
+        assert_same(found, tree)
+        assert {array.ctypes.data for array in found} == places
+        assert backend.knows_all(found) is not for_good
+    assert asked == [LEAF] * COUNT
+    assert stager.stats().pinned_nbytes == stager._pool.nbytes - for_good * COUNT * LEAF
+
+
 def test_where_the_limit_has_no_room_for_staging_beside_them_results_are_locked_at_once(backend: Gated) -> None:
     backend.gate.set()
     tree = values(1)
@@ -534,7 +567,7 @@ def test_a_table_that_raises_each_time_is_told_of_once_and_keeps_no_other_waitin
     until(lambda: failing.calls > 3)
     backend.gate.set()
     found = stager.get(device_tree(stager, values(1))).result()
-    stager.idle()
+    on_thread(stager.idle).result(WATCHDOG)
     assert backend.knows_all(found)
     assert told == ["settling fails"]
     failing.mended = True
