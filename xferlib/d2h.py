@@ -238,13 +238,32 @@ class DeviceToHost:
             nbytes = self._copy_pinned(sources, outs, addresses, pageable)
             event = self._d2h.add(nbytes, outs, sources, looked=looked) if nbytes or not pageable else None
             if pageable:
-                # A job raises whatever a call of the backend raised.
-                return self._staging.copy_out(pageable, sources, event, after, ours=ours), (Exception,)
+                try:
+                    # A job raises whatever a call of the backend raised.
+                    return self._staging.copy_out(pageable, sources, event, after, ours=ours), (Exception,)
+                except AllocationError:
+                    # Others have taken the room that there was for chunks when the results were asked for.
+                    if not (ours and self._copy_locked(pageable, after)):
+                        raise
+                event = self._d2h.add(sum([array.nbytes for array in outs]), outs, sources, looked=looked)
         except BaseException:
             self._d2h.settle((sources, outs))
             raise
         assert event is not None
         return event, self._failures
+
+    def _copy_locked(self, pageable: list[tuple[int, Array]], after: Event | None) -> bool:
+        """Start the copies to results when they are page-locked; blocks until then. False: not all of them could be."""
+        addresses = [self._host.settled_address(array) for _, array in pageable]
+        if None in addresses:
+            return False
+        self._staging.wait_issued()
+        if after is not None:
+            self._backend.order_d2h(after)
+        for address, (source, array) in zip(addresses, pageable, strict=True):
+            if address:
+                self._backend.copy_d2h(address, source, array.nbytes)
+        return True
 
     def _copy_pinned(
         self, sources: list[Source], outs: list[Array], addresses: list[int | None], pageable: list[tuple[int, Array]]

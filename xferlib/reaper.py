@@ -20,8 +20,19 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar, final
 
 from xferlib.latch import Latch
+from xferlib.tickets import ticket
 
-__all__ = ["AtWork", "Remains", "close_later", "collects", "start_reaper", "start_thread", "uninterrupted", "watch"]
+__all__ = [
+    "AtWork",
+    "Remains",
+    "close_later",
+    "closed_when_dropped",
+    "collects",
+    "start_reaper",
+    "start_thread",
+    "uninterrupted",
+    "watch",
+]
 
 LOOK_SECONDS = 0.2
 """How often is looked while a closed stager's memory is still held."""
@@ -109,6 +120,11 @@ def watch(remains: Remains) -> None:
 def close_later(thing: Closable) -> None:
     """Close something that is being finalized. Called by its finalizer: puts it into a queue, and does nothing else."""
     _dropped.put(thing)
+
+
+def closed_when_dropped(thing: Closable) -> object:
+    """Return a ticket: when the last reference to it is gone, the reaper closes the thing, which must not lead to the ticket."""
+    return ticket(_dropped.put, thing)
 
 
 def uninterrupted(call: Callable[[], T]) -> T:

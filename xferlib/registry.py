@@ -17,7 +17,7 @@ from xferlib.debug import wanted
 from xferlib.errors import BackendUnavailableError, UnknownBackendError
 from xferlib.memory.blocks import WhenFull, check_when_full
 from xferlib.protocol import Capabilities, HostStager, Opener
-from xferlib.stager import Stager
+from xferlib.stager import Stager, owns
 from xferlib.staging.profile import StagingProfile, as_profile, given_profile
 
 __all__ = ["backends", "companion", "open_backend", "stager"]
@@ -82,8 +82,8 @@ def stager(
             debug=debug,
         )
     except BaseException:
-        # One that was passed is the caller's.
-        if isinstance(backend, str):
+        # One that was passed is the caller's. A stager that an interrupt took on its way here closes its own.
+        if isinstance(backend, str) and not owns(opened):
             opened.close()
         raise
 

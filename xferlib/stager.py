@@ -6,13 +6,15 @@ How a transfer is started stands in `h2d` and `d2h`; no framework, and no copyin
 from __future__ import annotations
 
 import atexit
+import os
 import reprlib
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeAlias, final, overload
 
@@ -48,7 +50,7 @@ from xferlib.memory.pinned_pool import PinnedPool, promised
 from xferlib.memory.registered import Pin, Pins, splits
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import Capabilities, HostStager
-from xferlib.reaper import close_later, collects, start_reaper, uninterrupted
+from xferlib.reaper import close_later, closed_when_dropped, collects, start_reaper, uninterrupted
 from xferlib.staging.pageable import Staging
 from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.stats import Stats
@@ -56,10 +58,11 @@ from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import HasDtype, KeyT, NamedT, Sequences, TreeT, Unnamed
 
-__all__ = ["Stager", "before_closing", "check_stager", "open_stagers"]
+__all__ = ["Stager", "before_closing", "check_stager", "open_stagers", "owns"]
 
 
 Borrow: TypeAlias = bool | Literal["staged"]
+CLOSED = "this stager is closed. Open another one with xferlib.stager(...)"
 LEAVE_SECONDS = 10.0
 """How long `close` waits for calls of other threads, as their finalizers make them."""
 
@@ -85,17 +88,18 @@ class Stager:
         debug: bool | None = None,
     ) -> None:
         self._refusal: XferError | None = None
-        self._closing, self._giving_back = threading.RLock(), threading.RLock()
-        self._closed = False
+        self._closing = threading.RLock()
+        self._parts = parts = _Parts(backend)
+        # First: whatever happens from here on, what there is by then is given back.
+        self._ticket: object = closed_when_dropped(parts)
         self.backend = backend
         self._failures = backend.failures
         self._capabilities = backend.capabilities
         self._finalizers = self._capabilities.finalizers
-        try:
-            self._set_up(pinned_limit, device_limit, when_full, strict, staging, debug)
-        except BaseException:
-            self._abandon()
-            raise
+        # An interrupt between the making of a part and its entry would leave it in a table of its own for ever.
+        uninterrupted(lambda: self._set_up(pinned_limit, device_limit, when_full, strict, staging, debug))
+        # Only now it is the stager's: of a constructor that came to no end the backend stays open.
+        parts.owns_backend = True
 
     def _set_up(
         self,
@@ -106,11 +110,28 @@ class Stager:
         staging: StagingProfile | str | None,
         debug: bool | None,
     ) -> None:
-        backend = self.backend
-        self._ledger = ledger = Ledger(backend)
+        """Make the parts. On a thread that no interrupt comes to."""
+        try:
+            self._make_parts(pinned_limit, device_limit, when_full, strict, staging, debug)
+        except BaseException:
+            # Nothing was asked of them yet.
+            self._parts.close()
+            raise
+
+    def _make_parts(
+        self,
+        pinned_limit: int | None,
+        device_limit: int | None,
+        when_full: WhenFull,
+        strict: bool,
+        staging: StagingProfile | str | None,
+        debug: bool | None,
+    ) -> None:
+        backend, parts = self.backend, self._parts
+        parts.ledger = self._ledger = ledger = Ledger(backend)
         memory = allocators(backend)
         pinned_holders, device_holders = PinnedHolders(ledger), DeviceHolders(ledger)
-        self._pool = pool = PinnedPool(
+        parts.pool = self._pool = pool = PinnedPool(
             allocate=memory.allocate,
             allocate_write_combined=memory.allocate_write_combined,
             # Who is strict is never to meet memory of ours that is not pinned.
@@ -121,29 +142,22 @@ class Stager:
             when_full=when_full,
         )
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
-        self._blocks = DevicePool(backend, device_holders, device_limit)
-        self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
+        parts.blocks = self._blocks = DevicePool(backend, device_holders, device_limit)
+        parts.staging = self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
         pinned_holders.release, pinned_holders.owns = staged.release, pool.owns
         device_holders.owns, ledger.wait_issued = self._blocks.owns, staged.wait_issued
-        self._pins = Pins(backend, ledger, pool)
+        parts.pins = self._pins = Pins(backend, ledger, pool)
         host = HostMemory(backend, pool, splits)
         self._host = host
         self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(promised, strict=strict))
-        self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
+        parts.sources = self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
         self._gets = DeviceToHost(backend, host, pool, staged, ledger)
-        _live.add(self)
+        _parts[id(parts)] = parts
+        number = id(self)
+        # What takes it out is a call of C, which no interrupt cuts.
+        _live[number] = weakref.ref(self, partial(_live.pop, number))
         forget_in_child(self)
         start_reaper()
-
-    def _abandon(self) -> None:
-        """Leave the tables of the process: an error or an interrupt has ended the constructor. The backend stays open."""
-        # Nothing was asked of them yet.
-        self.__dict__.pop("_gets", None)
-        _live.discard(self)
-        for name in ("_staging", "_pins", "_blocks", "_ledger"):
-            part = self.__dict__.get(name)
-            if part is not None:
-                part.close()
 
     @property
     def name(self) -> str:
@@ -357,6 +371,7 @@ class Stager:
 
         A get for whose results there is no idle memory takes more, and makes nobody wait for its page-lock: they lie in pageable
         memory meanwhile, and come by way of chunks. Nothing is page-locked after this by transfers of sizes that were there before.
+        What the driver refuses to lock is pageable memory; it is asked once more when that is handed out again.
         Raises nothing of failed transfers; `XferError` in a finalizer that would wait for the call that it runs inside of.
         """
         if self._refusal is not None:
@@ -406,31 +421,18 @@ class Stager:
         with self._closing:
             if self._closed or isinstance(self._refusal, BackendUnavailableError):
                 return
-            self._refusal = ClosedError("this stager is closed. Open another one with xferlib.stager(...)")
-            # Interrupted here, it may be called again.
+            self._refusal = ClosedError(CLOSED)
+            # Interrupted here, it may be called again; else whoever drops the stager has it closed.
             wait_for_callers(self, _CALLS, LEAVE_SECONDS)
-            self._ledger.wait_all()
-            uninterrupted(self._give_back)
+            self._parts.close()
 
-    def _give_back(self) -> None:
-        """Take everything apart, once. On a thread that no interrupt comes to."""
-        with self._giving_back:
-            if self._closed:
-                return
-            self._closed = True
-            _live.discard(self)
-            with translated(self._failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
-                # Last in, first out, and each of them whatever those before it raise.
-                for step in (self.backend.close, self._blocks.close, self._pool.close, self._pins.close, self._staging.close):
-                    steps.callback(step)
-                steps.callback(self._ledger.close)
-                if self._sources is not None:
-                    steps.callback(self._sources.close)
+    @property
+    def _closed(self) -> bool:
+        return self._parts.closed
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
-        self._closing = self._giving_back = threading.RLock()
-        _live.discard(self)
+        self._closing = threading.RLock()
         self._refusal = BackendUnavailableError(
             f"backend {self.name!r} cannot run here: this process was forked after the stager was opened. "
             "Open stagers in the child, and start processes with the spawn or forkserver method"
@@ -443,12 +445,17 @@ class Stager:
         self.close()
 
     def __del__(self) -> None:
-        # `_gets` is not set if the constructor refused its arguments. At interpreter exit waiting for workers would hang.
-        if getattr(self, "_gets", None) is None or self._refusal is not None or sys.is_finalizing():
+        # It says so, and no more: closing is the ticket's, which an interrupt in here does not stop.
+        # Of a constructor that was cut off nobody has had the stager.
+        parts = self.__dict__.get("_parts")
+        if parts is None or not parts.owns_backend or self._refusal is not None or sys.is_finalizing():
             return
-        # Closing waits, and the collector may run on the very thread that it would wait for.
-        close_later(self)
-        self._warn()
+        said = self._never_closed()
+        # Finalizers that run beside this one may use it still.
+        self._refusal = ClosedError(CLOSED)
+        # First: where warnings are errors, what is raised keeps this object.
+        self.__dict__.pop("_ticket", None)
+        warnings.warn(said, ResourceWarning, 2, source=self)
 
     def check_stream(self, stream: object) -> None:
         """Raise what naming this stream to a transfer would raise, and do nothing else."""
@@ -475,30 +482,85 @@ class Stager:
         if not self._capabilities.streams:
             raise CapabilityError(f"backend {self.name!r} takes no stream: its arrays order themselves. Leave stream out")
 
-    def _warn(self) -> None:
-        warnings.warn(f"{self!r} was never closed. Use it as a context manager", ResourceWarning, 3, source=self)
+    def _never_closed(self) -> str:
+        return f"{self!r} was never closed. Use it as a context manager"
+
+
+@final
+class _Parts:
+    """What a stager is made of, and gives back when it is closed. It refers to no stager, so it may outlive one that is dropped."""
+
+    def __init__(self, backend: HostStager[Any]) -> None:
+        self.backend = backend
+        self.owns_backend = self.closed = False
+        self.ledger: Ledger | None = None
+        self.pool: PinnedPool | None = None
+        self.blocks: DevicePool | None = None
+        self.staging: Staging | None = None
+        self.pins: Pins | None = None
+        self.sources: Sources | None = None
+        self._giving_back = threading.RLock()
+
+    def close(self) -> None:
+        """Wait for what is in flight, and give everything back, once. Any thread; after an interrupt it may be called again."""
+        for wait in before_closing:
+            wait()
+        if self.ledger is not None and not self.closed:
+            self.ledger.wait_all()
+        uninterrupted(self._give_back)
+
+    def _give_back(self) -> None:
+        """Take everything apart, once. On a thread that no interrupt comes to."""
+        with self._giving_back:
+            if self.closed:
+                return
+            self.closed = True
+            _parts.pop(id(self), None)
+            backend = self.backend if self.owns_backend else None
+            with translated(self.backend.failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
+                # Last in, first out, and each of them whatever those before it raise.
+                for part in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
+                    if part is not None:
+                        steps.callback(part.close)
 
 
 _CALLS = frozenset(call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get))
 before_closing: list[Callable[[], None]] = []
 """Each is called before a stager closes, to wait until threads that nobody holds any more are inside none of its calls."""
-_live: weakref.WeakSet[Stager] = weakref.WeakSet()
+_live: dict[int, weakref.ref[Stager]] = {}
+"""The stagers that are alive, by their `id`."""
+_parts: dict[int, _Parts] = {}
+"""What is to be given back of stagers that are not closed, dropped ones included, by their `id`."""
+# What is the parent's is not given back in a forked child.
+os.register_at_fork(after_in_child=_live.clear)
+os.register_at_fork(after_in_child=_parts.clear)
 
 
 def open_stagers() -> list[Stager]:
     """Return the stagers of this process that are not closed. Any thread."""
-    while True:
-        # One may be opened meanwhile.
-        with suppress(RuntimeError):
-            return list(_live)
+    # One call: others may be opened meanwhile.
+    return [stager for stager in [entry() for entry in list(_live.values())] if stager is not None and not stager._closed]
+
+
+def owns(backend: HostStager[Any]) -> bool:
+    """Tell whether a stager, perhaps one that is dropped, is going to close this backend. Any thread."""
+    return any(parts.owns_backend and parts.backend is backend for parts in list(_parts.values()))
 
 
 def _close_all() -> None:
     """Close what was never closed, while the workers still run."""
     with ExitStack() as steps:
+        # Of those that were dropped a moment ago, or whose closing was interrupted.
+        steps.callback(_close_dropped)
         for stager in open_stagers():
             steps.callback(stager.close)
-            steps.callback(stager._warn)
+            steps.callback(warnings.warn, stager._never_closed(), ResourceWarning, 1, stager)
+
+
+def _close_dropped() -> None:
+    with ExitStack() as steps:
+        for parts in list(_parts.values()):
+            steps.callback(parts.close)
 
 
 atexit.register(_close_all)

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, final
 
 from xferlib.errors import ClosedError
+from xferlib.reaper import uninterrupted
 from xferlib.tickets import ticket
 
 __all__ = ["Job", "Worker"]
@@ -38,7 +39,8 @@ class Worker:
         self._pid = os.getpid()
         # The thread is given the queue and not the worker, which it would keep alive.
         self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
+        # `Thread.start` cut off by an interrupt leaves a lock held, or an error in its place.
+        uninterrupted(self._thread.start)
         _WORKERS.add(self)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,9 @@ import xferlib
 from tests.core.fakes import Device, DeviceHolders, Point, tampered, until
 from tests.core.points import interrupted_at
 from tests.core.test_pool import Driver
+from xferlib import in_flight
 from xferlib.errors import XferError
+from xferlib.memory import device_pool, registered
 from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.mapped import Views
 from xferlib.memory.pinned_pool import HostBlock, PinnedPool
@@ -506,3 +509,57 @@ def test_a_failure_of_any_call_loses_no_view(name: str, failure: type[Exception]
             break
         seen.check()
     assert number > 1
+
+
+STAGER = (
+    "xferlib/stager.py",
+    "xferlib/registry.py",
+    "xferlib/reaper.py",
+    "xferlib/in_flight.py",
+    "memory/device_pool.py",
+    "memory/registered.py",
+    "engine/lanes.py",
+)
+
+
+def used() -> xferlib.Stager:
+    """Return a stager that has moved something."""
+    stager = xferlib.stager("host", pinned_limit=16 * MIB)
+    stager.get(stager.put(np.ones(10 * KIB, np.uint8)).result()).synchronize()
+    return stager
+
+
+def opened() -> Callable[[], object]:
+    return lambda: xferlib.stager("host", pinned_limit=16 * MIB)
+
+
+def closed() -> Callable[[], object]:
+    stagers = [used()]
+    return lambda: stagers.pop().close()
+
+
+def let_go() -> Callable[[], object]:
+    return [used()].clear
+
+
+def of_stagers() -> tuple[int, int, int, int]:
+    """Return how many entries the tables of the process have of stagers that were not closed, and how many threads they have."""
+    workers = [thread for thread in threading.enumerate() if thread.name.startswith("xferlib-host")]
+    return len(in_flight.all_ledgers()), len(device_pool._open), len(registered._open), len(workers)
+
+
+@pytest.mark.parametrize("prepare", [opened, closed, let_go])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_interrupt_at_any_point_leaves_no_stager_open(prepare: Callable[[], Callable[[], object]]) -> None:
+    """Nobody has it any more: it is closed, whatever was cut off, its constructor, its `close`, or its finalizer."""
+    gc.collect()
+    before = of_stagers()
+    for point in itertools.count(1):
+        call = prepare()
+        struck = interrupted_at(point, STAGER, call)
+        del call
+        gc.collect()
+        assert until(lambda: of_stagers() == before), f"at point {point}: {of_stagers()}, not {before}"
+        if not struck:
+            break
+    assert point >= 3

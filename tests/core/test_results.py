@@ -28,6 +28,7 @@ from xferlib import pageable_warning
 from xferlib.errors import AllocationError
 from xferlib.latch import note_copy_thread
 from xferlib.memory import locker, pages, pinned_pool
+from xferlib.memory.locker import lock_later
 from xferlib.memory.pages import HostPages, Unlocked
 from xferlib.memory.pinned_pool import SMALL, UNLOCKED_FROM, PinnedPool, _Segment
 from xferlib.memory.proc_maps import mappings
@@ -251,6 +252,39 @@ def test_what_the_driver_refuses_stays_pageable_and_is_given_back(backend: Gated
     assert backend.knows_all([asked])
 
 
+@pytest.mark.parametrize("for_good", [False, True])
+def test_what_the_driver_refuses_is_tried_once_more_when_it_is_handed_out_again(
+    backend: Gated, stager: xferlib.Stager, *, for_good: bool
+) -> None:
+    tree = values(1)
+    device = device_tree(stager, tree)
+    backend.refuses = True
+    backend.gate.set()
+    found = stager.get(device).result()
+    stager.idle()
+    assert not backend.knows_some(found)
+    places = {array.ctypes.data for array in found}
+    asked: list[int] = []
+    pin = backend.pin
+
+    def noted(address: int, nbytes: int) -> None:
+        asked.extend([nbytes] * (address in places))
+        pin(address, nbytes)
+
+    backend.pin = noted  # type: ignore[method-assign]  # On this one alone.
+    assert stager.stats().pinned_nbytes == stager._pool.nbytes - COUNT * LEAF
+    backend.refuses = for_good
+    for _ in range(3):
+        found.clear()
+        found = stager.get(device).result()
+        stager.idle()
+        assert_same(found, tree)
+        assert {array.ctypes.data for array in found} == places
+        assert backend.knows_all(found) is not for_good
+    assert asked == [LEAF] * COUNT
+    assert stager.stats().pinned_nbytes == stager._pool.nbytes - for_good * COUNT * LEAF
+
+
 def test_where_the_limit_has_no_room_for_staging_beside_them_results_are_locked_at_once(backend: Gated) -> None:
     backend.gate.set()
     tree = values(1)
@@ -425,6 +459,64 @@ def test_a_finalizer_inside_the_pool_waits_for_no_transfer_of_others(backend: Ga
     assert_same(others[0].result(WATCHDOG), values(1))
 
 
+def test_a_pin_that_is_closed_inside_the_pool_waits_for_no_transfer_of_others_and_is_unlocked_soon(
+    backend: Gated, stager: xferlib.Stager
+) -> None:
+    device, source = device_tree(stager, values(1)), values(2)
+    backend.gate.set()
+    pin = stager.pin(np.zeros(LEAF // 2, np.uint8))
+    outcomes: list[str] = []
+    others: list[Any] = []
+
+    def step() -> None:
+        # It wants chunks, and so the pool.
+        others.append(on_thread(lambda: stager.get(device, out=source).result()))
+        until(lambda: stager._ledger.jobs.d2h)
+        Cycle(pin.close, outcomes)
+        gc.collect()
+
+    stepped = on_thread(lambda: stager._pool._alone(step))
+    stepped.result(WATCHDOG)
+    assert outcomes == ["done"]
+    others[0].result(WATCHDOG)
+    until(lambda: not stager._pins._rows)
+    assert not backend.knows(pin.array.ctypes.data)
+    # Twice is fine.
+    pin.close()
+
+
+def test_a_pin_that_is_closed_by_the_locking_thread_waits_for_no_pin_that_waits_for_it(
+    backend: Gated, stager: xferlib.Stager
+) -> None:
+    mine, outcomes, found, asked = stager.pin(np.zeros(LEAF // 2, np.uint8)), [], [], []  # type: ignore[var-annotated]  # As above.
+    pin = backend.pin
+
+    def collected(address: int, nbytes: int) -> None:
+        if nbytes == LEAF and not outcomes:
+            until(lambda: found)
+            asked.append(on_thread(lambda: stager.pin(found[-1])))
+            # It holds what pins wait for, and waits for this thread.
+            until(lambda: len(stager._pins._rows) == 2 and not lock_is_free(stager._pins._changing))
+            Cycle(mine.close, outcomes)
+            gc.collect()
+        pin(address, nbytes)
+
+    backend.pin = collected  # type: ignore[method-assign]  # On this one alone.
+    found += stager.get(device_tree(stager, values(1))).result()
+    backend.gate.set()
+    until(lambda: outcomes == ["done"])
+    with pytest.raises(ValueError, match="pinned already"):
+        asked[0].result(WATCHDOG)
+    until(lambda: not stager._pins._rows)
+
+
+def lock_is_free(lock: Any) -> bool:
+    if not lock.acquire(blocking=False):
+        return False
+    lock.release()
+    return True
+
+
 @pytest.mark.parametrize("error", [TypeError, SystemExit])
 def test_an_error_that_is_no_refusal_is_told_and_keeps_nobody_waiting(
     backend: Gated, stager: xferlib.Stager, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -448,6 +540,58 @@ def test_an_error_that_is_no_refusal_is_told_and_keeps_nobody_waiting(
     assert sorted(backend.knows_all([array]) for array in found) == [False, True, True, True]
     assert told == [error]
     assert_same(found, tree)
+
+
+class Failing:
+    """A table that is locked only when it is told."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.mended = self.locked = False
+
+    def lock_next(self) -> int:
+        self.calls += 1
+        if not self.mended:
+            raise TypeError("settling fails")
+        self.locked = True
+        return 0
+
+
+def test_a_table_that_raises_each_time_is_told_of_once_and_keeps_no_other_waiting(
+    backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: told.append(str(arguments.exc_value)))
+    failing = Failing()
+    lock_later(failing)
+    until(lambda: failing.calls > 3)
+    backend.gate.set()
+    found = stager.get(device_tree(stager, values(1))).result()
+    on_thread(stager.idle).result(WATCHDOG)
+    assert backend.knows_all(found)
+    assert told == ["settling fails"]
+    failing.mended = True
+    until(lambda: failing.locked)
+
+
+def test_whoever_waits_for_the_lock_hears_of_tables_that_cannot_be_settled(
+    backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    found = stager.get(device_tree(stager, values(1))).result()
+    assert backend.began.wait(WATCHDOG)
+
+    def fail(*arguments: object) -> None:
+        raise TypeError("settling fails")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stager._pool, "_take_back", fail)
+        stager._pool._torn = True
+        with pytest.raises(TypeError, match="settling fails"):
+            on_thread(stager._pool.idle).result(WATCHDOG)
+    backend.gate.set()
+    stager.idle()
+    assert backend.knows_all(found)
 
 
 def test_a_thread_that_did_not_start_is_started_by_the_next_stager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,6 +721,50 @@ def test_where_staging_has_no_room_beside_it_idle_memory_that_is_not_locked_is_l
         assert_same(got.result(WATCHDOG), tree)
         assert pool.nbytes <= pool.limit
         kept.clear()
+
+
+def room_taken(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> Tree:
+    """Have others take all room before a get that has its results takes its first chunk; `then` is called behind that."""
+    staging, pool = stager._staging, stager._pool
+    taken: Tree = []
+    copy_out = staging.copy_out
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        staging.release()
+        taken.extend(stager.empty_pinned(nbytes, np.uint8) for ranges in (pool._large, pool._small) for _, nbytes in ranges.whole())
+        while pool.nbytes < pool.limit:
+            taken.append(stager.empty_pinned(min(2 * MIB, pool.limit - pool.nbytes), np.uint8))
+        then()
+        return copy_out(*arguments, **options)
+
+    monkeypatch.setattr(staging, "copy_out", late)
+    return taken
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_a_get_whose_room_for_chunks_others_take_waits_until_its_results_are_locked(
+    backend: Gated, monkeypatch: pytest.MonkeyPatch, *, one: bool
+) -> None:
+    with xferlib.stager(backend, pinned_limit=128 * MIB) as stager:
+        tree = [np.random.default_rng(1).integers(0, 255, ALONE, np.uint8)] if one else values(1)
+        device = device_tree(stager, tree)
+        taken = room_taken(stager, monkeypatch, backend.gate.set)
+        found = stager.get(device[0] if one else device).result()
+        assert_same([found] if one else found, tree)
+        assert backend.knows_all([found] if one else found)
+        taken.clear()
+
+
+def test_a_get_that_finds_neither_room_for_chunks_nor_locked_memory_fails(backend: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    with xferlib.stager(backend, pinned_limit=128 * MIB) as stager:
+        device = device_tree(stager, values(1))
+        backend.refuses = True
+        taken = room_taken(stager, monkeypatch, backend.gate.set)
+        with pytest.raises(AllocationError, match="pinned memory is full"):
+            stager.get(device)
+        taken.clear()
+        monkeypatch.undo()
+        assert_same(stager.get(device).result(), values(1))
 
 
 def test_a_get_behind_one_that_still_has_copies_to_start_waits_for_none_of_them() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from typing import Any
 
 import pytest
 from xferlib_host._worker import Worker
+
+from tests.core.fakes import until
+from tests.core.points import interrupted_at
 
 
 class Cut:
@@ -31,3 +36,15 @@ def test_what_runs_last_runs_once_though_closing_was_interrupted(monkeypatch: py
     worker.close(lambda: ran.append("last"))
     assert ran == ["last"]
     assert not worker._thread.is_alive()
+
+
+def test_a_thread_whose_start_is_interrupted_at_any_point_leaves_no_error_and_no_thread_behind() -> None:
+    """`Thread.start` waits with locks held, which an interrupt loses."""
+    for point in itertools.count(1):
+        kept: list[Worker] = []
+        struck = interrupted_at(point, ("/threading.py", "_worker.py"), lambda: kept.append(Worker("xferlib-host-cut")))  # noqa: B023  # Called in this turn alone.
+        kept.clear()
+        assert until(lambda: not [thread for thread in threading.enumerate() if thread.name == "xferlib-host-cut"])
+        if not struck:
+            break
+    assert point >= 3

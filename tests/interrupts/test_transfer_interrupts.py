@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 
-from tests.core.fakes import on_thread
-from tests.interrupts.harness import COUNT, PATIENCE, SEED, interrupted
+import xferlib
+from tests.core.fakes import on_thread, until
+from tests.interrupts.harness import COUNT, PATIENCE, SEED, interrupted, until_free
 from tests.interrupts.transfers import OPERATIONS, STAGED, STARTS, WAITS, Bench, interrupt
+from xferlib.in_flight import all_ledgers
 
 HOST = OPERATIONS["host"]
 
@@ -58,3 +65,28 @@ def test_an_interrupted_close_can_be_repeated_by_anybody(twice: bool) -> None:
 
     assert interrupted(close, times=COUNT, seed=SEED, strikes=1 + twice, after=again).hits == COUNT
     close()
+
+
+def opened_and_dropped() -> None:
+    stager = xferlib.stager("host", pinned_limit=64 << 20)
+    stager.get(stager.put(np.zeros(100_000, np.uint8)).value).synchronize()
+    stager.empty_pinned(5 << 20, np.uint8)
+
+
+def opened_and_closed() -> None:
+    stager = xferlib.stager("host", pinned_limit=64 << 20)
+    stager.get(stager.put(np.zeros(100_000, np.uint8)).value).synchronize()
+    stager.close()
+
+
+@pytest.mark.parametrize("operation", [opened_and_dropped, opened_and_closed])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.filterwarnings("ignore")
+def test_no_stager_that_nobody_has_any_more_stays_open(operation: Callable[[], None], twice: bool) -> None:
+    gc.collect()
+    before = len(all_ledgers())
+    assert interrupted(operation, times=10 * COUNT, seed=SEED, strikes=1 + twice).hits == 10 * COUNT
+    until_free()
+    gc.collect()
+    assert until(lambda: len(all_ledgers()) == before, PATIENCE)
+    assert until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("xferlib-host")], PATIENCE)

@@ -13,15 +13,15 @@ import threading
 import time
 from _thread import get_ident, start_new_thread
 from contextlib import suppress
-from queue import SimpleQueue
-from typing import Protocol
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol, final
 
 __all__ = ["Lockable", "is_locker", "is_over", "lock_later", "pause_after", "start_locker"]
 
 PACE = 8 << 30
 """Bytes a second: a pause of 2 ms behind 16 MiB, whose lock takes 1."""
-ERROR_SECONDS = 0.01
-"""The pause behind an error, should each call end in one."""
+ERROR_SECONDS, MOST_ERROR_SECONDS = 0.01, 1.0
+"""When a table that raised is tried again: twice as long each time, should each call end in an error."""
 
 
 class Lockable(Protocol):
@@ -30,7 +30,8 @@ class Lockable(Protocol):
     def lock_next(self) -> int:
         """Lock some memory, and return its bytes; 0: there is none that is to be locked. Called by one thread.
 
-        What it raises is said, and it is called again: memory that cannot be locked is not to be locked any more.
+        What it raises is said, once where it is the same again, and it is called again, others' turn being first: memory that
+        cannot be locked is not to be locked any more.
         """
 
 
@@ -73,29 +74,46 @@ def _run() -> None:
     global _locker
     _locker = get_ident()
     threading.current_thread().name = "xferlib-locker"
-    while not _over:
-        table = _wanted.get()
-        if table is not None:
-            _lock_all(table)
-        # Not kept while there is nothing to do.
-        del table
-
-
-def _lock_all(table: Lockable) -> None:
+    failed: dict[int, _Failed] = {}
     while not _over:
         try:
+            tables = [_wanted.get(timeout=min([one.seconds for one in failed.values()], default=None))]
+        except Empty:
+            tables = [one.table for one in failed.values()]
+        for table in tables:
+            if table is not None:
+                _lock_all(table, failed)
+        # Not kept while there is nothing to do.
+        del tables, table
+
+
+@final
+class _Failed(NamedTuple):
+    """What a table has raised, and in how many seconds it is tried again."""
+
+    table: Lockable
+    said: str
+    seconds: float
+
+
+def _lock_all(table: Lockable, failed: dict[int, _Failed]) -> None:
+    try:
+        while not _over:
             nbytes = table.lock_next()
-        except BaseException as error:
-            # Nothing ends this thread: whoever waits until all is locked would wait for ever.
+            failed.pop(id(table), None)
+            if not nbytes:
+                return
+            pause_after(nbytes)
+    except BaseException as error:
+        # Nothing ends this thread: whoever waits until all is locked would wait for ever.
+        before = failed.get(id(table))
+        seconds = ERROR_SECONDS if before is None else min(2 * before.seconds, MOST_ERROR_SECONDS)
+        failed[id(table)] = _Failed(table, repr(error), seconds)
+        if before is None or before.said != repr(error):
             with suppress(BaseException):
                 threading.excepthook(
                     threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
                 )
-            time.sleep(ERROR_SECONDS)
-            continue
-        if not nbytes:
-            return
-        pause_after(nbytes)
 
 
 def _end() -> None:

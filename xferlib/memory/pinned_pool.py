@@ -66,12 +66,13 @@ _Growth: TypeAlias = tuple[Ranges, int]
 
 @final
 class _Segment:
-    """A range of memory that is page-locked, or will be: `locked` tells. `refused`: the driver would not lock it.
+    """A range of memory that is page-locked, or will be: `locked` tells. `refused`: the driver would not lock it; `tried_again`: it
+    was asked once more, or will be.
 
     `freeing`: it is about to be unlocked, and nothing is handed out of it; `claimed`: somebody locks or unlocks it.
     """
 
-    __slots__ = ("claimed", "freeing", "locked", "nbytes", "number", "ranges", "refused", "start")
+    __slots__ = ("claimed", "freeing", "locked", "nbytes", "number", "ranges", "refused", "start", "tried_again")
 
     def __init__(self, number: int, start: int, nbytes: int, ranges: Ranges, *, locked: bool = True) -> None:
         self.number = number
@@ -79,7 +80,7 @@ class _Segment:
         self.nbytes = nbytes
         self.ranges = ranges
         self.locked = locked
-        self.freeing = self.claimed = self.refused = False
+        self.freeing = self.claimed = self.refused = self.tried_again = False
 
     @property
     def awaited(self) -> bool:
@@ -367,10 +368,14 @@ class PinnedPool:
                 # An interrupted call may have told nobody.
                 lock_later(self)
                 told = True
+            # Where this raises, nothing is locked either.
+            self._alone(bool)
             time.sleep(LOOK_SECONDS)
 
     def lock_next(self) -> int:
         """See `Lockable`."""
+        if self._closed:
+            return 0
         # From before it is claimed: whoever finds no room but what is claimed waits for it.
         with self._at_work:
             segment = self._alone(self._claim)
@@ -395,7 +400,8 @@ class PinnedPool:
         if not self.entered:
             self._alone(bool)
         reserved = sum(list(self._reserved.values()))
-        return Usage(self.nbytes, self.peak_nbytes, self.used_nbytes, self._asked + reserved, self._asked_peak)
+        refused = sum([segment.nbytes for segment in list(self._segments.values()) if segment.refused])
+        return Usage(self.nbytes - refused, self.peak_nbytes, self.used_nbytes, self._asked + reserved, self._asked_peak)
 
     def trim(self) -> None:
         """Unpin every segment that is wholly idle. May wait for kernels."""
@@ -544,8 +550,19 @@ class PinnedPool:
             address = ranges.take(request.size)
             if address is not None:
                 self.hits += 1
+                if ranges is self._pageable:
+                    self._try_again(address)
                 return self._handed_out(address, ranges, request, number)
         return None
+
+    def _try_again(self, address: int) -> None:
+        """Have memory that is handed out again locked, if the driver has refused it once: it may have been short of some then."""
+        segment = self._around(address, 1)
+        if segment is not None and segment.refused and not segment.tried_again:
+            # In this order: an interrupt in between leaves it refused.
+            segment.tried_again = True
+            segment.refused = False
+            lock_later(self)
 
     def _count_unlocked(self, lacking: list[_Result]) -> bool:
         """Count what is to be mapped for these. False: so little that it is locked at once, or the limit has no room."""

@@ -17,10 +17,11 @@ from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child, leave
 from xferlib.in_flight import Ledger
 from xferlib.memory.arrays import Array, address_of, host_array
+from xferlib.memory.locker import is_locker
 from xferlib.memory.pinned_pool import PinnedPool, awaiting
 from xferlib.memory.proc_maps import why_unlockable
 from xferlib.protocol import HostStager
-from xferlib.reaper import uninterrupted
+from xferlib.reaper import close_later, uninterrupted
 from xferlib.tickets import Returns
 from xferlib.words import in_words
 
@@ -44,8 +45,10 @@ class Pin:
         self._open = True
 
     def close(self) -> None:
-        """Unlock the memory. Twice is fine."""
-        if self._open:
+        """Unlock the memory. Twice is fine. In a finalizer that others would wait for it is unlocked soon after."""
+        if self._open and self._pins.entered:
+            close_later(self)
+        elif self._open:
             # Interrupted here, or refused, it may be called again.
             self._pins.remove(self._number)
             self._open = False
@@ -95,6 +98,11 @@ class Pins:
         """Start and end of each, in order; replaced as a whole, so that it can be read without the lock. They are apart."""
         _open[id(self)] = self
         forget_in_child(self)
+
+    @property
+    def entered(self) -> bool:
+        """Whether this is a finalizer inside of a call that transfers, or other pins, may be waiting for."""
+        return self._pool.entered or is_locker()
 
     def add(self, array: object) -> Pin:
         """Page-lock an array's memory, which counts against the pool's limit until it is unlocked.
