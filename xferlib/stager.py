@@ -345,12 +345,18 @@ class Stager:
             pool_wait_seconds=self._pool.wait_seconds,
             pool_fallbacks=self._pool.fallbacks,
             device_nbytes=self._blocks.nbytes,
+            device_limit_nbytes=self._blocks.limit,
             device_peak_nbytes=self._blocks.peak_nbytes,
             device_waits=self._blocks.waits,
             h2d_nbytes=self._ledger.h2d.nbytes,
             d2h_nbytes=self._ledger.d2h.nbytes,
             synchronous=self._staging.leaves,
         )
+
+    @property
+    def when_full(self) -> WhenFull:
+        """What happens at pinned_limit."""
+        return self._pool.when_full
 
     def idle(self) -> None:
         """Block until nothing is in flight, and the memory that gets have taken is page-locked: the end of a warm-up.

@@ -126,7 +126,7 @@ def test_an_item_that_is_started_behind_a_close_that_could_not_wait_is_let_go_of
     assert not items._shared.items
 
 
-def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -> None:
+def test_who_waits_until_nothing_is_started_is_woken_where_a_start_fails() -> None:
     inside, gate = threading.Event(), threading.Event()
 
     def start(box: list[int], clock: PhaseTimer) -> int:

@@ -181,7 +181,6 @@ def prefetched(**seconds: float) -> Any:
         first=7,
         reader_waits=int(seconds.pop("reader_waits", 0)),
         thread=seconds,
-        notes=(),
     )
 
 
@@ -237,12 +236,12 @@ def test_nothing_taken_is_said(stager: xferlib.Stager) -> None:
     ],
 )
 def test_a_drain_says_who_is_waited_for(taker: dict[str, float], bound: str) -> None:
-    assert of_drain(batches=3, late=1, taker=taker, first=0, notes=()).bound == bound
+    assert of_drain(batches=3, late=1, taker=taker, first=0).bound == bound
 
 
 def test_a_stream_looks_behind_the_prefetch_only_where_that_waits() -> None:
-    slow_sink = of_drain(batches=3, late=0, taker={"work": 9}, first=0, notes=())
-    slow_fn = of_drain(batches=3, late=0, taker={"launch": 9}, first=0, notes=())
+    slow_sink = of_drain(batches=3, late=0, taker={"work": 9}, first=0)
+    slow_fn = of_drain(batches=3, late=0, taker={"launch": 9}, first=0)
     waiting = prefetched(work=10, place=10)
     assert of_stream(prefetched(wait=10, source=10), slow_sink).bound == "source"
     assert of_stream(prefetched(wait=10, copy=10), slow_sink).bound == "copy"
@@ -252,10 +251,8 @@ def test_a_stream_looks_behind_the_prefetch_only_where_that_waits() -> None:
 
 
 def test_one_batch_and_one_put_are_said_as_one() -> None:
-    one = of_prefetch(
-        batches=2, late=0, taker={"wait": 1.0, "work": 0.1}, thread={"copy": 1.0}, first=0.1, reader_waits=1, notes=()
-    )
+    one = of_prefetch(batches=2, late=0, taker={"wait": 1.0, "work": 0.1}, thread={"copy": 1.0}, first=0.1, reader_waits=1)
     assert "\n1 batch in 1.100 s, " in str(one)
     assert "\n1 put waited on the device" in str(one)
-    out = of_drain(batches=2, late=1, taker={"wait": 1.0}, first=0.1, notes=())
+    out = of_drain(batches=2, late=1, taker={"wait": 1.0}, first=0.1)
     assert "\n1 result in 1.000 s, " in str(out)

@@ -19,7 +19,7 @@ from typing import Any, Generic, NoReturn, TypeVar, final
 
 from xferlib.checks import check_depth
 from xferlib.debug import caller
-from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
+from xferlib.errors import BackendUnavailableError, ClosedError
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.source_thread import SourceThread, Start, live, run
@@ -39,8 +39,7 @@ class BackgroundIterator(Generic[T]):
     the thread refers to it, and by nothing else.
 
     `take()` gives what `start` returned, in order. At most `depth` items are started and not taken: the source is asked for the
-    next one when there is a place for it. If `start` raises `AllocationError`, it is tried again when items have been taken, and
-    the feed goes on with fewer ahead; with none ahead and the taker waiting, the error comes out.
+    next one when there is a place for it.
 
     `before_next(clock)` is called on the thread before the source is asked for the next item, when there is a place for it.
     Both may turn the clock to parts of their own; "source", "start" and "place" (no place: the taker is behind) are the feed's.
@@ -76,18 +75,13 @@ class BackgroundIterator(Generic[T]):
 
     @property
     def depth(self) -> int:
-        """How many items may be ahead now: fewer than asked where there was no memory for so many."""
+        """How many items may be ahead."""
         return self._shared.depth
 
     @property
     def ahead(self) -> int:
         """How many items are started and not taken."""
         return len(self._shared.items)
-
-    @property
-    def lowered(self) -> AllocationError | None:
-        """Why there are fewer ahead than asked."""
-        return self._shared.lowered
 
     @property
     def ready(self) -> bool:

@@ -15,7 +15,6 @@ from types import GeneratorType
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
 from xferlib.debug import act_for
-from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
@@ -49,7 +48,6 @@ class SourceThread(Generic[T]):
         self.begun_at = begun_at
         self.clock = PhaseTimer()
         self.depth = depth
-        self.lowered: AllocationError | None = None
         self.running = self.begun = self.ended = self.closed = self.starting = self.forked = False
         self.paused = False
         """Whether the thread waits for a taker to wait before it goes on."""
@@ -132,28 +130,7 @@ class SourceThread(Generic[T]):
         return not self.paused
 
     def started(self, start: Start[T], box: list[Any]) -> T:
-        """Start an item; where there is no memory for it, after others have been taken."""
-        fits = max(1, len(self.items))
-        lower = False
-        while True:
-            # Before the try: whoever waits has let go of all that it will.
-            starving = self.starving
-            try:
-                started = self._start(start, box)
-                break
-            except AllocationError as error:
-                if starving:
-                    raise
-                self.lowered = error.with_traceback(None)
-                lower = True
-            ahead = len(self.items)
-            self.clock.turn("place")
-            self.wait(lambda ahead=ahead: len(self.items) < ahead or self.starving)  # type: ignore[misc]
-        if lower:
-            self.depth = min(fits, self.depth)
-        return started
-
-    def _start(self, start: Start[T], box: list[Any]) -> T:
+        """Start an item, unless the feed is paused: then when a taker waits for it. Raises `_Stopped`."""
         while True:
             # First the mark, then the question: whoever pauses, closes or drops the feed asks in the opposite order.
             self.starting = True

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Generic, final, overload
 
 from xferlib.checks import check_depth, uncopied
-from xferlib.errors import AllocationError, ClosedError
+from xferlib.errors import ClosedError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.drain import Drain
 from xferlib.pipeline.memory_estimate import MemoryEstimate
@@ -51,7 +51,9 @@ def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = 
 
     `results`: any iterable of trees of device arrays, iterated on the consumer's own thread, so that the copy of each is started
     right behind the work that makes it. `out`: arrays to be filled from the front along the first axis, in memory, mapped from a
-    file or shared; else results are in pinned memory, which comes back when the last view of it is gone. See `Drain` for both.
+    file or shared; else results are in pinned memory, which comes back when the last view of it is gone: `depth` + 2 of them are
+    there at a time, besides those that are kept. Where `pinned_limit` has no room for so many like the first, that is refused, and
+    nothing was copied. See `Drain` for both.
     `stream`: the one whose work makes the results. None: the consumer's current one. Results come out typed as by `Stager.get`.
     """
     check_stager(stager, results)
@@ -197,11 +199,8 @@ class Drained(Generic[TreeT_co]):
         self._results = iter(results)
         self._source = source
         check_depth(depth)
-        # The one to be taken is under way as well.
-        self._drain: Drain[TreeT_co] = Drain(stager, depth + 1, out=out)
+        self._drain: Drain[TreeT_co] = Drain(stager, depth, out=out)
         self._clock = PhaseTimer()
-        self._waiting: Any = None
-        """A result for which there was no memory yet."""
         self._exhausted = self._spent = self._closed = self._inside = False
         self._taken = self._late = 0
         self._first: tuple[Mapping[str, float], int] | None = None
@@ -215,14 +214,12 @@ class Drained(Generic[TreeT_co]):
 
     def report(self) -> Report:
         """Say who waited for whom since the second result was asked for. Any thread, also after the end."""
-        notes = () if self._drain.lowered is None else (self._drain.lowered,)
         taker, late = self._first or ({}, 0)
         after = of_drain(
             batches=self._taken,
             late=self._late - late,
             taker=self._clock.since(taker),
             first=sum(taker.values()),
-            notes=notes,
         )
         return after if self._source is None else of_stream(self._source.report(), after)
 
@@ -230,7 +227,6 @@ class Drained(Generic[TreeT_co]):
         """End the loop. Twice is fine."""
         self._closed = True
         self._clock.stop()
-        self._waiting = None
         # Holds functions and frames of the caller's.
         self._results = iter(())
         try:
@@ -300,32 +296,19 @@ class Drained(Generic[TreeT_co]):
             raise ClosedError("this loop was closed before its end. Make another one") from None
 
     def _fill(self) -> None:
-        # Behind a failure nothing new until it was told: many a consumer goes no further.
-        while not (self._exhausted or self._drain.failing) and self._drain.pending < self._drain.depth:
+        # Behind a failure nothing new until it was told: many a consumer goes no further. The one to be taken is under way as well.
+        while not (self._exhausted or self._drain.failing) and self._drain.pending <= self._drain.depth:
             try:
                 self._start_next()
-            except AllocationError as error:
-                if self._waiting is not None and self._drain.pending:
-                    # When one is taken, there may be.
-                    return
-                self._fail(error)
             except Exception as error:
                 # Behind the results before it.
-                self._fail(error)
+                self._drain.fail(error)
 
     def _start_next(self) -> None:
-        # By a name of its own: `close` on another thread lets go of the other.
-        waiting = self._waiting
-        if waiting is None:
-            try:
-                waiting = self._waiting = next(self._results)
-            except StopIteration:
-                self._exhausted = True
-                self._drain.end()
-                return
-        self._drain.start(waiting, self._stream)
-        self._waiting = None
-
-    def _fail(self, error: Exception) -> None:
-        self._waiting = None
-        self._drain.fail(error)
+        try:
+            result = next(self._results)
+        except StopIteration:
+            self._exhausted = True
+            self._drain.end()
+            return
+        self._drain.start(result, self._stream)
