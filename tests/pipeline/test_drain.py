@@ -95,6 +95,18 @@ def test_single_frames_fill_rows(stager: xferlib.Stager) -> None:
     assert out["frame"][:, 0, 0].tolist() == out["mean"].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_names_ride_along_where_out_has_a_place_for_them(stager: xferlib.Stager) -> None:
+    source = [{"frame": frame, "name": f"frame {number}"} for number, frame in enumerate(frames(3))]
+    out: Any = {"frame": np.zeros((3, *SHAPE), np.int32), "name": "all"}
+    assert [result["name"] for result in xferlib.drain(source, stager, out=out)] == ["frame 0", "frame 1", "frame 2"]
+    assert out["name"] == "all"
+    assert out["frame"][:, 0, 0].tolist() == [0, 1, 2]
+    del out["name"]
+    expected = r"expected {'frame': array}, got {'frame': array, 'name': no array}\. Where one has text .* the other needs some"
+    with pytest.raises(ValueError, match=expected):
+        next(xferlib.drain(source, stager, out=out))
+
+
 def test_results_fill_a_mapped_file(stager: xferlib.Stager, tmp_path: Path) -> None:
     file = np.lib.format.open_memmap(tmp_path / "frames.npy", mode="w+", dtype=np.int32, shape=(7, *SHAPE))
     with xferlib.Drain(stager, out=file) as drain:

@@ -288,7 +288,7 @@ def test_a_depth_that_the_device_has_no_room_for_is_refused_before_anything_is_p
         assert stager.stats().device_peak_nbytes == stager.stats().h2d_nbytes == 0
         # What it advises does.
         assert [int(tree[-1]) for tree in xferlib.prefetch(source, stager, 3)] == list(range(12))
-        assert stager.stats().device_peak_nbytes <= stager.stats().device_limit_nbytes == 5 * nbytes
+        assert stager.stats().device_peak_nbytes <= 5 * nbytes == stager.stats().device_limit_nbytes
 
 
 def test_batches_of_which_no_depth_has_room_are_refused_without_naming_one() -> None:

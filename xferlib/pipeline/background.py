@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NoReturn, TypeVar, final
 
-from xferlib.checks import check_depth
+from xferlib.checks import check_depth, check_iterable
 from xferlib.debug import caller
 from xferlib.errors import BackendUnavailableError, ClosedError
 from xferlib.pipeline.failed import Failed
@@ -55,8 +55,7 @@ class BackgroundIterator(Generic[T]):
         before_next: Callable[[PhaseTimer], None] = lambda clock: None,
         name: str = "xferlib-feed",
     ) -> None:
-        if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
-            raise TypeError(f"expected something to iterate, got {source!r}")
+        check_iterable(source, "batches")
         check_depth(depth)
         self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next), begun_at=caller())
         # The finalizer is the queue's own `put`: it tells the thread, and does nothing else.

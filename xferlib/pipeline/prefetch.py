@@ -127,10 +127,11 @@ class Prefetch(Generic[TreeT_co]):
     Batches may be kept for as long as wanted; a consumer that never waits for its own work on the device runs ahead of it, and
     `device_limit` of the stager then bounds the memory.
 
-    Exceptions of source, put and copy come out where their batch would have, with their traceback. That batch is the only one
-    lost: the source is asked for the next one, if it can go on, when the consumer asks again. An interrupt of the consumer, such as
-    `KeyboardInterrupt`, closes the loop. Whoever asks for more after `close()` gets `ClosedError`; after the end of the source
-    `next` says `StopIteration`, as iterators do, and a new `for` raises `ClosedError`: each epoch needs a prefetch of its own.
+    Exceptions of source, put and copy come out where their batch would have, with their traceback; those of source and put with a
+    note that says the number of the batch. That batch is the only one lost: the source is asked for the next one, if it can go on,
+    when the consumer asks again. An interrupt of the consumer, such as `KeyboardInterrupt`, closes the loop. Whoever asks for more
+    after `close()` gets `ClosedError`; after the end of the source `next` says `StopIteration`, as iterators do, and a new `for`
+    raises `ClosedError`: each epoch needs a prefetch of its own.
 
     `close()`, the end of a `with` block and the end of the source leave no thread and nothing in flight; an exception leaves a
     thread that starts nothing until it is asked. An iterator that is dropped ends its thread soon after; what is in flight then
@@ -299,7 +300,6 @@ class _Starter:
         """What waits until the source may write to the batch that it gave last, and the batch: with its end may go its memory."""
         self._depth = depth
         self._fits = False
-        self._asked = 0
         self._recent: deque[End] = deque()
 
     def start(self, box: list[Any], clock: PhaseTimer) -> Started:
@@ -329,8 +329,6 @@ class _Starter:
                     f"depth={self._depth} has up to {self._depth + BESIDE_DEPTH} batches on the device at a time, besides those "
                     "that the consumer keeps. Use a smaller depth, make smaller batches, or keep fewer"
                 )
-            if isinstance(error, (TypeError, ValueError)):
-                error.add_note(f"in batch {self._asked - 1} of the source, counted from 0")
             raise
         end = end_of(started)
         self._recent.append(end)
@@ -342,7 +340,6 @@ class _Starter:
 
     def before_next(self, clock: PhaseTimer) -> None:
         """Wait until the source may be asked for another batch."""
-        self._asked += 1
         if self._read is not None:
             wait, _ = self._read
             clock.turn("read")

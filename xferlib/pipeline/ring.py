@@ -74,7 +74,7 @@ class Ring(Generic[TreeT_co]):
     __reduce_ex__ = uncopied("Threads may share it; another process makes one of its own")
 
     def __init__(self, stager: Stager, spec: Any, slots: int = 3) -> None:
-        check_stager(stager)
+        check_stager(stager, spec, comes="first")
         if slots < 1:
             raise ValueError(f"slots={slots!r}: expected 1 or more")
         self._layout = layout = self._laid_out(stager, spec)

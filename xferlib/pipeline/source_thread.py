@@ -6,10 +6,12 @@ The thread refers to no `BackgroundIterator`. What is in here changes in single 
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from queue import SimpleQueue
 from types import GeneratorType
 from typing import Any, Generic, TypeAlias, TypeVar, final
@@ -193,7 +195,9 @@ def _give_all(
     start: Start[Any],
     before_next: Callable[[PhaseTimer], None],
 ) -> None:
-    while not _finished(iterator):
+    for number in itertools.count():
+        if _finished(iterator):
+            return
         shared.place()
         try:
             before_next(shared.clock)
@@ -210,6 +214,9 @@ def _give_all(
         except _Stopped:
             raise
         except BaseException as error:
+            # One with notes of its own kind is told without this.
+            with suppress(Exception):
+                error.add_note(f"in batch {number} of the source, counted from 0")
             # Nothing new until somebody wants what is behind it: many a taker goes no further.
             shared.paused = True
             shared.give(Failed(error))

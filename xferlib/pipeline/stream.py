@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
 from operator import call
 from types import TracebackType
 from typing import Any, Generic, final, overload
 
-from xferlib.checks import check_depth, uncopied
+from xferlib.checks import check_depth, check_iterable, uncopied
 from xferlib.errors import ClosedError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.drain import Drain
@@ -143,6 +144,8 @@ def stream_map(
     result would have. `batches` and `rewrites` are those of `prefetch`, `out` that of `drain`, `stream` that of both.
     Results come out typed as by `Stager.get`; what `fn` takes is checked where it is written.
     """
+    if not callable(fn):
+        raise TypeError(f"fn={reprlib.repr(fn)}: expected a function, before the batches: stream_map(fn, batches, stager)")
     source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
         return Drained(_Mapped(fn, source), stager, depth, out=out, stream=stream, source=source)
@@ -195,6 +198,7 @@ class Drained(Generic[TreeT_co]):
     ) -> None:
         if stream is not None:
             stager.check_stream(stream)
+        check_iterable(results, "results")
         self._stream = stream
         self._results = iter(results)
         self._source = source

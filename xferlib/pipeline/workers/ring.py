@@ -120,7 +120,7 @@ class SharedRing(Generic[TreeT_co]):
 
     def __init__(self, stager: Stager, spec: Any, *, slots: int = 8) -> None:
         self._refusal: XferError | None = None
-        check_stager(stager)
+        check_stager(stager, spec, comes="first")
         if slots < 2:
             raise ValueError(f"slots={slots!r}: expected 2 or more, since a consumer holds one while the next is filled")
         self._layout = layout = Layout(spec)
