@@ -282,6 +282,15 @@ def test_a_depth_that_the_limit_has_no_room_for_is_refused_before_anything_is_co
             next(xferlib.drain([np.zeros(2 * nbytes, np.uint8)], small))
 
 
+def test_depth_is_no_more_than_there_are_results_where_that_is_known() -> None:
+    nbytes = 1 << 20
+    with xferlib.stager("host", pinned_limit=5 * nbytes) as small:
+        source = [np.full(nbytes, number, np.uint8) for number in range(3)]
+        for loop in (xferlib.drain(source, small, 50), xferlib.stream_map(lambda batch: batch, source, small, 50)):
+            assert [int(result[0]) for result in loop] == [0, 1, 2]
+            assert max(charge.count for charge in loop.bill.charges) == 5
+
+
 def test_a_limit_that_only_stages_refuses_no_depth() -> None:
     nbytes = 1 << 20
     with xferlib.stager("host", pinned_limit=2 * nbytes, when_full="stage") as small:

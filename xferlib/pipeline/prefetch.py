@@ -34,7 +34,7 @@ from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
 
-__all__ = ["Prefetch", "prefetch"]
+__all__ = ["Prefetch", "no_deeper", "prefetch"]
 
 
 @overload
@@ -161,7 +161,7 @@ class Prefetch(Generic[TreeT_co]):
                 "batches. Pass [batch] for a single one"
             )
         check_depth(depth)
-        depth = _no_deeper(batches, depth)
+        depth = no_deeper(batches, depth)
         self._device_waits = device_waits
         self._value = take
         self._clock = PhaseTimer()
@@ -255,7 +255,7 @@ class Prefetch(Generic[TreeT_co]):
         return value
 
 
-def _no_deeper(batches: Any, depth: int) -> int:
+def no_deeper(batches: Any, depth: int) -> int:
     """Return the depth that a source of known length can fill: what lies ahead costs memory, on the device and in the bill."""
     try:
         # Some loaders raise here, as those whose data has no length.

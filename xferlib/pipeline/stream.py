@@ -15,7 +15,7 @@ from xferlib.memory.arrays import Array
 from xferlib.pipeline.drain import Drain
 from xferlib.pipeline.memory_estimate import MemoryEstimate
 from xferlib.pipeline.phase_timer import PhaseTimer
-from xferlib.pipeline.prefetch import Prefetch, prefetch
+from xferlib.pipeline.prefetch import Prefetch, no_deeper, prefetch
 from xferlib.pipeline.report import Report, of_drain, of_stream
 from xferlib.stager import Stager, check_stager
 from xferlib.typed import HasDtype, KeyT, NamedT, Sequences, TreeT, TreeT_co
@@ -148,7 +148,7 @@ def stream_map(
         raise TypeError(f"fn={reprlib.repr(fn)}: expected a function, before the batches: stream_map(fn, batches, stager)")
     source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
-        return Drained(_Mapped(fn, source), stager, depth, out=out, stream=stream, source=source)
+        return Drained(_Mapped(fn, source), stager, no_deeper(batches, depth), out=out, stream=stream, source=source)
     except BaseException:
         source.close()
         raise
@@ -203,7 +203,7 @@ class Drained(Generic[TreeT_co]):
         self._results = iter(results)
         self._source = source
         check_depth(depth)
-        self._drain: Drain[TreeT_co] = Drain(stager, depth, out=out)
+        self._drain: Drain[TreeT_co] = Drain(stager, no_deeper(results, depth), out=out)
         self._clock = PhaseTimer()
         self._exhausted = self._spent = self._closed = self._inside = False
         self._taken = self._late = 0
