@@ -184,7 +184,7 @@ def test_ctrl_c_while_the_consumer_waits_ends_the_loop(stager: xferlib.Stager) -
     batches = xferlib.prefetch(source, stager)
 
     def interrupt() -> None:
-        until(lambda: batches._feed._shared.takers)
+        until(lambda: batches._background._shared.takers)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         # Only now, so that the consumer does wait.
         source.gate.set()
@@ -200,7 +200,7 @@ def test_another_thread_that_waits_is_woken_by_close(stager: xferlib.Stager) -> 
     source = Source(9, stop_at=0)
     batches = xferlib.prefetch(source, stager)
     taken = on_thread(lambda: list(batches))
-    until(lambda: batches._feed._shared.takers)
+    until(lambda: batches._background._shared.takers)
     closing = on_thread(batches.close)
     with pytest.raises(xferlib.ClosedError, match="before its end"):
         taken.result(PATIENCE)

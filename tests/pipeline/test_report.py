@@ -66,7 +66,7 @@ def test_a_slow_source_is_called_so(stager: xferlib.Stager, time: Time) -> None:
     for _ in range(5):
         # The consumer waits before the source has it: all of that time is a wait.
         taker = on_thread(lambda: next(batches))
-        until(lambda: batches._feed._shared.takers)
+        until(lambda: batches._background._shared.takers)
         asked.release()
         taker.result(PATIENCE)
     report = batches.report()
@@ -81,7 +81,7 @@ def test_a_slow_source_is_called_so(stager: xferlib.Stager, time: Time) -> None:
 def test_a_slow_consumer_is_called_compute(stager: xferlib.Stager, time: Time) -> None:
     batches = xferlib.prefetch((batch(number) for number in range(6)), stager, 2)
     for _ in itertools.islice(batches, 4):
-        until(lambda: len(batches._feed._shared.items) == 2 and part(batches) == "place")
+        until(lambda: len(batches._background._shared.items) == 2 and part(batches) == "place")
         time.now += 3
     report = batches.report()
     batches.close()
@@ -107,7 +107,7 @@ def test_what_the_first_batch_pays_for_all_is_left_out(stager: xferlib.Stager, t
 
     batches = xferlib.Prefetch((batch(number) for number in range(6)), slow_once, device_waits=lambda: len(put))
     taker = on_thread(lambda: next(batches))
-    until(lambda: batches._feed._shared.takers)
+    until(lambda: batches._background._shared.takers)
     asked.set()
     taker.result(PATIENCE)
     settled(batches, 3)
@@ -144,7 +144,7 @@ def test_what_the_first_result_pays_for_all_is_left_out(stager: xferlib.Stager, 
 def test_copies_that_were_late_before_the_second_batch_do_not_count(stager: xferlib.Stager) -> None:
     with Stream() as stream, held(h2d(stager)) as gate:
         batches = xferlib.prefetch([batch(number) for number in range(3)], stager, 2)
-        until(lambda: len(batches._feed._shared.items) == 2)
+        until(lambda: len(batches._background._shared.items) == 2)
         next(batches)
         assert batches._late == 1
         gate.set()
@@ -161,7 +161,7 @@ def test_slow_copies_are_called_so(stager: xferlib.Stager, time: Time) -> None:
         next(batches)
         until(lambda: part(batches) == "read")
         taker = on_thread(lambda: next(batches))
-        until(lambda: batches._feed._shared.takers)
+        until(lambda: batches._background._shared.takers)
         time.now += 4
         gate.set()
         taker.result(PATIENCE)

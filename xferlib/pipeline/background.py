@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NoReturn, TypeVar, final
 
-from xferlib.checks import check_depth, check_iterable
+from xferlib.checks import check_depth
 from xferlib.debug import caller
 from xferlib.errors import BackendUnavailableError, ClosedError
 from xferlib.pipeline.failed import Failed
@@ -42,8 +42,8 @@ class BackgroundIterator(Generic[T]):
     next one when there is a place for it.
 
     `before_next(clock)` is called on the thread before the source is asked for the next item, when there is a place for it.
-    Both may turn the clock to parts of their own; "source", "start" and "place" (no place: the taker is behind) are the feed's.
-    A generator is closed, on the thread, when the feed ends before it does; other iterators are only let go of.
+    Both may turn the clock to parts of their own; "source", "start" and "place" (no place: the taker is behind) are the iterator's.
+    A generator is closed, on the thread, when the iterator ends before it does; other iterators are only let go of.
     """
 
     def __init__(
@@ -53,9 +53,8 @@ class BackgroundIterator(Generic[T]):
         *,
         depth: int,
         before_next: Callable[[PhaseTimer], None] = lambda clock: None,
-        name: str = "xferlib-feed",
+        name: str = "xferlib-background",
     ) -> None:
-        check_iterable(source, "batches")
         check_depth(depth)
         self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next), begun_at=caller())
         # The finalizer is the queue's own `put`: it tells the thread, and does nothing else.
@@ -110,7 +109,7 @@ class BackgroundIterator(Generic[T]):
     def take(self) -> T:
         """Return the next item. Raises what the source or the start of the item raised, in its place.
 
-        `StopIteration` when there is no more; `ClosedError` when the feed was closed before that, by whatever thread.
+        `StopIteration` when there is no more; `ClosedError` when the iterator was closed before that, by whatever thread.
         """
         shared = self._shared
         while True:

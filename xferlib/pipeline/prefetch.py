@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, final, overload
 
 import numpy as np
 
-from xferlib.checks import check_depth, uncopied
+from xferlib.checks import check_depth, check_iterable, uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.device_pool import size_class
@@ -160,6 +160,7 @@ class Prefetch(Generic[TreeT_co]):
                 f"batches is a {type(batches).__qualname__}, of which only the keys would be iterated: expected an iterable of "
                 "batches. Pass [batch] for a single one"
             )
+        check_iterable(batches, "batches")
         check_depth(depth)
         depth = no_deeper(batches, depth)
         self._device_waits = device_waits
@@ -169,14 +170,14 @@ class Prefetch(Generic[TreeT_co]):
         self._first: _Mark | None = None
         """What the first batch took, which pays for what is done once."""
         self._starter = starter = _Starter(put, put if borrow is None else borrow, in_place, nbytes, check_room, depth, rewrites)
-        self._feed: BackgroundIterator[Started] = BackgroundIterator(
+        self._background: BackgroundIterator[Started] = BackgroundIterator(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
 
     @property
     def bill(self) -> MemoryEstimate:
         """The memory that the loop needs. Waits for the source's first batch, from which it is known; empty if there is none."""
-        self._feed.seen()
+        self._background.seen()
         return self._starter.bill
 
     def report(self) -> Report:
@@ -186,7 +187,7 @@ class Prefetch(Generic[TreeT_co]):
             batches=self._taken,
             late=self._late - first.late,
             taker=self._clock.since(first.taker),
-            thread=self._feed.clock.since(first.thread),
+            thread=self._background.clock.since(first.thread),
             first=sum(first.taker.values()),
             reader_waits=self._device_waits() - first.device_waits,
         )
@@ -194,25 +195,25 @@ class Prefetch(Generic[TreeT_co]):
     def close(self) -> None:
         """End the loop: nothing is in flight and no thread is left. Twice is fine; any thread."""
         self._clock.stop()
-        self._feed.close()
-        if not self._feed.forked:
+        self._background.close()
+        if not self._background.forked:
             self._starter.settle()
 
     def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
-        if self._feed.spent:
+        if self._background.spent:
             raise ClosedError(
                 "this prefetch is spent: it goes over its source once, and all batches were taken. Make a new one for each epoch, "
                 "inside the loop over epochs"
             )
-        if self._feed.closed:
+        if self._background.closed:
             raise ClosedError("this prefetch is closed. Make another one")
         # Not itself: what takes batches in groups asks its iterator for an iterator once more behind the last one.
         return map(call, repeat(self.__next__))
 
     def __next__(self) -> TreeT_co:
         if self._first is None and self._taken:
-            self._first = _Mark(self._clock.read(), self._feed.clock.read(), self._late, self._device_waits())
+            self._first = _Mark(self._clock.read(), self._background.clock.read(), self._late, self._device_waits())
         self._clock.turn("wait")
         try:
             value = self._next()
@@ -222,7 +223,7 @@ class Prefetch(Generic[TreeT_co]):
             self.close()
             raise
         except Exception:
-            self._clock.turn(None if self._feed.closed else "work")
+            self._clock.turn(None if self._background.closed else "work")
             raise
         except BaseException:
             self.close()
@@ -232,23 +233,22 @@ class Prefetch(Generic[TreeT_co]):
         return self
 
     def __repr__(self) -> str:
-        state = (
-            "spent" if self._feed.spent else "closed" if self._feed.closed else f"{self._feed.ahead} ahead of {self._feed.depth}"
-        )
+        thread = self._background
+        state = "spent" if thread.spent else "closed" if thread.closed else f"{thread.ahead} ahead of {thread.depth}"
         return f"<Prefetch, {self._taken} taken, {state}>"
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _next(self) -> TreeT_co:
-        waiting = self._feed.ready
-        transfer = self._feed.take()
+        waiting = self._background.ready
+        transfer = self._background.take()
         try:
             late = waiting and not transfer.done()
             value = self._value(transfer)
         except Exception:
             # Many a consumer goes no further, and closes the stager: nobody may be inside a put of it then.
-            self._feed.pause()
+            self._background.pause()
             raise
         self._late += late
         self._taken += 1

@@ -1,4 +1,4 @@
-"""The thread of a feed: its state, which whoever takes from it shares, and its work.
+"""The thread of a `BackgroundIterator`: its state, which whoever takes from it shares, and its work.
 
 The thread refers to no `BackgroundIterator`. What is in here changes in single steps, and each side wakes the other to look at it.
 """
@@ -30,7 +30,7 @@ Start: TypeAlias = "Callable[[list[Any], PhaseTimer], T]"
 Work: TypeAlias = "tuple[Iterable[Any], Start[T], Callable[[PhaseTimer], None]]"
 
 LET_GO_SECONDS = 1.0
-"""How long whoever closes a stager waits for a feed that was dropped while it started an item."""
+"""How long whoever closes a stager waits for an iterator that was dropped while it started an item."""
 
 
 class _Stopped(Exception):
@@ -39,7 +39,7 @@ class _Stopped(Exception):
 
 @final
 class SourceThread(Generic[T]):
-    """What the thread and the feed both hold. Its methods are the thread's, but for those that say so."""
+    """What the thread and the iterator both hold. Its methods are the thread's, but for those that say so."""
 
     thread: threading.Thread
     owner: weakref.ref[Any]
@@ -67,7 +67,7 @@ class SourceThread(Generic[T]):
 
     @property
     def stopping(self) -> bool:
-        """Whether the thread is to begin nothing new: the feed was closed or dropped."""
+        """Whether the thread is to begin nothing new: the iterator was closed or dropped."""
         return self.closed or self.owner() is None
 
     @property
@@ -120,7 +120,7 @@ class SourceThread(Generic[T]):
                 return
             self.inbox.get()
 
-    def place(self) -> None:
+    def wait_for_room(self) -> None:
         """Wait until another item may be asked for. Raises `_Stopped`."""
         self.clock.turn("place")
         self.wait(lambda: self.going() and len(self.items) < self.depth)
@@ -132,9 +132,9 @@ class SourceThread(Generic[T]):
         return not self.paused
 
     def started(self, start: Start[T], box: list[Any]) -> T:
-        """Start an item, unless the feed is paused: then when a taker waits for it. Raises `_Stopped`."""
+        """Start an item, unless the iterator is paused: then when a taker waits for it. Raises `_Stopped`."""
         while True:
-            # First the mark, then the question: whoever pauses, closes or drops the feed asks in the opposite order.
+            # First the mark, then the question: whoever pauses, closes or drops the iterator asks in the opposite order.
             self.starting = True
             if self.going() and not self.stopping:
                 break
@@ -198,7 +198,7 @@ def _give_all(
     for number in itertools.count():
         if _finished(iterator):
             return
-        shared.place()
+        shared.wait_for_room()
         try:
             before_next(shared.clock)
             if shared.stopping:
@@ -229,7 +229,7 @@ def _finished(iterator: Iterator[Any]) -> bool:
 
 
 def _wait_for_dropped() -> None:
-    """Wait until no feed that was dropped is starting an item: who dropped one may close what items are started on."""
+    """Wait until no iterator that was dropped is starting an item: who dropped one may close what items are started on."""
     for shared in list(live):
         if shared.stopping and threading.current_thread() is not shared.thread:
             # Bounded: whoever closes may be somebody that the start waits for.

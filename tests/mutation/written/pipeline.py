@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-RING, FEED, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED = (
+RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED = (
     f"xferlib/pipeline/{name}.py"
     for name in (
         "ring",
@@ -49,9 +49,9 @@ MUTANTS = [
         "            self._land(number)\n            self._returns.post()",
         "            self._come_back(number)\n            self._returns.post()",
     ),
-    (FEED, "        self._join()\n        raise StopIteration", "        raise StopIteration"),
+    (BACKGROUND, "        self._join()\n        raise StopIteration", "        raise StopIteration"),
     (
-        FEED,
+        BACKGROUND,
         "            ended = shared.ended\n            try:\n                entry = shared.items.popleft()\n            except IndexError:\n                self._refuse_closed()\n                if ended:",
         "            try:\n                entry = shared.items.popleft()\n            except IndexError:\n                self._refuse_closed()\n                if shared.ended:",
     ),
