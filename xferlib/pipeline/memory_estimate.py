@@ -10,7 +10,7 @@ from xferlib.errors import AllocationError
 from xferlib.tree import PLAIN, Trees
 from xferlib.words import in_words
 
-__all__ = ["Charge", "MemoryEstimate", "check_room", "tree_nbytes"]
+__all__ = ["BESIDE_DEPTH", "Charge", "MemoryEstimate", "check_room", "tree_nbytes"]
 
 BESIDE_DEPTH = 2
 """What there is at a time besides those that are ahead: one with the consumer, and one that the consumer is just taking, or whose
