@@ -43,7 +43,7 @@ FLOORS = [
         f"xferlib.pipeline{part}"
         for part in ("", ".memory_estimate", ".phase_timer", ".ends", ".report", ".output_writer", ".workers.layout")
     },
-    {f"xferlib.pipeline.workers{part}" for part in ("", ".channel", ".failures", ".memory", ".messages", ".servant", ".slots")},
+    {f"xferlib.pipeline.workers{part}" for part in ("", ".channel", ".failures", ".memory", ".messages", ".executor", ".slots")},
     {"xferlib.pipeline.workers.process"},
     {"xferlib.pipeline.workers.crew", "xferlib.pipeline.workers.worker"},
     {"xferlib.pipeline.workers.run"},

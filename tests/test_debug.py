@@ -153,7 +153,7 @@ def test_bytes_are_counted_as_they_lie_in_memory(stager: Stager) -> None:
 
 def test_pageable_memory_that_is_not_borrowed_is_the_callers_at_once(stager: Stager) -> None:
     source, target = np.ones(LARGE, np.uint8), np.zeros(LARGE, np.uint8)
-    for transfer in (stager.put(source), stager.put(source, into=target, borrow=True)):
+    for transfer in (stager.put(source), stager.put(source, into=target)):
         source[:] = 2
         assert (transfer.result() == 1).all()
         source[:] = 1

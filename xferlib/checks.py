@@ -20,6 +20,7 @@ __all__ = [
     "check_alike",
     "check_apart",
     "check_depth",
+    "check_iterable",
     "check_out",
     "checked_at",
     "lacking",
@@ -146,6 +147,15 @@ def check_depth(depth: object) -> None:
         raise TypeError(f"depth={depth!r}: expected an int")
     if operator.index(depth) < 1:
         raise ValueError(f"depth={depth!r}: expected 1 or more")
+
+
+def check_iterable(given: object, name: str) -> None:
+    """Raise `TypeError`, naming the argument, for what a loop cannot go over."""
+    if hasattr(given, "__iter__") or hasattr(given, "__getitem__"):
+        return
+    call = getattr(given, "__name__", "it") if callable(given) else None
+    advice = "" if call is None else f". It may be a function that makes one: call it, as in {call}()"
+    raise TypeError(f"{name}: expected something to iterate, got {given!r}{advice}")
 
 
 def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Debug mode: finding who writes to the source of a put before the transfer is done.
 
-A put's sources that are read after it has returned (pinned ones, and all that are borrowed) are summed when it is called, and again
+A put's sources that are read after it has returned (pinned ones, and all that are borrowed until it is done; what is borrowed until
+it is staged is free before that, unseen here) are summed when it is called, and again
 as soon as the transfer is found done, by whoever finds it: before a caller is told that it may write again. Only what is found by
 us counts. Waiting by other means, as the framework's own, is not seen here: a source that is written to after such a wait, before
 `done()` is blamed. Not seen is what was put back meanwhile, and what writes to memory whose array is gone.
@@ -74,9 +75,9 @@ def caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def act_for(place: str) -> None:
+def act_for(where: str) -> None:
     """Note on whose behalf this thread, one of ours, works."""
-    _thread.begun_at = place
+    _thread.begun_at = where
 
 
 def verify_done() -> None:
@@ -216,7 +217,7 @@ class Put:
     """Gives what the transfer asks; None: nobody holds the transfer any more."""
     _event: Any
 
-    def __init__(self, sources: list[_Source], spec: Spec, place: str, borrow: bool, untold: deque[Put]) -> None:
+    def __init__(self, sources: list[_Source], spec: Spec, where: str, borrow: bool, untold: deque[Put]) -> None:
         self.untold = untold
         self.told = False
         self._number = next(_numbers)
@@ -224,7 +225,7 @@ class Put:
         self._verdicts: list[str] = []
         """The first counts: who had it may have told a caller, who has written to the sources since. Single steps, no lock."""
         self._spec = spec
-        self._place = place
+        self._where = where
         self._borrow = borrow
 
     def watch(self, transfer: T) -> T:
@@ -281,7 +282,7 @@ class Put:
             remedy = "leave out borrow=True, or rewrites=False of prefetch" if self._borrow else "fill the slots of a Ring in turn"
             return (
                 f"the source of a put was written to before its transfer was done: {path(self._spec, source.index)}, "
-                f"bytes {first} to {last} of {source.nbytes}. The put was called at {self._place}. "
+                f"bytes {first} to {last} of {source.nbytes}. The put was called at {self._where}. "
                 "What has arrived may be the old values, the new, or a mixture. "
                 f"Write to it only after done() or synchronize(), or {remedy}"
             )

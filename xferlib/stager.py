@@ -261,14 +261,15 @@ class Stager:
         A class that names its parts comes out as itself, for type checkers: declare its arrays as `Any`, since the device's are of
         another library. For the same reason a bare array comes out as `Any`, and a plain dict, list or tuple with `Any` in it.
         Text, numbers, times, paths and members of enumerations among them ride along: they come out where they stood, and `into`
-        keeps its own.
+        keeps its own. NumPy's scalars, such as `numpy.float32(3)`, are arrays: they come out as arrays of shape ().
         Sources in pinned memory are read after this returns: do not rewrite them before `done()`. Pageable sources are free when
         it returns, which it does when the CPU has copied them: with a `SynchronousTransferWarning`, the first time in a line.
         `into`: device arrays of the same structure, shapes and dtypes to overwrite; the copy waits for what `stream` (None: the
         calling thread's current one) has enqueued, so earlier readers are safe. `stream`: it also waits for the copy, as by
         `Transfer.stream_wait`. `borrow`: pageable sources are borrowed until `done()` instead, and large ones are copied by threads
         of ours after this has returned; `value` then waits on the host until the copies are started. "staged": likewise, but only
-        until `Transfer.wait_staged` has returned; debug mode does not watch these. It has no effect on `into`.
+        until `Transfer.wait_staged` has returned; debug mode does not watch these. Not together with `into`, whose pageable sources
+        the CPU has copied when this returns.
 
         Raises before anything starts: `TypeError` and `ValueError` for arguments, `CapabilityError`, `AllocationError`; in debug
         mode `SourceRewrittenError` for an earlier put whose transfer nobody holds any more.
@@ -282,9 +283,14 @@ class Stager:
             self._check_stream(stream)
         if borrow and borrow is not True and borrow != "staged":
             raise ValueError(f"borrow={borrow!r}: expected False, True or 'staged'")
+        if borrow and into is not None:
+            raise ValueError(
+                f"borrow={borrow!r} together with into: what overwrites arrays of yours is copied by the CPU before put returns, "
+                "and cannot be borrowed. Leave borrow out, or into"
+            )
         try:
             sources = self._sources
-            before = sources and sources.look(tree, borrow=borrow is True and into is None)
+            before = sources and sources.look(tree, borrow=borrow is True)
             if type(tree) is not np.ndarray:
                 transfer = self._puts.start(tree, into, stream, borrow)
             elif into is None:
@@ -359,12 +365,18 @@ class Stager:
             pool_wait_seconds=self._pool.wait_seconds,
             pool_fallbacks=self._pool.fallbacks,
             device_nbytes=self._blocks.nbytes,
+            device_limit_nbytes=self._blocks.limit,
             device_peak_nbytes=self._blocks.peak_nbytes,
             device_waits=self._blocks.waits,
             h2d_nbytes=self._ledger.h2d.nbytes,
             d2h_nbytes=self._ledger.d2h.nbytes,
             synchronous=self._staging.leaves,
         )
+
+    @property
+    def when_full(self) -> WhenFull:
+        """What happens at pinned_limit."""
+        return self._pool.when_full
 
     def idle(self) -> None:
         """Block until nothing is in flight, and the memory that gets have taken is page-locked: the end of a warm-up.
@@ -566,10 +578,10 @@ def _close_dropped() -> None:
 atexit.register(_close_all)
 
 
-def check_stager(stager: object, before: object = None) -> None:
-    """Raise `TypeError` unless this is a stager. `before`: the argument before it, where it may stand by mistake."""
+def check_stager(stager: object, other: object = None, *, comes: str = "second") -> None:
+    """Raise `TypeError` unless this is a stager. `other`: the argument where it may stand by mistake; `comes`: where it belongs."""
     if isinstance(stager, Stager):
         return
     name = repr(stager) if isinstance(stager, str) else "name"
-    advice = "The stager comes second" if isinstance(before, Stager) else f"Open one with xferlib.stager({name})"
+    advice = f"The stager comes {comes}" if isinstance(other, Stager) else f"Open one with xferlib.stager({name})"
     raise TypeError(f"stager={reprlib.repr(stager)}: expected a stager. {advice}")

@@ -26,6 +26,7 @@ class Stats:
         pool_wait_seconds: For how long, all of them together.
         pool_fallbacks: Arrays in pageable memory, since the pool was full: with when_full="stage".
         device_nbytes: Device memory taken from the framework for puts, in use or idle.
+        device_limit_nbytes: What `device_nbytes` never exceeds; None: there is no limit.
         device_peak_nbytes: The most of `device_nbytes` so far.
         device_waits: Puts whose copy had to wait, on the device, for a reader of an older batch.
         h2d_nbytes: Of the copies to the device started so far.
@@ -45,6 +46,7 @@ class Stats:
     pool_wait_seconds: float
     pool_fallbacks: int
     device_nbytes: int
+    device_limit_nbytes: int | None
     device_peak_nbytes: int
     device_waits: int
     h2d_nbytes: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -43,7 +43,8 @@ __all__ = [
 ]
 
 NUMPY: set[type] = {np.ndarray}
-DESCRIBED = 4
+SHOWN = 16
+"""Entries of one node, in an error."""
 RIDERS = (str, bytes, int, float, complex, date, time, timedelta, Decimal, Fraction, Enum, PurePath, UUID)
 """What is no array. NumPy's own numbers, some of which are Python's as well, are."""
 
@@ -197,7 +198,12 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
 def check_structure(spec: Spec, other: Spec, *, name: str) -> None:
     """Raise `ValueError`, naming the argument, unless two trees have the same shape, and what rides along at the same places."""
     if _shape_of(other) != _shape_of(spec):
-        raise ValueError(f"{name} has another structure: expected {_shown(spec)}, got {_shown(other)}")
+        expected, got, advice = _shown(spec), _shown(other), ""
+        if expected == got:
+            advice = ". What differs is not shown: entries further on, classes of one name, or what these have beside their arrays"
+        elif isinstance(spec, Mixed) or isinstance(other, Mixed):
+            advice = ". Where one has text or a number, which is no array, the other needs some, too"
+        raise ValueError(f"{name} has another structure: expected {expected}, got {got}{advice}")
 
 
 def path(spec: Spec, index: int) -> str:
@@ -221,10 +227,29 @@ def _shape_of(spec: Spec) -> object:
 def _shown(spec: Spec) -> str:
     if spec is None:
         return "one array"
-    if not isinstance(spec, Mixed):
-        return str(spec)
-    places = [_place(spec.spec, index) for index in spec.riders]
-    return f"{spec.spec} with {', '.join(places[:DESCRIBED] + ['...'][: len(places) - DESCRIBED])} no array"
+    whole, riders = spec if isinstance(spec, Mixed) else (spec, {})
+    return _in_words(whole, iter(["no array" if index in riders else "array" for index in range(whole.num_leaves)]))
+
+
+def _in_words(spec: optree.PyTreeSpec, leaves: Iterator[str]) -> str:
+    """Say what a tree is made of: "{'image': array, 'name': no array}". `leaves`: the words for each."""
+    if spec.is_leaf():
+        return next(leaves)
+    kind: Any = spec.type
+    if kind is type(None):
+        return "None"
+    children = [_in_words(child, leaves) for child in spec.children()]
+    names = getattr(kind, "_fields", spec.entries())
+    if issubclass(kind, dict):
+        children = [f"{key!r}: {child}" for key, child in zip(names, children, strict=True)]
+    elif kind not in (list, tuple):
+        children = [f"{name}={child}" if isinstance(name, str) else child for name, child in zip(names, children, strict=True)]
+    left = len(children) - SHOWN
+    shown = ", ".join(children if left <= 0 else [*children[:SHOWN], f"{left} more"])
+    if kind is tuple and len(children) == 1:
+        shown += ","
+    opening, closing = {dict: ("{", "}"), list: ("[", "]"), tuple: ("(", ")")}.get(kind, (f"{kind.__qualname__}(", ")"))
+    return f"{opening}{shown}{closing}"
 
 
 def is_record(leaf: Any) -> bool:

@@ -115,6 +115,12 @@ def test_an_into_that_cannot_take_the_copy_is_refused(stager: xferlib.Stager, in
         stager.put(GOOD, into=into)
 
 
+@pytest.mark.parametrize("borrow", [True, "staged"])
+def test_what_overwrites_arrays_of_the_callers_cannot_be_borrowed(stager: xferlib.Stager, borrow: Any) -> None:
+    with pytest.raises(ValueError, match=f"borrow={borrow!r} together with into: .*Leave borrow out"):
+        stager.put(GOOD, into=np.zeros(3), borrow=borrow)
+
+
 def test_into_leaves_that_overlap_are_refused(stager: xferlib.Stager) -> None:
     memory = np.zeros(5)
     with pytest.raises(ValueError, match="two arrays of into share memory"):

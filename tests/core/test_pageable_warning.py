@@ -45,10 +45,10 @@ def test_the_callers_line_the_reason_and_the_remedy_are_named(stager: Stager) ->
         assert [warning.filename for warning in told] == [__file__]
 
 
-def test_nothing_is_lent_into_arrays_of_the_callers(stager: Stager) -> None:
+def test_what_goes_into_arrays_of_the_callers_has_a_remedy_of_its_own(stager: Stager) -> None:
     for tree, into in ((LARGE, LARGE.copy()), ([LARGE], [LARGE.copy()])):
         with pytest.warns(SynchronousTransferWarning, match=r"not in pinned memory.*stager.pin\(array\)$"):
-            stager.put(tree, into=into, borrow=True).synchronize()
+            stager.put(tree, into=into).synchronize()
 
 
 def test_an_array_that_is_not_contiguous_has_a_remedy_of_its_own(stager: Stager) -> None:

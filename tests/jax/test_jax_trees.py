@@ -199,7 +199,7 @@ def test_a_drain_takes_them_and_fills_rows(stager: Stager) -> None:
     with xferlib.Drain(stager, 3) as drain:
         drain.submit(device_tree(Node(np.zeros((2, 3), np.float32))))
         assert drain.bill is not None
-        assert drain.bill.device_nbytes == 4 * 24
+        assert drain.bill.device_nbytes == 5 * 24
     out = Static({"x": np.zeros((6, 3), np.float32)}, "r")
     with xferlib.Drain(stager, 2, out=out) as drain:
         for result in results:

@@ -71,11 +71,11 @@ def busy(lock: Any) -> bool:
 
 def part(pipeline: xferlib.Prefetch) -> str | None:
     """Return what the thread of a prefetch is doing."""
-    return pipeline._feed.clock.part
+    return pipeline._background.clock.part
 
 
 def thread_of(pipeline: xferlib.Prefetch) -> threading.Thread:
-    return pipeline._feed._thread
+    return pipeline._background._thread
 
 
 def h2d(stager: xferlib.Stager) -> Any:

@@ -1,4 +1,4 @@
-"""The thread of a feed and whoever takes from it: what they tell each other, and how it ends."""
+"""The thread of a `BackgroundIterator` and whoever takes from it: what they tell each other, and how it ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_stager_that_closes_waits_for_a_put_that_a_dropped_iterator_is_startin
         batches = xferlib.Prefetch([batch(0)], slow_put)
         thread = thread_of(batches)
         assert inside.wait(PATIENCE)
-        shared = batches._feed._shared
+        shared = batches._background._shared
         # Waits for nothing: it may be the collector that drops it, anywhere.
         del batches
         assert shared.stopping
@@ -66,7 +66,7 @@ def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
     shared.close()
 
 
-def test_two_takers_of_a_feed_both_hear_of_its_end() -> None:
+def test_two_takers_of_an_iterator_both_hear_of_its_end() -> None:
     gate = threading.Event()
 
     def source() -> Iterator[int]:
@@ -126,7 +126,7 @@ def test_an_item_that_is_started_behind_a_close_that_could_not_wait_is_let_go_of
     assert not items._shared.items
 
 
-def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -> None:
+def test_who_waits_until_nothing_is_started_is_woken_where_a_start_fails() -> None:
     inside, gate = threading.Event(), threading.Event()
 
     def start(box: list[int], clock: PhaseTimer) -> int:
@@ -146,7 +146,7 @@ def test_who_waits_until_nothing_is_started_need_not_wait_for_memory_as_well() -
     items.close()
 
 
-def test_a_feed_that_is_made_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iterator_that_is_made_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[tuple[threading.Thread, Any]] = []
     monkeypatch.setattr(background, "start_thread", lambda *start: wanted.append(start))
     making = on_thread(lambda: background.BackgroundIterator(range(1), lambda box, clock: box[0], depth=1))

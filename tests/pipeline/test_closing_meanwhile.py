@@ -94,7 +94,7 @@ def test_a_loop_that_another_thread_closes_while_it_starts_a_result_says_so(
 
 
 class Overtaken(deque[Any]):
-    """The queue of a feed that another thread closes when the taker has one item of it, and before it sees that."""
+    """The queue of an iterator that another thread closes when the taker has one item of it, and before it sees that."""
 
     close: Callable[[], object]
 
@@ -109,10 +109,10 @@ def test_a_taker_that_a_closing_thread_overtakes_gets_nothing_from_behind_a_gap(
 ) -> None:
     loop = xferlib.prefetch([np.full(4, number) for number in range(9)], stager, 3, rewrites=False)
     assert next(loop)[0] == 0
-    shared = loop._feed._shared
+    shared = loop._background._shared
     until(lambda: len(shared.items) == 3)
     overtaken = Overtaken(shared.items)
-    overtaken.close = loop._feed.close
+    overtaken.close = loop._background.close
     monkeypatch.setattr(shared, "items", overtaken)
     with pytest.raises(xferlib.ClosedError, match="before its end"):
         next(loop)

@@ -97,7 +97,7 @@ def test_nothing_is_asked_for_behind_an_error_until_the_consumer_asks(make: Make
         prefetch = loop if isinstance(loop, xferlib.Prefetch) else loop._source
         if prefetch is not None:
             # It waits, with three places free.
-            until(lambda: part(prefetch) == "place" and prefetch._feed._shared.inbox.empty())
+            until(lambda: part(prefetch) == "place" and prefetch._background._shared.inbox.empty())
         assert source.asked == 3
         assert next(loop)[0] == 3
 
@@ -251,7 +251,7 @@ def test_a_batch_that_cannot_be_taken_costs_itself_alone_and_nothing_is_begun_me
         next(loop)
     seen = begun.copy()
     # The source has given the next one, perhaps, which is not put.
-    until(lambda: part(loop) == "place" and loop._feed._shared.inbox.empty())
+    until(lambda: part(loop) == "place" and loop._background._shared.inbox.empty())
     assert begun == seen
     assert outcomes(loop) == [2, 3, 4, 5, 6, 7, 8]
 
@@ -277,7 +277,7 @@ def test_a_batch_that_the_source_gives_after_a_take_failed_is_put_when_it_is_ask
             next(loop)
         source.gate.set()
         # It has the batch, and waits with it.
-        until(lambda: part(loop) == "place" and loop._feed._shared.inbox.empty())
+        until(lambda: part(loop) == "place" and loop._background._shared.inbox.empty())
         assert (source.asked, put) == (2, [0])
         assert [int(tree["label"][0]) for tree in loop] == [1, 2]
 
@@ -298,7 +298,7 @@ def test_a_consumer_whose_take_failed_is_told_when_nobody_is_inside_a_put(stager
 
     with xferlib.Prefetch([np.full(3, number) for number in range(3)], put, depth=2, take=take) as loop:
         taker = on_thread(lambda: next(loop))
-        shared = loop._feed._shared
+        shared = loop._background._shared
         until(lambda: shared.paused and (shared.changed.sleepers or taker.done()))
         assert not taker.done()
         gate.set()

@@ -44,6 +44,48 @@ def test_what_is_no_array_is_named_with_its_place_and_its_batch(
     assert which == f"in batch {good} of the source, counted from 0"
 
 
+class Failing:
+    """A source that can go on behind what it raises."""
+
+    def __init__(self, fails_at: int, error: BaseException) -> None:
+        self.asked = 0
+        self.fails_at = fails_at
+        self.error = error
+
+    def __iter__(self) -> Failing:
+        return self
+
+    def __next__(self) -> Any:
+        number = self.asked
+        self.asked += 1
+        if number == self.fails_at:
+            raise self.error
+        if number > self.fails_at + 1:
+            raise StopIteration
+        return batch(number)
+
+
+class Sealed(KeyError):
+    """An error that takes no notes."""
+
+    def add_note(self, note: str) -> None:
+        raise TypeError(note)
+
+
+@pytest.mark.parametrize("error", [KeyError("gone"), OSError(5, "disk"), Sealed("gone")], ids=lambda error: type(error).__name__)
+def test_what_the_source_raises_carries_the_number_of_its_batch_and_stays_what_it_is(
+    stager: xferlib.Stager, error: Exception
+) -> None:
+    with xferlib.prefetch(Failing(17, error), stager) as batches:
+        assert [number_of(next(batches)) for _ in range(17)] == list(range(17))
+        with pytest.raises(type(error)) as caught:
+            next(batches)
+        assert [number_of(tree) for tree in batches] == [18]
+    assert caught.value is error
+    expected = [] if isinstance(error, Sealed) else ["in batch 17 of the source, counted from 0"]
+    assert getattr(error, "__notes__", []) == expected
+
+
 def test_arguments_are_refused_on_the_spot(stager: xferlib.Stager) -> None:
     with pytest.raises(ValueError, match="depth=0"):
         xferlib.prefetch([], stager, 0)
@@ -59,6 +101,27 @@ def test_a_stager_in_the_wrong_place_or_a_name_of_one_is_refused_in_words(stager
             begin(wrong, "host")
         with pytest.raises(TypeError, match="The stager comes second"):
             begin(stager, wrong)
+    for ring in (xferlib.Ring, xferlib.SharedRing):
+        make: Any = ring
+        with pytest.raises(TypeError, match=r"stager=.*: expected a stager\. The stager comes first"):
+            make({"x": ((4,), np.float32)}, stager)
+
+
+def test_a_function_that_makes_batches_is_to_be_called(stager: xferlib.Stager) -> None:
+    def batches() -> Any:
+        yield batch(0)
+
+    def identity(tree: Any) -> Any:
+        return tree
+
+    wrong: Any = batches
+    for begin in (xferlib.prefetch, xferlib.drain, partial(xferlib.stream_map, identity)):
+        with pytest.raises(TypeError, match=r"expected something to iterate, got <function.*call it, as in batches\(\)"):
+            begin(wrong, stager)
+    with pytest.raises(TypeError, match=r"results: expected something to iterate, got 3$"):
+        xferlib.drain(3, stager)  # type: ignore[call-overload]  # The point of the test.
+    with pytest.raises(TypeError, match=r"fn=<generator.*expected a function, before the batches"):
+        xferlib.stream_map(batches(), identity, stager)  # type: ignore[call-overload]  # The point of the test.
 
 
 def test_a_name_of_a_stager_is_refused_in_words_by_rings_and_drains() -> None:

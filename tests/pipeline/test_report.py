@@ -66,7 +66,7 @@ def test_a_slow_source_is_called_so(stager: xferlib.Stager, time: Time) -> None:
     for _ in range(5):
         # The consumer waits before the source has it: all of that time is a wait.
         taker = on_thread(lambda: next(batches))
-        until(lambda: batches._feed._shared.takers)
+        until(lambda: batches._background._shared.takers)
         asked.release()
         taker.result(PATIENCE)
     report = batches.report()
@@ -81,7 +81,7 @@ def test_a_slow_source_is_called_so(stager: xferlib.Stager, time: Time) -> None:
 def test_a_slow_consumer_is_called_compute(stager: xferlib.Stager, time: Time) -> None:
     batches = xferlib.prefetch((batch(number) for number in range(6)), stager, 2)
     for _ in itertools.islice(batches, 4):
-        until(lambda: len(batches._feed._shared.items) == 2 and part(batches) == "place")
+        until(lambda: len(batches._background._shared.items) == 2 and part(batches) == "place")
         time.now += 3
     report = batches.report()
     batches.close()
@@ -107,7 +107,7 @@ def test_what_the_first_batch_pays_for_all_is_left_out(stager: xferlib.Stager, t
 
     batches = xferlib.Prefetch((batch(number) for number in range(6)), slow_once, device_waits=lambda: len(put))
     taker = on_thread(lambda: next(batches))
-    until(lambda: batches._feed._shared.takers)
+    until(lambda: batches._background._shared.takers)
     asked.set()
     taker.result(PATIENCE)
     settled(batches, 3)
@@ -144,7 +144,7 @@ def test_what_the_first_result_pays_for_all_is_left_out(stager: xferlib.Stager, 
 def test_copies_that_were_late_before_the_second_batch_do_not_count(stager: xferlib.Stager) -> None:
     with Stream() as stream, held(h2d(stager)) as gate:
         batches = xferlib.prefetch([batch(number) for number in range(3)], stager, 2)
-        until(lambda: len(batches._feed._shared.items) == 2)
+        until(lambda: len(batches._background._shared.items) == 2)
         next(batches)
         assert batches._late == 1
         gate.set()
@@ -161,7 +161,7 @@ def test_slow_copies_are_called_so(stager: xferlib.Stager, time: Time) -> None:
         next(batches)
         until(lambda: part(batches) == "read")
         taker = on_thread(lambda: next(batches))
-        until(lambda: batches._feed._shared.takers)
+        until(lambda: batches._background._shared.takers)
         time.now += 4
         gate.set()
         taker.result(PATIENCE)
@@ -181,7 +181,6 @@ def prefetched(**seconds: float) -> Any:
         first=7,
         reader_waits=int(seconds.pop("reader_waits", 0)),
         thread=seconds,
-        notes=(),
     )
 
 
@@ -237,12 +236,12 @@ def test_nothing_taken_is_said(stager: xferlib.Stager) -> None:
     ],
 )
 def test_a_drain_says_who_is_waited_for(taker: dict[str, float], bound: str) -> None:
-    assert of_drain(batches=3, late=1, taker=taker, first=0, notes=()).bound == bound
+    assert of_drain(batches=3, late=1, taker=taker, first=0).bound == bound
 
 
 def test_a_stream_looks_behind_the_prefetch_only_where_that_waits() -> None:
-    slow_sink = of_drain(batches=3, late=0, taker={"work": 9}, first=0, notes=())
-    slow_fn = of_drain(batches=3, late=0, taker={"launch": 9}, first=0, notes=())
+    slow_sink = of_drain(batches=3, late=0, taker={"work": 9}, first=0)
+    slow_fn = of_drain(batches=3, late=0, taker={"launch": 9}, first=0)
     waiting = prefetched(work=10, place=10)
     assert of_stream(prefetched(wait=10, source=10), slow_sink).bound == "source"
     assert of_stream(prefetched(wait=10, copy=10), slow_sink).bound == "copy"
@@ -252,10 +251,8 @@ def test_a_stream_looks_behind_the_prefetch_only_where_that_waits() -> None:
 
 
 def test_one_batch_and_one_put_are_said_as_one() -> None:
-    one = of_prefetch(
-        batches=2, late=0, taker={"wait": 1.0, "work": 0.1}, thread={"copy": 1.0}, first=0.1, reader_waits=1, notes=()
-    )
+    one = of_prefetch(batches=2, late=0, taker={"wait": 1.0, "work": 0.1}, thread={"copy": 1.0}, first=0.1, reader_waits=1)
     assert "\n1 batch in 1.100 s, " in str(one)
     assert "\n1 put waited on the device" in str(one)
-    out = of_drain(batches=2, late=1, taker={"wait": 1.0}, first=0.1, notes=())
+    out = of_drain(batches=2, late=1, taker={"wait": 1.0}, first=0.1)
     assert "\n1 result in 1.000 s, " in str(out)

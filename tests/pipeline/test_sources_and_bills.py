@@ -98,7 +98,7 @@ def rewriting(asked: list[int], tail: int = 0) -> Iterator[Any]:
 
 def is_read(batches: xferlib.Prefetch) -> bool:
     """Tell whether the source's thread waits until a batch may be rewritten."""
-    return batches._feed.clock.part == "read"
+    return batches._background.clock.part == "read"
 
 
 @pytest.mark.parametrize("tail", [0, 1])
@@ -147,7 +147,7 @@ def test_a_source_ends_when_what_it_gave_is_staged_though_nobody_takes_it() -> N
         batches = xferlib.prefetch(source(), stager)
         until(lambda: is_read(batches))
         closing = on_thread(batches.close)
-        until(lambda: batches._feed.closed)
+        until(lambda: batches._background.closed)
         assert gone == []
         gated.gate.set()
         closing.result(PATIENCE)

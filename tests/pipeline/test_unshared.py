@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.pipeline.steps import until
 from xferlib.pipeline import unshared
 from xferlib.pipeline.unshared import is_unshared
 from xferlib.transfer import Transfer
@@ -214,18 +213,6 @@ def test_a_loop_borrows_what_nobody_else_refers_to(
     with xferlib.prefetch(source(), stager) as loop:
         assert [set(tree.tolist()) for tree in loop] == [{0}, {1}, {2}, {3}]
     assert len(waits) == (0 if borrowed else 4)
-
-
-def test_where_there_was_no_memory_for_it_at_first_it_is_borrowed_all_the_same() -> None:
-    with xferlib.stager("host", device_limit=2 * LARGE) as stager:
-        numbers = []
-        with xferlib.prefetch(makes(), stager, 4) as loop:
-            until(lambda: loop._feed.lowered is not None)
-            for tree in loop:
-                numbers.append(int(tree[-1]))
-                del tree
-        assert numbers == [0, 1, 2, 3]
-        assert stager.stats().synchronous == 0
 
 
 def test_a_batch_that_could_not_be_borrowed_is_told_with_its_place(stager: xferlib.Stager) -> None:

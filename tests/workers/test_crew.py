@@ -34,7 +34,7 @@ class Played:
         return -9
 
 
-class Servant:
+class Executor:
     """Calls on the spot."""
 
     def call(self, what: Callable[[], Any]) -> Any:
@@ -43,7 +43,7 @@ class Servant:
 
 @pytest.fixture
 def crew() -> Iterator[Crew]:
-    played: Any = Servant()
+    played: Any = Executor()
     crew = Crew(lambda: pytest.fail("nobody is to be started"), played)
     with closing(crew.bell):
         yield crew

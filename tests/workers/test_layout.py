@@ -66,7 +66,10 @@ def test_a_spec_of_one_array_gives_an_array() -> None:
     ("spec", "error", "words"),
     [
         ({}, ValueError, "there is no array"),
-        ({"a": 3}, TypeError, r"a.*expected an array, or a pair \(shape, dtype\), got 3"),
+        ({"a": 3}, TypeError, r"a: expected an array, or a pair \(shape, dtype\) such as \(\(8, 3\), 'float32'\), got 3"),
+        ((8,), TypeError, r"tree\[0\]: expected an array, or a pair \(shape, dtype\) such as .*, got 8"),
+        ((np.uint8, (8,)), TypeError, r"tree\[0\]: expected an array.*, got <class 'numpy\.uint8'>"),
+        ({"a": ((8,), "float99")}, TypeError, r"dtype 'float99' of \(\(8,\), 'float99'\) is none that NumPy knows"),
         ((0, np.float32), ValueError, "every array in .* is empty"),
         ((-1, np.float32), ValueError, "negative"),
         ((3, object), TypeError, "cannot be transferred"),

@@ -27,7 +27,7 @@ from tests.workers.test_worker_deaths import descriptors
 from xferlib.pipeline.workers.process import Worker
 from xferlib.pipeline.workers.ring import SharedRing
 
-SHARED = tuple(f"workers/{name}.py" for name in ("channel", "crew", "memory", "process", "ring", "run", "servant", "slots"))
+SHARED = tuple(f"workers/{name}.py" for name in ("channel", "crew", "memory", "process", "ring", "run", "executor", "slots"))
 SPEC = (64, np.int64)
 ALARMS = int(os.environ.get("XFERLIB_ALARMS", "12"))
 """Each costs a process."""

@@ -19,7 +19,7 @@ from typing import Any, Generic, NoReturn, TypeVar, final
 
 from xferlib.checks import check_depth
 from xferlib.debug import caller
-from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
+from xferlib.errors import BackendUnavailableError, ClosedError
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.source_thread import SourceThread, Start, live, run
@@ -39,12 +39,11 @@ class BackgroundIterator(Generic[T]):
     the thread refers to it, and by nothing else.
 
     `take()` gives what `start` returned, in order. At most `depth` items are started and not taken: the source is asked for the
-    next one when there is a place for it. If `start` raises `AllocationError`, it is tried again when items have been taken, and
-    the feed goes on with fewer ahead; with none ahead and the taker waiting, the error comes out.
+    next one when there is a place for it.
 
     `before_next(clock)` is called on the thread before the source is asked for the next item, when there is a place for it.
-    Both may turn the clock to parts of their own; "source", "start" and "place" (no place: the taker is behind) are the feed's.
-    A generator is closed, on the thread, when the feed ends before it does; other iterators are only let go of.
+    Both may turn the clock to parts of their own; "source", "start" and "place" (no place: the taker is behind) are the iterator's.
+    A generator is closed, on the thread, when the iterator ends before it does; other iterators are only let go of.
     """
 
     def __init__(
@@ -54,10 +53,8 @@ class BackgroundIterator(Generic[T]):
         *,
         depth: int,
         before_next: Callable[[PhaseTimer], None] = lambda clock: None,
-        name: str = "xferlib-feed",
+        name: str = "xferlib-background",
     ) -> None:
-        if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
-            raise TypeError(f"expected something to iterate, got {source!r}")
         check_depth(depth)
         self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next), begun_at=caller())
         # The finalizer is the queue's own `put`: it tells the thread, and does nothing else.
@@ -76,18 +73,13 @@ class BackgroundIterator(Generic[T]):
 
     @property
     def depth(self) -> int:
-        """How many items may be ahead now: fewer than asked where there was no memory for so many."""
+        """How many items may be ahead."""
         return self._shared.depth
 
     @property
     def ahead(self) -> int:
         """How many items are started and not taken."""
         return len(self._shared.items)
-
-    @property
-    def lowered(self) -> AllocationError | None:
-        """Why there are fewer ahead than asked."""
-        return self._shared.lowered
 
     @property
     def ready(self) -> bool:
@@ -117,7 +109,7 @@ class BackgroundIterator(Generic[T]):
     def take(self) -> T:
         """Return the next item. Raises what the source or the start of the item raised, in its place.
 
-        `StopIteration` when there is no more; `ClosedError` when the feed was closed before that, by whatever thread.
+        `StopIteration` when there is no more; `ClosedError` when the iterator was closed before that, by whatever thread.
         """
         shared = self._shared
         while True:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import repeat
 from operator import call
@@ -20,14 +20,14 @@ from typing import Any, Generic, NoReturn, final
 from xferlib.checks import check_depth, uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.failed import Failed
-from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, tree_nbytes
+from xferlib.pipeline.memory_estimate import BESIDE_DEPTH, Charge, MemoryEstimate, check_room, tree_nbytes
 from xferlib.pipeline.output_writer import OutputWriter
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import TreeT_co
-from xferlib.words import counted, in_words
+from xferlib.words import counted
 
 __all__ = ["Drain", "Results"]
 
@@ -41,8 +41,9 @@ class Drain(Generic[TreeT_co]):
 
     Without `out` each result is in pinned memory of the stager's pool, which comes back when the last view of it is gone: keep few.
     `depth` then counts what is submitted and not taken, so that somebody must take: on another thread, or on this one before there
-    are more. `out`: a tree of arrays that results fill from the front, along the first axis (`numpy.lib.format.open_memmap` makes
-    one of a file): results are views of it, and `depth` counts what is not yet copied, so nobody need take them.
+    are more. Where `pinned_limit` has no room for `depth` + 2 results like the first, that is refused. `out`: a tree of arrays that
+    results fill from the front, along the first axis (`numpy.lib.format.open_memmap` makes one of a file): results are views of it,
+    and `depth` counts what is not yet copied, so nobody need take them.
 
     A result that fails is told to whoever takes it, in its place, and those behind it follow. One whose copy could not be started
     takes no rows of `out`; one whose copy failed leaves its rows undefined.
@@ -51,9 +52,8 @@ class Drain(Generic[TreeT_co]):
     given, since nobody else may be told. One thread submits at a time, any number may take.
 
     Attributes:
-        depth: How many results may be under way now.
+        depth: How many results may be under way.
         bill: What the loop costs in memory, known from the first result on.
-        lowered: Why `depth` is less than asked, in words.
     """
 
     __reduce_ex__ = uncopied("Make another one")
@@ -63,7 +63,6 @@ class Drain(Generic[TreeT_co]):
         check_depth(depth)
         self.depth = depth
         self.bill: MemoryEstimate | None = None
-        self.lowered: str | None = None
         self._stager = stager
         self._rows = None if out is None else OutputWriter(out, trees_of(stager.backend))
         self._changed = Wakeup()
@@ -73,7 +72,7 @@ class Drain(Generic[TreeT_co]):
         self._flying: deque[Transfer] = deque()
         self._taken = 0
         self._taker: int | None = None
-        self._asked = self._ended = self._closed = self._cut = self._hungry = False
+        self._asked = self._ended = self._closed = self._cut = False
 
     @property
     def pending(self) -> int:
@@ -95,32 +94,21 @@ class Drain(Generic[TreeT_co]):
         thread or nobody; `ValueError` where `out` has no room; else as `Stager.get`.
         """
         self._check_open()
-        self._price(tree)
-        last = False
-        while True:
-            taken = self._taken
-            if self._rows is not None:
-                self._land_until(self.depth - 1)
-            elif not self._wait_taken(lambda: len(self._pending) < self.depth):
-                raise RuntimeError(
-                    f"not taken yet: {counted(len(self._pending), 'result')}, and nobody else takes: call results() first and "
-                    "iterate it on another thread, use drain(...), or give out="
-                )
-            try:
-                self.start(tree, stream)
-                return
-            except AllocationError:
-                if last or not self._wait_taken(lambda taken=taken: self._taken > taken or self._starving):  # type: ignore[misc]
-                    raise
-                # Whoever takes one may let go of another; whoever waits for one has let go of all that it will.
-                last = self._starving
+        if self._rows is not None:
+            self._land_until(self.depth - 1)
+        elif not self._wait_for_taker():
+            raise RuntimeError(
+                f"not taken yet: {counted(len(self._pending), 'result')}, and nobody else takes: call results() first and "
+                "iterate it on another thread, use drain(...), or give out="
+            )
+        self.start(tree, stream)
 
     def start(self, tree: Any, stream: object | None = None) -> None:
-        """Submit without waiting for anything. Raises `AllocationError` where there is no memory for the result now."""
+        """Submit without waiting for anything, however many are under way."""
         self._check_open()
-        self._price(tree)
+        self._estimate(tree)
         if self._rows is None:
-            transfer = self._stager.get(tree, stream=stream)
+            transfer = self._pinned(tree, stream)
         else:
             transfer = self._into_rows(self._rows, tree, stream)
             self._flying.append(transfer)
@@ -218,6 +206,16 @@ class Drain(Generic[TreeT_co]):
         first = f", the oldest {oldest!r}" if isinstance(oldest, Transfer) else ""
         return f"<Drain, {self._taken} taken, {len(self._pending)} not taken{first}, {state}>"
 
+    def _pinned(self, tree: Any, stream: object | None) -> Transfer:
+        try:
+            return self._stager.get(tree, stream=stream)
+        except AllocationError as error:
+            error.add_note(
+                f"depth={self.depth} has up to {self.depth + BESIDE_DEPTH} results in pinned memory at a time, besides those that "
+                "the consumer keeps. Use a smaller depth, raise pinned_limit, give out=, or keep fewer"
+            )
+            raise
+
     def _into_rows(self, rows: OutputWriter, tree: Any, stream: object | None) -> Transfer:
         out, count = rows.next(tree)
         # Before the copy: were it begun, and that lost to an interrupt, nothing else may be written to these rows.
@@ -238,11 +236,7 @@ class Drain(Generic[TreeT_co]):
                 return self._pending[0]
             if ended:
                 raise StopIteration
-            self._hungry = True
-            try:
-                self._changed.wait(lambda: self._pending or self._ended or self._closed)
-            finally:
-                self._hungry = False
+            self._changed.wait(lambda: self._pending or self._ended or self._closed)
 
     def _take_out(self, transfer: Transfer | Failed) -> bool:
         """Take the oldest out of the queue. Returns False if it is there no more: closed, or taken by a finalizer."""
@@ -266,12 +260,12 @@ class Drain(Generic[TreeT_co]):
             "this drain was closed before it was ended and everything was taken: call end() when everything is submitted"
         )
 
-    def _wait_taken(self, reached: Callable[[], bool]) -> bool:
-        """Wait for whoever takes. Returns False where that is nobody, or this thread."""
+    def _wait_for_taker(self) -> bool:
+        """Wait until fewer than `depth` results are not taken. Returns False where nobody takes, or only this thread."""
         mine = threading.get_ident()
-        self._changed.wait(lambda: self._closed or reached() or not self._asked or self._taker == mine)
+        self._changed.wait(lambda: self._closed or len(self._pending) < self.depth or not self._asked or self._taker == mine)
         self._check_open()
-        return reached()
+        return len(self._pending) < self.depth
 
     def _land_until(self, count: int) -> None:
         """Wait until no more than so many copies are under way."""
@@ -283,11 +277,6 @@ class Drain(Generic[TreeT_co]):
                     transfer.synchronize()
                 self._flying.remove(transfer)
 
-    @property
-    def _starving(self) -> bool:
-        """Whether somebody waits for a result and there is none."""
-        return self._hungry and not self._pending
-
     def _under_way(self) -> list[Transfer | Failed]:
         return [*self._flying.copy(), *self._pending.copy()]
 
@@ -295,26 +284,19 @@ class Drain(Generic[TreeT_co]):
         if self._closed or self._ended:
             raise ClosedError(f"this drain was {'closed' if self._closed else 'ended'}. Make another Drain")
 
-    def _price(self, tree: Any) -> None:
-        """Learn from the first result what the loop costs, and have fewer under way where pinned_limit forbids so many."""
+    def _estimate(self, tree: Any) -> None:
+        """Say what the loop costs if all results are like this one. Raises `AllocationError` where so much can never be had."""
         if self.bill is not None:
             return
         nbytes = tree_nbytes(tree, trees_of(self._stager.backend))
-        if self._rows is None and nbytes:
-            limit = self._stager.stats().pinned_limit_nbytes
-            # One is with the consumer.
-            fit = limit // nbytes - 1
-            if fit < 1:
-                raise AllocationError(
-                    f"two results of {in_words(nbytes)}, one under way and one with the consumer, are more than "
-                    f"pinned_limit={limit} ({in_words(limit)}). Raise pinned_limit, give out=, or make smaller results"
-                )
-            if fit < self.depth:
-                self.lowered = f"depth is {fit} instead of {self.depth}: pinned_limit={limit} has no room for more results"
-                self.depth = fit
-        device = Charge("device", self.depth + 1, nbytes, "results")
-        own = () if self._rows is not None else (Charge("pinned", self.depth + 1, nbytes, "results"),)
-        self.bill = MemoryEstimate((*own, device))
+        count = self.depth + BESIDE_DEPTH
+        device = Charge("device", count, nbytes, "results")
+        if self._rows is not None:
+            self.bill = MemoryEstimate((device,))
+            return
+        if self._stager.when_full != "stage":
+            check_room("pinned", self.depth, nbytes, self._stager.stats().pinned_limit_nbytes, "results", "give out=, ")
+        self.bill = MemoryEstimate((Charge("pinned", count, nbytes, "results"), device))
 
 
 @final

@@ -6,10 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
+from xferlib.errors import AllocationError
 from xferlib.tree import PLAIN, Trees
 from xferlib.words import in_words
 
-__all__ = ["Charge", "MemoryEstimate", "tree_nbytes"]
+__all__ = ["BESIDE_DEPTH", "Charge", "MemoryEstimate", "check_room", "tree_nbytes"]
+
+BESIDE_DEPTH = 2
+"""What there is at a time besides those that are ahead: one with the consumer, and one that the consumer is just taking, or whose
+readers on the device are not done yet."""
 
 
 @final
@@ -63,6 +68,19 @@ class MemoryEstimate:
 
     def _sum(self, memory: str) -> int:
         return sum(charge.count * charge.nbytes for charge in self.charges if charge.memory == memory)
+
+
+def check_room(memory: Literal["pinned", "device"], depth: int, nbytes: int, limit: int, what: str, advice: str = "") -> None:
+    """Raise `AllocationError` where a loop of this depth needs more than its stager's limit. `nbytes`: of one of `what`."""
+    count = depth + BESIDE_DEPTH
+    if count * nbytes <= limit:
+        return
+    fit = limit // nbytes - BESIDE_DEPTH
+    raise AllocationError(
+        f"depth={depth} needs {in_words(count * nbytes)} of {memory} memory, {count} x {in_words(nbytes)} {what}, more than "
+        f"{memory}_limit={limit} ({in_words(limit)}). {f'Use depth={fit}, raise' if fit > 0 else 'Raise'} {memory}_limit, "
+        f"{advice}or make smaller {what}"
+    )
 
 
 def tree_nbytes(tree: Any, trees: Trees = PLAIN) -> int:

@@ -17,12 +17,14 @@ from typing import Any, Generic, NamedTuple, final, overload
 
 import numpy as np
 
-from xferlib.checks import check_depth, uncopied
+from xferlib.checks import check_depth, check_iterable, uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.memory.arrays import Array, address_of
+from xferlib.memory.device_pool import size_class
+from xferlib.packing import Layout
 from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.ends import End, Started, end_of
-from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, tree_nbytes
+from xferlib.pipeline.memory_estimate import BESIDE_DEPTH, Charge, MemoryEstimate, check_room, tree_nbytes
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
@@ -32,7 +34,7 @@ from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
 
-__all__ = ["Prefetch", "prefetch"]
+__all__ = ["Prefetch", "no_deeper", "prefetch"]
 
 
 @overload
@@ -76,13 +78,14 @@ def prefetch(
     tuples that the source keeps no reference to either. A generator that says `batch = ...` and then `yield batch` keeps one,
     `yield ...` does not.
 
-    `depth`: no more than there are batches, where `len()` of the source says how many.
+    `depth`: no more than there are batches, where `len()` of the source says how many. It needs `depth` + 2 batches of device
+    memory; where `device_limit` has no room for so many like the first, that is refused, and nothing was put.
 
     `stream`: the one whose work will use the batches. None: the consumer's current one. A framework that knows no current stream
     means the default one, so there a consumer with streams of its own must name the one it uses.
 
     See `Prefetch` for the iterator. Batches come out typed as by `Stager.put`; those of slots as their `Ring` is.
-    Raises `TypeError` and `ValueError`; `CapabilityError` for a stream where none can be named.
+    Raises `TypeError` and `ValueError`; `CapabilityError` for a stream where none can be named; `next` of it `AllocationError`.
     """
     check_stager(stager, batches)
     if stream is not None:
@@ -96,6 +99,7 @@ def prefetch(
         borrow=putter.borrow,
         in_place=putter.in_place,
         nbytes=putter.nbytes,
+        check_room=putter.check_room,
         device_waits=lambda: stager.stats().device_waits - waits,
         rewrites=putter.rewrites,
         take=_value if stream is None else partial(_value_on, stream),
@@ -118,14 +122,16 @@ class Prefetch(Generic[TreeT_co]):
     consumer's thread and returns what it gets. `borrow(batch)` is called instead of `put` for a batch that nothing but the loop
     refers to: nobody writes to it before its transfer is done. After another, where the source `rewrites` what it has given, it is
     asked for the next batch only when that is staged; where `in_place(batch)` is true, when its transfer is done. `nbytes(batch)`
-    is for the bill. `device_waits` counts the puts that waited on the device for work that still read an older batch. Batches may
-    be kept for as long as wanted; a consumer that never waits for its own work on the device runs ahead of it, and `device_limit`
-    of the stager then bounds the memory.
+    is for the bill. `check_room(batch, depth)` raises `AllocationError` where a loop of batches like the first has no room on the
+    device, before that is put. `device_waits` counts the puts that waited on the device for work that still read an older batch.
+    Batches may be kept for as long as wanted; a consumer that never waits for its own work on the device runs ahead of it, and
+    `device_limit` of the stager then bounds the memory.
 
-    Exceptions of source, put and copy come out where their batch would have, with their traceback. That batch is the only one
-    lost: the source is asked for the next one, if it can go on, when the consumer asks again. An interrupt of the consumer, such as
-    `KeyboardInterrupt`, closes the loop. Whoever asks for more after `close()` gets `ClosedError`; after the end of the source
-    `next` says `StopIteration`, as iterators do, and a new `for` raises `ClosedError`: each epoch needs a prefetch of its own.
+    Exceptions of source, put and copy come out where their batch would have, with their traceback; those of source and put with a
+    note that says the number of the batch. That batch is the only one lost: the source is asked for the next one, if it can go on,
+    when the consumer asks again. An interrupt of the consumer, such as `KeyboardInterrupt`, closes the loop. Whoever asks for more
+    after `close()` gets `ClosedError`; after the end of the source `next` says `StopIteration`, as iterators do, and a new `for`
+    raises `ClosedError`: each epoch needs a prefetch of its own.
 
     `close()`, the end of a `with` block and the end of the source leave no thread and nothing in flight; an exception leaves a
     thread that starts nothing until it is asked. An iterator that is dropped ends its thread soon after; what is in flight then
@@ -144,6 +150,7 @@ class Prefetch(Generic[TreeT_co]):
         borrow: Callable[[Any], Started] | None = None,
         in_place: Callable[[Any], bool] = lambda batch: False,
         nbytes: Callable[[Any], int] = tree_nbytes,
+        check_room: Callable[[Any, int], None] = lambda batch, depth: None,
         device_waits: Callable[[], int] = lambda: 0,
         rewrites: bool = True,
         take: Callable[[Any], TreeT_co] = _value,
@@ -153,65 +160,60 @@ class Prefetch(Generic[TreeT_co]):
                 f"batches is a {type(batches).__qualname__}, of which only the keys would be iterated: expected an iterable of "
                 "batches. Pass [batch] for a single one"
             )
+        check_iterable(batches, "batches")
         check_depth(depth)
-        depth = _no_deeper(batches, depth)
-        self._asked_depth = depth
+        depth = no_deeper(batches, depth)
         self._device_waits = device_waits
         self._value = take
         self._clock = PhaseTimer()
         self._taken = self._late = 0
         self._first: _Mark | None = None
         """What the first batch took, which pays for what is done once."""
-        self._starter = starter = _Starter(put, put if borrow is None else borrow, in_place, nbytes, depth, rewrites)
-        self._feed: BackgroundIterator[Started] = BackgroundIterator(
+        self._starter = starter = _Starter(put, put if borrow is None else borrow, in_place, nbytes, check_room, depth, rewrites)
+        self._background: BackgroundIterator[Started] = BackgroundIterator(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
 
     @property
     def bill(self) -> MemoryEstimate:
         """The memory that the loop needs. Waits for the source's first batch, from which it is known; empty if there is none."""
-        self._feed.seen()
+        self._background.seen()
         return self._starter.bill
 
     def report(self) -> Report:
         """Say who waited for whom since the second batch was asked for. Any thread, also after the end."""
         first = self._first or _Mark({}, {}, 0, 0)
-        depth = self._feed.depth
-        notes: tuple[str, ...] = ()
-        if depth < self._asked_depth:
-            notes = (f"depth was lowered from {self._asked_depth} to {depth}: {self._feed.lowered}",)
         return of_prefetch(
             batches=self._taken,
             late=self._late - first.late,
             taker=self._clock.since(first.taker),
-            thread=self._feed.clock.since(first.thread),
+            thread=self._background.clock.since(first.thread),
             first=sum(first.taker.values()),
             reader_waits=self._device_waits() - first.device_waits,
-            notes=notes,
         )
 
     def close(self) -> None:
         """End the loop: nothing is in flight and no thread is left. Twice is fine; any thread."""
         self._clock.stop()
-        self._feed.close()
-        if not self._feed.forked:
+        self._background.close()
+        if not self._background.forked:
             self._starter.settle()
 
     def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
-        if self._feed.spent:
+        if self._background.spent:
             raise ClosedError(
                 "this prefetch is spent: it goes over its source once, and all batches were taken. Make a new one for each epoch, "
                 "inside the loop over epochs"
             )
-        if self._feed.closed:
+        if self._background.closed:
             raise ClosedError("this prefetch is closed. Make another one")
         # Not itself: what takes batches in groups asks its iterator for an iterator once more behind the last one.
         return map(call, repeat(self.__next__))
 
     def __next__(self) -> TreeT_co:
         if self._first is None and self._taken:
-            self._first = _Mark(self._clock.read(), self._feed.clock.read(), self._late, self._device_waits())
+            self._first = _Mark(self._clock.read(), self._background.clock.read(), self._late, self._device_waits())
         self._clock.turn("wait")
         try:
             value = self._next()
@@ -221,7 +223,7 @@ class Prefetch(Generic[TreeT_co]):
             self.close()
             raise
         except Exception:
-            self._clock.turn(None if self._feed.closed else "work")
+            self._clock.turn(None if self._background.closed else "work")
             raise
         except BaseException:
             self.close()
@@ -231,30 +233,29 @@ class Prefetch(Generic[TreeT_co]):
         return self
 
     def __repr__(self) -> str:
-        state = (
-            "spent" if self._feed.spent else "closed" if self._feed.closed else f"{self._feed.ahead} ahead of {self._feed.depth}"
-        )
+        thread = self._background
+        state = "spent" if thread.spent else "closed" if thread.closed else f"{thread.ahead} ahead of {thread.depth}"
         return f"<Prefetch, {self._taken} taken, {state}>"
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _next(self) -> TreeT_co:
-        waiting = self._feed.ready
-        transfer = self._feed.take()
+        waiting = self._background.ready
+        transfer = self._background.take()
         try:
             late = waiting and not transfer.done()
             value = self._value(transfer)
         except Exception:
             # Many a consumer goes no further, and closes the stager: nobody may be inside a put of it then.
-            self._feed.pause()
+            self._background.pause()
             raise
         self._late += late
         self._taken += 1
         return value
 
 
-def _no_deeper(batches: Any, depth: int) -> int:
+def no_deeper(batches: Any, depth: int) -> int:
     """Return the depth that a source of known length can fill: what lies ahead costs memory, on the device and in the bill."""
     try:
         # Some loaders raise here, as those whose data has no length.
@@ -284,6 +285,7 @@ class _Starter:
         borrow: Callable[[Any], Started],
         in_place: Callable[[Any], bool],
         nbytes: Callable[[Any], int],
+        check_room: Callable[[Any, int], None],
         depth: int,
         rewrites: bool,
     ) -> None:
@@ -293,11 +295,11 @@ class _Starter:
         self._borrow = borrow
         self._in_place = in_place
         self._nbytes = nbytes
+        self._check_room = check_room
         self._read: tuple[Callable[[], None], Any] | None = None
         """What waits until the source may write to the batch that it gave last, and the batch: with its end may go its memory."""
         self._depth = depth
-        self._billed = False
-        self._asked = 0
+        self._fits = False
         self._recent: deque[End] = deque()
 
     def start(self, box: list[Any], clock: PhaseTimer) -> Started:
@@ -307,26 +309,26 @@ class _Starter:
         (batch,) = box
         if isinstance(batch, Slot):
             clock.move(batch.waited_here(), "source", "slot")
-        if not self._billed:
-            self._charge(batch)
-        while len(self._recent) >= self._depth:
-            # A consumer that takes batches as fast as they come would have them all under way.
-            clock.turn("copy")
-            _wait_for(self._recent[0].synchronize)
-            self._recent.popleft()
-        clock.turn("start")
         try:
+            if not self._fits:
+                self._estimate(batch)
+            while len(self._recent) >= self._depth:
+                # A consumer that takes batches as fast as they come would have them all under way.
+                clock.turn("copy")
+                _wait_for(self._recent[0].synchronize)
+                self._recent.popleft()
+            clock.turn("start")
             in_place = not unshared and self._in_place(batch)
             started = (self._borrow if unshared else self._put)(batch)
-        except AllocationError:
-            # It will be tried again.
-            raise
         except Exception as error:
             if isinstance(batch, Slot):
                 # Whoever keeps the error would keep the slot from its ring.
                 batch.release()
-            if isinstance(error, (TypeError, ValueError)):
-                error.add_note(f"in batch {self._asked - 1} of the source, counted from 0")
+            if isinstance(error, AllocationError) and self._fits:
+                error.add_note(
+                    f"depth={self._depth} has up to {self._depth + BESIDE_DEPTH} batches on the device at a time, besides those "
+                    "that the consumer keeps. Use a smaller depth, make smaller batches, or keep fewer"
+                )
             raise
         end = end_of(started)
         self._recent.append(end)
@@ -338,7 +340,6 @@ class _Starter:
 
     def before_next(self, clock: PhaseTimer) -> None:
         """Wait until the source may be asked for another batch."""
-        self._asked += 1
         if self._read is not None:
             wait, _ = self._read
             clock.turn("read")
@@ -350,18 +351,20 @@ class _Starter:
         for end in self._recent.copy():
             _wait_for(end.synchronize)
 
-    def _charge(self, batch: Any) -> None:
-        self._billed = True
+    def _estimate(self, batch: Any) -> None:
+        """Say what the loop costs if all batches are like this one. Raises `AllocationError` where so much can never be had."""
         slot = isinstance(batch, Slot)
-        nbytes = self._nbytes(batch.tree if slot else batch)
-        # Ahead, with the consumer, and one whose readers are not done yet.
-        device = Charge("device", self._depth + 2, nbytes, "batches")
+        tree = batch.tree if slot else batch
+        nbytes = self._nbytes(tree)
+        device = Charge("device", self._depth + BESIDE_DEPTH, nbytes, "batches")
         if slot:
             self.bill = batch.ring.bill + MemoryEstimate((device,))
         elif self._in_place(batch):
             self.bill = MemoryEstimate((Charge("pinned", self._depth + 1, nbytes, "batches of the source's own"), device))
         else:
             self.bill = MemoryEstimate((device,))
+        self._check_room(tree, self._depth)
+        self._fits = True
 
 
 def _wait_for(wait: Callable[[], None]) -> None:
@@ -396,6 +399,16 @@ class _Putter:
     def nbytes(self, batch: Any) -> int:
         """Return the bytes of a batch's arrays."""
         return tree_nbytes(batch, trees_of(self._stager.backend))
+
+    def check_room(self, batch: Any, depth: int) -> None:
+        """Raise `AllocationError` where device_limit has no room for a loop of such batches."""
+        limit = self._stager.stats().device_limit_nbytes
+        if limit is None:
+            return
+        trees = trees_of(self._stager.backend)
+        described = [alike for alike in map(trees.describe, trees.arrays(batch)[0]) if alike is not None]
+        # As they are allocated: an eighth larger at most.
+        check_room("device", depth, sum(map(size_class, Layout(described).sizes)), limit, "batches")
 
     def in_place(self, batch: Any) -> bool:
         """Tell whether a copy reads the memory of a batch that the source may rewrite."""

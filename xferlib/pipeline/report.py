@@ -55,7 +55,6 @@ def of_prefetch(
     thread: Mapping[str, float],
     first: float,
     reader_waits: int,
-    notes: tuple[str, ...],
 ) -> Report:
     """Judge a prefetch. `batches`: taken in all. All else, but `first`, is since the second was asked for.
 
@@ -68,7 +67,7 @@ def of_prefetch(
     seconds = sum(taker.values())
     parts = {**dict.fromkeys(("wait", "work", "source", "slot", "copy", "read", "start", "place"), 0.0), **taker, **thread}
     if batches < 2:
-        return _nothing_yet(batches, "batch", parts, notes)
+        return _nothing_yet(batches, "batch", parts)
     bound = _bound_of_prefetch(parts, batches - 1, reader_waits)
     words = [f"{bound}-bound: {_ADVICE[bound]}"]
     words.append(
@@ -88,10 +87,10 @@ def of_prefetch(
         )
     elif bound != "compute" and parts["work"] < IDLE * seconds:
         words.append("the consumer never waited for its own work on the device: that may be further behind, unseen here")
-    return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=(*words, *notes))
+    return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=tuple(words))
 
 
-def of_drain(*, batches: int, late: int, taker: Mapping[str, float], first: float, notes: tuple[str, ...]) -> Report:
+def of_drain(*, batches: int, late: int, taker: Mapping[str, float], first: float) -> Report:
     """Judge a drain. `taker`: seconds in "launch" (asking for results), "wait" (for the device) and "work" (outside).
 
     The others as for `of_prefetch`.
@@ -99,7 +98,7 @@ def of_drain(*, batches: int, late: int, taker: Mapping[str, float], first: floa
     seconds = sum(taker.values())
     parts = {"launch": 0.0, "wait": 0.0, "work": 0.0, **taker}
     if batches < 2:
-        return _nothing_yet(batches, "result", parts, notes)
+        return _nothing_yet(batches, "result", parts)
     bound: Bound = "device"
     # The device works beside this thread: it is waited for only if it takes longer.
     if parts["wait"] < HARDLY * seconds:
@@ -110,12 +109,12 @@ def of_drain(*, batches: int, late: int, taker: Mapping[str, float], first: floa
         f"asking for them took {_share(parts['launch'], seconds)}, waiting for the device {_share(parts['wait'], seconds)}, the "
         f"consumer's own work {_share(parts['work'], seconds)}; not done when it came for it: {counted(late, 'result')}",
     )
-    return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=(*words, *notes))
+    return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=words)
 
 
-def _nothing_yet(taken: int, what: str, parts: Mapping[str, float], notes: tuple[str, ...]) -> Report:
+def _nothing_yet(taken: int, what: str, parts: Mapping[str, float]) -> Report:
     words = f"one {what} was taken, and the first tells nothing of the others" if taken else f"no {what} was taken yet"
-    return Report(batches=taken, seconds=0.0, bound="nothing yet", parts=dict.fromkeys(parts, 0.0), words=(words, *notes))
+    return Report(batches=taken, seconds=0.0, bound="nothing yet", parts=dict.fromkeys(parts, 0.0), words=(words,))
 
 
 def _bound_of_prefetch(parts: Mapping[str, float], batches: int, reader_waits: int) -> Bound:

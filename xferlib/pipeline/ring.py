@@ -74,7 +74,7 @@ class Ring(Generic[TreeT_co]):
     __reduce_ex__ = uncopied("Threads may share it; another process makes one of its own")
 
     def __init__(self, stager: Stager, spec: Any, slots: int = 3) -> None:
-        check_stager(stager)
+        check_stager(stager, spec, comes="first")
         if slots < 1:
             raise ValueError(f"slots={slots!r}: expected 1 or more")
         self._layout = layout = self._laid_out(stager, spec)
@@ -84,7 +84,7 @@ class Ring(Generic[TreeT_co]):
         self._check(stager)
         self._words = layout.in_words
         """Of a slot, for people."""
-        self._places = {index: stager.empty_pinned(layout.nbytes, np.uint8) for index in range(slots)}
+        self._memory = {index: stager.empty_pinned(layout.nbytes, np.uint8) for index in range(slots)}
         self._idle = deque(range(slots))
         self._out: dict[int, int] = {}
         """The slots that are acquired or put, by the numbers under which they are."""
@@ -145,7 +145,7 @@ class Ring(Generic[TreeT_co]):
         self._returns.post()
         while self._put:
             self._wait_oldest()
-        self._places.clear()
+        self._memory.clear()
 
     def _in_flight(self, number: int, end: End) -> None:
         """Have a slot come back when something is done, and nothing else uses its memory."""
@@ -171,11 +171,11 @@ class Ring(Generic[TreeT_co]):
         with suppress(IndexError):
             self._out.update(zip((number,), iter(self._idle.popleft, None), strict=False))
         index = self._out.get(number)
-        place = None if index is None else self._places.get(index)
-        if index is None or place is None:
+        memory = None if index is None else self._memory.get(index)
+        if index is None or memory is None:
             return None
         self._acquired_by[index] = threading.get_ident()
-        return _Lease(number, place, ticket)
+        return _Lease(number, memory, ticket)
 
     def _come_back(self, number: int) -> None:
         with suppress(KeyError):
@@ -207,8 +207,8 @@ class Ring(Generic[TreeT_co]):
     def _land(self, number: int) -> None:
         """Take a slot back whose own copy is done, or note what else uses its memory."""
         index = self._out.get(number)
-        place = None if index is None else self._places.get(index)
-        users = [] if place is None else users_of(address_of(place), place.nbytes)
+        memory = None if index is None else self._memory.get(index)
+        users = [] if memory is None else users_of(address_of(memory), memory.nbytes)
         if not users:
             self._come_back(number)
             return
@@ -394,10 +394,10 @@ def _freeze(arrays: Sequence[Array]) -> None:
 class _Lease:
     """The bytes of a slot while somebody may write them, for arrays to be based on. With the last array the ticket goes."""
 
-    __slots__ = ("__array_interface__", "_place", "_ticket", "number")
+    __slots__ = ("__array_interface__", "_memory", "_ticket", "number")
 
-    def __init__(self, number: int, place: Array, ticket: object) -> None:
+    def __init__(self, number: int, memory: Array, ticket: object) -> None:
         self.number = number
-        self._place = place
+        self._memory = memory
         self._ticket = ticket
-        self.__array_interface__ = {"shape": place.shape, "typestr": "|u1", "data": (place.ctypes.data, False), "version": 3}
+        self.__array_interface__ = {"shape": memory.shape, "typestr": "|u1", "data": (memory.ctypes.data, False), "version": 3}

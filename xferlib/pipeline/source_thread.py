@@ -1,4 +1,4 @@
-"""The thread of a feed: its state, which whoever takes from it shares, and its work.
+"""The thread of a `BackgroundIterator`: its state, which whoever takes from it shares, and its work.
 
 The thread refers to no `BackgroundIterator`. What is in here changes in single steps, and each side wakes the other to look at it.
 """
@@ -6,16 +6,17 @@ The thread refers to no `BackgroundIterator`. What is in here changes in single 
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from queue import SimpleQueue
 from types import GeneratorType
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
 from xferlib.debug import act_for
-from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
@@ -29,7 +30,7 @@ Start: TypeAlias = "Callable[[list[Any], PhaseTimer], T]"
 Work: TypeAlias = "tuple[Iterable[Any], Start[T], Callable[[PhaseTimer], None]]"
 
 LET_GO_SECONDS = 1.0
-"""How long whoever closes a stager waits for a feed that was dropped while it started an item."""
+"""How long whoever closes a stager waits for an iterator that was dropped while it started an item."""
 
 
 class _Stopped(Exception):
@@ -38,7 +39,7 @@ class _Stopped(Exception):
 
 @final
 class SourceThread(Generic[T]):
-    """What the thread and the feed both hold. Its methods are the thread's, but for those that say so."""
+    """What the thread and the iterator both hold. Its methods are the thread's, but for those that say so."""
 
     thread: threading.Thread
     owner: weakref.ref[Any]
@@ -49,7 +50,6 @@ class SourceThread(Generic[T]):
         self.begun_at = begun_at
         self.clock = PhaseTimer()
         self.depth = depth
-        self.lowered: AllocationError | None = None
         self.running = self.begun = self.ended = self.closed = self.starting = self.forked = False
         self.paused = False
         """Whether the thread waits for a taker to wait before it goes on."""
@@ -67,7 +67,7 @@ class SourceThread(Generic[T]):
 
     @property
     def stopping(self) -> bool:
-        """Whether the thread is to begin nothing new: the feed was closed or dropped."""
+        """Whether the thread is to begin nothing new: the iterator was closed or dropped."""
         return self.closed or self.owner() is None
 
     @property
@@ -120,7 +120,7 @@ class SourceThread(Generic[T]):
                 return
             self.inbox.get()
 
-    def place(self) -> None:
+    def wait_for_room(self) -> None:
         """Wait until another item may be asked for. Raises `_Stopped`."""
         self.clock.turn("place")
         self.wait(lambda: self.going() and len(self.items) < self.depth)
@@ -132,30 +132,9 @@ class SourceThread(Generic[T]):
         return not self.paused
 
     def started(self, start: Start[T], box: list[Any]) -> T:
-        """Start an item; where there is no memory for it, after others have been taken."""
-        fits = max(1, len(self.items))
-        lower = False
+        """Start an item, unless the iterator is paused: then when a taker waits for it. Raises `_Stopped`."""
         while True:
-            # Before the try: whoever waits has let go of all that it will.
-            starving = self.starving
-            try:
-                started = self._start(start, box)
-                break
-            except AllocationError as error:
-                if starving:
-                    raise
-                self.lowered = error.with_traceback(None)
-                lower = True
-            ahead = len(self.items)
-            self.clock.turn("place")
-            self.wait(lambda ahead=ahead: len(self.items) < ahead or self.starving)  # type: ignore[misc]
-        if lower:
-            self.depth = min(fits, self.depth)
-        return started
-
-    def _start(self, start: Start[T], box: list[Any]) -> T:
-        while True:
-            # First the mark, then the question: whoever pauses, closes or drops the feed asks in the opposite order.
+            # First the mark, then the question: whoever pauses, closes or drops the iterator asks in the opposite order.
             self.starting = True
             if self.going() and not self.stopping:
                 break
@@ -216,8 +195,10 @@ def _give_all(
     start: Start[Any],
     before_next: Callable[[PhaseTimer], None],
 ) -> None:
-    while not _finished(iterator):
-        shared.place()
+    for number in itertools.count():
+        if _finished(iterator):
+            return
+        shared.wait_for_room()
         try:
             before_next(shared.clock)
             if shared.stopping:
@@ -233,6 +214,9 @@ def _give_all(
         except _Stopped:
             raise
         except BaseException as error:
+            # One with notes of its own kind is told without this.
+            with suppress(Exception):
+                error.add_note(f"in batch {number} of the source, counted from 0")
             # Nothing new until somebody wants what is behind it: many a taker goes no further.
             shared.paused = True
             shared.give(Failed(error))
@@ -245,7 +229,7 @@ def _finished(iterator: Iterator[Any]) -> bool:
 
 
 def _wait_for_dropped() -> None:
-    """Wait until no feed that was dropped is starting an item: who dropped one may close what items are started on."""
+    """Wait until no iterator that was dropped is starting an item: who dropped one may close what items are started on."""
     for shared in list(live):
         if shared.stopping and threading.current_thread() is not shared.thread:
             # Bounded: whoever closes may be somebody that the start waits for.

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
 from operator import call
 from types import TracebackType
 from typing import Any, Generic, final, overload
 
-from xferlib.checks import check_depth, uncopied
-from xferlib.errors import AllocationError, ClosedError
+from xferlib.checks import check_depth, check_iterable, uncopied
+from xferlib.errors import ClosedError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.drain import Drain
 from xferlib.pipeline.memory_estimate import MemoryEstimate
 from xferlib.pipeline.phase_timer import PhaseTimer
-from xferlib.pipeline.prefetch import Prefetch, prefetch
+from xferlib.pipeline.prefetch import Prefetch, no_deeper, prefetch
 from xferlib.pipeline.report import Report, of_drain, of_stream
 from xferlib.stager import Stager, check_stager
 from xferlib.typed import HasDtype, KeyT, NamedT, Sequences, TreeT, TreeT_co
@@ -51,7 +52,9 @@ def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = 
 
     `results`: any iterable of trees of device arrays, iterated on the consumer's own thread, so that the copy of each is started
     right behind the work that makes it. `out`: arrays to be filled from the front along the first axis, in memory, mapped from a
-    file or shared; else results are in pinned memory, which comes back when the last view of it is gone. See `Drain` for both.
+    file or shared; else results are in pinned memory, which comes back when the last view of it is gone: `depth` + 2 of them are
+    there at a time, besides those that are kept. Where `pinned_limit` has no room for so many like the first, that is refused, and
+    nothing was copied. See `Drain` for both.
     `stream`: the one whose work makes the results. None: the consumer's current one. Results come out typed as by `Stager.get`.
     """
     check_stager(stager, results)
@@ -141,9 +144,11 @@ def stream_map(
     result would have. `batches` and `rewrites` are those of `prefetch`, `out` that of `drain`, `stream` that of both.
     Results come out typed as by `Stager.get`; what `fn` takes is checked where it is written.
     """
+    if not callable(fn):
+        raise TypeError(f"fn={reprlib.repr(fn)}: expected a function, before the batches: stream_map(fn, batches, stager)")
     source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
-        return Drained(_Mapped(fn, source), stager, depth, out=out, stream=stream, source=source)
+        return Drained(_Mapped(fn, source), stager, no_deeper(batches, depth), out=out, stream=stream, source=source)
     except BaseException:
         source.close()
         raise
@@ -193,15 +198,13 @@ class Drained(Generic[TreeT_co]):
     ) -> None:
         if stream is not None:
             stager.check_stream(stream)
+        check_iterable(results, "results")
         self._stream = stream
         self._results = iter(results)
         self._source = source
         check_depth(depth)
-        # The one to be taken is under way as well.
-        self._drain: Drain[TreeT_co] = Drain(stager, depth + 1, out=out)
+        self._drain: Drain[TreeT_co] = Drain(stager, no_deeper(results, depth), out=out)
         self._clock = PhaseTimer()
-        self._waiting: Any = None
-        """A result for which there was no memory yet."""
         self._exhausted = self._spent = self._closed = self._inside = False
         self._taken = self._late = 0
         self._first: tuple[Mapping[str, float], int] | None = None
@@ -215,14 +218,12 @@ class Drained(Generic[TreeT_co]):
 
     def report(self) -> Report:
         """Say who waited for whom since the second result was asked for. Any thread, also after the end."""
-        notes = () if self._drain.lowered is None else (self._drain.lowered,)
         taker, late = self._first or ({}, 0)
         after = of_drain(
             batches=self._taken,
             late=self._late - late,
             taker=self._clock.since(taker),
             first=sum(taker.values()),
-            notes=notes,
         )
         return after if self._source is None else of_stream(self._source.report(), after)
 
@@ -230,7 +231,6 @@ class Drained(Generic[TreeT_co]):
         """End the loop. Twice is fine."""
         self._closed = True
         self._clock.stop()
-        self._waiting = None
         # Holds functions and frames of the caller's.
         self._results = iter(())
         try:
@@ -300,32 +300,19 @@ class Drained(Generic[TreeT_co]):
             raise ClosedError("this loop was closed before its end. Make another one") from None
 
     def _fill(self) -> None:
-        # Behind a failure nothing new until it was told: many a consumer goes no further.
-        while not (self._exhausted or self._drain.failing) and self._drain.pending < self._drain.depth:
+        # Behind a failure nothing new until it was told: many a consumer goes no further. The one to be taken is under way as well.
+        while not (self._exhausted or self._drain.failing) and self._drain.pending <= self._drain.depth:
             try:
                 self._start_next()
-            except AllocationError as error:
-                if self._waiting is not None and self._drain.pending:
-                    # When one is taken, there may be.
-                    return
-                self._fail(error)
             except Exception as error:
                 # Behind the results before it.
-                self._fail(error)
+                self._drain.fail(error)
 
     def _start_next(self) -> None:
-        # By a name of its own: `close` on another thread lets go of the other.
-        waiting = self._waiting
-        if waiting is None:
-            try:
-                waiting = self._waiting = next(self._results)
-            except StopIteration:
-                self._exhausted = True
-                self._drain.end()
-                return
-        self._drain.start(waiting, self._stream)
-        self._waiting = None
-
-    def _fail(self, error: Exception) -> None:
-        self._waiting = None
-        self._drain.fail(error)
+        try:
+            result = next(self._results)
+        except StopIteration:
+            self._exhausted = True
+            self._drain.end()
+            return
+        self._drain.start(result, self._stream)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-RING, FEED, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED = (
+RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED = (
     f"xferlib/pipeline/{name}.py"
     for name in (
         "ring",
@@ -49,13 +49,12 @@ MUTANTS = [
         "            self._land(number)\n            self._returns.post()",
         "            self._come_back(number)\n            self._returns.post()",
     ),
-    (FEED, "        self._join()\n        raise StopIteration", "        raise StopIteration"),
+    (BACKGROUND, "        self._join()\n        raise StopIteration", "        raise StopIteration"),
     (
-        FEED,
+        BACKGROUND,
         "            ended = shared.ended\n            try:\n                entry = shared.items.popleft()\n            except IndexError:\n                self._refuse_closed()\n                if ended:",
         "            try:\n                entry = shared.items.popleft()\n            except IndexError:\n                self._refuse_closed()\n                if shared.ended:",
     ),
-    (THREAD, "            self.depth = min(fits, self.depth)", "            self.depth = min(1, self.depth)"),
     (THREAD, "lambda: self.going() and len(self.items) < self.depth)", "lambda: self.going() and len(self.items) <= self.depth)"),
     (THREAD, "        if isinstance(iterator, GeneratorType):\n            iterator.close()\n", "        pass\n"),
     (THREAD, "        box = []\n", "        pass\n"),
@@ -77,7 +76,11 @@ MUTANTS = [
         "        if error is not None and not (self._closed or self._ended):",
         "        if error is not None and not self._closed:",
     ),
-    (DRAIN, "            fit = limit // nbytes - 1", "            fit = limit // nbytes"),
+    (BILL, "    if count * nbytes <= limit:", "    if count * nbytes < limit:"),
+    (BILL, "    fit = limit // nbytes - BESIDE_DEPTH", "    fit = limit // nbytes"),
+    (PREFETCH, "        self._check_room(tree, self._depth)\n", ""),
+    (PREFETCH, "sum(map(size_class, Layout(described).sizes))", "sum(Layout(described).sizes)"),
+    (DRAIN, '        if self._stager.when_full != "stage":\n', "        if True:\n"),
     (
         DRAIN,
         "        except (XferError, TypeError, ValueError):\n            rows.filled -= count\n            raise",
@@ -89,12 +92,7 @@ MUTANTS = [
         "        users += ledger.jobs.using([(address, nbytes)])\n",
         "",
     ),
-    (
-        STREAM,
-        "self._drain: Drain[TreeT_co] = Drain(stager, depth + 1, out=out)",
-        "self._drain: Drain[TreeT_co] = Drain(stager, depth, out=out)",
-    ),
-    (STREAM, "                if self._waiting is not None and self._drain.pending:", "                if self._drain.pending:"),
+    (STREAM, "and self._drain.pending <= self._drain.depth:", "and self._drain.pending < self._drain.depth:"),
     (CLOCK, "        seconds = min(seconds, self._seconds.get(source, 0.0))\n", ""),
     (ROWS, "        if end > self.rows:", "        if end >= self.rows:"),
     (UNSHARED, "if count != _ALONE + owners or weakref.getweakrefcount(item):", "if count != _ALONE + owners:"),

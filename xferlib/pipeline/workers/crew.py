@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, final
 
+from xferlib.pipeline.workers.executor import Executor
 from xferlib.pipeline.workers.failures import WorkerDiedError
 from xferlib.pipeline.workers.messages import Reply
 from xferlib.pipeline.workers.process import Assignment, Worker, ended
-from xferlib.pipeline.workers.servant import Servant
 
 __all__ = ["Answer", "Bell", "Crew", "Death"]
 
@@ -76,17 +76,17 @@ class Death(NamedTuple):
 
 @final
 class Crew:
-    """Worker processes. One thread at a time, the one that has `lock`; what starts and ends them runs on the servant.
+    """Worker processes. One thread at a time, the one that has `lock`; what starts and ends them runs on the executor.
 
     Whoever has `cut` true was interrupted while it had the lock: nothing here is known to be whole then, and `mend` must follow.
     """
 
-    def __init__(self, start: Callable[[], Worker], servant: Servant) -> None:
+    def __init__(self, start: Callable[[], Worker], executor: Executor) -> None:
         self.lock = threading.Lock()
         self.cut = False
         self.bell = Bell()
         self._start = start
-        self._servant = servant
+        self._executor = executor
         self._workers: list[Worker] = []
         self._stillborn = 0
         self._cannot_start: str | None = None
@@ -105,7 +105,7 @@ class Crew:
                 'A program that uses workers starts below: if __name__ == "__main__"'
             )
         if len(self._workers) < count:
-            self._servant.call(partial(self._enlist, count))
+            self._executor.call(partial(self._enlist, count))
 
     def pick(self, count: int) -> Worker | None:
         """Return the one of so many workers that has least to do; None if all have enough."""
@@ -150,10 +150,10 @@ class Crew:
 
     def mend(self) -> None:
         """Kill all workers: what they and their parent know of each other was cut by an interrupt."""
-        self._servant.call(partial(self._dismiss, 0))
+        self._executor.call(partial(self._dismiss, 0))
 
     def close(self, patience: float) -> None:
-        """End all workers; kill those that do not within so many seconds. On the servant. Twice is fine."""
+        """End all workers; kill those that do not within so many seconds. On the executor. Twice is fine."""
         self._dismiss(patience)
         self.bell.close()
 
@@ -183,7 +183,7 @@ class Crew:
             self._workers.append(self._start())
 
     def _bury(self, worker: Worker) -> Death:
-        code = self._servant.call(partial(self._end, worker))
+        code = self._executor.call(partial(self._end, worker))
         words = ended(code)
         if not worker.ready:
             self._stillborn += 1

@@ -70,7 +70,8 @@ class Layout:
         end = 0
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, _Leaf):
-                raise TypeError(f"{path(structure, index)}: expected an array, or a pair (shape, dtype), got {leaf!r}")
+                where = path(structure, index)
+                raise TypeError(f"{where}: expected an array, or a pair (shape, dtype) such as ((8, 3), 'float32'), got {leaf!r}")
             parts.append(Part(end, leaf.shape, None, leaf.dtype))
             end += _round_up(math.prod(leaf.shape) * leaf.dtype.itemsize, ALIGNMENT)
         if not end:
@@ -134,11 +135,15 @@ def _leaf(given: Any) -> Any:
     if _is_pair(given):
         shape, dtype = given
         lengths = shape if isinstance(shape, Sequence) else (shape,)
-    elif hasattr(given, "shape") and hasattr(given, "dtype"):
+    elif hasattr(given, "shape") and hasattr(given, "dtype") and not isinstance(given, type):
         lengths, dtype = given.shape, given.dtype
     else:
         return given
-    return _Leaf(tuple(operator.index(length) for length in lengths), np.dtype(dtype))
+    try:
+        known = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype {dtype!r} of {given!r} is none that NumPy knows") from None
+    return _Leaf(tuple(operator.index(length) for length in lengths), known)
 
 
 def _is_pair(given: Any) -> bool:

@@ -25,12 +25,12 @@ from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
 from xferlib.forks import forget_in_child, leave
 from xferlib.memory.registered import Pin
 from xferlib.pipeline.workers.crew import Crew
+from xferlib.pipeline.workers.executor import Executor
 from xferlib.pipeline.workers.layout import Layout
 from xferlib.pipeline.workers.memory import SharedMemory
 from xferlib.pipeline.workers.messages import Begin
 from xferlib.pipeline.workers.process import Worker
 from xferlib.pipeline.workers.run import OnDeath, Run
-from xferlib.pipeline.workers.servant import Servant
 from xferlib.pipeline.workers.slots import Slots
 from xferlib.pipeline.workers.worker import serve
 from xferlib.stager import Stager, check_stager
@@ -45,7 +45,7 @@ FINISHING = 1.0
 
 @final
 class _Holdings:
-    """What one ring has of the system, taken and given back on the servant. It refers to no ring, so that a ring can be dropped."""
+    """What a ring has of the system, taken and given back on the executor. It refers to no ring, so that a ring can be dropped."""
 
     def __init__(self, stager: Stager, layout: Layout, slots: int) -> None:
         self.words = ""
@@ -57,7 +57,7 @@ class _Holdings:
         self._slots = slots
         self._pin: Pin | None = None
 
-    def open(self, servant: Servant) -> tuple[Crew, Slots]:
+    def open(self, executor: Executor) -> tuple[Crew, Slots]:
         """Take everything but the workers. Raises `AllocationError`; `close` must follow then, too."""
         layout, slots = self._layout, self._slots
         self.memory = memory = SharedMemory(slots * layout.nbytes)
@@ -67,7 +67,7 @@ class _Holdings:
             except AllocationError as error:
                 error.add_note(f"for {counted(slots, 'slot')} of {in_words(layout.nbytes)}. Use fewer or smaller slots")
                 raise
-        self.crew = crew = Crew(partial(Worker, serve, (memory.descriptor, layout, slots)), servant)
+        self.crew = crew = Crew(partial(Worker, serve, (memory.descriptor, layout, slots)), executor)
         return crew, Slots(memory.raw, layout, slots)
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class SharedRing(Generic[TreeT_co]):
 
     def __init__(self, stager: Stager, spec: Any, *, slots: int = 8) -> None:
         self._refusal: XferError | None = None
-        check_stager(stager)
+        check_stager(stager, spec, comes="first")
         if slots < 2:
             raise ValueError(f"slots={slots!r}: expected 2 or more, since a consumer holds one while the next is filled")
         self._layout = layout = Layout(spec)
@@ -131,13 +131,13 @@ class SharedRing(Generic[TreeT_co]):
         self._run: weakref.ref[Run[TreeT_co]] | None = None
         self._holdings = holdings = _Holdings(stager, layout, slots)
         holdings.words = repr(self)
-        self._servant = servant = Servant(holdings.dropped)
-        self._ticket = servant.start()
+        self._executor = executor = Executor(holdings.dropped)
+        self._ticket = executor.start()
         try:
-            self._crew, self._places = servant.call(partial(holdings.open, servant))
+            self._crew, self._places = executor.call(partial(holdings.open, executor))
         except BaseException:
-            servant.call(holdings.close)
-            servant.end()
+            executor.call(holdings.close)
+            executor.end()
             raise
         forget_in_child(self)
 
@@ -219,8 +219,8 @@ class SharedRing(Generic[TreeT_co]):
         self._end(ClosedError("this ring is closed. Make another SharedRing"))
         self._crew.bell.ring()
         with self._crew.lock:
-            self._servant.call(self._holdings.close)
-            self._servant.end()
+            self._executor.call(self._holdings.close)
+            self._executor.end()
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""

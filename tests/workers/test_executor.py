@@ -9,7 +9,7 @@ import pytest
 
 from tests.pipeline.steps import until
 from tests.workers.fills import OwnError
-from xferlib.pipeline.workers.servant import Servant
+from xferlib.pipeline.workers.executor import Executor
 
 
 def fail() -> None:
@@ -17,17 +17,17 @@ def fail() -> None:
 
 
 def test_an_error_comes_back_and_is_gone_when_it_is_dropped() -> None:
-    servant = Servant(lambda: None)
-    ticket = servant.start()
+    executor = Executor(lambda: None)
+    ticket = executor.start()
     gc.disable()
     try:
         with pytest.raises(OwnError) as caught:
-            servant.call(fail)
+            executor.call(fail)
         left = weakref.ref(caught.value)
         del caught
         # The thread lets go of it behind its answer. The collector never comes: it could come to nobody's help.
         until(lambda: left() is None)
     finally:
         gc.enable()
-        servant.end()
+        executor.end()
     assert ticket is not None

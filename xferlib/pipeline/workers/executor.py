@@ -1,4 +1,4 @@
-"""A thread that takes from the system, and gives back to it, what a ring needs: processes, descriptors, page-locks.
+"""An executor of one thread: it takes from the system, and gives back, what a ring needs: processes, descriptors, page-locks.
 
 Python raises an interrupt (Ctrl-C, whatever a signal's handler raises) on the main thread alone, and the result of the call behind
 which it comes is lost: a process that nobody knows of. Nothing is lost here. An interrupt ends the waiting, the work goes on, and
@@ -16,13 +16,13 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import numpy as np
 
-__all__ = ["Servant"]
+__all__ = ["Executor"]
 
 T = TypeVar("T")
 
 
 @final
-class Servant:
+class Executor:
     """Calls one thing after the other. Any thread may ask. It refers to nobody who asks.
 
     `dropped`: called on the thread, at its end, when nobody is left who could ask for anything.
