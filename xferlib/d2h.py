@@ -106,8 +106,6 @@ class DeviceToHost:
         try:
             memory: Array | None = self._pool.empty((nbytes,), BYTES)
         except AllocationError:
-            if len(together) == 1:
-                raise
             memory = None
         # Where there is no room for them together there may be some for each.
         start = None if memory is None else self._host.address(memory)

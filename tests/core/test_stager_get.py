@@ -42,6 +42,21 @@ def test_a_get_reads_after_what_the_stream_has_enqueued(stager: xferlib.Stager) 
     stream.close()
 
 
+def test_a_tree_is_read_after_what_the_stream_has_enqueued_into_memory_of_either_kind(stager: xferlib.Stager) -> None:
+    stream = xferlib_host.Stream()
+    array = np.zeros(4)
+    out = [stager.empty_pinned(4, np.float64), np.empty(4)]
+    with held(stream):
+        stream.submit(array.fill, 7)
+        transfer = stager.get([array, array], out=out, stream=stream)
+        copied = on_thread(stager.backend.record_d2h().synchronize)
+        with pytest.raises(TimeoutError):
+            copied.result(0.1)
+        assert not transfer.done()
+    assert [part.tolist() for part in transfer.result()] == [[7] * 4] * 2
+    stream.close()
+
+
 def test_a_get_waits_for_the_stream_that_was_named_only(stager: xferlib.Stager) -> None:
     busy, idle = xferlib_host.Stream(), xferlib_host.Stream()
     with held(busy), busy:
