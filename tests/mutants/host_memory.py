@@ -401,7 +401,11 @@ class RegistersNothing(BrokenBackend):
         pass
 
 
-@broken_backend("test_law11_put_into_overwrites_in_place_or_is_refused", hooks=Host)
+@broken_backend(
+    "test_law03_put_into_survives_the_loss_of_source_and_transfer",
+    "test_law11_put_into_overwrites_in_place_or_is_refused",
+    hooks=Host,
+)
 class PutsElsewhere(BrokenBackend):
     """Declares `put_into`, and overwrites a copy."""
 
