@@ -219,6 +219,18 @@ def test_out_may_be_of_a_subclass(rows: int, kind: Any, pinned: bool) -> None:
     assert np.array_equal(out.view(np.ndarray), device)
 
 
+@pytest.mark.parametrize("rows", [3, 1000])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_out_that_is_made_read_only_meanwhile_is_written_all_the_same(rows: int, pinned: bool) -> None:
+    device = np.random.default_rng(1).integers(0, 255, (rows, 3000), np.uint8)
+    with xferlib.stager("host", staging=StagingProfile(2, 1 << 20, 1 << 19)) as stager:
+        out = stager.empty_pinned(device.shape, np.uint8) if pinned else np.zeros(device.shape, np.uint8)
+        with held(d2h(stager)):
+            transfer = stager.get(device, out=out)
+            out.flags.writeable = False
+        assert np.array_equal(transfer.result(), device)
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_leaves_are_read_together_where_the_backend_does_so(*, together: bool) -> None:
     asked: list[list[Any]] = []
