@@ -106,6 +106,18 @@ def test_the_leaf_the_bytes_and_the_line_of_the_put_are_named(stager: Stager) ->
     assert "slots of a Ring" in str(told.value)
 
 
+def test_a_put_that_is_made_in_a_backend_s_package_is_told_by_the_line_that_called_it(stager: Stager) -> None:
+    source = pinned(stager)
+    put = eval("lambda stager, array: stager.put(array)", {"__name__": "xferlib_other.sharded"})
+    with held(h2d(stager)):
+        transfer = put(stager, source)
+        where = line() - 1
+        source[0] = 2
+    with pytest.raises(SourceRewrittenError) as told:
+        transfer.synchronize()
+    assert f"The put was called at {__file__}:{where}. " in str(told.value)
+
+
 def test_the_last_bytes_are_looked_at_too(stager: Stager) -> None:
     source = pinned(stager, 5000)
     with held(h2d(stager)):

@@ -77,6 +77,12 @@ def test_a_header_that_makes_no_sense_is_damage(stager: Stager, tmp_path: Path, 
     refused(stager, tmp_path / "many.npz", archive({"array.npy": content}))
 
 
+def test_a_header_that_is_nested_too_deeply_is_called_so(stager: Stager, tmp_path: Path) -> None:
+    content = array_file(*HEADERS["too deep"])
+    refused(stager, tmp_path / "array.npy", content, "nested too deeply")
+    refused(stager, tmp_path / "many.npz", archive({"array.npy": content}), "nested too deeply")
+
+
 @pytest.mark.parametrize("suffix", [".npy", ".npz"])
 def test_a_shape_of_one_item_more_than_there_is_promises_too_much(stager: Stager, tmp_path: Path, suffix: str) -> None:
     content: bytes | bytearray = array_file("'<f4'", "(17,)")

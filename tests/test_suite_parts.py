@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,10 +15,12 @@ from xferlib_host import Stream
 from xferlib_host.conformance import Gate
 from xferlib_host.conformance import TestHost as Host
 
-from xferlib.conformance.base import Calls
+from xferlib.conformance.base import REQUIRE, Calls
 from xferlib.conformance.moves import prepare
 from xferlib.conformance.recording import RecordingBackend
 from xferlib.conformance.values import DTYPES, LARGE, SHAPES, SIZES, assert_same, dtype_named, pattern, words
+from xferlib.errors import BackendUnavailableError
+from xferlib.registry import GROUP
 from xferlib.stager import Stager
 
 
@@ -86,6 +89,23 @@ def test_words_of_any_two_seeds_that_laws_use_differ_in_every_byte() -> None:
     seen = [np.frombuffer(words(seed).tobytes(), np.uint8) for seed in (*range(10), 50, 60, 90, 98, 99, 100, 101)]
     for index, one in enumerate(seen):
         assert not any((one == other).any() for other in seen[:index])
+
+
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_hooks_are_those_of_the_backend_in_whose_package_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [EntryPoint(each, f"xferlib_{each}:open_stager", GROUP) for each in ("first", "last")]
+    monkeypatch.setattr("xferlib.conformance.base.entry_points", lambda group: entries)
+
+    def absent(hooks: object) -> None:
+        raise BackendUnavailableError("no such device")
+
+    hooks: Any = type("Hooks", (Quick,), {"__module__": f"xferlib_{name}.conformance", "open": absent})()
+    monkeypatch.setenv(REQUIRE, "another")
+    with pytest.raises(pytest.skip.Exception):
+        hooks._open_or_skip()
+    monkeypatch.setenv(REQUIRE, name)
+    with pytest.raises(pytest.fail.Exception, match="forbids to skip this: no such device"):
+        hooks._open_or_skip()
 
 
 def test_a_call_that_never_returns_is_a_failure() -> None:

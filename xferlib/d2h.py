@@ -106,8 +106,6 @@ class DeviceToHost:
         try:
             memory: Array | None = self._pool.empty((nbytes,), BYTES)
         except AllocationError:
-            if len(together) == 1:
-                raise
             memory = None
         # Where there is no room for them together there may be some for each.
         start = None if memory is None else self._host.address(memory)
@@ -272,9 +270,7 @@ class DeviceToHost:
         nbytes = 0
         for source, array, address in zip(sources, outs, addresses, strict=True):
             if address is None:
-                # Subclasses may not be cut and shaped as a plain array is: a matrix always has two dimensions. A view: what is made
-                # read-only meanwhile, as the arrays of a slot that goes back are, is written all the same, as by a copy engine.
-                pageable.append((source.address, np.asarray(array)[...]))
+                pageable.append((source.address, array))
             elif address:
                 self._backend.copy_d2h(address, source.address, array.nbytes)
                 nbytes += array.nbytes

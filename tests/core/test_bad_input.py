@@ -92,6 +92,16 @@ def test_an_out_that_cannot_take_the_copy_is_refused(stager: xferlib.Stager, out
         stager.get(GOOD, out=out)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [((4,), "f8", r"wrong shape: expected \(3,\), got \(4,\)"), ((2,), "f8", "wrong shape"), ((3,), "f4", "wrong dtype")],
+)
+def test_a_pinned_out_that_cannot_take_the_copy_is_refused(stager: xferlib.Stager, shape: Any, dtype: str, words: str) -> None:
+    """Copied to as it lies, it would have less than it can hold, or be written behind its end."""
+    with pytest.raises(ValueError, match=words):
+        stager.get(GOOD, out=stager.empty_pinned(shape, dtype))
+
+
 def test_out_leaves_that_overlap_are_refused(stager: xferlib.Stager) -> None:
     memory = np.zeros(5)
     for pair in ([memory[:3], memory[2:]], [memory[2:], memory[:3]], [memory[:3], memory[:3]]):

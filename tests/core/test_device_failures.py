@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,46 @@ def test_who_finds_no_room_waits_for_what_another_thread_frees_or_still_gets_for
         asking.result(0.2)
     slow.gate.set()
     assert asking.result(WATCHDOG)[0].nbytes == blocks.nbytes == 4 * MIB
+
+
+def test_room_that_a_failed_allocation_leaves_behind_the_last_look_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow()
+    leases: list[Any] = []
+    failing: list[Any] = []
+    others: set[threading.Thread] = set()
+
+    class Refuses(Device):
+        def alloc_device(self, nbytes: int) -> Any:
+            if threading.current_thread() in others:
+                slow.synchronize()
+                raise OSError("refused on purpose")
+            return super().alloc_device(nbytes)
+
+    class Late(DeviceHolders):
+        def wait_oldest(self) -> bool:
+            for fails in failing:
+                # Behind this one's look for room. What its error was raised through is still there, and so has not come back.
+                slow.gate.set()
+                with pytest.raises(AllocationError, match="refused on purpose"):
+                    fails.result(WATCHDOG)
+            return False
+
+    def ask() -> Any:
+        others.add(threading.current_thread())
+        return blocks.lease(MIB, {})
+
+    def collect() -> None:
+        # Room for one, and another thread is faster.
+        leases.clear()
+        blocks.trim()
+        failing.append(on_thread(ask))
+        assert slow.entered.wait(WATCHDOG)
+
+    monkeypatch.setattr("xferlib.memory.device_pool.gc", SimpleNamespace(collect=collect))
+    blocks = DevicePool(Refuses(), Late(), MIB)  # type: ignore[arg-type]  # As above.
+    leases.append(blocks.lease(MIB, {}))
+    assert blocks.lease(MIB, {})[0].nbytes == blocks.nbytes == MIB
+    assert len(failing) == 1
 
 
 def test_a_finalizer_inside_the_freeing_does_not_wait_for_its_end() -> None:

@@ -87,14 +87,15 @@ def test_what_a_table_raises_is_said_and_the_others_are_settled() -> None:
             settled.set()
             return False
 
-    settled, said, before = threading.Event(), list[str](), threading.excepthook
-    threading.excepthook = lambda args: said.append(str(args.exc_value))
+    settled, said, before = threading.Event(), list[tuple[str, str]](), threading.excepthook
+    threading.excepthook = lambda args: said.append((args.thread.name if args.thread else "", str(args.exc_value)))
     try:
         reaper.start_reaper()
         reaper.watch(Broken())
         reaper.watch(Fine())
         assert settled.wait(WATCHDOG)
-        assert until(lambda: said == ["broken on purpose"])
+        # By its name, which says whose thread that was.
+        assert until(lambda: said == [("xferlib-reaper", "broken on purpose")])
     finally:
         threading.excepthook = before
 

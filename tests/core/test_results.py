@@ -19,7 +19,7 @@ from xferlib_host import open_stager
 
 import xferlib
 from tests import children
-from tests.core.fakes import WATCHDOG, on_thread
+from tests.core.fakes import WATCHDOG, on_thread, succeeds
 from tests.core.points import interrupted_at
 from tests.core.test_pool import Driver
 from tests.mutants.broken import BrokenBackend
@@ -631,6 +631,29 @@ def test_a_segment_that_is_freed_meanwhile_does_not_disturb_whoever_looks_for_on
     on_thread(stager.idle).result(WATCHDOG)
     assert backend.knows_all(found)
     segments[number] = lost[0]
+
+
+def test_a_stager_that_is_opened_as_the_interpreter_ends_has_nothing_locked_behind_its_back() -> None:
+    succeeds(
+        """
+        import atexit
+
+        def get():
+            backend = Gated()
+            backend.gate.set()
+            with xferlib.stager(backend, pinned_limit=ROOM) as stager:
+                # Trees are taken apart no more.
+                assert stager.get(np.full(ALONE, 7, np.uint8)).result().sum() == 7 * ALONE
+                stager.idle()
+                assert not backend.pins, backend.pins
+
+        # Before the core is there, and so behind whatever it does at the end.
+        atexit.register(get)
+        import numpy as np
+        from tests.core.test_results import ALONE, ROOM, Gated
+        import xferlib
+        """
+    )
 
 
 def test_who_finds_no_room_but_what_is_claimed_sees_that_somebody_is_at_it(

@@ -42,6 +42,21 @@ def test_a_get_reads_after_what_the_stream_has_enqueued(stager: xferlib.Stager) 
     stream.close()
 
 
+def test_a_tree_is_read_after_what_the_stream_has_enqueued_into_memory_of_either_kind(stager: xferlib.Stager) -> None:
+    stream = xferlib_host.Stream()
+    array = np.zeros(4)
+    out = [stager.empty_pinned(4, np.float64), np.empty(4)]
+    with held(stream):
+        stream.submit(array.fill, 7)
+        transfer = stager.get([array, array], out=out, stream=stream)
+        copied = on_thread(stager.backend.record_d2h().synchronize)
+        with pytest.raises(TimeoutError):
+            copied.result(0.1)
+        assert not transfer.done()
+    assert [part.tolist() for part in transfer.result()] == [[7] * 4] * 2
+    stream.close()
+
+
 def test_a_get_waits_for_the_stream_that_was_named_only(stager: xferlib.Stager) -> None:
     busy, idle = xferlib_host.Stream(), xferlib_host.Stream()
     with held(busy), busy:
@@ -202,6 +217,18 @@ def test_out_may_be_of_a_subclass(rows: int, kind: Any, pinned: bool) -> None:
         assert stager.get(device, out=out).result() is out
     assert type(out) is kind
     assert np.array_equal(out.view(np.ndarray), device)
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_out_that_is_made_read_only_meanwhile_is_written_all_the_same(rows: int, pinned: bool) -> None:
+    device = np.random.default_rng(1).integers(0, 255, (rows, 3000), np.uint8)
+    with xferlib.stager("host", staging=StagingProfile(2, 1 << 20, 1 << 19)) as stager:
+        out = stager.empty_pinned(device.shape, np.uint8) if pinned else np.zeros(device.shape, np.uint8)
+        with held(d2h(stager)):
+            transfer = stager.get(device, out=out)
+            out.flags.writeable = False
+        assert np.array_equal(transfer.result(), device)
 
 
 @pytest.mark.parametrize("together", [True, False])

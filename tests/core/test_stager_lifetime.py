@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread, run_python, succeeds, tampered, until
+from xferlib.callers import wait_for_callers
 
 MODULE = sys.modules["xferlib.stager"]
 """Not the function of that name."""
@@ -492,6 +494,25 @@ def test_close_waits_for_calls_that_are_inside(kind: str, monkeypatch: pytest.Mo
     del device, out, source, calling
     gc.collect()
     assert until(lambda: stager.stats().device_nbytes == stager.stats().pinned_nbytes == 0)
+
+
+def test_who_may_wait_no_time_for_callers_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thing:
+        def call(self) -> None:
+            entered.set()
+            gate.wait(WATCHDOG)
+
+    gate, entered, thing = threading.Event(), threading.Event(), Thing()
+    slept: list[float] = []
+    # A clock that has not moved on since it was asked first.
+    clock = SimpleNamespace(monotonic=lambda: float(len(slept)), sleep=slept.append)
+    monkeypatch.setattr("xferlib.callers.time", clock)
+    calling = on_thread(thing.call)
+    assert entered.wait(WATCHDOG)
+    wait_for_callers(thing, {Thing.call.__code__}, 0.0)
+    gate.set()
+    calling.result(WATCHDOG)
+    assert slept == []
 
 
 def test_close_waits_no_longer_than_it_may_for_a_call_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

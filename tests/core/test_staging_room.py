@@ -115,16 +115,17 @@ def test_a_thread_that_asks_for_its_first_chunk_waits_for_another_s() -> None:
         transfer.synchronize()
 
 
-def test_memory_on_its_way_into_flight_is_waited_for() -> None:
+@pytest.mark.parametrize("nbytes", [64 << 10, MIB])
+def test_memory_on_its_way_into_flight_is_waited_for(nbytes: int) -> None:
     gated = Gated()
     with xferlib.stager(gated.backend, pinned_limit=LIMIT, staging=RING) as stager:
-        small = on_thread(lambda: stager.put(numbers(MIB)).result())
+        small = on_thread(lambda: stager.put(numbers(nbytes)).result())
         assert gated.entered.wait(SECONDS)
         array = on_thread(lambda: stager.empty_pinned(LIMIT, np.uint8))
         with pytest.raises(TimeoutError):
             array.result(0.2)
         gated.gate.set()
-        assert np.array_equal(small.result(SECONDS), numbers(MIB))
+        assert np.array_equal(small.result(SECONDS), numbers(nbytes))
         assert array.result(SECONDS).nbytes == LIMIT
 
 

@@ -309,7 +309,7 @@ def is_staged_with_its_first_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BorrowedCopy, "wait_staged", lambda copy: made.wait())
 
 
-@broken_core(
+HELD = (
     "test_law03_put_survives_the_loss_of_its_source[small]",
     "test_law03_put_survives_the_loss_of_its_source[large]",
     "test_law03_put_survives_the_loss_of_source_and_transfer",
@@ -320,8 +320,28 @@ def is_staged_with_its_first_copy(patch: pytest.MonkeyPatch) -> None:
     "test_law08_a_pinned_slot_is_not_handed_out_while_a_put_reads_it[large]",
     "test_law08_a_pinned_slot_is_not_handed_out_while_a_get_writes_it[small]",
     "test_law08_a_pinned_slot_is_not_handed_out_while_a_get_writes_it[large]",
-    hooks=Host,
 )
+"""What goes wrong where nothing in flight is held."""
+
+
+class LocksBehindCopies(BrokenBackend):
+    """Honest: page-locks when the copies under way are done, as a driver may."""
+
+    def alloc_pinned(self, nbytes: int) -> int:
+        self.inner.record_h2d().synchronize()
+        self.inner.record_d2h().synchronize()
+        address: int = self.inner.alloc_pinned(nbytes)
+        return address
+
+
+class LocksBehindCopiesHost(Host):
+    """Honest hooks for it."""
+
+    def open(self) -> Any:
+        return LocksBehindCopies(super().open())
+
+
+@broken_core(*HELD, hooks=Host)
 def holds_nothing_in_flight(patch: pytest.MonkeyPatch) -> None:
     """The core holds nothing while a copy uses it."""
     add = InFlight.add
@@ -330,6 +350,12 @@ def holds_nothing_in_flight(patch: pytest.MonkeyPatch) -> None:
         return add(queue, nbytes, ())
 
     patch.setattr(InFlight, "add", add_without)
+
+
+@broken_core(*HELD, hooks=LocksBehindCopiesHost)
+def holds_nothing_where_locking_waits(patch: pytest.MonkeyPatch) -> None:
+    """The core holds nothing while a copy uses it, and laws page-lock nothing more under a hold."""
+    holds_nothing_in_flight(patch)
 
 
 @broken_backend(

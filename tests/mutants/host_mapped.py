@@ -58,6 +58,21 @@ class CombiningHost(LockingHost):
         return any(start <= address < end for start, end in self.opened.combined.items())
 
 
+class UnmappedBackend(BrokenBackend):
+    """Page-locks, and makes no views."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.capabilities = dataclasses.replace(inner.capabilities, mapped=False)
+
+
+class UnmappedHost(Host):
+    """Honest hooks for it."""
+
+    def open(self) -> Any:
+        return UnmappedBackend(super().open())
+
+
 @broken_backend(f"{READS_AND_WRITES}[small]", f"{READS_AND_WRITES}[large]", hooks=Host)
 class MapsACopy(BrokenBackend):
     """Gives an array of its own that held the same values once."""
@@ -157,6 +172,16 @@ def maps_anything(patch: pytest.MonkeyPatch) -> None:
 def maps_though_it_says_no(patch: pytest.MonkeyPatch) -> None:
     """The flag is off, and views are made all the same."""
     patch.setattr(Stager, "capabilities", property(lambda stager: Capabilities()))
+
+
+@broken_core(
+    "test_law08_a_pin_is_not_closed_under_a_reader_of_its_views[alive]",
+    "test_law11_only_pinned_memory_is_mapped",
+    hooks=UnmappedHost,
+)
+def hands_out_what_it_cannot_map(patch: pytest.MonkeyPatch) -> None:
+    """The flag is off, and who asks for a view of what is page-locked gets the array."""
+    patch.setattr(Stager, "mapped", lambda stager, array, **more: array)
 
 
 @broken_core(WHAT_IT_SAYS, FOR_THOSE_WHO_ASK, hooks=Host)

@@ -110,7 +110,11 @@ def overlooks_what_is_not_enqueued(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("xferlib.h2d.uses", lambda *what: False)
 
 
-@broken_core("test_law08_a_pinned_slot_is_nobody_elses_while_another_stager_uses_it[put]", hooks=LockingHost)
+@broken_core(
+    "test_law08_a_pinned_slot_is_nobody_elses_while_another_stager_uses_it[put]",
+    "test_law08_a_pinned_slot_is_nobody_elses_while_another_stager_uses_it[get]",
+    hooks=LockingHost,
+)
 def holds_no_slot_in_flight(patch: pytest.MonkeyPatch) -> None:
     """The core holds nothing while a copy uses it, whoever's it is."""
     holds_nothing_in_flight(patch)
@@ -401,7 +405,11 @@ class RegistersNothing(BrokenBackend):
         pass
 
 
-@broken_backend("test_law11_put_into_overwrites_in_place_or_is_refused", hooks=Host)
+@broken_backend(
+    "test_law03_put_into_survives_the_loss_of_source_and_transfer",
+    "test_law11_put_into_overwrites_in_place_or_is_refused",
+    hooks=Host,
+)
 class PutsElsewhere(BrokenBackend):
     """Declares `put_into`, and overwrites a copy."""
 

@@ -66,6 +66,7 @@ class AlwaysDone(BrokenEvent):
     f"{DOES_NOT_BLOCK}[put]",
     "test_law04_a_tree_is_done_when_its_last_leaf_is",
     f"{WHILE_OPPOSITE}[put]",
+    *(f"{TREE_AFTER_PRODUCERS}[{place}]" for place in range(3)),
     "test_law11_streams_are_waited_for_or_refused",
     hooks=Host,
 )

@@ -98,7 +98,8 @@ AREAS = {
     ),
     "transfers": Area(
         tuple(f"xferlib/{name}.py" for name in ("h2d", "d2h", "transfer", "stager", "checks", "pageable_warning", "registry")),
-        (),
+        # Of what written ones break elsewhere: what is in flight, and views of host memory.
+        (*core("put_into", "across_stagers", "in_flight"), "tests/test_mapped.py", *LAWS),
         {
             "/h2d.py": (
                 *PUTS,
@@ -109,7 +110,7 @@ AREAS = {
             "/d2h.py": (*GETS, *JOBS, *core("results", "second_leaf", "bad_input", "in_flight"), *LAWS),
             "/transfer.py": (*core("transfer", "borrow", "stager_get"), *LAWS),
             "/checks.py": (
-                *core("bad_input", "put_into", "stager_put", "stager_get"),
+                *core("bad_input", "put_into", "stager_put", "stager_get", "tracebacks"),
                 "tests/test_mapped.py",
                 # Alone: what else is there goes through every allocation.
                 "tests/core/test_foreign_finalizers.py::test_finalizers_are_refused_where_the_framework_does_not_survive_them",
@@ -166,7 +167,14 @@ AREAS = {
         (),
         {
             "/in_flight.py": core(
-                "in_flight", "across_stagers", "put_into", "reuse", "reaper", "foreign_finalizers", "stager_lifetime"
+                "in_flight",
+                "staging_room",
+                "across_stagers",
+                "put_into",
+                "reuse",
+                "reaper",
+                "foreign_finalizers",
+                "stager_lifetime",
             ),
             "/handles.py": core("handles"),
             "/latch.py": (*core("latch", "in_flight", "transfer", "reaper", "stager_lifetime"), "tests/host"),
@@ -178,7 +186,7 @@ AREAS = {
     "load-tree-packing": Area(
         ("xferlib/load.py", "xferlib/tree.py", "xferlib/packing.py"),
         (
-            *core("tree", "packing", "stager_put", "stager_get", "put_into"),
+            *core("tree", "described", "packing", "stager_put", "stager_get", "put_into"),
             "tests/test_load.py",
             "tests/test_load_damaged.py",
             *LAWS,

@@ -87,7 +87,7 @@ MUTANTS = [
         "            self._poll(timeout)\n        return self.value",
         "            self._poll(timeout)\n        return self._arrays()",
     ),
-    (GETS, "pageable.append((source.address, np.asarray(array)[...]))", "pageable.append((source.address, array))"),
+    (GETS, "elif address:\n                self._backend.copy_d2h", "else:\n                self._backend.copy_d2h"),
     (
         STAGER,
         "            self._ledger.reap()\n            self._staging.release()\n            self._pool.trim()",

@@ -248,7 +248,6 @@ class ReuseLaws(Laws):
             hold.release()
             assert_same(read(), words(1, LARGE))
         closing.result(self.deadline_seconds)
-        del mapped
 
     def put_naming(self, stager: Stager, source: Array, hold: Hold, name: str) -> Any:
         """Put the source and name the hold's stream in this way; None where there is no such way, after asserting the refusal."""
