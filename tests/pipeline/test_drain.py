@@ -212,6 +212,17 @@ def test_what_is_said_behind_the_end_is_not_heard(stager: xferlib.Stager) -> Non
         assert numbers(drain.results()) == [0]
 
 
+def test_what_is_submitted_behind_the_end_is_refused_at_once(stager: xferlib.Stager) -> None:
+    """Though as many are under way as may be, and somebody else is to take them."""
+    with xferlib.Drain(stager, 1) as drain:
+        drain.results()
+        drain.submit(np.zeros(3))
+        drain.end()
+        late = on_thread(lambda: drain.submit(np.zeros(3)))
+        with pytest.raises(xferlib.ClosedError, match="ended"):
+            late.result(PATIENCE)
+
+
 def test_close_wakes_both_sides_and_leaves_nothing_in_flight(stager: xferlib.Stager) -> None:
     out = np.zeros((9, *SHAPE), np.int32)
     drain = xferlib.Drain(stager, 2, out=out)
