@@ -350,6 +350,46 @@ def test_a_chunk_that_is_being_given_to_the_engine_is_not_taken_for_one_that_is_
     assert library().xe_take_chunk(there._number, number) == -2
 
 
+class Giving:
+    """The engine's calls, of which `xe_take_chunk` calls `meanwhile` first."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self._meanwhile = meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(native.quick(), name)
+
+    def xe_take_chunk(self, number: int, chunk: int) -> int:
+        self._meanwhile()
+        return native.quick().xe_take_chunk(number, chunk)
+
+
+def test_who_comes_while_the_last_chunk_is_given_back_does_not_count_on_it(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, gate, stream = np.zeros(KIB // 4, np.uint32), threading.Event(), Stream()
+    stager.get(numbers(KIB), out=out).synchronize()
+    stream.submit(gate.wait, WATCHDOG)
+    there, coming = lane(stager, D2H), []
+    assert len(there._blocks) == 1
+
+    def come() -> None:
+        if not coming:
+            coming.append(on_thread(lambda: stager.get(numbers(KIB, 9), out=out, stream=stream).result()))
+            # It has what it needs, or is about to have another.
+            assert until(lambda: there._growing or any(job.holds for job in jobs(stager, D2H)))
+
+    monkeypatch.setattr(lanes, "quick", lambda: Giving(come))
+    try:
+        stager.trim()
+    finally:
+        gate.set()
+    assert np.array_equal(coming[0].result(WATCHDOG), numbers(KIB, 9))
+    monkeypatch.undo()
+    stream.close()
+    at_rest(stager)
+
+
 # Shapes.
 
 

@@ -222,6 +222,7 @@ AREAS = {
         ("tests/host", *LAWS),
         {
             "_memory.py": ("tests/host/test_host_memory.py", "tests/host/test_host_blocks.py", "tests/host", *LAWS),
+            "_stager.py": ("tests/host", *LAWS, "tests/test_mapped.py"),
         },
         but=("*/conformance.py", "*/workload.py"),
     ),
