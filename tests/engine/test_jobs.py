@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from xferlib_host import Stream
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread, succeeds, tampered, until
 from xferlib.engine import lanes, native
+from xferlib.engine.dispatcher import Dispatcher
 from xferlib.engine.jobs import Job
 from xferlib.engine.native import D2H, H2D, STAGED, Figures, library
 from xferlib.errors import XferError
@@ -627,6 +629,27 @@ def test_a_job_whose_giving_up_is_interrupted_as_well_ends_all_the_same(
 
 
 # Finalizers, files, forks, the end.
+
+
+class Asleep(SimpleQueue[None]):
+    """Tells that somebody waits at it, or is about to."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> None:
+        self.entered.set()
+        super().get(block, timeout)
+
+
+def test_a_dispatcher_that_has_nothing_to_do_ends_when_it_is_stopped() -> None:
+    idle = Dispatcher()
+    idle._woken = asleep = Asleep()
+    idle._running = True
+    ending = on_thread(idle._run)
+    assert asleep.entered.wait(WATCHDOG)
+    idle.stop()
+    ending.result(WATCHDOG)
 
 
 def test_a_finalizer_on_the_dispatchers_thread_is_told_that_it_cannot_wait() -> None:

@@ -132,11 +132,10 @@ def test_batches_of_the_same_shape_are_planned_once_and_of_many_shapes_not_all_a
     stagers: tuple[Stager, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[tuple[int, ...]] = []
-    plan_leaf = _sharded.plan_leaf
 
     def noted(sharding: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         planned.append(shape)
-        return plan_leaf(sharding, shape, dtype)
+        return _spread.plan_leaf(sharding, shape, dtype)
 
     monkeypatch.setattr(_sharded, "plan_leaf", noted)
     shapes = [(8, columns) for columns in range(1, _sharded.KEPT_PLANS + 2)]

@@ -338,6 +338,30 @@ finally:
     assert 'if __name__ == "__main__"' in shown.stdout
 
 
+def test_a_program_that_forgets_its_ring_ends_and_its_workers_with_it(tmp_path: Path) -> None:
+    program = tmp_path / "forgets.py"
+    program.write_text(
+        """
+import xferlib
+from xferlib.pipeline.workers.ring import SharedRing
+
+def fill(task, slot):
+    slot[:] = task
+
+if __name__ == "__main__":
+    stager = xferlib.stager("host")
+    ring = SharedRing(stager, (64, "int64"), slots=3)
+    run = ring.run(fill, range(9), workers=1)
+    print(next(run)[0], *ring.pids)
+"""
+    )
+    shown = children.run([sys.executable, str(program)], seconds=30)
+    assert shown.returncode == 0
+    number, pid = map(int, shown.stdout.split())
+    assert number == 0
+    assert not psutil.pid_exists(pid)
+
+
 def test_a_forked_child_is_refused_and_disturbs_nobody(ring: SharedRing) -> None:
     run = ring.run(fills.number, range(6), workers=1)
     assert first(next(run)) == 0
