@@ -92,5 +92,5 @@ def test_the_default_has_no_more_threads_than_there_are_cores() -> None:
 def test_chunks_to_the_host_are_larger_where_the_limit_has_room_for_many(limit: int, larger: int) -> None:
     """Where it has not, a transfer would have fewer parts under way."""
     with xferlib.stager("host", pinned_limit=limit) as stager:
-        to_device, to_host = stager._staging._lanes  # type: ignore[attr-defined]  # Nobody else tells their sizes.
+        to_device, to_host = stager._staging._lanes
         assert (to_device.nbytes, to_host.nbytes) == (MIB, larger * MIB)

@@ -8,6 +8,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -372,7 +373,8 @@ def test_who_comes_while_the_last_chunk_is_given_back_does_not_count_on_it(
 ) -> None:
     out = np.zeros(KIB // 4, np.uint32)
     stager.get(numbers(KIB), out=out).synchronize()
-    there, coming = lane(stager, D2H), []
+    there = lane(stager, D2H)
+    coming: list[Future[Any]] = []
     assert len(there._blocks) == 1
 
     def come() -> None:
