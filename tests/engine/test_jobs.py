@@ -353,6 +353,11 @@ def test_a_chunk_that_is_being_given_to_the_engine_is_not_taken_for_one_that_is_
     assert library().xe_take_chunk(there._number, number) == -2
 
 
+def test_a_transfer_of_one_part_takes_one_chunk(stager: xferlib.Stager) -> None:
+    stager.get(numbers(KIB), out=np.zeros(KIB // 4, np.uint32)).synchronize()
+    assert stager._pool.nbytes == lane(stager, D2H).nbytes
+
+
 class Giving:
     """The engine's calls, of which `xe_take_chunk` calls `meanwhile` when the engine has given the chunk back."""
 

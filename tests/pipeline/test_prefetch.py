@@ -63,6 +63,7 @@ def test_a_copy_is_started_when_the_oldest_is_done_though_a_later_one_is_not(sta
         with held(h2d(stager)):
             source.gate.set()
             until(lambda: batches._feed.ahead == 2)
+            assert not any(transfer.done() for transfer in batches._feed._shared.items)
 
 
 def test_the_consumers_stream_waits_for_the_copy_and_the_consumer_does_not(stager: xferlib.Stager) -> None:
