@@ -66,7 +66,7 @@ LAWS = ("tests/test_conformance_host.py::TestHost",)
 JOBS = folder("engine", "jobs")
 JAX = tuple(
     f"tests/jax/test_jax_{name}.py"
-    for name in ("arrays", "cpu", "engines", "imports", "layouts", "leases", "staged", "unpack", "sharded")
+    for name in ("arrays", "cpu", "engines", "imports", "layouts", "leases", "staged", "trees", "unpack", "sharded")
 )
 JAX_ON_CUDA = ("_cuda", "_driver", "_driver_calls", "_events", "_fence", "_pinning", "_blocks")
 SUITE = (
