@@ -8,8 +8,10 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from xferlib_host import Stream
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread, succeeds, tampered, until
 from xferlib.engine import lanes, native
+from xferlib.engine.dispatcher import Dispatcher
 from xferlib.engine.jobs import Job
 from xferlib.engine.native import D2H, H2D, STAGED, Figures, library
 from xferlib.errors import XferError
@@ -350,6 +353,48 @@ def test_a_chunk_that_is_being_given_to_the_engine_is_not_taken_for_one_that_is_
     assert library().xe_take_chunk(there._number, number) == -2
 
 
+def test_a_transfer_of_one_part_takes_one_chunk(stager: xferlib.Stager) -> None:
+    stager.get(numbers(KIB), out=np.zeros(KIB // 4, np.uint32)).synchronize()
+    assert stager._pool.nbytes == lane(stager, D2H).nbytes
+
+
+class Giving:
+    """The engine's calls, of which `xe_take_chunk` calls `meanwhile` when the engine has given the chunk back."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self._meanwhile = meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(native.quick(), name)
+
+    def xe_take_chunk(self, number: int, chunk: int) -> int:
+        status = native.quick().xe_take_chunk(number, chunk)
+        self._meanwhile()
+        return int(status)
+
+
+def test_who_comes_while_the_last_chunk_is_given_back_does_not_count_on_it(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = np.zeros(KIB // 4, np.uint32)
+    stager.get(numbers(KIB), out=out).synchronize()
+    there = lane(stager, D2H)
+    coming: list[Future[Any]] = []
+    assert len(there._blocks) == 1
+
+    def come() -> None:
+        if not coming:
+            coming.append(on_thread(lambda: stager.get(numbers(KIB, 9), out=out).result()))
+            # It has what it needs, or is about to have another.
+            assert until(lambda: there._growing or any(job.holds for job in jobs(stager, D2H)))
+
+    monkeypatch.setattr(lanes, "quick", lambda: Giving(come))
+    stager.trim()
+    assert np.array_equal(coming[0].result(WATCHDOG), numbers(KIB, 9))
+    monkeypatch.undo()
+    at_rest(stager)
+
+
 # Shapes.
 
 
@@ -591,6 +636,27 @@ def test_a_job_whose_giving_up_is_interrupted_as_well_ends_all_the_same(
 
 
 # Finalizers, files, forks, the end.
+
+
+class Asleep(SimpleQueue[None]):
+    """Tells that somebody waits at it, or is about to."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> None:
+        self.entered.set()
+        super().get(block, timeout)
+
+
+def test_a_dispatcher_that_has_nothing_to_do_ends_when_it_is_stopped() -> None:
+    idle = Dispatcher()
+    idle._woken = asleep = Asleep()
+    idle._running = True
+    ending = on_thread(idle._run)
+    assert asleep.entered.wait(WATCHDOG)
+    idle.stop()
+    ending.result(WATCHDOG)
 
 
 def test_a_finalizer_on_the_dispatchers_thread_is_told_that_it_cannot_wait() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import xferlib_jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from xferlib_jax import _gather, _prefetch, _spread, _stagers
+from xferlib_jax import _gather, _prefetch, _sharded, _spread, _stagers
 
 import xferlib
 from tests import children
@@ -126,6 +126,23 @@ def test_batches_that_differ_in_dtype_alone_are_planned_each(stagers: tuple[Stag
     for found, batch in zip(all_of([small, large, small], over(), stagers=stagers), [small, large, small], strict=True):
         assert_is(found, batch, over())
     assert pulled(stagers) == 2 * 8 * small.nbytes + large.nbytes
+
+
+def test_batches_of_the_same_shape_are_planned_once_and_of_many_shapes_not_all_are_kept(
+    stagers: tuple[Stager, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[tuple[int, ...]] = []
+
+    def noted(sharding: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        planned.append(shape)
+        return _spread.plan_leaf(sharding, shape, dtype)
+
+    monkeypatch.setattr(_sharded, "plan_leaf", noted)
+    shapes = [(8, columns) for columns in range(1, _sharded.KEPT_PLANS + 2)]
+    batches = [random(shape) for shape in (*shapes, shapes[-1], shapes[1], shapes[0])]
+    for found, batch in zip(all_of(batches, over("a"), stagers=stagers), batches, strict=True):
+        assert_is(found, batch, over("a"))
+    assert planned == [*shapes, shapes[0]]
 
 
 @pytest.mark.parametrize("shape", [(4, 300, 700), (7, 101, 333), (65536,), (1, 99991)], ids=str)
@@ -615,6 +632,13 @@ def test_where_one_stager_cannot_be_opened_those_before_it_are_closed(monkeypatc
 def test_stagers_of_the_caller_stay_open(stagers: tuple[Stager, ...]) -> None:
     all_of([random((16, 4))], over("a"), stagers=stagers)
     assert stagers[0].put(random((4,))).result().shape == (4,)
+
+
+def test_a_loop_says_which_stagers_it_uses_in_the_order_of_their_devices(stagers: tuple[Stager, ...]) -> None:
+    with xferlib_jax.prefetch([random((16, 4))], over("a"), stagers=stagers) as loop:
+        assert loop.stagers == stagers
+        list(loop)
+    assert loop.stagers == stagers
 
 
 def test_what_comes_behind_the_end_of_a_loop_starts_nothing(stagers: tuple[Stager, ...]) -> None:

@@ -298,6 +298,31 @@ def test_leases_end_whose_deleters_were_called_however_many_others_there_are(oth
     assert not any(ended.is_set() for _, ended in kept)
 
 
+class Read(dict[int, Any]):
+    """Words of structs, and how often one was asked for."""
+
+    count = 0
+
+    def __getitem__(self, start: int) -> Any:
+        self.count += 1
+        return super().__getitem__(start)
+
+
+def test_a_sweep_over_many_arrays_that_live_looks_at_none_of_them_alone() -> None:
+    """It is a part of every put and get."""
+    from xferlib_jax._capsule import Capsules
+
+    capsules = Capsules()
+    memory = (ctypes.c_uint8 * 1024)()
+    address = -(-ctypes.addressof(memory) // 256) * 256
+    for _ in range(MANY):
+        capsules.lend(address, (2, 3), 1, 8, (1, 0), None, imported)
+    capsules._words = read = Read(capsules._words)
+    capsules.sweep()
+    assert read.count == 0
+    assert len(capsules._live) == MANY
+
+
 @pytest.mark.parametrize("others", [0, MANY])
 def test_a_deleter_that_is_called_for_an_import_that_failed_frees_no_struct(others: int) -> None:
     from xferlib_jax._capsule import Capsules

@@ -10,11 +10,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import children
+from tests.core.fakes import on_thread
 from xferlib.stager import Stager
 
 HERE = Path(__file__).resolve().parent
@@ -53,6 +55,28 @@ def test_two_processes_make_one_global_array(stager: Stager) -> None:
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, "\n".join(outputs)
         assert "all right" in output
+
+
+def test_a_forked_child_begins_with_no_stagers_of_loops_though_a_thread_of_its_parent_is_at_them() -> None:
+    from xferlib_jax import _stagers
+
+    shared = _stagers._Shared()
+    shared._rows[7] = {}
+    with shared._lock:
+        # It is reentrant: the child is another thread.
+        pid = on_thread(lambda: _forked(lambda: shared._lock.acquire(blocking=False) and not shared._rows)).result(SECONDS)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _forked(holds: Callable[[], bool]) -> int:
+    pid = children.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if holds() else 1
+        finally:
+            os._exit(code)
+    return pid
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flax") is None, reason="Flax is not installed")

@@ -66,7 +66,7 @@ LAWS = ("tests/test_conformance_host.py::TestHost",)
 JOBS = folder("engine", "jobs")
 JAX = tuple(
     f"tests/jax/test_jax_{name}.py"
-    for name in ("arrays", "cpu", "engines", "imports", "layouts", "leases", "staged", "unpack", "sharded")
+    for name in ("arrays", "cpu", "engines", "imports", "layouts", "leases", "staged", "trees", "unpack", "sharded")
 )
 JAX_ON_CUDA = ("_cuda", "_driver", "_driver_calls", "_events", "_fence", "_pinning", "_blocks")
 SUITE = (
@@ -230,6 +230,7 @@ AREAS = {
         ("tests/host", *LAWS),
         {
             "_memory.py": ("tests/host/test_host_memory.py", "tests/host/test_host_blocks.py", "tests/host", *LAWS),
+            "_stager.py": ("tests/host", *LAWS, "tests/test_mapped.py"),
         },
         but=("*/conformance.py", "*/workload.py"),
     ),

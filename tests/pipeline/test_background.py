@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -64,6 +65,19 @@ def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
         assert shared._shared.inbox.qsize() <= 8
         assert shared._shared.changed.sleepers <= 2
     shared.close()
+
+
+def test_a_thread_whose_taker_is_behind_uses_no_processor() -> None:
+    items = background.BackgroundIterator(range(9), lambda box, clock: box[0], depth=1)
+    until(lambda: items.ahead == 1 and items.clock.part == "place")
+    assert items._thread.ident is not None
+    used = time.pthread_getcpuclockid(items._thread.ident)
+    before, mine = time.clock_gettime(used), time.thread_time()
+    while time.thread_time() - mine < 0.1:
+        # It would get about as much, were it to look again and again.
+        pass
+    assert time.clock_gettime(used) - before < 0.02
+    items.close()
 
 
 def test_two_takers_of_an_iterator_both_hear_of_its_end() -> None:

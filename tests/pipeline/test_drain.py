@@ -61,6 +61,20 @@ def test_what_the_results_raise_comes_behind_those_before_it(stager: xferlib.Sta
     assert list(results) == []
 
 
+def test_what_the_results_raise_comes_out_though_it_may_look_like_memory_that_will_be_there_later(stager: xferlib.Stager) -> None:
+    """A loop that waits for its own memory tries again; a generator that raised gives no more, and would seem to be at its end."""
+
+    def source() -> Iterator[np.ndarray]:
+        yield np.full(SHAPE, 0, np.int32)
+        yield np.full(SHAPE, 1, np.int32)
+        raise xferlib.AllocationError("of the source's own")
+
+    results = xferlib.drain(source(), stager, 4)
+    assert [int(next(results).flat[0]) for _ in range(2)] == [0, 1]
+    with pytest.raises(xferlib.AllocationError, match="of the source's own"):
+        next(results)
+
+
 def test_a_result_that_is_no_array_is_refused_in_its_place(stager: xferlib.Stager) -> None:
     results = xferlib.drain([np.zeros(SHAPE), "text"], stager)
     next(results)
@@ -221,6 +235,17 @@ def test_what_is_said_behind_the_end_is_not_heard(stager: xferlib.Stager) -> Non
         drain.end()
         drain.end(KeyError("too late"))
         assert numbers(drain.results()) == [0]
+
+
+def test_what_is_submitted_behind_the_end_is_refused_at_once(stager: xferlib.Stager) -> None:
+    """Though as many are under way as may be, and somebody else is to take them."""
+    with xferlib.Drain(stager, 1) as drain:
+        drain.results()
+        drain.submit(np.zeros(3))
+        drain.end()
+        late = on_thread(lambda: drain.submit(np.zeros(3)))
+        with pytest.raises(xferlib.ClosedError, match="ended"):
+            late.result(PATIENCE)
 
 
 def test_close_wakes_both_sides_and_leaves_nothing_in_flight(stager: xferlib.Stager) -> None:

@@ -56,6 +56,16 @@ def test_a_consumer_that_never_waits_has_no_more_than_depth_copies_under_way(sta
     stream.close()
 
 
+def test_a_copy_is_started_when_the_oldest_is_done_though_a_later_one_is_not(stager: xferlib.Stager) -> None:
+    source = Source(3, stop_at=1)
+    with xferlib.prefetch(source, stager, 2, rewrites=False) as batches:
+        assert number_of(stager.get(next(batches)).result()) == 0
+        with held(h2d(stager)):
+            source.gate.set()
+            until(lambda: batches._feed.ahead == 2)
+            assert not any(transfer.done() for transfer in batches._feed._shared.items)
+
+
 def test_the_consumers_stream_waits_for_the_copy_and_the_consumer_does_not(stager: xferlib.Stager) -> None:
     seen = []
     with Stream() as stream, held(h2d(stager)) as gate:
@@ -329,6 +339,18 @@ def test_the_bill_is_known_before_the_consumer_begins(stager: xferlib.Stager) ->
     assert bill.pinned_nbytes == 3 << 20
     assert str(bill) == "3.0 MiB pinned: 3 x 1.0 MiB batches of the source's own\n4.0 MiB device: 4 x 1.0 MiB batches"
     assert str(xferlib.prefetch([], stager).bill) == "nothing"
+
+
+def test_who_asks_for_the_bill_waits_for_the_first_batch(stager: xferlib.Stager) -> None:
+    source = Source(2, stop_at=0)
+    with xferlib.prefetch(source, stager, 2) as batches:
+        assert source.stopped.wait(PATIENCE)
+        changed = batches._feed._shared.changed
+        before = changed.sleepers
+        asking = on_thread(lambda: batches.bill)
+        until(lambda: changed.sleepers > before or asking.done())
+        source.gate.set()
+        assert asking.result(PATIENCE).device_nbytes == 4 * sum(leaf.nbytes for leaf in batch(0).values())
 
 
 def test_the_interpreter_exits_while_a_source_is_stuck() -> None:

@@ -253,6 +253,14 @@ def test_a_slot_has_room_for_as_many_rows_as_its_shortest_array(stager: xferlib.
         assert (tree["image"].shape, tree["label"].shape) == ((rows, 3), (rows,))
 
 
+def test_a_slot_with_an_array_that_has_no_axis_has_no_room_for_rows(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, {"image": ((4, 3), "float32"), "scale": ((), "float32")}) as ring:
+        slot = ring.acquire()
+        with pytest.raises(ValueError, match="room for 0 to 0"):
+            slot.rows = 1
+        assert slot.put().result()["image"].shape == (4, 3)
+
+
 @pytest.mark.parametrize("then", [xferlib.Ring.acquire, xferlib.Ring.close])
 def test_a_copy_that_failed_gives_its_slot_back_and_only_its_transfer_says_so(then: Callable[[xferlib.Ring], object]) -> None:
     with xferlib.stager(failing_copies("h2d", {0})) as stager, xferlib.Ring(stager, SPEC, slots=1) as ring:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import itertools
 import pickle
@@ -221,6 +222,26 @@ def test_a_batch_that_could_not_be_borrowed_is_told_with_its_place(stager: xferl
             with pytest.raises(TypeError) as raised:
                 next(loop)
             assert any(f"batch {number} of the source" in note for note in raised.value.__notes__)
+
+
+def unowned(memory: Any) -> Any:
+    """Return an array over doubles of which it names no owner, as extensions make them of memory that they write again."""
+    core: Any = np.core if np.lib.NumpyVersion(np.__version__) < "2.0.0" else np._core  # type: ignore[attr-defined]
+    found = ctypes.pythonapi.PyCapsule_GetPointer
+    found.restype, found.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    calls = ctypes.cast(found(core._multiarray_umath._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))
+    word, pointer = ctypes.c_int, ctypes.c_void_p
+    # `PyArray_New(&PyArray_Type, 1, shape, NPY_DOUBLE, NULL, memory, 0, NPY_ARRAY_CARRAY, NULL)`.
+    new = ctypes.PYFUNCTYPE(ctypes.py_object, pointer, word, pointer, word, pointer, pointer, word, word, pointer)(calls[93])
+    shape = (ctypes.c_ssize_t * 1)(len(memory))
+    return new(calls[2], 1, ctypes.addressof(shape), 12, None, ctypes.addressof(memory), 0, 0x501, None)
+
+
+def test_memory_of_which_nobody_is_named_as_the_owner_is_somebody_elses() -> None:
+    memory = (ctypes.c_double * 8)(1, 2)
+    box = [unowned(memory)]
+    assert (box[0].base, box[0].flags.owndata, box[0][1]) == (None, False, 2)
+    assert not is_unshared(box)
 
 
 def test_counting_costs_no_reference_afterwards() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 
 import pytest
 
@@ -25,6 +26,32 @@ def test_a_bell_with_the_number_of_standard_input_rings_and_is_closed(touched: l
     assert touched == [("rung", 0)]
     bell.close()
     assert touched == [("rung", 0), ("closed", 0)]
+
+
+def test_a_bell_is_silent_until_it_is_rung_and_again_when_it_is_hushed() -> None:
+    bell = Bell()
+    try:
+        heard = select.poll()
+        heard.register(bell.number, select.POLLIN)
+        assert not heard.poll(0)
+        bell.ring()
+        bell.ring()
+        assert heard.poll(0)
+        bell.hush()
+        assert not heard.poll(0)
+        # Silent as it is.
+        assert not os.get_blocking(bell.number)
+        bell.hush()
+    finally:
+        bell.close()
+
+
+def test_no_program_that_is_started_has_a_bell() -> None:
+    bell = Bell()
+    try:
+        assert not os.get_inheritable(bell.number)
+    finally:
+        bell.close()
 
 
 def test_a_closed_bell_touches_no_descriptor(touched: list[tuple[str, int]]) -> None:

@@ -90,6 +90,39 @@ def test_the_rest_of_a_task_goes_out_while_batches_come(ring: SharedRing, gate: 
     assert value(next(run)) == 2
 
 
+def test_the_rest_of_a_task_goes_out_while_batches_come_that_were_there_already(
+    stager: xferlib.Stager, gate: Callable[[int], Gate]
+) -> None:
+    """Whoever takes them waits for no worker, and may be long in coming back."""
+    slow, later = gate(0), gate(1)
+    with SharedRing(stager, (64, np.int64), slots=3) as ring:
+        seen: set[int] = set()
+
+        def all_have_filled() -> bool:
+            seen.update(first(batch) for batch in ring.run(fills.whose, range(9), workers=3))
+            return len(seen) == 3
+
+        until(all_have_filled)
+        tasks = [Large(0, b"", 1, slow), Large(1, b"", 1), Large(2, b"", 1), Large(3, bytes(300 << 10), 1, later)]
+        run = ring.run(fills.large, tasks, workers=3)
+        coming = on_thread(lambda: value(next(run)))
+        slow.arrived()
+        until(lambda: len(run._outcomes) == 2)
+        slow.open()
+        assert coming.result(20) == 0
+        for pid in ring.pids:
+            os.kill(pid, signal.SIGSTOP)
+        assert value(next(run)) == 1
+        (busy,) = [worker for worker in ring._crew._workers if worker.channel.pending]
+        for pid in ring.pids:
+            os.kill(pid, signal.SIGCONT)
+        assert select.select([], [busy.channel.fileno()], [], 20)[1]
+        assert value(next(run)) == 2
+        on_thread(later.arrived).result(20)
+        later.open()
+        assert value(next(run)) == 3
+
+
 def test_closing_waits_for_no_message(stager: xferlib.Stager, gate: Callable[[int], Gate], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xferlib.pipeline.workers.ring.FINISHING", 0.1)
     slow = gate(0)

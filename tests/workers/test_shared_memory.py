@@ -57,6 +57,20 @@ def test_memory_that_cannot_be_had_is_refused_in_words() -> None:
         SharedMemory(1 << 60)
 
 
+def test_where_there_is_no_descriptor_to_be_had_nobody_else_s_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+
+    def refused(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", refused)
+        patch.setattr(os, "close", closed.append)
+        with pytest.raises(AllocationError, match=r"1\.0 MiB of shared memory could not be had: .*too many open files"):
+            SharedMemory(1 << 20)
+    assert closed == []
+
+
 @pytest.mark.parametrize("unknown", [mmap.MADV_HUGEPAGE, POPULATE_WRITE], ids=["huge pages", "populating"])
 def test_a_kernel_that_does_not_know_an_advice_gives_memory_all_the_same(unknown: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mapping(mmap.mmap):

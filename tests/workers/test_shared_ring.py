@@ -161,6 +161,35 @@ def test_a_consumer_that_holds_every_slot_is_told_so(pair: SharedRing, monkeypat
     assert first(next(run)) == 3
 
 
+def test_a_consumer_that_holds_every_slot_again_is_told_again(pair: SharedRing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xferlib.pipeline.workers.run.STUCK", 0.01)
+    with pair.run(fills.number, range(5), workers=2) as run:
+        batches = [next(run) for _ in range(3)]
+        with pytest.raises(RuntimeWarning, match="have held every slot"):
+            next(run)
+        batches[0] = None
+        batches[0] = next(run)
+        with pytest.raises(RuntimeWarning, match="have held every slot"):
+            on_thread(lambda: next(run)).result(10)
+
+
+def test_a_batch_comes_when_it_is_filled_though_there_is_no_slot_for_the_next(
+    stager: xferlib.Stager, gate: Callable[[int], Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for nap in ("FIRST_NAP", "LONGEST_NAP"):
+        monkeypatch.setattr(f"xferlib.pipeline.workers.run.{nap}", 20.0)
+    slow = gate(0)
+    with SharedRing(stager, (64, np.int64), slots=2) as ring:
+        run = ring.run(fills.behind, [0, (1, slow), 2], workers=1)
+        kept = next(run)
+        coming = on_thread(lambda: first(next(run)))
+        slow.arrived()
+        until(lambda: run._starved)
+        slow.open()
+        assert coming.result(10) == 1
+        assert first(kept) == 0
+
+
 def test_slots_that_workers_are_filling_are_held_by_no_consumer(
     pair: SharedRing, gate: Callable[[int], Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +233,13 @@ def test_an_error_in_fill_is_raised_in_place_of_its_batch(pair: SharedRing) -> N
     assert 'raise OwnError("something", 7)' in str(caught.value.__cause__)
     assert first(next(run)) == 1
     assert list(run) == []
+
+
+def test_the_traceback_of_a_worker_begins_in_fill(pair: SharedRing) -> None:
+    with pytest.raises(fills.OwnError) as caught:
+        next(pair.run(fills.fail, ["own"], workers=1))
+    cause = str(caught.value.__cause__)
+    assert [line.split('"')[1] for line in cause.splitlines() if line.startswith("  File ")] == [fills.__file__]
 
 
 def test_tasks_that_fail_take_no_slot_with_them(pair: SharedRing) -> None:

@@ -57,6 +57,17 @@ def descriptors() -> Counter[str]:
     return found
 
 
+def talk() -> set[str]:
+    """Return what this process has open by which processes and threads hear of each other, but for pipes, by number."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            kind = os.readlink(link)
+            if kind.startswith(("socket:", "anon_inode:[eventfd]", "anon_inode:[pidfd]", "pidfd:")):
+                found.add(f"{link.name} {kind}")
+    return found
+
+
 def ended(pidfd: int, seconds: float = 10) -> bool:
     """Wait for a process to end."""
     return bool(select.select([pidfd], [], [], seconds)[0])
@@ -327,6 +338,30 @@ finally:
     assert 'if __name__ == "__main__"' in shown.stdout
 
 
+def test_a_program_that_forgets_its_ring_ends_and_its_workers_with_it(tmp_path: Path) -> None:
+    program = tmp_path / "forgets.py"
+    program.write_text(
+        """
+import xferlib
+from xferlib.pipeline.workers.ring import SharedRing
+
+def fill(task, slot):
+    slot[:] = task
+
+if __name__ == "__main__":
+    stager = xferlib.stager("host")
+    ring = SharedRing(stager, (64, "int64"), slots=3)
+    run = ring.run(fill, range(9), workers=1)
+    print(next(run)[0], *ring.pids)
+"""
+    )
+    shown = children.run([sys.executable, str(program)], seconds=30)
+    assert shown.returncode == 0
+    number, pid = map(int, shown.stdout.split())
+    assert number == 0
+    assert not psutil.pid_exists(pid)
+
+
 def test_a_forked_child_is_refused_and_disturbs_nobody(ring: SharedRing) -> None:
     run = ring.run(fills.number, range(6), workers=1)
     assert first(next(run)) == 0
@@ -342,6 +377,22 @@ def test_a_forked_child_is_refused_and_disturbs_nobody(ring: SharedRing) -> None
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert [first(batch) for batch in run] == [1, 2, 3, 4, 5]
+
+
+def test_a_forked_child_has_nothing_by_which_a_ring_and_its_workers_talk(stager: xferlib.Stager) -> None:
+    resource_tracker.ensure_running()
+    before = talk()
+    with SharedRing(stager, (64, np.int64), slots=2) as ring:
+        run = ring.run(fills.number, range(2), workers=1)
+        assert first(next(run)) == 0
+        ours = talk() - before
+        # A bell, the worker's socket, and what tells of its end, where the system knows descriptors of processes.
+        assert len(ours) in (2, 3)
+        pid = children.fork()
+        if pid == 0:
+            os._exit(len(ours & talk()))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert first(next(run)) == 1
 
 
 def test_no_zombie_is_left_by_a_closed_ring(stager: xferlib.Stager) -> None:
