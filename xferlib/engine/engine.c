@@ -767,6 +767,9 @@ static void rest(void) {
         dozing = true;
         sleep_for(&doze, longer < LONGEST_DOZE ? longer : LONGEST_DOZE);
         dozing = false;
+    } else {
+        // Each question takes a lock of the driver's, which whoever launches work wants, too.
+        stays_awake(&work_told, GLANCE);
     }
     polling = false;
     // One of them is this thread's.
