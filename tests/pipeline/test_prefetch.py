@@ -62,8 +62,8 @@ def test_a_copy_is_started_when_the_oldest_is_done_though_a_later_one_is_not(sta
         assert number_of(stager.get(next(batches)).result()) == 0
         with held(h2d(stager)):
             source.gate.set()
-            until(lambda: batches._feed.ahead == 2)
-            assert not any(transfer.done() for transfer in batches._feed._shared.items)
+            until(lambda: batches._background.ahead == 2)
+            assert not any(transfer.done() for transfer in batches._background._shared.items)
 
 
 def test_the_consumers_stream_waits_for_the_copy_and_the_consumer_does_not(stager: xferlib.Stager) -> None:
@@ -345,7 +345,7 @@ def test_who_asks_for_the_bill_waits_for_the_first_batch(stager: xferlib.Stager)
     source = Source(2, stop_at=0)
     with xferlib.prefetch(source, stager, 2) as batches:
         assert source.stopped.wait(PATIENCE)
-        changed = batches._feed._shared.changed
+        changed = batches._background._shared.changed
         before = changed.sleepers
         asking = on_thread(lambda: batches.bill)
         until(lambda: changed.sleepers > before or asking.done())
