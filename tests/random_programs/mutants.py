@@ -162,8 +162,8 @@ MUTANTS = (
     Mutant(
         "close does not wait",
         "xferlib/stager.py",
-        "            self._ledger.wait_all()\n            uninterrupted(",
-        "            uninterrupted(",
+        "            self.ledger.wait_all()\n",
+        "            pass\n",
     ),
     Mutant(
         "the order of a get is not its array's",
