@@ -48,6 +48,7 @@ enum {
     MOST_ISSUED = 8,             // Chunks that a thread which waits issues before it looks whether it waits any more.
     AWAKE = 400,                 // Microseconds: longer than most programs need from one batch to the next.
     GLANCE = 5,                  // Microseconds between two questions of a thread that waits.
+    PAUSE = 10,                  // Microseconds between two questions of who asks: half of what a chunk of a mebibyte takes.
     BREATHS = 32,                // Between two looks at the clock: about a microsecond.
 };
 
@@ -767,9 +768,10 @@ static void rest(void) {
         dozing = true;
         sleep_for(&doze, longer < LONGEST_DOZE ? longer : LONGEST_DOZE);
         dozing = false;
-    } else {
-        // Each question takes a lock of the driver's, which whoever launches work wants, too.
-        stays_awake(&work_told, GLANCE);
+    } else if (copying > 1) {
+        // Each question takes a lock of the driver's, which whoever launches work wants, too. Meanwhile the device goes on with the
+        // next one.
+        stays_awake(&work_told, PAUSE);
     }
     polling = false;
     // One of them is this thread's.
