@@ -527,9 +527,10 @@ class _Parts:
             if self.closed:
                 return
             self.closed = True
-            _parts.pop(id(self), None)
             backend = self.backend if self.owns_backend else None
             with translated(self.backend.failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
+                # Until all of it is done the end of the interpreter waits for it.
+                steps.callback(_parts.pop, id(self), None)
                 # Last in, first out, and each of them whatever those before it raise.
                 for part in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
                     if part is not None:
@@ -542,7 +543,7 @@ before_closing: list[Callable[[], None]] = []
 _live: dict[int, weakref.ref[Stager]] = {}
 """The stagers that are alive, by their `id`."""
 _parts: dict[int, _Parts] = {}
-"""What is to be given back of stagers that are not closed, dropped ones included, by their `id`."""
+"""What is to be given back, or is being given back, of stagers that are open or dropped, by their `id`."""
 # What is the parent's is not given back in a forked child.
 os.register_at_fork(after_in_child=_live.clear)
 os.register_at_fork(after_in_child=_parts.clear)

@@ -271,6 +271,40 @@ def test_the_interpreter_closes_all_stagers_where_warnings_are_errors() -> None:
     assert sorted(ended.stdout.split("\n")) == ["", "closed 0", "closed 1"]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "del stager",
+        "threading.Thread(target=stager.close, daemon=True).start()",
+        """
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    stager.close()
+except KeyboardInterrupt:
+    pass
+""",
+    ],
+    ids=["dropped", "on_a_daemon_thread", "interrupted"],
+)
+def test_the_interpreter_waits_for_a_closing_that_is_under_way(body: str) -> None:
+    """It would end in the middle of calls of the driver."""
+    code = """
+import signal, threading, time, warnings, xferlib
+from tests.core.fakes import tampered
+warnings.simplefilter("ignore", ResourceWarning)
+begun = threading.Event()
+def close():
+    begun.set()
+    time.sleep(0.5)
+    backend.inner.close()
+    print("closed")
+backend = tampered(close=close)
+stager = xferlib.stager(backend)
+"""
+    assert succeeds(f"{code}\n{body}\nassert begun.wait(5)") == "closed\n"
+
+
 FORK = """
 import os, sys, numpy as np, xferlib
 from tests.core.fakes import tampered
