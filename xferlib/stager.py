@@ -128,6 +128,8 @@ class Stager:
         debug: bool | None,
     ) -> None:
         backend, parts = self.backend, self._parts
+        # First: of what is refused here it takes what is dropped.
+        start_reaper()
         parts.ledger = self._ledger = ledger = Ledger(backend)
         memory = allocators(backend)
         pinned_holders, device_holders = PinnedHolders(ledger), DeviceHolders(ledger)
@@ -157,7 +159,6 @@ class Stager:
         # What takes it out is a call of C, which no interrupt cuts.
         _live[number] = weakref.ref(self, partial(_live.pop, number))
         forget_in_child(self)
-        start_reaper()
 
     @property
     def name(self) -> str:

@@ -117,6 +117,57 @@ def test_a_stager_that_a_finalizer_inside_its_own_call_closes_is_closed_when_the
     stager.close()
 
 
+def test_a_reaper_that_the_system_had_no_thread_for_is_started_with_the_next_stager() -> None:
+    succeeds(
+        """
+        import warnings, xferlib
+        from tests.core.fakes import until
+        from xferlib import reaper
+        warnings.simplefilter("ignore", ResourceWarning)
+        start, refused = reaper.start_new_thread, []
+
+        def refuse(call, arguments):
+            if call is reaper._run and not refused:
+                refused.append(call)
+                raise RuntimeError("can't start new thread")
+            return start(call, arguments)
+
+        reaper.start_new_thread = refuse
+        try:
+            xferlib.stager("host")
+        except RuntimeError:
+            pass
+        assert refused
+        stager = xferlib.stager("host")
+        backend = stager.backend
+        del stager
+        assert until(lambda: not backend.h2d._worker.open, 2)
+        """
+    )
+
+
+def test_a_starter_of_threads_that_was_interrupted_is_started_again() -> None:
+    succeeds(
+        """
+        from xferlib import reaper
+        start, cut = reaper.start_new_thread, []
+
+        def interrupted(call, arguments):
+            if not cut:
+                cut.append(call)
+                raise KeyboardInterrupt
+            return start(call, arguments)
+
+        reaper.start_new_thread = interrupted
+        try:
+            reaper.uninterrupted(int)
+        except KeyboardInterrupt:
+            pass
+        assert reaper.uninterrupted(int) == 0
+        """
+    )
+
+
 def test_an_interrupt_ends_the_waiting_and_not_the_call() -> None:
     begun, gate, ended = threading.Event(), threading.Event(), threading.Event()
 

@@ -180,6 +180,26 @@ def test_a_close_that_failed_half_way_has_done_the_rest_and_is_not_done_again(st
         backend.inner.h2d.record()
 
 
+def test_of_a_refused_constructor_nothing_keeps_the_backend() -> None:
+    """Though no stager was opened before."""
+    succeeds(
+        """
+        import gc, weakref, xferlib
+        from tests.core.fakes import tampered, until
+        backend = tampered()
+        kept = weakref.ref(backend)
+        try:
+            xferlib.Stager(backend, pinned_limit=-1)
+        except ValueError:
+            pass
+        backend.inner.close()
+        del backend
+        gc.collect()
+        assert until(lambda: kept() is None, 2)
+        """
+    )
+
+
 def test_a_refused_constructor_says_nothing_when_it_is_dropped(recwarn: pytest.WarningsRecorder) -> None:
     backend = tampered()
     with pytest.raises(ValueError, match="pinned_limit"):
