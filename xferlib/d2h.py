@@ -245,7 +245,8 @@ class DeviceToHost:
                     # Others have taken the room that there was for chunks when the results were asked for.
                     if not (ours and self._copy_locked(pageable, after)):
                         raise
-                event = self._d2h.add(sum([array.nbytes for array in outs]), outs, sources, looked=looked)
+                # What was pinned before is counted.
+                event = self._d2h.add(sum([array.nbytes for _, array in pageable]), outs, sources, looked=looked)
         except BaseException:
             self._d2h.settle((sources, outs))
             raise

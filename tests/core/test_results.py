@@ -755,6 +755,28 @@ def test_a_get_whose_room_for_chunks_others_take_waits_until_its_results_are_loc
         taken.clear()
 
 
+def test_what_such_a_get_has_pinned_before_is_counted_once(backend: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    with xferlib.stager(backend, pinned_limit=128 * MIB) as stager:
+        tree = [np.full(SMALL, 1, np.uint8), *values(1)]
+        device = device_tree(stager, tree)
+        # Idle, and locked: the first result comes to lie there.
+        stager.get(device[0]).result()
+        before = stager.stats().d2h_nbytes
+        copied: list[int] = []
+        copy = stager._gets._copy_pinned
+
+        def noted(*arguments: Any) -> int:
+            copied.append(copy(*arguments))
+            return copied[-1]
+
+        monkeypatch.setattr(stager._gets, "_copy_pinned", noted)
+        taken = room_taken(stager, monkeypatch, backend.gate.set)
+        assert_same(stager.get(device).result(), tree)
+        assert copied == [SMALL]
+        assert stager.stats().d2h_nbytes - before == sum(array.nbytes for array in tree)
+        taken.clear()
+
+
 def test_a_get_that_finds_neither_room_for_chunks_nor_locked_memory_fails(backend: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
     with xferlib.stager(backend, pinned_limit=128 * MIB) as stager:
         device = device_tree(stager, values(1))
