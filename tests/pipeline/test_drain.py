@@ -282,6 +282,21 @@ def test_a_depth_that_the_limit_has_no_room_for_is_refused_before_anything_is_co
             next(xferlib.drain([np.zeros(2 * nbytes, np.uint8)] * 3, small, 1))
 
 
+@pytest.mark.parametrize("when_full", ["wait", "raise"])
+def test_a_depth_is_refused_at_once_where_only_whole_pages_have_no_room(when_full: Any) -> None:
+    nbytes, pages = (1 << 20) + 1, (1 << 20) + 4096
+    for limit, room in ((4 * nbytes, False), (4 * pages - 1, False), (4 * pages, True)):
+        with xferlib.stager("host", pinned_limit=limit, when_full=when_full) as small:
+            loop = xferlib.drain((np.full(nbytes, number, np.uint8) for number in range(9)), small)
+            if room:
+                assert [int(result[0]) for result in loop] == list(range(9))
+                continue
+            with pytest.raises(xferlib.AllocationError, match=r"depth=2 needs 4\.0 MiB .* Use depth=1"):
+                next(loop)
+            assert small.stats().d2h_nbytes == 0
+            loop.close()
+
+
 def test_depth_is_no_more_than_there_are_results_where_that_is_known() -> None:
     nbytes = 1 << 20
     with xferlib.stager("host", pinned_limit=3 * nbytes, device_limit=6 * nbytes) as small:

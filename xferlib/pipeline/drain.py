@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, final
 
 from xferlib.checks import check_depth, uncopied
+from xferlib.d2h import pinned_nbytes
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, tree_nbytes
@@ -301,7 +302,11 @@ class Drain(Generic[TreeT_co]):
             self.bill = MemoryEstimate((device,))
             return
         if self._stager.when_full != "stage":
-            check_room("pinned", self.depth, count, nbytes, self._stager.stats().pinned_limit_nbytes, "results", "give out=, ")
+            limit = self._stager.stats().pinned_limit_nbytes
+            trees = trees_of(self._stager.backend)
+            described = [alike for alike in map(trees.describe, trees.arrays(tree)[0]) if alike is not None]
+            # As they lie in the pool.
+            check_room("pinned", self.depth, count, pinned_nbytes(described), limit, "results", "give out=, ")
         self.bill = MemoryEstimate((Charge("pinned", count, nbytes, "results"), device))
 
 
