@@ -574,6 +574,22 @@ def test_a_table_that_raises_each_time_is_told_of_once_and_keeps_no_other_waitin
     until(lambda: failing.locked)
 
 
+def test_a_table_that_raises_is_tried_again_though_others_ask_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    locker.start_locker()
+    failing, other = Failing(), Failing()
+    other.mended = True
+    lock_later(failing)
+
+    def again() -> bool:
+        lock_later(other)
+        return failing.calls > 3
+
+    until(again)
+    failing.mended = True
+    until(lambda: failing.locked)
+
+
 def test_whoever_waits_for_the_lock_hears_of_tables_that_cannot_be_settled(
     backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
