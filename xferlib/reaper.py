@@ -218,8 +218,10 @@ def _attempt(call: Callable[[], Any]) -> Any:
     """Call; what it raises is said as what threads raise is. A failure counts as nothing left."""
     try:
         return call()
-    except Exception as error:
-        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
+    except BaseException as error:
+        # Nothing ends this thread, or stagers that are dropped later stay open.
+        with suppress(BaseException):
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
         return False
 
 

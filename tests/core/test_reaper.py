@@ -99,6 +99,30 @@ def test_what_a_table_raises_is_said_and_the_others_are_settled() -> None:
         threading.excepthook = before
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("told", [False, True])
+def test_nothing_that_a_table_raises_ends_the_reaper(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, *, told: bool
+) -> None:
+    class Raises:
+        def close(self) -> None:
+            raise error
+
+    class Closed:
+        def close(self) -> None:
+            closed.set()
+
+    def refuse(arguments: object) -> None:
+        raise RuntimeError("no")
+
+    closed = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", (lambda arguments: None) if told else refuse)
+    reaper.start_reaper()
+    reaper.close_later(Raises())
+    reaper.close_later(Closed())
+    assert closed.wait(5)
+
+
 def test_a_stager_that_a_finalizer_inside_its_own_call_closes_is_closed_when_the_call_has_ended() -> None:
     backend = tampered()
     done: list[object] = []
