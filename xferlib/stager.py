@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import methodcaller
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeAlias, final, overload
 
@@ -93,7 +94,7 @@ class Stager:
         # First: whatever happens from here on, what there is by then is given back.
         self._ticket: object = closed_when_dropped(parts)
         self.backend = backend
-        self._failures = backend.failures
+        self._failures = parts.failures
         self._capabilities = backend.capabilities
         self._finalizers = self._capabilities.finalizers
         # An interrupt between the making of a part and its entry would leave it in a table of its own for ever.
@@ -505,6 +506,7 @@ class _Parts:
 
     def __init__(self, backend: HostStager[Any]) -> None:
         self.backend = backend
+        self.failures = backend.failures
         self.owns_backend = self.closed = False
         self.ledger: Ledger | None = None
         self.pool: PinnedPool | None = None
@@ -529,13 +531,14 @@ class _Parts:
                 return
             self.closed = True
             backend = self.backend if self.owns_backend else None
-            with translated(self.backend.failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
+            with translated(self.failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
                 # Until all of it is done the end of the interpreter waits for it.
                 steps.callback(_parts.pop, id(self), None)
                 # Last in, first out, and each of them whatever those before it raise.
                 for part in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
                     if part is not None:
-                        steps.callback(part.close)
+                        # Looked up then: a backend that has none keeps nothing else open.
+                        steps.callback(methodcaller("close"), part)
 
 
 _CALLS = frozenset(call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get))

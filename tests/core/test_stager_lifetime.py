@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import WATCHDOG, held, on_thread, run_python, succeeds, tampered, until
+from tests.core.fakes import WATCHDOG, Tampered, held, on_thread, run_python, succeeds, tampered, until
+from xferlib.in_flight import all_ledgers
 
 MODULE = sys.modules["xferlib.stager"]
 """Not the function of that name."""
@@ -178,6 +179,25 @@ def test_a_close_that_failed_half_way_has_done_the_rest_and_is_not_done_again(st
     assert figures.pinned_allocations == figures.pinned_frees
     with pytest.raises(xferlib.ClosedError):
         backend.inner.h2d.record()
+
+
+def test_a_backend_that_has_no_close_keeps_nothing_else_open() -> None:
+    class NoClose(Tampered):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "close":
+                raise LookupError(name)
+            return super().__getattribute__(name)
+
+    backend: Any = NoClose({})
+    stager = xferlib.stager(backend)
+    array = stager.empty_pinned(1000, np.uint8)
+    with pytest.raises(LookupError, match="close"):
+        stager.close()
+    assert stager._parts.ledger not in all_ledgers()
+    del array
+    calls = backend.inner.memory.calls
+    assert until(lambda: calls().pinned_allocations == calls().pinned_frees)
+    backend.inner.close()
 
 
 def test_of_a_refused_constructor_nothing_keeps_the_backend() -> None:
