@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -14,13 +14,13 @@ from xferlib.in_flight import LARGE, Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import round_up
 from xferlib.memory.host import HostMemory
-from xferlib.memory.pinned_pool import ALIGNMENT, PinnedPool
+from xferlib.memory.pinned_pool import ALIGNMENT, PAGE, SMALL, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.pageable import Staging
 from xferlib.transfer import Transfer
 from xferlib.tree import Alike, Spec, path, trees_of, unflatten
 
-__all__ = ["DeviceToHost"]
+__all__ = ["DeviceToHost", "pinned_nbytes"]
 
 BYTES = np.dtype(np.uint8)
 PACK_UP_TO = 16 << 10
@@ -243,7 +243,8 @@ class DeviceToHost:
                     # Others have taken the room that there was for chunks when the results were asked for.
                     if not (ours and self._copy_locked(pageable, after)):
                         raise
-                event = self._d2h.add(sum([array.nbytes for array in outs]), outs, sources, looked=looked)
+                # What was pinned before is counted.
+                event = self._d2h.add(sum([array.nbytes for _, array in pageable]), outs, sources, looked=looked)
         except BaseException:
             self._d2h.settle((sources, outs))
             raise
@@ -275,3 +276,9 @@ class DeviceToHost:
                 self._backend.copy_d2h(address, source.address, array.nbytes)
                 nbytes += array.nbytes
         return nbytes
+
+
+def pinned_nbytes(alike: Sequence[Alike]) -> int:
+    """Return how much pinned memory the results of one get take, at least: what is large has pages of its own."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in alike]
+    return sum([round_up(nbytes, PAGE if nbytes >= SMALL else ALIGNMENT) for nbytes in sizes])

@@ -96,7 +96,12 @@ def start_reaper() -> None:
     global _started
     if not _started and not _over:
         _started = True
-        start_new_thread(_run, ())
+        try:
+            start_new_thread(_run, ())
+        except RuntimeError:
+            # The system has no more threads now: the next stager asks again.
+            _started = False
+            raise
 
 
 def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], object]) -> None:
@@ -106,8 +111,9 @@ def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], obj
     """
     global _starting
     if not _starting:
-        _starting = True
+        # In this order: an interrupt in between starts another one, which does no harm, and without any it would be waited for.
         start_new_thread(_start_others, ())
+        _starting = True
     _to_start.put((thread, refused))
 
 
@@ -212,8 +218,10 @@ def _attempt(call: Callable[[], Any]) -> Any:
     """Call; what it raises is said as what threads raise is. A failure counts as nothing left."""
     try:
         return call()
-    except Exception as error:
-        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
+    except BaseException as error:
+        # Nothing ends this thread, or stagers that are dropped later stay open.
+        with suppress(BaseException):
+            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
         return False
 
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import methodcaller
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeAlias, final, overload
 
@@ -93,7 +94,7 @@ class Stager:
         # First: whatever happens from here on, what there is by then is given back.
         self._ticket: object = closed_when_dropped(parts)
         self.backend = backend
-        self._failures = backend.failures
+        self._failures = parts.failures
         self._capabilities = backend.capabilities
         self._finalizers = self._capabilities.finalizers
         # An interrupt between the making of a part and its entry would leave it in a table of its own for ever.
@@ -128,6 +129,8 @@ class Stager:
         debug: bool | None,
     ) -> None:
         backend, parts = self.backend, self._parts
+        # First: of what is refused here it takes what is dropped.
+        start_reaper()
         parts.ledger = self._ledger = ledger = Ledger(backend)
         memory = allocators(backend)
         pinned_holders, device_holders = PinnedHolders(ledger), DeviceHolders(ledger)
@@ -157,7 +160,6 @@ class Stager:
         # What takes it out is a call of C, which no interrupt cuts.
         _live[number] = weakref.ref(self, partial(_live.pop, number))
         forget_in_child(self)
-        start_reaper()
 
     @property
     def name(self) -> str:
@@ -504,6 +506,7 @@ class _Parts:
 
     def __init__(self, backend: HostStager[Any]) -> None:
         self.backend = backend
+        self.failures = backend.failures
         self.owns_backend = self.closed = False
         self.ledger: Ledger | None = None
         self.pool: PinnedPool | None = None
@@ -527,13 +530,15 @@ class _Parts:
             if self.closed:
                 return
             self.closed = True
-            _parts.pop(id(self), None)
             backend = self.backend if self.owns_backend else None
-            with translated(self.backend.failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
+            with translated(self.failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
+                # Until all of it is done the end of the interpreter waits for it.
+                steps.callback(_parts.pop, id(self), None)
                 # Last in, first out, and each of them whatever those before it raise.
                 for part in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
                     if part is not None:
-                        steps.callback(part.close)
+                        # Looked up then: a backend that has none keeps nothing else open.
+                        steps.callback(methodcaller("close"), part)
 
 
 _CALLS = frozenset(call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get))
@@ -542,7 +547,7 @@ before_closing: list[Callable[[], None]] = []
 _live: dict[int, weakref.ref[Stager]] = {}
 """The stagers that are alive, by their `id`."""
 _parts: dict[int, _Parts] = {}
-"""What is to be given back of stagers that are not closed, dropped ones included, by their `id`."""
+"""What is to be given back, or is being given back, of stagers that are open or dropped, by their `id`."""
 # What is the parent's is not given back in a forked child.
 os.register_at_fork(after_in_child=_live.clear)
 os.register_at_fork(after_in_child=_parts.clear)

@@ -100,6 +100,30 @@ def test_what_a_table_raises_is_said_and_the_others_are_settled() -> None:
         threading.excepthook = before
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("told", [False, True])
+def test_nothing_that_a_table_raises_ends_the_reaper(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, *, told: bool
+) -> None:
+    class Raises:
+        def close(self) -> None:
+            raise error
+
+    class Closed:
+        def close(self) -> None:
+            closed.set()
+
+    def refuse(arguments: object) -> None:
+        raise RuntimeError("no")
+
+    closed = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", (lambda arguments: None) if told else refuse)
+    reaper.start_reaper()
+    reaper.close_later(Raises())
+    reaper.close_later(Closed())
+    assert closed.wait(5)
+
+
 def test_a_stager_that_a_finalizer_inside_its_own_call_closes_is_closed_when_the_call_has_ended() -> None:
     backend = tampered()
     done: list[object] = []
@@ -116,6 +140,57 @@ def test_a_stager_that_a_finalizer_inside_its_own_call_closes_is_closed_when_the
         on_thread(lambda: stager.put(np.ones(3))).result(WATCHDOG)
     assert until(lambda: "closed" in repr(stager))
     stager.close()
+
+
+def test_a_reaper_that_the_system_had_no_thread_for_is_started_with_the_next_stager() -> None:
+    succeeds(
+        """
+        import warnings, xferlib
+        from tests.core.fakes import until
+        from xferlib import reaper
+        warnings.simplefilter("ignore", ResourceWarning)
+        start, refused = reaper.start_new_thread, []
+
+        def refuse(call, arguments):
+            if call is reaper._run and not refused:
+                refused.append(call)
+                raise RuntimeError("can't start new thread")
+            return start(call, arguments)
+
+        reaper.start_new_thread = refuse
+        try:
+            xferlib.stager("host")
+        except RuntimeError:
+            pass
+        assert refused
+        stager = xferlib.stager("host")
+        backend = stager.backend
+        del stager
+        assert until(lambda: not backend.h2d._worker.open, 2)
+        """
+    )
+
+
+def test_a_starter_of_threads_that_was_interrupted_is_started_again() -> None:
+    succeeds(
+        """
+        from xferlib import reaper
+        start, cut = reaper.start_new_thread, []
+
+        def interrupted(call, arguments):
+            if not cut:
+                cut.append(call)
+                raise KeyboardInterrupt
+            return start(call, arguments)
+
+        reaper.start_new_thread = interrupted
+        try:
+            reaper.uninterrupted(int)
+        except KeyboardInterrupt:
+            pass
+        assert reaper.uninterrupted(int) == 0
+        """
+    )
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_call() -> None:

@@ -575,6 +575,22 @@ def test_a_table_that_raises_each_time_is_told_of_once_and_keeps_no_other_waitin
     until(lambda: failing.locked)
 
 
+def test_a_table_that_raises_is_tried_again_though_others_ask_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    locker.start_locker()
+    failing, other = Failing(), Failing()
+    other.mended = True
+    lock_later(failing)
+
+    def again() -> bool:
+        lock_later(other)
+        return failing.calls > 3
+
+    until(again)
+    failing.mended = True
+    until(lambda: failing.locked)
+
+
 def test_whoever_waits_for_the_lock_hears_of_tables_that_cannot_be_settled(
     backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -777,6 +793,28 @@ def test_a_get_whose_room_for_chunks_others_take_waits_until_its_results_are_loc
         found = stager.get(device[0] if one else device).result()
         assert_same([found] if one else found, tree)
         assert backend.knows_all([found] if one else found)
+        taken.clear()
+
+
+def test_what_such_a_get_has_pinned_before_is_counted_once(backend: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    with xferlib.stager(backend, pinned_limit=128 * MIB) as stager:
+        tree = [np.full(SMALL, 1, np.uint8), *values(1)]
+        device = device_tree(stager, tree)
+        # Idle, and locked: the first result comes to lie there.
+        stager.get(device[0]).result()
+        before = stager.stats().d2h_nbytes
+        copied: list[int] = []
+        copy = stager._gets._copy_pinned
+
+        def noted(*arguments: Any) -> int:
+            copied.append(copy(*arguments))
+            return copied[-1]
+
+        monkeypatch.setattr(stager._gets, "_copy_pinned", noted)
+        taken = room_taken(stager, monkeypatch, backend.gate.set)
+        assert_same(stager.get(device).result(), tree)
+        assert copied == [SMALL]
+        assert stager.stats().d2h_nbytes - before == sum(array.nbytes for array in tree)
         taken.clear()
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import WATCHDOG, held, on_thread, run_python, succeeds, tampered, until
+from tests.core.fakes import WATCHDOG, Tampered, held, on_thread, run_python, succeeds, tampered, until
 from xferlib.callers import wait_for_callers
+from xferlib.in_flight import all_ledgers
 
 MODULE = sys.modules["xferlib.stager"]
 """Not the function of that name."""
@@ -182,6 +183,45 @@ def test_a_close_that_failed_half_way_has_done_the_rest_and_is_not_done_again(st
         backend.inner.h2d.record()
 
 
+def test_a_backend_that_has_no_close_keeps_nothing_else_open() -> None:
+    class NoClose(Tampered):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "close":
+                raise LookupError(name)
+            return super().__getattribute__(name)
+
+    backend: Any = NoClose({})
+    stager = xferlib.stager(backend)
+    array = stager.empty_pinned(1000, np.uint8)
+    with pytest.raises(LookupError, match="close"):
+        stager.close()
+    assert stager._parts.ledger not in all_ledgers()
+    del array
+    calls = backend.inner.memory.calls
+    assert until(lambda: calls().pinned_allocations == calls().pinned_frees)
+    backend.inner.close()
+
+
+def test_of_a_refused_constructor_nothing_keeps_the_backend() -> None:
+    """Though no stager was opened before."""
+    succeeds(
+        """
+        import gc, weakref, xferlib
+        from tests.core.fakes import tampered, until
+        backend = tampered()
+        kept = weakref.ref(backend)
+        try:
+            xferlib.Stager(backend, pinned_limit=-1)
+        except ValueError:
+            pass
+        backend.inner.close()
+        del backend
+        gc.collect()
+        assert until(lambda: kept() is None, 2)
+        """
+    )
+
+
 def test_a_refused_constructor_says_nothing_when_it_is_dropped(recwarn: pytest.WarningsRecorder) -> None:
     backend = tampered()
     with pytest.raises(ValueError, match="pinned_limit"):
@@ -271,6 +311,40 @@ def test_the_interpreter_closes_all_stagers_where_warnings_are_errors() -> None:
     )
     assert ended.returncode == 0
     assert sorted(ended.stdout.split("\n")) == ["", "closed 0", "closed 1"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "del stager",
+        "threading.Thread(target=stager.close, daemon=True).start()",
+        """
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    stager.close()
+except KeyboardInterrupt:
+    pass
+""",
+    ],
+    ids=["dropped", "on_a_daemon_thread", "interrupted"],
+)
+def test_the_interpreter_waits_for_a_closing_that_is_under_way(body: str) -> None:
+    """It would end in the middle of calls of the driver."""
+    code = """
+import signal, threading, time, warnings, xferlib
+from tests.core.fakes import tampered
+warnings.simplefilter("ignore", ResourceWarning)
+begun = threading.Event()
+def close():
+    begun.set()
+    time.sleep(0.5)
+    backend.inner.close()
+    print("closed")
+backend = tampered(close=close)
+stager = xferlib.stager(backend)
+"""
+    assert succeeds(f"{code}\n{body}\nassert begun.wait(5)") == "closed\n"
 
 
 FORK = """

@@ -304,16 +304,31 @@ def test_a_depth_that_the_limit_has_no_room_for_is_refused_before_anything_is_co
         assert [int(result[0]) for result in xferlib.drain(source, small, 3)] == list(range(9))
         assert len(list(xferlib.drain(source, small, 7, out=np.empty(9 * nbytes, np.uint8)))) == 9
         with pytest.raises(xferlib.AllocationError, match=r"\)\. Raise pinned_limit, give out="):
-            next(xferlib.drain([np.zeros(2 * nbytes, np.uint8)], small))
+            next(xferlib.drain([np.zeros(2 * nbytes, np.uint8)] * 3, small, 1))
+
+
+@pytest.mark.parametrize("when_full", ["wait", "raise"])
+def test_a_depth_is_refused_at_once_where_only_whole_pages_have_no_room(when_full: Any) -> None:
+    nbytes, pages = (1 << 20) + 1, (1 << 20) + 4096
+    for limit, room in ((4 * nbytes, False), (4 * pages - 1, False), (4 * pages, True)):
+        with xferlib.stager("host", pinned_limit=limit, when_full=when_full) as small:
+            loop = xferlib.drain((np.full(nbytes, number, np.uint8) for number in range(9)), small)
+            if room:
+                assert [int(result[0]) for result in loop] == list(range(9))
+                continue
+            with pytest.raises(xferlib.AllocationError, match=r"depth=2 needs 4\.0 MiB .* Use depth=1"):
+                next(loop)
+            assert small.stats().d2h_nbytes == 0
+            loop.close()
 
 
 def test_depth_is_no_more_than_there_are_results_where_that_is_known() -> None:
     nbytes = 1 << 20
-    with xferlib.stager("host", pinned_limit=5 * nbytes) as small:
+    with xferlib.stager("host", pinned_limit=3 * nbytes, device_limit=6 * nbytes) as small:
         source = [np.full(nbytes, number, np.uint8) for number in range(3)]
         for loop in (xferlib.drain(source, small, 50), xferlib.stream_map(lambda batch: batch, source, small, 50)):
             assert [int(result[0]) for result in loop] == [0, 1, 2]
-            assert max(charge.count for charge in loop.bill.charges) == 5
+            assert max(charge.count for charge in loop.bill.charges) == 3
 
 
 def test_a_limit_that_only_stages_refuses_no_depth() -> None:
@@ -348,7 +363,7 @@ def test_a_producer_is_told_of_a_taker_that_keeps_everything() -> None:
 
 
 def test_the_bill_says_what_results_cost(stager: xferlib.Stager) -> None:
-    results = xferlib.drain([np.zeros(1 << 20, np.uint8)] * 3, stager, 2)
+    results = xferlib.drain([np.zeros(1 << 20, np.uint8)] * 4, stager, 2)
     next(results)
     assert str(results.bill) == "4.0 MiB pinned: 4 x 1.0 MiB results\n4.0 MiB device: 4 x 1.0 MiB results"
     results.close()

@@ -301,11 +301,20 @@ def test_a_depth_that_the_device_has_no_room_for_is_refused_before_anything_is_p
         assert stager.stats().device_peak_nbytes <= 5 * nbytes == stager.stats().device_limit_nbytes
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_batches_that_all_have_room_are_refused_at_no_depth(count: int) -> None:
+    nbytes = 64 << 10
+    with xferlib.stager("host", device_limit=count * nbytes) as stager:
+        source = [np.full(nbytes, number, np.uint8) for number in range(count)]
+        kept = list(xferlib.prefetch(source, stager, 9))
+        assert [int(tree[-1]) for tree in kept] == list(range(count))
+
+
 def test_batches_of_which_no_depth_has_room_are_refused_without_naming_one() -> None:
     # What is allocated for it is an eighth larger at most.
     tree = {"x": np.zeros((64 << 10) + 1, np.uint8), "y": np.zeros(1), "name": "text"}
     with xferlib.stager("host", device_limit=180_000) as stager:
-        batches = xferlib.prefetch([tree], stager)
+        batches = xferlib.prefetch([tree] * 3, stager, 1)
         with pytest.raises(xferlib.AllocationError, match=r"3 x 72\.2 KiB .* KiB\)\. Raise device_limit, or make smaller batches"):
             next(batches)
 
@@ -333,7 +342,7 @@ def test_a_consumer_that_keeps_more_than_the_device_holds_is_told_in_place() -> 
 
 
 def test_the_bill_is_known_before_the_consumer_begins(stager: xferlib.Stager) -> None:
-    with xferlib.prefetch([stager.empty_pinned(1 << 20, np.uint8)] * 2, stager, 2) as batches:
+    with xferlib.prefetch([stager.empty_pinned(1 << 20, np.uint8)] * 4, stager, 2) as batches:
         bill = batches.bill
     assert bill.device_nbytes == 4 << 20
     assert bill.pinned_nbytes == 3 << 20
@@ -426,7 +435,7 @@ def test_depth_is_no_more_than_there_are_batches_where_that_is_known(
 ) -> None:
     with xferlib.prefetch(Sized(3, says), stager, depth=50) as batches:
         assert repr(batches).endswith(f" ahead of {depth}>")
-        assert batches.bill.device_nbytes == (depth + 2) << 20
+        assert batches.bill.device_nbytes == (52 if isinstance(says, Exception) else min(depth + 2, max(1, says))) << 20
         # Whatever it says, all of them come.
         assert [int(batch[0]) for batch in batches] == [0, 1, 2]
 

@@ -87,7 +87,7 @@ def head(tree: Any) -> Any:
 
 
 def test_the_bill_adds_up(stager: xferlib.Stager) -> None:
-    results = xferlib.stream_map(head, [np.zeros(1000, np.uint8)] * 3, stager)
+    results = xferlib.stream_map(head, [np.zeros(1000, np.uint8)] * 4, stager)
     next(results)
     assert results.bill.device_nbytes == 4 * 1000 + 4 * 10
     assert results.bill.pinned_nbytes == 4 * 10

@@ -76,24 +76,28 @@ def _run() -> None:
     threading.current_thread().name = "xferlib-locker"
     failed: dict[int, _Failed] = {}
     while not _over:
-        try:
-            tables = [_wanted.get(timeout=min([one.seconds for one in failed.values()], default=None))]
-        except Empty:
-            tables = [one.table for one in failed.values()]
-        for table in tables:
+        due = min([one.due for one in failed.values()], default=None)
+        asked: Lockable | None = None
+        with suppress(Empty):
+            asked = _wanted.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+        now = time.monotonic()
+        # Also where others ask all the time.
+        again = [one.table for one in failed.values() if one.due <= now and one.table is not asked]
+        for table in (asked, *again):
             if table is not None:
                 _lock_all(table, failed)
         # Not kept while there is nothing to do.
-        del tables, table
+        del asked, again, table
 
 
 @final
 class _Failed(NamedTuple):
-    """What a table has raised, and in how many seconds it is tried again."""
+    """What a table has raised, and when it is tried again: so many seconds later."""
 
     table: Lockable
     said: str
     seconds: float
+    due: float
 
 
 def _lock_all(table: Lockable, failed: dict[int, _Failed]) -> None:
@@ -108,7 +112,7 @@ def _lock_all(table: Lockable, failed: dict[int, _Failed]) -> None:
         # Nothing ends this thread: whoever waits until all is locked would wait for ever.
         before = failed.get(id(table))
         seconds = ERROR_SECONDS if before is None else min(2 * before.seconds, MOST_ERROR_SECONDS)
-        failed[id(table)] = _Failed(table, repr(error), seconds)
+        failed[id(table)] = _Failed(table, repr(error), seconds, time.monotonic() + seconds)
         if before is None or before.said != repr(error):
             with suppress(BaseException):
                 threading.excepthook(

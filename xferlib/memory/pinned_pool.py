@@ -400,8 +400,10 @@ class PinnedPool:
         if not self.entered:
             self._alone(bool)
         reserved = sum(list(self._reserved.values()))
-        refused = sum([segment.nbytes for segment in list(self._segments.values()) if segment.refused])
-        return Usage(self.nbytes - refused, self.peak_nbytes, self.used_nbytes, self._asked + reserved, self._asked_peak)
+        # Looked at once, or what goes meanwhile would be taken off twice.
+        segments = sum([segment.nbytes for segment in list(self._segments.values()) if not segment.refused])
+        pinned = segments + sum([*self._growing.values(), *self._reserved.values()])
+        return Usage(pinned, self.peak_nbytes, self.used_nbytes, self._asked + reserved, self._asked_peak)
 
     def trim(self) -> None:
         """Unpin every segment that is wholly idle. May wait for kernels."""

@@ -45,7 +45,10 @@ class Pin:
         self._open = True
 
     def close(self) -> None:
-        """Unlock the memory. Twice is fine. In a finalizer that others would wait for it is unlocked soon after."""
+        """Unlock the memory. Twice is fine. In a finalizer that others would wait for it is unlocked soon after.
+
+        Raises `XferError` in a finalizer on a thread that makes the copies, where some are in flight: it would wait for itself.
+        """
         if self._open and self._pins.entered:
             close_later(self)
         elif self._open:

@@ -18,9 +18,10 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, final
 
 from xferlib.checks import check_depth, uncopied
+from xferlib.d2h import pinned_nbytes
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.failed import Failed
-from xferlib.pipeline.memory_estimate import BESIDE_DEPTH, Charge, MemoryEstimate, check_room, tree_nbytes
+from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, tree_nbytes
 from xferlib.pipeline.output_writer import OutputWriter
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import Stager, check_stager
@@ -63,6 +64,7 @@ class Drain(Generic[TreeT_co]):
         check_depth(depth)
         self.depth = depth
         self.bill: MemoryEstimate | None = None
+        self._most: int | None = None
         self._stager = stager
         self._rows = None if out is None else OutputWriter(out, trees_of(stager.backend))
         self._changed = Wakeup()
@@ -102,6 +104,10 @@ class Drain(Generic[TreeT_co]):
                 "iterate it on another thread, use drain(...), or give out="
             )
         self.start(tree, stream)
+
+    def expect(self, most: int | None) -> None:
+        """Say how many results there are to come, where that is known: memory for more is not needed."""
+        self._most = most
 
     def start(self, tree: Any, stream: object | None = None) -> None:
         """Submit without waiting for anything, however many are under way."""
@@ -210,8 +216,9 @@ class Drain(Generic[TreeT_co]):
         try:
             return self._stager.get(tree, stream=stream)
         except AllocationError as error:
+            count = at_a_time(self.depth, self._most)
             error.add_note(
-                f"depth={self.depth} has up to {self.depth + BESIDE_DEPTH} results in pinned memory at a time, besides those that "
+                f"depth={self.depth} has up to {count} results in pinned memory at a time, besides those that "
                 "the consumer keeps. Use a smaller depth, raise pinned_limit, give out=, or keep fewer"
             )
             raise
@@ -289,13 +296,17 @@ class Drain(Generic[TreeT_co]):
         if self.bill is not None:
             return
         nbytes = tree_nbytes(tree, trees_of(self._stager.backend))
-        count = self.depth + BESIDE_DEPTH
+        count = at_a_time(self.depth, self._most)
         device = Charge("device", count, nbytes, "results")
         if self._rows is not None:
             self.bill = MemoryEstimate((device,))
             return
         if self._stager.when_full != "stage":
-            check_room("pinned", self.depth, nbytes, self._stager.stats().pinned_limit_nbytes, "results", "give out=, ")
+            limit = self._stager.stats().pinned_limit_nbytes
+            trees = trees_of(self._stager.backend)
+            described = [alike for alike in map(trees.describe, trees.arrays(tree)[0]) if alike is not None]
+            # As they lie in the pool.
+            check_room("pinned", self.depth, count, pinned_nbytes(described), limit, "results", "give out=, ")
         self.bill = MemoryEstimate((Charge("pinned", count, nbytes, "results"), device))
 
 

@@ -10,7 +10,7 @@ from xferlib.errors import AllocationError
 from xferlib.tree import PLAIN, Trees
 from xferlib.words import in_words
 
-__all__ = ["BESIDE_DEPTH", "Charge", "MemoryEstimate", "check_room", "tree_nbytes"]
+__all__ = ["BESIDE_DEPTH", "Charge", "MemoryEstimate", "at_a_time", "check_room", "tree_nbytes"]
 
 BESIDE_DEPTH = 2
 """What there is at a time besides those that are ahead: one with the consumer, and one that the consumer is just taking, or whose
@@ -70,9 +70,16 @@ class MemoryEstimate:
         return sum(charge.count * charge.nbytes for charge in self.charges if charge.memory == memory)
 
 
-def check_room(memory: Literal["pinned", "device"], depth: int, nbytes: int, limit: int, what: str, advice: str = "") -> None:
-    """Raise `AllocationError` where a loop of this depth needs more than its stager's limit. `nbytes`: of one of `what`."""
+def at_a_time(depth: int, most: int | None = None) -> int:
+    """Return how many batches or results of a loop there are at a time. `most`: how many in all, where that is known."""
     count = depth + BESIDE_DEPTH
+    return count if most is None else min(count, max(1, most))
+
+
+def check_room(
+    memory: Literal["pinned", "device"], depth: int, count: int, nbytes: int, limit: int, what: str, advice: str = ""
+) -> None:
+    """Raise `AllocationError` where a loop of this depth needs more than its stager's limit: `count` of `what`, `nbytes` each."""
     if count * nbytes <= limit:
         return
     fit = limit // nbytes - BESIDE_DEPTH

@@ -24,7 +24,7 @@ from xferlib.memory.device_pool import size_class
 from xferlib.packing import Layout
 from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.ends import End, Started, end_of
-from xferlib.pipeline.memory_estimate import BESIDE_DEPTH, Charge, MemoryEstimate, check_room, tree_nbytes
+from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, tree_nbytes
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
@@ -34,7 +34,7 @@ from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
 
-__all__ = ["Prefetch", "no_deeper", "prefetch"]
+__all__ = ["Prefetch", "known_count", "no_deeper", "prefetch"]
 
 
 @overload
@@ -79,7 +79,7 @@ def prefetch(
     `yield ...` does not.
 
     `depth`: no more than there are batches, where `len()` of the source says how many. It needs `depth` + 2 batches of device
-    memory; where `device_limit` has no room for so many like the first, that is refused, and nothing was put.
+    memory, or all there are; where `device_limit` has no room for so many like the first, that is refused, and nothing was put.
 
     `stream`: the one whose work will use the batches. None: the consumer's current one. A framework that knows no current stream
     means the default one, so there a consumer with streams of its own must name the one it uses.
@@ -122,8 +122,9 @@ class Prefetch(Generic[TreeT_co]):
     consumer's thread and returns what it gets. `borrow(batch)` is called instead of `put` for a batch that nothing but the loop
     refers to: nobody writes to it before its transfer is done. After another, where the source `rewrites` what it has given, it is
     asked for the next batch only when that is staged; where `in_place(batch)` is true, when its transfer is done. `nbytes(batch)`
-    is for the bill. `check_room(batch, depth)` raises `AllocationError` where a loop of batches like the first has no room on the
-    device, before that is put. `device_waits` counts the puts that waited on the device for work that still read an older batch.
+    is for the bill. `check_room(batch, depth, count)` raises `AllocationError` where so many batches like the first, which
+    are there at a time, have no room on the device, before that is put. `device_waits` counts the puts that waited on the
+    device for work that still read an older batch.
     Batches may be kept for as long as wanted; a consumer that never waits for its own work on the device runs ahead of it, and
     `device_limit` of the stager then bounds the memory.
 
@@ -150,7 +151,7 @@ class Prefetch(Generic[TreeT_co]):
         borrow: Callable[[Any], Started] | None = None,
         in_place: Callable[[Any], bool] = lambda batch: False,
         nbytes: Callable[[Any], int] = tree_nbytes,
-        check_room: Callable[[Any, int], None] = lambda batch, depth: None,
+        check_room: Callable[[Any, int, int], None] = lambda batch, depth, count: None,
         device_waits: Callable[[], int] = lambda: 0,
         rewrites: bool = True,
         take: Callable[[Any], TreeT_co] = _value,
@@ -162,14 +163,18 @@ class Prefetch(Generic[TreeT_co]):
             )
         check_iterable(batches, "batches")
         check_depth(depth)
-        depth = no_deeper(batches, depth)
+        most = known_count(batches)
+        depth = no_deeper(depth, most)
+        count = at_a_time(depth, most)
         self._device_waits = device_waits
         self._value = take
         self._clock = PhaseTimer()
         self._taken = self._late = 0
         self._first: _Mark | None = None
         """What the first batch took, which pays for what is done once."""
-        self._starter = starter = _Starter(put, put if borrow is None else borrow, in_place, nbytes, check_room, depth, rewrites)
+        self._starter = starter = _Starter(
+            put, put if borrow is None else borrow, in_place, nbytes, check_room, depth, count, rewrites
+        )
         self._background: BackgroundIterator[Started] = BackgroundIterator(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
@@ -255,14 +260,18 @@ class Prefetch(Generic[TreeT_co]):
         return value
 
 
-def no_deeper(batches: Any, depth: int) -> int:
-    """Return the depth that a source of known length can fill: what lies ahead costs memory, on the device and in the bill."""
+def known_count(batches: Any) -> int | None:
+    """Return how many batches a source has, where it says so."""
     try:
         # Some loaders raise here, as those whose data has no length.
-        count = len(batches)
+        return len(batches)
     except Exception:
-        return depth
-    return min(depth, max(1, count))
+        return None
+
+
+def no_deeper(depth: int, most: int | None) -> int:
+    """Return the depth that a source of so many can fill: what lies ahead costs memory, on the device and in the bill."""
+    return depth if most is None else min(depth, max(1, most))
 
 
 @final
@@ -285,8 +294,9 @@ class _Starter:
         borrow: Callable[[Any], Started],
         in_place: Callable[[Any], bool],
         nbytes: Callable[[Any], int],
-        check_room: Callable[[Any, int], None],
+        check_room: Callable[[Any, int, int], None],
         depth: int,
+        count: int,
         rewrites: bool,
     ) -> None:
         self.bill = MemoryEstimate()
@@ -299,6 +309,7 @@ class _Starter:
         self._read: tuple[Callable[[], None], Any] | None = None
         """What waits until the source may write to the batch that it gave last, and the batch: with its end may go its memory."""
         self._depth = depth
+        self._count = count
         self._fits = False
         self._recent: deque[End] = deque()
 
@@ -326,7 +337,7 @@ class _Starter:
                 batch.release()
             if isinstance(error, AllocationError) and self._fits:
                 error.add_note(
-                    f"depth={self._depth} has up to {self._depth + BESIDE_DEPTH} batches on the device at a time, besides those "
+                    f"depth={self._depth} has up to {self._count} batches on the device at a time, besides those "
                     "that the consumer keeps. Use a smaller depth, make smaller batches, or keep fewer"
                 )
             raise
@@ -356,14 +367,16 @@ class _Starter:
         slot = isinstance(batch, Slot)
         tree = batch.tree if slot else batch
         nbytes = self._nbytes(tree)
-        device = Charge("device", self._depth + BESIDE_DEPTH, nbytes, "batches")
+        device = Charge("device", self._count, nbytes, "batches")
         if slot:
             self.bill = batch.ring.bill + MemoryEstimate((device,))
         elif self._in_place(batch):
-            self.bill = MemoryEstimate((Charge("pinned", self._depth + 1, nbytes, "batches of the source's own"), device))
+            self.bill = MemoryEstimate(
+                (Charge("pinned", min(self._depth + 1, self._count), nbytes, "batches of the source's own"), device)
+            )
         else:
             self.bill = MemoryEstimate((device,))
-        self._check_room(tree, self._depth)
+        self._check_room(tree, self._depth, self._count)
         self._fits = True
 
 
@@ -400,15 +413,15 @@ class _Putter:
         """Return the bytes of a batch's arrays."""
         return tree_nbytes(batch, trees_of(self._stager.backend))
 
-    def check_room(self, batch: Any, depth: int) -> None:
-        """Raise `AllocationError` where device_limit has no room for a loop of such batches."""
+    def check_room(self, batch: Any, depth: int, count: int) -> None:
+        """Raise `AllocationError` where device_limit has no room for so many such batches."""
         limit = self._stager.stats().device_limit_nbytes
         if limit is None:
             return
         trees = trees_of(self._stager.backend)
         described = [alike for alike in map(trees.describe, trees.arrays(batch)[0]) if alike is not None]
         # As they are allocated: an eighth larger at most.
-        check_room("device", depth, sum(map(size_class, Layout(described).sizes)), limit, "batches")
+        check_room("device", depth, count, sum(map(size_class, Layout(described).sizes)), limit, "batches")
 
     def in_place(self, batch: Any) -> bool:
         """Tell whether a copy reads the memory of a batch that the source may rewrite."""

@@ -15,7 +15,7 @@ from xferlib.memory.arrays import Array
 from xferlib.pipeline.drain import Drain
 from xferlib.pipeline.memory_estimate import MemoryEstimate
 from xferlib.pipeline.phase_timer import PhaseTimer
-from xferlib.pipeline.prefetch import Prefetch, no_deeper, prefetch
+from xferlib.pipeline.prefetch import Prefetch, known_count, no_deeper, prefetch
 from xferlib.pipeline.report import Report, of_drain, of_stream
 from xferlib.stager import Stager, check_stager
 from xferlib.typed import HasDtype, KeyT, NamedT, Sequences, TreeT, TreeT_co
@@ -52,13 +52,13 @@ def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = 
 
     `results`: any iterable of trees of device arrays, iterated on the consumer's own thread, so that the copy of each is started
     right behind the work that makes it. `out`: arrays to be filled from the front along the first axis, in memory, mapped from a
-    file or shared; else results are in pinned memory, which comes back when the last view of it is gone: `depth` + 2 of them are
-    there at a time, besides those that are kept. Where `pinned_limit` has no room for so many like the first, that is refused, and
-    nothing was copied. See `Drain` for both.
+    file or shared; else results are in pinned memory, which comes back when the last view of it is gone: `depth` + 2 of them, or
+    all, are there at a time, besides those that are kept. Where `pinned_limit` has no room for so many like the first, that is
+    refused, and nothing was copied. See `Drain` for both.
     `stream`: the one whose work makes the results. None: the consumer's current one. Results come out typed as by `Stager.get`.
     """
     check_stager(stager, results)
-    return Drained(results, stager, depth, out=out, stream=stream)
+    return Drained(results, stager, depth, out=out, most=known_count(results), stream=stream)
 
 
 @overload
@@ -148,7 +148,7 @@ def stream_map(
         raise TypeError(f"fn={reprlib.repr(fn)}: expected a function, before the batches: stream_map(fn, batches, stager)")
     source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
-        return Drained(_Mapped(fn, source), stager, no_deeper(batches, depth), out=out, stream=stream, source=source)
+        return Drained(_Mapped(fn, source), stager, depth, out=out, most=known_count(batches), stream=stream, source=source)
     except BaseException:
         source.close()
         raise
@@ -193,6 +193,7 @@ class Drained(Generic[TreeT_co]):
         depth: int,
         *,
         out: TreeT_co | None,
+        most: int | None = None,
         stream: object | None = None,
         source: Prefetch[Any] | None = None,
     ) -> None:
@@ -203,7 +204,8 @@ class Drained(Generic[TreeT_co]):
         self._results = iter(results)
         self._source = source
         check_depth(depth)
-        self._drain: Drain[TreeT_co] = Drain(stager, no_deeper(results, depth), out=out)
+        self._drain: Drain[TreeT_co] = Drain(stager, no_deeper(depth, most), out=out)
+        self._drain.expect(most)
         self._clock = PhaseTimer()
         self._exhausted = self._spent = self._closed = self._inside = False
         self._taken = self._late = 0
