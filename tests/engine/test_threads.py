@@ -193,3 +193,11 @@ with on("0000:01:00.0", 1):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """,
     )
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (6, 6), (8, 6), (12, 6), (14, 7), (16, 8), (64, 8)])
+def test_there_are_as_many_threads_as_copy_faster_and_leave_cores_to_others(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    monkeypatch.setattr(lanes, "usable_cores", lambda: cores)
+    assert lanes.usual_threads() == threads
