@@ -691,12 +691,12 @@ def test_without_the_private_import_arrays_are_moved_to_their_devices(stagers: t
 
 def test_the_bill_counts_what_every_device_holds_and_the_report_tells() -> None:
     batch = random((1024, 256))
-    with xferlib_jax.prefetch([batch] * 3, over("a"), 3) as loop:
+    with xferlib_jax.prefetch([batch] * 6, over("a"), 3) as loop:
         assert loop.bill.device_nbytes == 5 * 4 * batch.nbytes
         assert loop.bill.pinned_nbytes == 0
         assert "batches over 8 devices" in str(loop.bill)
-        assert len(list(loop)) == 3
-        assert loop.report().batches == 3
+        assert len(list(loop)) == 6
+        assert loop.report().batches == 6
     with xferlib_jax.prefetch([], over("a")) as loop:
         assert loop.bill.charges == ()
 
