@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import sys
 import threading
@@ -317,6 +318,36 @@ def test_objects_are_not_loaded(stager: Stager, tmp_path: Path) -> None:
             xferlib.load(tmp_path / name, stager)
         assert "pickle" not in str(caught.value)
         assert ("'a'" in str(caught.value) and "names=" in str(caught.value)) is (name == "objects.npz")
+
+
+def test_nothing_is_executed_of_a_member_that_changes_behind_its_header(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Executed:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    def file(descr: str, shape: str, data: bytes) -> bytes:
+        header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}".ljust(117) + "\n"
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as made:
+            made.writestr("a.npy", b"\x93NUMPY\x01\x00\x76\x00" + header.encode() + data.ljust(1 << 20, b"\0"))
+        return archive.getvalue()
+
+    def changed(stream: Any, total: int) -> None:
+        check(stream, total)
+        # Nothing of it is left in a buffer.
+        stream.read()
+        path.write_bytes(file("'|O'", "()", pickle.dumps(Executed())))
+
+    path = tmp_path / "changes.npz"
+    path.write_bytes(file("'|u1'", f"({1 << 20},)", b""))
+    module: Any = sys.modules["xferlib.load"]
+    check = module._check_header
+    monkeypatch.setattr(module, "_check_header", changed)
+    with pytest.raises(ValueError, match=r"changes\.npz' is damaged"):
+        xferlib.load(path, stager)
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize(("given", "advice"), [("host", "Open one with"), (None, "Open one with"), ("swapped", "comes second")])

@@ -143,6 +143,13 @@ def test_what_stays_while_nothing_is_held_proves_nothing() -> None:
         laws().assert_stays(lambda: True, Held(held=False))
 
 
+def test_letting_go_leaves_nothing_with_the_reaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[object] = []
+    monkeypatch.setattr("xferlib.conformance.base.watch", lambda look: answers.append(look.settle()))
+    laws().let_go()
+    assert answers == [False]
+
+
 def test_what_does_not_come_is_a_failure_in_its_own_words() -> None:
     with pytest.raises(AssertionError, match="as it was"):
         laws().assert_comes(lambda: False, lambda: "as it was")

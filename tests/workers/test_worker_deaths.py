@@ -379,6 +379,28 @@ def test_a_forked_child_is_refused_and_disturbs_nobody(ring: SharedRing) -> None
     assert [first(batch) for batch in run] == [1, 2, 3, 4, 5]
 
 
+def test_a_child_that_is_forked_in_the_middle_of_a_step_is_refused(ring: SharedRing, gate: Callable[[int], Gate]) -> None:
+    slow = gate(0)
+    run = ring.run(fills.behind, [(0, slow)], workers=1)
+    coming = on_thread(lambda: first(next(run)))
+    slow.arrived()
+    pid = children.fork()
+    if pid == 0:
+        code = 1
+        # One that hangs is killed.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        try:
+            next(run)
+        except xferlib.BackendUnavailableError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    slow.open()
+    assert coming.result(10) == 0
+
+
 def test_a_forked_child_has_nothing_by_which_a_ring_and_its_workers_talk(stager: xferlib.Stager) -> None:
     resource_tracker.ensure_running()
     before = talk()

@@ -159,7 +159,8 @@ class Crew:
 
     def forget(self) -> None:
         """Let go of everything in a forked child: the workers are the parent's."""
-        self.lock = threading.Lock()
+        # It may have been forked in the middle of a step: nothing is to be mended here, and nobody would do it.
+        self.lock, self.cut = threading.Lock(), False
         for worker in self._workers:
             worker.hang_up()
             worker.death.close()
