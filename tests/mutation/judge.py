@@ -37,7 +37,7 @@ class Judge:
         self._hang = hang_seconds
         self._limit = limit_seconds
         path = [str(folder), str(folder / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
 
     def warm(self) -> None:
         """Compile everything once, so that mutants need not."""
