@@ -57,6 +57,7 @@ def test_two_processes_make_one_global_array(stager: Stager) -> None:
         assert "all right" in output
 
 
+@pytest.mark.usefixtures("stager")
 def test_a_forked_child_begins_with_no_stagers_of_loops_though_a_thread_of_its_parent_is_at_them() -> None:
     from xferlib_jax import _stagers
 
