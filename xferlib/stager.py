@@ -530,15 +530,18 @@ class _Parts:
             if self.closed:
                 return
             self.closed = True
-            backend = self.backend if self.owns_backend else None
             with translated(self.failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
-                # Until all of it is done the end of the interpreter waits for it.
-                steps.callback(_parts.pop, id(self), None)
-                # Last in, first out, and each of them whatever those before it raise.
-                for part in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
-                    if part is not None:
-                        # Looked up then: a backend that has none keeps nothing else open.
-                        steps.callback(methodcaller("close"), part)
+                self._list(steps)
+
+    def _list(self, steps: ExitStack) -> None:
+        """List what is to be done: last in, first out, and each of them whatever those before it raise."""
+        # Until all of it is done the end of the interpreter waits for it.
+        steps.callback(_parts.pop, id(self), None)
+        backend = self.backend if self.owns_backend else None
+        for part in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
+            if part is not None:
+                # Looked up then: a backend that has none keeps nothing else open.
+                steps.callback(methodcaller("close"), part)
 
 
 _CALLS = frozenset(call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get))

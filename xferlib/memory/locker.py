@@ -102,12 +102,7 @@ class _Failed(NamedTuple):
 
 def _lock_all(table: Lockable, failed: dict[int, _Failed]) -> None:
     try:
-        while not _over:
-            nbytes = table.lock_next()
-            failed.pop(id(table), None)
-            if not nbytes:
-                return
-            pause_after(nbytes)
+        _lock_each(table, failed)
     except BaseException as error:
         # Nothing ends this thread: whoever waits until all is locked would wait for ever.
         before = failed.get(id(table))
@@ -118,6 +113,15 @@ def _lock_all(table: Lockable, failed: dict[int, _Failed]) -> None:
                 threading.excepthook(
                     threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
                 )
+
+
+def _lock_each(table: Lockable, failed: dict[int, _Failed]) -> None:
+    while not _over:
+        nbytes = table.lock_next()
+        failed.pop(id(table), None)
+        if not nbytes:
+            return
+        pause_after(nbytes)
 
 
 def _end() -> None:
