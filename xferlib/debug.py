@@ -1,12 +1,10 @@
 """Debug mode: finding who writes to the source of a put before the transfer is done.
 
 A put's sources that are read after it has returned (pinned ones, and all that are borrowed until it is done; what is borrowed until
-it is staged is free before that, unseen here) are summed when it is called, and again
-as soon as the transfer is found done, by whoever finds it: before a caller is told that it may write again. Only what is found by
-us counts. Waiting by other means, as the framework's own, is not seen here: a source that is written to after such a wait, before
-`done()` is blamed. Not seen is what was put back meanwhile, and what writes to memory whose array is gone.
-
-Nothing here keeps a source alive, nor waits.
+it is staged is free before that, unseen here) are summed when it is called, and again as soon as the transfer is found done, by
+whoever finds it: before a caller is told that it may write again. Only what is found by us counts. Waiting by other means, as the
+framework's own, is not seen here: a source that is written to after such a wait, before `done()` is blamed. Not seen is what was
+put back meanwhile, and what writes to memory whose array is gone. Nothing here keeps a source alive, nor waits.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from xferlib.reaper import uninterrupted
 __all__ = ["Lane", "start_threads", "usual_threads"]
 
 USUAL_THREADS, MOST_THREADS = 6, 8
-"""On H100 and H200 machines of 16 cores eight threads copy up to 1.2 times as fast as six, and ten no faster than eight. More than
-six only where they are no more than half of the cores: small transfers wait for all of them to wake."""
+"""On an H100 machine eight threads copy up to 1.2 times as fast as six. More than six only where they are no more than half of the
+cores: small transfers wait for all of them to wake."""
 TOGETHER, LEAST_SHARE = 8, 16
 """So many chunks are taken in one block, in less time than one by one. It is at most such a share of the limit."""
 CPU_SET_NBYTES = 1024
