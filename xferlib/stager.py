@@ -98,25 +98,18 @@ class Stager:
         self._capabilities = backend.capabilities
         self._finalizers = self._capabilities.finalizers
         # An interrupt between the making of a part and its entry would leave it in a table of its own for ever.
-        uninterrupted(lambda: self._set_up(pinned_limit, device_limit, when_full, strict, staging, debug))
+        make = partial(self._make_parts, pinned_limit, device_limit, when_full, strict, staging, debug)
+        uninterrupted(partial(self._set_up, make))
         # Only now it is the stager's: of a constructor that came to no end the backend stays open.
         parts.owns_backend = True
 
-    def _set_up(
-        self,
-        pinned_limit: int | None,
-        device_limit: int | None,
-        when_full: WhenFull,
-        strict: bool,
-        staging: StagingProfile | str | None,
-        debug: bool | None,
-    ) -> None:
+    def _set_up(self, make: Callable[[], None]) -> None:
         """Make the parts. On a thread that no interrupt comes to."""
         try:
-            self._make_parts(pinned_limit, device_limit, when_full, strict, staging, debug)
+            make()
         except BaseException:
             # Nothing was asked of them yet.
-            self._parts.close()
+            self._parts.give_back()
             raise
 
     def _make_parts(
@@ -438,7 +431,7 @@ class Stager:
             self._refusal = ClosedError(CLOSED)
             # Interrupted here, it may be called again; else whoever drops the stager has it closed.
             wait_for_callers(self, _CALLS, LEAVE_SECONDS)
-            self._parts.close()
+            self._parts.give_back()
 
     @property
     def _closed(self) -> bool:
@@ -517,9 +510,13 @@ class _Parts:
         self._giving_back = threading.RLock()
 
     def close(self) -> None:
-        """Wait for what is in flight, and give everything back, once. Any thread; after an interrupt it may be called again."""
+        """Do what `Stager.close` does, for whoever dropped the stager. Any thread."""
         for wait in before_closing:
             wait()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Wait for what is in flight, and give everything back, once. Any thread; after an interrupt it may be called again."""
         if self.ledger is not None and not self.closed:
             self.ledger.wait_all()
         uninterrupted(self._give_back)

@@ -125,15 +125,13 @@ class ShardedPrefetch(Generic[TreeT_co]):
     @property
     def bill(self) -> xferlib.MemoryEstimate:
         """The memory that the loop needs, on all local devices together. Waits for the source's first batch."""
-        bill, first = self._loop.bill, self._puts.first
-        if first is None:
+        bill, nbytes = self._loop.bill, self._puts.first_nbytes
+        if nbytes is None:
             return bill
         devices = len(self._hold.stagers)
         what = "batches" if devices == 1 else f"batches over {devices} devices"
         charges = tuple(
-            replace(charge, nbytes=first.nbytes, what=what) if charge.memory == "device" else charge
-            for charge in bill.charges
-            if charge.memory == "device" or first.pinned
+            replace(charge, nbytes=nbytes, what=what) if charge.memory == "device" else charge for charge in bill.charges
         )
         return replace(bill, charges=charges)
 

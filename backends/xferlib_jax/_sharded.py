@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from xferlib_jax._spread import Array, LeafPlan, plan_leaf
 from xferlib_jax._stagers import Device, Hold
 from xferlib_jax._trees import with_records, without_records
 
-__all__ = ["First", "ShardedPuts", "ShardedTransfer"]
+__all__ = ["ShardedPuts", "ShardedTransfer"]
 
 KEPT_PLANS = 16
 
@@ -122,19 +122,12 @@ class ShardedTransfer:
 
 
 @final
-class First(NamedTuple):
-    """What the first batch tells of the others: its bytes on all local devices together, and whether it lies in pinned memory."""
-
-    nbytes: int
-    pinned: bool
-
-
-@final
 class ShardedPuts:
     """Starts batches: `put` and `in_place` are what `xferlib.Prefetch` asks for. One thread at a time."""
 
     def __init__(self, sharding: Any, hold: Hold, *, depth: int, rewrites: bool) -> None:
-        self.first: First | None = None
+        self.first_nbytes: int | None = None
+        """What the first batch takes on all local devices together."""
         self._sharding = with_records(sharding)
         # As long as somebody may put, also if that is only a thread whose loop was dropped.
         self._hold = hold
@@ -175,8 +168,8 @@ class ShardedPuts:
         if slot is not None and slot.rows is not None:
             arrays = [array[: slot.rows] for array in arrays]
         plan = self._plan(tree, arrays, frozenset(riders), has_records=recorded is not given)
-        if self.first is None:
-            self.first = First(plan.device_nbytes, pinned=slot is not None or self.in_place(batch))
+        if self.first_nbytes is None:
+            self.first_nbytes = plan.device_nbytes
         transfers: dict[Device, xferlib.Transfer] = {}
         try:
             for device, views in plan.views(arrays).items():

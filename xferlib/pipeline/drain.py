@@ -21,7 +21,7 @@ from xferlib.checks import check_depth, uncopied
 from xferlib.d2h import pinned_nbytes
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.failed import Failed
-from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, tree_nbytes
+from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
 from xferlib.pipeline.output_writer import OutputWriter
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import Stager, check_stager
@@ -295,7 +295,8 @@ class Drain(Generic[TreeT_co]):
         """Say what the loop costs if all results are like this one. Raises `AllocationError` where so much can never be had."""
         if self.bill is not None:
             return
-        nbytes = tree_nbytes(tree, trees_of(self._stager.backend))
+        trees = trees_of(self._stager.backend)
+        nbytes = tree_nbytes(tree, trees)
         count = at_a_time(self.depth, self._most)
         device = Charge("device", count, nbytes, "results")
         if self._rows is not None:
@@ -303,10 +304,8 @@ class Drain(Generic[TreeT_co]):
             return
         if self._stager.when_full != "stage":
             limit = self._stager.stats().pinned_limit_nbytes
-            trees = trees_of(self._stager.backend)
-            described = [alike for alike in map(trees.describe, trees.arrays(tree)[0]) if alike is not None]
             # As they lie in the pool.
-            check_room("pinned", self.depth, count, pinned_nbytes(described), limit, "results", "give out=, ")
+            check_room("pinned", self.depth, count, pinned_nbytes(described(tree, trees)), limit, "results", "give out=, ")
         self.bill = MemoryEstimate((Charge("pinned", count, nbytes, "results"), device))
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from xferlib.errors import AllocationError
-from xferlib.tree import PLAIN, Trees
+from xferlib.tree import PLAIN, Alike, Trees
 from xferlib.words import in_words
 
-__all__ = ["BESIDE_DEPTH", "Charge", "MemoryEstimate", "at_a_time", "check_room", "tree_nbytes"]
+__all__ = ["Charge", "MemoryEstimate", "at_a_time", "check_room", "described", "tree_nbytes"]
 
 BESIDE_DEPTH = 2
 """What there is at a time besides those that are ahead: one with the consumer, and one that the consumer is just taking, or whose
@@ -92,6 +92,10 @@ def check_room(
 
 def tree_nbytes(tree: Any, trees: Trees = PLAIN) -> int:
     """Return the bytes of all arrays, host or device, of a tree. What is no array counts for nothing."""
+    return sum(math.prod(map(int, shape)) * dtype.itemsize for shape, dtype in described(tree, trees))
+
+
+def described(tree: Any, trees: Trees = PLAIN) -> list[Alike]:
+    """Return shapes and dtypes of all arrays, host or device, of a tree."""
     leaves, _ = trees.flatten(tree)
-    described = filter(None, map(trees.describe, leaves))
-    return sum(math.prod(map(int, shape)) * dtype.itemsize for shape, dtype in described)
+    return list(filter(None, map(trees.describe, leaves)))

@@ -24,7 +24,7 @@ from xferlib.memory.device_pool import size_class
 from xferlib.packing import Layout
 from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.ends import End, Started, end_of
-from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, tree_nbytes
+from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
@@ -418,10 +418,9 @@ class _Putter:
         limit = self._stager.stats().device_limit_nbytes
         if limit is None:
             return
-        trees = trees_of(self._stager.backend)
-        described = [alike for alike in map(trees.describe, trees.arrays(batch)[0]) if alike is not None]
         # As they are allocated: an eighth larger at most.
-        check_room("device", depth, count, sum(map(size_class, Layout(described).sizes)), limit, "batches")
+        sizes = Layout(described(batch, trees_of(self._stager.backend))).sizes
+        check_room("device", depth, count, sum(map(size_class, sizes)), limit, "batches")
 
     def in_place(self, batch: Any) -> bool:
         """Tell whether a copy reads the memory of a batch that the source may rewrite."""

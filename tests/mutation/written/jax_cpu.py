@@ -71,7 +71,7 @@ MUTANTS = [
         "        except BaseException:\n            self.let_go(number)\n            raise",
         "        except BaseException:\n            raise",
     ),
-    (PREFETCH, '            if charge.memory == "device" or first.pinned\n', ""),
+    (PREFETCH, 'if charge.memory == "device" else charge', "if True else charge"),
     (GATHER, "last[parts.overlap :]", "last"),
     (CAPSULE, "        if capsule is None or _is_valid(capsule, NAME):\n", "        if capsule is None:\n"),
     (UNPACK, "    return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT", "    return nbytes"),
