@@ -79,7 +79,7 @@ MUTANTS = [
     (BILL, "    if count * nbytes <= limit:", "    if count * nbytes < limit:"),
     (BILL, "    fit = limit // nbytes - BESIDE_DEPTH", "    fit = limit // nbytes"),
     (PREFETCH, "        self._check_room(tree, self._depth, self._count)\n", ""),
-    (PREFETCH, "sum(map(size_class, Layout(described).sizes))", "sum(Layout(described).sizes)"),
+    (PREFETCH, "sum(map(size_class, sizes))", "sum(sizes)"),
     (DRAIN, '        if self._stager.when_full != "stage":\n', "        if True:\n"),
     (
         DRAIN,
