@@ -19,6 +19,8 @@ from tests.pipeline.steps import until
 
 PIPELINE = Path(xferlib.__file__).parent / "pipeline"
 CORE = (str(Path(xferlib.__file__).parent), str(Path(xferlib_host.__file__).parent))
+LOOPS = 10
+"""That are closed by one operation: to close one may be over before an interrupt comes."""
 
 Maker = Callable[[xferlib.Stager], Pass]
 
@@ -61,21 +63,28 @@ def test_an_interrupted_close_can_be_repeated(make: Callable[[Any, xferlib.Stage
         loops: list[Any] = []
 
         def begin() -> None:
-            loops.append(make(arrays(), stager))
-            assert number_in(next(loops[-1])) == 0
+            for _ in range(LOOPS):
+                loops.append(make(arrays(), stager))
+                assert number_in(next(loops[-1])) == 0
+
+        def close() -> None:
+            for loop in loops:
+                loop.close()
 
         def end() -> None:
-            loops[-1].close()
-            loops[-1].close()
-            with pytest.raises(xferlib.ClosedError):
-                next(loops[-1])
+            close()
+            close()
+            for loop in loops:
+                with pytest.raises(xferlib.ClosedError):
+                    next(loop)
             loops.clear()
             begin()
 
         begin()
-        interrupted(lambda: loops[-1].close(), times=COUNT, seed=SEED, where=in_pipelines, after=end)
+        interrupted(close, times=COUNT, seed=SEED, where=in_pipelines, after=end)
         until_free()
-        loops.pop().close()
+        close()
+        loops.clear()
         no_threads()
         at_rest(stager)
 
