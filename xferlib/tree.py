@@ -80,7 +80,6 @@ class Trees:
         """Returns shape and dtype of an array; None for what is none."""
         self.bare: set[type] = {np.ndarray, str, bytes, bool, int, float, complex}
         """Types that are leaves, as far as it is known."""
-        self._registered: set[type] = set()
 
     def _by_backend(self, array: Any) -> Alike | None:
         assert self._describe is not None
@@ -116,10 +115,13 @@ class Trees:
         return leaves, None if spec.is_leaf() else spec, kinds
 
     def _learn(self, kinds: set[type], leaves: list[Any]) -> bool:
-        """Look at leaves of types that are not known, one of each: there may be hundreds. Tell whether any can be taken apart."""
+        """Look at leaves of types that are not known, one of each: there may be hundreds. Tell whether any can be taken apart.
+
+        Also one that another thread has registered since they were flattened.
+        """
         found = False
         for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items():
-            if kind in self.bare or kind in self._registered:
+            if kind in self.bare:
                 continue
             if self._take_apart is not None and self._put_together is not None and self._take_apart(leaf) is not None:
                 self._register(kind, self._take_apart, self._put_together)
@@ -149,7 +151,6 @@ class Trees:
                 optree.register_pytree_node(kind, apart, together, namespace=self.namespace)
         finally:
             _registering.pop(thread, None)
-        self._registered.add(kind)
 
 
 def _by_numpy(array: Any) -> Alike | None:

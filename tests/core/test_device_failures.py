@@ -205,6 +205,22 @@ def test_an_interrupted_question_loses_no_block() -> None:
     assert blocks.nbytes == 3 * MIB
 
 
+def test_what_an_interrupt_has_kept_from_coming_back_comes_back_at_the_next_request_though_nothing_else_was_posted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device()
+    blocks = cache(device)
+    leases = [blocks.lease(MIB, {})]
+    leases.clear()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+        patch.setattr(blocks, "_end", lambda row: interrupt())
+        blocks.lease(MIB, {})
+    # While the traceback lives, so does what the interrupted request was to get: that it is gone tells nobody to look.
+    assert blocks.lease(MIB, {})[0] is device.made[0]
+    assert len(device.made) == 1
+    del caught
+
+
 def test_a_trim_by_a_finalizer_inside_a_request_loses_no_block() -> None:
     device = Device()
     blocks = cache(device, 3 * MIB)

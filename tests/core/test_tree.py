@@ -20,9 +20,9 @@ import optree
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread
+from tests.core.fakes import WATCHDOG, held, on_thread
 from xferlib.protocol import TakenApart
-from xferlib.tree import PLAIN, flatten, flatten_like, path, trees_of, unflatten
+from xferlib.tree import PLAIN, Trees, flatten, flatten_like, path, trees_of, unflatten
 
 
 class Colour(Enum):
@@ -257,6 +257,27 @@ def test_names_ride_along_a_pipeline(stager: xferlib.Stager) -> None:
         (4, "2.png"),
         (6, "3.png"),
     ]
+
+
+def test_a_class_that_another_thread_learns_in_between_is_taken_apart_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Batch:
+        image: Any
+
+    trees = Trees("learned by two")
+    learn = trees._learn
+
+    def after_another(kinds: set[type], leaves: list[Any]) -> bool:
+        monkeypatch.setattr(trees, "_learn", learn)
+        assert on_thread(lambda: learn(kinds, leaves)).result(WATCHDOG)
+        return learn(kinds, leaves)
+
+    monkeypatch.setattr(trees, "_learn", after_another)
+    image = np.arange(3)
+    leaves, spec = trees.flatten(Batch(image))
+    assert len(leaves) == 1
+    assert leaves[0] is image
+    assert unflatten(spec, leaves).image is image
 
 
 def test_dict_keys_keep_their_order() -> None:

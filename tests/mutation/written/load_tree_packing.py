@@ -26,8 +26,8 @@ MUTANTS = [
     (LOAD, "    if not names:\n        return {}\n", ""),
     (
         TREE,
-        "            if kind in self.bare or kind in self._registered:\n                continue\n",
-        "            if kind in self.bare:\n                continue\n",
+        "                self._register(kind, _fields, _rebuild)\n                found = True\n",
+        "                self._register(kind, _fields, _rebuild)\n",
     ),
     (TREE, "for field in dataclasses.fields(instance))", "for field in dataclasses.fields(instance) if field.init)"),
     (

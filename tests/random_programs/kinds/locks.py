@@ -76,7 +76,7 @@ class Pin(Kind):
         try:
             pin = opened.stager.pin(array)
         except (ValueError, xferlib.AllocationError) as error:
-            if leaf.locked:
+            if leaf.locked or (opened.tight and isinstance(error, xferlib.AllocationError)):
                 raise Skip(f"refused: {error}") from None
             raise
         leaf.locked = True

@@ -48,6 +48,31 @@ class Put(Kind):
         reads(host, transfer, arguments["stager"], borrow=borrow, careless=bool(arguments.get("careless")))
 
 
+@final
+class DropBorrowed(Kind):
+    """Drop a borrowed put whose copies are being started, and put the next: its memory must not be the first one's yet."""
+
+    name = "drop_borrowed"
+    weight = 1.0
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        stager = sketch.pick("stager")
+        if stager is None:
+            return []
+        # Large enough to be lent, and so that the second put comes before the last copy of the first.
+        shape = [sketch.random.choice((1 << 20, 2 << 20, 4 << 20))]
+        makes = [Make().made(sketch, stager, [[1, "uint8", shape, "C", memory]], "leaf") for memory in ("pageable", "pinned")]
+        first, second = [Put().of(sketch, stager, make.arguments["to"]) for make in makes]
+        for name, value in (("borrow", True), ("stream", None), ("careless", False)):
+            first.arguments[name] = value
+        dropped = first.arguments["to"]
+        sketch.gone(dropped)
+        return [*makes, first, Step("drop", {"names": [dropped]}), second]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        raise AssertionError("it is drawn as steps of other kinds")
+
+
 def put_alike(sketch: Sketch, seen: Seen) -> list[Step]:
     """Return steps that put other arrays like these by the stager that put them: where memory is used too soon, they lie there."""
     stager = seen.get("stager")
@@ -276,4 +301,4 @@ class CheckDevice(Kind):
         world.check_device(world.find(arguments["device"], Device, own=True), arguments["device"])
 
 
-ALL: tuple[type[Kind], ...] = (Put, PutInto, Value, Done, CheckDevice)
+ALL: tuple[type[Kind], ...] = (Put, PutInto, DropBorrowed, Value, Done, CheckDevice)

@@ -183,6 +183,49 @@ class ShareSlot(Kind):
 
 
 @final
+class KeepView(Kind):
+    """Keep a view of a slot that goes back to its ring, and use the ring: whoever has the view must go on seeing what it saw."""
+
+    name = "keep_view"
+    weight = 0.7
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        if not sketch.traits.mapped:
+            return []
+        ring = sketch.pick("ring", lambda seen: seen["device"] == 0 and seen["slots"] > 1)
+        if ring is None:
+            return []
+        leaves = sum(group[0] for group in sketch.seen(ring)["groups"])
+        return [self.step(ring=ring, index=sketch.random.randrange(leaves), owner=sketch.name("o"))]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        slots, owner = world.find(arguments["ring"], Slots), arguments["owner"]
+        if slots.closed or slots.stager.closed or len(slots.out) + 1 >= slots.slots:
+            raise Skip("too few slots are free")
+        slot = slots.ring.acquire()
+        leaf = write_slot(slot, slots.groups, owner)[arguments["index"]]
+        if not leaf.array.nbytes:
+            slot.release()
+            raise Skip("it cannot be mapped")
+        try:
+            view = slots.stager.stager.mapped(leaf.array)
+        except ValueError as error:
+            slot.release()
+            # As in `Map`.
+            if "not in pinned memory" not in str(error) or not slots.stager.stager.stats().pool_fallbacks:
+                raise
+            raise Skip("the limit had no room for pinned memory when it was made") from None
+        slot.release()
+        # One more than are free, so that the ring comes round.
+        for turn in range(slots.slots):
+            other = slots.ring.acquire()
+            write_slot(other, slots.groups, f"{owner}.{turn}")
+            other.release()
+        assert_holds(world.kit.read(view), leaf.content, "what a view showed whose slot went back")
+
+
+@final
 class CloseRing(Kind):
     name = "close_ring"
     weight = 0.5
@@ -232,4 +275,4 @@ class Turn(Kind):
                 assert_holds(world.kit.read(array), content, "what a slot's put gave")
 
 
-ALL: tuple[type[Kind], ...] = (OpenRing, Acquire, PutSlot, ShareSlot, CloseRing, Turn)
+ALL: tuple[type[Kind], ...] = (OpenRing, Acquire, PutSlot, ShareSlot, KeepView, CloseRing, Turn)
