@@ -12,7 +12,7 @@ from tests.random_programs.program import Step
 from tests.random_programs.sketch import Sketch
 from tests.random_programs.world import Host, Leaf, Reader, Skip, World
 
-__all__ = ["ALL", "Locked"]
+__all__ = ["ALL", "Locked", "mapped"]
 
 
 @final
@@ -106,6 +106,17 @@ class Unpin(Kind):
         locked.pin.close()
 
 
+def mapped(stager: xferlib.Stager, array: Array, stream: Any = None) -> Any:
+    """Return the device's view of what was made as pinned memory. Raises `Skip` where the limit had no room for it."""
+    try:
+        return stager.mapped(array, stream=stream)
+    except ValueError as error:
+        # Any other refusal is a failure.
+        if "not in pinned memory" not in str(error) or not stager.stats().pool_fallbacks:
+            raise
+        raise Skip("the limit had no room for pinned memory when it was made") from None
+
+
 @final
 class Map(Kind):
     """Look at pinned memory through the device's view of it, or let held work on the device read it."""
@@ -136,13 +147,7 @@ class Map(Kind):
         if not leaf.array.nbytes or not leaf.array.flags.c_contiguous or host.lost or (name is not None and hold is None):
             raise Skip("it cannot be mapped")
         world.settled(host)
-        try:
-            view = opened.stager.mapped(leaf.array, stream=None if hold is None else hold.stream)
-        except ValueError as error:
-            # Any other refusal is a failure.
-            if "not in pinned memory" not in str(error) or not opened.stager.stats().pool_fallbacks:
-                raise
-            raise Skip("the limit had no room for pinned memory when it was made") from None
+        view = mapped(opened.stager, leaf.array, None if hold is None else hold.stream)
         if hold is not None:
             reader = Reader(str(name), world.kit.read_later(view, hold.hold), leaf.content, None)
             host.busy[reader] = "the device"

@@ -8,7 +8,7 @@ import xferlib
 from tests.random_programs.content import Content, assert_holds, fill
 from tests.random_programs.kinds.holds import HoldCompute, HoldCopies
 from tests.random_programs.kinds.kind import Kind, refusable
-from tests.random_programs.kinds.locks import Map
+from tests.random_programs.kinds.locks import Map, mapped
 from tests.random_programs.kinds.puts import Put
 from tests.random_programs.program import Step
 from tests.random_programs.sketch import Sketch
@@ -204,19 +204,13 @@ class KeepView(Kind):
         if slots.closed or slots.stager.closed or len(slots.out) + 1 >= slots.slots:
             raise Skip("too few slots are free")
         slot = slots.ring.acquire()
-        leaf = write_slot(slot, slots.groups, owner)[arguments["index"]]
-        if not leaf.array.nbytes:
-            slot.release()
-            raise Skip("it cannot be mapped")
         try:
-            view = slots.stager.stager.mapped(leaf.array)
-        except ValueError as error:
+            leaf = write_slot(slot, slots.groups, owner)[arguments["index"]]
+            if not leaf.array.nbytes:
+                raise Skip("it cannot be mapped")
+            view = mapped(slots.stager.stager, leaf.array)
+        finally:
             slot.release()
-            # As in `Map`.
-            if "not in pinned memory" not in str(error) or not slots.stager.stager.stats().pool_fallbacks:
-                raise
-            raise Skip("the limit had no room for pinned memory when it was made") from None
-        slot.release()
         # One more than are free, so that the ring comes round.
         for turn in range(slots.slots):
             other = slots.ring.acquire()
