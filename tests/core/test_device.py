@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -652,6 +653,36 @@ def test_while_readers_are_behind_small_blocks_are_taken_several_at_a_time() -> 
     grown = len(device.allocated)
     assert grown == 31 + 5 * 17
     assert blocks.nbytes == 256 * grown
+
+
+@pytest.mark.parametrize(("size", "late"), [(256, 2), (256 << 10, 2), (MIB, 20)])
+def test_after_a_small_put_whose_block_came_free_by_a_hair_there_is_one_more(size: int, late: int) -> None:
+    readers: list[Point] = []
+    looks = []
+
+    class Reading(Device):
+        def retire(self, streams: Iterable[Stream]) -> Point:
+            readers.append(Point())
+            return readers[-1]
+
+    class JustDone(DeviceHolders):
+        def reap(self) -> bool:
+            """Take as long as the readers do."""
+            looks.append(len(readers))
+            for reader in readers:
+                reader.reached = True
+            return False
+
+    device = Reading()
+    blocks = cache(device, holders=JustDone())
+    for _ in range(20):
+        # All but those of the block that the put before has just let go of.
+        for reader in readers:
+            reader.reached = True
+        lease = blocks.lease(size, {7: Stream(7, None)})
+        del lease
+    assert len(looks) == late
+    assert device.allocated == [size] * (1 if size == MIB else 2)
 
 
 def test_no_spare_is_taken_of_what_is_large_nor_beyond_the_limit() -> None:

@@ -357,11 +357,15 @@ class DevicePool:
         # Copies that are done may hold the last reference to an array, and so to its block.
         self._reclaimer.reap()
         collected = False
+        row = self._alone(self._reuse, size, number, streams)
+        if row is not None:
+            if size <= SPARE_NBYTES:
+                # Late by a hair, and all that come would be, too: with one block more each has one that has been idle for longer.
+                with suppress(*self._failures):
+                    uninterrupted(lambda: self._add_spare(size))
+            return row
         while True:
             changes = self._changes
-            row = self._alone(self._reuse, size, number, streams)
-            if row is not None:
-                return row
             if self._doomed:
                 uninterrupted(self._free_doomed)
             row, reserved = self._alone(self._make_room, size, number, streams)
@@ -372,16 +376,19 @@ class DevicePool:
             if self._doomed:
                 uninterrupted(self._free_doomed)
             elif self._reclaimer.wait_oldest():
-                continue
+                pass
             elif self._at_work.is_more_to_come():
                 time.sleep(LOOK_SECONDS)
             elif changes != self._changes or self._returns:
-                continue
+                pass
             elif collected:
                 raise self._full(size)
             else:
                 gc.collect()
                 collected = True
+            row = self._alone(self._reuse, size, number, streams)
+            if row is not None:
+                return row
 
     def _make_room(self, size: int, number: int, streams: Streams) -> tuple[_Row | None, bool]:
         """Lease a block whose readers the H2D stream waits for, or say whether one may be allocated, or doom others first."""

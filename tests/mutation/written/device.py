@@ -125,4 +125,7 @@ MUTANTS = [
         "            if not self._reserve(size, number):\n                return False\n        try:",
         "            self._reserve(size, number)\n        try:",
     ),
+    (DEVICE, "            if size <= SPARE_NBYTES:\n", "            if size < SPARE_NBYTES:\n"),
+    (DEVICE, "            if size <= SPARE_NBYTES:\n", "            if True:\n"),
+    (DEVICE, "            if size <= SPARE_NBYTES:\n", "            if False:\n"),
 ]
