@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, final
 
 import xferlib
-from tests.random_programs.content import Array, assert_holds
+from tests.random_programs.content import Array, Wrong, assert_holds
+from tests.random_programs.kinds.holds import HoldCopies
+from tests.random_programs.kinds.hosts import Make
 from tests.random_programs.kinds.kind import Kind
 from tests.random_programs.kinds.puts import Put
 from tests.random_programs.program import Step
@@ -45,16 +47,17 @@ class Pin(Kind):
         leaves = [group for group in sketch.seen(source)["groups"] for _ in range(group[0])]
         index = sketch.random.choice([at for at, leaf in enumerate(leaves) if leaf[4] in ("pageable", "readonly")])
         if sketch.chance(0.7):
-            return [self._of(sketch, stager, source, index, sketch.random.choice(("whole", "whole", "head", "tail")))]
+            return [self.of(sketch, stager, source, index, sketch.random.choice(("whole", "whole", "head", "tail")))]
         # Both ends, by one stager or by two, and something between them that no copy engine can use.
         other = sketch.pick("stager")
         assert other is not None
-        steps = [self._of(sketch, stager, source, index, "head"), self._of(sketch, other, source, index, "tail")]
+        steps = [self.of(sketch, stager, source, index, "head"), self.of(sketch, other, source, index, "tail")]
         putting = sketch.pick("stager")
         assert putting is not None
         return [*steps, Put().of(sketch, putting, source)]
 
-    def _of(self, sketch: Sketch, stager: str, source: str, index: int, part: str) -> Step:
+    def of(self, sketch: Sketch, stager: str, source: str, index: int, part: str) -> Step:
+        """Return the step that pins an array or a part of it."""
         return self.step(to=sketch.add(sketch.name("p"), "pin"), stager=stager, source=source, index=index, part=part)
 
     def run(self, world: World, **arguments: Any) -> None:
@@ -91,10 +94,12 @@ class Unpin(Kind):
 
     def draw(self, sketch: Sketch) -> list[Step]:
         pin = sketch.pick("pin", own=True)
-        if pin is None:
-            return []
+        return [] if pin is None else [self.of(sketch, pin)]
+
+    def of(self, sketch: Sketch, pin: str) -> Step:
+        """Return the step that undoes a pin."""
         sketch.gone(pin)
-        return [self.step(pin=pin)]
+        return self.step(pin=pin)
 
     def run(self, world: World, **arguments: Any) -> None:
         locked = world.find(arguments["pin"], Locked, own=True)
@@ -104,6 +109,30 @@ class Unpin(Kind):
         world.quiet_but_for(locked.host, locked.stager)
         del world.things[arguments["pin"]]
         locked.pin.close()
+        if not all(end.done() for end, by in locked.host.busy.items() if by == locked.stager):
+            raise Wrong("a pin was undone while its stager copied what was pinned")
+
+
+@final
+class UnpinUnderCopy(Kind):
+    """Undo a pin while a copy of what it pins is held."""
+
+    name = "unpin_under_copy"
+    weight = 1.0
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        stager = sketch.pick("stager", lambda seen: seen["device"] == 0)
+        if stager is None or not sketch.traits.register or len(sketch.names("hold")) >= sketch.traits.holds:
+            return []
+        make = Make().made(sketch, stager, [[1, "uint8", [sketch.random.choice((1 << 20, 3 << 20))], "C", "pageable"]], "leaf")
+        source = make.arguments["to"]
+        pin = Pin().of(sketch, stager, source, 0, "whole")
+        hold = HoldCopies().of(sketch, stager, "h2d")
+        return [make, pin, hold, Put().of(sketch, stager, source), Unpin().of(sketch, pin.arguments["to"])]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        raise AssertionError("it is drawn as steps of other kinds")
 
 
 def mapped(stager: xferlib.Stager, array: Array, stream: Any = None) -> Any:
@@ -161,4 +190,4 @@ class Map(Kind):
             world.check_host(host, "what a mapped view wrote")
 
 
-ALL: tuple[type[Kind], ...] = (Pin, Unpin, Map)
+ALL: tuple[type[Kind], ...] = (Pin, Unpin, UnpinUnderCopy, Map)
