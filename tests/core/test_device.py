@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, on_thread, until
+from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, Slab, off_main, on_thread, until
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.memory import device_pool
 from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING, DevicePool, Lease, note_reader, size_class
@@ -655,34 +656,173 @@ def test_while_readers_are_behind_small_blocks_are_taken_several_at_a_time() -> 
     assert blocks.nbytes == 256 * grown
 
 
+class Reading(Device):
+    """The backend of a program whose kernels read what was put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers: list[Point] = []
+        self.attempts = 0
+        self.refusal: type[Exception] | None = None
+        self.gate: threading.Event | None = None
+        self.entered = threading.Event()
+
+    def retire(self, streams: Iterable[Stream]) -> Point:
+        self.readers.append(Point())
+        return self.readers[-1]
+
+    def finish(self) -> None:
+        for reader in self.readers:
+            reader.reached = True
+
+    def alloc_device(self, nbytes: int) -> Slab:
+        self.attempts += 1
+        if self.refusal is not None:
+            raise self.refusal("full")
+        gate = self.gate
+        if gate is not None:
+            # That of whoever comes first.
+            self.gate = None
+            self.entered.set()
+            assert gate.wait(WATCHDOG)
+        return super().alloc_device(nbytes)
+
+
+class JustDone(DeviceHolders):
+    """What is in flight: to look through it takes as long as the readers do."""
+
+    def __init__(self, device: Reading) -> None:
+        self.device = device
+        self.looks = 0
+
+    def reap(self) -> bool:
+        self.looks += 1
+        self.device.finish()
+        return False
+
+
+def put_late(blocks: DevicePool, size: int = 256) -> None:
+    lease = blocks.lease(size, {7: Stream(7, None)})
+    del lease
+
+
 @pytest.mark.parametrize(("size", "late"), [(256, 2), (256 << 10, 2), (MIB, 20)])
-def test_after_a_small_put_whose_block_came_free_by_a_hair_there_is_one_more(size: int, late: int) -> None:
-    readers: list[Point] = []
-    looks = []
-
-    class Reading(Device):
-        def retire(self, streams: Iterable[Stream]) -> Point:
-            readers.append(Point())
-            return readers[-1]
-
-    class JustDone(DeviceHolders):
-        def reap(self) -> bool:
-            """Take as long as the readers do."""
-            looks.append(len(readers))
-            for reader in readers:
-                reader.reached = True
-            return False
-
+def test_after_a_small_put_that_came_too_early_by_a_hair_there_is_one_more_block(size: int, late: int) -> None:
     device = Reading()
-    blocks = cache(device, holders=JustDone())
+    holders = JustDone(device)
+    blocks = cache(device, holders=holders)
     for _ in range(20):
         # All but those of the block that the put before has just let go of.
-        for reader in readers:
-            reader.reached = True
-        lease = blocks.lease(size, {7: Stream(7, None)})
-        del lease
-    assert len(looks) == late
+        device.finish()
+        put_late(blocks, size)
+    assert holders.looks == late
     assert device.allocated == [size] * (1 if size == MIB else 2)
+
+
+@pytest.mark.parametrize(("size", "most"), [(256, 16), (64 << 10, 4)])
+@pytest.mark.parametrize("refusal", [None, OSError, MemoryError])
+def test_puts_that_all_come_too_early_try_a_few_times_and_no_more(size: int, most: int, refusal: type[Exception] | None) -> None:
+    device = Reading()
+    blocks = cache(device, holders=JustDone(device))
+    kept = []
+    for _ in range(2):
+        device.refusal = None
+        device.finish()
+        put_late(blocks, size)
+        tried, device.refusal = device.attempts, refusal
+        for _ in range(50):
+            # Every block is idle behind readers that are done only in the next look.
+            kept = [blocks.lease(size, {7: Stream(7, None)}) for _ in range(len(blocks._rows))]
+            kept.clear()
+        assert device.attempts == tried + most
+        blocks.trim()
+
+
+def test_a_put_that_comes_too_early_at_the_limit_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Reading()
+    blocks = cache(device, limit=256, holders=JustDone(device))
+    put_late(blocks)
+    helpers = []
+
+    def counted(call: Any) -> Any:
+        helpers.append(call)
+        return call()
+
+    monkeypatch.setattr(device_pool, "uninterrupted", counted)
+    for _ in range(100):
+        put_late(blocks)
+    assert len(helpers) == 16
+    assert device.allocated == [256]
+    assert blocks.nbytes == 256
+
+
+def test_a_put_that_waited_for_a_transfer_wants_no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: list[Lease] = []
+
+    class Slow(DeviceHolders):
+        def wait_oldest(self) -> bool:
+            under_way.clear()
+            return True
+
+    blocks = cache(Device(), limit=256, holders=Slow())
+    under_way.append(blocks.lease(256, {}))
+    helpers: list[Any] = []
+    monkeypatch.setattr(device_pool, "uninterrupted", helpers.append)
+    assert blocks.lease(256, {})[0].nbytes == 256
+    assert not helpers
+
+
+def test_who_finds_no_room_because_of_a_spare_waits_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, sleep, slept = Reading(), time.sleep, []
+
+    def noted(seconds: float) -> None:
+        slept.append(seconds)
+        sleep(seconds)
+
+    blocks = cache(device, limit=512, holders=JustDone(device))
+    put_late(blocks)
+    gate = device.gate = threading.Event()
+    first = on_thread(lambda: put_late(blocks))
+    try:
+        assert device.entered.wait(WATCHDOG)
+        # The block is the first put's still, and the rest of the limit the spare's.
+        monkeypatch.setattr(device_pool.time, "sleep", noted)
+        second = on_thread(lambda: blocks.lease(256, {}))
+        assert until(lambda: second.done() or slept.count(device_pool.LOOK_SECONDS) > 3)
+        assert not second.done()
+    finally:
+        gate.set()
+    first.result(WATCHDOG)
+    assert second.result(WATCHDOG)[0].nbytes == 256
+    assert device.allocated == [256, 256]
+
+
+def test_no_spare_is_taken_when_the_stager_was_closed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wanted it was interrupted, and closed the stager before the thread that was to take it had begun."""
+    device = Reading()
+    blocks = cache(device, holders=JustDone(device))
+    put_late(blocks)
+    later: list[Any] = []
+    monkeypatch.setattr(device_pool, "uninterrupted", later.append)
+    put_late(blocks)
+    monkeypatch.undo()
+    blocks.close()
+    (take,) = later
+    take()
+    assert device.allocated == [256]
+    assert device.freed == device.made
+    assert not blocks._rows
+
+
+def test_a_spare_is_taken_where_no_interrupt_comes() -> None:
+    device = Reading()
+    blocks = cache(device, holders=JustDone(device))
+    put_late(blocks)
+    threads = []
+    allocate = device.alloc_device
+    device.alloc_device = lambda nbytes: threads.append(off_main()) or allocate(nbytes)  # type: ignore[method-assign,func-returns-value]
+    put_late(blocks)
+    assert threads == [True]
 
 
 def test_no_spare_is_taken_of_what_is_large_nor_beyond_the_limit() -> None:

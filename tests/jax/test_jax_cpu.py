@@ -14,6 +14,7 @@ from xferlib_jax import conformance
 
 from tests import children
 from tests.core.fakes import on_thread
+from tests.jax.test_jax_layouts import by_import
 from xferlib.conformance.values import assert_same, words
 from xferlib.errors import BackendUnavailableError, TransferError
 from xferlib.stager import Stager
@@ -77,6 +78,18 @@ def test_an_array_that_was_computed_when_it_was_promised_is_not_asked_again(cpu:
     array = on_cpu(words(1))
     promise = Promises(Readings(lambda: None)).make(Deleted(), array.__dlpack__())
     assert promise.wait() == array.unsafe_buffer_pointer()
+
+
+def test_a_promised_array_in_another_order_is_laid_out_once(cpu: Stager) -> None:
+    """Each of the engine's chunks asks for its memory."""
+    from xferlib_jax._promise import Promises
+    from xferlib_jax._reading import Readings
+
+    array = by_import(np.arange(35, dtype=np.float32).reshape(5, 7))
+    promise = Promises(Readings(lambda: None)).make(array)
+    first = promise.wait()
+    assert first != array.unsafe_buffer_pointer()
+    assert promise.wait() == first
 
 
 def test_what_was_read_is_let_go_of_by_one_look() -> None:

@@ -159,6 +159,8 @@ class DevicePool:
         self._allocating: dict[int, bool] = {}
         """Of those whose allocation has begun, whether the lease has not ended meanwhile."""
         self._at_work = AtWork()
+        self._late: defaultdict[int, int] = defaultdict(int)
+        """By size, how often a spare was to be had after a put that came too early by a hair."""
         # Derived from the rows.
         self._leased: dict[int, _Row] = {}
         self._places: dict[int, _Row] = {}
@@ -349,6 +351,9 @@ class DevicePool:
         row.lease, row.readers, row.streams, row.since = None, readers, {}, self._changes
         if doomed:
             self._doomed.append(row)
+        elif row.fence is None:
+            # As `_Cell.append`.
+            self._idle[row.nbytes].free.append(row)
         else:
             self._idle[row.nbytes].append(row)
 
@@ -356,16 +361,15 @@ class DevicePool:
         """Lease a block for which there was none idle: wait for one, make room, or allocate."""
         # Copies that are done may hold the last reference to an array, and so to its block.
         self._reclaimer.reap()
-        collected = False
-        row = self._alone(self._reuse, size, number, streams)
-        if row is not None:
-            if size <= SPARE_NBYTES:
-                # Late by a hair, and all that come would be, too: with one block more each has one that has been idle for longer.
-                with suppress(*self._failures):
-                    uninterrupted(lambda: self._add_spare(size))
-            return row
+        collected = looked = False
         while True:
             changes = self._changes
+            row = self._alone(self._reuse, size, number, streams)
+            if row is not None:
+                if not looked:
+                    self._have_one_more(size)
+                return row
+            looked = True
             if self._doomed:
                 uninterrupted(self._free_doomed)
             row, reserved = self._alone(self._make_room, size, number, streams)
@@ -376,19 +380,16 @@ class DevicePool:
             if self._doomed:
                 uninterrupted(self._free_doomed)
             elif self._reclaimer.wait_oldest():
-                pass
+                continue
             elif self._at_work.is_more_to_come():
                 time.sleep(LOOK_SECONDS)
             elif changes != self._changes or self._returns:
-                pass
+                continue
             elif collected:
                 raise self._full(size)
             else:
                 gc.collect()
                 collected = True
-            row = self._alone(self._reuse, size, number, streams)
-            if row is not None:
-                return row
 
     def _make_room(self, size: int, number: int, streams: Streams) -> tuple[_Row | None, bool]:
         """Lease a block whose readers the H2D stream waits for, or say whether one may be allocated, or doom others first."""
@@ -411,14 +412,18 @@ class DevicePool:
         cell = self._idle.get(size)
         if cell is None:
             return None
-        for rows in (cell.free,) if cell.free else cell.behind.values():
+        free = cell.free
+        for rows in (free,) if free else cell.behind.values():
             if not rows:
                 continue
             row = rows[0]
-            reached = True if row.fence is None else self._reached(row.fence)
+            fence = row.fence
+            reached = fence is None or self._reached(fence)
             if reached and not self._lost(row.block):
                 # Mostly so, and in the path of every small put: `_leased_to`, in some steps less.
-                row.fence, row.lease, row.streams = None, number, streams
+                row.fence = None
+                row.lease = number
+                row.streams = streams
                 rows.popleft()
                 self._leased[number] = row
                 return row
@@ -496,6 +501,7 @@ class DevicePool:
             self._doomed.append(row)
 
     def _doom_all(self) -> None:
+        self._late.clear()
         self._doom([row for cell in self._idle.values() for row in cell])
 
     def _trim(self) -> None:
@@ -630,18 +636,36 @@ class DevicePool:
             if not self._add_spare(size):
                 return
 
+    def _have_one_more(self, size: int) -> None:
+        """Allocate a spare after a put that came for its block too early by a hair: all that follow would, too.
+
+        A few times for a size and no more, whatever comes of it: a put that waits for nothing must not pay for each attempt.
+        """
+        attempts = self._late[size]
+        if attempts < min(SPARES, SPARE_NBYTES // size):
+            self._late[size] = attempts + 1
+            # The put has its block, and what befalls the spare is nothing to it.
+            with suppress(Exception):
+                uninterrupted(lambda: self._add_spare(size))
+
     def _add_spare(self, size: int) -> bool:
         """Allocate a block that nobody needs yet, if the limit has room. On a thread that no interrupt comes to."""
-        number = self._count()
-        # Counted and taken back on this thread: no lease has this number, whose end would settle it.
-        with self._lock:
-            if not self._reserve(size, number):
+        # Who finds no room because of it waits until it is there.
+        with self._at_work:
+            number = self._count()
+            # Counted and taken back on this thread: no lease has this number, whose end would settle it.
+            if not self._alone(self._reserve_spare, size, number):
                 return False
-        try:
-            self._enter(_Row(number, self._backend.alloc_device(size)), None, {})
-        finally:
-            self._growing.pop(number, None)
-        return True
+            try:
+                self._enter(_Row(number, self._backend.alloc_device(size)), None, {})
+            finally:
+                self._growing.pop(number, None)
+                self._changes += 1
+            return True
+
+    def _reserve_spare(self, size: int, number: int) -> bool:
+        # Whoever wanted it may have been interrupted since, and have closed the stager.
+        return not self._closed and self._reserve(size, number)
 
     def _full(self, size: int) -> AllocationError:
         if is_copy_thread():

@@ -76,8 +76,8 @@ MUTANTS = [
     (DEVICE, "            if reached is None or self._lost(row.block):", "            if self._lost(row.block):"),
     (
         DEVICE,
-        "                row.fence, row.lease, row.streams = None, number, streams\n                rows",
-        "                row.lease, row.streams = number, streams\n                rows",
+        "                row.fence = None\n                row.lease",
+        "                row.lease",
     ),
     (DEVICE, "            if not rows:\n                continue\n", "            if not rows:\n                break\n"),
     (
@@ -122,10 +122,24 @@ MUTANTS = [
     ),
     (
         DEVICE,
-        "            if not self._reserve(size, number):\n                return False\n        try:",
-        "            self._reserve(size, number)\n        try:",
+        "            if not self._alone(self._reserve_spare, size, number):\n                return False\n",
+        "            self._alone(self._reserve_spare, size, number)\n",
     ),
-    (DEVICE, "            if size <= SPARE_NBYTES:\n", "            if size < SPARE_NBYTES:\n"),
-    (DEVICE, "            if size <= SPARE_NBYTES:\n", "            if True:\n"),
-    (DEVICE, "            if size <= SPARE_NBYTES:\n", "            if False:\n"),
+    (DEVICE, "                if not looked:\n", "                if True:\n"),
+    (DEVICE, "                if not looked:\n", "                if False:\n"),
+    (DEVICE, "        if attempts < min(SPARES, SPARE_NBYTES // size):", "        if attempts < SPARES:"),
+    (DEVICE, "        if attempts < min(SPARES, SPARE_NBYTES // size):", "        if attempts < SPARE_NBYTES // size:"),
+    (
+        DEVICE,
+        "            with suppress(Exception):\n                uninterrupted",
+        "            with suppress(*self._failures):\n                uninterrupted",
+    ),
+    (
+        DEVICE,
+        "            with suppress(Exception):\n                uninterrupted(lambda: self._add_spare(size))",
+        "            with suppress(Exception):\n                self._add_spare(size)",
+    ),
+    (DEVICE, "        return not self._closed and self._reserve(size, number)", "        return self._reserve(size, number)"),
+    (DEVICE, "        self._late.clear()\n", ""),
+    (DEVICE, "        # Who finds no room because of it waits until it is there.\n        with self._at_work:", "        if True:"),
 ]
