@@ -16,6 +16,7 @@ from xferlib.memory.blocks import round_up
 from xferlib.memory.host import HostMemory
 from xferlib.memory.pinned_pool import ALIGNMENT, PAGE, SMALL, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
+from xferlib.staging.fetch import FILLED
 from xferlib.staging.pageable import Staging
 from xferlib.transfer import Transfer
 from xferlib.tree import Alike, Spec, path, trees_of, unflatten
@@ -63,6 +64,11 @@ class DeviceToHost:
             # What the arrays wait for now would hold up the copies that earlier gets still have to start.
             self._staging.wait_issued()
             sources, after = self._each(self._backend.as_source, leaves, spec, stream, together=self._as_sources), None
+        if addresses is not None and not any(addresses) and None in addresses:
+            assert given is not None
+            transfers = [(source.address, array) for source, array in zip(sources, given, strict=True) if array.nbytes]
+            if self._staging.fill_small(transfers, sources, after):
+                return Transfer(out, FILLED, (), True)
         looks = given is None and sum([source.nbytes for source in sources]) >= LARGE
         if looks:
             # Before memory is asked for: mostly an earlier get is done, and its memory is what is wanted.
@@ -133,9 +139,11 @@ class DeviceToHost:
         return shape, dtype
 
     def _one(self, array: Any, out: Array | None, stream: object | None) -> Transfer | None:
-        """None: `out` is in pageable memory, or empty, or earlier gets still have copies to start; and nothing was started."""
+        """None: `out` is empty, or earlier gets still have copies to start; and nothing was started."""
         shape, dtype = self._checked_one(array, out)
         address = None if out is None else self._host.address(out)
+        if out is not None and address is None:
+            return self._one_to_pageable(array, out, stream)
         if (out is not None and not address) or (out is None and self._staging.is_issuing()):
             return None
         # In the order of `start`.
@@ -162,6 +170,18 @@ class DeviceToHost:
             self._d2h.settle((source, out))
             raise
         return Transfer(out, event, self._failures, True)
+
+    def _one_to_pageable(self, array: Any, out: Array, stream: object | None) -> Transfer:
+        try:
+            source = self._backend.place(array, stream)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"at {path(None, 0)}")
+            raise
+        after = self._backend.mark(stream)
+        if self._staging.fill_small(((source.address, out),), (source,), after):
+            return Transfer(out, FILLED, (), True)
+        event, failures = self._begin([source], [out], [None], after, looked=False, ours=False)
+        return Transfer(out, event, failures, True)
 
     def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
         """Check everything that needs no order first: a leaf that is refused must not hold up transfers to come."""

@@ -12,13 +12,13 @@ import errno
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
 from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, STAGED, STOPPED, UNKNOWN, library, quick
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
 from xferlib.protocol import Event, Source, Stream
 
-__all__ = ["Job", "next_row", "refuse_parents"]
+__all__ = ["Job", "next_row", "refuse_parents", "refuse_stream_wait"]
 
 SLICE_MICROSECONDS = 50_000
 """How long is waited at a time: until a native call returns, Python runs no signal's handler."""
@@ -47,6 +47,14 @@ def refuse_parents(row: int) -> None:
             "memory cannot be transferred here: this process was forked after the stager was opened. "
             "Open stagers in the child, and start processes with the spawn or forkserver method"
         )
+
+
+def refuse_stream_wait() -> NoReturn:
+    """Raise `CapabilityError` for a get into pageable memory of the caller's."""
+    raise CapabilityError(
+        "no stream can wait for this get: its last step is a copy by the CPU into pageable memory. "
+        "Omit out=, pass out=stager.empty_pinned(...), or wait on the host with synchronize()"
+    )
 
 
 class JobLane(Protocol):
@@ -196,10 +204,7 @@ class Job:
             # Mostly it is pinned, and nobody can know that it was not yet.
             self.synchronize()
             return None
-        raise CapabilityError(
-            "no stream can wait for this get: its last step is a copy by the CPU into pageable memory. "
-            "Omit out=, pass out=stager.empty_pinned(...), or wait on the host with synchronize()"
-        )
+        refuse_stream_wait()
 
     def _note_failure(self) -> None:
         status, at, lost = ctypes.c_int32(), ctypes.c_char_p(), ctypes.c_int()

@@ -4,7 +4,7 @@ To the device: when `stage` returns, the bytes are in pinned memory and their co
 and the engine reads the arrays later. To the host: the device copies into chunks, and `copy_out` has the engine copy from there
 into the arrays. A get waits for its producer in the copy stream directly before its first copy, so that it holds up none before it.
 
-Small arrays go to the device on the caller's thread.
+Small arrays are copied on the caller's thread, to the host where it is idle.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from xferlib.memory.pinned_pool import PAGE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import LARGEST_SLOT, BounceBuffers
 from xferlib.staging.coalesce import ALIGNMENT, Part, Placed, coalesced
+from xferlib.staging.fetch import SmallGets
 from xferlib.staging.profile import StagingProfile, given_profile
 
 __all__ = ["BorrowedCopy", "Staging"]
@@ -52,6 +53,7 @@ class Staging:
         # Of a larger array the caller copies so many at a time, beside the device's copy of those before.
         self._piece_nbytes = min(LARGEST_SLOT, room)
         self._bounce = BounceBuffers(backend, pool, ledger)
+        self._small_gets = SmallGets(backend, pool, ledger, self._bounce_nbytes)
         # A chunk is a share of the limit, so that each direction has several.
         nbytes = min(self.profile.chunk_nbytes, max(PAGE, pool.limit // 8 // PAGE * PAGE))
         # Reentrant: a finalizer may transfer while its thread is in here.
@@ -162,6 +164,20 @@ class Staging:
         self._ledger.d2h.nbytes += nbytes
         return job
 
+    def fill_small(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
+        """Copy as `copy_out` does, and block until it is done, where that takes microseconds. False: it would take longer, and
+        nothing was written.
+        """
+        jobs = self._ledger.jobs
+        # One that has finished stays until somebody asks. Of the others some may write the same arrays, or have copies to start.
+        if jobs.d2h or jobs.h2d:
+            jobs.reap()
+        if jobs.d2h or jobs.h2d or not self._small_gets.fill(transfers, sources, after):
+            return False
+        self._count(len(transfers))
+        self._ledger.d2h.nbytes += sum([array.nbytes for _, array in transfers])
+        return True
+
     def wait_issued(self, target: Source | None = None) -> None:
         """Block until the copies that earlier gets still have to start are started; None: all, else of those that read `target`.
 
@@ -186,12 +202,13 @@ class Staging:
 
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any. Waits for no copy."""
-        found = [self._bounce.release(), *(lane.release() for lane in self._lanes)]
+        found = [self._bounce.release(), self._small_gets.release(), *(lane.release() for lane in self._lanes)]
         return any(found)
 
     def close(self) -> None:
         """Give the chunks back: nothing is in flight."""
         self._bounce.release()
+        self._small_gets.release()
         for lane in self._lanes:
             lane.close()
 
