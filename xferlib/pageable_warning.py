@@ -1,8 +1,8 @@
 """Saying so where a transfer that was to be asynchronous makes its caller wait.
 
 A put of memory that no copy engine can read returns when the CPU has copied it. Ordinary programs do so all the time and are told
-once a line; whoever asked for strictness is refused, before anything starts. A get makes nobody wait: threads of ours take the
-last step.
+once a line; whoever asked for strictness is refused, before anything starts. A get makes nobody wait for more than microseconds:
+threads of ours take the last step.
 """
 
 from __future__ import annotations

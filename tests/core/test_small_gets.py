@@ -15,7 +15,7 @@ from tests.core.fakes import WATCHDOG, held, on_thread, tampered
 from xferlib.engine.lanes import Lane
 from xferlib.errors import AllocationError, CapabilityError, TransferError
 from xferlib.memory.blocks import HostBlock
-from xferlib.staging import fetch
+from xferlib.staging import small_gets
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -23,8 +23,8 @@ KIB, MIB = 1 << 10, 1 << 20
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for as long as a slow machine may take; tests in which something never comes say so."""
-    monkeypatch.setattr(fetch, "PRODUCER_SECONDS", WATCHDOG)
-    monkeypatch.setattr(fetch, "COPY_SECONDS", WATCHDOG)
+    monkeypatch.setattr(small_gets, "PRODUCER_SECONDS", WATCHDOG)
+    monkeypatch.setattr(small_gets, "COPY_SECONDS", WATCHDOG)
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_a_stager_with_little_room_keeps_none_for_small_gets(jobs: list[Any]) ->
 def test_a_get_whose_producer_has_not_ended_does_not_wait_for_it(
     stager: xferlib.Stager, jobs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "PRODUCER_SECONDS", 0.0)
+    monkeypatch.setattr(small_gets, "PRODUCER_SECONDS", 0.0)
     stream = xferlib_host.Stream()
     array, out = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
     with held(stream):
@@ -120,7 +120,7 @@ def test_a_get_whose_producer_has_not_ended_does_not_wait_for_it(
 def test_behind_a_copy_of_another_get_the_engine_takes_it(
     stager: xferlib.Stager, jobs: list[Any], monkeypatch: pytest.MonkeyPatch, *, pinned: bool
 ) -> None:
-    monkeypatch.setattr(fetch.SmallGets, "_start", None)
+    monkeypatch.setattr(small_gets.SmallGets, "_start", None)
     with held(stager.backend.d2h):  # type: ignore[attr-defined]  # the host backend's
         before = stager.get(ramp(MIB), out=stager.empty_pinned(MIB, np.uint8) if pinned else np.zeros(MIB, np.uint8))
         jobs.clear()
@@ -164,7 +164,7 @@ def test_a_job_that_has_finished_and_that_nobody_asked_is_in_nobody_s_way(
 def test_a_copy_that_does_not_come_is_the_engine_s_and_its_memory_nobody_s_until_it_has(
     jobs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "COPY_SECONDS", 0.0)
+    monkeypatch.setattr(small_gets, "COPY_SECONDS", 0.0)
     with xferlib.stager("host", pinned_limit=16 * 256 * KIB, when_full="raise") as stager:
         out = np.zeros(256 * KIB, np.uint8)
         others: list[Any] = []
@@ -185,7 +185,7 @@ def test_a_copy_that_does_not_come_is_the_engine_s_and_its_memory_nobody_s_until
 
 
 def test_the_array_is_known_as_read_until_the_copy_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "COPY_SECONDS", 0.0)
+    monkeypatch.setattr(small_gets, "COPY_SECONDS", 0.0)
     with xferlib.stager("host") as stager:
         device = stager.put(ramp(64)).result()
         with held(stager.backend.d2h):  # type: ignore[attr-defined]  # the host backend's
@@ -238,7 +238,7 @@ def test_a_later_get_into_the_same_array_comes_later(stager: xferlib.Stager) -> 
     with held(stream) as gate:
         stream.submit(first.fill, 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fetch, "PRODUCER_SECONDS", 0.0)
+            patch.setattr(small_gets, "PRODUCER_SECONDS", 0.0)
             before = stager.get(first, out=out, stream=stream)
         late = on_thread(lambda: stager.get(second, out=out).synchronize())
         with pytest.raises(TimeoutError):

@@ -60,7 +60,7 @@ def pipeline(*names: str) -> Targets:
 
 POOL = core("pool", "pool_policies", "pool_failures", "pinned_limit*")
 PUTS = core("stager_put", "put_into", "borrow", "staging")
-GETS = core("stager_get", "staging")
+GETS = core("stager_get", "small_gets", "staging")
 LOAD = ("tests/test_load.py", "tests/test_load_damaged.py")
 LAWS = ("tests/test_conformance_host.py::TestHost",)
 JOBS = folder("engine", "jobs")
@@ -128,7 +128,7 @@ AREAS = {
     "engine": Area(
         (
             *(f"xferlib/engine/{name}.py" for name in ("jobs", "lanes", "dispatcher", "cores")),
-            *(f"xferlib/staging/{name}.py" for name in ("pageable", "bounce", "coalesce")),
+            *(f"xferlib/staging/{name}.py" for name in ("pageable", "bounce", "coalesce", "small_gets")),
         ),
         (*JOBS, *core("staging*", "across_stagers", "stager_lifetime", "injected_interrupts"), *LAWS),
         {
@@ -142,9 +142,10 @@ AREAS = {
             ),
             "/pageable.py": (
                 *JOBS,
-                *core("staging*", "bounce", "packing", "put_into", "across_stagers", "foreign_finalizers"),
+                *core("staging*", "small_gets", "bounce", "packing", "put_into", "across_stagers", "foreign_finalizers"),
                 *LAWS,
             ),
+            "/small_gets.py": (*core("small_gets", "staging", "foreign_finalizers"), *LAWS),
         },
         # Some wait for what a broken engine never does, and some start processes.
         hang_seconds=120,

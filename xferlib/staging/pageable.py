@@ -24,7 +24,7 @@ from xferlib.memory.pinned_pool import PAGE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import LARGEST_SLOT, BounceBuffers
 from xferlib.staging.coalesce import ALIGNMENT, Part, Placed, coalesced
-from xferlib.staging.fetch import SmallGets
+from xferlib.staging.small_gets import SmallGets
 from xferlib.staging.profile import StagingProfile, given_profile
 
 __all__ = ["BorrowedCopy", "Staging"]

@@ -1,8 +1,11 @@
 """What is copied by the caller before the engine's threads come into it, and where these run."""
 
+# ruff: noqa: E501  # Quoted code is as long as it is.
+
 from __future__ import annotations
 
 BOUNCE, STAGING, LANES = "xferlib/staging/bounce.py", "xferlib/staging/pageable.py", "xferlib/engine/lanes.py"
+SMALL = "xferlib/staging/small_gets.py"
 
 MUTANTS = [
     (BOUNCE, "add(nbytes, (), places,", "add(nbytes, (), (),"),
@@ -18,4 +21,34 @@ MUTANTS = [
     (LANES, "min(count, len(near.cpus)), near.node,", "count, near.node,"),
     (LANES, "min(count, len(near.cpus)), near.node,", "min(count, len(near.cpus)), 0,"),
     (LANES, "    if library().xe_start(count) == 0:\n", "    if near is None and library().xe_start(count) == 0:\n"),
+    (
+        SMALL,
+        "            return self._d2h.add(0, (), sources, block, looked=True)",
+        "            return self._d2h.add(0, (), sources, None, looked=True)",
+    ),
+    (
+        SMALL,
+        "            return self._d2h.add(0, (), sources, block, looked=True)",
+        "            return self._d2h.add(0, (), (), block, looked=True)",
+    ),
+    (SMALL, " or len(sizes) > MANY or ", " or "),
+    (SMALL, "        if self._d2h.busy or not self._comes(after, PRODUCER_SECONDS):", "        if self._d2h.busy:"),
+    (
+        SMALL,
+        "        if self._d2h.busy or not self._comes(after, PRODUCER_SECONDS):",
+        "        if not self._comes(after, PRODUCER_SECONDS):",
+    ),
+    (
+        SMALL,
+        "                memmove(address_of(array), start, array.nbytes)\n                start += size",
+        "                memmove(address_of(array), start, array.nbytes)\n                start += array.nbytes",
+    ),
+    (SMALL, "            self._idle.append(block)\n", ""),
+    (SMALL, "        self._idle.clear()\n", ""),
+    (SMALL, "pool.limit >= SHARE * nbytes", "pool.limit > SHARE * nbytes"),
+    (SMALL, "        refuse_stream_wait()\n", "        return None\n"),
+    (STAGING, "        if jobs.d2h or jobs.h2d or not", "        if jobs.d2h or not"),
+    (STAGING, "        if jobs.d2h or jobs.h2d or not", "        if jobs.h2d or not"),
+    (STAGING, "            jobs.reap()\n        if jobs", "            pass\n        if jobs"),
+    (STAGING, "self._bounce.release(), self._small_gets.release(), *", "self._bounce.release(), *"),
 ]
