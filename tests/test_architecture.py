@@ -34,7 +34,7 @@ FLOORS = [
     {"xferlib.engine.lanes", "xferlib.memory.registered", "xferlib.transfer"},
     {"xferlib.packing", "xferlib.pageable_warning"},
     {"xferlib.staging.coalesce", "xferlib.staging.profile"},
-    {"xferlib.staging.bounce"},
+    {"xferlib.staging.bounce", "xferlib.staging.small_gets"},
     {"xferlib.staging.pageable"},
     {"xferlib.d2h", "xferlib.h2d"},
     {"xferlib.stager"},

@@ -16,8 +16,8 @@ from xferlib.memory.blocks import round_up
 from xferlib.memory.host import HostMemory
 from xferlib.memory.pinned_pool import ALIGNMENT, PAGE, SMALL, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
-from xferlib.staging.small_gets import FILLED
 from xferlib.staging.pageable import Staging
+from xferlib.staging.small_gets import FILLED
 from xferlib.transfer import Transfer
 from xferlib.tree import Alike, Spec, path, trees_of, unflatten
 

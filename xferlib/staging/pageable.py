@@ -24,8 +24,8 @@ from xferlib.memory.pinned_pool import PAGE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import LARGEST_SLOT, BounceBuffers
 from xferlib.staging.coalesce import ALIGNMENT, Part, Placed, coalesced
-from xferlib.staging.small_gets import SmallGets
 from xferlib.staging.profile import StagingProfile, given_profile
+from xferlib.staging.small_gets import SmallGets
 
 __all__ = ["BorrowedCopy", "Staging"]
 

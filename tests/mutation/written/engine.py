@@ -1,7 +1,5 @@
 """What is copied by the caller before the engine's threads come into it, and where these run."""
 
-# ruff: noqa: E501  # Quoted code is as long as it is.
-
 from __future__ import annotations
 
 BOUNCE, STAGING, LANES = "xferlib/staging/bounce.py", "xferlib/staging/pageable.py", "xferlib/engine/lanes.py"
