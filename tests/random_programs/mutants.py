@@ -127,6 +127,12 @@ MUTANTS = (
         "self._fenced[number] = (view.memory, event)",
         "pass",
     ),
+    Mutant(
+        "the memory of a small get is free before its copy has come",
+        "xferlib/staging/small_gets.py",
+        "self._d2h.add(0, (), sources, block, looked=True)",
+        "self._d2h.add(0, (), sources, None, looked=True)",
+    ),
     Mutant("a lent block is free before its copies are started", "xferlib/h2d.py", "until_started=leases", "until_started=None"),
     Mutant(
         "the source of a prefetch is asked too early",

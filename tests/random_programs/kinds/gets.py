@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, final
 
-from tests.random_programs.kinds.hosts import Make
+from tests.random_programs.kinds.holds import HoldCopies, Release
+from tests.random_programs.kinds.hosts import CheckHost, Make
 from tests.random_programs.kinds.kind import Kind, as_current, refusable
 from tests.random_programs.program import Step
 from tests.random_programs.sketch import Sketch
@@ -13,6 +15,7 @@ from tests.random_programs.world import Device, Host, Skip, Started, World
 
 __all__ = ["ALL"]
 
+SIZES = (4096, 64 << 10, 256 << 10)
 OUTS = ("pinned", "pageable", "memmap", "view")
 
 
@@ -40,11 +43,16 @@ class Get(Kind):
             out = steps[0].arguments["to"]
         elif sketch.chance(0.2):
             out = self._alike(sketch, seen["groups"], seen["form"])
-        known = {"groups": seen["groups"], "form": seen["form"], "device": seen["device"], "stager": stager}
-        name = sketch.add(sketch.name("t"), "transfer", **known, to_host=True, into=out)
         stream = sketch.stream(seen["device"])
         current = None if stream else sketch.current(seen["device"])
-        return [*steps, self.step(to=name, stager=stager, source=source, out=out, stream=stream, current=current)]
+        return [*steps, self.of(sketch, stager, source, out, stream=stream, current=current)]
+
+    def of(self, sketch: Sketch, stager: str, source: str, out: str | None, **streams: str | None) -> Step:
+        """Return the step that gets this. `streams`: the `stream` that is named, or the one that is `current`."""
+        seen = sketch.seen(source)
+        known = {"groups": seen["groups"], "form": seen["form"], "device": seen["device"], "stager": stager}
+        name = sketch.add(sketch.name("t"), "transfer", **known, to_host=True, into=out)
+        return self.step(to=name, stager=stager, source=source, out=out, **streams)
 
     def _alike(self, sketch: Sketch, groups: list[Any], form: str) -> str | None:
         """Draw host arrays that are there, a ring's slot among them, for the result."""
@@ -90,4 +98,37 @@ class Get(Kind):
         world.quiet(out)
 
 
-ALL: tuple[type[Kind], ...] = (Get,)
+@final
+class GetUnderHold(Kind):
+    """Get small arrays into pageable ones while copies are held, and have pinned memory made meanwhile: none that is in use."""
+
+    name = "get_under_hold"
+    weight = 1.0
+    on_threads = False
+
+    def draw(self, sketch: Sketch) -> list[Step]:
+        if len(sketch.names("hold")) >= sketch.traits.holds:
+            return []
+        source = sketch.pick("device", lambda seen: seen["device"] == 0 and _are_small(seen["groups"]))
+        stager = sketch.pick("stager", lambda seen: seen["device"] == 0)
+        if source is None or stager is None:
+            return []
+        seen = sketch.seen(source)
+        out = Make().made(sketch, stager, [[*group[:3], "C", "pageable"] for group in seen["groups"]], seen["form"])
+        hold = HoldCopies().of(sketch, stager, "d2h")
+        get = Get().of(sketch, stager, source, out.arguments["to"])
+        sizes = [sketch.random.choice(SIZES) for _ in range(4)]
+        makes = [Make().made(sketch, stager, [[1, "uint8", [size], "C", "pinned"]], "leaf") for size in sizes]
+        release = Release().of(sketch, hold.arguments["to"])
+        return [out, hold, get, *makes, release, *(CheckHost().of(make.arguments["to"]) for make in (out, *makes))]
+
+    def run(self, world: World, **arguments: Any) -> None:
+        raise AssertionError("it is drawn as steps of other kinds")
+
+
+def _are_small(groups: list[Any]) -> bool:
+    count = sum([group[0] for group in groups])
+    return count <= 16 and sum([group[0] * math.prod(group[2]) for group in groups]) <= 8 << 10
+
+
+ALL: tuple[type[Kind], ...] = (Get, GetUnderHold)

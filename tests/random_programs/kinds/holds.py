@@ -115,10 +115,12 @@ class Release(Kind):
 
     def draw(self, sketch: Sketch) -> list[Step]:
         hold = sketch.pick("hold", own=True)
-        if hold is None:
-            return []
+        return [] if hold is None else [self.of(sketch, hold)]
+
+    def of(self, sketch: Sketch, hold: str) -> Step:
+        """Return the step that releases what is held."""
         sketch.gone(hold)
-        return [self.step(hold=hold)]
+        return self.step(hold=hold)
 
     def run(self, world: World, **arguments: Any) -> None:
         world.end_hold(arguments["hold"])

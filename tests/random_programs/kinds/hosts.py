@@ -117,7 +117,11 @@ class CheckHost(Kind):
 
     def draw(self, sketch: Sketch) -> list[Step]:
         host = sketch.pick("host", own=True)
-        return [] if host is None else [self.step(host=host)]
+        return [] if host is None else [self.of(host)]
+
+    def of(self, host: str) -> Step:
+        """Return the step that looks at these."""
+        return self.step(host=host)
 
     def run(self, world: World, **arguments: Any) -> None:
         world.check_host(world.find(arguments["host"], Host, own=True), arguments["host"])
