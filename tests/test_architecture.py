@@ -25,7 +25,7 @@ FLOORS = [
     {"xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.limits", "xferlib.memory.ranges"},
     {"xferlib.engine.cores", "xferlib.engine.cuda", "xferlib.engine.jobs"},
     {"xferlib.engine.dispatcher"},
-    {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "numa", "proc_maps")},
+    {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "numa", "proc_maps", "table")},
     {"xferlib.memory.locker", "xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.memory.device_pool", "xferlib.memory.pinned_pool", "xferlib.stats"},
     {"xferlib.memory.host"},

@@ -94,7 +94,7 @@ AREAS = {
             "/blocks.py": (*core("bad_input"), *POOL, *core("stager_lifetime")),
         },
         # Of other areas.
-        but=("*/device_pool.py",),
+        but=("*/device_pool.py", "*/table.py"),
     ),
     "transfers": Area(
         tuple(f"xferlib/{name}.py" for name in ("h2d", "d2h", "transfer", "stager", "checks", "pageable_warning", "registry")),
@@ -151,7 +151,7 @@ AREAS = {
         hang_seconds=120,
     ),
     "device": Area(
-        ("xferlib/memory/device_pool.py", "xferlib/tickets.py", "xferlib/reaper.py"),
+        ("xferlib/memory/device_pool.py", "xferlib/memory/table.py", "xferlib/tickets.py", "xferlib/reaper.py"),
         (
             *core(
                 "device", "device_failures", "injected_interrupts", "reuse", "packing", "stager_put", "stager_lifetime", "put_into"
@@ -159,6 +159,10 @@ AREAS = {
             *LAWS,
         ),
         {
+            "/table.py": (
+                *core("device", "device_failures", "foreign_finalizers", "injected_interrupts", "stager_lifetime"),
+                *POOL,
+            ),
             "/tickets.py": core("ticket*", "device", "device_failures", "stager_lifetime"),
             "/reaper.py": core("reaper", "device", "device_failures", "stager_lifetime"),
         },

@@ -13,28 +13,25 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple, final
+from typing import Any, Protocol, TypeAlias, final
 
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import is_copy_thread
+from xferlib.memory.table import Table
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 from xferlib.reaper import AtWork, uninterrupted, watch
-from xferlib.tickets import Returns, ticket
+from xferlib.tickets import ticket
 from xferlib.words import in_words
 
 __all__ = ["DevicePool", "Lease", "Streams", "note_reader"]
-
-T = TypeVar("T")
-Arguments = TypeVarTuple("Arguments")
 
 READERS_BEHIND = 8
 """Blocks of one size that may wait for their readers before a put waits for the oldest of them, and does not take one more."""
@@ -130,7 +127,7 @@ class _Cell:
 
 
 @final
-class DevicePool:
+class DevicePool(Table):
     """Blocks by size class. Any thread.
 
     Takes the first idle block whose readers are done; else grows; at the limit, or with many that wait for their readers, lets
@@ -139,20 +136,16 @@ class DevicePool:
     """
 
     def __init__(self, backend: HostStager[Any], reclaimer: DeviceReclaimer, limit: int | None) -> None:
+        super().__init__("device memory")
         self.limit = limit
         self.peak_nbytes = self.waits = 0
         self._backend = backend
         self._failures = backend.failures
-        self._sweep = backend.sweep
+        self._sweep = backend.sweep  # type: ignore[method-assign]  # In the path of every small put.
         self._lost, self._retire = backend.lost, backend.retire
         self._reclaimer = reclaimer
-        # Reentrant: a foreign finalizer may put while its thread is in here; it finds `_inside`, and is refused.
-        self._lock = threading.RLock()
-        self._inside = self._torn = self._closed = False
         self._count = itertools.count().__next__
         self._changes = 0
-        self._returns = Returns()
-        self._nothing_new = self._returns.nothing_new
         self._rows: dict[int, _Row] = {}
         self._growing: dict[int, int] = {}
         """Bytes that are about to be allocated, by the number of the lease."""
@@ -188,7 +181,6 @@ class DevicePool:
                 self._refuse()
             self._inside = True
             try:
-                # As `_catch_up`.
                 torn, self._torn = self._torn, True
                 if torn:
                     self._mend()
@@ -206,11 +198,6 @@ class DevicePool:
     def owns(self, source: Source) -> bool:
         """Tell whether this memory is in a block that is leased. Takes no lock."""
         return self._found(source.address) is not None
-
-    @property
-    def entered(self) -> bool:
-        """Whether the calling thread is in here already, and so is a finalizer now."""
-        return self._inside and self._lock._is_owned()  # type: ignore[attr-defined]  # As `threading.Condition` asks.
 
     def note(self, target: Source, stream: Stream) -> bool:
         """Note a stream that may read this memory until the lease of its block ends. False: it is in no block of this pool."""
@@ -264,38 +251,7 @@ class DevicePool:
         self._rows, self._growing, self._leased, self._places = {}, {}, {}, {}
         self._idle = defaultdict(_Cell)
         self._doomed = deque()
-        self._returns = Returns()
-        self._nothing_new = self._returns.nothing_new
-        self._lock = threading.RLock()
-        self._inside = False
-
-    def _alone(self, step: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-        """Take a step with the lock, after settling what has ended. Raises `AllocationError` inside another step."""
-        with self._lock:
-            if self._inside:
-                self._refuse()
-            self._inside = True
-            try:
-                self._catch_up()
-                outcome = step(*arguments)
-                self._torn = False
-                return outcome
-            finally:
-                self._inside = False
-
-    def _refuse(self) -> NoReturn:
-        raise AllocationError("device memory asked by a finalizer that ran inside another put. Put from ordinary code")
-
-    def _catch_up(self) -> None:
-        """Begin a step: turn ended leases into idle blocks. The step is torn until it has ended."""
-        # An interrupt, or an error, leaves it so.
-        torn, self._torn = self._torn, True
-        if torn:
-            self._mend()
-        self._sweep()
-        # What was looked at and not settled is there only after an interrupt, or an error.
-        if torn or not self._nothing_new():
-            self._take_back()
+        self._renew()
 
     def _take_back(self) -> None:
         pending, leased = self._returns.pending(), self._leased

@@ -24,7 +24,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
@@ -36,15 +36,14 @@ from xferlib.memory.blocks import HostBlock, PoolRequest, Reclaimer, Usage, When
 from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, start_locker
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
+from xferlib.memory.table import Table
 from xferlib.reaper import AtWork, collects, uninterrupted, watch
-from xferlib.tickets import Returns, ticket
+from xferlib.tickets import ticket
 from xferlib.tree import Alike
 from xferlib.words import in_words
 
 __all__ = ["HostBlock", "PinnedPool", "awaiting", "promised"]
 
-T = TypeVar("T")
-Arguments = TypeVarTuple("Arguments")
 
 ALIGNMENT = 256
 """Bytes. What device memory is aligned to, so that a packed block has one layout on both sides."""
@@ -115,7 +114,7 @@ class _Result(NamedTuple):
 
 
 @final
-class PinnedPool:
+class PinnedPool(Table):
     """Hands out pinned memory as NumPy arrays. Any thread. `allocate` and `free` are the backend's.
 
     `unlocked`: memory that is locked later; None: nobody gets any that is not locked.
@@ -136,6 +135,7 @@ class PinnedPool:
         check_when_full(when_full)
         if unlocked is not None:
             start_locker()
+        super().__init__("pinned memory")
         self.limit = limit
         self.when_full = when_full
         self._arrays_limit = limit - min(STAGING_SHARE, limit // 2) if when_full == "stage" else limit
@@ -144,13 +144,9 @@ class PinnedPool:
         self._unlocked = unlocked
         self._free = free
         self._reclaimer = reclaimer
-        # Reentrant: a foreign finalizer may ask while its thread is in here; it finds `_inside`, and is refused.
-        self._lock = threading.RLock()
-        self._inside = self._torn = self._closed = False
         self._count = itertools.count().__next__
         self._changes = 0
         """How often there was more room than before. Who found none looks again if that was meanwhile."""
-        self._returns = Returns()
         self._segments: dict[int, _Segment] = {}
         """By a number: an address may be another segment's as soon as the driver has freed it."""
         self._rows: dict[int, _Row] = {}
@@ -447,35 +443,7 @@ class PinnedPool:
         self._free = _leave
         self._closed = True
         _mapping.pop(id(self), None)
-        self._returns = Returns()
-        self._lock = threading.RLock()
-        self._inside = False
-
-    @property
-    def entered(self) -> bool:
-        """Whether the calling thread is in here already, and so is a finalizer now."""
-        return self._inside and self._lock._is_owned()  # type: ignore[attr-defined]  # As `threading.Condition` asks.
-
-    def _alone(self, step: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-        """Take a step with the lock, after taking back what was given back. Raises `AllocationError` inside another step."""
-        with self._lock:
-            if self._inside:
-                raise AllocationError("pinned memory asked by a finalizer that ran inside another request. Ask from ordinary code")
-            self._inside = True
-            try:
-                torn = self._torn
-                if torn:
-                    self._mend()
-                # An interrupt, or an error, leaves it so.
-                self._torn = True
-                # What was looked at and not settled is there only after an interrupt or an error.
-                if torn or not self._returns.nothing_new():
-                    self._take_back()
-                outcome = step(*arguments)
-                self._torn = False
-                return outcome
-            finally:
-                self._inside = False
+        self._renew()
 
     def _mend(self) -> None:
         """Derive anew what follows from the segments and the rows."""

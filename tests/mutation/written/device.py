@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 DEVICE, TICKETS, REAPER = "xferlib/memory/device_pool.py", "xferlib/tickets.py", "xferlib/reaper.py"
+TABLE = "xferlib/memory/table.py"
 
 MUTANTS = [
     (
@@ -14,7 +15,7 @@ MUTANTS = [
     ),
     (DEVICE, "            if self.settle():\n                watch(self)\n", "            self.settle()\n"),
     (DEVICE, "        return bool(self._rows or self._growing)", "        return bool(self._leased)"),
-    (DEVICE, "        if torn:\n            self._mend()\n", ""),
+    (TABLE, "                if torn:\n                    self._mend()\n", ""),
     (
         DEVICE,
         "                if torn or not self._nothing_new():\n",
@@ -142,4 +143,12 @@ MUTANTS = [
     (DEVICE, "        return not self._closed and self._reserve(size, number)", "        return self._reserve(size, number)"),
     (DEVICE, "        self._late.clear()\n", ""),
     (DEVICE, "        # Who finds no room because of it waits until it is there.\n        with self._at_work:", "        if True:"),
+    (TABLE, "                if torn or not self._nothing_new():\n", "                if not self._nothing_new():\n"),
+    (TABLE, "                torn, self._torn = self._torn, True\n", "                torn = self._torn\n"),
+    (TABLE, "                self._torn = False\n", ""),
+    (TABLE, "                self._sweep()\n", ""),
+    (TABLE, "            if self._inside:\n                self._refuse()\n", ""),
+    (TABLE, "            finally:\n                self._inside = False\n", "            finally:\n                pass\n"),
+    (TABLE, "return self._inside and self._lock._is_owned()", "return self._inside"),
+    (TABLE, "        self._inside = False\n        self._returns", "        self._returns"),
 ]
