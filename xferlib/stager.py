@@ -322,8 +322,8 @@ class Stager:
         16 KiB each lie there together, up to a MiB, so that keeping one keeps those beside it. What the pool has to grow by, from
         8 MiB on, is page-locked soon after this has returned, unless the stager is strict, and filled by way of chunks (`idle`
         waits for that). `out`: NumPy arrays of the same structure, shapes and dtypes, contiguous and writable; into pageable ones
-        threads of ours make the last step. Small ones, of 256 KiB together, the caller fills itself where nothing stands before
-        the copy, in less time than to wake a thread takes.
+        threads of ours make the last step. Small ones, of at most 256 KiB together, the caller fills itself where a GPU has
+        computed them and nothing stands before the copy: that takes microseconds, less than to wake a thread.
 
         Raises as `put` does.
         """

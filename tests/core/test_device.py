@@ -866,6 +866,35 @@ def test_trim_frees_what_is_idle_after_its_readers() -> None:
     assert blocks.cache.peak_nbytes == 3 * MIB
 
 
+def test_a_trim_beside_another_thread_s_put_is_no_finalizer_s_and_frees_what_is_idle() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(Device):
+        def retire(self, streams: Iterable[Stream]) -> None:
+            if streams:
+                entered.set()
+                assert go_on.wait(WATCHDOG)
+
+    device = Slow()
+    blocks = cache(device)
+    idle = blocks.lease(512, {})
+    idle_address = idle[0].address
+    del idle
+    lease = blocks.lease(256, {7: Stream(7, None)})
+    del lease
+    putting = on_thread(lambda: blocks.lease(256, {}))
+    try:
+        assert entered.wait(WATCHDOG)
+        trimming = on_thread(blocks.trim)
+        with pytest.raises(TimeoutError):
+            trimming.result(0.1)
+    finally:
+        go_on.set()
+    trimming.result(WATCHDOG)
+    putting.result(WATCHDOG)
+    assert idle_address in [block.address for block in device.freed]
+
+
 def test_close_frees_what_is_idle_and_only_that() -> None:
     device = Device()
     blocks = Blocks(device)

@@ -199,11 +199,14 @@ class Visible(np.ndarray[Any, np.dtype[Any]]):
 class StrictStager:
     """A backend over host memory, its memory and copies by way of `DRIVER`; all else is the backend's own.
 
+    It says that it is a GPU, so that the core does what it does for those.
+
     `locks`: it says that its pinned memory is page-locked, and is held to it. `visible`: its arrays are `Visible`.
     """
 
     def __init__(self, backend: Any, *, locks: bool, visible: bool = False) -> None:
         self._backend = backend
+        self.on_gpu = True
         if visible:
             self.as_array = self._as_visible
         self._locks = locks

@@ -1231,6 +1231,9 @@ void xe_read_figures(xe_figures *found) {
     pthread_mutex_unlock(&mu);
 }
 
-void xe_copy(void *dst, const void *src, size_t nbytes, int aside) { copy_bytes(dst, src, nbytes, aside != 0); }
+int xe_copy(void *dst, const void *src, size_t nbytes, int aside) {
+    pthread_once(&once, set_up);
+    return copy_guarded(dst, src, nbytes, aside != 0) ? XE_OK : XE_WRONG;
+}
 
 int xe_touch(void *memory, size_t nbytes) { return touch_pages(memory, nbytes); }

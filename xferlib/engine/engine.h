@@ -143,8 +143,9 @@ typedef struct {
 } xe_figures;
 void xe_read_figures(xe_figures *figures);
 
-// Copy as the engine does. `aside`: past the caches, for memory that the CPU does not read again soon.
-void xe_copy(void *dst, const void *src, size_t nbytes, int aside);
+// Copy as the engine does. `aside`: past the caches, for memory that the CPU does not read again soon. XE_WRONG where memory is a
+// file's that has become shorter.
+int xe_copy(void *dst, const void *src, size_t nbytes, int aside);
 
 // Have the system put pages under memory, on the calling thread; what is in it stays. Returns 0, or why it has none (errno).
 int xe_touch(void *memory, size_t nbytes);

@@ -152,6 +152,11 @@ class Lane:
         # In this order: whoever waits for room may wait for it from now on.
         job.owner, job.holds = None, True
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a job needs no memory of the pool's to begin with."""
+        return bool(self._blocks)
+
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any.
 

@@ -149,7 +149,7 @@ _SIGNATURES = {
     "xe_reached": (_I, (_U32, _U64, _I32)),
     "xe_stop": (_I, (_I64,)),
     "xe_read_figures": (None, (ctypes.POINTER(Figures),)),
-    "xe_copy": (None, (_P, _P, _N, _I)),
+    "xe_copy": (_I, (_P, _P, _N, _I)),
     "xe_touch": (_I, (_P, _N)),
     # Addresses of the device, too, are described as pointers: ctypes takes those in half the time.
     "xe_context_copy_h2d": (_I, (_P, _P, _P, _N, _P)),

@@ -155,6 +155,9 @@ class Staging:
         job.kept, job.device, job.memory = (transfers, sources), sources, [extent(array) for _, array in whole]
         job.after, job.beside, job.ours = after, before, ours
         self._wait_for_writers(job)
+        if not self._lanes[D2H].has_chunks:
+            # Memory is page-locked now in any case.
+            self._small_gets.prepare()
         try:
             self._start(self._lanes[D2H], job, [(address_of(array), address, array.nbytes, 0) for address, array in whole], nbytes)
         except BaseException:
@@ -165,14 +168,15 @@ class Staging:
         return job
 
     def fill_small(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
-        """Copy as `copy_out` does, and block until it is done, where that takes microseconds. False: it would take longer, and
-        nothing was written.
-        """
-        jobs = self._ledger.jobs
+        """Copy as `copy_out` does, and block until it is done, where that takes microseconds. False: that is to be called."""
+        small, jobs = self._small_gets, self._ledger.jobs
+        # Without chunks of its own the engine would have to wait for the memory of the copy that was given up.
+        if not (small.takes(transfers) and self._lanes[D2H].has_chunks):
+            return False
         # One that has finished stays until somebody asks. Of the others some may write the same arrays, or have copies to start.
         if jobs.d2h or jobs.h2d:
             jobs.reap()
-        if jobs.d2h or jobs.h2d or not self._small_gets.fill(transfers, sources, after):
+        if jobs.d2h or jobs.h2d or not small.fill(transfers, sources, after):
             return False
         self._count(len(transfers))
         self._ledger.d2h.nbytes += sum([array.nbytes for _, array in transfers])

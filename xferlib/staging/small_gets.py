@@ -1,7 +1,8 @@
-"""To the host on the caller's thread: what is small, while nothing stands before it.
+"""From a GPU on the caller's thread: what is small, while nothing stands before it.
 
 To wake another thread, and to be woken by it, takes several times as long as such a copy. So a get into small pageable arrays does
-not return before they are filled, where they are in microseconds; anything that takes longer is left to the engine.
+not return before they are filled, where the device fills them in microseconds. Where it does not, the copy is given up, which is
+to say left to come when it comes, and the engine makes another.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import memmove
 from typing import Any, Final, final
 
 from xferlib.engine.jobs import refuse_stream_wait
+from xferlib.engine.native import OK, library
 from xferlib.errors import AllocationError
 from xferlib.in_flight import Fill, Ledger
 from xferlib.latch import is_copy_thread
@@ -24,6 +25,8 @@ from xferlib.protocol import Event, HostStager, Source, Stream
 
 __all__ = ["FILLED", "SmallGets"]
 
+MOST = 256 << 10
+"""Bytes of one get. More is longer under way than it takes to wake a thread."""
 MANY = 16
 """Arrays. Each is a copy of its own, and the driver takes microseconds for it."""
 PRODUCER_SECONDS = 10e-6
@@ -31,7 +34,7 @@ PRODUCER_SECONDS = 10e-6
 COPY_SECONDS = 200e-6
 """How long is waited for the copies, which take a tenth of it unless others use the link."""
 SHARE = 16
-"""So many of its blocks the pool's limit must have room for."""
+"""So many blocks of that size the pool's limit must have room for."""
 
 
 @final
@@ -58,46 +61,72 @@ class SmallGets:
     """One stager's. Any thread."""
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger, nbytes: int) -> None:
-        """`nbytes`: what one get may have at most."""
-        self._nbytes = nbytes if pool.limit >= SHARE * nbytes else 0
-        self._failures = backend.failures
-        self._on_gpu = backend.on_gpu
+        """`nbytes`: what one get may have, if that is less than `MOST`."""
+        nbytes = min(nbytes, MOST)
+        # A backend of the CPU makes its copies on threads, too, and cannot always tell what an array waits for.
+        self._nbytes = nbytes if backend.on_gpu and pool.limit >= SHARE * nbytes else 0
         self._copy_d2h = backend.copy_d2h
         self._pool = pool
         self._d2h = ledger.d2h
         self._jobs = ledger.jobs
         # Changed in single steps: a finalizer may get while its thread is in here.
-        self._idle: deque[HostBlock] = deque()
+        self._idle: deque[tuple[HostBlock, Event | None]] = deque()
+        """One block, with the event of a copy that was given up, behind which it may be used again; or it is in use."""
 
-    def fill(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
-        """Copy from device addresses into C-contiguous arrays, once `after` is reached. False: not now, and nothing was written.
+    def takes(self, transfers: Sequence[tuple[int, Array]]) -> bool:
+        """Tell whether a get is small, and comes from a thread that may wait: a finalizer on one that makes copies may not."""
+        nbytes = sum([round_up(array.nbytes, ALIGNMENT) for _, array in transfers])
+        return nbytes <= self._nbytes and len(transfers) <= MANY and not is_copy_thread()
 
-        No earlier get writes these arrays, or has yet to start copies of this direction.
-        """
-        sizes = [round_up(array.nbytes, ALIGNMENT) for _, array in transfers]
-        # On a thread that makes the copies a finalizer would wait for itself.
-        if sum(sizes) > self._nbytes or len(sizes) > MANY or is_copy_thread():
-            return False
-        if self._d2h.busy:
-            self._d2h.reap()
-        if self._d2h.busy or not self._comes(after, PRODUCER_SECONDS):
-            return False
+    def prepare(self) -> None:
+        """Have the memory that small gets pass through, if there is room. They are to page-lock nothing themselves."""
+        if self._idle or not self._nbytes:
+            return
         fill = Fill()
         try:
             # Counts as in flight before another thread finds neither room nor anything to wait for.
-            self._jobs.add(fill)
-            block = self._take()
-            if block is None or not self._comes(self._start(block, transfers, sizes, sources), COPY_SECONDS):
-                # What may still be written is held by what is in flight.
-                return False
-            start = block.address
-            for (_, array), size in zip(transfers, sizes, strict=True):
-                memmove(address_of(array), start, array.nbytes)
-                start += size
-            self._idle.append(block)
-            return True
+            with suppress(AllocationError):
+                block = self._pool.try_take(self._nbytes, lambda: self._jobs.add(fill))
+                if block is not None:
+                    self._idle.append((block, None))
         finally:
-            block = None
+            fill.over = True
+            self._jobs.remove(fill)
+
+    def fill(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
+        """Copy from device addresses into C-contiguous arrays, once `after` is reached. False: the engine is to do it.
+
+        No earlier get writes these arrays, or has yet to start copies of this direction. What the engine needs is there: a copy
+        that was given up keeps its memory until it comes, and nobody who waits for that memory would be this caller.
+        """
+        if self._d2h.busy:
+            self._d2h.reap()
+        if self._d2h.busy or not _comes(after, PRODUCER_SECONDS):
+            return False
+        fill = Fill()
+        try:
+            # As in `prepare`.
+            self._jobs.add(fill)
+            try:
+                block, event = self._idle.pop()
+            except IndexError:
+                # Another thread has it, or it went back to the pool.
+                return False
+            if not _comes(event, 0.0):
+                self._idle.append((block, event))
+                return False
+            # What cannot be started keeps the block, for nobody may know when it is at rest.
+            event = self._start(block, transfers, sources)
+            came = _comes(event, COPY_SECONDS)
+            if came:
+                # Nothing more refers to the arrays that were read, nor does anybody ask before the stager's next transfer.
+                self._d2h.reap()
+                came, event = _copied(block, transfers), None
+            self._idle.append((block, event))
+            return came
+        finally:
+            # Of a copy that fails, the frame lives as long as what is raised.
+            block = event = None
             fill.over = True
             self._jobs.remove(fill)
 
@@ -107,40 +136,37 @@ class SmallGets:
         self._idle.clear()
         return found
 
-    def _start(
-        self, block: HostBlock, transfers: Sequence[tuple[int, Array]], sizes: Sequence[int], sources: Sequence[Source]
-    ) -> Event:
+    def _start(self, block: HostBlock, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source]) -> Event:
         start = block.address
         try:
-            for (address, array), size in zip(transfers, sizes, strict=True):
+            for address, array in transfers:
                 self._copy_d2h(start, address, array.nbytes)
-                start += size
+                start += round_up(array.nbytes, ALIGNMENT)
             return self._d2h.add(0, (), sources, block, looked=True)
         except BaseException:
             self._d2h.settle((block, sources))
             raise
         finally:
-            # Of a copy that fails, the frame lives as long as what is raised.
             del block
 
-    def _take(self) -> HostBlock | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            pass
-        with suppress(AllocationError):
-            return self._pool.try_take(self._nbytes)
-        return None
 
-    def _comes(self, event: Event | None, seconds: float) -> bool:
-        """Tell whether an event is reached within so long. One that failed is not: whoever waits for it is told."""
-        until = time.perf_counter() + seconds
-        with suppress(*self._failures):
-            while event is not None and not event.done():
-                if time.perf_counter() > until:
-                    return False
-                if not self._on_gpu:
-                    # The thread that copies is Python's, and has to come to it.
-                    time.sleep(0)
-            return True
-        return False
+def _comes(event: Event | None, seconds: float) -> bool:
+    """Tell whether an event is reached within so long. One that failed is not: the engine meets that, too, and tells who waits."""
+    until = time.perf_counter() + seconds
+    with suppress(Exception):
+        while event is not None and not event.done():
+            if time.perf_counter() > until:
+                return False
+        return True
+    return False
+
+
+def _copied(block: HostBlock, transfers: Sequence[tuple[int, Array]]) -> bool:
+    """Copy on the CPU. False: the memory is a file's that was cut off."""
+    copy, start = library().xe_copy, block.address
+    for _, array in transfers:
+        # Without the GIL: a page may have to be read from a disk.
+        if copy(address_of(array), start, array.nbytes, 0) != OK:
+            return False
+        start += round_up(array.nbytes, ALIGNMENT)
+    return True

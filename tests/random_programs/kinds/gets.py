@@ -119,8 +119,10 @@ class GetUnderHold(Kind):
         get = Get().of(sketch, stager, source, out.arguments["to"])
         sizes = [sketch.random.choice(SIZES) for _ in range(4)]
         makes = [Make().made(sketch, stager, [[1, "uint8", [size], "C", "pinned"]], "leaf") for size in sizes]
+        # What the stager has kept for gets goes back to the pool.
+        trim = [Step("trim", {"stager": stager})] if sketch.chance(0.7) else []
         release = Release().of(sketch, hold.arguments["to"])
-        return [out, hold, get, *makes, release, *(CheckHost().of(make.arguments["to"]) for make in (out, *makes))]
+        return [out, hold, get, *trim, *makes, release, *(CheckHost().of(make.arguments["to"]) for make in (out, *makes))]
 
     def run(self, world: World, **arguments: Any) -> None:
         raise AssertionError("it is drawn as steps of other kinds")
