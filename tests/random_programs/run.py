@@ -174,9 +174,13 @@ def account(world: World, threads: set[threading.Thread], allocated: int) -> Non
     world.doing = "the account of threads"
     _wait(lambda: not _left(threads), lambda: f"threads are left: {_left(threads)}")
     if not world.kit.on_gpu:
+
+        def allocations() -> int:
+            return max(0, DRIVER.allocated() - allocated)
+
         _wait(
-            lambda: DRIVER.allocated() <= allocated,
-            lambda: f"{DRIVER.allocated() - allocated} allocations of device memory are left",
+            lambda: not allocations(),
+            lambda: f"{allocations()} allocations of device memory are left, {_found_late(world.kit, allocations)}",
         )
         DRIVER.look_at_freed()
     look(world)
