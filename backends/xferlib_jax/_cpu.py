@@ -12,7 +12,6 @@ from typing import Any, Final, final
 
 import jax
 import numpy as np
-from jaxlib import _jax
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError
@@ -22,7 +21,7 @@ from xferlib_jax._engine import CopyError, CpuEvent, Engine
 from xferlib_jax._imports import Imports
 from xferlib_jax._memory import Block, Memory, MemoryCallError
 from xferlib_jax._promise import Promises
-from xferlib_jax._reading import Readings
+from xferlib_jax._reading import readings
 from xferlib_jax._trees import put_together, take_apart
 
 __all__ = ["CpuStager"]
@@ -59,7 +58,7 @@ class CpuStager:
         self.jax_device: Final = device
         self.memory: Final = Memory()
         self._check_array = ArrayCheck(device)
-        self._readings = Readings(_jax.collect_garbage)
+        self._readings = readings()
         self._promises = Promises(self._readings)
         self._capsules = capsules()
         self._imports = Imports(device, DLPACK_CPU, self._capsules, None)

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, TypeAlias, cast, final
 
 import jax
 import numpy as np
-from jaxlib import _jax
 
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
@@ -33,7 +32,7 @@ from xferlib_jax._fence import Fences
 from xferlib_jax._imports import Imports
 from xferlib_jax._layouts import laid_out
 from xferlib_jax._pinning import PinnedMemory
-from xferlib_jax._reading import Readings
+from xferlib_jax._reading import readings
 from xferlib_jax._trees import put_together, take_apart
 from xferlib_jax._unpack import unpack, zero
 
@@ -71,7 +70,7 @@ class CudaStager:
         self._capsules = capsules()
         self._imports = Imports(device, (CUDA, driver.ordinal), self._capsules, driver)
         self._check_array = ArrayCheck(device, HOST_KINDS)
-        self._readings = Readings(_jax.collect_garbage)
+        self._readings = readings()
         self._origin = zero(device)
         self._streams: list[c_void_p] = []
         try:

@@ -1,7 +1,8 @@
 """What a get holds of an array of the user's until its copy is done, and how JAX lets go of it afterwards.
 
 JAX puts what an exported capsule held on a list, and looks at the list when somebody calls into it for something else. A lease
-would then outlive its array by as long as nobody does.
+would then outlive its array by as long as nobody does. The list is the process's, and so is the table of what is to be looked for:
+the memory may be another stager's than the one that read it, which nobody may call any more.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any, final
 
+from jaxlib import _jax
+
 from xferlib.tickets import Returns
 
-__all__ = ["Reading", "Readings"]
+__all__ = ["Reading", "Readings", "readings"]
 
 
 @final
@@ -33,7 +36,7 @@ class Reading:
 
 @final
 class Readings:
-    """The readings of one stager. Any thread."""
+    """The readings of this process, of all stagers. Any thread. There is one: `readings()`."""
 
     def __init__(self, look: Callable[[], object]) -> None:
         """`look` makes JAX look at its list, and waits for nothing: `jaxlib._jax.collect_garbage`.
@@ -56,3 +59,11 @@ class Readings:
             self._look()
             for number in numbers:
                 self._ended.settled(number)
+
+
+def readings() -> Readings:
+    """Return this process's readings."""
+    return _READINGS
+
+
+_READINGS = Readings(_jax.collect_garbage)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from xferlib_jax import conformance
 
+import xferlib
 from tests import children
 from xferlib.conformance.values import assert_same, words
 from xferlib.stager import Stager
@@ -129,6 +130,26 @@ def test_a_lease_ends_by_a_sweep_when_its_stager_is_closed(laws: conformance.Tes
     del array
     assert_ends(backend, ended)
     backend.free_device(block)
+
+
+def test_memory_comes_back_though_the_stager_that_read_it_is_called_no_more(stager: Stager) -> None:
+    """JAX has noted what the get held, and looks at that when it is asked to. Nobody but the closed stager's reaper asks."""
+    with xferlib.stager("jax") as owner:
+        array = owner.put(pinned(owner, words(1))).result()
+    transfer = stager.get(array)
+    stager.backend.record_d2h().synchronize()
+    assert owner.stats().device_nbytes
+    # It would have JAX look, too.
+    gc.disable()
+    try:
+        del array
+        deadline = time.monotonic() + SECONDS
+        while owner.stats().device_nbytes:
+            assert time.monotonic() < deadline, "the memory has not come back"
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert_same(transfer.result(), words(1))
 
 
 def test_threads_that_read_and_drop_leave_nothing_behind(stager: Stager) -> None:

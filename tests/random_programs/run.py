@@ -238,9 +238,9 @@ def _flat(kit: Kit, stager: xferlib.Stager, stagers: list[Opened], when: str) ->
 def _found_late(kit: Kit, left: Callable[[], object]) -> str:
     """Say what it takes to get back what is left too long: so one can tell who has held it."""
     for words, call in (
-        ("a collection of garbage", gc.collect),
-        ("a call of the framework", kit.ask),
         ("some more seconds", lambda: time.sleep(3)),
+        ("a call of the framework", kit.ask),
+        ("a collection of garbage", gc.collect),
     ):
         call()
         # The reaper looks five times a second.
