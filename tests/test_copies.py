@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
@@ -20,12 +20,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "deepcopy of a dict": lambda thing: copy.deepcopy({"it": thing}),
     **{f"pickle {protocol}": partial(pickle.dumps, protocol=protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)},
 }
-
-
-@pytest.fixture
-def stager() -> Iterator[xferlib.Stager]:
-    with xferlib.stager("host", pinned_limit=64 << 20) as stager:
-        yield stager
 
 
 def things(stager: xferlib.Stager, steps: ExitStack) -> dict[str, tuple[Any, str]]:

@@ -15,7 +15,7 @@ import pytest
 import xferlib
 from tests.core.fakes import Device, DeviceHolders, Point, tampered, until
 from tests.core.points import interrupted_at
-from tests.core.test_pool import Driver
+from tests.memory.test_pinned_pool import Driver
 from xferlib import in_flight
 from xferlib.errors import XferError
 from xferlib.memory import device_pool, registered

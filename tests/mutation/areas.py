@@ -54,15 +54,23 @@ def core(*names: str) -> Targets:
     return folder("core", *names)
 
 
+def memory(*names: str) -> Targets:
+    return folder("memory", *names)
+
+
+def staging(*names: str) -> Targets:
+    return folder("staging", *names)
+
+
 def pipeline(*names: str) -> Targets:
     return folder("pipeline", *names)
 
 
-POOL = core("pool", "pool_policies", "pool_failures", "pinned_limit*")
-PUTS = core("stager_put", "put_into", "borrow", "staging")
-GETS = core("stager_get", "small_gets", "staging")
+POOL = memory("pinned_pool", "pinned_pool_policies", "pinned_pool_failures", "pinned_pool_limit*")
+PUTS = (*core("stager_put", "put_into"), *staging("borrow", "pageable"))
+GETS = (*core("stager_get"), *staging("small_gets", "pageable"))
 LOAD = ("tests/test_load.py", "tests/test_load_damaged.py")
-LAWS = ("tests/test_conformance_host.py::TestHost",)
+LAWS = ("tests/conformance/test_host.py::TestHost",)
 JOBS = folder("engine", "jobs")
 JAX = tuple(
     f"tests/jax/test_jax_{name}.py"
@@ -70,8 +78,8 @@ JAX = tuple(
 )
 JAX_ON_CUDA = ("_cuda", "_driver", "_driver_calls", "_events", "_fence", "_pinning", "_blocks")
 SUITE = (
-    *("tests/test_suite_rules.py", "tests/test_suite_parts.py", "tests/test_gates.py"),
-    *("tests/test_conformance_host.py", "tests/test_cli_conformance.py"),
+    *("tests/conformance/test_suite_rules.py", "tests/conformance/test_suite_parts.py", "tests/conformance/test_gates.py"),
+    *("tests/conformance/test_host.py", "tests/cli/test_conformance.py"),
 )
 
 AREAS = {
@@ -79,18 +87,27 @@ AREAS = {
         ("xferlib/memory/*.py", "xferlib/stats.py"),
         POOL,
         {
-            "/pinned_pool.py": (*POOL, *core("results", "staging_room", "stager_put", "stager_lifetime")),
-            "/locker.py": core("results"),
-            "/mapped.py": ("tests/test_mapped.py", *LAWS),
-            "/registered.py": (*core("pinning", "pinning_failures", "stager_lifetime"), "tests/test_mapped.py"),
-            "/limits.py": core("limits", "pages"),
-            "/ranges.py": (*core("ranges", "results"), *POOL),
-            "/pages.py": core("pages", "pinning", "results"),
-            "/numa.py": core("pages"),
-            "/proc_maps.py": core("pages", "pinning"),
-            "/arrays.py": (*core("arrays", "stager_put", "bad_input", "staging"), *LAWS),
-            "/host.py": (*core("borrow", "stager_put", "pinning", "packing", "bad_input"), *LAWS),
-            "/stats.py": core("pool_policies", "pinned_limit", "pages"),
+            "/pinned_pool.py": (
+                *POOL,
+                *memory("pinned_pool_results"),
+                *staging("pageable_room"),
+                *core("stager_put", "stager_lifetime"),
+            ),
+            "/locker.py": memory("pinned_pool_results"),
+            "/mapped.py": ("tests/memory/test_mapped.py", *LAWS),
+            "/registered.py": (
+                *memory("registered", "registered_failures"),
+                *core("stager_lifetime"),
+                "tests/memory/test_mapped.py",
+            ),
+            "/limits.py": memory("limits", "pages"),
+            "/ranges.py": (*memory("ranges", "pinned_pool_results"), *POOL),
+            "/pages.py": memory("pages", "registered", "pinned_pool_results"),
+            "/numa.py": memory("pages"),
+            "/proc_maps.py": memory("pages", "registered"),
+            "/arrays.py": (*memory("arrays"), *core("stager_put", "bad_input"), *staging("pageable"), *LAWS),
+            "/host.py": (*staging("borrow"), *core("stager_put"), *memory("registered"), *core("packing", "bad_input"), *LAWS),
+            "/stats.py": memory("pinned_pool_policies", "pinned_pool_limit", "pages"),
             "/blocks.py": (*core("bad_input"), *POOL, *core("stager_lifetime")),
         },
         # Of other areas.
@@ -99,29 +116,33 @@ AREAS = {
     "transfers": Area(
         tuple(f"xferlib/{name}.py" for name in ("h2d", "d2h", "transfer", "stager", "checks", "pageable_warning", "registry")),
         # Of what written ones break elsewhere: what is in flight, and views of host memory.
-        (*core("put_into", "across_stagers", "in_flight"), "tests/test_mapped.py", *LAWS),
+        (*core("put_into", "across_stagers", "in_flight"), "tests/memory/test_mapped.py", *LAWS),
         {
             "/h2d.py": (
                 *PUTS,
-                *core("reuse", "second_leaf", "across_stagers", "packing", "bad_input", "in_flight", "device"),
+                *memory("device_pool_readers"),
+                *core("second_leaf", "across_stagers", "packing", "bad_input", "in_flight"),
+                *memory("device_pool"),
                 "tests/core/test_pageable_warning.py",
                 *LAWS,
             ),
-            "/d2h.py": (*GETS, *JOBS, *core("results", "second_leaf", "bad_input", "in_flight"), *LAWS),
-            "/transfer.py": (*core("transfer", "borrow", "stager_get"), *LAWS),
+            "/d2h.py": (*GETS, *JOBS, *memory("pinned_pool_results"), *core("second_leaf", "bad_input", "in_flight"), *LAWS),
+            "/transfer.py": (*core("transfer"), *staging("borrow"), *core("stager_get"), *LAWS),
             "/checks.py": (
                 *core("bad_input", "put_into", "stager_put", "stager_get", "tracebacks"),
-                "tests/test_mapped.py",
+                "tests/memory/test_mapped.py",
                 # Alone: what else is there goes through every allocation.
                 "tests/core/test_foreign_finalizers.py::test_finalizers_are_refused_where_the_framework_does_not_survive_them",
             ),
-            "/pageable_warning.py": core("pageable_warning", "results"),
+            "/pageable_warning.py": (*core("pageable_warning"), *memory("pinned_pool_results")),
             "/registry.py": core("registry"),
             "/stager.py": (
-                *core(
-                    "bad_input", "stager_put", "stager_get", "stager_lifetime", "pool_policies", "staging", "pinning", "registry"
-                ),
-                *("tests/core/test_pageable_warning.py", "tests/test_mapped.py", *LAWS),
+                *core("bad_input", "stager_put", "stager_get", "stager_lifetime"),
+                *memory("pinned_pool_policies"),
+                *staging("pageable"),
+                *memory("registered"),
+                *core("registry"),
+                *("tests/core/test_pageable_warning.py", "tests/memory/test_mapped.py", *LAWS),
             ),
         },
     ),
@@ -130,22 +151,34 @@ AREAS = {
             *(f"xferlib/engine/{name}.py" for name in ("jobs", "lanes", "dispatcher", "cores")),
             *(f"xferlib/staging/{name}.py" for name in ("pageable", "bounce", "coalesce", "small_gets")),
         ),
-        (*JOBS, *core("staging*", "across_stagers", "stager_lifetime", "injected_interrupts"), *LAWS),
+        (*JOBS, *staging("pageable*"), *core("across_stagers", "stager_lifetime", "injected_interrupts"), *LAWS),
         {
             "/cores.py": folder("engine", "cores"),
-            "/lanes.py": (*folder("engine", "threads"), *JOBS, *core("staging*", "across_stagers", "stager_lifetime"), *LAWS),
+            "/lanes.py": (
+                *folder("engine", "threads"),
+                *JOBS,
+                *staging("pageable*"),
+                *core("across_stagers", "stager_lifetime"),
+                *LAWS,
+            ),
             "/dispatcher.py": (*JOBS, *core("foreign_finalizers", "stager_lifetime"), *LAWS),
             "/bounce.py": (
-                *core("bounce", "put_into", "staging", "pinned_limit", "stager_put", "packing", "staging_room"),
+                *staging("bounce"),
+                *core("put_into"),
+                *staging("pageable"),
+                *memory("pinned_pool_limit"),
+                *core("stager_put", "packing"),
+                *staging("pageable_room"),
                 *JOBS,
                 *LAWS,
             ),
             "/pageable.py": (
                 *JOBS,
-                *core("staging*", "small_gets", "bounce", "packing", "put_into", "across_stagers", "foreign_finalizers"),
+                *staging("pageable*", "small_gets", "bounce"),
+                *core("packing", "put_into", "across_stagers", "foreign_finalizers"),
                 *LAWS,
             ),
-            "/small_gets.py": (*core("small_gets", "staging", "foreign_finalizers"), *LAWS),
+            "/small_gets.py": (*staging("small_gets", "pageable"), *core("foreign_finalizers"), *LAWS),
         },
         # Some wait for what a broken engine never does, and some start processes.
         hang_seconds=120,
@@ -153,37 +186,36 @@ AREAS = {
     "device": Area(
         ("xferlib/memory/device_pool.py", "xferlib/memory/table.py", "xferlib/tickets.py", "xferlib/reaper.py"),
         (
-            *core(
-                "device", "device_failures", "injected_interrupts", "reuse", "packing", "stager_put", "stager_lifetime", "put_into"
-            ),
+            *memory("device_pool", "device_pool_failures"),
+            *core("injected_interrupts"),
+            *memory("device_pool_readers"),
+            *core("packing", "stager_put", "stager_lifetime", "put_into"),
             *LAWS,
         ),
         {
             "/table.py": (
-                *core("device", "device_failures", "foreign_finalizers", "injected_interrupts", "stager_lifetime"),
+                *memory("device_pool", "device_pool_failures"),
+                *core("foreign_finalizers", "injected_interrupts", "stager_lifetime"),
                 *POOL,
             ),
-            "/tickets.py": core("ticket*", "device", "device_failures", "stager_lifetime"),
-            "/reaper.py": core("reaper", "device", "device_failures", "stager_lifetime"),
+            "/tickets.py": (*core("ticket*"), *memory("device_pool", "device_pool_failures"), *core("stager_lifetime")),
+            "/reaper.py": (*core("reaper"), *memory("device_pool", "device_pool_failures"), *core("stager_lifetime")),
         },
     ),
     "ownership": Area(
         tuple(f"xferlib/{name}.py" for name in ("in_flight", "handles", "latch", "forks", "callers", "debug")),
         (),
         {
-            "/in_flight.py": core(
-                "in_flight",
-                "staging_room",
-                "across_stagers",
-                "put_into",
-                "reuse",
-                "reaper",
-                "foreign_finalizers",
-                "stager_lifetime",
+            "/in_flight.py": (
+                *core("in_flight"),
+                *staging("pageable_room"),
+                *core("across_stagers", "put_into"),
+                *memory("device_pool_readers"),
+                *core("reaper", "foreign_finalizers", "stager_lifetime"),
             ),
             "/handles.py": core("handles"),
             "/latch.py": (*core("latch", "in_flight", "transfer", "reaper", "stager_lifetime"), "tests/host"),
-            "/forks.py": (*core("stager_lifetime", "reaper", "transfer"), "tests/test_mapped.py"),
+            "/forks.py": (*core("stager_lifetime", "reaper", "transfer"), "tests/memory/test_mapped.py"),
             "/callers.py": core("stager_lifetime"),
             "/debug.py": ("tests/test_debug.py",),
         },
@@ -235,7 +267,7 @@ AREAS = {
         ("tests/host", *LAWS),
         {
             "_memory.py": ("tests/host/test_host_memory.py", "tests/host/test_host_blocks.py", "tests/host", *LAWS),
-            "_stager.py": ("tests/host", *LAWS, "tests/test_mapped.py"),
+            "_stager.py": ("tests/host", *LAWS, "tests/memory/test_mapped.py"),
         },
         but=("*/conformance.py", "*/workload.py"),
     ),
@@ -257,9 +289,9 @@ AREAS = {
         ("xferlib/conformance/*.py", "xferlib/conformance/laws/*.py", "backends/xferlib_host/conformance.py"),
         (*SUITE, "tests/mutants/test_host_mutants.py"),
         {
-            "/gates.py": ("tests/test_gates.py",),
-            "/guard*.py": ("tests/test_guard.py",),
-            "/watchdog.py": ("tests/test_gates.py",),
+            "/gates.py": ("tests/conformance/test_gates.py",),
+            "/guard*.py": ("tests/conformance/test_guard.py",),
+            "/watchdog.py": ("tests/conformance/test_gates.py",),
             "/laws/*.py": (*LAWS, "tests/mutants/test_host_mutants.py"),
         },
         # What only runs on CUDA.

@@ -7,14 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import xferlib
-
-
-@pytest.fixture
-def stager() -> Iterator[xferlib.Stager]:
-    with xferlib.stager("host", pinned_limit=64 << 20) as opened:
-        yield opened
-
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:

@@ -22,7 +22,7 @@ import xferlib
 from tests import children
 from tests.core.fakes import WATCHDOG, on_thread, succeeds
 from tests.core.points import interrupted_at
-from tests.core.test_pool import Driver
+from tests.memory.test_pinned_pool import Driver
 from tests.mutants.broken import BrokenBackend
 from tests.mutants.locking import LockingBackend, LockingHost
 from xferlib import pageable_warning
@@ -668,7 +668,7 @@ def test_a_stager_that_is_opened_as_the_interpreter_ends_has_nothing_locked_behi
         # Before the core is there, and so behind whatever it does at the end.
         atexit.register(get)
         import numpy as np
-        from tests.core.test_results import ALONE, ROOM, Gated
+        from tests.memory.test_pinned_pool_results import ALONE, ROOM, Gated
         import xferlib
         """
     )

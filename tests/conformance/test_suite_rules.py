@@ -18,7 +18,7 @@ from xferlib.conformance.run import run
 from xferlib.conformance.verdicts import verdicts
 from xferlib.protocol import LAWS, Capabilities
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 A_LAW = "test_law05_get_returns_while_its_producer_is_held"
 A_CASE = "test_law06_a_transfer_completes_while_compute_is_held[small-put]"
 HEADER = "from xferlib_host.conformance import TestHost as Host\nfrom xferlib.errors import BackendUnavailableError\n"

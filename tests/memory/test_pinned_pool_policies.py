@@ -12,7 +12,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import held, on_thread
-from tests.core.test_pool import MIB, U8, Driver
+from tests.memory.test_pinned_pool import MIB, U8, Driver
 from xferlib.errors import AllocationError
 from xferlib.memory.blocks import HostBlock, WhenFull
 from xferlib.memory.pinned_pool import STAGING_SHARE, PinnedPool

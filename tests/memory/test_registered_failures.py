@@ -12,7 +12,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import tampered
-from tests.core.test_pinning import pinned
+from tests.memory.test_registered import pinned
 
 
 class Once:

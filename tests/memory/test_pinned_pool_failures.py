@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.core.fakes import WATCHDOG, on_thread
-from tests.core.test_pool import MIB, Driver
+from tests.memory.test_pinned_pool import MIB, Driver
 from xferlib.errors import AllocationError
 from xferlib.memory.pinned_pool import PinnedPool
 
