@@ -7,11 +7,10 @@ the memory may be another stager's than the one that read it, which nobody may c
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, final
-
-from jaxlib import _jax
 
 from xferlib.tickets import Returns
 
@@ -61,9 +60,9 @@ class Readings:
                 self._ended.settled(number)
 
 
+@functools.cache
 def readings() -> Readings:
     """Return this process's readings."""
-    return _READINGS
+    from jaxlib import _jax
 
-
-_READINGS = Readings(_jax.collect_garbage)
+    return Readings(_jax.collect_garbage)

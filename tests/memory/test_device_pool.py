@@ -756,6 +756,23 @@ def test_a_put_that_comes_too_early_at_the_limit_takes_nothing_more(monkeypatch:
     assert blocks.nbytes == 256
 
 
+def test_a_put_that_takes_what_a_copy_held_that_is_done_wants_no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No readers were behind: the laws find out which memory is free by how much there is."""
+    under_way: list[Lease] = []
+
+    class Done(DeviceHolders):
+        def reap(self) -> bool:
+            under_way.clear()
+            return True
+
+    blocks = cache(Device(), holders=Done())
+    under_way.append(blocks.lease(256, {}))
+    helpers: list[Any] = []
+    monkeypatch.setattr(device_pool, "uninterrupted", helpers.append)
+    assert blocks.lease(256, {})[0].nbytes == 256
+    assert not helpers
+
+
 def test_a_put_that_waited_for_a_transfer_wants_no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way: list[Lease] = []
 

@@ -315,17 +315,19 @@ class DevicePool(Table):
 
     def _find(self, size: int, number: int, streams: Streams) -> _Row:
         """Lease a block for which there was none idle: wait for one, make room, or allocate."""
+        # Whether there are idle ones whose readers were not done just now.
+        behind = bool(self._idle.get(size))
         # Copies that are done may hold the last reference to an array, and so to its block.
         self._reclaimer.reap()
-        collected = looked = False
+        collected = False
         while True:
             changes = self._changes
             row = self._alone(self._reuse, size, number, streams)
             if row is not None:
-                if not looked:
+                if behind:
                     self._have_one_more(size)
                 return row
-            looked = True
+            behind = False
             if self._doomed:
                 uninterrupted(self._free_doomed)
             row, reserved = self._alone(self._make_room, size, number, streams)

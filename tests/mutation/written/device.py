@@ -126,8 +126,8 @@ MUTANTS = [
         "            if not self._alone(self._reserve_spare, size, number):\n                return False\n",
         "            self._alone(self._reserve_spare, size, number)\n",
     ),
-    (DEVICE, "                if not looked:\n", "                if True:\n"),
-    (DEVICE, "                if not looked:\n", "                if False:\n"),
+    (DEVICE, "                if behind:\n", "                if True:\n"),
+    (DEVICE, "                if behind:\n", "                if False:\n"),
     (DEVICE, "        if attempts < min(SPARES, SPARE_NBYTES // size):", "        if attempts < SPARES:"),
     (DEVICE, "        if attempts < min(SPARES, SPARE_NBYTES // size):", "        if attempts < SPARE_NBYTES // size:"),
     (
