@@ -803,7 +803,7 @@ def test_who_finds_no_room_because_of_a_spare_waits_until_it_is_there(monkeypatc
     try:
         assert device.entered.wait(WATCHDOG)
         # The block is the first put's still, and the rest of the limit the spare's.
-        monkeypatch.setattr(device_pool.time, "sleep", noted)
+        monkeypatch.setattr(time, "sleep", noted)
         second = on_thread(lambda: blocks.lease(256, {}))
         assert until(lambda: second.done() or slept.count(device_pool.LOOK_SECONDS) > 3)
         assert not second.done()

@@ -126,7 +126,7 @@ class SmallGets:
             return came
         finally:
             # Of a copy that fails, the frame lives as long as what is raised.
-            block = event = None
+            block = event = None  # type: ignore[assignment]  # Nobody uses them behind this.
             fill.over = True
             self._jobs.remove(fill)
 

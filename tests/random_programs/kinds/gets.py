@@ -130,7 +130,7 @@ class GetUnderHold(Kind):
 
 def _are_small(groups: list[Any]) -> bool:
     count = sum([group[0] for group in groups])
-    return count <= 16 and sum([group[0] * math.prod(group[2]) for group in groups]) <= 8 << 10
+    return bool(count <= 16 and sum([group[0] * math.prod(group[2]) for group in groups]) <= 8 << 10)
 
 
 ALL: tuple[type[Kind], ...] = (Get, GetUnderHold)
