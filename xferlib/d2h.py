@@ -172,15 +172,10 @@ class DeviceToHost:
         return Transfer(out, event, self._failures, True)
 
     def _one_to_pageable(self, array: Any, out: Array, stream: object | None) -> Transfer:
-        try:
-            source = self._backend.place(array, stream)
-        except (TypeError, ValueError) as error:
-            error.add_note(f"at {path(None, 0)}")
-            raise
-        after = self._backend.mark(stream)
-        if self._staging.fill_small(((source.address, out),), (source,), after):
+        sources, after = self._placed([array], None, stream, direct=False)
+        if self._staging.fill_small([(sources[0].address, out)], sources, after):
             return Transfer(out, FILLED, (), True)
-        event, failures = self._begin([source], [out], [None], after, looked=False, ours=False)
+        event, failures = self._begin(sources, [out], [None], after, looked=False, ours=False)
         return Transfer(out, event, failures, True)
 
     def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
@@ -213,7 +208,9 @@ class DeviceToHost:
             raise TypeError(f"expected a device array of backend {self._backend.name!r}, got {kind}")
         return described
 
-    def _placed(self, leaves: list[Any], spec: Spec, stream: object | None, *, direct: bool) -> tuple[list[Source], Event | None]:
+    def _placed(
+        self, leaves: list[Any], spec: Spec | None, stream: object | None, *, direct: bool
+    ) -> tuple[list[Source], Event | None]:
         """Return what is read, and what it waits for: by the engine directly before its first copy, so that no other get waits."""
         sources = self._each(self._backend.place, leaves, spec, stream)
         after = self._backend.mark(stream)
@@ -225,7 +222,13 @@ class DeviceToHost:
         return sources, after
 
     def _each(
-        self, place: Callable[[Any, Any], Source], leaves: list[Any], spec: Spec, stream: object | None, *, together: Any = None
+        self,
+        place: Callable[[Any, Any], Source],
+        leaves: list[Any],
+        spec: Spec | None,
+        stream: object | None,
+        *,
+        together: Any = None,
     ) -> list[Source]:
         if together is not None and len(leaves) > 1:
             found: list[Source] | None = together(leaves, stream)

@@ -7,7 +7,6 @@ the memory may be another stager's than the one that read it, which nobody may c
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, final
@@ -60,9 +59,13 @@ class Readings:
                 self._ended.settled(number)
 
 
-@functools.cache
 def readings() -> Readings:
     """Return this process's readings."""
     from jaxlib import _jax
 
-    return Readings(_jax.collect_garbage)
+    # One step: two threads may open the first stagers at once.
+    return _OF_PROCESS.setdefault("", Readings(_jax.collect_garbage))
+
+
+_OF_PROCESS: dict[str, Readings] = {}
+"""Those of this process, once JAX is there."""

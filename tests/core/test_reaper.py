@@ -135,8 +135,7 @@ def test_a_stager_that_a_finalizer_inside_its_own_call_closes_is_closed_when_the
         backend.inner.sweep()
 
     stager = xferlib.stager(backend)
-    backend.sweep = sweep
-    stager._blocks._sweep = sweep  # type: ignore[method-assign]  # It is looked up once.
+    backend.sweep = stager._blocks._sweep = sweep
     with suppress(xferlib.ClosedError):
         on_thread(lambda: stager.put(np.ones(3))).result(WATCHDOG)
     assert until(lambda: "closed" in repr(stager))

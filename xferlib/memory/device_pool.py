@@ -136,12 +136,11 @@ class DevicePool(Table):
     """
 
     def __init__(self, backend: HostStager[Any], reclaimer: DeviceReclaimer, limit: int | None) -> None:
-        super().__init__("device memory")
+        super().__init__("device memory", backend.sweep)
         self.limit = limit
         self.peak_nbytes = self.waits = 0
         self._backend = backend
         self._failures = backend.failures
-        self._sweep = backend.sweep  # type: ignore[method-assign]  # In the path of every small put.
         self._lost, self._retire = backend.lost, backend.retire
         self._reclaimer = reclaimer
         self._count = itertools.count().__next__
@@ -307,9 +306,6 @@ class DevicePool(Table):
         row.lease, row.readers, row.streams, row.since = None, readers, {}, self._changes
         if doomed:
             self._doomed.append(row)
-        elif row.fence is None:
-            # As `_Cell.append`.
-            self._idle[row.nbytes].free.append(row)
         else:
             self._idle[row.nbytes].append(row)
 

@@ -9,6 +9,7 @@ by the next one.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NoReturn, TypeVar, TypeVarTuple
 
@@ -21,11 +22,14 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 
-class Table:
-    """Any thread. `memory`: what is asked for here, for the words in which a finalizer is refused."""
+class Table(ABC):
+    """Any thread. `memory`: what is asked for here, for the words in which a finalizer is refused. `sweep` has tickets posted that
+    are told of only when somebody asks.
+    """
 
-    def __init__(self, memory: str) -> None:
+    def __init__(self, memory: str, sweep: Callable[[], object] = lambda: None) -> None:
         self._memory = memory
+        self._sweep = sweep
         self._torn = self._closed = False
         """Torn: a step was begun, and has not come to its end."""
         self._renew()
@@ -66,13 +70,10 @@ class Table:
     def _refuse(self) -> NoReturn:
         raise AllocationError(f"{self._memory} asked by a finalizer that ran inside another request. Ask from ordinary code")
 
-    def _sweep(self) -> None:
-        """Have tickets posted that are told of only when somebody asks."""
-
+    @abstractmethod
     def _mend(self) -> None:
         """Derive anew what follows from the rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take_back(self) -> None:
         """Settle the numbers that were posted, each taken out only then: one that an interrupt leaves in the middle comes again."""
-        raise NotImplementedError

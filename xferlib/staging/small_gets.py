@@ -96,8 +96,8 @@ class SmallGets:
     def fill(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
         """Copy from device addresses into C-contiguous arrays, once `after` is reached. False: the engine is to do it.
 
-        No earlier get writes these arrays, or has yet to start copies of this direction. What the engine needs is there: a copy
-        that was given up keeps its memory until it comes, and nobody who waits for that memory would be this caller.
+        No earlier get writes these arrays, or has yet to start copies of this direction. The engine has a chunk: it must not need
+        the memory of a copy that is given up here, which may come only when compute has ended.
         """
         if self._d2h.busy:
             self._d2h.reap()
