@@ -171,9 +171,12 @@ def test_ctrl_c_ends_the_run_while_every_stage_waits(loop: Loop, monkeypatch: py
     try:
         with pytest.raises(KeyboardInterrupt):
             replace(reading(loop, interrupted), job=cast("EdgeJob", Job())).run(FRAMES, rounds=1, write=drop)
+        assert closing.is_set()
     finally:
+        closing.set()
+        # Whoever is about to send a signal does so before the handler goes.
+        loop.pool.shutdown()
         signal.signal(signal.SIGINT, before)
-    assert closing.is_set()
 
 
 @pytest.mark.parametrize("count", [1, 3])

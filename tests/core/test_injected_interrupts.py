@@ -31,6 +31,7 @@ TABLES = (
     "memory/pinned_pool.py",
     "memory/ranges.py",
     "memory/blocks.py",
+    "memory/table.py",
     "memory/registered.py",
     "memory/mapped.py",
     "tickets.py",

@@ -152,13 +152,17 @@ class SmallGets:
 
 def _comes(event: Event | None, seconds: float) -> bool:
     """Tell whether an event is reached within so long. One that failed is not: the engine meets that, too, and tells who waits."""
-    until = time.perf_counter() + seconds
-    with suppress(Exception):
-        while event is not None and not event.done():
-            if time.perf_counter() > until:
-                return False
-        return True
-    return False
+    try:
+        return event is None or _reached(event, time.perf_counter() + seconds)
+    except Exception:
+        return False
+
+
+def _reached(event: Event, until: float) -> bool:
+    while not event.done():
+        if time.perf_counter() > until:
+            return False
+    return True
 
 
 def _copied(block: HostBlock, transfers: Sequence[tuple[int, Array]]) -> bool:
