@@ -10,7 +10,7 @@ import pytest
 from xferlib_host import open_stager
 
 import xferlib
-from tests.mutants.locking import LockingBackend
+from tests.mutants.laws.locking import LockingBackend
 from xferlib.cli import breakeven, doctor, main
 from xferlib.cli.breakeven import BreakEven, break_even
 

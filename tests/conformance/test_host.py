@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xferlib_host.conformance import TestHost as TestHost
 
-from tests.mutants.locking import LockingHost
+from tests.mutants.laws.locking import LockingHost
 
 
 class TestLockingHost(LockingHost):

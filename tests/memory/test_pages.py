@@ -18,7 +18,7 @@ from xferlib_host import open_stager
 
 import xferlib
 from tests import children
-from tests.mutants.locking import LockingBackend
+from tests.mutants.laws.locking import LockingBackend
 from xferlib.memory import numa, pages
 from xferlib.memory.numa import node_near
 from xferlib.memory.pages import HUGE, LEAST_PIECE, MOST_THREADS, HostPages

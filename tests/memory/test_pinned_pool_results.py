@@ -23,8 +23,8 @@ from tests import children
 from tests.core.fakes import WATCHDOG, on_thread, succeeds
 from tests.core.points import interrupted_at
 from tests.memory.test_pinned_pool import Driver
-from tests.mutants.broken import BrokenBackend
-from tests.mutants.locking import LockingBackend, LockingHost
+from tests.mutants.laws.broken import BrokenBackend
+from tests.mutants.laws.locking import LockingBackend, LockingHost
 from xferlib import pageable_warning
 from xferlib.errors import AllocationError
 from xferlib.latch import note_copy_thread

@@ -3,7 +3,7 @@
     python -m tests.random_programs --backend host --minutes 5 --seed 1
     python -m tests.random_programs --seed 1 --program 217           # one program of a seed again, printed, and made short
     python -m tests.random_programs --replay FILE                    # one that was kept
-    python -m tests.random_programs.teeth --backend host             # how soon planted defects are found
+    python -m tests.mutants.planted --backend host             # how soon planted defects are found
 
 `--backend` is host, jax, cupy or numba. On a GPU they need a checkout, the installed package, pytest and `cuda-bindings`; JAX
 takes a GPU with `--gpu`. A failure is printed with its program made as short as it still fails, `--save FOLDER` keeps that,

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.mutants.planted.defects import MUTANTS, Mutant
+from tests.mutants.planted.planting import environment_of, plant
 from tests.random_programs.driver import POISON, Driver
-from tests.random_programs.mutants import MUTANTS, Mutant
 from tests.random_programs.program import Program
 from tests.random_programs.release import Releaser
 from tests.random_programs.shrink import shrink
 from tests.random_programs.supervise import Failure, Runner
-from tests.random_programs.teeth import environment_of, plant
 
 MOST = 60
 """Programs."""

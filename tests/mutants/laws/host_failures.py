@@ -11,7 +11,7 @@ import pytest
 from xferlib_host._stream import CopyError
 from xferlib_host.conformance import TestHost as Host
 
-from tests.mutants.broken import DEADLINE_SECONDS, BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
+from tests.mutants.laws.broken import DEADLINE_SECONDS, BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
 from xferlib.conformance.moves import WAYS
 from xferlib.errors import TransferError
 from xferlib.stager import Stager

@@ -14,10 +14,10 @@ from tests.frameworks.kits.every import CUDA_KITS, given
 from tests.frameworks.kits.jax import JAX
 from tests.frameworks.kits.kit import Kit
 from tests.frameworks.kits.numba import NUMBA
-from tests.frameworks.mutants import cupy, jax, numba
-from tests.frameworks.mutants.jax import JaxMutant
-from tests.mutants.broken import Mutant
-from tests.mutants.running import Case, caught, run
+from tests.mutants.laws import cupy, jax, numba
+from tests.mutants.laws.broken import Mutant
+from tests.mutants.laws.jax import JaxMutant
+from tests.mutants.laws.running import Case, caught, run
 from xferlib.conformance.suite import _test_names
 from xferlib.protocol import LAWS
 from xferlib.stager import Stager

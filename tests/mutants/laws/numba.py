@@ -1,56 +1,53 @@
-"""CuPy backends that break one promise each, and the tests that must fail by it: what the suite is worth on a GPU.
+"""Numba backends that break one promise each, and the tests that must fail by it: what the suite is worth on a GPU.
 
-Here stand the mistakes that are made with CuPy's own means, pools that know nothing of copies under way among them.
-`pytest tests/frameworks/mutants/cupy.py` shows how each fails.
+Here stand the mistakes that are made with Numba's own means.
+`pytest tests/mutants/laws/numba.py` shows how each fails.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
-from xferlib_cupy.conformance import TestCupy as Cupy
-from xferlib_cupy.conformance import bench
+from xferlib_numba.conformance import TestNumba as Numba
+from xferlib_numba.conformance import bench
 
-from tests.frameworks.mutants import maps
-from tests.frameworks.mutants.cuda import LAW06, LAW13, Listing
-from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents
+from tests.mutants.laws import maps
+from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents
+from tests.mutants.laws.cuda import LAW06, LAW13, Listing
 from xferlib.conformance import Hold, cuda
 from xferlib.in_flight import InFlight
 from xferlib.protocol import Event, Source, Stream
-from xferlib.stager import Stager
 
 __all__ = ["MUTANTS"]
 
-listing = Listing("TestCupy", Cupy)
+listing = Listing("TestNumba", Numba)
 MUTANTS = listing.mutants
 maps.add_to(listing)
 
 
-class CupyOnTheNullStream(Cupy):
-    """Compute runs where CuPy has it unless told otherwise. Only puts can be tested so: a get waits for that stream by right."""
+class NumbaOnTheNullStream(Numba):
+    """Compute runs where Numba has it unless told otherwise. Only puts can be tested so: a get waits for that stream by right."""
 
     @contextmanager
     def hold_compute(self, stager: Any) -> Iterator[Hold]:
-        null = bench().cupy.cuda.Stream.null
-        with cuda.hold_streams([null.ptr], stream=null) as hold:
+        null = bench().cuda.legacy_default_stream()
+        with cuda.hold_streams([int(null.handle)], stream=null) as hold:
             yield hold
 
 
 @functools.cache
-def blocking_streams() -> tuple[Any, Any]:
-    return bench().cupy.cuda.Stream(), bench().cupy.cuda.Stream()
+def streams_of_numba() -> tuple[Any, Any]:
+    return bench().cuda.stream(), bench().cuda.stream()
 
 
 @listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", f"{LAW06}[small-get]", f"{LAW06}[large-get_out]")
 def copies_on_the_compute_stream(honest: Any) -> Any:
     """Copies on the stream on which the user computes."""
-    honest.h2d = honest.d2h = bench().streams[-1].ptr
+    honest.h2d = honest.d2h = bench().streams[-1].handle
     return honest
 
 
@@ -59,31 +56,29 @@ class WaitsForAllCompute(BrokenBackend):
     """Lets each copy wait for what any compute stream has enqueued, lest it come too early."""
 
     def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
-        wait_for_compute(self.inner.h2d)
+        self.wait_for_compute(self.inner.h2d)
         self.inner.copy_h2d(dst, src, nbytes)
 
     def copy_d2h(self, dst: int, src: int, nbytes: int) -> None:
-        wait_for_compute(self.inner.d2h)
+        self.wait_for_compute(self.inner.d2h)
         self.inner.copy_d2h(dst, src, nbytes)
 
-
-def wait_for_compute(handle: int) -> None:
-    for stream in bench().streams:
-        event = stream.record()
-        bench().cupy.cuda.runtime.streamWaitEvent(handle, event.ptr)
+    def wait_for_compute(self, copies: Any) -> None:
+        for stream in bench().streams:
+            self.inner._order(copies, stream.handle)
 
 
-@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=CupyOnTheNullStream)
-def copies_on_blocking_streams(honest: Any) -> Any:
-    """Copies on streams as CuPy makes them by default: they stop for whatever is on the NULL stream."""
-    honest.h2d, honest.d2h = (stream.ptr for stream in blocking_streams())
+@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=NumbaOnTheNullStream)
+def copies_on_streams_of_numba(honest: Any) -> Any:
+    """Copies on streams as `cuda.stream()` makes them: they stop for whatever is on the NULL stream."""
+    honest.h2d, honest.d2h = (stream.handle for stream in streams_of_numba())
     return honest
 
 
-@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=CupyOnTheNullStream)
+@listing.broken(f"{LAW06}[small-put]", f"{LAW06}[large-put]", hooks=NumbaOnTheNullStream)
 def copies_on_the_null_stream(honest: Any) -> Any:
-    """Copies where `ndarray.set` and `ndarray.get` do unless told otherwise."""
-    honest.h2d = honest.d2h = 0
+    """Copies where `copy_to_device` and `copy_to_host` do unless told otherwise."""
+    honest.h2d = honest.d2h = bench().cuda.default_stream().handle
     return honest
 
 
@@ -97,8 +92,8 @@ class LetsNobodyWait(BrokenEvents):
 
     class event(BrokenEvent):  # noqa: N801  (it stands for an attribute)
         def stream_wait(self, stream: object | None = None) -> Stream:
-            named: Any = bench().cupy.cuda.get_current_stream() if stream is None else stream
-            return Stream(named.ptr, named)
+            named: Any = bench().cuda.default_stream() if stream is None else stream
+            return Stream(int(named.handle), named)
 
 
 @listing.broken(
@@ -112,7 +107,7 @@ class ReadsBeforeTheProducer(BrokenBackend):
     as_sources = None
 
     def as_source(self, array: Any, stream: object | None = None) -> Source:
-        return Source(array.data.ptr, array.nbytes, array)
+        return Source(array.gpu_data.device_pointer_value, array.nbytes, array)
 
 
 @listing.broken(*(f"test_law07_get_of_a_tree_reads_after_the_producer_of_each_leaf[{place}]" for place in range(3)))
@@ -120,7 +115,7 @@ class ReadsTogetherBeforeTheProducers(BrokenBackend):
     """Reads the leaves of a tree together, without a look at what the stream has enqueued."""
 
     def as_sources(self, arrays: list[Any], stream: object | None = None) -> list[Source]:
-        return [Source(array.data.ptr, array.nbytes, array) for array in arrays]
+        return [Source(array.gpu_data.device_pointer_value, array.nbytes, array) for array in arrays]
 
 
 @listing.broken("test_law07_put_into_waits_for_readers_that_were_enqueued")
@@ -128,7 +123,7 @@ class WritesUnderReaders(BrokenBackend):
     """Starts a put into an array without a look at what the stream has enqueued."""
 
     def as_target(self, array: Any, stream: object | None = None) -> Source:
-        return Source(array.data.ptr, array.nbytes, array)
+        return Source(array.gpu_data.device_pointer_value, array.nbytes, array)
 
 
 @listing.broken("test_law11_put_into_overwrites_in_place_or_is_refused", "test_law01_put_into_overwrites_the_array_of_the_caller")
@@ -136,7 +131,7 @@ class PutsIntoACopy(BrokenBackend):
     """Declares that arrays of the caller's may be overwritten, and overwrites a copy."""
 
     def as_target(self, array: Any, stream: object | None = None) -> Source:
-        source: Source = self.inner.as_target(array.copy(), stream)
+        source: Source = self.inner.as_target(bench().empty(array.shape, array.dtype), stream)
         return source
 
 
@@ -154,28 +149,24 @@ class AllocatesForEachCopy(BrokenBackend):
 
 
 def allocate_and_free() -> None:
-    runtime = bench().cupy.cuda.runtime
-    runtime.free(runtime.malloc(256))
+    with cuda.context(0):
+        cuda.call("cuMemFree", cuda.call("cuMemAlloc", 256))
 
 
 @listing.broken_core(
     "test_law03_put_survives_the_loss_of_its_source[small]",
     "test_law03_put_survives_the_loss_of_its_source[large]",
+    "test_law03_get_survives_the_loss_of_its_array[small]",
     "test_law08_a_pinned_slot_is_not_handed_out_while_a_put_reads_it[large]",
 )
-def takes_pinned_memory_from_cupy(patch: pytest.MonkeyPatch) -> None:
-    """The core leaves host memory to CuPy's pool, which hands it out again as soon as it is dropped, and holds nothing itself."""
+def holds_nothing_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """The core lets go of a copy's memory as soon as the copy is started."""
     add = InFlight.add
 
-    def add_without(queue: InFlight, nbytes: int, *needed: object, **more: object) -> Event:
+    def add_without(queue: InFlight, nbytes: int, *held: object, **more: object) -> Event:
         return add(queue, nbytes, ())
 
-    def empty_pinned(stager: Stager, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        memory = bench().cupy.cuda.alloc_pinned_memory(math.prod(shape) * dtype.itemsize)
-        return np.ndarray(shape, dtype, buffer=memory)
-
     patch.setattr(InFlight, "add", add_without)
-    patch.setattr(Stager, "empty_pinned", empty_pinned)
 
 
 for _name, _mutant in MUTANTS.items():

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.mutation.areas import AREAS
-from tests.mutation.draw import STALE, Mutant, drawn, written
-from tests.mutation.judge import Judge, Verdict
-from tests.mutation.tree import ROOT, Scratch
+from tests.mutants.sampled.areas import AREAS
+from tests.mutants.sampled.draw import STALE, Mutant, drawn, written
+from tests.mutants.sampled.judge import Judge, Verdict
+from tests.mutants.sampled.tree import ROOT, Scratch
 
 LIMIT_FACTOR = 4
 LEAST_SECONDS = 600.0
@@ -33,11 +33,11 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description="Mutation testing by sample.")
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants.sampled", description="Mutation testing by sample.")
     parser.add_argument("--area", required=True, choices=sorted(AREAS))
     parser.add_argument("--seed", type=int, default=20261122)
     parser.add_argument("--count", type=int, default=30)
-    parser.add_argument("--written", action="store_true", help="those of tests/mutation/written instead of drawn ones")
+    parser.add_argument("--written", action="store_true", help="those of tests/mutants/sampled/written instead of drawn ones")
     parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     parser.add_argument("--only", type=int, nargs="+", metavar="K", help="mutants by number")
     parser.add_argument("--no-baseline", action="store_true", help="trust that the tests pass without a mutant")

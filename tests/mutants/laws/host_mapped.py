@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from xferlib_host.conformance import TestHost as Host
 
-from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
-from tests.mutants.locking import LockingBackend, LockingHost
+from tests.mutants.laws.broken import BrokenBackend, broken_backend, broken_core
+from tests.mutants.laws.locking import LockingBackend, LockingHost
 from xferlib.memory.mapped import Views
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import Capabilities

@@ -12,7 +12,7 @@ from xferlib_host import Stream
 from xferlib_host.conformance import Gate
 from xferlib_host.conformance import TestHost as Host
 
-from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
+from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
 from xferlib import protocol
 from xferlib.latch import is_copy_thread
 from xferlib.protocol import HostStager, Source

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.frameworks.mutants.cuda import Listing
-from tests.mutants.broken import BrokenBackend
+from tests.mutants.laws.broken import BrokenBackend
+from tests.mutants.laws.cuda import Listing
 
 __all__ = ["add_to"]
 

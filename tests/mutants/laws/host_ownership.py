@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.mutants.arena import ArenaHost
-from tests.mutants.broken import BrokenBackend, KeepsTheInterpreter, broken_backend, broken_core
+from tests.mutants.laws.arena import ArenaHost
+from tests.mutants.laws.broken import BrokenBackend, KeepsTheInterpreter, broken_backend, broken_core
 from xferlib.protocol import Event
 from xferlib.stager import Stager
 from xferlib.tickets import ticket

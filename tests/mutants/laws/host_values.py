@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from xferlib_host.conformance import TestHost as Host
 
-from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
+from tests.mutants.laws.broken import BrokenBackend, broken_backend, broken_core
 from xferlib.stager import Stager
 from xferlib.staging.pageable import Staging
 

@@ -1,4 +1,4 @@
-"""How soon the programs find a defect: `python -m tests.random_programs.teeth --backend host`. For every mutant, how many it took.
+"""How soon the programs find a defect: `python -m tests.mutants.planted --backend host`. For every mutant, how many it took.
 
 Each is planted in a copy of the checkout. What fails without a mutant counts for none.
 """
@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from tests.mutants.planted.defects import MUTANTS
+from tests.mutants.planted.planting import environment_of, plant
 from tests.random_programs.kits import NAMES
-from tests.random_programs.mutants import MUTANTS, Mutant
 from tests.random_programs.supervise import Failure, Runner
-
-__all__ = ["environment_of", "plant"]
-
-ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("xferlib", "backends", "tests/random_programs")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.random_programs.teeth")
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants.planted")
     parser.add_argument("--backend", choices=NAMES, default="host")
     parser.add_argument("--programs", type=int, default=400, help="at most, for each mutant")
     parser.add_argument("--seed", type=int, default=1)
@@ -45,25 +40,6 @@ def main() -> int:
         missed += found is None
         print(f"| {mutant.name} | {words} | {time.monotonic() - began:.0f} s |", flush=True)
     return missed
-
-
-def environment_of(root: Path) -> dict[str, str]:
-    """Return the environment in which the copy of the checkout is what is imported."""
-    # What else is on it may have the packages that both need.
-    found = [str(root), str(root / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(found)}
-
-
-def plant(mutant: Mutant, root: Path) -> bool:
-    """Copy what programs need of the checkout, and plant the mutant there. False: its text is gone."""
-    for part in PARTS:
-        shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
-    file = root / mutant.file
-    text = file.read_text()
-    if mutant.old not in text:
-        return False
-    file.write_text(text.replace(mutant.old, mutant.new))
-    return True
 
 
 def _hunt(backend: str, root: Path, seed: int, programs: int) -> Failure | None:

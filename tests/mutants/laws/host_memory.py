@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from xferlib_host.conformance import TestHost as Host
 
-from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
-from tests.mutants.host_copies import holds_nothing_in_flight
-from tests.mutants.locking import LockingBackend, LockingHost
+from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
+from tests.mutants.laws.host_copies import holds_nothing_in_flight
+from tests.mutants.laws.locking import LockingBackend, LockingHost
 from xferlib.errors import ClosedError
 from xferlib.in_flight import InFlight, Jobs, Ledger
 from xferlib.memory.device_pool import DevicePool

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from xferlib_host.conformance import TestHost as Host
 
-from tests.mutants.arena import ArenaHost
-from tests.mutants.broken import BrokenBackend, broken_backend, broken_core
-from tests.mutants.host_ownership import stand_before
+from tests.mutants.laws.arena import ArenaHost
+from tests.mutants.laws.broken import BrokenBackend, broken_backend, broken_core
+from tests.mutants.laws.host_ownership import stand_before
 from xferlib.in_flight import InFlight
 from xferlib.protocol import Event, Source
 from xferlib.stager import Stager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.engine.build import COMPILER, ENGINE, NOT_TRIED, built, run
-from tests.engine.mutants import MUTANTS, Mutant
+from tests.mutants.engine.engines import MUTANTS, Mutant
 from tests.side_by_side import chosen, side_by_side
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler: the engine's mutants were not tried")

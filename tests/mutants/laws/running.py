@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 __all__ = ["Batch", "Case", "caught", "run"]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ASSERTIONS = ("assert", "AssertionError", "Failed")
 LIMIT_SECONDS = 110
 """Below the time after which pytest takes this process for hung."""

@@ -16,7 +16,7 @@ import numpy as np
 from xferlib_host._stream import CopyError
 from xferlib_host.conformance import TestHost
 
-from tests.mutants.broken import BrokenBackend
+from tests.mutants.laws.broken import BrokenBackend
 
 __all__ = ["ArenaBackend", "ArenaHost", "Block", "DeviceArray"]
 

@@ -11,8 +11,8 @@ import numpy as np
 from xferlib_host.conformance import Gate
 from xferlib_host.conformance import TestHost as Host
 
-from tests.mutants.broken import broken_hooks
-from tests.mutants.locking import LockingHost
+from tests.mutants.laws.broken import broken_hooks
+from tests.mutants.laws.locking import LockingHost
 from xferlib.conformance import Direction, Hold
 from xferlib.protocol import HostStager
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
-from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, KeepsTheInterpreter, Mutant
+from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents, KeepsTheInterpreter, Mutant
 from xferlib.conformance import StagerConformance
 from xferlib.protocol import Event, Place, Stream
 

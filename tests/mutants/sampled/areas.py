@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from tests.mutation.tree import ROOT
+from tests.mutants.sampled.tree import ROOT
 
 __all__ = ["AREAS", "Area"]
 
@@ -287,12 +287,12 @@ AREAS = {
     ),
     "conformance": Area(
         ("xferlib/conformance/*.py", "xferlib/conformance/laws/*.py", "backends/xferlib_host/conformance.py"),
-        (*SUITE, "tests/mutants/test_host_mutants.py"),
+        (*SUITE, "tests/mutants/laws/test_host_mutants.py"),
         {
             "/gates.py": ("tests/conformance/test_gates.py",),
             "/guard*.py": ("tests/conformance/test_guard.py",),
             "/watchdog.py": ("tests/conformance/test_gates.py",),
-            "/laws/*.py": (*LAWS, "tests/mutants/test_host_mutants.py"),
+            "/laws/*.py": (*LAWS, "tests/mutants/laws/test_host_mutants.py"),
         },
         # What only runs on CUDA.
         but=("*/cuda.py", "*/cupti.py"),

@@ -1,7 +1,7 @@
 """JAX backends that break one promise each, and the tests that must fail by it, where JAX computes on the CPU and on a GPU.
 
 Here stand the mistakes that only JAX invites: its own transfers, imports without their hand-shake, leases on the wrong object.
-`pytest tests/frameworks/mutants/jax.py` shows how each fails.
+`pytest tests/mutants/laws/jax.py` shows how each fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from xferlib_jax.conformance import TestJax as Jax
 from xferlib_jax.conformance import bench
 
-from tests.mutants.broken import BrokenBackend, BrokenEvent, BrokenEvents, KeepsTheInterpreter, Mutant
+from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents, KeepsTheInterpreter, Mutant
 from xferlib.protocol import Event, Source
 
 __all__ = ["MUTANTS", "JaxMutant"]

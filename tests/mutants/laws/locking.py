@@ -10,7 +10,7 @@ from typing import Any
 
 from xferlib_host.conformance import TestHost
 
-from tests.mutants.broken import BrokenBackend
+from tests.mutants.laws.broken import BrokenBackend
 
 __all__ = ["LockingBackend", "LockingHost"]
 

@@ -10,9 +10,9 @@ from functools import partial
 
 import pytest
 
-from tests.mutants import host
-from tests.mutants.broken import MUTANTS
-from tests.mutants.running import Batch, Case, caught, run
+from tests.mutants.laws import host
+from tests.mutants.laws.broken import MUTANTS
+from tests.mutants.laws.running import Batch, Case, caught, run
 from tests.side_by_side import chosen, side_by_side
 from xferlib.conformance import StagerConformance
 from xferlib.protocol import LAWS

@@ -9,7 +9,7 @@ from typing import final
 
 __all__ = ["ROOT", "Scratch"]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COPIED = ("xferlib", "backends", "tests", "benchmarks", "examples", "docs", "README.md", "pyproject.toml", "LICENSE")
 
 

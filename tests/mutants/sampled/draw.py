@@ -7,9 +7,9 @@ import importlib
 import random
 from typing import NamedTuple, final
 
-from tests.mutation.areas import AREAS
-from tests.mutation.sites import Mutation, mutations
-from tests.mutation.tree import ROOT
+from tests.mutants.sampled.areas import AREAS
+from tests.mutants.sampled.sites import Mutation, mutations
+from tests.mutants.sampled.tree import ROOT
 
 __all__ = ["STALE", "Mutant", "drawn", "written"]
 
@@ -53,7 +53,7 @@ def _made(path: str, text: str, mutation: Mutation) -> Mutant:
 
 def written(area: str) -> list[Mutant]:
     """Return the mutants that a reader wrote for the area: (file, text that occurs in it once, what stands there instead)."""
-    module = importlib.import_module(f"tests.mutation.written.{area.replace('-', '_')}")
+    module = importlib.import_module(f"tests.mutants.sampled.written.{area.replace('-', '_')}")
     return [_replaced(*each) for each in module.MUTANTS]
 
 
