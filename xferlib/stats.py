@@ -31,7 +31,8 @@ class Stats:
         device_waits: Puts whose copy had to wait, on the device, for a reader of an older batch.
         h2d_nbytes: Of the copies to the device started so far.
         d2h_nbytes: Of the copies to the host started so far.
-        synchronous: Leaves so far that passed through the CPU because their memory is pageable.
+        synchronous: Pageable leaves so far that were put while the caller waited for the CPU's copy, or that were the `out` of a
+            get. Borrowed leaves are not counted.
     """
 
     pinned_nbytes: int

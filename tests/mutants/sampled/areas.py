@@ -273,7 +273,7 @@ AREAS = {
     ),
     "jax-cpu": Area(
         ("backends/xferlib_jax/*.py",),
-        (*JAX, "tests/jax/test_jax_random_run.py", "tests/frameworks", "backends/xferlib_jax/conformance.py"),
+        (*JAX, "tests/jax/test_jax_random_run.py", "tests/frameworks", "tests/mutants/laws", "backends/xferlib_jax/conformance.py"),
         {
             "_unpack.py": ("tests/jax/test_jax_unpack.py",),
             **{
