@@ -36,6 +36,7 @@ FLOORS = [
     {"xferlib.staging.coalesce", "xferlib.staging.profile"},
     {"xferlib.staging.bounce", "xferlib.staging.small_gets"},
     {"xferlib.staging.pageable"},
+    {"xferlib.byte_reader"},
     {"xferlib.d2h", "xferlib.h2d"},
     {"xferlib.stager"},
     {"xferlib.pipeline.failed", "xferlib.pipeline.unshared", "xferlib.pipeline.wakeup"},
@@ -52,13 +53,17 @@ FLOORS = [
     {"xferlib.pipeline.background"},
     {"xferlib.pipeline.prefetch"},
     {"xferlib.pipeline.stream"},
-    {"xferlib.load", "xferlib.registry"},
+    {"xferlib.files"},
+    {"xferlib.files.names"},
+    {"xferlib.files.formats"},
+    {"xferlib.files.load", "xferlib.files.temporary", "xferlib.registry"},
+    {"xferlib.files.save"},
     {"xferlib", "xferlib.workload"},
 ]
 LIBRARIES = {"numpy", "optree", "psutil"}
 MORE_LIBRARIES = {
     "cli": {"rich", "typer", "click", "PIL", "matplotlib"},
-    "load.py": {"safetensors", "ml_dtypes"},
+    "files": {"safetensors", "ml_dtypes"},
     # For type checkers alone, which bring it.
     "typed.py": {"typing_extensions"},
     "conformance": {"pytest", "_pytest", "cuda", "cupti", "ml_dtypes"},

@@ -15,6 +15,7 @@ What there is, and `help` of each says the rest:
     stream_map(fn, batches, stager)     both, for data larger than the device
     Ring, SharedRing                    pinned slots that batches are written into: by you (a `Slot`), by processes (a `Run`)
     load(path, stager)                  files to the device
+    save(path, tree, stager)            what is on the device to files, while the program goes on (a `Save`)
     Report, Stats                       who waited for whom in a loop; what a stager has used
     XferError                           the root of what is raised
 
@@ -32,7 +33,9 @@ from xferlib.errors import SynchronousTransferWarning as SynchronousTransferWarn
 from xferlib.errors import TransferError as TransferError
 from xferlib.errors import UnknownBackendError as UnknownBackendError
 from xferlib.errors import XferError as XferError
-from xferlib.load import load as load
+from xferlib.files.load import load as load
+from xferlib.files.save import Save as Save
+from xferlib.files.save import save as save
 from xferlib.memory.registered import Pin as Pin
 from xferlib.pipeline.drain import Drain as Drain
 from xferlib.pipeline.drain import Results as Results
@@ -76,6 +79,7 @@ __all__ = [
     "Results",
     "Ring",
     "Run",
+    "Save",
     "SharedRing",
     "Slot",
     "SourceRewrittenError",
@@ -93,6 +97,7 @@ __all__ = [
     "drain",
     "load",
     "prefetch",
+    "save",
     "stager",
     "stream_map",
 ]

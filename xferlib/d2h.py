@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from xferlib.byte_reader import ByteReader
 from xferlib.checks import check_apart, check_out
 from xferlib.errors import AllocationError
 from xferlib.in_flight import LARGE, Ledger
@@ -42,6 +43,7 @@ class DeviceToHost:
         self._describe = self._trees.describe
         self._pool = pool
         self._staging = staging
+        self._ledger = ledger
         self._d2h = ledger.d2h
         self._as_sources = getattr(backend, "as_sources", None)
 
@@ -80,6 +82,15 @@ class DeviceToHost:
                 addresses = [None if address else address for address in addresses]
         event, failures = self._begin(sources, given, addresses, after, looked=looks, ours=out is None)
         return Transfer(unflatten(spec, given) if out is None else out, event, failures, True)
+
+    def reader(self, tree: Any, stream: object | None) -> ByteReader:
+        """Prepare reading a tree piece by piece. No copy waits for what produces it: the reader does, on the host."""
+        leaves, spec = self._trees.arrays(tree)
+        if not leaves:
+            raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
+        described = self._checked(leaves, spec, None)
+        sources, after = self._placed(leaves, spec, stream, direct=False)
+        return ByteReader(self._backend, self._pool, self._ledger, described, sources, after)
 
     def _results(self, alike: list[Alike]) -> tuple[list[Array], list[int | None]]:
         """Return memory to copy to, and its addresses; see `HostLeaf`."""

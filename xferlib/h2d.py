@@ -315,6 +315,10 @@ class HostToDevice:
             for job in list(ledger.jobs.d2h.values()):
                 if any(uses(source, place) for source in job.device):
                     self._order_after(job.event, ledger, job)
+            for reading in list(ledger.jobs.readings.values()):
+                # Some copies are not started, so no stream can wait for them. What they are behind then is in an entry.
+                if any(uses(source, place) for source in reading.device):
+                    reading.wait()
             if not ledger.d2h.busy and (ledger is self._ledger or not ledger.h2d.busy):
                 continue
             for entry in ledger.d2h.entries() if ledger is self._ledger else ledger.entries():

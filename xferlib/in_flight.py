@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 from xferlib.engine.jobs import Job, next_row
 from xferlib.errors import XferError
 from xferlib.forks import forget_in_child, leave
-from xferlib.latch import is_copy_thread
+from xferlib.latch import Latch, is_copy_thread
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.mapped import Views
 from xferlib.protocol import Event, HostStager, Source
@@ -36,6 +36,7 @@ __all__ = [
     "Jobs",
     "Ledger",
     "PinnedHolders",
+    "Reading",
     "all_ledgers",
     "reap_all",
     "uses",
@@ -273,11 +274,50 @@ class Fill:
 
 
 @final
+class Reading:
+    """Arrays of the caller's that are read piece by piece: the copies of some are not started yet. Waited for as a `Job` is.
+
+    Any thread. Nobody waits for it who is to start the copies, or to make them.
+    """
+
+    __slots__ = ("_over", "device", "owner", "row")
+
+    holds = False
+
+    def __init__(self, device: Sequence[Source]) -> None:
+        self.row = next_row()
+        self.device = device
+        self.owner: int | None = None
+        """The thread that starts the copies, once one does."""
+        self._over = Latch()
+
+    def end(self) -> None:
+        """Let everybody pass who waits: all that will be read is read, or in flight. Twice is fine; also for finalizers."""
+        self._over.open()
+        self.device = ()
+
+    def reached(self) -> bool:
+        """Tell whether it has ended. Never blocks."""
+        return self._over.is_open()
+
+    def wait(self) -> None:
+        """Block until it has ended. Raises `XferError` where that would be for good."""
+        if not self.reached() and (is_copy_thread() or self.owner == threading.get_ident()):
+            raise XferError(
+                "a finalizer would wait until arrays are read, on the thread that reads them: the garbage collector runs "
+                "finalizers on any thread. Put into arrays in ordinary code"
+            )
+        self._over.wait()
+
+
+@final
 class Jobs:
-    """What is in flight, or about to be, by the work of other threads: the engine's jobs, and blocks that callers fill."""
+    """What is in flight, or about to be, by the work of other threads: the engine's jobs, blocks that callers fill, readings."""
 
     def __init__(self) -> None:
         # Changed in single steps: a finalizer may add while its thread is in here.
+        self.readings: dict[int, Reading] = {}
+        """By row."""
         self.h2d: dict[int, Job] = {}
         """By row. A lane enters its jobs, and each leaves when it is seen to have finished."""
         self.d2h: dict[int, Job] = {}
@@ -288,7 +328,7 @@ class Jobs:
         """Whether anything is under way."""
         return bool(self.under_way())
 
-    def under_way(self) -> list[Job | Fill]:
+    def under_way(self) -> list[Job | Fill | Reading]:
         """Return what is not over, the oldest first."""
         return [work for work in self._entries() if not work.reached()]
 
@@ -311,6 +351,7 @@ class Jobs:
         over = [work for work in self._entries() if work.reached()]
         for work in over:
             self._fills.pop(work.row, None)
+            self.readings.pop(work.row, None)
         return bool(over)
 
     def wait_oldest(self, *, pinned: bool = False) -> bool:
@@ -327,10 +368,12 @@ class Jobs:
                 return True
         return False
 
-    def wait_user(self, uses_it: Callable[[Job], bool]) -> bool:
-        """Block until the oldest job that uses some memory, and that this thread can wait for, is over. False: there was none."""
+    def wait_user(self, uses_it: Callable[[Job | Reading], bool]) -> bool:
+        """Block until the oldest job or reading that uses some memory, and that this thread can wait for, is over. False: there
+        was none.
+        """
         for work in self._waited_for():
-            if isinstance(work, Job) and uses_it(work):
+            if not isinstance(work, Fill) and uses_it(work):
                 work.wait()
                 return True
         return False
@@ -340,13 +383,18 @@ class Jobs:
         for work in self._waited_for():
             work.wait()
 
-    def _entries(self) -> list[Job | Fill]:
+    def _entries(self) -> list[Job | Fill | Reading]:
         # One call each: other threads add meanwhile.
-        found: list[Job | Fill] = [*self.h2d.values(), *self.d2h.values(), *self._fills.values()]
+        found: list[Job | Fill | Reading] = [
+            *self.h2d.values(),
+            *self.d2h.values(),
+            *self._fills.values(),
+            *self.readings.values(),
+        ]
         found.sort(key=_ROW)
         return found
 
-    def _waited_for(self) -> list[Job | Fill]:
+    def _waited_for(self) -> list[Job | Fill | Reading]:
         me = threading.get_ident()
         return [work for work in self._entries() if work.owner != me]
 
@@ -374,7 +422,7 @@ class Ledger:
     @property
     def has_no_readers(self) -> bool:
         """Whether no copy can be in flight, of whatever stager, that uses device memory of the caller's, but puts of this one."""
-        return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1
+        return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1
 
     def entries(self) -> Iterator[Entry]:
         """Iterate the copies of both directions that may be in flight."""
@@ -437,7 +485,7 @@ def reap_all() -> bool:
     return any(found)
 
 
-def wait_for_others(own: Ledger, concerns: Concerns, job_concerns: Callable[[Job], bool]) -> bool:
+def wait_for_others(own: Ledger, concerns: Concerns, job_concerns: Callable[[Job | Reading], bool]) -> bool:
     """Block until the oldest copy, or job, of another stager that concerns the caller is done. False: there was none that this
     thread can wait for.
     """
@@ -465,7 +513,7 @@ class DeviceHolders:
         """Block until something has ended. Returns False if nothing was in flight."""
         return self._ledger.wait_oldest() or wait_for_others(self._ledger, self._is_read, self._is_read)
 
-    def _is_read(self, work: Entry | Job) -> bool:
+    def _is_read(self, work: Entry | Job | Reading) -> bool:
         return any(map(self.owns, work.device))
 
 
@@ -502,6 +550,6 @@ class PinnedHolders:
     def _concerns(self, entry: Entry) -> bool:
         return any(self.owns(address_of(array), array.nbytes) for array in entry.host)
 
-    def _is_used(self, job: Job) -> bool:
-        # One that has no chunk yet may be waiting for room itself.
-        return job.holds and any(self.owns(*memory) for memory in job.memory)
+    def _is_used(self, job: Job | Reading) -> bool:
+        # One that has no chunk yet may be waiting for room itself, and so may a reading.
+        return isinstance(job, Job) and job.holds and any(self.owns(*memory) for memory in job.memory)

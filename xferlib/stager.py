@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, final, overload
 import numpy as np
 import numpy.typing as npt
 
+from xferlib.byte_reader import ByteReader
 from xferlib.callers import wait_for_callers
 from xferlib.checks import (
     lacking,
@@ -344,6 +345,31 @@ class Stager:
             shorten(error, package_of(self.backend))
             raise
 
+    def reader(self, tree: Any, *, stream: object | None = None) -> ByteReader:
+        """Return what reads a tree of device arrays piece by piece, through as little pinned memory as the caller likes.
+
+        It reads what the arrays hold when what produces them, or what `stream` (None: the calling thread's current one) has
+        enqueued, is done, and returns at once. See `ByteReader` for what must not happen to the arrays meanwhile. The arrays come
+        in the order of the tree's leaves; what rides along is skipped.
+
+        Raises as `get` does.
+        """
+        if self._refusal is not None:
+            self._refuse()
+        if not self._finalizers:
+            refuse_finalizers(self.backend)
+        if stream is not None:
+            self._check_stream(stream)
+        try:
+            return self._gets.reader(tree, stream)
+        except XferError:
+            raise
+        except self._failures as error:
+            raise TransferError(f"the arrays cannot be read: {error}") from error
+        except (TypeError, ValueError) as error:
+            shorten(error, package_of(self.backend))
+            raise
+
     def stats(self) -> Stats:
         """Return the figures of this moment. Cheap; works after `close()`."""
         pool = self._pool.usage()
@@ -542,7 +568,9 @@ class _Parts:
                 steps.callback(methodcaller("close"), part)
 
 
-_CALLS = frozenset(call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get))
+_CALLS = frozenset(
+    call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get, Stager.reader)
+)
 before_closing: list[Callable[[], None]] = []
 """Each is called before a stager closes, to wait until threads that nobody holds any more are inside none of its calls."""
 _live: dict[int, weakref.ref[Stager]] = {}

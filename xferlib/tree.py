@@ -30,6 +30,7 @@ __all__ = [
     "PLAIN",
     "RIDERS",
     "Alike",
+    "Mixed",
     "Spec",
     "Trees",
     "check_structure",
@@ -40,6 +41,7 @@ __all__ = [
     "rides_along",
     "trees_of",
     "unflatten",
+    "with_riders",
 ]
 
 NUMPY: set[type] = {np.ndarray}
@@ -194,6 +196,11 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
         given = iter(leaves)
         leaves = [riders[index] if index in riders else next(given) for index in range(spec.num_leaves)]
     return optree.tree_unflatten(spec, leaves)
+
+
+def with_riders(spec: Spec, riders: Iterable[Any]) -> Spec:
+    """Return the same shape with other values for what rides along, in order."""
+    return Mixed(spec.spec, dict(zip(spec.riders, riders, strict=True))) if isinstance(spec, Mixed) else spec
 
 
 def check_structure(spec: Spec, other: Spec, *, name: str) -> None:

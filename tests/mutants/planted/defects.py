@@ -192,7 +192,7 @@ MUTANTS = (
     ),
     Mutant(
         "tensors of a file are taken from another place",
-        "xferlib/load.py",
+        "xferlib/files/load.py",
         "raw[tensor.start : tensor.start + tensor.nbytes]",
         "raw[tensor.start // 512 * 512 : tensor.start // 512 * 512 + tensor.nbytes]",
     ),

@@ -69,7 +69,7 @@ def pipeline(*names: str) -> Targets:
 POOL = memory("pinned_pool", "pinned_pool_policies", "pinned_pool_failures", "pinned_pool_limit*")
 PUTS = (*core("stager_put", "put_into"), *staging("borrow", "pageable"))
 GETS = (*core("stager_get"), *staging("small_gets", "pageable"))
-LOAD = ("tests/test_load.py", "tests/test_load_damaged.py")
+LOAD = ("tests/files/test_load.py", "tests/files/test_load_damaged.py")
 LAWS = ("tests/conformance/test_host.py::TestHost",)
 JOBS = folder("engine", "jobs")
 JAX = tuple(
@@ -221,11 +221,11 @@ AREAS = {
         },
     ),
     "load-tree-packing": Area(
-        ("xferlib/load.py", "xferlib/tree.py", "xferlib/packing.py"),
+        ("xferlib/files/load.py", "xferlib/tree.py", "xferlib/packing.py"),
         (
             *core("tree", "described", "packing", "stager_put", "stager_get", "put_into"),
-            "tests/test_load.py",
-            "tests/test_load_damaged.py",
+            "tests/files/test_load.py",
+            "tests/files/test_load_damaged.py",
             *LAWS,
         ),
         {

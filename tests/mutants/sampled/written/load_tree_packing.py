@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LOAD, TREE, LAYOUT = "xferlib/load.py", "xferlib/tree.py", "xferlib/packing.py"
+LOAD, TREE, LAYOUT = "xferlib/files/load.py", "xferlib/tree.py", "xferlib/packing.py"
 
 MUTANTS = [
     (LOAD, "match file.suffix.lower():", "match file.suffix:"),

@@ -342,7 +342,7 @@ def test_nothing_is_executed_of_a_member_that_changes_behind_its_header(
 
     path = tmp_path / "changes.npz"
     path.write_bytes(file("'|u1'", f"({1 << 20},)", b""))
-    module: Any = sys.modules["xferlib.load"]
+    module: Any = sys.modules["xferlib.files.load"]
     check = module._check_header
     monkeypatch.setattr(module, "_check_header", changed)
     with pytest.raises(ValueError, match=r"changes\.npz' is damaged"):

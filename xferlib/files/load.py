@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
 import math
 import os
 import re
@@ -19,30 +20,18 @@ from typing import IO, Any, NamedTuple, TypeVar, overload
 import numpy as np
 from numpy.lib import format as npy
 
+from xferlib.files.formats import EXTENSIONS, PLAIN, VALUES
+from xferlib.files.names import ALONE, named
 from xferlib.memory.arrays import Array
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
+from xferlib.tree import trees_of, unflatten, with_riders
+from xferlib.typed import TreeT
 
 __all__ = ["load"]
 
 T = TypeVar("T")
 
-PLAIN = {
-    "BOOL": "bool",
-    **{f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    "C64": "complex64",
-}
-"""What NumPy calls the dtypes of safetensors files that it has."""
-EXTENSIONS = {
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-"""What ml_dtypes calls those that it adds."""
 INSTALL = 'Install it with: pip install "safetensors>=0.6.2" "ml-dtypes>=0.5"'
 OF_DAMAGE = (None, errno.EINVAL)
 """Numbers of an `OSError` that the file's content is to blame for: a decoder has none, a seek to where nothing can be has this."""
@@ -62,21 +51,35 @@ class Tensor(NamedTuple):
 
 
 @overload
-def load(path: str | os.PathLike[str], stager: Stager, *, names: None = None) -> Any: ...
+def load(path: str | os.PathLike[str], stager: Stager, *, like: TreeT) -> TreeT: ...
 @overload
-def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str]) -> dict[str, Any]: ...
-def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str] | None = None) -> Any:
+def load(path: str | os.PathLike[str], stager: Stager, *, names: None = None, like: None = None) -> Any: ...
+@overload
+def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str], like: None = None) -> dict[str, Any]: ...
+def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str] | None = None, like: Any = None) -> Any:
     """Put what a file holds and return it on the device, when it is there.
 
     `.npy` gives an array, in C order; `.npz` and `.safetensors` give a dict of arrays by name, in the file's order, or of those
     that `names` says, in its order. Members of an `.npz` pass through host memory one by one; files of the other formats are never
     read as a whole, and must not be changed meanwhile.
 
+    `like`: a tree of arrays, or of whatever has shapes and dtypes, as it was given to `save`: it comes back with what the file
+    holds, text and numbers that rode along among it. The file may hold more. Raises `ValueError` where it lacks an array, or has
+    another shape or dtype.
+
     Raises `ValueError` for a file that is damaged or of another format, `TypeError` for dtypes that the backend does not have and
     for Python objects, `ImportError` with what to type where a package is missing or too old, and as `Stager.put` does.
     """
     check_stager(stager, path)
     file = Path(path)
+    if like is not None:
+        if names is not None:
+            raise ValueError("names together with like: like says what to load. Leave one of them out")
+        return _load_like(file, stager, like)
+    return _load(file, stager, names)
+
+
+def _load(file: Path, stager: Stager, names: Iterable[str] | None) -> Any:
     if isinstance(names, str):
         raise TypeError(f"names={names!r} is one string. Pass a list of names")
     wanted = None if names is None else list(names)
@@ -90,6 +93,41 @@ def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str] |
         case ".safetensors":
             return _load_tensors(file, stager, wanted)
     raise ValueError(f"{str(file)!r}: expected a name that ends in .npy, .npz or .safetensors, which says what is in the file")
+
+
+def _load_like(file: Path, stager: Stager, like: Any) -> Any:
+    trees = trees_of(stager.backend)
+    parts = named(trees, like)
+    if file.suffix.lower() == ".npy":
+        if parts.spec is not None:
+            raise ValueError(f"{str(file)!r} holds one array, and like is a tree")
+        found = {ALONE: _load(file, stager, None)}
+    else:
+        found = _load(file, stager, parts.names)
+    for name, leaf in zip(parts.names, parts.leaves, strict=True):
+        expected, got = trees.describe(leaf), trees.describe(found[name])
+        if expected is None:
+            raise TypeError(f"like: {name!r} is a {type(leaf).__qualname__}: expected something with a shape and a dtype")
+        if got != expected:
+            (shape, dtype), (other, kind) = expected, got or ((), np.dtype(object))
+            raise ValueError(f"{str(file)!r}: {name!r} is of shape {other} and dtype {kind}, and like has {shape} and {dtype}")
+    values = _values(file) if parts.riders else {}
+    riders = [values.get(name, value) for name, value in parts.riders.items()]
+    return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
+
+
+def _values(file: Path) -> dict[str, Any]:
+    """Return what rode along when the file was saved, by name. Nothing is executed: it is JSON."""
+    if file.suffix.lower() != ".safetensors":
+        return {}
+    from safetensors import safe_open
+
+    with safe_open(file, framework="numpy") as reader:
+        text = (reader.metadata() or {}).get(VALUES, "{}")
+    values = _read(file, lambda: json.loads(text))
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(file)!r} is damaged: its metadata has no values by name under {VALUES!r}")
+    return values
 
 
 def _mapped(file: Path) -> Array:

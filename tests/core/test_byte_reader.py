@@ -1,0 +1,174 @@
+"""Device arrays read piece by piece: the right bytes, in a get's order, and held against whoever would overwrite them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import held, on_thread
+from xferlib.byte_reader import ByteReader, Span
+from xferlib.latch import note_copy_thread
+from xferlib.stager import Stager
+
+TREE = {"a": np.arange(1000, dtype=np.float32).reshape(10, 100), "name": "rides along", "b": np.arange(7, dtype=np.uint8)}
+
+
+def opened(stager: Stager, tree: Any = TREE) -> tuple[Any, ByteReader]:
+    there = stager.put(tree).result()
+    return there, stager.reader(there)
+
+
+def test_it_reads_any_span_of_any_array(stager: Stager) -> None:
+    _, reader = opened(stager)
+    with reader:
+        assert reader.described == [((10, 100), np.dtype(np.float32)), ((7,), np.dtype(np.uint8))]
+        memory = reader.empty(200)
+        found = reader.read([Span(0, 40, 60), Span(1, 2, 3)], memory).result()
+        assert found[:60].view(np.float32).tolist() == list(range(10, 25))
+        assert found[60:].tolist() == [2, 3, 4]
+        assert reader.read([], memory).result().nbytes == 0
+    assert not stager._ledger.jobs.readings
+
+
+def test_a_closed_one_reads_no_more(stager: Stager) -> None:
+    _, reader = opened(stager)
+    memory = reader.empty(10)
+    reader.close()
+    reader.close()
+    with pytest.raises(xferlib.ClosedError, match="Make another one"):
+        reader.read([Span(1, 0, 1)], memory)
+
+
+@pytest.mark.parametrize("tree", [[], {"name": "text"}])
+def test_a_tree_without_arrays_is_refused(stager: Stager, tree: Any) -> None:
+    with pytest.raises(ValueError, match="no array"):
+        stager.reader(tree)
+
+
+def test_what_is_no_device_array_is_refused(stager: Stager) -> None:
+    with pytest.raises(TypeError, match="backend 'host'"):
+        stager.reader({"a": object()})
+
+
+def test_a_closed_stager_is_refused() -> None:
+    stager = xferlib.stager("host")
+    there = stager.put(TREE).result()
+    stager.close()
+    with pytest.raises(xferlib.ClosedError):
+        stager.reader(there)
+
+
+def test_a_put_into_what_is_being_read_waits(stager: Stager) -> None:
+    there, reader = opened(stager)
+    other, target = np.ones((10, 100), np.float32), there["a"]
+    putting = on_thread(lambda: stager.put(other, into=target).result())
+    tree_putting = on_thread(lambda: stager.put({"b": np.ones(7, np.uint8)}, into={"b": there["b"]}).result())
+    time.sleep(0.05)
+    assert not putting.done()
+    assert not tree_putting.done()
+    memory = reader.empty(4000)
+    found = reader.read([Span(0, 0, 4000)], memory)
+    reader.close()
+    putting.result(20)
+    tree_putting.result(20)
+    assert found.result().view(np.float32).tolist() == list(range(1000))
+    assert (target == 1).all()
+
+
+def test_a_copy_that_was_started_is_waited_for_once_the_reader_is_closed(stager: Stager) -> None:
+    backend: Any = stager.backend
+    there, reader = opened(stager)
+    memory = reader.empty(4000)
+    with held(backend.d2h) as gate:
+        found = reader.read([Span(0, 0, 4000)], memory)
+        reader.close()
+        putting = on_thread(lambda: stager.put(np.ones((10, 100), np.float32), into=there["a"]).result())
+        time.sleep(0.05)
+        assert not putting.done()
+        gate.set()
+    putting.result(20)
+    assert found.result().view(np.float32).tolist() == list(range(1000))
+
+
+def test_other_puts_do_not_wait(stager: Stager) -> None:
+    _, reader = opened(stager)
+    other = stager.put(np.zeros(5, np.uint8)).result()
+    stager.put(np.ones(5, np.uint8), into=other).result()
+    reader.close()
+
+
+def test_one_that_is_dropped_lets_everybody_pass(stager: Stager) -> None:
+    there, reader = opened(stager)
+    putting = on_thread(lambda: stager.put(np.ones((10, 100), np.float32), into=there["a"]).result())
+    time.sleep(0.05)
+    assert not putting.done()
+    del reader
+    gc.collect()
+    putting.result(20)
+    stager.idle()
+    assert not stager._ledger.busy
+
+
+def test_closing_the_stager_waits_for_it() -> None:
+    stager = xferlib.stager("host")
+    _, reader = opened(stager)
+    closing = on_thread(stager.close)
+    time.sleep(0.05)
+    assert not closing.done()
+    found = reader.read([Span(1, 0, 7)], reader.empty(7)).result()
+    reader.close()
+    closing.result(20)
+    assert found.tolist() == list(range(7))
+
+
+def test_the_thread_that_reads_does_not_wait_for_itself(stager: Stager) -> None:
+    there, reader = opened(stager)
+    reader.claim()
+    with pytest.raises(xferlib.XferError, match="finalizer"):
+        stager.put(np.ones((10, 100), np.float32), into=there["a"])
+    # What is read is the old, so nothing was overwritten.
+    assert reader.read([Span(0, 4, 4)], reader.empty(4)).result().view(np.float32).tolist() == [1]
+    reader.close()
+    stager.put(np.ones((10, 100), np.float32), into=there["a"]).result()
+
+
+def test_a_thread_that_makes_copies_does_not_wait(stager: Stager) -> None:
+    there, reader = opened(stager)
+
+    def put() -> None:
+        note_copy_thread()
+        stager.put(np.ones((10, 100), np.float32), into=there["a"])
+
+    with pytest.raises(xferlib.XferError, match="finalizer"):
+        on_thread(put).result(20)
+    reader.close()
+
+
+def test_memory_that_is_not_there_is_not_waited_for() -> None:
+    with xferlib.stager("host", pinned_limit=4 << 20) as stager:
+        _, reader = opened(stager)
+        stager.trim()
+        kept = stager.empty_pinned(4 << 20, np.uint8)
+        with pytest.raises(xferlib.AllocationError, match="now"):
+            reader.empty(1 << 20, wait=False)
+        del kept
+        assert reader.empty(1 << 20, wait=False).nbytes == 1 << 20
+        reader.close()
+
+
+def test_device_memory_that_is_read_last_comes_back() -> None:
+    """At the limit a put waits until what is dropped has been read."""
+    with xferlib.stager("host", device_limit=1 << 20) as stager:
+        reader = stager.reader(stager.put(np.arange(1 << 20, dtype=np.uint8)).result())
+        putting = on_thread(lambda: stager.put(np.zeros(1 << 20, np.uint8)).result())
+        time.sleep(0.05)
+        assert not putting.done()
+        found = reader.read([Span(0, 0, 10)], reader.empty(10)).result()
+        reader.close()
+        putting.result(20)
+        assert found.tolist() == list(range(10))

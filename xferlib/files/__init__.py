@@ -1,0 +1,1 @@
+"""Files: `load` puts what they hold, `save` writes what is on the device."""

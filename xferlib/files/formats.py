@@ -1,0 +1,92 @@
+"""What stands before the bytes of arrays in a file, and the names of dtypes there."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.lib import format as npy
+
+from xferlib.tree import Alike
+
+__all__ = ["EXTENSIONS", "PLAIN", "VALUES", "Layout", "npy_header", "safetensors_layout"]
+
+PLAIN = {
+    "BOOL": "bool",
+    **{f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    "C64": "complex64",
+}
+"""What NumPy calls the dtypes of safetensors files that it has."""
+EXTENSIONS = {
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""What ml_dtypes calls those that it adds."""
+KINDS = {name: kind for kind, name in (PLAIN | EXTENSIONS).items()}
+VALUES = "xferlib.values"
+"""The entry of a safetensors file's metadata that has what rides along in the tree, as JSON."""
+METADATA = "__metadata__"
+STEP = 64
+"""Bytes. The arrays begin at a multiple of it, so that each lies as its dtype wants."""
+LARGEST_HEADER = 100_000_000
+"""Bytes: readers of the format take no larger one."""
+
+
+@final
+class Layout(NamedTuple):
+    """How a file is to look."""
+
+    header: bytes
+    order: list[int]
+    """The arrays' numbers, in the order of the file: each begins where the one before ends."""
+    nbytes: int
+    """Of the whole file."""
+
+
+def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> Layout:
+    """Lay arrays out one behind the other. Raises `TypeError` for a dtype that the format lacks, `ValueError` for a name.
+
+    The format: 8 bytes with the length of the JSON that follows, little-endian, the JSON, and the arrays without a gap, as
+    https://github.com/huggingface/safetensors#format says. JSON may end with spaces.
+    """
+    # The widest first, as the format's own writer does: then each lies as its dtype wants.
+    order = sorted(range(len(names)), key=lambda index: -described[index][1].itemsize)
+    entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    end = 0
+    for index in order:
+        name, (shape, dtype) = names[index], described[index]
+        if name == METADATA:
+            raise ValueError(f"an array cannot be called {METADATA!r} in a safetensors file. Rename it")
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _kind(name, dtype), "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % STEP)
+    if len(text) > LARGEST_HEADER:
+        raise ValueError(f"the names of {len(names)} arrays take {len(text)} bytes, more than a safetensors file may have for them")
+    return Layout(len(text).to_bytes(8, "little") + text, order, 8 + len(text) + end)
+
+
+def _kind(name: str, dtype: np.dtype[Any]) -> str:
+    kind = KINDS.get(dtype.name)
+    if kind is None:
+        raise TypeError(f"{name!r} is of dtype {dtype}, which a safetensors file cannot have. Save it as .npy, or convert it")
+    return kind
+
+
+def npy_header(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    """Return what stands before an array in a `.npy` file. Raises `TypeError` for a dtype that would come back as another one."""
+    described = npy.dtype_to_descr(dtype)
+    if npy.descr_to_dtype(described) != dtype:
+        raise TypeError(f"{name!r} is of dtype {dtype}, which a .npy file cannot have. Save it as .safetensors, or convert it")
+    header = io.BytesIO()
+    npy.write_array_header_1_0(header, {"descr": described, "fortran_order": False, "shape": shape})
+    return header.getvalue()

@@ -1,0 +1,475 @@
+"""What is on the device to files, while the program goes on.
+
+Some threads each take the next piece of the file: they have the device copy it to pinned memory of theirs, and write it where it
+belongs. So a state of any size passes through as much pinned memory as these have, and copies and writes go on side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+import warnings
+import weakref
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from xferlib.byte_reader import ByteReader, Span
+from xferlib.checks import positive_nbytes, uncopied
+from xferlib.engine.cores import usable_cores
+from xferlib.errors import AllocationError, BackendUnavailableError
+from xferlib.files.formats import VALUES, npy_header, safetensors_layout
+from xferlib.files.names import Named, named
+from xferlib.files.temporary import TemporaryFile
+from xferlib.latch import Latch
+from xferlib.memory.arrays import Array
+from xferlib.reaper import uninterrupted
+from xferlib.stager import Stager, check_stager
+from xferlib.tree import trees_of
+from xferlib.words import in_words
+
+__all__ = ["Save", "save"]
+
+PIECE_NBYTES = 16 << 20
+"""Bytes: many times what a write and a copy cost beside their bytes."""
+LEAST_NBYTES = 64 << 10
+MEMORY = 256 << 20
+MOST_THREADS = 16
+JSON = (str, int, float)
+"""What rides along and is the same when JSON has had it; a bool is an int."""
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    stager: Stager,
+    *,
+    stream: object | None = None,
+    metadata: Mapping[str, str] | None = None,
+    memory: int = MEMORY,
+    rate_limit: float | None = None,
+    keep: int | None = None,
+) -> Save:
+    """Start writing a tree of device arrays to a file and return at once. `load` reads it, and so does whoever reads the format.
+
+    The file has what the arrays hold at this point of `stream` (None: the calling thread's current one). It is written under
+    another name and renamed when the disk has all of it: under `path` is the earlier file, or the whole new one, whatever happens.
+    Saves to one path come there in the order of their calls.
+
+    The arrays are read until `Save.wait_read` returns: until then do not overwrite them by work of your own, nor donate or delete
+    them. `put(into=)` waits by itself. Dropping them is fine. The program does not end before its saves have.
+
+    Args:
+        path: `.safetensors` for a tree of any kind, with names like "params.dense.kernel" (dots join the keys; an array alone is
+            "array"). Text and numbers that ride along are in the file's metadata, and `load(like=)` brings them back. `.npz` for a
+            tree of arrays, `.npy` for one array: for what NumPy is to read.
+        metadata: Text to store beside the arrays, in a `.safetensors` file.
+        memory: Bytes of pinned memory that the save may take from the stager's pool, where that has room.
+        rate_limit: Bytes per second that are read from the device at most.
+        keep: Of the files in the folder whose names differ from this one in their last number alone, such as
+            "step_100.safetensors", so many stay, the newest; the others are removed when this one is there.
+
+    Raises `ValueError` and `TypeError` for arguments, and as `Stager.get` does. What goes wrong later, a full disk for example, is
+    raised by `Save.result`.
+    """
+    check_stager(stager, path, comes="third")
+    file = Path(path)
+    if file.suffix.lower() not in (".safetensors", ".npz", ".npy"):
+        raise ValueError(f"{str(file)!r}: expected a name that ends in .safetensors, .npz or .npy, which says how to write it")
+    memory = min(positive_nbytes(memory, "memory"), stager.stats().pinned_limit_nbytes // 2)
+    if rate_limit is not None and not rate_limit > 0:
+        raise ValueError(f"rate_limit={rate_limit!r}: expected bytes per second, greater than 0")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep={keep!r}: expected a whole number of files, 1 or more")
+    siblings = None if keep is None else _siblings(file)
+    parts = named(trees_of(stager.backend), tree)
+    texts = _texts(file, parts, metadata)
+    reader = stager.reader(tree, stream=stream)
+    try:
+        plan = _planned(file, parts, reader, texts)
+        work = _Work(file, plan, reader, memory, rate_limit)
+        if keep is not None:
+            work.prune = (keep, siblings)
+        return work.start()
+    except BaseException:
+        reader.close()
+        raise
+
+
+@final
+class Save:
+    """A file that is being written. `save` returns it; drop it at any time, the file is written all the same.
+
+    Any thread. If the save failed and nobody was told of it, a `RuntimeWarning` says so when the last reference goes.
+
+    Attributes:
+        path: Where the file is going to be.
+        nbytes: Bytes of all arrays.
+    """
+
+    __reduce_ex__ = uncopied("Another process cannot wait for this one's threads")
+
+    def __init__(self, work: _Work) -> None:
+        self._work = work
+        self._told = False
+        self.path = work.file
+        self.nbytes = work.plan.nbytes
+
+    @property
+    def written(self) -> int:
+        """How many of the arrays' bytes are written."""
+        return self._work.written
+
+    def done(self) -> bool:
+        """Tell whether the file is there. Raises what `result` raises if the save has failed. Never blocks."""
+        self._refuse_children()
+        if not self._work.ended.is_open():
+            return False
+        self._raise_failure()
+        return True
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Block until the file is there and return its path.
+
+        Raises `TimeoutError` after `timeout` seconds, and why the save failed: `OSError` for what the system refuses, `XferError`
+        for the device. The earlier file is there then.
+        """
+        self._refuse_children()
+        if not self._work.ended.wait(timeout):
+            raise TimeoutError(f"the save to {str(self.path)!r} has not ended after {timeout} seconds")
+        self._raise_failure()
+        return self.path
+
+    def wait_read(self, timeout: float | None = None) -> None:
+        """Block until the arrays have been read, or will not be any more: they may be overwritten and donated then.
+
+        Raises `TimeoutError` after `timeout` seconds. Says nothing of a failure.
+        """
+        self._refuse_children()
+        if not self._work.was_read.wait(timeout):
+            raise TimeoutError(f"the arrays have not been read after {timeout} seconds")
+
+    def _raise_failure(self) -> None:
+        error = self._work.error
+        if error is not None:
+            self._told = True
+            # Without the frames of whoever was told before.
+            raise error.with_traceback(None)
+
+    def _refuse_children(self) -> None:
+        if os.getpid() != self._work.process:
+            raise BackendUnavailableError(
+                f"the save to {str(self.path)!r} cannot be waited for here: this process was forked after it was started. "
+                "Wait for it in the parent"
+            )
+
+    def __repr__(self) -> str:
+        work = self._work
+        state = "failed" if work.error is not None else "done" if work.ended.is_open() else "under way"
+        return f"<Save to {str(self.path)!r}: {in_words(work.written)} of {in_words(self.nbytes)} written, {state}>"
+
+    def __del__(self) -> None:
+        # It says so, and no more. Of a constructor that was cut off nobody has had the handle.
+        work = self.__dict__.get("_work")
+        if work is not None and work.error is not None and not self._told:
+            work.say_failed()
+
+
+class _Piece(NamedTuple):
+    """Part of a file: bytes of arrays, one behind the other."""
+
+    offset: int
+    nbytes: int
+    spans: list[Span]
+
+
+@final
+class _Plan(NamedTuple):
+    """`headers`: what stands before the arrays: before all of them, or in an archive before each. `order`: see `Layout`."""
+
+    headers: list[bytes]
+    order: list[int]
+    sizes: list[int]
+    members: list[str]
+    """Of an archive; else empty."""
+    nbytes: int
+
+    def pieces(self, nbytes: int) -> Iterator[_Piece]:
+        """Iterate the pieces of a file that is no archive, of at most so many bytes."""
+        offset = start = len(self.headers[0])
+        spans: list[Span] = []
+        for index in self.order:
+            at = 0
+            while at < self.sizes[index]:
+                taken = min(self.sizes[index] - at, start + nbytes - offset)
+                spans.append(Span(index, at, taken))
+                at, offset = at + taken, offset + taken
+                if offset == start + nbytes:
+                    yield _Piece(start, offset - start, spans)
+                    start, spans = offset, []
+        if spans:
+            yield _Piece(start, offset - start, spans)
+
+
+def _planned(file: Path, parts: Named, reader: ByteReader, texts: dict[str, str]) -> _Plan:
+    sizes = [_nbytes(*alike) for alike in reader.described]
+    order = list(range(len(sizes)))
+    members: list[str] = []
+    match file.suffix.lower():
+        case ".safetensors":
+            layout = safetensors_layout(parts.names, reader.described, texts)
+            headers, order = [layout.header], layout.order
+        case ".npy":
+            headers = [npy_header(parts.names[0], *reader.described[0])]
+        case _:
+            headers = [npy_header(name, *alike) for name, alike in zip(parts.names, reader.described, strict=True)]
+            members = [f"{name}.npy" for name in parts.names]
+    return _Plan(headers, order, sizes, members, sum(sizes))
+
+
+def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
+    count: int = dtype.itemsize
+    for length in shape:
+        count *= length
+    return count
+
+
+def _texts(file: Path, parts: Named, metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """Return what goes into the file's metadata. Raises `TypeError` and `ValueError` for what has no place there."""
+    texts = dict(metadata or {})
+    kind = file.suffix.lower()
+    if kind == ".npy" and parts.spec is not None:
+        raise ValueError(f"{str(file)!r}: a .npy file holds one array, and this is a tree. Save it as .safetensors or .npz")
+    if kind != ".safetensors" and (texts or parts.riders):
+        found = "metadata" if texts else f"{next(iter(parts.riders))!r}, which is no array"
+        raise ValueError(f"{str(file)!r}: a {kind} file has no place for {found}. Save it as .safetensors, or leave it out")
+    for key, text in texts.items():
+        if not (isinstance(key, str) and isinstance(text, str)) or key == VALUES:
+            raise TypeError(f"metadata: {key!r}: {text!r}: expected text for both, and a key other than {VALUES!r}")
+    for name, value in parts.riders.items():
+        # Of a class that is also a number or text, JSON keeps the number.
+        if type(value) not in (*JSON, bool):
+            raise TypeError(
+                f"{name!r} is a {type(value).__qualname__}, and a file has a place for arrays, text and numbers. Leave it out"
+            )
+    if parts.riders:
+        texts[VALUES] = json.dumps(parts.riders)
+    return texts
+
+
+@final
+class _Work:
+    """What the threads of one save share. It does not refer to the handle."""
+
+    def __init__(self, file: Path, plan: _Plan, reader: ByteReader, memory: int, rate_limit: float | None) -> None:
+        self.file = file
+        self.plan = plan
+        self.process = os.getpid()
+        self.written = 0
+        self.error: Exception | None = None
+        self.was_read, self.ended = Latch(), Latch()
+        self.prune: tuple[int, re.Pattern[str] | None] | None = None
+        self._reader = reader
+        self._rate_limit = rate_limit
+        self._piece_nbytes = max(LEAST_NBYTES, min(PIECE_NBYTES, memory // 2, plan.nbytes))
+        most = 1 if plan.members else -(-plan.nbytes // self._piece_nbytes)
+        self._threads = max(1, min(most, MOST_THREADS, max(1, memory // self._piece_nbytes), max(2, usable_cores())))
+        self._left = self._threads
+        self._pieces = plan.pieces(self._piece_nbytes) if not plan.members else iter(())
+        self._lock = threading.Lock()
+        self._issued = self._read = 0
+        self._began = time.monotonic()
+        self._temporary: TemporaryFile | None = None
+        self._before: _Work | None = None
+        self._handle: weakref.ref[Save] | None = None
+
+    def start(self) -> Save:
+        """Start the threads, and return the handle."""
+        handle = Save(self)
+        self._handle = weakref.ref(handle)
+        key = os.path.realpath(self.file)
+        self._before, _newest[key] = _newest.get(key), self
+        # Interrupted, the caller has no handle, and the file is written all the same.
+        uninterrupted(self._start_threads)
+        return handle
+
+    def _start_threads(self) -> None:
+        """On a thread that no interrupt comes to. They are no daemons: the interpreter waits for them when it ends."""
+        started = 0
+        try:
+            while started < self._threads:
+                threading.Thread(target=self._run, args=(started == 0,), name="xferlib-save", daemon=False).start()
+                started += 1
+        except RuntimeError as error:
+            # Those that run do it as well, but slower.
+            if not started:
+                self._fail(error)
+        for _ in range(self._threads - started):
+            self._leave()
+
+    def say_failed(self) -> None:
+        """Warn that nobody has asked about the failure."""
+        said = f"the save to {str(self.file)!r} failed, and nobody has asked for its result: {self.error}"
+        warnings.warn(said, RuntimeWarning, 2)
+
+    def _run(self, first: bool) -> None:
+        try:
+            with self._lock:
+                self._reader.claim()
+                if self._temporary is None and self.error is None:
+                    self._begin()
+            if self.plan.members:
+                self._write_archive()
+            else:
+                self._write_pieces(first)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._leave()
+
+    def _begin(self) -> None:
+        temporary = self._temporary = TemporaryFile(self.file)
+        temporary.check_room(self.plan.nbytes + sum(map(len, self.plan.headers)))
+        if not self.plan.members:
+            temporary.write(memoryview(self.plan.headers[0]), 0)
+
+    def _write_pieces(self, first: bool) -> None:
+        memory = self._memory(first)
+        while memory is not None and self.error is None:
+            with self._lock:
+                self._reader.claim()
+                piece = next(self._pieces, None)
+                if piece is None:
+                    return
+                transfer = self._start_read(piece, memory)
+            data = transfer.result()
+            self._note_read(piece.nbytes)
+            assert self._temporary is not None
+            self._temporary.write(memoryview(data), piece.offset)
+            self._note_written(piece.nbytes)
+
+    def _write_archive(self) -> None:
+        assert self._temporary is not None
+        memory = self._memory(True)
+        assert memory is not None
+        with self._temporary.as_file() as stream, zipfile.ZipFile(stream, "w") as archive:
+            for index, (member, header) in enumerate(zip(self.plan.members, self.plan.headers, strict=True)):
+                with archive.open(member, "w", force_zip64=True) as entry:
+                    entry.write(header)
+                    for start in range(0, self.plan.sizes[index], self._piece_nbytes):
+                        nbytes = min(self._piece_nbytes, self.plan.sizes[index] - start)
+                        with self._lock:
+                            transfer = self._start_read(_Piece(0, nbytes, [Span(index, start, nbytes)]), memory)
+                        data = transfer.result()
+                        self._note_read(nbytes)
+                        entry.write(memoryview(data))
+                        self._note_written(nbytes)
+
+    def _memory(self, first: bool) -> Array | None:
+        """Return memory of this thread's. None: there is none, and others go on without this thread."""
+        try:
+            return self._reader.empty(self._piece_nbytes, wait=first)
+        except AllocationError:
+            if first:
+                raise
+            return None
+
+    def _start_read(self, piece: _Piece, memory: Array) -> Any:
+        if self._rate_limit is not None:
+            ahead = self._issued / self._rate_limit - (time.monotonic() - self._began)
+            if ahead > 0:
+                time.sleep(ahead)
+        transfer = self._reader.read(piece.spans, memory)
+        self._issued += piece.nbytes
+        if self._issued == self.plan.nbytes:
+            # From here on the copies are known as what they are.
+            self._reader.close()
+        return transfer
+
+    def _note_read(self, nbytes: int) -> None:
+        with self._lock:
+            self._read += nbytes
+            if self._read == self.plan.nbytes:
+                self.was_read.open()
+
+    def _note_written(self, nbytes: int) -> None:
+        with self._lock:
+            self.written += nbytes
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self.error is None:
+                known = error if isinstance(error, Exception) else RuntimeError(f"the save was cut off: {error!r}")
+                # Its frames would hold memory for as long as the handle.
+                self.error = known.with_traceback(None)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        try:
+            self._reader.close()
+            self.was_read.open()
+            self._publish()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            with suppress(OSError):
+                if self._temporary is not None:
+                    self._temporary.close()
+            self._temporary = None
+            self.ended.open()
+        handle = self._handle
+        if self.error is not None and (handle is None or handle() is None):
+            self.say_failed()
+
+    def _publish(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            # It must not come behind this one, which is newer.
+            before.ended.wait()
+        if self.error is not None or self._temporary is None:
+            return
+        if self.written != self.plan.nbytes:
+            raise RuntimeError(f"{self.written} of {self.plan.nbytes} bytes were written")
+        self._temporary.publish()
+        if self.prune is not None:
+            keep, pattern = self.prune
+            assert pattern is not None
+            _remove_older(self.file, keep, pattern)
+
+
+def _siblings(file: Path) -> re.Pattern[str]:
+    """Return what matches names that differ in their last number alone."""
+    numbers = list(re.finditer(r"\d+", file.stem))
+    if not numbers:
+        raise ValueError(
+            f"keep: {file.name!r} has no number that tells it from earlier files. Name it like 'step_100{file.suffix}'"
+        )
+    start, end = numbers[-1].span()
+    return re.compile(re.escape(file.name[:start]) + r"\d+" + re.escape(file.name[end:]))
+
+
+def _remove_older(file: Path, keep: int, pattern: re.Pattern[str]) -> None:
+    def changed(path: Path) -> int:
+        # Another save may have removed it.
+        with suppress(FileNotFoundError):
+            return path.stat().st_mtime_ns
+        return 0
+
+    others = [path for path in file.parent.iterdir() if pattern.fullmatch(path.name) and path.name != file.name]
+    others.sort(key=changed)
+    for path in others[: max(0, len(others) - (keep - 1))]:
+        path.unlink(missing_ok=True)
+
+
+_newest: weakref.WeakValueDictionary[str, _Work] = weakref.WeakValueDictionary()
+"""By the file that each is going to be, the newest save."""
+# The threads stayed with the parent.
+os.register_at_fork(after_in_child=_newest.clear)

@@ -1,0 +1,95 @@
+"""A file that is whole or not there: written under another name, and renamed when its bytes are on the disk.
+
+What a killed process leaves behind is told from what another process writes by a lock, which goes with its process. It is removed
+when the next file of its folder is begun.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, final
+
+__all__ = ["TemporaryFile"]
+
+SUFFIX = ".xferlib-saving"
+
+
+@final
+class TemporaryFile:
+    """An empty file beside `target`, which is to take its place. One thread; `write` also from several at once.
+
+    Raises `OSError` with the target's name.
+    """
+
+    def __init__(self, target: Path) -> None:
+        # What a symbolic link leads to is replaced, not the link.
+        self._target = Path(os.path.realpath(target))
+        _remove_left(self._target.parent)
+        while True:
+            self._path = self._target.with_name(f".{self._target.name}.{secrets.token_hex(4)}{SUFFIX}")
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(self._descriptor, self._path):
+                return
+            # Another process took it for one that was left, before it was locked.
+            os.close(self._descriptor)
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise `OSError` where so many bytes will not fit, before any is written."""
+        found = os.fstatvfs(self._descriptor)
+        free = found.f_bavail * found.f_frsize
+        if nbytes > free:
+            raise OSError(errno.ENOSPC, f"{nbytes} bytes are to be written, and {free} are free", str(self._target))
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of it at an offset."""
+        while data:
+            written = os.pwrite(self._descriptor, data, offset)
+            data, offset = data[written:], offset + written
+
+    def as_file(self) -> IO[bytes]:
+        """Return the file, from its beginning, for a writer that goes from front to back. To be closed before `publish`."""
+        return os.fdopen(os.dup(self._descriptor), "wb")
+
+    def publish(self) -> None:
+        """Wait until the disk has the bytes, and give the file its name: from here on it is there, whatever happens."""
+        os.fsync(self._descriptor)
+        self._path.replace(self._target)
+        folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def close(self) -> None:
+        """Remove the file unless it has its name."""
+        with suppress(FileNotFoundError):
+            self._path.unlink()
+        os.close(self._descriptor)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove what killed processes left in a folder."""
+    for path in folder.glob(f".*{SUFFIX}"):
+        # Somebody else may have removed it, or may own it.
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    own = os.fstat(descriptor)
+    return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
