@@ -1,8 +1,8 @@
-"""The memory that transfers of a benchmark run between, and the calls of one sample with what proves that they moved the bytes.
+"""The memory between which a benchmark's transfers run, and the calls of one sample, with the proof that they moved the bytes.
 
-Sources on both sides hold the same seeded random bytes, so each side's target is compared on that side, without a transfer.
-A sample of `count` transfers takes the source from `shift` on, cut into `count` pieces, into a target of the same cut: every
-transfer has memory of its own, no sample repeats the bytes of the one before, and before each sample the target is poisoned with
+Sources on both sides hold the same seeded random bytes, so each side's target is compared on that side, without a transfer. A
+sample of `count` transfers moves the source from `shift` on, cut into `count` pieces, to a target cut in the same way. So every
+transfer has memory of its own, and no sample repeats the bytes of the one before. Before each sample the target is poisoned with
 the inverse of what it should get, so that no byte is right by chance or by history.
 """
 
@@ -107,17 +107,17 @@ class Batch:
         self._nbytes = nbytes
         self.kept: deque[object] = deque(maxlen=way.keep)
         source = arena.source(way.direction)
-        # Cut from the whole, once: where slices are copies, a slice of a slice would copy the whole first.
+        # Cut from the whole array, once: where slices are copies, a slice of a slice would first copy the whole.
         starts = self._starts[:1] if same else self._starts
         sources = [source[shift + start : shift + start + nbytes] for start in starts]
         targets = [self._target_of(start) for start in starts]
-        # Bare calls know addresses only, and a slice may be the only reference to its memory.
+        # Bare calls know only addresses, and a slice may be the only reference to its memory.
         self._held = (sources, targets)
         bound = [way.bind(*pair) for pair in zip(sources, targets, strict=True)]
         self.calls = bound * (count // len(bound))
 
     def poison(self) -> None:
-        """Make every byte of the target wrong. A way that makes its own target has only the change of bytes to prove it."""
+        """Make every byte of the target wrong. For a way that makes its own target, only the change of bytes proves the copy."""
         if self._way.result is None:
             self._arena.poison(self._way.direction, self._expected(0, self._span), self._target())
 
@@ -157,7 +157,7 @@ class Batch:
 def fitted(way: Way, device: Device) -> Way:
     """Return the way as it can be measured on this device.
 
-    Where device arrays cannot be written to, a way that writes to one is given a new one for each call.
+    Where device arrays cannot be written to, a way that writes to one is given a new array for each call.
     """
     if way.direction == "d2h" or way.result is not None or device.in_place:
         return way

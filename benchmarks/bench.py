@@ -28,7 +28,7 @@ class OpenStager(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """One run: a backend, its device, how much to measure, and where to say how far it is."""
+    """One run: a backend, its device, how much to measure, and where to report progress."""
 
     open_stager: OpenStager
     device: Device
@@ -39,7 +39,7 @@ class Bench:
     absences: Absences
     say: Callable[[str], None]
     sizes: Sequence[int] = ()
-    """What was asked for, of a case that can be asked; none: all of its own."""
+    """The sizes that were asked for, for a case that takes them; none: all of its own sizes."""
     done: Collection[Key] = ()
     """Rows that need not be measured again."""
 
@@ -66,7 +66,7 @@ class Bench:
         pinned: Arena,
         nbytes: int,
     ) -> list[Contender]:
-        """Return ours, the limit, which moves between pinned memory, and those of the rivals that can run."""
+        """Return ours, the limit (which moves between pinned memory), and the rivals that can run."""
         contenders = [
             Contender(name=ours.NAME, ways=mine, arena=arena, optional=False),
             Contender(name=LIMIT, ways=bare, arena=pinned, optional=False),

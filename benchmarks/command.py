@@ -78,7 +78,7 @@ def run(
     """Run the cases, write the records of each when it has ended, and print the table. Wrong bytes end the run with status 1.
 
     `json_file` "-": the records are all that goes to the standard output, at the end; the table goes to the standard error.
-    `resume`: write each record at once, and leave out rows that the file has already, where the case can.
+    `resume`: where the case can do so, write each record at once and leave out rows that the file has already.
     """
     file = _file(json_file, machine.slug(device.name))
     bench = _bench(open_stager, device, quick=quick, sizes=sizes)
@@ -113,11 +113,11 @@ def _bench(open_stager: OpenStager, device: Device, *, quick: bool, sizes: Seque
 
 
 def _measure(bench: Bench, case: Case, file: Path | None, *, at_once: bool) -> list[Record]:
-    """Return the records of a case, which are then in the file; none is if bytes were wrong."""
+    """Return the records of a case. They are then in the file; if bytes were wrong, none is."""
     measured: list[Record] = []
     try:
         with warnings.catch_warnings():
-            # Of puts that wait: what they cost is the question.
+            # It warns of puts that wait; what these cost is the question.
             warnings.simplefilter("ignore", xferlib.SynchronousTransferWarning)
             for record in case.run(bench):
                 measured.append(record)
@@ -139,7 +139,7 @@ def _say_when() -> Callable[[str], None]:
 
 
 def _console(stream: TextIO) -> Console:
-    # Into a file or a pipe there is no width to keep to but that of the table.
+    # In a file or a pipe only the table's own width matters.
     return Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
 
 

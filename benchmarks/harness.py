@@ -3,8 +3,8 @@
 Bandwidth: a sample is `count` transfers back to back, host clock from the first start to the end of the last synchronization;
 `count` is such that a sample lasts some milliseconds. Overhead: a sample is the host time of one call that starts a transfer.
 Contenders take turns, sample by sample, in an order that rotates, so that drift of clocks and neighbours cancels in their ratio.
-Everything is warmed up at its final count, poisoned before and verified after, outside the clock. Where a contender's turn is to be
-found warm, as in a loop of its own, it begins with a sample that is not timed.
+Everything is warmed up at its final count, poisoned before and verified after, outside the clock. Where a contender should be warm,
+as in a loop of its own, its turn begins with a sample that is not timed.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Effort:
     samples: int
     """Rounds of bandwidth samples."""
     sample_seconds: float
-    """The least a bandwidth sample should last, about; not reached where the arena is too small."""
+    """About how long a bandwidth sample should last at least; not reached where the arena is too small."""
     chunks: int
     """Rounds of chunks of calls."""
     chunk: int = 50
-    """Calls between two synchronizations: deep enough to be back to back, short of what a queue holds."""
+    """Calls between two synchronizations: enough to run back to back, and fewer than a queue holds."""
     row_seconds: float = 0.06
-    """About how long a row of steps, or of copies, lasts that is timed alone."""
+    """About how long a row of steps or copies lasts that is timed by itself."""
     same: bool = False
-    """Whether all calls of a chunk move the same array; else each has memory of its own, as in a loop over many arrays."""
+    """Whether all calls of a chunk move the same array; otherwise each has memory of its own, as in a loop over many arrays."""
 
     def row(self, nbytes: int) -> int:
         """Return how many copies of `nbytes` bytes make a row, at the rate of a usual link."""
@@ -57,13 +57,13 @@ WARM_UP_CHUNKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """What is timed under one name: one way, or one per direction, started together; and the memory it moves bytes between."""
+    """What is timed under one name: one way, or one per direction, started together; and the memory between which bytes move."""
 
     name: str
     ways: tuple[Way, ...]
     arena: Arena
     optional: bool = True
-    """If it cannot run, it is left out and named as absent; otherwise the run fails."""
+    """Whether it is left out and named as absent if it cannot run; otherwise the run fails."""
 
     @property
     def waits(self) -> bool:
@@ -72,7 +72,7 @@ class Contender:
 
 @dataclass(kw_only=True)
 class Timing:
-    """Seconds of one transfer, or of one call: all values, and one figure per round to be compared with others of that round."""
+    """Seconds of one transfer, or of one call: all values, and one figure per round to compare with others of that round."""
 
     values: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Absences:
 
 
 def able(contenders: Sequence[Contender], absences: Absences, run: Callable[[Contender], object]) -> list[Contender]:
-    """Run each once, alone, and return those that can. Raises what one that is not optional raises, and any `Corrupted`."""
+    """Run each once, alone, and return those that can run. Raises the error of one that is not optional, and any `Corrupted`."""
     present = []
     for contender in contenders:
         try:
@@ -128,7 +128,7 @@ def time_bandwidth(
 ) -> dict[str, Timing]:
     """Return the seconds of one transfer of `nbytes` bytes (of one each way, for a pair), by contender, each tried once before.
 
-    `level`: all take as many transfers a sample as the fastest needs, so that the end of a sample weighs the same for each.
+    `level`: all have as many transfers in a sample as the fastest needs, so that the end of a sample weighs the same for each.
     `warm`: right before each sample stands another of the same contender, which is not timed.
     """
     counts = {contender.name: _calibrate(contender, nbytes, effort) for contender in contenders}
@@ -161,7 +161,7 @@ def time_calls(contenders: Sequence[Contender], *, nbytes: int, effort: Effort, 
 
 
 def sample(contender: Contender, *, nbytes: int, count: int, index: int, warm: bool = False) -> float:
-    """Return the seconds of one of `count` transfers back to back. `warm`: behind as many of other bytes."""
+    """Return the seconds of one of `count` transfers back to back. `warm`: right behind as many with other bytes."""
     ahead = _poisoned(contender, nbytes=nbytes, count=count, index=index + 1) if warm else []
     batches = _poisoned(contender, nbytes=nbytes, count=count, index=index)
     if warm:

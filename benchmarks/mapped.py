@@ -1,4 +1,4 @@
-"""Batches that other processes read where they lie: anonymous memory, which they map by the path of this process' descriptor.
+"""Batches that other processes read in place: anonymous memory, which they map by the path of this process' descriptor.
 
 Nothing has a name that could outlive this process, and no size of a file system is a limit.
 """
@@ -21,7 +21,7 @@ __all__ = ["Mapped", "mapped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
-    """So many batches one after the other. Any process of this user may have it, by pickle, while they are kept."""
+    """So many batches one after another. Any process of this user may get the object by pickle, while the batches are kept."""
 
     path: str
     nbytes: int
@@ -54,7 +54,7 @@ def mapped(batches: Sequence[Bytes]) -> Iterator[Mapped]:
 
 @cache
 def _map(path: str, nbytes: int) -> Bytes:
-    """Map it with its page tables filled: to fault the pages in would be a cost of the first rounds."""
+    """Map it with its page tables filled: otherwise page faults would cost the first rounds time."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         # Writable, though nobody writes: PyTorch warns of arrays that are not.

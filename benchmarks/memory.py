@@ -1,4 +1,4 @@
-"""Host bytes in bulk: random, inverted, compared; by several threads, for there is far more to verify than to time."""
+"""Host bytes in bulk: random, inverted, compared; by several threads, since there is far more to verify than to time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def equal(left: Bytes, right: Bytes) -> bool:
 
 
 def copy_rates(source: Bytes, target: Bytes) -> dict[str, float]:
-    """Return how many GB/s NumPy copies with 1, 2, 4 threads and so on, each byte counted once: what memory itself allows.
+    """Return how many GB/s NumPy copies with 1, 2, 4 threads and so on, each byte counted once: this is what the memory allows.
 
     "to memory" writes all of the target; "to cache" writes one small piece per thread again and again, and reads all the source.
     """
@@ -109,5 +109,5 @@ def _copy_rate(source: Bytes, target: Bytes, threads: int, hot: bool) -> float:
 def _each(work: Callable[[int], bool], starts: range) -> bool:
     if len(starts) < 2:
         return all(work(start) for start in starts)
-    # A list: every piece is done, also after the first that differs.
+    # A list, so that every piece is done, even after the first that differs.
     return all(list(_threads.map(work, starts)))

@@ -27,7 +27,7 @@ def into(stager: Stager, direction: Direction, *, pinned: bool) -> Way:
     def get(source: Any, target: Any) -> Call:
         return partial(stager.get, source, out=target)
 
-    # From pinned memory a direction is first in, first out, so the last transfer answers for all; pageable ones are all asked.
+    # From pinned memory a direction is first in, first out, so the last transfer stands for all. Pageable ones are all asked.
     return Way(
         name=NAME,
         direction=direction,
@@ -97,7 +97,7 @@ def feed(stager: Stager, compute: Compute) -> Feed:
 
 
 def source(stager: Stager, batches: Sequence[Bytes], compute: Compute) -> Callable[[int], xferlib.Prefetch]:
-    """Return what prefetches so many of the batches, in turn, for the stream of the compute.
+    """Return a function that prefetches so many of the batches, in turn, for the stream of the compute.
 
     They are not rewritten, so the copies borrow them.
     """
@@ -110,7 +110,7 @@ def prefetched(stager: Stager, compute: Compute, batches: Iterable[Bytes], *, re
 
 
 def drain(stager: Stager, compute: Compute) -> Drain:
-    """Return `get(out=)` of what the stream of the compute has under way."""
+    """Return `get(out=)` of outputs that the compute's stream may still be computing."""
     options: dict[str, Any] = {} if compute.stream is None else {"stream": compute.stream}
     return Drain(
         name=NAME,

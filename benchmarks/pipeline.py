@@ -1,7 +1,7 @@
 """How pipelines are timed: compute on one batch after another while the next one comes, or while the outputs go.
 
-The bound of a pipeline is the longer of compute alone and copy alone, measured just before and just after each sample of it, in
-the same order of calls. Compute is tuned to the copy beforehand, where hiding one behind the other is hardest.
+The bound of a pipeline is the longer of compute alone and copy alone, measured just before and just after each sample, in the same
+order of calls. Before that, compute is tuned to take as long as the copy: then it is hardest to hide one behind the other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 TAGS = 7
-"""Shares no factor with the number of outputs: no target gets the same bytes twice in a row."""
+"""It shares no factor with the number of outputs, so no target gets the same bytes twice in a row."""
 LATE = 2
 """Outputs that are under way while another one is computed."""
 PROBES = 257
@@ -110,13 +110,13 @@ class Alone:
         """Seconds of a step at best, once compute is tuned."""
 
     def steps(self, most: int) -> int:
-        """Return how many steps make a sample: as many as asked for, but for devices that would take minutes."""
+        """Return how many steps make a sample: as many as asked for, or fewer on devices that would take minutes."""
         return min(most, max(FEWEST_STEPS, int(MOST_SECONDS / self.bound)))
 
     def _bind(self, batches: Sequence[Bytes], direction: Direction) -> list[Call]:
-        """Return a bare copy for each batch, with one device array for all where arrays can be written to."""
+        """Return a bare copy for each batch. Where arrays can be written to, one device array serves for all."""
         way = self._device.raw(direction)
-        # A bare copy to memory that holds these bytes already is as fast as any, and cannot make an array wrong.
+        # A bare copy to memory that already holds these bytes is as fast as any other, and cannot make an array wrong.
         self._held = [self._batch] if direction == "d2h" else [self._device.upload(batch) for batch in batches]
         if direction == "h2d":
             return [way.bind(batch, array) for batch, array in zip(batches, self._held, strict=True)]
@@ -148,7 +148,7 @@ class Alone:
 
 
 def tune(alone: Alone) -> int:
-    """Choose the rounds with which compute takes as long as the copy, and return them."""
+    """Choose the number of rounds with which compute takes as long as the copy, and return it."""
     alone.copy_seconds()
     target = statistics.median(alone.copy_seconds() for _ in range(5))
 
@@ -228,8 +228,8 @@ def train_steadily(
 ) -> float:
     """Run a training loop as `train_on`, from the middle of an endless source: neither its start nor its end is in the seconds.
 
-    They go from the end of the last of `warm` steps, one at least, to the end of the last step of all, at which batches are still
-    coming. `expected`: the checksums of the batches that come in turn.
+    The seconds go from the end of the last of `warm` steps, one at least, to the end of the last step of all, when batches are
+    still coming. `expected`: the checksums of the batches that come in turn.
     """
     marks: list[Any] = []
     begin = 0.0

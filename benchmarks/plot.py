@@ -1,6 +1,6 @@
-"""Draw what part of the link's rate is reached over the size, ours and the peers': `python benchmarks/plot.py FILE PICTURE`.
+"""Draw the share of the link's rate that ours and the peers reach, over the size: `python benchmarks/plot.py FILE PICTURE`.
 
-An SVG says in its description what is drawn, so that anybody can ask whether it is of the records that there are, and follows the
+An SVG says in its description what is drawn, so that anybody can check whether it shows the present records. It follows the
 reader's choice of a light or a dark page.
 """
 
@@ -26,13 +26,13 @@ PANEL = (6.0, 3.8)
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 WAYS = {"h2d": "host to device", "d2h": "device to host"}
 DARK = {"#1a1a1b": "#e6e6e7", "#fefefe": "#131416"}
-"""Of what stands out and of what is behind it: the colour on a light page, and on a dark one. They are nobody else's."""
+"""For the foreground and the background: the colour on a light page, and on a dark one. Nothing else has these colours."""
 INK, PAPER = DARK
 STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), PAPER),
     "legend.edgecolor": "grey",
-    # Letters, and names of parts that are the same each time.
+    # Text as letters, and names of parts that are the same each time.
     "svg.fonttype": "none",
     "svg.hashsalt": "sizes",
 }
@@ -113,7 +113,7 @@ def _draw(records: Sequence[Mapping[str, Any]], picture: Path) -> None:
 
 
 def _dark_page() -> str:
-    """Return the rules by which a picture is dark on a dark page: stronger than what its parts say of themselves."""
+    """Return the rules that make a picture dark on a dark page. They are stronger than the styles of its parts."""
     rules = [
         f'[style*="{part}: {light}"] {{{part}: {dark} !important}}' for light, dark in DARK.items() for part in ("fill", "stroke")
     ]

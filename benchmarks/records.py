@@ -1,7 +1,7 @@
 """What a benchmark leaves behind: records, one list of them per device in `results/`.
 
 A record is one figure of xferlib beside the peers and the physical limit of the same run. Its key is what was measured, so a later
-run replaces it; rates are in GB/s (1e9 bytes a second), times in seconds.
+run replaces it. Rates are in GB/s (1e9 bytes a second), times in seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Record(TypedDict):
     machine: dict[str, str]
     versions: dict[str, str]
     details: NotRequired[dict[str, Any]]
-    """What one case alone can say: its docstring says what."""
+    """Figures of this case alone, as its docstring says."""
 
 
 Key: TypeAlias = tuple[str, str, str, int, str]
@@ -141,7 +141,7 @@ def forget(file: Path, records: Iterable[Record]) -> None:
 
 
 def keys_of(file: Path, run: Run) -> set[Key]:
-    """Return the keys of what the file has of the same machine and the same versions."""
+    """Return the keys of the file's records of the same machine and the same versions."""
     return {key(one) for one in read(file) if (one["machine"], one["versions"]) == (run.machine, run.versions)}
 
 
@@ -153,7 +153,7 @@ def read(file: Path) -> list[Record]:
 
 def _write(file: Path, table: Mapping[Key, Record]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Replaced as one: a run that is stopped here leaves the old file.
+    # Replaced in one step: a run that is stopped here leaves the old file.
     draft = file.with_name(f"{file.name}.new")
     with draft.open("w") as stream:
         _dump(stream, table)
@@ -161,7 +161,7 @@ def _write(file: Path, table: Mapping[Key, Record]) -> None:
 
 
 def _table(records: Iterable[Record]) -> dict[Key, Record]:
-    """Return the records by key; the last of one key stands."""
+    """Return the records by key; of several with one key, the last counts."""
     table: dict[Key, Record] = {}
     for record in records:
         check(record)

@@ -13,7 +13,7 @@ __all__ = ["show", "show_ratios"]
 
 CALLS = {"overhead", "bystander"}
 STEPS = {"loop", "drain", "leaves", "loaders", "locking", "first_get"}
-"""Cases of which a time says something and the rate does not: in us, in ms."""
+"""Cases whose times are of interest and not their rates: in us, and in ms."""
 PER_SECOND = {"us": 1e6, "ms": 1e3}
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -54,7 +54,7 @@ def _add_ratios(table: Table, old: Record, new: Record) -> None:
 
 
 def _show_details(console: Console, record: Record) -> None:
-    """Print what is a single figure; lists and tables stand in the record."""
+    """Print the details that are single figures; lists and tables stand in the record."""
     figures = {name: value for name, value in record.get("details", {}).items() if isinstance(value, int | float)}
     if figures:
         text = ", ".join(f"{name} {value:.6g}" for name, value in figures.items())

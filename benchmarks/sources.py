@@ -1,4 +1,4 @@
-"""Host batches for a loop, and peers' feeds as what a loop takes its device batches from."""
+"""Host batches for a loop, and peers' feeds in the form from which a loop takes its device batches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from benchmarks.steps import Bytes, Feed
 __all__ = ["AHEAD", "ahead", "anew", "in_line", "kept"]
 
 AHEAD = 2
-"""Batches that a thread is ahead of the loop, as `xferlib.prefetch` is by default. Feeds allow for no more than that."""
+"""Batches that a thread is ahead of the loop, as `xferlib.prefetch` is by default. Feeds allow no more than that."""
 
 
 def kept(batches: Sequence[Bytes]) -> Callable[[int], Iterator[Bytes]]:
-    """Return what gives so many of the batches in turn: the same arrays again, to which the source keeps its references."""
+    """Return a function that gives so many of the batches in turn: the same arrays again, to which the source keeps references."""
     return lambda steps: islice(cycle(batches), steps)
 
 
 def anew(batches: Sequence[Bytes]) -> Callable[[int], Iterator[Bytes]]:
-    """Return what makes a copy of so many of the batches in turn, all at once, and then gives them away one by one.
+    """Return a function that copies so many of the batches in turn, all at once, and then gives the copies away one by one.
 
-    Nothing else refers to what it gives, and to give it takes no time: making is not what is measured.
+    Nothing else refers to what it gives, and giving takes no time, since making batches is not measured.
     """
 
     def give(steps: int) -> Iterator[Bytes]:

@@ -18,7 +18,7 @@ OUTPUTS = 4
 
 
 class Compute(Protocol):
-    """Work on the device whose length can be chosen: the checksum of a batch, its bytes xor a tag, and `rounds` of arithmetic."""
+    """Work on the device, of a length to choose: the checksum of a batch, its bytes xor a tag, and `rounds` of arithmetic."""
 
     @property
     def stream(self) -> Any:
@@ -32,7 +32,7 @@ class Compute(Protocol):
         """Make the stream the current one, where the framework has such a thing."""
 
     def adopt(self, array: Any) -> Any:
-        """Return the framework's array over a peer's. The peer has seen to the order."""
+        """Return the framework's array over a peer's array. The peer has taken care of the order."""
 
     def step(self, batch: Any, rounds: int, tag: int) -> tuple[Any, Any]:
         """Launch one step and return its mark and its output. The latest `OUTPUTS` outputs are intact, no others."""
@@ -53,11 +53,11 @@ class Feed:
 
     name: str
     start: Callable[[Bytes], Any]
-    """Start moving a batch. Every fourth may go into the same memory: the step that read it is done."""
+    """Start moving a batch. Every fourth batch may go into the same memory: by then the step that read it is done."""
     use: Callable[[Any], Any]
     """Turn what `start` returned into an array that the compute's stream may read."""
     share: float = 1.0
-    """Of the steps that are measured for ours: less for one that would take minutes."""
+    """The share of the steps that are measured for ours; less for a feed that would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Write the figures of README.md and docs/numbers.md from the records in `results/`: `python -m benchmarks.tables --write`.
 
-A table stands in a page between `<!-- table: NAME -->` and `<!-- end of table -->`; what is between these is this module's. The
-pictures of the case `sizes` in docs/ are drawn by the same command. Without `--write` it says what differs, and changes nothing.
+A table stands in a page between `<!-- table: NAME -->` and `<!-- end of table -->`; this module writes what is between them. The
+same command draws the pictures of the case `sizes` in docs/. Without `--write` it says what differs, and changes nothing.
 
-What no record tells is not written here: figures in the text of a page say where they come from.
+It does not write what no record tells: figures in the text of a page say where they come from.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def filled(page: str) -> str:
-    """Return the text of a page with its tables as the records have them. Raises `KeyError` for a name that is no table's."""
+    """Return the text of a page with its tables filled from the records. Raises `KeyError` for a name that is no table's."""
     h200, h100 = Results(read(H200)), Results(read(H100))
     return MARKED.sub(lambda marked: f"{marked[1]}{marked[2]}{_markdown(TABLES[marked[1]](h200, h100))}", page)
 
 
 def drawn(backend: str) -> list[Record]:
-    """Return the records of a backend's picture: of what was measured at more sizes than one."""
+    """Return the records for a backend's picture: those of everything that was measured at more than one size."""
     records = [one for one in read(H100) if (one["case"], one["backend"]) == ("sizes", backend)]
     ways = [(one["direction"], one["label"]) for one in records]
     return [one for one, way in zip(records, ways, strict=True) if ways.count(way) > 1]
@@ -110,7 +110,7 @@ def digits(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """To two digits, three below 2: many times as long is said roughly."""
+    """To two digits, and to three below 2: large ratios are given roughly."""
     return f"{value:.2f}" if value < 1.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
 
 

@@ -41,22 +41,22 @@ class Way:
     keep: int | None = 1
     """How many of the latest returned objects are held while others are made; None: all."""
     empty_pinned: Callable[[int], Bytes] | None = None
-    """Allocate pinned memory of the peer's own, where its calls are slower, or faster, with memory it knows."""
+    """Allocate pinned memory of the peer's own, if its calls are slower, or faster, with memory that it knows."""
     waits: bool = False
-    """The call itself waits for the bytes: it cannot have a part in moves both ways at once."""
+    """Whether the call itself waits for the bytes: then it cannot take part in moves both ways at once."""
     once: bool = False
-    """A second call on the same array would find what the first has left behind, and move nothing."""
+    """Whether a second call on the same array would find what the first has left behind, and move nothing."""
     given_new: bool = False
-    """It writes to a device array that is made for each call, outside the clock, with wrong bytes in it. See `arena.fitted`."""
+    """Whether it writes to a device array that is made for each call, outside the clock, with wrong bytes. See `arena.fitted`."""
     trees: bool = False
-    """`bind` takes a list of arrays as well."""
+    """Whether `bind` takes a list of arrays as well."""
 
 
 class Peer(Protocol):
     """A library that moves the same bytes between the same memory, in arrays of the device or of its own over them."""
 
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
-        """Return what its users call for this, none if there is no such call."""
+        """Return the calls that its users make for this; none if there are none."""
 
     def feeds(self, kind: Kind, compute: Compute) -> Sequence[Feed]:
         """Return how its users bring batches to this compute, none if they do not."""
@@ -81,7 +81,7 @@ class Device(Protocol):
 
     @property
     def in_place(self) -> bool:
-        """Whether device arrays can be written to. Without, only transfers into new ones are measured."""
+        """Whether device arrays can be written to. If not, only transfers into new arrays are measured."""
 
     @property
     def streams(self) -> Sequence[str]:
@@ -113,7 +113,7 @@ class Device(Protocol):
         """Block until the device has nothing to do."""
 
     def wait(self, arrays: Sequence[Any]) -> None:
-        """Block until these arrays of the framework, and what its current stream has under way, are done."""
+        """Block until these arrays of the framework are done, and what its current stream has under way."""
 
     def raw(self, direction: Direction) -> Way:
         """Return the bare runtime call from or into pinned memory: the physical limit."""

@@ -48,8 +48,8 @@ def process(stager: xferlib.Stager, batch: Image) -> tuple[Image, float]:
     blur = compile_blur()
     source = stager.put(batch).value
     out = cupy.zeros_like(source)
-    # Numba's own default is another stream. On CuPy's current one its kernel comes after the copy, and nothing has to wait on the
-    # host: so Numba need not either.
+    # Numba's own default is another stream. On CuPy's current stream the kernel comes after the copy, so nothing has to wait on the
+    # host, and Numba need not synchronize either.
     stream = cuda.external_stream(cupy.cuda.get_current_stream().ptr)
     views = [cuda.as_cuda_array(array, sync=False) for array in (source, out)]
     blocks = tuple(-(-length // threads) for length, threads in zip(batch.shape, THREADS, strict=False))

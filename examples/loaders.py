@@ -1,4 +1,4 @@
-"""Batches from the loaders that people use, each in a few lines: what comes out is what `xferlib.prefetch` takes.
+"""Batches from the loaders that people use, each in a few lines. `xferlib.prefetch` takes them as they come out.
 
 All are given the same dataset, the number of images in a batch, and the stager. The packages are imported where they are used.
 docs/loaders.md says what each of them copies.

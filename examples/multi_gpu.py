@@ -3,7 +3,8 @@
     python examples/multi_gpu.py
     python examples/multi_gpu.py --backend cpu --quick
 
-`jax` takes the devices that JAX finds. `cpu` has it make eight of the CPU, so that the same program runs where there is no GPU.
+`jax` takes the devices that JAX finds. `cpu` makes JAX see eight devices on the CPU, so the same program runs where there is no
+GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Map a function over a file of images that is larger than the device memory allowed: in, compute and out, all three at once.
+"""Map a function over a file of images that is larger than the device memory it may use: in, compute and out, all at once.
 
     python examples/out_of_core.py --quick
     python examples/out_of_core.py --backend cupy --gib 16

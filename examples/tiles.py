@@ -1,7 +1,7 @@
-"""Labelled images from Matplotlib's sample photograph: squares cut from it, and from which quarter of its height each one is.
+"""Labelled images from Matplotlib's sample photograph: squares cut from it. The label is the quarter of the height they are from.
 
-A dataset as the loaders want it: it has a length, and an item for every index. `cut` writes an item where it is wanted instead, and
-`fill` is that for a whole batch, for worker processes: so nothing is imported here that they do not need.
+A dataset as the loaders want it: it has a length, and an item for every index. `cut` instead writes an item where it is wanted.
+`fill` does so for a whole batch, in worker processes, so nothing is imported here that they do not need.
 """
 
 from __future__ import annotations

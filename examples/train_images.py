@@ -3,8 +3,8 @@
     python examples/train_images.py --quick
     python examples/train_images.py --loader workers
 
-Each image is a square cut from a photograph; the model learns to say from which quarter of the picture's height. With JAX for CUDA
-installed, the same command trains on the GPU.
+Each image is a square cut from a photograph; the model learns to say from which quarter of the photograph's height it comes. With
+JAX for CUDA installed, the same command trains on the GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import xferlib
 
 def train(batches: Iterable[Any]) -> list[float]:
     """Return the loss of every batch."""
-    # Not at the top: spawned worker processes import this file, and have no use for JAX.
+    # Not at the top: spawned worker processes import this file, and do not need JAX.
     import jax
     import model
 

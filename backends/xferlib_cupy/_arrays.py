@@ -1,6 +1,6 @@
-"""CuPy arrays over memory that is ours, and the memory of arrays that are the user's.
+"""CuPy arrays over the backend's own memory, and the memory of the user's arrays.
 
-Nothing is copied here except what is not contiguous, and nothing is ordered: the caller does that.
+Nothing is copied here except what is not contiguous. Nothing is ordered here: the caller does that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OF_NUMPY, OF_ANOTHER_PACKAGE = 1, 2
 
 def check_dtype(dtype: np.dtype[Any], ordinal: int) -> None:
     """Raise `TypeError` unless CuPy's arrays can have this dtype. Asks CuPy, no device."""
-    # One that was read from a file, or whose byte order was set, is no built-in by itself; only its type tells.
+    # A dtype that was read from a file, or whose byte order was set, is not built-in itself; only its type tells.
     if dtype.char in BUILT_IN and np.dtype(dtype.type).isbuiltin == OF_NUMPY:
         return
     if dtype.isbuiltin == OF_ANOTHER_PACKAGE and not dtype.hasobject and _can_hold(dtype, ordinal):
@@ -47,11 +47,11 @@ def check_array(array: object, ordinal: int) -> None:
 def contiguous(array: CupyArray, stream: object | None, streams: Streams, device: Device) -> CupyArray:
     """Return a copy in C order, made by CuPy on the stream.
 
-    It comes from CuPy's pool, which gives memory out again as soon as it is dropped: safe here, since the core keeps it until the
-    copy that reads it is done.
+    It comes from CuPy's pool, which gives memory out again as soon as it is dropped. That is safe here, since the core keeps it
+    until the copy that reads it is done.
     """
     if np.dtype(array.dtype.type).isbuiltin != OF_NUMPY:
-        # CuPy holds such items without having a kernel that copies them.
+        # CuPy can hold such items but has no kernel that copies them.
         array = array.view(f"u{array.dtype.itemsize}")
     return device.here(_in_order, array, streams.current_as(stream))
 

@@ -27,9 +27,10 @@ DEFAULT_STREAMS = 2
 class Device:
     """The calls, for streams of our own and for streams of the user's. Never closed: events, blocks and arrays outlive stagers.
 
-    What runs on our own streams needs no current device, since stream and event say which one is meant. A thread that has none
-    yet gets one from the runtime, though: device 0. On device 0 that is right; for others the context is pushed around each call.
-    A user's stream may be a default stream, which means the current device's: where there are several, the context is pushed.
+    Calls for our own streams need no current device, since stream and event say which device is meant. But the runtime gives a
+    thread that has no current device yet one: device 0. For device 0 that is right; for others the context is pushed around each
+    call. A user's stream may be a default stream, which means the current device's. So where there are several devices, the context
+    is pushed for those calls, too.
     """
 
     def __init__(self, ordinal: int, *, count: int) -> None:
@@ -38,7 +39,7 @@ class Device:
         self.contexts = Contexts(ordinal)
         self.capture_mode = CaptureMode()
         self._pid = os.getpid()
-        # By name in the instance: at interpreter exit modules lose theirs.
+        # Kept in the instance: at interpreter exit modules lose their names.
         self._getpid = os.getpid
         self._is_finalizing = sys.is_finalizing
 
@@ -59,7 +60,7 @@ class Device:
         self.words = f"{name} (cuda:{ordinal})"
 
     def here(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Return `call(*arguments)`, made with this device current, also where it would spoil a capture of somebody's."""
+        """Return `call(*arguments)`, made with this device current, without spoiling anybody's capture."""
         contexts = self.contexts
         try:
             contexts.push()
@@ -68,9 +69,9 @@ class Device:
             contexts.pop()
 
     def give_back(self, release: Callable[..., object], *arguments: Any) -> None:
-        """Make a call that gives something back, here, with nobody to raise to: a device that has failed says so in the next call.
+        """Make a call here that gives something back. Nobody is told of a failure: a failed device says so in the next call.
 
-        Nothing is done in a forked child, where the memory is the parent's, and at interpreter exit, where the driver may be gone.
+        Does nothing in a forked child, where the memory is the parent's, and at interpreter exit, where the driver may be gone.
         """
         if self._getpid() != self._pid or self._is_finalizing():
             return

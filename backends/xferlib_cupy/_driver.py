@@ -24,17 +24,17 @@ RELAXED = 2
 
 @final
 class CaptureMode:
-    """Makes calls that CUDA holds to be unsafe while anybody captures a graph, without spoiling the capture.
+    """Makes calls that CUDA considers unsafe while anybody captures a graph, without spoiling the capture.
 
-    In global mode the capture may be another thread's, so there is no asking first: every event query would invalidate it.
+    In global mode the capture may be another thread's, so it is not possible to ask first: every event query would invalidate it.
     """
 
     __slots__ = ("_cells", "_exchange")
 
     def __init__(self) -> None:
-        # PyDLL: keeping the GIL for a call that only touches the thread's state. A pair costs 0.2 us so, 3 us by cuda-bindings.
+        # PyDLL keeps the GIL, for calls that only touch the thread's state. A pair costs 0.2 us this way, 3 us by cuda-bindings.
         exchange = ctypes.PyDLL(LIBRARY).cuThreadExchangeStreamCaptureMode
-        # It fails only where CUDA is unusable, and the call inside says that better.
+        # It fails only where CUDA is unusable, and then the call inside says so better.
         exchange.restype = None
         self._exchange = exchange
         # The call swaps the cell with the thread's mode. A cell in use belongs to one call: a finalizer may run inside another's.
@@ -48,7 +48,7 @@ class CaptureMode:
         except IndexError:
             cell = ctypes.byref(ctypes.c_int(RELAXED))
         try:
-            # The first call in here, so that it has been made when an interrupt comes, and is undone.
+            # The first call in the `try`: when an interrupt comes, it has been made and will be undone.
             exchange(cell)
             return call(*arguments)
         finally:
@@ -66,9 +66,10 @@ class Contexts:
         finally:
             contexts.pop()
 
-    Each is one call in C. So an interrupt finds the push made, since nothing in the `try` comes before it, and undoes it.
-    Not `cudaSetDevice`: from CUDA 12 on that creates a context on the device that is set, also when it is set back, and half a
-    gigabyte of a GPU that nobody uses would go.
+    Each is one call in C. Nothing in the `try` comes before the push, so when an interrupt comes the push has been made and will be
+    undone.
+    Not `cudaSetDevice`: from CUDA 12 on that creates a context on the device that is set, also when it is set back. That would take
+    half a gigabyte of a GPU that nobody uses.
     """
 
     __slots__ = ("_get_device", "_push_other", "_stream_context", "context", "ordinal", "pop", "push")
@@ -83,11 +84,11 @@ class Contexts:
         # On the path of small transfers where there are several devices.
         own.cuCtxPushCurrent_v2.restype, own.cuCtxPopCurrent_v2.restype = _Pushed({0: None}).__getitem__, None
         self.push = partial(own.cuCtxPushCurrent_v2, ctypes.c_void_p(self.context))
-        # What was popped is written by every pop, and read by none.
+        # Every pop writes here what it popped; nobody reads it.
         self.pop = partial(own.cuCtxPopCurrent_v2, ctypes.byref(ctypes.c_void_p()))
 
     def owns(self, stream: int) -> bool:
-        """Tell whether a stream, by a handle that is not one of the default streams', is of this device."""
+        """Tell whether a stream is of this device. Its handle is not one of the default streams'."""
         found = ctypes.c_void_p()
         self._stream_context(stream, ctypes.addressof(found))
         if found.value == self.context:
@@ -95,7 +96,8 @@ class Contexts:
         # A context beside the primary one may still be of this device.
         ordinal = ctypes.c_int(-1)
         try:
-            # Cannot fail for a context that the driver has just named. In here, so that an interrupt behind it finds it undone.
+            # Cannot fail for a context that the driver has just named. In the `try`, so that it is undone if an interrupt comes
+            # after it.
             self._push_other(found)
             self._get_device(ctypes.byref(ordinal))
         finally:
@@ -104,10 +106,10 @@ class Contexts:
 
 
 class _Pushed(dict[int, None]):
-    """What is made of the status of a push, as a look-up, which runs no Python code for 0."""
+    """Handles the status of a push, as a look-up, which runs no Python code for 0."""
 
     def __missing__(self, status: int) -> None:
-        # The pop is still to come: let it find what the thread has once more, and not take that.
+        # The pop is still to come: push what the thread has once more, so that the pop takes only that.
         library, current = ctypes.PyDLL(LIBRARY), ctypes.c_void_p()
         library.cuCtxGetCurrent(ctypes.byref(current))
         if current:
@@ -116,7 +118,7 @@ class _Pushed(dict[int, None]):
 
 
 def _retain(ordinal: int) -> int:
-    # With the GIL given up: the first one in a process takes a fifth of a second. Never released: arrays outlive every stager.
+    # Gives up the GIL: the first call in a process takes a fifth of a second. Never released: arrays outlive every stager.
     library = ctypes.CDLL(LIBRARY)
     device = ctypes.c_int()
     context = ctypes.c_void_p()

@@ -1,11 +1,12 @@
-"""Events: points in streams that are reached or not, which the process owns.
+"""Events: points in streams that are reached or not. The process owns them.
 
-CuPy's `Event.done` answers "not yet" for ever once the device has failed; here the status is asked for and raised.
-Events are used again, since creating one costs three times what recording does: a wait that was enqueued on an event keeps what
-the event meant then, so recording it anew disturbs nobody. Which streams may be waited for is no matter of this file.
+CuPy's `Event.done` answers "not yet" for ever once the device has failed; here the status is asked for and raised. Events are used
+again, since creating one costs three times as much as recording one. A wait that was enqueued on an event keeps what the event
+meant then, so recording it anew disturbs nobody. This file does not decide which streams may be waited for.
 
-No event has a finalizer: others of its reference cycle may use it in theirs, and a transfer whose event was given away would seem
-done. An event is free when nobody refers to it, and nothing else is kept in step: whatever an interrupt cuts short, it comes back.
+No event has a finalizer: other objects of its reference cycle may use it in their finalizers, and a transfer whose event was given
+away would seem done. An event is free when nobody refers to it. Nothing else has to be kept in step, so it comes back whatever an
+interrupt cuts short.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class EventPool:
     def _create(self, keep: Keep[CupyEvent], count: int) -> None:
         made = map(runtime.eventCreateWithFlags, (DISABLE_TIMING,) * count)
         # The only call here that depends on the current device: an event is of the device on which it was created. No Python code
-        # stands between what is created and what is kept.
+        # runs between creating and keeping.
         self.device.here(keep, map(partial(tuple.__new__, CupyEvent), zip(made, repeat(self))))
 
 
@@ -118,10 +119,10 @@ class CupyEvent(NamedTuple):
 
 @final
 class LaterEvent:
-    """The work on a stream that is being captured: recorded when first asked for after the capture has ended.
+    """The work on a stream that is being captured. It is recorded when it is first asked for after the capture has ended.
 
     Recording during the capture would put a node into the user's graph, and querying that would invalidate it. What is enqueued
-    before the recording counts, too: reached late at times, never early.
+    before the recording counts, too: the event may be reached late, but never early.
     """
 
     __slots__ = ("_event", "_pool", "_stream")
@@ -136,7 +137,7 @@ class LaterEvent:
         return event is not None and event.done()
 
     def synchronize(self) -> None:
-        """As CUDA does for a capturing stream: refuse. Waiting for a capture's end might be waiting for the caller."""
+        """Refuse, as CUDA does for a capturing stream: the caller might wait for a capture that only the caller can end."""
         event = self._recorded()
         if event is None:
             raise runtime.CUDARuntimeError(CAPTURE_UNSUPPORTED)
@@ -167,8 +168,8 @@ class LaterEvent:
 class AllEvents:
     """Reached when all of several events are.
 
-    No further stream joins them, since it would be first in, first out: a fence for streams that are done would wait behind one
-    for streams that are not, and the memory would be taken for busy.
+    They are not joined on a further stream, since that is first in, first out: a fence for streams that are done would wait behind
+    one for streams that are not, and the memory would be taken for busy.
     """
 
     __slots__ = ("_left", "_pool")

@@ -1,7 +1,7 @@
 """Device blocks and page-locked memory: raw addresses, none of CuPy's pools in between.
 
 Both of CuPy's pools hand memory out again as soon as it is dropped, while copies on other streams may still be under way.
-Every call here may wait for the GPU, so none is made in steady state. Who uses the memory, and when, is no matter of this file.
+Every call here may wait for the GPU, so none is made in steady state. This file does not decide who uses the memory, or when.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PinnedMemory:
         return int(self._device.here(runtime.hostAlloc, nbytes, PORTABLE | WRITE_COMBINED))
 
     def device_address(self, address: int) -> int:
-        """Return by which address the device knows page-locked memory. Raises `CapabilityError` if by none."""
+        """Return the address by which the device knows page-locked memory. Raises `CapabilityError` if it knows none."""
         found = int(self._device.here(runtime.pointerGetAttributes, address).devicePointer)
         if not found:
             raise CapabilityError(f"{self._device.words} has no address for host memory at {address:#x}. Copy it with put")
@@ -83,7 +83,7 @@ def _malloc(nbytes: int) -> int:
     except runtime.CUDARuntimeError as error:
         if error.status != OUT_OF_MEMORY:
             raise
-    # CuPy keeps what its arrays gave back; it does the same for itself before it gives up.
+    # CuPy keeps what its arrays gave back; before it gives up, it frees that for itself in the same way.
     cupy.get_default_memory_pool().free_all_blocks()
     return int(runtime.malloc(nbytes))
 
@@ -92,7 +92,7 @@ def _register(address: int, nbytes: int) -> None:
     try:
         runtime.hostRegister(address, nbytes, PORTABLE)
     except runtime.CUDARuntimeError:
-        # Pages that may not be written cannot be locked for writing. Only for those: a copy to memory that was locked as read-only
+        # Pages that may not be written cannot be locked for writing. Only those are locked as read-only: a copy to such memory
         # would be an error that nothing recovers from.
         if not _is_write_protected(address, nbytes):
             raise

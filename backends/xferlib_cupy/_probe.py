@@ -63,7 +63,7 @@ def _import_cupy() -> Any:
         if error.name != "cupy" and not (error.name or "").startswith("cupy."):
             raise
         _refuse("CuPy is not installed", INSTALL, error)
-    # What is left of a package that another one overwrote before it was uninstalled: a folder that imports as nothing.
+    # What is left of a package that another one overwrote before it was uninstalled: a folder that can be imported and is empty.
     if getattr(cupy, "__file__", None) is None:
         _refuse("CuPy's folder is there and its files are not", f"Uninstall every CuPy package, then install one. {INSTALL}")
     return cupy

@@ -33,7 +33,7 @@ LEGACY, PER_THREAD = 1, 2
 _NDARRAY = cupy.ndarray
 _MEMORY, _POINTER = cupy.cuda.UnownedMemory, cupy.cuda.MemoryPointer
 _SOURCE = tuple.__new__
-"""A third of what the constructor of a named tuple takes."""
+"""It takes a third of the time of a named tuple's constructor."""
 
 
 @final
@@ -58,7 +58,7 @@ class CupyStager:
         self._events = events_of(device)
         self._streams = self._events.streams
         self._pinned = PinnedMemory(device)
-        # On the path of every small transfer: an attribute of this object each, no chain of them.
+        # On the path of every small transfer, so each is an attribute of this object and not a chain of attributes.
         self._copy = device.copy
         self._record = device.record
         self._record_event = self._events.record
@@ -129,7 +129,7 @@ class CupyStager:
     def as_array(
         self, block: DeviceBlock, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, after: Event, lease: object
     ) -> CupyArray:
-        # With the device given, nothing is asked of CUDA.
+        # With the device given, CuPy does not ask CUDA.
         memory = _MEMORY(block.address, block.nbytes, lease, self.ordinal)
         return _NDARRAY(shape, dtype, _POINTER(memory, offset))
 
@@ -146,7 +146,7 @@ class CupyStager:
         return _NDARRAY(shape, dtype, _POINTER(memory, 0)), found
 
     def as_source(self, array: CupyArray, stream: object | None = None) -> Source:
-        # As `place`, without the call, and with the stream found once: in the path of every small get.
+        # As `place`, without the call, and with the stream found only once: this is the path of every small get.
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
             _arrays.check_array(array, self.ordinal)
         handle = self._handle(stream)
@@ -169,7 +169,7 @@ class CupyStager:
         for array in arrays:
             if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal or not array._c_contiguous:
                 return None
-        # Once for all: the driver's part of a get of many small arrays is mostly this.
+        # Once for all arrays: this is most of the driver's part in a get of many small arrays.
         self._order(self.d2h, self._handle(stream))
         return [_SOURCE(Source, (array.data.ptr, array.nbytes, array, None)) for array in arrays]
 
@@ -188,7 +188,7 @@ class CupyStager:
 
     def retire(self, streams: Iterable[Stream]) -> Event | None:
         if not streams:
-            # Mostly, and in the path of every small put.
+            # The usual case, and the path of every small put.
             return None
         events = list(map(self._fence, streams))
         if len(events) > 1:
@@ -201,7 +201,7 @@ class CupyStager:
     def close(self) -> None:
         """See `HostStager`. Nothing else destroys the streams; at interpreter exit they go with the process."""
         for _ in range(len(self._own)):
-            # Taken and destroyed in one call, likewise.
+            # Likewise taken and destroyed in one call.
             self._device.give_back(next, map(runtime.streamDestroy, iter(self._own.pop, None)))
 
     def _gathered(self, array: CupyArray, stream: object | None) -> Source:
@@ -211,7 +211,7 @@ class CupyStager:
 
     def _fence(self, stream: Stream) -> Recorded:
         if stream.handle == PER_THREAD:
-            # It was another thread's, perhaps, and cannot be named from here. The legacy one waits for all of them.
+            # It may be another thread's, which cannot be named from here. The legacy stream waits for all of them.
             stream = Stream(LEGACY, stream.keepalive)
         if self._streams.is_capturing(stream.handle):
             return LaterEvent(stream, self._events)

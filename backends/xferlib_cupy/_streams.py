@@ -20,7 +20,7 @@ __all__ = ["Streams"]
 CAPTURE_IMPLICIT = 906
 
 _NEW = tuple.__new__
-"""A third of what the constructor of a named tuple takes."""
+"""It takes a third of the time of a named tuple's constructor."""
 
 
 @final
@@ -101,9 +101,9 @@ class _Foreign:
 
 
 def _means_capture(error: RuntimeError) -> bool:
-    """Tell a capture from a failure, which is raised again."""
+    """Return True if the error means a capture; raise it again if it is a failure."""
     if not isinstance(error, runtime.CUDARuntimeError):
-        # So CuPy says that a capture has been invalidated; it has yet to be ended.
+        # This is how CuPy says that a capture was invalidated; the capture has yet to be ended.
         return True
     # The legacy default stream cannot be used while a stream that synchronises with it is being captured.
     if error.status == CAPTURE_IMPLICIT:
@@ -122,7 +122,7 @@ def _foreign_handle(stream: object) -> int:
         raise TypeError(
             f"stream={stream!r} ({kind}) is no CUDA stream. Pass a cupy.cuda.Stream, an object with __cuda_stream__, or a handle"
         )
-    # A property in the first libraries that had it.
+    # It was a property in the first libraries that had it.
     found = protocol() if callable(protocol) else protocol
     try:
         version, handle = found

@@ -47,7 +47,7 @@ class TestCupy(StagerConformance):
         return bench().array(values)
 
     def to_numpy(self, array: Any) -> Array:
-        # Before the copy, so that a copy to pageable memory, which may keep the driver busy meanwhile, has nothing to wait for.
+        # Before the copy, so that it has nothing to wait for: a copy to pageable memory may keep the driver busy while it waits.
         bench().cupy.cuda.get_current_stream().synchronize()
         values: Array = array.get()
         return values
@@ -78,7 +78,7 @@ class TestCupy(StagerConformance):
 
     @contextmanager
     def break_copies(self, stager: HostStager[Any]) -> Iterator[None]:
-        # Under the methods of the protocol, so that what a backend makes of a failure is what is tested.
+        # Below the protocol's methods, so that the test sees how the backend handles a failure.
         insides: Any = stager
         copy = insides._copy
 
@@ -159,7 +159,7 @@ class Bench:
 
         self.cupy = cupy
         self._copy_bytes = cupy.RawKernel(BYTE_KERNEL, "copy_bytes")
-        # Non-blocking: held, they must not stop what the calling thread has on the NULL stream.
+        # Non-blocking: while they are held, they must not stop what the calling thread has on the NULL stream.
         self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(STREAMS)]
         self._idle = deque(self.streams)
         values = np.arange(7, dtype=np.uint8)
@@ -169,7 +169,7 @@ class Bench:
 
     @contextmanager
     def compute_stream(self) -> Iterator[Any]:
-        """Lend a stream that nobody else has meanwhile: two holds at once are released one by one. A lone hold has the last."""
+        """Yield a stream that nobody else has meanwhile: two holds at once are released one by one. A lone hold has the last."""
         stream = self._idle.pop()
         try:
             yield stream
@@ -177,7 +177,7 @@ class Bench:
             self._idle.append(stream)
 
     def array(self, values: Array) -> Any:
-        """Return a finished array with these values. By their bytes: CuPy holds dtypes that it cannot convert to."""
+        """Return a finished array with these values, copied as bytes: CuPy holds dtypes that it cannot convert to."""
         raw = self.cupy.asarray(_bytes_of(values))
         self.cupy.cuda.get_current_stream().synchronize()
         return self.cupy.ndarray(values.shape, values.dtype, raw.data)
@@ -194,7 +194,7 @@ class Bench:
         """Enqueue a kernel that reads the array, and return a function, to be called once, that waits and gives what it read."""
         shape, dtype = array.shape, array.dtype
         with stream:
-            # From the pool's share of this very stream, so that it is never used on another while this work may write it.
+            # From the pool's share of this very stream, so that no other stream uses it while this work may write it.
             seen = self.cupy.empty(array.nbytes, np.uint8)
         self.copy_bytes(seen, array, stream)
         mark = cuda.Mark(stream.ptr)
@@ -216,7 +216,7 @@ def bench() -> Bench:
 
 @functools.cache
 def _memory_calls() -> tuple[str, Callable[[], Counter[str]]]:
-    """Return who counts, and what it has counted so far by name."""
+    """Return what counts, in words, and a function that gives what it has counted so far, by name."""
     runtime = bench().cupy.cuda.runtime
     try:
         calls = cupti.driver_calls()
@@ -228,7 +228,7 @@ def _memory_calls() -> tuple[str, Callable[[], Counter[str]]]:
 
 
 def _count_runtime_calls(runtime: Any) -> Callable[[], Counter[str]]:
-    """Stand in front of the runtime module's functions, for good. Sees who calls them by the module, not CuPy's own pools."""
+    """Wrap the runtime module's functions, for good. Sees calls through the module, but not those of CuPy's own pools."""
     called: list[str] = []
 
     def counted(name: str) -> Callable[..., Any]:

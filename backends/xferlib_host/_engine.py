@@ -34,7 +34,7 @@ class Engine:
         self._worker.put(partial(self._run, ctypes.memmove, dst, src, nbytes))
 
     def submit(self, job: Job) -> None:
-        """Run anything in the place of a copy: for tests of programs.
+        """Run any job in the place of a copy, for tests of programs.
 
         A job that waits on a gate holds the direction: what is started behind it cannot complete until the gate opens.
         A job that raises breaks the direction for good. Events recorded before are not touched by either.
@@ -60,7 +60,7 @@ class Engine:
             return
         try:
             fn(*args)
-        except BaseException as error:  # Whatever it is: a worker that died would leave everybody waiting.
+        except BaseException as error:  # Any error: a worker that died would leave everybody waiting.
             self._cause = error
 
     def _reach(self, event: Event) -> None:

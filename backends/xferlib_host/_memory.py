@@ -1,7 +1,7 @@
 """Host memory as a driver would hand it out: "pinned" memory, memory pinned in place, device blocks; and the count of such calls.
 
-Invariant: what was handed out is in a table until it is given back, and the tables alone own it: an array over a block that was
-freed reads whatever lies there then. No lock: a finaliser of the caller's may come back in here, and a table changes in one step.
+Invariant: what was handed out is in a table until it is given back, and only the tables own it: an array over a freed block reads
+whatever lies there then. There is no lock, since a finaliser of the caller's may come back in here; each table changes in one step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FREED = 0xA5
 
 
 class MemoryCallError(Exception):
-    """Raised when memory cannot be had, is pinned already, or is not what it is given back as."""
+    """Raised when memory cannot be had, is pinned already, or is given back as something that it is not."""
 
 
 class Calls(NamedTuple):
@@ -41,7 +41,7 @@ class Calls(NamedTuple):
 
 @final
 class _Count:
-    """A number that goes up by one. Each method is one step, since neither a thread nor a finaliser may come between."""
+    """A number that goes up by one. Each method is one step, so neither a thread nor a finaliser can come in between."""
 
     __slots__ = ("_left",)
 
@@ -106,7 +106,7 @@ class Memory:
         end = address + nbytes
         taken = MemoryCallError(f"memory from {address:#x} to {end:#x} is pinned already, all or part of it. Unpin it first")
         mine = (end,)
-        # Entered before the look at the others: of two that overlap, and come at once, one at least sees the other.
+        # Entered before the others are looked at: if two pins that overlap come at once, at least one sees the other.
         if self._registered.setdefault(address, mine) is not mine:
             raise taken
         if sum(start < end and address < stop for start, stop in self._ranges()) > 1:
@@ -123,7 +123,7 @@ class Memory:
         last = address + max(nbytes, 1) - 1
         found = self._pinned.get(address)
         if found is not None and last < found[0]:
-            return True  # A block as it was allocated: what is mostly asked about, without a search.
+            return True  # A block as it was allocated: the usual case needs no search.
         ranges = list(self._ranges())
         return all(any(start <= end < stop for start, stop in ranges) for end in (address, last))
 
@@ -142,7 +142,7 @@ class Memory:
         """Free a block, whoever may still read it."""
         address = getattr(block, "address", 0)
         found = self._device.get(address)
-        # By identity: at the address of one that was freed another may lie by now.
+        # By identity: at the address of a freed block another one may lie by now.
         if found is None or found.block is not block or self._device.pop(address, None) is None:
             raise MemoryCallError(f"no device memory of {block!r} at {address:#x}. Free what alloc_device returned, once")
         found.memory.fill(_FREED)
@@ -171,7 +171,7 @@ class _Bytes:
 
 
 def array_over(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, lease: object) -> npt.NDArray[Any]:
-    """Make an array over memory that its owner keeps. As bytes first: the array interface cannot spell the dtypes of extensions."""
+    """Make an array over memory that its owner keeps. It begins as bytes: the array interface has no words for extension dtypes."""
     nbytes = dtype.itemsize
     for length in shape:
         nbytes *= length

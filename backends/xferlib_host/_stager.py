@@ -1,4 +1,4 @@
-"""The backend itself: what the protocol asks for, told in NumPy arrays, streams, copy engines and tables of memory."""
+"""The backend itself: the methods of the protocol, made of NumPy arrays, streams, copy engines and tables of memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class NumpyStager:
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Accept numbers, bools, dates and time spans, those of extension packages (bfloat16, float8) included."""
-        # isbuiltin is 2 for a dtype that a package registered; its kind may be "V", as that of a structure is.
+        # isbuiltin is 2 for a dtype that a package registered; its kind may be "V", like that of a structure.
         if dtype.hasobject or not (dtype.kind in "biufcmM" or dtype.isbuiltin == 2):
             raise TypeError(f"backend 'host' moves numbers, bools and dates, not dtype {dtype!r}. Convert the array first")
 
@@ -162,7 +162,7 @@ class NumpyStager:
 
 
 def _packed(array: npt.NDArray[Any], on: Stream | None) -> npt.NDArray[Any]:
-    """Return a copy in C order, which is there when the stream has come to it; at once if the calling thread is the stream."""
+    """Return a copy in C order. It is complete when the stream has made it, or at once if the calling thread is the stream."""
     if on is None:
         return array.copy("C")
     packed = np.empty(array.shape, array.dtype)

@@ -1,7 +1,7 @@
 """Streams that run callables in order, and the events that order them among each other and against the copy engines.
 
 Invariant: an event is reached only after everything enqueued before it, where it was recorded, has ended.
-A thread without a current stream is a stream itself: what it does has ended when it goes on.
+A thread without a current stream counts as a stream itself: what it does has ended before it goes on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Event:
         self._cause: BaseException | None = None
 
     def reach(self, cause: BaseException | None = None) -> None:
-        """Mark the point as reached, or as failed for this cause. Once, by the thread that runs the stream or engine."""
+        """Mark the point as reached, or as failed for this cause. Called once, by the thread that runs the stream or engine."""
         self._cause = cause
         self._reached.open()
 
@@ -55,7 +55,7 @@ class Event:
     def stream_wait(self, stream: object | None = None) -> protocol.Stream | None:
         """Make later work on `stream` wait. On a thread without a current stream, None blocks until the point is reached.
 
-        Raises as `done` does for a copy that has failed already; one that fails later is raised by the stream's `synchronize`.
+        Raises as `done` does if a copy has failed already. If one fails later, the stream's `synchronize` raises.
         """
         resolved = resolve(stream)
         if resolved is None:
@@ -66,7 +66,7 @@ class Event:
 
     def _raise_if_failed(self) -> None:
         if self._cause is not None:
-            # A new exception each time: raised again and again, one and the same would grow its traceback.
+            # A new exception each time: the traceback of a single one would grow each time it is raised.
             raise CopyError(
                 f"a copy failed and later ones in that direction were not run: {self._cause!r}. Open a new stager"
             ) from self._cause
@@ -132,7 +132,7 @@ class Stream:
         try:
             self._worker.put(event.reach)
         except ClosedError:
-            return self._end  # Not reached yet, perhaps: another thread may be closing.
+            return self._end  # It may not be reached yet: another thread may be closing.
         return event
 
     def wait(self, event: protocol.Event) -> None:
@@ -166,7 +166,7 @@ class Stream:
     def _run(self, fn: Callable[..., Any], *args: Any) -> None:
         try:
             fn(*args)
-        except BaseException as error:  # Whatever it is: a worker that died would leave everybody waiting.
+        except BaseException as error:  # Any error: a worker that died would leave everybody waiting.
             if not self._failed:
                 self._failed.append(error)
 

@@ -1,7 +1,7 @@
 """A thread that runs jobs strictly in the order in which they were put.
 
-Invariant: a job whose `put` raised nothing is run, and all that was put before it, by whichever thread, has then ended. Streams and
-copy engines are made of this; what an exception means is theirs to say, and a job never raises.
+Invariant: a job whose `put` raised nothing is run, after everything that any thread put before it has ended. Streams and copy
+engines are made of this. They decide what an exception means; a job never raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        # No finaliser: others that die in one reference cycle with this may have theirs put jobs, and wait for them.
+        # No finaliser: the finalisers of others in the same reference cycle may still put jobs, and wait for them.
         self._end = ticket(self._queue.put, None)
         self._open = True
         self._pid = os.getpid()
@@ -50,14 +50,15 @@ class Worker:
     def put(self, job: Job) -> None:
         """Queue the job behind all that was put before. Never waits for a job.
 
-        Raises `ClosedError` after `close()`; beside a `close()` of another thread the job may be run all the same.
+        Raises `ClosedError` after `close()`. If another thread closes at the same time, the job may be run all the same.
         """
         # No lock: a finaliser that runs in here may wait for what another thread puts.
         if self._open:
             self._queue.put(job)
             if self._open:
                 return
-            # Closed meanwhile, as by a finaliser: it may lie behind the mark that ends the thread, and nobody is to wait for it.
+            # Closed meanwhile, perhaps by a finaliser: the job may lie behind the mark that ends the thread, so nobody may wait for
+            # it.
         raise ClosedError(f"{self._name!r} is closed and runs nothing any more. Open a new one")
 
     def close(self, last: Job | None = None) -> None:

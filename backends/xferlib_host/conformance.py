@@ -98,7 +98,7 @@ class TestHost(StagerConformance):
     def read_later(self, array: Array, hold: Hold) -> Callable[[], np.ndarray]:
         stream = cast("Stream", hold.stream)
         seen = np.empty(array.shape, array.dtype)
-        # The address alone: whether the memory is still the array's when this is read is the question.
+        # Only the address is kept: the question is whether the memory is still the array's when this is read.
         interface = {**array.__array_interface__, "strides": array.strides}
         stream.submit(lambda: np.copyto(seen, np.asarray(_Interface(interface))))
         read = stream.record()

@@ -1,7 +1,7 @@
 """The device work of the host backend: edges of frames on an `xferlib_host.Stream`, in buffers that are made once.
 
-Sums are separable and in place; nothing is padded and nothing is allocated per frame but what a table look-up or a division of
-floats needs. The arithmetic is the one that `xferlib.workload` defines; no code is shared with what verifies it.
+Sums are separable and in place; nothing is padded, and nothing is allocated per frame except what a table look-up or a division of
+floats needs. `xferlib.workload` defines the arithmetic; the code that verifies it is not shared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """JAX: arrays move between NumPy and JAX while the device computes, on NVIDIA GPUs and on the CPU.
 
-`open_stager` is what the entry point names; `prefetch` and what goes with it are for batches that several devices share. This file
-imports without JAX; what needs it is imported when a stager is opened, or one of those names is asked for.
+The entry point names `open_stager`; `prefetch` and what goes with it are for batches that several devices share. This file imports
+without JAX. What needs JAX is imported when a stager is opened, or when one of those names is asked for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""JAX arrays over memory that is ours, and what may be asked of arrays that are the user's.
+"""JAX arrays over our memory, and what may be asked of the user's arrays.
 
-Nothing is copied here, and nothing is ordered but by what the caller passes in.
+Nothing is copied here, and nothing is ordered except by what the caller passes in.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ CODES: Final[dict[np.dtype[Any], tuple[int, int]]] = {
 }
 """DLPack's code and bits for every dtype of JAX whose items are whole bytes."""
 NARROWED: Final = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("i8", "i4"), ("u8", "u4"), ("f8", "f4"), ("c16", "c8"))}
-"""What JAX makes of 64-bit types unless they are turned on."""
+"""What JAX makes of 64-bit types unless these are turned on."""
 MOST_SHARDINGS = 64
-"""That a stager remembers to be of its device."""
+"""How many shardings a stager remembers as being of its device."""
 SUB_BYTE: Final = {
     np.dtype(getattr(ml_dtypes, name)): whole
     for name, whole in (
@@ -82,7 +82,7 @@ SUB_BYTE: Final = {
 
 
 def check_dtype(dtype: np.dtype[Any]) -> bool:
-    """Raise `TypeError` unless JAX's arrays can have this dtype, and keep it. True: ask again, a switch of the thread decides."""
+    """Raise `TypeError` unless JAX arrays can have and keep this dtype. True: ask again, a switch of the thread decides."""
     if dtype in NARROWED:
         check_wide(dtype)
         return True
@@ -125,8 +125,8 @@ def adopt(
 ) -> JaxArray:
     """Return an array over the memory, which starts at a multiple of 256, without a copy.
 
-    JAX asks `order` to make one of its streams wait (None: it has none), and everything that reads the array waits for that stream.
-    `lease` lives until JAX has let the buffer go.
+    JAX asks `order` to make one of its streams wait (None: JAX has no streams), and everything that reads the array waits for that
+    stream. `lease` lives until JAX has let the buffer go.
     """
     code, bits = dlpack_code(dtype)
     return capsules.lend(address, shape, code, bits, device, lease, _import, device, order)
@@ -138,17 +138,17 @@ def _import(capsule: Any, device: tuple[int, int], order: Callable[[Any], None] 
 
 @final
 class ArrayCheck:
-    """Checks arrays of the user's, for one device. What is in memory of one of `refused_kinds` is refused. Any thread.
+    """Checks the user's arrays, for one device. Arrays in memory of one of `refused_kinds` are refused. Any thread.
 
-    What depends on an array's class alone, or on its sharding, is asked once for each: JAX takes microseconds to answer. All that a
-    compiled function returns at one place has the same sharding.
+    What depends only on an array's class, or on its sharding, is asked once for each: JAX takes microseconds to answer. All arrays
+    that a compiled function returns in one place have the same sharding.
     """
 
     def __init__(self, device: Any, refused_kinds: tuple[str, ...] = ()) -> None:
         self._device = device
         self._refused_kinds = refused_kinds
         self._classes: set[type] = set()
-        # By identity: what it takes to compare them is their own affair.
+        # By identity: a comparison might take any time.
         self._shardings: dict[int, Any] = {}
 
     def __call__(self, array: JaxArray) -> None:
@@ -200,7 +200,7 @@ def _check_sharding(sharding: Any, device: Any) -> None:
 
 
 def nbytes_of(array: JaxArray) -> int:
-    """Return how many bytes an array has, as `array.nbytes` does in three times the time."""
+    """Return how many bytes an array has. `array.nbytes` says the same, in three times the time."""
     nbytes: int = math.prod(array.shape) * array.dtype.itemsize
     return nbytes
 

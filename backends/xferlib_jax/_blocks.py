@@ -1,7 +1,7 @@
 """Device memory out of JAX's own pool: blocks are ordinary JAX arrays that nobody else sees, so JAX counts them as its own.
 
-Invariants: a block's array is in the table until `free`, and nowhere else. It is an array and never a capsule alone: a user who
-deletes every array of `jax.live_arrays()` then takes the memory of blocks that are idle, and nothing crashes; `lost` says so.
+Invariants: a block's array is in the table until `free`, and nowhere else. It is an array and never only a capsule: if a user
+deletes every array of `jax.live_arrays()`, the memory of idle blocks goes too, but nothing crashes, and `lost` says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PoolError(RuntimeError):
 
 @final
 class Block:
-    """Memory of an array that is never given out. `number`: of its row, since addresses are used again."""
+    """Memory of an array that is never given out. `number` is that of its row, since addresses are used again."""
 
     __slots__ = ("__weakref__", "address", "nbytes", "number", "ready")
 
@@ -38,7 +38,7 @@ class Block:
 
 @final
 class BlockMaker:
-    """Takes blocks on one device. `stream` is one of our own, which learns there when the memory may be written. Any thread."""
+    """Takes blocks on one device. `stream`, one of our own, is made to wait until the memory may be written. Any thread."""
 
     def __init__(self, device: Any, stream: int, events: EventPool) -> None:
         self._device = device
@@ -73,11 +73,11 @@ class BlockMaker:
     def make(self, nbytes: int) -> Block:
         """Return a block. Raises `PoolError`, saying what to set."""
         try:
-            # Not `jax.numpy.zeros`: compiling a kernel for a new size waits for whatever the device computes. Evaluated, since
-            # inside a function that is being traced it would be a step of the function.
+            # Not `jax.numpy.zeros`: compiling a kernel for a new size waits for whatever the device computes. It is evaluated at
+            # once, since inside a function that is being traced it would become a step of the function.
             with jax.ensure_compile_time_eval():
                 store = jax.device_put(np.empty(nbytes, np.uint8), self._device)
-            # JAX may be reading this memory still: our stream waits until it has not only taken it, but written to it.
+            # JAX may still read this memory: our stream waits until JAX has not only taken it, but also written to it.
             capsule = store.__dlpack__(stream=self._stream)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):

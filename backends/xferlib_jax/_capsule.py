@@ -1,17 +1,17 @@
-"""DLPack structs of our own, whose deleter tells when a buffer was let go: not the array, the buffer.
+"""DLPack structs of our own, whose deleter tells when a buffer, and not just its array, was let go.
 
 Aliases share a buffer under other Python objects, a donated result takes it over, and a computation under way holds it alone; only
 the deleter of the capsule that the buffer was imported from knows of all that.
 
-The deleter is `pthread_spin_unlock` of the C library. XLA calls deleters on threads of its own, and a function of Python's would
-ask for the GIL there, which another thread may hold while it waits for XLA: that ends in a deadlock. What is needed is compiled
-code that any thread may call at any time, also while the interpreter goes down, that takes one pointer and leaves a trace. This
-function does no more than store the state of an unlocked lock (0, or 1 on x86) into the word that the pointer names. That word is
-the low half of the struct's `data`, which is never 0 or 1 before; the importer has read it by then. Compiled code of our own would
-do the same, and would turn a package that installs anywhere into one that needs a compiler.
+The deleter is `pthread_spin_unlock` of the C library. XLA calls deleters on threads of its own. A Python function would ask for the
+GIL there, and another thread may hold the GIL while it waits for XLA: that ends in a deadlock. What is needed is compiled code that
+any thread may call at any time, also while the interpreter goes down, that takes one pointer and leaves a trace. This function only
+stores the state of an unlocked lock (0, or 1 on x86) into the word that the pointer names. That word is the low half of the
+struct's `data`. Before, it is never 0 or 1, and the importer has read it by then. Compiled code of our own would do the same, but
+would turn a package that installs anywhere into one that needs a compiler.
 
 Invariants: a struct is given to one importer at a time; the memory of structs is never freed, so that a late call harms nobody; a
-struct that JAX has taken is in the table of those that are lent until its deleter was called, whatever interrupts the import.
+struct that JAX has taken stays in the table of those in use until its deleter was called, whatever interrupts the import.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _WORD = 8
 NAME = b"dltensor"
 CHUNK = 512
 MOST_SHAPES = 1024
-"""That are kept for arrays to come."""
+"""How many shapes are kept for arrays to come."""
 ONE_BY_ONE = 16
-"""Structs whose words are looked at one by one in less time than those of a chunk are all together."""
+"""Up to so many structs are looked at one by one in less time than all words of a chunk together."""
 BIAS = 128
 """How far `data` points before the memory, which starts at a multiple of 256: so its low half is never that of an unlocked lock."""
 
@@ -85,7 +85,7 @@ class Capsules:
         self._deleter = deleter
         self._mark = _unlocked_state(deleter)
         self._mark_word = np.array(self._mark, np.uint32)
-        # Which structs of a chunk have it, as whoever sweeps finds out; NumPy takes thirty times as long to look whether any does.
+        # Which structs of a chunk have the mark, filled by a sweep; NumPy takes thirty times as long to tell whether any has it.
         self._flags = bytearray(CHUNK)
         self._are_marked = np.frombuffer(self._flags, np.bool_)
         # The first words of structs, by chunk and one by one.
@@ -93,9 +93,9 @@ class Capsules:
         self._words: dict[int, ctypes.c_uint32] = {}
         self._free: deque[Slot] = deque()
         self._live: dict[int, Loan] = {}
-        # Imports that failed or were interrupted, wherever: what they had taken, and the capsule if it was made.
+        # Imports that failed or were interrupted at any point: what they had taken, and the capsule if it was made.
         self._cut_off: deque[tuple[list[Slot], Any]] = deque()
-        # One thread at a time: another could free a struct, and a third lend it, between a look at its mark and what follows.
+        # One thread at a time: between a look at a struct's mark and what follows, another could free it and a third give it out.
         self._sweeping = threading.Lock()
 
     def lend(
@@ -128,14 +128,14 @@ class Capsules:
             capsule = _new(slot.start, NAME, None)
             return convert(capsule, *rest)
         except BaseException:
-            # One call, made before another interrupt can come. The next sweep finds out how far it got.
+            # One call, made before another interrupt can come. The next sweep finds out how far the import got.
             self._cut_off.append((taken, capsule))
             raise
 
     def sweep(self) -> None:
         """Let go of leases whose memory was let go. Any thread, also inside a finalizer; 2 us at most for 512 structs."""
-        # Never waits: whoever sweeps misses nothing for long, and may be this very thread, in a finalizer. One call takes the lock
-        # and notes it: an interrupt cannot come between the two.
+        # Never waits: a sweep that is left out is soon made up for, and the other sweep may be this very thread's, in a finalizer.
+        # One call takes the lock and notes it, so no interrupt can come between the two.
         taken: list[bool] = []
         try:
             taken.extend(map(self._sweeping.acquire, (False,)))
@@ -157,9 +157,9 @@ class Capsules:
                 self._let_go(base, words, self._are_marked.nonzero()[0])
 
     def _look_at_each(self) -> None:
-        """Let go of those whose deleters were called, looking at no other structs than those that are lent."""
+        """Let go of those whose deleters were called. Looks only at the structs in use."""
         words, mark = self._words, self._mark
-        # A copy, made in one call: other threads lend meanwhile. Of numbers, so that nothing here keeps a lease alive.
+        # A copy, made in one call: other threads give out structs meanwhile. Of numbers, so that nothing here keeps a lease alive.
         for start in list(self._live):
             if words[start].value == mark:
                 freed = map(_SLOT, map(self._live.pop, (start,)))
@@ -177,22 +177,22 @@ class Capsules:
                 self._grow()
 
     def _clean_up(self, taken: list[Slot], capsule: Any) -> None:
-        """Let the lease go of the oldest import that was cut off, if JAX has not taken the struct."""
-        # Whoever has imported a capsule has renamed it.
+        """Let go of the lease of the oldest import that was cut off, if JAX has not taken the struct."""
+        # A capsule that was imported has been renamed.
         if capsule is None or _is_valid(capsule, NAME):
             for slot in taken:
                 self._live.pop(slot.start, None)
         # No call stands between the two, so no interrupt does.
         del self._cut_off[0]
         if capsule is None:
-            # Of an import that failed the deleter may be called all the same, at any time: such a struct is not used again.
+            # If the import failed, the deleter may still be called, at any time: such a struct is not used again.
             self._free.extend(taken)
 
     def _let_go(self, base: int, words: Words, numbers: np.ndarray[Any, Any]) -> None:
         starts = [base + number * NBYTES for number in numbers.tolist()]
-        # None: its import failed, and its deleter was called all the same.
+        # None: the import failed, and the deleter was called all the same.
         freed = map(_SLOT, filter(None, map(self._live.pop, starts, itertools.repeat(None))))
-        # No call stands between the two, so no interrupt and no other thread does. What is free may be lent again at once.
+        # No call stands between the two, so no interrupt and no other thread does. What is free may be given out again at once.
         words[numbers] = BIAS
         self._free.extend(freed)
 
@@ -239,7 +239,7 @@ class Tensor(NamedTuple):
 
 
 def exported(capsule: Any) -> Tensor:
-    """Say where a tensor in a capsule that nobody imported lies, and how."""
+    """Return where, and how, the tensor in a capsule that nobody has imported lies."""
     raw = _BYTES.from_address(_pointer(capsule, NAME)).raw
     data, _, _, ndim, _, bits, lanes, shape, strides, offset, _, _ = LAYOUT.unpack(raw)
     if ndim < 2 or not strides:
@@ -258,16 +258,16 @@ def exported(capsule: Any) -> Tensor:
 
 @functools.lru_cache(maxsize=MOST_SHAPES)
 def _steps_in_order(shape: bytes) -> bytes:
-    """Return how far apart elements are along each axis, in elements, where they lie in C order. Both as structs have them."""
+    """Return the strides of C order, in elements, for a shape. Both are in the form that structs have."""
     lengths = memoryview(shape).cast("q")[1:]
     steps = itertools.accumulate(reversed(lengths), operator.mul, initial=1)
-    # Of an array without elements they may be longer than a word.
+    # For an array without elements they may be longer than a word.
     return b"".join(reversed([(step % (1 << 8 * _WORD)).to_bytes(_WORD, sys.byteorder) for step in steps]))
 
 
 @functools.lru_cache(maxsize=MOST_SHAPES)
 def _lengths(shape: tuple[int, ...]) -> tuple[object, int]:
-    """Return a shape as structs name it, and where it is. Importers only read it, so those of the same shape may share it."""
+    """Return a shape as structs have it, and its address. Importers only read it, so structs of the same shape may share it."""
     lengths = (ctypes.c_int64 * len(shape))(*shape)
     return lengths, ctypes.addressof(lengths)
 

@@ -1,7 +1,7 @@
-"""The backend where JAX computes on the CPU: copy engines that are threads, arrays over memory that they have filled.
+"""The backend where JAX computes on the CPU: threads are the copy engines, and arrays lie over memory that these have filled.
 
-JAX on the CPU cannot wait for an event of ours, so an array is handed out when its copy is done: `Event.stream_wait` waits. And it
-takes aligned NumPy memory as its own, so nothing of the caller's is ever given to it: bytes are copied into blocks of ours.
+JAX on the CPU cannot wait for our events, so an array is handed out only when its copy is done: `Event.stream_wait` waits. And JAX
+takes aligned NumPy memory as its own, so the caller's memory is never given to it: the bytes are copied into blocks of ours.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CpuStager:
 
     def free_pinned(self, address: int) -> None:
         self.memory.free_pinned(address)
-        # The core gives back pinned memory as it closes, and then device memory, of which nobody has asked JAX since.
+        # As it closes, the core gives back pinned memory and then device memory; nobody has asked JAX about the latter since.
         self.sweep()
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -145,7 +145,7 @@ class CpuStager:
         return protocol.Source(promise.start, nbytes_of(array), promise)
 
     def mark(self, stream: object | None = None) -> None:
-        """Return None: the thread that copies waits for an array when it comes to its first copy, by the address it was given."""
+        """Return None: the copying thread waits for an array at its first copy, when it meets the address that it was given."""
         if stream is not None:
             self.check_stream(stream)
 
@@ -160,7 +160,7 @@ class CpuStager:
         """Return None: JAX on the CPU lets a buffer go only when the computations that read it have ended."""
 
     def lost(self, block: protocol.DeviceBlock) -> bool:
-        """Say no: blocks are no arrays of JAX's, so nobody can delete them."""
+        """Return False: blocks are not arrays of JAX's, so nobody can delete them."""
         return False
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
 """The backend on NVIDIA GPUs: copies on two streams of our own, arrays over blocks of JAX's own memory.
 
 JAX's transfers wait for every computation already launched, and so does memory that its pool has just handed out. So copies go into
-blocks that were taken earlier, and JAX imports the result: its streams wait on the GPU for our event, and our stream for the host
-direction waits on the GPU for what produces an array. The host waits for neither.
+blocks that were taken earlier, and JAX imports the result. JAX's streams wait on the GPU for our event, and our stream to the host
+waits on the GPU for what produces an array. The host waits for neither.
 
-What produces an array can only be waited for by a stream, at once. The engine wants the wait later, directly before a get's first
-copy: so a stream on which nothing else happens waits meanwhile, and an event behind that is what the engine is given.
+Only a stream can wait for what produces an array, and only at once. The engine needs the wait later, directly before a get's first
+copy. So a stream on which nothing else happens waits at once, and the engine is given an event behind that wait.
 
 Invariant: nothing but copies and waits enters the two copy streams, and none of ours stops for the legacy default stream.
 """
@@ -74,8 +74,8 @@ class CudaStager:
         self._origin = zero(device)
         self._streams: list[c_void_p] = []
         try:
-            # Producers on a stream of their own: fresh memory and fences, on the one aside, wait for all compute there is, and a
-            # get of what is there already would wait with them.
+            # Producers have a stream of their own. Fresh memory and fences, on the stream aside, wait for all compute there is, and
+            # a get of what is already there would wait with them.
             self.h2d, self.d2h, aside, self._producers = (self._add_stream() for _ in range(4))
             self.driver_calls = EngineCalls(driver, self._events, (self.h2d, self.d2h))
             self._blocks = BlockMaker(device, aside, self._events)
@@ -102,7 +102,7 @@ class CudaStager:
 
     def free_pinned(self, address: int) -> None:
         self._pinned.free(address)
-        # The core gives back pinned memory as it closes, and then device memory, of which nobody has asked JAX since.
+        # As it closes, the core gives back pinned memory and then device memory; nobody has asked JAX about the latter since.
         self.sweep()
 
     def pin(self, address: int, nbytes: int) -> None:
@@ -110,7 +110,7 @@ class CudaStager:
 
     def unpin(self, address: int) -> None:
         self._pinned.unpin(address)
-        # As above: with `pin` the core locks what it gives out, too.
+        # As above: the core also uses `pin` to lock what it gives out.
         self.sweep()
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
@@ -167,7 +167,7 @@ class CudaStager:
         return self._source(array, stream, self._producers)
 
     def mark(self, stream: object | None = None) -> Event:
-        """Return an event behind the producers of all arrays that were placed, the calling thread's among them."""
+        """Return an event behind the producers of all arrays that were placed, including those that the calling thread placed."""
         if stream is not None:
             self.check_stream(stream)
         return self._events.record(self._producers)
@@ -205,7 +205,7 @@ class CudaStager:
         return Source(address, nbytes_of(array), self._readings.make(array, capsule))
 
     def _add_stream(self) -> int:
-        # Noted before it is there: an interrupt loses what is returned.
+        # Noted before it exists: an interrupt would lose what a call returns.
         handle = c_void_p()
         self._streams.append(handle)
         self._driver.create_stream(handle)
@@ -213,7 +213,7 @@ class CudaStager:
         return handle.value
 
     def _tried(self, aside: int) -> Fences | None:
-        """Find out how arrays are imported and when their memory may be written again, in a block for that."""
+        """Find out, in a block of its own, how arrays are imported and when their memory may be written again."""
         trial = self._blocks.make(TRIAL_NBYTES)
         try:
             trial.ready.synchronize()

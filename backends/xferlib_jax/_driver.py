@@ -1,8 +1,8 @@
 """The CUDA driver as the backend uses it, by ctypes on the library that JAX has loaded: one device, any thread.
 
-ctypes and no bindings package: JAX needs no further package then. The calls that change the calling thread's state (its context and
-capture mode) stand around nearly every other. What is called for each transfer is one call of the engine's library together with
-them; around other calls they are made with the GIL kept, 0.1 us each.
+ctypes is used and not a bindings package, so that JAX needs no further package. The calls that change the calling thread's state
+(its context and capture mode) stand around nearly every other call. For each transfer's calls, one call of the engine's library
+makes them together with the call itself; around other calls they are made with the GIL kept, 0.1 us each.
 
 Invariants: the caller's current context and capture mode are left as found; a status other than 0 is raised as `CudaError`.
 """
@@ -78,7 +78,7 @@ _releasing: deque[int] = deque()
 
 
 def wait_for_releases() -> None:
-    """Block, without the GIL, while other threads release memory. Before calls of JAX's that keep the GIL as they wait for them."""
+    """Block, without the GIL, while other threads release memory. For use before JAX calls that would wait for it with the GIL."""
     if _releasing:
         me = get_ident()
         while any(thread != me for thread in tuple(_releasing)):
@@ -94,18 +94,19 @@ class Driver:
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
-        # All give up the GIL but those that touch the thread's state alone. The driver has a lock, which whoever frees or unlocks
-        # memory keeps until the device has nothing to do: who waited for that with the GIL would stop every thread.
+        # All calls give up the GIL but those that touch only the thread's state. The driver has a lock. A thread that frees or
+        # unlocks memory keeps it until the device has nothing to do, and a thread that waited for it with the GIL would stop every
+        # thread.
         self._own, self._shared = ctypes.PyDLL(LIBRARY), ctypes.CDLL(LIBRARY)
         self._push, self._pop = self._bound(self._own, "cuCtxPushCurrent_v2"), self._bound(self._own, "cuCtxPopCurrent_v2")
         self._exchange = self._bound(self._own, "cuThreadExchangeStreamCaptureMode")
         self.context = self._retain()
-        # Written by every pop, read by none.
+        # Every pop writes it; nobody reads it.
         self._popped = ctypes.byref(ctypes.c_void_p())
-        # A cell is swapped with the thread's mode. One in use belongs to one call: the collector may run another's inside it.
+        # A cell is swapped with the thread's mode. A cell in use belongs to one call: the collector may run another call inside it.
         self._cells: deque[Any] = deque()
         self._pid = os.getpid()
-        # By name in the instance: at interpreter exit modules lose theirs.
+        # Kept in the instance: at interpreter exit modules lose their names.
         self._getpid, self._is_finalizing = os.getpid, sys.is_finalizing
 
         calls = ContextCalls(self.context)
@@ -134,7 +135,7 @@ class Driver:
             self._check("cuMemcpyDtoHAsync_v2", status)
 
     def record(self, event: int, stream: int) -> None:
-        """Enqueue that an event is reached."""
+        """Enqueue the point at which an event is reached."""
         status = self._record(event, stream)
         if status != SUCCESS:
             self._check("cuEventRecord", status)
@@ -174,7 +175,7 @@ class Driver:
         return handle.value
 
     def create_stream(self, handle: ctypes.c_void_p) -> None:
-        """Create a stream that the legacy default stream does not stop. `handle` keeps it: an interrupt loses what is returned."""
+        """Create a stream that the legacy default stream does not stop, in `handle`: an interrupt would lose a return value."""
         with self.current():
             self._create_stream(ctypes.byref(handle), NON_BLOCKING)
 
@@ -207,7 +208,7 @@ class Driver:
         self._release(self._free_host, address)
 
     def is_page_locked(self, address: int) -> bool:
-        """Tell whether the driver knows this byte as page-locked host memory, by whomever."""
+        """Tell whether the driver knows this byte as page-locked host memory, whoever locked it."""
         kind = ctypes.c_int(0)
         status = self._attribute(ctypes.byref(kind), MEMORY_TYPE, address)
         if status == INVALID_VALUE:
@@ -221,16 +222,16 @@ class Driver:
             self._launch_host(stream, function, argument)
 
     def failure(self, what: str, status: int) -> CudaError:
-        """Return what is raised for a status other than 0 of a call of the driver."""
+        """Return the error for a status other than 0 of a driver call."""
         text = ctypes.c_char_p()
         self._bound(self._shared, "cuGetErrorName")(status, ctypes.byref(text))
         return CudaError(what, status, (text.value or b"unknown error").decode())
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device's primary context the thread's current one, and allow what CUDA holds to be unsafe during a capture.
+        """Make the device's primary context the thread's current one, and allow what CUDA considers unsafe during a capture.
 
-        In global mode the capture may be another thread's, so there is no asking first. Not in a hot path: 2 us.
+        In global mode the capture may be another thread's, so it is not possible to ask first. Not for a hot path: it takes 2 us.
         """
         self._push(self.context)
         cell = self._relax()
@@ -241,7 +242,7 @@ class Driver:
             self._pop(self._popped)
 
     def destroy_stream(self, handle: int) -> None:
-        """Give a stream back, when what it has to do is done. A device that failed says so in the next call."""
+        """Give a stream back once its work is done. A device that failed says so in the next call."""
         # In a forked child the handle is the parent's; at interpreter exit the driver may be gone.
         if self._getpid() != self._pid or self._is_finalizing():
             return
@@ -250,7 +251,7 @@ class Driver:
 
     def _release(self, release: Callable[[int], None], address: int) -> None:
         try:
-            # The first call in here, so that it has been made when an interrupt comes, and is undone.
+            # The first call in the `try`: when an interrupt comes, it has been made and will be undone.
             _releasing.append(get_ident())
             with self.current():
                 release(address)

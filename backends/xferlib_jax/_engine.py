@@ -1,10 +1,10 @@
 """The copy engine of one direction where the device is the CPU: a thread that runs copies and events in order of their start.
 
-Invariant: an event is reached without an error only if every copy was made that was started before it and since the event before
-by the same caller, and every other one but of arrays that could not be computed.
-An engine that failed stays failed, as a CUDA context does after an illegal access. An array that could not be computed is no
-failure of the engine: the copies of one transfer, or of one chunk of it, are started by one caller, who then asks for their event,
-and that event fails. Those of others do not.
+Invariant: an event is reached without an error only if two kinds of copies were made: every copy that the same caller started since
+its previous event, and every other earlier copy except those of arrays that could not be computed. An engine that failed stays
+failed, as a CUDA context does after an illegal access. An array that could not be computed is no failure of the engine: one caller
+starts the copies of one transfer, or of one chunk of it, and then asks for their event. That event fails; the events of other
+callers do not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CopyError(Exception):
 
 @final
 class _Failure(NamedTuple):
-    """Why an event failed. `lasting`: and all behind it."""
+    """Why an event failed. `lasting`: all events behind it fail, too."""
 
     cause: BaseException
     lasting: bool
@@ -56,12 +56,12 @@ class CpuEvent:
         self.caller = _caller()
         self._is_reached = False
         self._failure: _Failure | None = None
-        # Whoever waits takes it and gives it back at once, in steps that neither an interrupt nor a finalizer comes between.
+        # A waiter takes it and gives it back at once, in steps between which neither an interrupt nor a finalizer can come.
         self._gate = threading.Lock()
         self._gate.acquire()
 
     def reach(self, failure: _Failure | None) -> None:
-        """Mark the point as reached, or as failed. Once, by the engine."""
+        """Mark the point as reached, or as failed. Called once, by the engine."""
         self._failure = failure
         self._is_reached = True
         self._gate.release()
@@ -73,7 +73,7 @@ class CpuEvent:
         return True
 
     def synchronize(self) -> None:
-        """Block until the point is reached. On a thread that copies, where only a finalizer asks, raises `CapabilityError`."""
+        """Block until the point is reached. Raises `CapabilityError` on a thread that copies, where only a finalizer can ask."""
         if not self._is_reached and threading.get_ident() in _threads:
             raise CapabilityError(
                 "a finalizer that the garbage collector runs on a thread that copies cannot wait for copies there. Let it start "
@@ -99,7 +99,7 @@ class CpuEvent:
         failure = self._failure
         if failure is None:
             return
-        # A new exception each time: raised again and again, one and the same would grow its traceback.
+        # A new exception each time: the traceback of a single one would grow each time it is raised.
         if failure.lasting:
             raise CopyError(
                 f"a copy failed and later ones in that direction were not made: {failure.cause!r}. Open a new stager"
@@ -119,10 +119,10 @@ class Engine:
         self._pid = os.getpid()
         self._broken: _Failure | None = None
         self._unmade: dict[Caller, _Failure] = {}
-        """Why copies were not made whose event is yet to come. Of the engine's thread alone."""
+        """Why copies were not made, until their event comes. For the engine's thread alone."""
         self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
-        # As long as it is open: who drops an engine without closing it leaves its thread behind, and no copy hangs.
+        # As long as it is open: an engine that is dropped without being closed leaves its thread behind, and no copy hangs.
         _engines[id(self)] = self
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
@@ -134,7 +134,7 @@ class Engine:
             self._put(partial(self._make, partial(_copy_promised, dst, promise, src, nbytes), _caller()))
 
     def submit(self, job: Job) -> None:
-        """Run anything in the place of a copy: for tests of programs.
+        """Run any job in the place of a copy, for tests of programs.
 
         A job that waits on a gate holds the direction: what is started behind it cannot complete until the gate opens. One that
         raises breaks the direction for good.
@@ -173,16 +173,17 @@ class Engine:
             self._queue.put(job)
             if self._open:
                 return
-            # Closed meanwhile, as by a finalizer: it may lie behind the mark that ends the thread, and nobody is to wait for it.
+            # Closed meanwhile, perhaps by a finalizer: the job may lie behind the mark that ends the thread, so nobody may wait for
+            # it.
         raise ClosedError(f"{self._name!r} is closed and copies nothing any more. Open a new stager")
 
     def _make(self, job: Job, caller: Caller | None = None) -> None:
-        """`caller`: who is told of an array that could not be computed."""
+        """`caller`: the one that is told of an array that could not be computed."""
         if self._broken is not None:
             return
         try:
             job()
-        except BaseException as error:  # Whatever it is: a thread that died would leave everybody waiting.
+        except BaseException as error:  # Any error: a thread that died would leave everybody waiting.
             if caller is not None and isinstance(error, ComputeError):
                 self._unmade.setdefault(caller, _Failure(error.cause, lasting=False))
             else:
@@ -219,7 +220,7 @@ _engines: dict[int, Engine] = {}
 
 
 def _drain_all() -> None:
-    """Let copies end before the interpreter frees the memory under them; what waits for ever is left behind."""
+    """Let copies end before the interpreter frees the memory under them. Copies that wait for ever are left behind."""
     deadline = time.monotonic() + EXIT_SECONDS
     for engine in list(_engines.values()):
         engine.drain(max(0.0, deadline - time.monotonic()))

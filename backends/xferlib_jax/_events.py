@@ -1,9 +1,9 @@
-"""Events of CUDA: points in our streams that are reached or not, which the process owns.
+"""Events of CUDA: points in our streams that are reached or not. The process owns them.
 
-Events are used again, by whichever stager comes next: creating one costs three times what recording does. A wait that was enqueued
-on an event keeps what the event meant then, so recording it anew disturbs nobody; who asks would be answered for the new point. So
-an event is recorded anew only when nobody can ask any more: it has no finalizer, and others of its reference cycle may still ask it
-in theirs.
+Events are used again, by whichever stager comes next: creating one costs three times as much as recording one. A wait that was
+enqueued on an event keeps what the event meant then, so recording it anew does not disturb it. But whoever asks an event would be
+answered for the new point. So an event is recorded anew only when nobody can ask it any more. It has no finalizer, since other
+objects of its reference cycle may still ask it in their finalizers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """When the memory of a dropped array may be written again.
 
 Since jax 0.11.2 the deleter of an imported buffer is called when the computations that take it have ended: that is all there is to
-know. Before, it was called when the last reference in Python was gone, while computations could still read. Memory is then fenced:
-a tiny computation goes into JAX's compute stream, behind all that was launched there, and our own stream waits for its result.
+know. Before that, the deleter was called when the last reference in Python was gone, while computations could still read. With
+these versions memory is fenced: a tiny computation goes into JAX's compute stream, behind all that was launched there, and our own
+stream waits for its result.
 
-Which it is, a test finds out when a stager is opened: it errs towards the fence, which is right for both. `XFERLIB_JAX_REUSE` says
-"deleter" or "fence" instead of the test.
+When a stager is opened, a test finds out which of the two holds. It errs towards the fence, which is right for both.
+`XFERLIB_JAX_REUSE` can say "deleter" or "fence" instead of the test.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ class Fences:
     def make(self) -> CudaEvent:
         """Return an event that is reached when all that JAX has launched so far is done. 40 to 80 us."""
         if self._token.is_deleted():
-            # By somebody who deleted every array of `jax.live_arrays()`.
+            # Deleted by somebody who deleted every array of `jax.live_arrays()`.
             self._token = _token(self._device)
         result = self.launch(self._token)
         result.__dlpack__(stream=self._stream)
         return self._events.record(self._stream)
 
     def are_needed(self, driver: Driver, block: Block, imports: Imports, capsules: Capsules) -> bool:
-        """Decide, by the switch or by a test in a block that nothing else uses now."""
+        """Tell whether fences are needed, by the switch or by a test in a block that nothing else uses now."""
         wanted = os.environ.get(SWITCH, "")
         if wanted == BY_FENCE:
             return True
@@ -74,7 +75,7 @@ class Fences:
     def _deleter_is_deferred(self, driver: Driver, block: Block, imports: Imports, capsules: Capsules) -> bool:
         """Drop an array whose reader is held, and look whether its lease outlives the hold.
 
-        The reader waits for a stream on which the C library sleeps: the hold ends by itself, whatever waits for it.
+        The reader waits for a stream on which the C library sleeps, so the hold ends by itself, whatever waits for it.
         """
         sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
         assert sleep is not None
@@ -94,7 +95,7 @@ class Fences:
         while True:
             capsules.sweep()
             has_ended = bool(leases)
-            # Asked after the look: what was seen may have come to pass after the hold.
+            # Asked after the look, since what was seen may have happened after the hold.
             if hold.done():
                 return looks > 0
             if has_ended:
@@ -104,9 +105,9 @@ class Fences:
 
 @functools.cache
 def _launcher(device: Any) -> Any:
-    """Compile the tiny computation. Once and for all: a call of it is a launch even inside a function that is being traced.
+    """Compile the tiny computation, once and for all. A call of it is a launch even inside a function that is being traced.
 
-    Kept, since giving a compiled program back waits for all work on the device: the end of a stager would wait for the user's.
+    It is kept: to give a compiled program back waits for all work on the device, so the end of a stager would wait for the user's.
     """
     return jax.jit(lambda token: token + np.uint8(1)).lower(_token(device)).compile()
 

@@ -1,8 +1,8 @@
 """Parts of replicated shards, each on one device, made whole on all of them.
 
-On GPUs by one compiled function for all leaves whose devices are the same, so that the parts travel between the devices. Where JAX
-computes on the CPU its devices share one memory and one pool of threads, which collectives of several computations at once can
-block for ever: there the host joins the parts.
+On GPUs one compiled function does this for all leaves whose devices are the same, so that the parts travel between the devices.
+Where JAX computes on the CPU, its devices share one memory and one pool of threads, and collectives of several computations at once
+can block that pool for ever. There the host joins the parts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ GROUP, REPLICA = "group", "replica"
 
 @final
 class Gather:
-    """Makes leaves whole whose parts lie on the same devices, in the same groups.
+    """Makes leaves whole. Their parts lie on the same devices, in the same groups.
 
-    `by_collective`: whether the devices do it among themselves. Compiles; what is called after that only launches.
+    `by_collective`: whether the devices do it among themselves. Making one compiles; calls after that only launch.
     """
 
     def __init__(self, leaves: Sequence[LeafPlan], *, by_collective: bool) -> None:
@@ -39,7 +39,7 @@ class Gather:
         self._launch = self._compiled() if by_collective else None
 
     def __call__(self, pieces: Sequence[Pieces]) -> list[Pieces]:
-        """Return the shards, for each leaf by device. To be called by the thread that launches what else the devices compute."""
+        """Return the shards, for each leaf by device. Called by the thread that launches the devices' other computations."""
         if self._launch is None:
             return [self._joined(leaf, found) for leaf, found in zip(self._leaves, pieces, strict=True)]
         wholes = self._launch(*(self._spread(leaf, found) for leaf, found in zip(self._leaves, pieces, strict=True)))
@@ -60,13 +60,13 @@ class Gather:
         return Mesh(devices, (GROUP, REPLICA))
 
     def _compiled(self) -> Callable[..., Any]:
-        # Launched as it is, also where what calls it is traced.
+        # Launched as it is, even where its caller is being traced.
         whole = jax.shard_map(
             lambda *found: [_whole(_parts(leaf), part) for leaf, part in zip(self._leaves, found, strict=True)],
             mesh=self._mesh(),
             in_specs=PartitionSpec((GROUP, REPLICA)),
             out_specs=PartitionSpec(GROUP),
-            check_vma=False,  # Replication of what was gathered is not inferred.
+            check_vma=False,  # JAX does not infer that what was gathered is replicated.
         )
         compiled: Callable[..., Any] = (
             jax.jit(whole).lower(*(self._aval(_parts(leaf), leaf.dtype) for leaf in self._leaves)).compile()
@@ -84,7 +84,7 @@ class Gather:
 
 
 def gathers(leaves: Sequence[LeafPlan]) -> list[tuple[list[int], Gather]]:
-    """Return what makes the leaves whole that come in parts, and the numbers of those that each is for."""
+    """Return what makes leaves that come in parts whole, each with the numbers of its leaves."""
     alike: dict[tuple[tuple[Device, ...], ...], list[int]] = {}
     for number, leaf in enumerate(leaves):
         if leaf.parts is not None:

@@ -1,10 +1,10 @@
-"""How memory becomes a JAX array, over and over: as `jax.dlpack.from_dlpack` does, without what it does for arrays of strangers.
+"""How memory becomes a JAX array, again and again: as `jax.dlpack.from_dlpack` does, without what it does for foreign arrays.
 
-JAX imports on four streams, in turn, each first in, first out. While one of them waits, for a copy that is held up or for work of
-somebody else's, every fourth import would wait with it; those that are idle are a call away.
+JAX imports on four streams, in turn; each is first in, first out. While one of them waits for a copy that is held up, or for other
+work, every fourth import would wait with it. An idle stream is one call away.
 
-The import itself is private to JAX. It is tried when a stager is opened; where it is not as expected, the public one does the same
-in twice the time.
+The import itself is private to JAX. It is tried when a stager is opened. If it does not do what is expected, the public import does
+the same in twice the time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Imports:
         return self._convert is not None
 
     def try_private_call(self, address: int) -> None:
-        """Use the private import if it makes of 256 bytes at this address, which nothing else uses now, what it should."""
+        """Use the private import if it works, tried on 256 bytes at this address, which nothing else uses now."""
         if self._has_streams and self._take is None:
             return  # Nobody could say which stream to make wait.
         try:
@@ -56,7 +56,7 @@ class Imports:
             array = self.adopt(address, (8, 8), np.dtype(np.int32), order=None, lease=None)
             right = array.shape == (8, 8) and array.dtype == np.int32 and array.device == self._device and array.committed
             array.block_until_ready()
-        except Exception:  # It may have gone, or take other arguments, which each version says in its own way.
+        except Exception:  # The import may be gone, or take other arguments; each version says so in its own way.
             right = False
         if not right:
             self._convert = None
@@ -78,7 +78,7 @@ class Imports:
         )
 
     def _idle_stream(self) -> int | None:
-        """Return a stream to import on: the first that has nothing to do, or whichever is next after once around."""
+        """Return a stream to import on: the first that has nothing to do, or the next in turn if all were busy."""
         take = self._take
         if take is None:
             return None

@@ -15,8 +15,8 @@ KEPT = 256
 
 
 def laid_out(array: Any) -> Any:
-    """Return a copy that lies in C order. The host does not wait for it, but that the first of a shape and dtype is compiled."""
-    # A computation also inside a function that is being traced: the array is none of its values.
+    """Return a copy in C order. The host does not wait for it, except for the compilation for the first of a shape and dtype."""
+    # Computed at once, even inside a function that is being traced: the array is none of its values.
     with jax.ensure_compile_time_eval():
         return _copier(array.sharding, array.ndim)(array)
 

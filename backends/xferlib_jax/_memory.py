@@ -18,7 +18,7 @@ ALIGNMENT = 256
 
 
 class MemoryCallError(Exception):
-    """Raised when memory cannot be had, is pinned already, or is not what it is given back as."""
+    """Raised when memory cannot be had, is pinned already, or is given back as something that it is not."""
 
 
 @final
@@ -46,7 +46,7 @@ class Memory:
     @property
     def calls(self) -> int:
         """How often memory was allocated, freed, pinned or unpinned."""
-        # What was made and is not in its table any more was given back.
+        # What was made and is no longer in its table was given back.
         return 2 * len(self._made) - len(self._ends) - len(self._blocks)
 
     @property

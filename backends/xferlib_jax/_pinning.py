@@ -1,8 +1,8 @@
 """Page-locked host memory on CUDA: mapped by the system, locked by the driver.
 
-Not by JAX's client (`dma_map`), which keeps the interpreter's lock as it locks and unlocks: to unlock waits for what runs on the
-device, and would stop every thread for that long. JAX asks the driver what is locked, so its own transfers are direct all the same
-(from 0.11 on).
+JAX's client (`dma_map`) is not used: it keeps the interpreter's lock while it locks and unlocks. Unlocking waits for what runs on
+the device, and would stop every thread for that long. JAX asks the driver what is locked, so its own transfers are direct all the
+same (from 0.11 on).
 Invariant: memory is unlocked before it is unmapped: a lock on pages that are gone cannot be undone.
 """
 
@@ -31,15 +31,15 @@ class PinnedMemory:
         self._allocated: dict[int, int] = {}
 
     def alloc(self, nbytes: int) -> int:
-        # Shared, so that a fork never makes the process write to other pages than those that are locked. Locking pages that are
-        # there already takes a tenth of the time.
+        # Shared, so that after a fork the process still writes to the pages that are locked. Pages that are there already are
+        # locked in a tenth of the time.
         try:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
         except OSError as error:
             raise CudaError("mmap", OUT_OF_MEMORY, str(error)) from error
         # The export ends with this line: pages with an exported buffer could not be unmapped later.
         address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-        # Before they are locked: they must not be unmapped while they are.
+        # Entered before they are locked: they must not be unmapped while locked.
         self._pages[address] = pages
         try:
             self.pin(address, nbytes)
@@ -68,7 +68,8 @@ class PinnedMemory:
         pages.close()
 
     def pin(self, address: int, nbytes: int) -> None:
-        # Only for those: a copy to memory that was locked as read-only would be an error that nothing recovers from.
+        # Read-only for such memory alone: a copy to memory that was locked as read-only would be an error that nothing recovers
+        # from.
         self._driver.register(address, nbytes, read_only=_is_write_protected(address, nbytes))
 
     def unpin(self, address: int) -> None:

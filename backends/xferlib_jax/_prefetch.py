@@ -1,4 +1,4 @@
-"""Prefetching for programs on many devices: global arrays, each shard of which went straight to its device.
+"""Prefetching for programs on many devices: it gives global arrays, and each shard goes straight to its device.
 
 The loop itself, its thread and its reports are those of `xferlib.Prefetch`.
 """
@@ -56,16 +56,16 @@ def prefetch(
     """Iterate batches as global JAX arrays; up to `depth` are being copied, or are there, while the consumer works.
 
     `batches`: any iterable of trees of NumPy arrays, as JAX sees trees (and dataclasses besides), or of slots of a `xferlib.Ring`.
-    With several processes each gives the data of its own devices, as for `jax.make_array_from_process_local_data`. `sharding`: one
-    for all arrays, or a tree of them that is a prefix of the batches'; it may be over devices of other processes besides.
+    With several processes, each gives the data of its own devices, as for `jax.make_array_from_process_local_data`. `sharding`: one
+    for all arrays, or a tree of them that is a prefix of the batches'. It may include devices of other processes.
 
-    What several devices of this process need alike crosses the bus once: each pulls a part, and the parts are gathered over the
-    links between the GPUs, by a computation that `next` launches. So call `next` on the thread that launches the others. Arrays of
-    less than 128 KiB a shard are sent to each.
+    Data that several devices of this process need crosses the bus once: each device pulls a part, and the parts are gathered over
+    the links between the GPUs, by a computation that `next` launches. So call `next` on the thread that launches the other
+    computations. Arrays of less than 128 KiB a shard are sent to each device.
 
-    `stagers`: one for each device, of the caller's, as `local_stagers` opens them; else those of this process, opened for the first
-    loop and closed with the last. Contiguous pinned memory is read where it is, whichever of the stagers pinned it. `rewrites`: as
-    for `xferlib.prefetch`, and so is the type of the batches.
+    `stagers`: the caller's own, one for each device, as `local_stagers` opens them. Without it the process's shared stagers are
+    used; they are opened for the first loop and closed with the last. Contiguous pinned memory is read where it is, whichever of
+    the stagers pinned it. `rewrites` and the type of the batches are as for `xferlib.prefetch`.
 
     Raises `TypeError` and `ValueError`, and what `xferlib.stager` raises.
     """
@@ -81,7 +81,7 @@ def prefetch(
 def prefetch_to_device(
     iterator: Iterable[Any], size: int = 2, devices: Sequence[Device] | None = None, axis_name: str = "_device_put_sharded"
 ) -> ShardedPrefetch[Any]:
-    """Do as `flax.jax_utils.prefetch_to_device`: the first axis of each array goes over the devices, for `jax.pmap`.
+    """Do as `flax.jax_utils.prefetch_to_device`: split the first axis of each array over the devices, for `jax.pmap`.
 
     `iterator`: trees of NumPy arrays with as many rows as there are devices. `devices`: local ones, all of them unless given.
     """
@@ -91,10 +91,10 @@ def prefetch_to_device(
 
 @final
 class ShardedPrefetch(Generic[TreeT_co]):
-    """Global arrays that are put ahead of time, on a thread, for one pass. Made by `prefetch`.
+    """Gives global arrays that are put ahead of time, on a thread, for one pass. Made by `prefetch`.
 
-    It is a `xferlib.Prefetch` over several stagers: it goes on behind an error, ends, and refuses a second pass as that does. With
-    its end goes its hold on the stagers.
+    It is like a `xferlib.Prefetch`, over several stagers: it goes on behind an error, ends, and refuses a second pass as that does.
+    When it ends, it lets go of the stagers.
     """
 
     def __init__(self, batches: Iterable[Any], sharding: Any, held: Hold, *, depth: int, rewrites: bool) -> None:
@@ -148,7 +148,7 @@ class ShardedPrefetch(Generic[TreeT_co]):
     def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
         iter(self._loop)
-        # Neither the iterator of the other, which would not end this, nor itself: see `xferlib.Prefetch`.
+        # Neither the inner loop's iterator, which would not end this one, nor itself: see `xferlib.Prefetch`.
         return map(call, repeat(self.__next__))
 
     def __next__(self) -> TreeT_co:

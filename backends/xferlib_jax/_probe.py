@@ -35,7 +35,7 @@ def open_backend(ordinal: int) -> HostStager[Any]:
             "there is an NVIDIA GPU, and this JAX has no plugin for it",
             f"{ON_CUDA}; or set JAX_PLATFORMS=cpu to compute on the CPU",
         )
-    # Of JAX's CPU devices only the first is what memory from elsewhere is imported to.
+    # JAX imports memory from elsewhere only to the first of its CPU devices.
     count = 1 if platform == "cpu" else len(devices)
     if not 0 <= wanted < count:
         numbers = "only number 0" if count == 1 else f"numbers 0 to {count - 1}"
@@ -66,7 +66,7 @@ def _import_jax() -> Any:
         if error.name not in ("jax", "jaxlib") and "jaxlib" not in str(error):
             raise
         _refuse("JAX is not installed", ON_CPU, error)
-    # A folder of that name which is no package imports as nothing: what is left of a package, or one on the way that is searched.
+    # A folder of that name that is no package can still be imported: it is left of a package, or lies on the search path.
     if getattr(jax, "__file__", None) is None:
         _refuse(f"there is a folder named jax ({list(getattr(jax, '__path__', []))}), and JAX is not installed", ON_CPU)
     found = tuple(int(part) for part in re.findall(r"\d+", jax.__version__)[:3])
@@ -80,7 +80,7 @@ def _devices(jax: Any) -> list[Any]:
     try:
         devices: list[Any] = jax.local_devices()
     except RuntimeError as error:
-        # What it says first is which platform could not be had, and why.
+        # Its first line says which platform could not be had, and why.
         reason = str(error).strip().partition("\n")[0]
         _refuse(
             f"JAX has no device ({reason})", f"Set JAX_PLATFORMS=cpu to compute on the CPU, or add the plugin. {ON_CUDA}", error

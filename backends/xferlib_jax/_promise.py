@@ -1,12 +1,12 @@
-"""Memory of arrays that a copy engine has to wait for, or to lay out in C order: addresses that stand for it until it gets there.
+"""Memory of arrays that a copy engine must wait for, or lay out in C order: addresses stand for it until the engine gets there.
 
-Asking an array that JAX on the CPU has yet to compute where it lies waits for its computation, in `unsafe_buffer_pointer()` even
-with the GIL held, which stops every thread of Python. And memory that does not lie in C order must be copied once more, which the
-caller of a get does not wait for either. A promise gives out addresses that no process can have, and the engine, which may wait,
-finds out what they mean.
+If JAX on the CPU has yet to compute an array, to ask where it lies waits for the computation. `unsafe_buffer_pointer()` even waits
+with the GIL held, which stops every Python thread. And memory that does not lie in C order must be copied once more; the caller of
+a get does not wait for that either. A promise gives out addresses that no process can have. The engine, which may wait, finds out
+what they mean.
 
-Invariant: no two promises that live have an address in common. Those of one that is gone are given out again millions later, so
-that a copy which comes too late is told, and reads nothing of another's.
+Invariant: no two living promises have an address in common. The addresses of one that is gone are given out again only millions
+later, so a copy that comes too late gets an error, and reads nothing of another's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIRST = 1 << 62
 STEP = 1 << 40
 """More than any array has bytes."""
 MOST = 1 << 22
-"""Promises at a time. The engine knows addresses of 64 bits, and would cut off what is higher."""
+"""Promises at a time. The engine has addresses of 64 bits, and would cut off higher ones."""
 
 
 @final
@@ -82,7 +82,7 @@ class Promises:
         self._live: dict[int, weakref.ref[Promise]] = {}
 
     def make(self, array: Any, capsule: Any = None) -> Promise:
-        """Promise the memory of an array. `capsule`: of its memory, where it is computed already."""
+        """Promise the memory of an array. `capsule`: one of its memory, where it is computed already."""
         for number in self._returns.unsettled():
             self._live.pop(number, None)
             self._returns.settled(number)
@@ -97,7 +97,7 @@ class Promises:
     def find(self, address: int) -> tuple[Promise | None, int]:
         """Return the promise that an address stands for and the offset there, or None and the address itself.
 
-        Asked by the thread that starts a copy, which holds the source; the promise is to be held until the copy is made.
+        Called by the thread that starts a copy, which holds the source. Hold the promise until the copy is made.
         """
         if address < FIRST:
             return None, address
@@ -112,7 +112,7 @@ class Promises:
 
 
 def _seen(array: Any, tensor: Tensor, strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Look at memory as it lies. NumPy's own protocols would keep a copy in the array, or do not know the dtype."""
+    """Return a view of memory as it lies. NumPy's own protocols would keep a copy in the array, or do not know the dtype."""
     dtype = np.dtype(array.dtype)
     nbytes = dtype.itemsize + sum((length - 1) * step for length, step in zip(array.shape, strides, strict=True))
     memory = (ctypes.c_uint8 * nbytes).from_address(tensor.address)

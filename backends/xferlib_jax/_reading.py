@@ -1,8 +1,8 @@
-"""What a get holds of an array of the user's until its copy is done, and how JAX lets go of it afterwards.
+"""What a get holds of the user's array until its copy is done, and how JAX lets go of it afterwards.
 
-JAX puts what an exported capsule held on a list, and looks at the list when somebody calls into it for something else. A lease
-would then outlive its array by as long as nobody does. The list is the process's, and so is the table of what is to be looked for:
-the memory may be another stager's than the one that read it, which nobody may call any more.
+JAX puts what an exported capsule held on a list, and looks at the list when somebody calls JAX for something else. Until then a
+lease would outlive its array. The list is the process's, and so is the table of what to look for: the memory may belong to another
+stager than the one that read it, which nobody may call any more.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Reading", "Readings", "readings"]
 class Reading:
     """An array and a capsule of it. While the capsule lives, the memory stays: deleting the array harms nobody.
 
-    Donating it fails loudly on a GPU, and on the CPU leaves the memory alone.
+    Donating the array fails loudly on a GPU, and leaves the memory alone on the CPU.
     """
 
-    # Python lets go of them in the order of the alphabet: of the ticket last.
+    # Python lets go of them in alphabetical order: of the ticket last.
     __slots__ = ("array", "capsule", "ticket")
 
     def __init__(self, array: Any, capsule: Any, ticket: object) -> None:
@@ -39,9 +39,9 @@ class Readings:
     def __init__(self, look: Callable[[], object]) -> None:
         """`look` makes JAX look at its list, and waits for nothing: `jaxlib._jax.collect_garbage`.
 
-        That is private, and what JAX itself calls behind each collection, since 2023. What is public does the same, but keeps the
-        interpreter meanwhile: `Device.memory_stats` waits so for the lock of JAX's device memory, which may be held inside the
-        driver while that memory grows. No thread of Python's runs then, and if the driver waits for one, none ever does.
+        That call is private, but JAX itself has made it after each collection since 2023. Public calls do the same, but keep the
+        interpreter meanwhile: `Device.memory_stats` waits that way for the lock of JAX's device memory, which may be held inside
+        the driver while that memory grows. No Python thread runs then, and if the driver waits for one, none ever does.
         """
         self._numbers = itertools.count()
         self._ended = Returns()

@@ -1,7 +1,7 @@
-"""Batches that several devices share: each pulls its part on its own stager, global arrays are made of what has arrived.
+"""Batches that several devices share: each device pulls its part on its own stager, and global arrays are made of the parts.
 
-Invariants: a batch is checked whole before anything of it starts; what started of one that failed is done before that is raised;
-computations are launched only by the thread that takes the batch.
+Invariants: a whole batch is checked before any part of it starts; if a batch fails, what was started of it is done before the error
+is raised; computations are launched only by the thread that takes the batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BatchPlan:
 
     @property
     def device_nbytes(self) -> int:
-        """Of one batch on all local devices together."""
+        """The bytes of one batch on all local devices together."""
         return sum(leaf.device_nbytes for leaf in self.leaves)
 
     def views(self, arrays: Sequence[Array]) -> dict[Device, list[Array]]:
@@ -55,7 +55,7 @@ class BatchPlan:
         return found
 
     def whole(self, pulled: dict[Device, Iterator[Any]], riders: dict[int, Any]) -> Any:
-        """Return the batch of global arrays, from what each device pulled. `riders`: what stays where it is, by its number."""
+        """Return the batch of global arrays, from what each device pulled. `riders`: leaves that stay where they are, by number."""
         pieces: list[Any] = [
             {device: _moved(next(pulled[device]), device) for group in leaf.groups for device in group.devices}
             for leaf in self.leaves
@@ -75,8 +75,8 @@ class BatchPlan:
 class ShardedTransfer:
     """The transfers of one batch, one for each device. See `xferlib.pipeline.ends.Started`.
 
-    Whoever waits for it holds no arrays once `value` was taken. A slot that it reads goes back to its ring when somebody has found
-    the transfer done, by `done` or `synchronize`.
+    Once `value` was taken, a thread that waits for the transfer holds no arrays. The slot that it reads goes back to its ring when
+    `done` or `synchronize` has found the transfer done.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class ShardedTransfer:
         self._plan = plan
         self._riders = riders
         self._transfers: dict[Device, xferlib.Transfer] | None = transfers
-        # Without the arrays: their memory could not be used again as long as somebody may want to wait.
+        # Without the arrays: otherwise their memory could not be used again as long as somebody might want to wait.
         self._ends = [transfer.end for transfer in transfers.values()]
         self._slot = slot
 
     @property
     def value(self) -> Any:
-        """The batch, to be taken once. The host waits where JAX computes on the CPU, and on GPUs for nothing."""
+        """The batch, to be taken once. The host waits where JAX computes on the CPU; with GPUs it waits for nothing."""
         transfers, self._transfers = self._transfers, None
         assert transfers is not None, "the value was taken"
         return self._plan.whole({device: iter(transfer.value) for device, transfer in transfers.items()}, self._riders)
@@ -129,7 +129,7 @@ class ShardedPuts:
         self.first_nbytes: int | None = None
         """What the first batch takes on all local devices together."""
         self._sharding = with_records(sharding)
-        # As long as somebody may put, also if that is only a thread whose loop was dropped.
+        # Held as long as somebody may put, even if that is only a thread whose loop was dropped.
         self._hold = hold
         self._stagers = hold.stagers
         self._depth = depth
@@ -144,7 +144,7 @@ class ShardedPuts:
         return self._start(batch, borrow="staged" if self._rewrites else True)
 
     def borrow(self, batch: Any) -> ShardedTransfer:
-        """Start those of a tree of arrays that nobody writes to any more."""
+        """Start the copies of a tree of arrays that nobody writes to any more."""
         return self._start(batch, borrow=True)
 
     def _start(self, batch: Any, *, borrow: bool | Literal["staged"]) -> ShardedTransfer:
@@ -154,7 +154,7 @@ class ShardedPuts:
             return self._put(batch, borrow=borrow)
 
     def end(self) -> None:
-        """Start nothing any more; waits for a batch that is being started."""
+        """Refuse to start anything from now on. Waits for a batch that is being started."""
         with self._putting:
             self._over = True
 
@@ -180,9 +180,9 @@ class ShardedPuts:
         return ShardedTransfer(plan, transfers, riders, slot)
 
     def in_place(self, batch: Any) -> bool:
-        """Tell whether a copy reads memory of a batch after `put` has returned that the source may rewrite."""
+        """Tell whether a copy still reads memory that the source may rewrite after `put` of a batch has returned."""
         if isinstance(batch, xferlib.Slot):
-            # Slots are found to be free when later batches are started; with so few of them that would be too late.
+            # Slots are found to be free when later batches are started. With so few slots that would be too late.
             return batch.ring.slots <= self._depth
         if not self._rewrites:
             return False
@@ -193,7 +193,7 @@ class ShardedPuts:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(with_records(batch)) if isinstance(leaf, np.ndarray | np.generic))
 
     def device_waits(self) -> int:
-        """Return how many puts of all stagers waited on their device so far."""
+        """Return how many puts of all stagers have waited on their device so far."""
         return sum(stager.stats().device_waits for stager in self._stagers.values())
 
     def _is_pinned(self, leaf: Any) -> bool:
@@ -261,6 +261,6 @@ def _moved(array: Any, device: Device) -> Any:
 
 def _wait_for_all(ends: Iterable[Any]) -> None:
     for end in ends:
-        # Who takes the batch is told.
+        # The thread that takes the batch is told.
         with suppress(XferError):
             end.synchronize()

@@ -1,6 +1,6 @@
-"""What of a host array goes to which device: plans made of shapes alone, and views cut after them.
+"""Which part of a host array goes to which device: plans made from shapes alone, and views cut by these plans.
 
-Nothing is copied here but what must be laid out in order to be cut, and nothing is started.
+Nothing is copied here except what must be laid out anew to be cut, and nothing is started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Shape: TypeAlias = tuple[int, ...]
 
 WORTH_SPLITTING = 128 << 10
-"""Bytes of a replicated shard. Less is sent to every device sooner than it is gathered."""
+"""Bytes of a replicated shard. Below that, sending it to every device takes less time than gathering it."""
 
 
 @final
@@ -35,7 +35,7 @@ class Parts:
     step: int
     """Rows, or items, of each part."""
     overlap: int
-    """How much of the last part the one before has as well: all parts are of one size."""
+    """How much of the last part the part before it contains as well: all parts are of one size."""
 
     def cut(self, shard: Array, number: int) -> Array:
         """Return a part. `shard` is laid out by `lay`."""
@@ -45,7 +45,7 @@ class Parts:
         return shard[start : start + self.step]
 
     def lay(self, shard: Array) -> Array:
-        """Return the shard as what is cut: a view, unless it is to be cut by items and is not contiguous."""
+        """Return the shard in the form that is cut: a view, unless it is cut by items and is not contiguous."""
         return shard if self.by_rows else shard.reshape(-1)
 
     @property
@@ -99,7 +99,7 @@ def local_devices_of(sharding: Any) -> tuple[Device, ...]:
 
 
 def plan_leaf(sharding: Any, local_shape: Shape, dtype: np.dtype[Any]) -> LeafPlan:
-    """Plan a leaf of which this process has the data of its own devices, all of it where they are all of the devices.
+    """Plan a leaf. This process has the data of its own devices, which is all of it if there are no others.
 
     Raises `ValueError` where the sharding cannot divide it.
     """
@@ -164,7 +164,7 @@ def _global_shape(sharding: Any, local_shape: Shape) -> Shape:
 
 
 def _processes_along(places: Any, axis: int) -> int:
-    """Return how many processes' data stand side by side along an axis."""
+    """Return how many processes have their data side by side along an axis."""
     of_process: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for device, index in places.items():
         of_process[device.process_index].add((index[axis].start, index[axis].stop))

@@ -2,7 +2,7 @@
 
 Invariant: a stager is closed when nobody holds a `Hold` on it, and those that the caller gave are the caller's to close.
 
-A hold that is dropped says so by its ticket, to a thread that does nothing else: closing waits, which no finalizer may.
+A hold that is dropped says so by its ticket, to a thread that does nothing else. Closing waits, and no finalizer may wait.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["Device", "Hold", "given", "hold", "local_stagers"]
 Device = Any
 """`jax.Device`."""
 Ticket: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
-"""The cheapest thing there is that can be watched and that the garbage collector does not track."""
+"""The cheapest object that can be watched and that the garbage collector does not track."""
 
 
 def local_stagers(*, pinned_limit: int | None = None, device_limit: int | None = None) -> tuple[xferlib.Stager, ...]:
-    """Open a stager on each local device, in the order of `jax.local_devices()`, on the CPU as well. Close each of them.
+    """Open a stager on each local device, in the order of `jax.local_devices()`, on the CPU as well. The caller closes each.
 
-    The limits are those of each stager. Memory that one of them has pinned is pinned for all on GPUs.
+    The limits apply to each stager. On GPUs, memory that one of them has pinned is pinned for all.
     Raises as `xferlib.stager`.
     """
     opened: list[xferlib.Stager] = []
@@ -46,7 +46,7 @@ def local_stagers(*, pinned_limit: int | None = None, device_limit: int | None =
 
 
 def given(stagers: Sequence[xferlib.Stager], devices: Iterable[Device]) -> Hold:
-    """Hold stagers of the caller's for these devices, without closing them. Raises `TypeError` and `ValueError`."""
+    """Hold the caller's stagers for these devices, without closing them. Raises `TypeError` and `ValueError`."""
     by_device: dict[Device, xferlib.Stager] = {}
     for stager in stagers:
         if not isinstance(stager, xferlib.Stager) or stager.name != "jax":
@@ -68,7 +68,7 @@ def hold(devices: Iterable[Device]) -> Hold:
 
 @final
 class Hold:
-    """Stagers by device, in use until `release` or until this is dropped. `number`, `ticket`: of their row, if they are shared."""
+    """Stagers by device, in use until `release` or until this is dropped. `number`, `ticket`: their row's, if they are shared."""
 
     def __init__(self, stagers: Mapping[Device, xferlib.Stager], number: int | None = None, ticket: object = None) -> None:
         self.stagers = stagers
@@ -83,7 +83,7 @@ class Hold:
 
 @final
 class _Watch(weakref.ref[Ticket]):
-    """Is posted, by its callback, when the ticket of a row is gone. No Python runs for that, so no interrupt ends it."""
+    """A reference that its callback posts when the ticket of a row is gone. No Python runs for that, so no interrupt can end it."""
 
     __slots__ = ("number",)
 
@@ -92,14 +92,14 @@ class _Watch(weakref.ref[Ticket]):
 
 @final
 class _Shared:
-    """The stagers of this process's loops: a row for each hold, of what it uses. Any thread."""
+    """The stagers of this process's loops. Each hold has a row with the stagers that it uses. Any thread."""
 
     def __init__(self) -> None:
         self._begin()
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """Begin with none: also in a forked child, where the lock may be held by a thread that is not there."""
+        """Begin with none. Called in a forked child, too, where the lock may be held by a thread that does not exist there."""
         # Reentrant: a finalizer may let go while its thread is in here. Nothing is opened or closed while it is held.
         self._lock = threading.RLock()
         self._numbers = itertools.count()
@@ -111,7 +111,7 @@ class _Shared:
     def hold(self, devices: Sequence[Device]) -> Hold:
         self._start()
         number = next(self._numbers)
-        # Before the row is entered: whatever happens then, it is let go of.
+        # Made before the row is entered, so that the row is let go of whatever happens then.
         ticket: Ticket = np.empty(0, np.uint8)
         watch = _Watch(ticket, self._dropped.put)
         watch.number = number
@@ -150,7 +150,7 @@ class _Shared:
             thread = threading.Thread(
                 target=_let_go_dropped, args=(self._dropped, self.let_go), name="xferlib-jax-holds", daemon=True
             )
-            # Of two that are started at once, either may get what is dropped.
+            # If two threads are started at once, either may get what is dropped.
             thread.start()
             self._thread = thread
 
@@ -168,7 +168,7 @@ def _open(device: Device, *, pinned_limit: int | None = None, device_limit: int 
     number = jax.local_devices().index(device)
     backend: Any = "jax"
     if device.platform == "cpu" and number > 0:
-        # By name there is only the first, since arrays of strangers are imported only there.
+        # By name there is only the first device, since foreign arrays are imported only there.
         from xferlib_jax._cpu import CpuStager
 
         backend, number = CpuStager(device), 0

@@ -29,7 +29,7 @@ def put_together(structure: Any, children: Sequence[Any]) -> Any:
 
 
 def _name(key: Any) -> Any:
-    """Return what stands for a part in an error: JAX has a class for each kind of key, and programs may have more."""
+    """Return what names a part in an error: JAX has a class for each kind of key, and programs may have more."""
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -56,7 +56,7 @@ class _Record:
 
 
 def with_records(tree: Any) -> Any:
-    """Return a tree in which JAX finds what is inside of dataclasses, whether they are registered with it or not."""
+    """Return a tree in which JAX finds the contents of dataclasses, whether these are registered with it or not."""
     if not any(map(is_record, jax.tree.leaves(tree))):
         return tree
     return jax.tree.map(_recorded, tree)

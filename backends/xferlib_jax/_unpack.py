@@ -1,11 +1,11 @@
-"""Many small arrays out of one block: imported whole, once for each dtype, and taken apart by one compiled function.
+"""Many small arrays out of one block: the block is imported whole, once for each dtype, and one compiled function takes it apart.
 
-JAX takes tens of microseconds to import an array, and about two to hand out one of many results. So from some number on it is
+JAX takes tens of microseconds to import an array, and about two to hand out one of many results. So from a certain number on it is
 cheaper to copy small arrays on the device than to import each.
 
-Slices whose place the compiler knows become a kernel each, and five hundred launches take longer than the transfer. Where it knows
-only how far they are from an argument, it makes one kernel of all that have the same size, up to eighty. So places are counted
-from a zero that is an argument.
+If the compiler knows the places of the slices, each slice becomes a kernel, and five hundred launches take longer than the
+transfer. If it knows only how far they are from an argument, it makes one kernel of all slices of the same size, up to eighty. So
+places are counted from a zero that is an argument.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from xferlib_jax._arrays import JaxArray
 __all__ = ["unpack", "zero"]
 
 WORTH_COMPILING = 16
-"""Arrays. Below, importing each takes less, and nothing need be compiled."""
+"""Arrays. For fewer, importing each takes less time, and nothing has to be compiled."""
 ALIGNMENT = 256
 MOST_RECIPES = 256
-"""Who puts trees of so many kinds compiles more than he transfers: those that come later are imported array by array."""
+"""A program that puts trees of more kinds compiles more than it transfers. Later kinds are imported array by array."""
 MOST_FOUND = 512
 MOST = np.iinfo(np.int32).max
-"""Elements of a whole whose places are counted in 32 bits: JAX has no longer integers unless told so."""
+"""Elements of a whole whose places are counted in 32 bits: JAX has no longer integers unless they are turned on."""
 
 Adopt: TypeAlias = Callable[[int, tuple[int, ...], np.dtype[Any]], JaxArray]
 
@@ -60,8 +60,8 @@ class _Recipe:
 
 
 _recipes: dict[tuple[Place, ...], _Recipe] = {}
-"""Never given up: JAX unloads a program that nobody refers to inside the garbage collector, waits for all that runs on the device,
-and keeps the interpreter's lock as it waits."""
+"""Never given up: JAX unloads a program that nobody refers to. It does so inside the garbage collector, waits for all that runs on
+the device, and keeps the interpreter's lock while it waits."""
 _found: OrderedDict[int, tuple[tuple[Place, ...], _Recipe | None]] = OrderedDict()
 """By the identity of the places, which are kept alive: hashing hundreds of them takes a quarter of the time of a put."""
 
@@ -80,13 +80,13 @@ def unpack(places: tuple[Place, ...], adopt: Adopt, origin: JaxArray) -> list[Ja
     if recipe is None:
         return [adopt(*place) for place in places]
     arrays: list[JaxArray] = recipe.apart(origin, *(adopt(0, (recipe.nbytes // dtype.itemsize,), dtype) for dtype in recipe.dtypes))
-    # Inside a trace the compiled function becomes part of what is traced; what was put is no traced value.
+    # Inside a trace the compiled function becomes part of what is traced, but what was put is no traced value.
     return [adopt(*place) for place in places] if isinstance(arrays[0], jax.core.Tracer) else arrays
 
 
 def _look(places: tuple[Place, ...]) -> tuple[tuple[Place, ...], _Recipe | None]:
-    """Find or make the recipe for places; None where there are so many that this one would not pay either."""
-    # Without a lock, which a finalizer that puts could meet: of two threads that make it at once, the second one's is not kept.
+    """Find or make the recipe for places; None where there are already so many that another one would not pay."""
+    # No lock, since a finalizer that puts could meet it. If two threads make the recipe at once, the second one's is not kept.
     recipe = _recipes.get(places)
     if recipe is None and len(_recipes) < MOST_RECIPES:
         recipe = _recipes.setdefault(places, _Recipe(places))

@@ -1,8 +1,8 @@
 """Hooks that let the conformance suite hold JAX's work and look at its data: `pytest --pyargs xferlib_jax.conformance`.
 
 Held compute is a computation of JAX's own that cannot end before a word of shared memory is written. No hold calls into Python: JAX
-waits with the GIL held at times, and work that needs the GIL to be released would then never be. So even a backend that waits
-where it must not ends as a failure, by the watchdog's process, and not as a hang.
+sometimes waits with the GIL held, and held work that needs the GIL for its release would then never be released. So even a backend
+that waits where it must not ends as a failure, by the watchdog's process, and not as a hang.
 
 Everything that runs under a hold has run before, on the same shapes. JAX is imported when the first hook runs, so that a machine
 without it skips and does not fail at collection.
@@ -95,13 +95,13 @@ class TestJax(StagerConformance):
         yield "on a mesh of one", jax.device_put(array, bench().mesh)
         yield "shard", array.addressable_shards[0].data
         yield "what jit passes through", bench().passed(array)
-        # A donated one is no alias: JAX refuses to take what is read by others, a get included.
+        # A donated array is no alias: JAX refuses to take memory that others read, a get included.
         yield "imported from its capsule", jax.dlpack.from_dlpack(array)
 
 
 @final
 class JaxHold:
-    """A computation held at a gate, and `token`, its result: what takes it as an argument is held as well."""
+    """A computation held at a gate, and `token`, its result: whatever takes the token as an argument is held as well."""
 
     stream = None
 
@@ -147,10 +147,10 @@ class Bench(ABC):
         sharding = self.jax.sharding
         self.mesh = sharding.NamedSharding(sharding.Mesh(np.array([self.device]), ("x",)), sharding.PartitionSpec("x"))
         self.capsules = capsules()
-        # A result of its own, that is there when the token is. Without the barrier it would be the argument itself.
+        # A result of its own, which is there when the token is. Without the barrier it would be the argument itself.
         jit, after = self.jax.jit, self.jax.lax.optimization_barrier
         self.read = jit(lambda array, token: after((array, token))[0], keep_unused=True)
-        # Into the memory of the array that it is given first, which holds other values until then.
+        # Writes into the memory of its first argument, which holds other values until then.
         self.produce = jit(lambda place, product, token: after((product, token))[0], keep_unused=True, donate_argnums=0)
         self.passed = jit(lambda array: array)
         self.donated = jit(lambda array: array + array.dtype.type(0), donate_argnums=0)
@@ -161,7 +161,7 @@ class Bench(ABC):
 
     @abstractmethod
     def values(self, array: Any) -> Array:
-        """Wait for the array and read its memory, whatever JAX may have kept of it before."""
+        """Wait for the array and read its memory, not what JAX may have kept of it before."""
 
     @abstractmethod
     def hold(self) -> AbstractContextManager[JaxHold]:
@@ -221,7 +221,7 @@ class CpuBench(Bench):
         return calls
 
     def _word(self, address: int) -> tuple[Any, np.int32]:
-        """Return an array over memory that the word at this address is in, and where it is there."""
+        """Return an array over memory that contains the word at this address, and the word's place in it."""
         from xferlib_jax._arrays import adopt
 
         first = address % 256
@@ -268,7 +268,7 @@ class _HeldEngines:
 
 @final
 class CudaBench(Bench):
-    """On a GPU a computation is held by an argument that was imported behind a stream stopped at a gate."""
+    """On a GPU a computation is held by an argument that was imported behind a stream that is stopped at a gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class CudaBench(Bench):
 
     @contextmanager
     def break_copies(self, stager: Any) -> Iterator[None]:
-        # Under the methods of the protocol, so that what a backend makes of a failure is what is tested.
+        # Below the protocol's methods, so that the test sees how the backend handles a failure.
         honest = stager.copies
         h2d, d2h = honest
         stager.copies = (
@@ -335,7 +335,7 @@ class CudaBench(Bench):
             stager.copies = honest
 
     def memory_calls(self, stager: Any) -> int:
-        # Device blocks come out of JAX's pool, of which the driver sees nothing.
+        # Device blocks come out of JAX's pool, and the driver sees nothing of them.
         driver, blocks = self._counted(), stager.blocks_made + stager.blocks_freed
         # Shown only if the test fails: then by name.
         print(f"memory calls so far, as {self._witness} saw them: {driver}; blocks of JAX's memory taken and given back: {blocks}")
@@ -360,7 +360,7 @@ class CudaBench(Bench):
 
 
 def _driver_calls() -> tuple[str, Callable[[], int]]:
-    """Return who counts, and what was counted so far."""
+    """Return what counts, in words, and a function that gives what was counted so far."""
     try:
         calls = cupti.driver_calls()
     except cupti.CuptiError as error:
@@ -383,7 +383,7 @@ def _spin_until_open(table: Any, index: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(state[0], state[1], keepdims=False) == 0
 
     def look_again(state: Any) -> Any:
-        # The same place, in a way that no compiler can see: or it would look once.
+        # The same place, in a way that no compiler can see through; otherwise it would look only once.
         return state[0], jax.numpy.maximum(state[1], index)
 
     # XLA runs what is cheap on the calling thread. A product of matrices is not.

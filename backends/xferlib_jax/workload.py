@@ -1,10 +1,11 @@
 """The device work of the JAX backend: edges of frames, in functions that JAX compiles. The arithmetic is `xferlib.workload`'s.
 
-JAX arrays never change, so a slot is no memory here: each launch returns a new array out of JAX's pool. Doubles are needed for
-frames of floats, so inside the job the calling thread's 64-bit types are on.
+JAX arrays never change, so a slot is no memory here: each launch returns a new array out of JAX's pool. Frames of floats need
+doubles, so inside the job the calling thread's 64-bit types are on.
 
-Each operation on floats is rounded on its own. Compiled together, a product and a sum may become one that is rounded once, and a
-division by what is the same for a whole frame becomes a product: such pairs stand in functions of their own.
+Each operation on floats is rounded on its own. Compiled together, a product and a sum may become one operation that is rounded
+once, and a division by a value that is the same for a whole frame may become a product. So such pairs stand in functions of their
+own.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class EdgeJob:
             self._states.close()
 
     def launch(self, frames: Any, slot: int, *, rounds: int) -> Any:
-        """As the contract says, but that the result is the caller's: the next launch into the slot returns another array."""
+        """Do as the contract says, but the result is the caller's: the next launch into the slot returns another array."""
         result = edges(self._normalise(frames), np.int32(rounds))
         self._last[slot] = result
         return result
@@ -84,7 +85,7 @@ def _normalise_integers(frames: Any) -> Any:
 
 
 def _normalise_floats(frames: Any) -> Any:
-    """Return bytes, by three functions between which everything is rounded."""
+    """Return bytes, through three functions; everything is rounded between them."""
     return stretched(halves(weighted(frames)))
 
 

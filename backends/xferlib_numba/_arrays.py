@@ -1,4 +1,4 @@
-"""Numba's arrays over memory that is ours, and how users' arrays lie: Numba's own, and anybody's with the array interface.
+"""Numba's arrays over our memory, and how users' arrays lie in memory: Numba's own, and any others with the array interface.
 
 Nothing is copied or ordered here.
 """
@@ -31,16 +31,16 @@ class Lay(NamedTuple):
     strides: tuple[int, ...] | None
     """In bytes; None: contiguous in C order."""
     stream: object | None
-    """The stream that the array names: the work that produces it is there."""
+    """The stream that the array names: the work that produces the array is on it."""
     read_only: bool
 
 
 def check_dtype(dtype: np.dtype[Any], numba: Numba) -> None:
-    """Raise `TypeError` unless Numba has a type for it: an array that no kernel takes is of no use."""
+    """Raise `TypeError` unless Numba has a type for the dtype: an array that no kernel takes is of no use."""
     try:
         numba.from_dtype(dtype)
     except Exception as error:
-        # Of a class that depends on the version, and that is no TypeError.
+        # The error's class depends on the version, and it is no TypeError.
         advice = f"array.view('u{dtype.itemsize}')" if dtype.itemsize in (1, 2, 4, 8) else "array.astype(...)"
         raise TypeError(f"{numba.distribution} has no arrays of dtype {dtype}. Transfer other numbers: {advice}") from error
 
@@ -52,7 +52,7 @@ def as_array(
     strides, nbytes = _c_strides(shape, dtype.itemsize)
     numba = device.numba
     if not nbytes:
-        # Numba asks for a context here, and would make one current for good, be it another device's.
+        # Numba asks for a context here, and would make one current for good, perhaps another device's.
         return device.here(numba.array, shape, strides, dtype, stream, None)
     pointer = numba.driver.binding.CUdeviceptr(address)
     memory = numba.driver.MemoryPointer(device.numba_context, pointer, nbytes, owner=lease)
@@ -60,9 +60,9 @@ def as_array(
 
 
 def look(array: Any, numba: Numba) -> Lay:
-    """Return how a device array lies: Numba's, or any with `__cuda_array_interface__`. Raises `TypeError` for what is none."""
+    """Return how a device array lies: Numba's, or any with `__cuda_array_interface__`. Raises `TypeError` for anything else."""
     if isinstance(array, numba.array):
-        # Its interface would name the default stream by 0, and dtypes that NumPy has not by their size.
+        # Its interface would name the default stream by 0, and dtypes that NumPy does not have by their size.
         strides = None if array.is_c_contiguous() else array.strides
         address = array.gpu_data.device_pointer_value or 0
         return Lay(address, array.nbytes, array.shape, array.dtype.itemsize, strides, array.stream, False)
@@ -83,7 +83,7 @@ def look(array: Any, numba: Numba) -> Lay:
 
 
 def reach(lay: Lay) -> tuple[int, int]:
-    """Return where an array's elements lie that are not in C order, from the first byte to the last."""
+    """Return where the elements of an array that is not in C order lie, from the first byte to the last."""
     steps = [(length - 1) * stride for length, stride in zip(lay.shape, lay.strides or (), strict=True)] if lay.nbytes else []
     return lay.address + sum(step for step in steps if step < 0), sum(map(abs, steps)) + lay.itemsize
 

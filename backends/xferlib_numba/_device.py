@@ -1,7 +1,7 @@
 """One GPU as the backend uses it: driver calls through Numba's own bindings, for any thread.
 
-Not through Numba's wrapped calls: those log each one, and raise for "not ready". What changes nothing but the calling thread's
-state goes past the bindings, too (`_thread`). Nothing here enters Numba's queues of deferred frees.
+Numba's wrapped calls are not used: they log each call, and raise for "not ready". Calls that change only the calling thread's state
+go past the bindings, too (`_thread`). Nothing here enters Numba's queues of deferred frees.
 
 Invariant: the caller's current context and capture mode are left as found.
 """
@@ -33,9 +33,9 @@ LEGACY, PER_THREAD = 1, 2
 class Device:
     """The calls. Never closed: events, blocks and arrays outlive stagers.
 
-    What runs on a stream needs no current context, since the stream says which one is meant; a default stream is the current
-    context's. A thread that has none is given this device's for each call. Where there are several devices, another one's may be
-    current, so every call is given this device's, questions about events too.
+    Work on a stream needs no current context, since the stream says which one is meant; a default stream is the current context's.
+    A thread without a current context is given this device's for each call. Where there are several devices, another one's context
+    may be current, so every call is given this device's, even questions about events.
     """
 
     def __init__(self, numba: Numba, ordinal: int, *, count: int) -> None:
@@ -48,7 +48,7 @@ class Device:
         self._pointer_attribute = ctypes.CDLL(LIBRARY).cuPointerGetAttribute
         self._bare = _Bare()
         self._pid = os.getpid()
-        # By name in the instance: at interpreter exit modules lose theirs.
+        # Kept in the instance: at interpreter exit modules lose their names.
         self._getpid = os.getpid
         self._is_finalizing = sys.is_finalizing
 
@@ -65,7 +65,7 @@ class Device:
         self.event_status = self._inside(binding.cuEventQuery) if self.several else binding.cuEventQuery
         self.synchronize = self.call("cuEventSynchronize")
 
-        # Numba's own object for the same context. It finds it current, and so leaves the thread's as found.
+        # Numba's own object for the same context. Numba finds the context current, and so leaves the thread's as it was.
         self.numba_context = self.here(numba.cuda.gpus[ordinal].get_primary_context)
         self.words = f"{self.numba_context.device.name} (cuda:{ordinal})"
 
@@ -88,7 +88,7 @@ class Device:
         return call
 
     def call(self, name: str) -> Call:
-        """Return such a call, made in the thread's own context if it has one and no other device may be meant, else in ours."""
+        """Return such a call. It is made in the thread's own context if it has one and there is no other device, else in ours."""
         function, inside, bare = getattr(self._binding, name), self._inside(self.raw(name)), self._bare
         if self.several:
             return inside
@@ -113,7 +113,7 @@ class Device:
         return error
 
     def here(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Return `call(*arguments)`, made with this device current, also where it would spoil a capture of somebody's."""
+        """Return `call(*arguments)`, made with this device current, without spoiling anybody's capture."""
         try:
             self._push()
             return self.relaxed(call, *arguments)
@@ -123,8 +123,8 @@ class Device:
     def asked(self, attribute: int, address: int) -> int | None:
         """Return an attribute of memory, one that is an int in C; None if the driver does not know the memory.
 
-        Asks the driver itself: bindings that read the ordinal of the device from another field than it was written to say 0 for
-        every device (NVIDIA/cuda-python, issue 2928; 13.3.1 has it).
+        Asks the driver itself: some bindings read the ordinal of the device from another field than it was written to, and say 0
+        for every device (NVIDIA/cuda-python, issue 2928; 13.3.1 has it).
         """
         found = ctypes.c_int()
         status = self.here(self._pointer_attribute, ctypes.byref(found), attribute, ctypes.c_uint64(address))
@@ -138,16 +138,17 @@ class Device:
         # A context beside the primary one may still be of this device.
         push, pop = self._binding.cuCtxPushCurrent, self._binding.cuCtxPopCurrent
         try:
-            # Cannot fail for a context that the driver has just named. In here, so that an interrupt behind it finds it undone.
+            # Cannot fail for a context that the driver has just named. In the `try`, so that it is undone if an interrupt comes
+            # after it.
             push(found)
             return int(self.raw("cuCtxGetDevice")()) == self.ordinal
         finally:
             pop()
 
     def give_back(self, release: Callable[..., object], *arguments: Any) -> None:
-        """Make a call that gives something back, here, with nobody to raise to: a device that has failed says so in the next call.
+        """Make a call here that gives something back. Nobody is told of a failure: a failed device says so in the next call.
 
-        Nothing is done in a forked child, where the memory is the parent's, and at interpreter exit, where the driver may be gone.
+        Does nothing in a forked child, where the memory is the parent's, and at interpreter exit, where the driver may be gone.
         """
         if self._getpid() != self._pid or self._is_finalizing():
             return
@@ -172,6 +173,6 @@ class Device:
 
 @final
 class _Bare(threading.local):
-    """Of each thread, whether a call found it without a context: asking the driver before each would cost as much as the call."""
+    """Whether a call has found this thread without a context: to ask the driver before each call would cost as much as the call."""
 
     found = False

@@ -32,7 +32,7 @@ class EngineCalls:
 
     def failure(self, status: int) -> Exception:
         named: Any = status
-        # A newer driver's may have no name in the bindings.
+        # A newer driver's status may have no name in the bindings.
         with suppress(ValueError):
             named = self._device.numba.driver.binding.CUresult(status)
         return self._device.failed("the driver by the engine", named)

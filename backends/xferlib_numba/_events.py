@@ -1,11 +1,12 @@
 """Events: points in streams that are reached or not, with handles that the process owns.
 
-Not Numba's events: each of those is destroyed by a queue that is flushed, and blocks, at the eleventh. Handles are used again: a
-wait that was enqueued on an event keeps what the event meant then, so recording it anew disturbs nobody. Which streams may be
-waited for is no matter of this file.
+Numba's own events are not used: each is destroyed by a queue, which is flushed, and blocks, at the eleventh. Handles are used
+again: a wait that was enqueued on an event keeps what the event meant then, so recording it anew disturbs nobody. This file does
+not decide which streams may be waited for.
 
-No event has a finalizer: others of its reference cycle may use it in theirs, and a transfer whose event was given away would seem
-done. A handle is free when nobody refers to it, and nothing else is kept in step: whatever an interrupt cuts short, it comes back.
+No event has a finalizer: other objects of its reference cycle may use it in their finalizers, and a transfer whose event was given
+away would seem done. A handle is free when nobody refers to it. Nothing else has to be kept in step, so it comes back whatever an
+interrupt cuts short.
 """
 
 from __future__ import annotations
@@ -78,12 +79,12 @@ class EventPool:
 
     def _create(self, keep: Keep[Any], count: int) -> None:
         before = len(self.handles)
-        # Of each pair of status and handle, the handle, if the status is 0.
+        # Takes the handle of each pair of status and handle, if the status is 0.
         made = map(self.device.numba.driver.binding.cuEventCreate, (DISABLE_TIMING,) * count)
         # An event is of the context in which it was created.
         self.device.here(keep, map(itemgetter(1), filterfalse(itemgetter(0), made)))
         if len(self.handles) == before:
-            # Once more, for the error.
+            # Tried once more, to raise its error.
             keep((self.device.here(self.device.raw("cuEventCreate"), DISABLE_TIMING),))
 
 
@@ -100,7 +101,7 @@ class NumbaEvent:
 
     @property
     def handle(self) -> int:
-        """As the driver's functions take it. It means this event for as long as anybody refers to that."""
+        """The handle, as the driver's functions take it. It means this event for as long as anybody refers to the event."""
         return int(self._handle)
 
     def done(self) -> bool:
@@ -125,10 +126,10 @@ class NumbaEvent:
         return found
 
     def stream_of_arrays(self) -> Any:
-        """Return the stream that arrays shall name whose data this event stands for, and that Numba then uses for them.
+        """Return the stream that the arrays behind this event shall name; Numba then uses that stream for them.
 
-        It is the default stream, which `Transfer.value` makes wait, until `stream_wait` names another: then that one, also for
-        views that exist already. Not one that its owner may destroy.
+        It is the default stream, which `Transfer.value` makes wait, until `stream_wait` names another one. From then on it is that
+        one, also for views that exist already. It is never one that its owner may destroy.
         """
         if self._named is None:
             streams = self._pool.streams
@@ -141,10 +142,10 @@ class NumbaEvent:
 
 @final
 class LaterEvent:
-    """The work on a stream that is being captured: recorded when first asked for after the capture has ended.
+    """The work on a stream that is being captured. It is recorded when it is first asked for after the capture has ended.
 
     Recording during the capture would put a node into the user's graph, and querying that would invalidate it. What is enqueued
-    before the recording counts, too: reached late at times, never early.
+    before the recording counts, too: the event may be reached late, but never early.
     """
 
     __slots__ = ("_event", "_pool", "_stream")
@@ -159,7 +160,7 @@ class LaterEvent:
         return event is not None and event.done()
 
     def synchronize(self) -> None:
-        """As CUDA does for a capturing stream: refuse. Waiting for a capture's end might be waiting for the caller."""
+        """Refuse, as CUDA does for a capturing stream: the caller might wait for a capture that only the caller can end."""
         event = self._recorded()
         if event is None:
             device = self._pool.device
@@ -191,8 +192,8 @@ class LaterEvent:
 class AllEvents:
     """Reached when all of several events are.
 
-    No further stream joins them, since it would be first in, first out: a fence for streams that are done would wait behind one
-    for streams that are not, and the memory would be taken for busy.
+    They are not joined on a further stream, since that is first in, first out: a fence for streams that are done would wait behind
+    one for streams that are not, and the memory would be taken for busy.
     """
 
     __slots__ = ("_left", "_pool")

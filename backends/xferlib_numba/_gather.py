@@ -1,8 +1,8 @@
-"""Device arrays that are not contiguous, brought together by the copy engine: no kernel is compiled, and no framework asked.
+"""Device arrays that are not contiguous, brought together by the copy engine, without compiling a kernel or asking a framework.
 
-All copies of one `Gathering` run on one stream, so that memory for them may be used again without asking what still writes it. Who
-reads it on another stream keeps the ticket until that is done.
-The memory is owned by a table, and held by tickets: whose number was posted, that memory is idle again.
+All copies of one `Gathering` run on one stream, so that memory for them may be used again without asking what still writes it.
+Whoever reads it on another stream keeps the ticket until that is done. A table owns the memory, and tickets hold it: when a
+ticket's number was posted, its memory is idle again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xferlib_numba._streams import Handle
 __all__ = ["Gathering", "Run", "plan"]
 
 LIMIT = 1 << 16
-"""Copies. Each takes microseconds; a kernel of the user's own does better far below that."""
+"""Copies. Each takes microseconds; far below this number a kernel of the user's own does better."""
 PITCH_LIMIT = 1 << 31
 KEPT = 4
 """Blocks that are idle, when another is allocated."""
@@ -93,7 +93,7 @@ class Gathering:
     def copy(self, address: int, nbytes: int, runs: list[Run], stream: Handle) -> tuple[int, object]:
         """Enqueue the copies, and return where the result lies in C order, and what holds that memory."""
         number = self._count()
-        # First: whatever happens from here on, what the ticket has by then goes back.
+        # Made first: whatever happens from here on, what the ticket holds by then goes back.
         ticket = self._returns.ticket(number)
         start = self._hold(nbytes, number, ticket).address
         for run in runs:
@@ -109,7 +109,7 @@ class Gathering:
             watch(self)
 
     def settle(self) -> bool:
-        """Free what nobody holds, when closed, and tell whether anything is held."""
+        """Free what nobody holds, once closed, and tell whether anything is still held."""
         self._settle()
         self._free_idle(0)
         return bool(self._held)
@@ -123,7 +123,7 @@ class Gathering:
         return what
 
     def _hold(self, nbytes: int, number: int, ticket: object) -> Block:
-        """Return a block that is held by the ticket with this number: whatever used it before came earlier on the same stream."""
+        """Return a block, held by the ticket with this number. Whatever used the block before came earlier on the same stream."""
         self._settle()
         nbytes = _size(nbytes)
         idle = self._idle.get(nbytes)
@@ -131,7 +131,7 @@ class Gathering:
             with suppress(IndexError):
                 self._held.update(zip((number,), map(deque.popleft, (idle,)), strict=True))
                 return self._held[number]
-        # With the ticket, so that it does not end before the block is there if this thread is interrupted.
+        # Given the ticket, so that it does not end before the block is there if this thread is interrupted.
         return uninterrupted(partial(self._grow, nbytes, number, ticket))
 
     def _grow(self, nbytes: int, number: int, ticket: object) -> Block:
@@ -149,7 +149,7 @@ class Gathering:
             self._returns.settled(number)
 
     def _free_idle(self, kept: int) -> None:
-        """Free all idle blocks but so many. On a thread that no interrupt comes to."""
+        """Free all but `kept` idle blocks. Called on a thread that no interrupt comes to."""
         for idle in list(self._idle.values()):
             with suppress(IndexError):
                 self._free_some(idle, kept)

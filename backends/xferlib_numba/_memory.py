@@ -1,7 +1,7 @@
 """Device blocks and page-locked memory: raw addresses, allocated and freed by the driver at once.
 
 Numba's own memory is freed late: pinned memory waits, counted as zero bytes, until the eleventh free flushes them all. Every call
-here may wait for the GPU, so none is made in steady state. Who uses the memory, and when, is no matter of this file.
+here may wait for the GPU, so none is made in steady state. This file does not decide who uses the memory, or when.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PinnedMemory:
         return self._alloc(nbytes, PORTABLE | WRITE_COMBINED)
 
     def device_address(self, address: int) -> int:
-        """Return by which address the device knows page-locked memory. Raises `CapabilityError` if by none."""
+        """Return the address by which the device knows page-locked memory. Raises `CapabilityError` if it knows none."""
         binding = self._device.numba.driver.binding
         attribute = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
         status, found = self._device.here(binding.cuPointerGetAttribute, attribute, address)
@@ -110,7 +110,7 @@ def _alloc(device: Device, nbytes: int) -> int:
     except device.error as error:
         if error.code != OUT_OF_MEMORY:
             raise
-    # Numba keeps what its arrays gave back; it does the same for itself before it gives up. Other memory managers have no queue.
+    # Numba keeps what its arrays gave back; before it gives up, it frees that in the same way. Other memory managers have no queue.
     queue = getattr(device.numba_context.memory_manager, "deallocations", None)
     if queue is not None:
         queue.clear()
@@ -122,7 +122,7 @@ def _register(device: Device, address: int, nbytes: int) -> None:
     try:
         register(address, nbytes, PORTABLE)
     except device.error:
-        # Pages that may not be written cannot be locked for writing. Only for those: a copy to memory that was locked as read-only
+        # Pages that may not be written cannot be locked for writing. Only those are locked as read-only: a copy to such memory
         # would be an error that nothing recovers from.
         if not _is_write_protected(address, nbytes):
             raise

@@ -1,7 +1,8 @@
 """Which Numba is installed, and where it keeps its parts. The only file that knows the two packages apart.
 
-`numba-cuda` provides `numba.cuda` and is only maintained; `numba-cuda-mlir` is its successor. Their driver layers are one code, but
-neither compiles kernels for the other's arrays: where both are installed, what the program has imported already decides.
+`numba-cuda` provides `numba.cuda` and is only maintained; `numba-cuda-mlir` is its successor. They share the code of their driver
+layers, but neither compiles kernels for the other's arrays. Where both are installed, the one that the program has already imported
+is used.
 Nothing here touches the driver.
 """
 
@@ -34,7 +35,7 @@ PACKAGES = (
     Package("numba-cuda", "numba.cuda", "numba.cuda"),
 )
 DISTRIBUTIONS = (*(package.distribution for package in PACKAGES), "numba", "cuda-bindings", "cuda-core")
-"""What answers depend on."""
+"""The packages on whose versions answers depend."""
 
 
 class Numba(NamedTuple):
@@ -58,7 +59,7 @@ def load() -> Numba:
     Only a missing package is "not installed". A broken one raises its own error, untouched.
     """
     with warnings.catch_warnings():
-        # Numba uses what NumPy 2.5 deprecates, and says so while it is imported: where warnings are errors, that would be all.
+        # Numba uses what NumPy 2.5 deprecates, and warns while it is imported. Where warnings are errors, the import would fail.
         warnings.simplefilter("ignore", DeprecationWarning)
         return _load_first()
 

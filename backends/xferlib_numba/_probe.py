@@ -1,7 +1,7 @@
 """Why Numba cannot run here, asked in the order in which each answer makes sense: package, driver, device, context.
 
-Numba's `CudaSupportError` is an `ImportError`, though what it says is that there is no driver: imports stand by themselves here.
-Every refusal says the reason and what to do.
+Numba's `CudaSupportError` is an `ImportError`, though it says that there is no driver. So imports stand by themselves here. Every
+refusal says the reason and what to do.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The backend: copies by Numba's driver bindings on two streams of its own, Numba's arrays over blocks of its own.
 
 Invariant: nothing but copies and waits enters the two copy streams, and all of ours are non-blocking: those that `cuda.stream()`
-makes stop for whatever anybody enqueues on the legacy default stream, where Numba works unless told otherwise. Compiles nothing.
+makes stop for whatever anybody enqueues on the legacy default stream, where Numba works unless told otherwise. Nothing is compiled
+here.
 
-The third stream is for gets that the engine makes. What comes before their copies, if it is more than one stream's work, is brought
-together there, and the copy stream waits for one event of it: the engine says when.
+The third stream is for gets that the engine makes. If the work before their copies is on more than one stream, it is joined on the
+third, and the copy stream waits for one event of that; the engine says when.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["NumbaStager"]
 NON_BLOCKING = 1
 
 _SOURCE = tuple.__new__
-"""A third of what the constructor of a named tuple takes."""
+"""It takes a third of the time of a named tuple's constructor."""
 
 
 @final
@@ -53,13 +54,13 @@ class NumbaStager:
         self._streams = self._events.streams
         self._pinned = PinnedMemory(device)
         self._gathering = Gathering(device)
-        # Another, since it is another stream: neither may use memory again that the other still writes.
+        # A second one, for the other stream: neither may use memory again that the other still writes.
         self._gathering_aside = Gathering(device)
-        # Set for good: cleared by a `mark`, it might be cleared by another thread's, or by a finalizer's between a `place` and its
-        # own, and a wait would be lost. Programs whose arrays name no stream and lie in one piece have the short way. Elsewhere a
-        # get may wait for what earlier ones wait for, as their copies in the one stream would make it wait anyway.
+        # Set for good. If `mark` cleared it, the `mark` of another thread or of a finalizer could clear it between a `place` and
+        # its own `mark`, and a wait would be lost. Programs whose arrays name no stream and lie in one piece keep the short way. In
+        # others a get may wait for what earlier gets wait for; their copies in the one stream would make it wait anyway.
         self._is_aside_used = False
-        # On the path of every small transfer: an attribute of this object each, no chain of them.
+        # On the path of every small transfer, so each is an attribute of this object and not a chain of attributes.
         self._copy_h2d = device.copy_h2d
         self._copy_d2h = device.copy_d2h
         self._record = self._events.record
@@ -189,9 +190,9 @@ class NumbaStager:
             if array.__class__ is not self._array or not array.is_c_contiguous():
                 return None
             if stream is None and array.stream and getattr(array.stream, "handle", None) is not self._default:
-                # To be waited for, too.
+                # That stream must be waited for, too.
                 return None
-        # Once for all: the driver's part of a get of many small arrays is mostly this.
+        # Once for all arrays: this is most of the driver's part in a get of many small arrays.
         self._order(self.d2h, self._handle(stream))
         return [_SOURCE(Source, (array.gpu_data.device_pointer_value or 0, array.nbytes, array, None)) for array in arrays]
 
@@ -213,7 +214,7 @@ class NumbaStager:
 
     def retire(self, streams: Iterable[Stream]) -> Event | None:
         if not streams:
-            # Mostly, and in the path of every small put.
+            # The usual case, and the path of every small put.
             return None
         events = list(map(self._fence, streams))
         if len(events) > 1:
@@ -236,7 +237,7 @@ class NumbaStager:
 
     def _close_streams(self) -> None:
         for _ in range(len(self._own)):
-            # Taken and destroyed in one call, likewise. Of one that was not made there is nothing.
+            # Likewise taken and destroyed in one call. A stream that was not made has no handle.
             handles = filter(None, map(itemgetter(1), iter(self._own.pop, None)))
             with suppress(IndexError):
                 self._device.give_back(next, map(self._destroy, handles))
@@ -259,7 +260,7 @@ class NumbaStager:
         self._order(own, handle)
 
     def _other(self, stream: object | None, named: Any, handle: Handle) -> Handle | None:
-        """Return the stream that an array names, if it counts, and is another than this one."""
+        """Return the stream that an array names, if it counts and is not this one."""
         # Arrays of ours name the default stream by the very same object; Numba's name none by 0.
         if stream is not None or not named or getattr(named, "handle", None) is self._default:
             return None
@@ -268,7 +269,7 @@ class NumbaStager:
 
     def _fence(self, stream: Stream) -> Recorded:
         if stream.handle == PER_THREAD:
-            # It was another thread's, perhaps, and cannot be named from here. The legacy one waits for all of them.
+            # It may be another thread's, which cannot be named from here. The legacy stream waits for all of them.
             stream = Stream(LEGACY, stream.keepalive)
         if self._streams.is_capturing(stream.handle):
             return LaterEvent(stream, self._events)

@@ -21,7 +21,7 @@ PER_THREAD_SWITCH = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
 """Decides for the driver bindings, and so for Numba, what the handle 0 means. Read by them once."""
 
 Handle: TypeAlias = Any
-"""The bindings' `CUstream`: half the time of an int to call with. `int(handle)` tells streams apart."""
+"""The bindings' `CUstream`: a call with it takes half the time of a call with an int. `int(handle)` tells streams apart."""
 
 
 @final
@@ -44,7 +44,7 @@ class Streams:
         handle = self.handle(stream)
         if stream is None:
             return self._current
-        # Numba does not own an external stream, nor does anybody own a bare handle.
+        # Numba does not own an external stream, and nobody owns a bare handle.
         borrowed = isinstance(stream, int) or getattr(stream, "external", False)
         return Stream(int(handle), None if borrowed else stream)
 
@@ -76,7 +76,7 @@ class Streams:
         return handle
 
     def is_capturing(self, handle: Handle | int) -> bool:
-        """Tell whether nothing may be recorded on the stream now because of a capture, be it one that has been invalidated."""
+        """Tell whether nothing may be recorded on the stream now because of a capture, even one that was invalidated."""
         try:
             return bool(self._device.is_capturing(handle))
         except self._device.error as error:
@@ -97,7 +97,7 @@ def _number(stream: object) -> int:
         raise TypeError(
             f"stream={stream!r} ({kind}) is no CUDA stream. Pass a stream of Numba's, an object with __cuda_stream__, or a handle"
         )
-    # A property in the first libraries that had it.
+    # It was a property in the first libraries that had it.
     found = protocol() if callable(protocol) else protocol
     try:
         version, number = found

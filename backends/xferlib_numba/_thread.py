@@ -1,7 +1,7 @@
 """The calling thread's state in the driver, its capture mode and its current context, by ctypes on the library that is loaded.
 
-Not by the bindings: they give the interpreter up around every call, and a thread that shares it with others would stand in line for
-it again, twice for each call that only needs a context. These touch nothing but the thread, 0.1 us each.
+Not by the bindings: they give up the interpreter around every call, so a thread that shares it with others would queue for it twice
+more for each call that only needs a context. The calls here touch only the thread's state and take 0.1 us each.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ RELAXED = 2
 
 @final
 class CaptureMode:
-    """Makes calls that CUDA holds to be unsafe while anybody captures a graph, without spoiling the capture.
+    """Makes calls that CUDA considers unsafe while anybody captures a graph, without spoiling the capture.
 
-    In global mode the capture may be another thread's, so there is no asking first: every event query would invalidate it.
+    In global mode the capture may be another thread's, so it is not possible to ask first: every event query would invalidate it.
     """
 
     __slots__ = ("_cells", "_exchange")
 
     def __init__(self) -> None:
         self._exchange = ctypes.PyDLL(LIBRARY).cuThreadExchangeStreamCaptureMode
-        # It fails only where CUDA is unusable, and the call inside says that better.
+        # It fails only where CUDA is unusable, and then the call inside says so better.
         self._exchange.restype = None
         # The call swaps the cell with the thread's mode. A cell in use belongs to one call: a finalizer may run inside another's.
         self._cells: deque[Any] = deque()
@@ -44,7 +44,7 @@ class CaptureMode:
         except IndexError:
             cell = ctypes.byref(ctypes.c_int(RELAXED))
         try:
-            # The first call in here, so that it has been made when an interrupt comes, and is undone.
+            # The first call in the `try`: when an interrupt comes, it has been made and will be undone.
             exchange(cell)
             return call(*arguments)
         finally:
@@ -54,7 +54,7 @@ class CaptureMode:
 
 @final
 class Context:
-    """One context, made the calling thread's current one. Calls stand between the two, thus:
+    """One context, made the calling thread's current one. Calls stand between push and pop:
 
         try:
             context.push()
@@ -62,7 +62,8 @@ class Context:
         finally:
             context.pop()
 
-    Each is one call in C. So an interrupt finds the push made, since nothing in the `try` comes before it, and undoes it.
+    Each is one call in C. Nothing in the `try` comes before the push, so when an interrupt comes the push has been made and will be
+    undone.
     """
 
     __slots__ = ("pop", "push")
@@ -73,19 +74,19 @@ class Context:
         library.cuCtxPushCurrent_v2.restype = _Pushed(fail).__getitem__
         library.cuCtxPopCurrent_v2.restype = None
         self.push = partial(library.cuCtxPushCurrent_v2, ctypes.c_void_p(context))
-        # What was popped is written by every pop, and read by none.
+        # Every pop writes here what it popped; nobody reads it.
         self.pop = partial(library.cuCtxPopCurrent_v2, ctypes.byref(ctypes.c_void_p()))
 
 
 class _Pushed(dict[int, None]):
-    """What is made of the status of a push, as a look-up, which runs no Python code for 0."""
+    """Handles the status of a push, as a look-up, which runs no Python code for 0."""
 
     def __init__(self, fail: Callable[[int], NoReturn]) -> None:
         super().__init__({0: None})
         self._fail = fail
 
     def __missing__(self, status: int) -> None:
-        # The pop is still to come: let it find what the thread has once more, and not take that.
+        # The pop is still to come: push what the thread has once more, so that the pop takes only that.
         library, current = ctypes.PyDLL(LIBRARY), ctypes.c_void_p()
         library.cuCtxGetCurrent(ctypes.byref(current))
         if current:

@@ -42,7 +42,7 @@ class TestNumba(StagerConformance):
         return bench().array(values)
 
     def to_numpy(self, array: Any) -> Array:
-        # Before the copy, so that a copy to pageable memory, which may keep the driver busy meanwhile, has nothing to wait for.
+        # Before the copy, so that it has nothing to wait for: a copy to pageable memory may keep the driver busy while it waits.
         bench().cuda.default_stream().synchronize()
         values: Array = array.copy_to_host()
         return values
@@ -73,7 +73,7 @@ class TestNumba(StagerConformance):
 
     @contextmanager
     def break_copies(self, stager: HostStager[Any]) -> Iterator[None]:
-        # Under the methods of the protocol, so that what a backend makes of a failure is what is tested.
+        # Below the protocol's methods, so that the test sees how the backend handles a failure.
         insides: Any = stager
         to_device, to_host = insides._copy_h2d, insides._copy_d2h
         insides._copy_h2d = lambda dst, src, nbytes, stream: to_device(NO_DEVICE_MEMORY, src, nbytes, stream)
@@ -166,7 +166,7 @@ class Bench:
 
     @contextmanager
     def compute_stream(self) -> Iterator[Any]:
-        """Lend a stream that nobody else has meanwhile: two holds at once are released one by one. A lone hold has the last."""
+        """Yield a stream that nobody else has meanwhile: two holds at once are released one by one. A lone hold has the last."""
         stream = self._idle.pop()
         try:
             yield stream
@@ -174,12 +174,12 @@ class Bench:
             self._idle.append(stream)
 
     def array(self, values: Array) -> Any:
-        """Return a finished array with these values. By their bytes: Numba holds dtypes that it cannot convert to."""
+        """Return a finished array with these values, copied as bytes: Numba holds dtypes that it cannot convert to."""
         array = self.empty(values.shape, values.dtype)
         if values.nbytes:
             with cuda.context(0):
                 cuda.call("cuMemcpyHtoD", array.gpu_data.device_pointer, _bytes_of(values).ctypes.data, values.nbytes)
-                # The call may return when 64 KiB or less are staged, and others read the array on streams that wait for nothing.
+                # The call may return once 64 KiB or less are staged, and others read the array on streams that wait for nothing.
                 self.cuda.default_stream().synchronize()
         return array
 
@@ -192,7 +192,7 @@ class Bench:
                 return self._numba.array(shape, strides, dtype)
             idle = self._idle_memory[nbytes]
             address = idle.pop() if idle else int(cuda.call("cuMemAlloc", nbytes))
-            # Every view keeps the ticket, and no finalizer that dies with them finds the memory given away.
+            # Every view keeps the ticket, so no finalizer that dies with the views finds the memory given away.
             owner = ticket(idle.append, address)
             driver = self._numba.driver
             memory = driver.MemoryPointer(self.cuda.current_context(), driver.binding.CUdeviceptr(address), nbytes, owner=owner)
@@ -209,7 +209,7 @@ class Bench:
         """Enqueue a kernel that reads the array, and return a function, to be called once, that waits and gives what it read."""
         shape, dtype = array.shape, array.dtype
         seen = self.empty((array.nbytes,), np.dtype(np.uint8))
-        # Should nobody ask, the memory is not to be given out while the kernel may still write it.
+        # If nobody asks for the values, the memory must not be given out while the kernel may still write it.
         self._unread[id(seen)] = seen
         self.copy_bytes(seen, array, stream)
         mark = cuda.Mark(int(stream.handle))
@@ -250,7 +250,7 @@ def _copying_kernel(module: Any) -> Any:
 
 @functools.cache
 def _memory_calls() -> tuple[str, Callable[[], Counter[str]]]:
-    """Return who counts, and what it has counted so far by name."""
+    """Return what counts, in words, and a function that gives what it has counted so far, by name."""
     try:
         return "CUPTI", cupti.driver_calls().by_name
     except cupti.CuptiError as error:
@@ -258,7 +258,7 @@ def _memory_calls() -> tuple[str, Callable[[], Counter[str]]]:
 
 
 def _count_binding_calls() -> Callable[[], Counter[str]]:
-    """Stand in front of the bindings' functions, for good. Sees who calls them by the module."""
+    """Wrap the bindings' functions, for good. Sees calls through the module."""
     from cuda.bindings import driver
 
     called: list[str] = []

@@ -1,7 +1,7 @@
 """The device work of the Numba backend: edges of frames, in kernels that Numba compiles, on its default stream.
 
-Numba has no current stream but that one; transfers do not stop for it, since theirs are non-blocking. Every buffer exists before
-the first launch: nobody is asked for memory while frames stream.
+Numba has no other current stream. Transfers do not stop for it, since their streams are non-blocking. Every buffer exists before
+the first launch, so nobody is asked for memory while frames stream.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EdgeJob:
             plane = (spec.frames, spec.height, spec.width)
             self._images = [self._array(np.zeros(plane, np.uint8)) for _ in range(2)]
             self._results = [self._array(np.zeros(plane, np.uint8)) for _ in range(spec.slots)]
-            # What the search for the extremes begins with.
+            # The search for the extremes begins with these.
             limits = (math.inf, -math.inf) if floats else (np.iinfo(np.int64).max, np.iinfo(np.int64).min)
             unknown = np.array([limits] * spec.frames, np.float64 if floats else np.int64)
             self._unknown, self._extremes = self._array(unknown), self._array(unknown)

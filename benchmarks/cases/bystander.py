@@ -1,20 +1,20 @@
-"""A Python training thread beside staging at full speed, against the same thread by itself, and beside pinned memory.
+"""A Python training thread beside staging at full speed, against the same thread by itself and beside pinned memory.
 
-Question: do threads that stage pageable memory disturb the thread that trains? They need cores and memory bandwidth. Who pins his
-batches needs neither, so what staging costs the training thread is what it costs beyond that.
+Question: do threads that stage pageable memory disturb the thread that trains? They need cores and memory bandwidth. A program that
+pins its batches needs neither, so the cost of staging to the training thread is what it costs beyond that.
 
-Isolated: the step time of the calling thread. Two kinds of it, neither with a transfer. A "training step" is what a training loop
-does on the host: some Python, the launch of a step of ten milliseconds on the device, the wait for the step before. A "Python step"
-never rests: half a millisecond of Python and small NumPy arrays, each of which gives the interpreter up and wants it back: the
-worst that can stand beside other threads. Beside either a thread puts one batch after another and waits for each. Each kind runs
-with the interpreter's default switch interval of 5 ms and with 1 ms: a thread that waits for the interpreter, and was not quick
-enough when it was free, looks again after so long.
+Isolated: the step time of the calling thread. There are two kinds of steps, neither with a transfer. A "training step" is what a
+training loop does on the host: some Python, the launch of a step of ten milliseconds on the device, the wait for the step before. A
+"Python step" never rests: half a millisecond of Python and small NumPy arrays, each of which gives up the interpreter and wants it
+back. Nothing suffers more from other threads. Beside either kind, a thread puts one batch after another and waits for each. Each
+kind runs with the interpreter's default switch interval of 5 ms and with 1 ms: a thread that waits for the interpreter, and was not
+quick enough when it was free, looks again after that time.
 
 Method: quiet turns, turns beside pageable and turns beside pinned batches, one after the other, six of each, of a second. `seconds`
 are the steps beside staging; the limit is the quiet step, so `of_limit` is quiet median over staging median. `details` has the
 medians and 99th percentiles of all three, their ratios, by how much the ratio grows beside either, the rates of both, and a
-histogram (steps by the upper end of their bin in us, eight bins to an octave). What the last put of each turn left on the device
-is compared.
+histogram (steps by the upper end of their bin in us, eight bins to an octave). The batch that the last put of each turn left on the
+device is compared.
 
 Command: python benchmarks/run.py --case bystander --backend jax --json
 """
@@ -52,9 +52,9 @@ BATCHES = 4
 TURNS, QUICK_TURNS = 6, 2
 TURN_SECONDS, QUICK_TURN_SECONDS = 1.0, 0.1
 WORDS = 4000
-"""Of a Python step; a training step has a tenth of them."""
+"""The words of a Python step; a training step has a tenth of them."""
 INTERVALS = {"": 5e-3, ", switch interval 1 ms": 1e-3}
-"""Seconds for which a thread that waits for the interpreter sleeps before it looks again, by what the label says of it."""
+"""Seconds for which a thread that waits for the interpreter sleeps before it looks again; the key is added to the label."""
 COMPUTE_SECONDS, QUICK_COMPUTE_SECONDS = 10e-3, 1e-3
 COMPUTE_NBYTES = 1 << 20
 MOST_ROUNDS = 1 << 20
@@ -146,7 +146,7 @@ def _training_step(bench: Bench, compute: Compute) -> Step:
 
 
 def _rounds(compute: Compute, batch: Any, seconds: float) -> int:
-    """Return with how many rounds a step takes about so long."""
+    """Return the number of rounds with which a step takes about so long."""
     rounds = 1
     while True:
         # The first time compiles.

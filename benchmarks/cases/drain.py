@@ -1,13 +1,13 @@
-"""Outputs of every step to the host, against the longer of compute and copy.
+"""The output of every step to the host, against the longer of compute and copy.
 
 Question: how much longer does a step take when its output, of the size of its batch, goes to pinned memory while the next ones run?
 
 Isolated: the way back. Two batches lie on the device; each step computes from one of them an output that differs from those before
 in every byte. Its `get(out=)` is issued after the step is launched, and the host reads it two steps late, from four pinned targets
-in turn. Compute is that of the case `loop`, tuned to the copy.
+in turn. The compute is that of the case `loop`, tuned to the copy.
 
-Method: as in `loop`, 300 frames a sample at most. Some hundred bytes of every frame are compared when it is said to be there, all
-bytes of the last four at the end. Peers that take forty times as long, as JAX's own calls do, run a fiftieth of the frames.
+Method: as in `loop`, 300 frames a sample at most. Some hundred bytes of every frame are compared as soon as it is said to be there,
+and all bytes of the last four at the end. Peers that take forty times as long, as JAX's own calls do, run a fiftieth of the frames.
 
 Command: python benchmarks/run.py --case drain --backend jax --json
 """

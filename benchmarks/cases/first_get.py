@@ -3,13 +3,14 @@
 Question: what does it cost a training loop to take its state to the host for the first time?
 
 Isolated: the growth of the pinned pool. 300 arrays, 4 GiB together, are on the device; `get(tree)` takes them to memory of
-xferlib's own. Before a first get the pool is empty, as in a fresh process but for the driver's own warm-up; the second finds what
-the first has let go of. Meanwhile another thread launches a short step, waits for the one before, and goes on: what the driver
-locks, it lets wait. No peer makes results in pinned memory of a pool.
+xferlib's own. Before a first get the pool is empty, as in a fresh process except for the driver's own warm-up; the second get finds
+the memory that the first has let go of. Meanwhile another thread launches a short step, waits for the step before, and goes on,
+since the driver makes launches wait while it locks. No peer makes results in pinned memory of a pool.
 
-Method: three rounds, a first get and a second in each, from the call until the last byte is there: `seconds`, and the second's is
-the limit. Every byte is compared. `details` has what the calls themselves took, until which the loop that calls is held up, how
-long it took until all was page-locked (`idle`), and the steps of the other thread: median and longest, quiet and beside first gets.
+Method: three rounds, with a first get and a second in each, from the call until the last byte is there. This is `seconds`; that of
+the second get is the limit. Every byte is compared. `details` has the time of the calls themselves, for which the calling loop is
+held up, the time until all was page-locked (`idle`), and the steps of the other thread: median and longest, quiet and beside first
+gets.
 
 Command: python benchmarks/run.py --case first_get --backend cupy --json
 """
@@ -41,7 +42,7 @@ ROUNDS, QUICK_ROUNDS = 3, 2
 QUIET_SECONDS, QUICK_QUIET_SECONDS = 1.0, 0.05
 COMPUTE_NBYTES = 1 << 20
 MARGIN = 256 << 20
-"""Bytes beside the results: staging's."""
+"""Bytes beside the results, for staging."""
 
 
 def run(bench: Bench) -> Iterator[Record]:

@@ -5,9 +5,10 @@ Question: how long until a tree of hundreds of arrays in pageable memory is on t
 Isolated: the price of a leaf. 500 NumPy arrays of 64 KiB, and of 4 KiB, lie one after another in pageable memory that is touched;
 the clock runs from the call to the moment when all arrays are done. Ours is `put(list).value`.
 
-Method: one tree a sample, right behind one that is not timed, as in a training loop; 25 samples, other bytes in each, contenders in
-turn; every leaf is compared on the device afterwards. The limit is one bare copy of as many bytes from pinned memory. Peers: JAX's
-`device_put` of the same tree; one call for each leaf of CuPy from pageable memory and of torch from pinned memory of its own.
+Method: one tree a sample, right behind a tree that is not timed, as in a training loop; 25 samples, with other bytes in each,
+contenders in turn. Every leaf is compared on the device afterwards. The limit is one bare copy of as many bytes from pinned memory.
+Peers: JAX's `device_put` of the same tree; one call for each leaf of CuPy from pageable memory and of torch from pinned memory of
+its own.
 
 Command: python benchmarks/run.py --case leaves --backend jax --json
 """

@@ -9,9 +9,10 @@ in JAX, every `put` makes a new one: "fresh" then comes in every size, and "page
 
 Method: transfers back to back, from 4 KiB to 1 GiB; h2d, d2h, and both started together (bytes of both over the wall clock). Each
 transfer of a sample has its own source and target. The limit is the bare asynchronous copy on streams of its own between pinned
-memory (on the host backend: one NumPy copy after another in the calling thread, which its two workers may beat), measured
-in turn with xferlib, for pageable memory too. Peers are what their users call; those that block the caller, as all do from pageable
-memory, cannot move both directions at once and are absent there. See `harness.py` for the clock, `arena.py` for the proof.
+memory, measured in turn with xferlib, for pageable memory too. (On the host backend it is one NumPy copy after another in the
+calling thread, which the backend's two workers may beat.) Peers are the calls that their users make. Calls that block the caller,
+as all do from pageable memory, cannot move both directions at once and are absent there. See `harness.py` for the clock, `arena.py`
+for the proof.
 
 Command: python benchmarks/run.py --case link --backend cupy --json
 """
@@ -95,7 +96,7 @@ def _laps(pinned: Arena, pageable: Arena, nbytes: int, *, fresh: bool) -> Iterat
 
 
 def _laps_to_new_arrays(pinned: Arena, pageable: Arena, nbytes: int, *, fresh: bool) -> Iterator[_Lap]:
-    """Yield what there is where device arrays cannot be written to: every `put` makes a new one, at every size."""
+    """Yield the rows where device arrays cannot be written to: every `put` makes a new array, at every size."""
     yield _Lap(kind="pinned", directions=("d2h",), arena=pinned, nbytes=nbytes)
     yield _Lap(kind="fresh", directions=("h2d",), arena=pinned, nbytes=nbytes, new=True)
     yield _Lap(kind="fresh", directions=("h2d", "d2h"), arena=pinned, nbytes=nbytes, new=True)
@@ -130,7 +131,7 @@ def _measure(bench: Bench, stager: Stager, contenders: Sequence[Contender], lap:
     bench.say(f"{NAME}: {lap.label} {lap.direction}, {lap.nbytes} bytes")
     effort = bench.effort
     if lap.nbytes >= LARGE and lap.kind != "pageable":
-        # The first start and the last wait cost tens of microseconds in all: they must not be a share of the link's figure.
+        # The first start and the last wait cost tens of microseconds in all, which must not count in the link's figure.
         effort = replace(effort, sample_seconds=max(effort.sample_seconds, LARGE_SAMPLE_SECONDS))
     timings = time_bandwidth(contenders, nbytes=lap.nbytes, effort=effort, level=lap.kind != "pageable")
     return records.make(

@@ -1,25 +1,25 @@
 """A training loop on batches of the loaders that JAX programs use, and on xferlib's, with the same data and the same step.
 
-Question: how long is a step that its batches come to by Flax's `prefetch_to_device`, by Grain's `device_put`, by PyTorch's
-`DataLoader(pin_memory=True, num_workers=4)`, or by `xferlib.prefetch`, where the transfer is the limit and where compute is?
+Question: how long is a step whose batches come from Flax's `prefetch_to_device`, Grain's `device_put`, PyTorch's
+`DataLoader(pin_memory=True, num_workers=4)`, or `xferlib.prefetch`, where the transfer is the limit and where compute is?
 
 Isolated: the way from host memory to the device. Six batches of random bytes, as large as 64 or 256 MiB of images, are there before
 the clock starts, and nobody decodes or collates: in pageable memory for whoever reads them in this process, in anonymous shared
 memory that worker processes have mapped for those that have workers. One jitted step for all, a checksum of the batch and matrix
-products of a static length: a quarter of the bare copy ("transfer-bound") or twice it ("compute-bound"). Each loader at its best:
-Flax two batches ahead, its batches with a leading axis of one device; Grain with whole batches as items and the two prefetching
-threads of `grain.experimental.device_put`; PyTorch with whole batches as items, from workers that have lived before, copied to the
-device on a stream of its own and handed to JAX by DLPack, which overlaps better than a model of PyTorch's on the stream of its
-copies would; and once more with tensors that lie in shared memory beforehand, so that its workers copy nothing. Ours: from the
-same pageable memory ("pageable"), from prepared pinned slots ("pinned slots"), and from a `SharedRing` into whose slots four
-workers copy every batch anew ("4 workers").
+products of a static length: a quarter of the bare copy ("transfer-bound") or twice it ("compute-bound"). Each loader is at its
+best. Flax is two batches ahead, and its batches have a leading axis of one device. Grain has whole batches as items and the two
+prefetching threads of `grain.experimental.device_put`. PyTorch has whole batches as items, from workers that are already running;
+they are copied to the device on a stream of its own and handed to JAX by DLPack, which overlaps better than a PyTorch model on the
+stream of the copies would. PyTorch runs once more with tensors that lie in shared memory beforehand, so that its workers copy
+nothing. Ours: from the same pageable memory ("pageable"), from prepared pinned slots ("pinned slots"), and from a `SharedRing` into
+whose slots four workers copy every batch anew ("4 workers").
 
 Method: a sample is 40 steps of ours or 16 of a peer's from the middle of an endless loop, after six that are not timed; three
 samples, contenders in turn. The limit is the longer of compute alone and the bare copy of pinned memory, measured before and after;
-for the workers' record `writers_seconds` says how long a batch takes them when nobody moves it, and `over_limit` how many times the
-longer of that and the limit a step takes. Every step's checksum is compared. All of ours stand beside the same peers: `details`
-names the `best_peer`, whose step is `best_peer_over_ours` times as long as ours, median over the samples. With other
-backends ours are alone: the peers give JAX arrays.
+in the workers' record, `writers_seconds` says how long the workers take for a batch that nobody moves, and `over_limit` how many
+times as long as the longer of that and the limit a step takes. Every step's checksum is compared. All of ours stand beside the same
+peers: `details` names the `best_peer`, whose step is `best_peer_over_ours` times as long as ours, median over the samples. With
+other backends ours are alone, since the peers give JAX arrays.
 
 Command: python benchmarks/run.py --case loaders --backend jax --json
 """
@@ -57,13 +57,13 @@ REGIMES = {"transfer-bound": 0.25, "compute-bound": 2.0}
 SIZES, QUICK_SIZES = (256 << 20, 64 << 20), (1 << 20,)
 BATCHES = 6
 RING_SLOTS = 10
-"""Two for each worker, one that it fills and one that waits for its turn, and two on their way."""
+"""Two for each worker (one that it fills, and one that waits for its turn), and two on their way."""
 WORKERS, QUICK_WORKERS = 4, 2
 WARM = 6
 STEPS, QUICK_STEPS = 40, 12
 SAMPLES, QUICK_SAMPLES = 3, 2
 SHARE = 0.4
-"""Of our steps that are measured for a peer."""
+"""The share of our steps that is measured for a peer."""
 ENDLESS = sys.maxsize
 SEED = 47
 Source: TypeAlias = Callable[[], AbstractContextManager[Any]]

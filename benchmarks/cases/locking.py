@@ -3,15 +3,15 @@
 Question: what does pinned memory cost, when it is made and while it is held?
 
 Isolated: the memory; nothing is transferred. "fresh" is `empty_pinned` of 8 GiB that no pool has: mapped, touched, locked.
-"touched" is `pin` of 8 GiB of NumPy's that were written before. Beside both stands the bare call, `cuMemHostAlloc` of as much;
-where nothing can be locked, ordinary memory that is touched. "random arrays" makes a million arrays of 256 bytes to 8 MiB, each
-octave as often, under a limit of 1 GiB, and drops sixteen at random where there is no room for the next. A time is the mean of a
-thousand; beside it the same of `numpy.empty`, which locks nothing.
+"touched" is `pin` of 8 GiB of NumPy memory that was written before. Beside both stands the bare call, `cuMemHostAlloc` of as much,
+or, where nothing can be locked, ordinary memory that is touched. "random arrays" makes a million arrays of 256 bytes to 8 MiB, each
+octave equally often, under a limit of 1 GiB, and drops sixteen at random where there is no room for the next. A time is the mean of
+a thousand arrays; beside it stands the same for `numpy.empty`, which locks nothing.
 
-Method: three rounds, in turns; every call's memory is given back before the next, outside the clock, but for the random arrays: to
-drop some is part of it. `details` of "fresh" has how much a request of 65 MiB locks; of "random arrays" the most that was locked,
-the share of that which was never in use at a time (`waste_at_peak`), how often the driver was asked, how often there was no room,
-and the process's memory before, with the arrays, and after `trim`.
+Method: three rounds, in turns. Every call's memory is given back before the next call, outside the clock. For the random arrays it
+is not: to drop some is part of the work. `details` of "fresh" has how much a request of 65 MiB locks; of "random arrays" the most
+that was locked, the share of that which was never in use at a time (`waste_at_peak`), how often the driver was asked, how often
+there was no room, and the process's memory before, with the arrays, and after `trim`.
 
 Command: python benchmarks/run.py --case locking --backend cupy --json
 """
@@ -151,7 +151,7 @@ def _fill(empty: Callable[[int], Any], count: int, limit_nbytes: int, timing: Ti
 
 @contextmanager
 def _little_garbage() -> Iterator[None]:
-    """Hide what lives now from the collector: the search for dropped arrays, where there is no room, is then for ours alone."""
+    """Hide what lives now from the collector: where there is no room, the search for dropped arrays then looks only at ours."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,17 +1,18 @@
 """A training loop from pinned memory, against the longer of its compute and its copies.
 
-Question: how much of a step is lost when the next batch is put after the step was launched, as programs are written?
+Question: how much of a step is lost when the next batch is put after the step was launched, as most programs do it?
 
-Isolated: the transfer path. Six prepared pinned slots, more than are ever in flight, hold other bytes each, so nothing has to be
-filled and nothing comes twice in a row. In each step the batch of the last `put` is used, compute is launched on it, the next `put`
-is issued, and the host waits for the compute of the step before. Compute is arithmetic of a length that was tuned to the copy:
-matrix products (CuPy, and JAX in one jitted step of static length) or a kernel (Numba); on the default stream, and on one of its
-own that does not stop for it. On the host backend compute and copies take turns, since there is no device.
+Isolated: the transfer path. Six prepared pinned slots, more than are ever in flight, hold different bytes, so nothing has to be
+filled and no batch comes twice in a row. In each step the batch of the last `put` is used, compute is launched on it, the next
+`put` is issued, and the host waits for the compute of the step before. Compute is arithmetic of a length that was tuned to the
+copy: matrix products (CuPy, and JAX in one jitted step of static length) or a kernel (Numba); on the default stream, and on a
+stream of its own that does not stop for the default one. On the host backend compute and copies take turns, since there is no
+device.
 
 Method: a sample is 500 steps in one go, fewer if they would take more than four seconds; five samples. The limit of a step is the
 longer of compute alone and the bare copy alone, medians of what was measured before and after the sample. Peers run in the same
-order of events, in turn with ours, a fifth as many steps. Every step takes a checksum of its batch on the device; all of them are
-compared after the clock has stopped.
+order of events, in turn with ours, with a fifth as many steps. Every step takes a checksum of its batch on the device; all of them
+are compared after the clock has stopped.
 
 Command: python benchmarks/run.py --case loop --backend jax --json
 """

@@ -4,11 +4,11 @@ Question: which memory should a source be in, and when is no copy the better cop
 
 Isolated: the memory. One size, 64 MiB, and one direction, to the device, into an array that is there (a new one where arrays never
 change). "pinned", "write-combined" and "pageable" are `put` from such memory. "mapped" is a kernel that reads host memory in place,
-by `stager.mapped`, and writes its inverse to the device array: over the link goes what the others copy. Its peer "unified" is the
-same kernel on unified memory that the host wrote last, in pages that each run has for itself.
+by `stager.mapped`, and writes its inverse to the device array: the same bytes cross the link as in the other rows. Its peer
+"unified" is the same kernel on unified memory that the host wrote last, in pages that each run has for itself.
 
 Method: as in `link`, with the same limit, the bare copy from pinned memory. Filling is outside the clock: write-combined memory is
-filled at the rate of the memory, and read by the CPU a hundred times slower, of which nothing is to be seen here.
+filled at the rate of the memory, and the CPU reads it a hundred times slower, which does not show here.
 
 Command: python benchmarks/run.py --case memory_kinds --backend cupy --json
 """
@@ -37,7 +37,7 @@ PEERS = ("cupy", "torch", "jax", "numba", "numpy")
 NBYTES = 64 << 20
 QUICK_NBYTES = 1 << 20
 ARENAS = 8
-"""Room for so many: two arenas of a source and a target each, and as much again for the mapped ones, and to spare."""
+"""Room for so many: two arenas with a source and a target each, as much again for the mapped ones, and some to spare."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,14 @@
 
 Question: what does a call cost the host when the bytes cost nothing? It bounds how small batches may be.
 
-Isolated: the host side. The clock surrounds each call by itself; the synchronization comes after every 50 calls, outside it.
+Isolated: the host side. The clock surrounds each single call; the synchronization comes after every 50 calls, outside the clock.
 `put(into=)` and `get(out=)` have their target, `put()` makes a new device array from memory that earlier puts gave back, and
 `put().value` also makes the current stream wait. What a call returned is dropped inside the clock of a later call.
 
 Method: pinned memory, contenders in turn, chunk by chunk; every chunk is poisoned before and verified after. The limit is the bare
-asynchronous copy; an event record beside it is the least a transfer needs whose end can be asked for. Peers are what their
-users call, from pinned memory of their own where that matters to them. Each call has arrays of its own; labels with "same array"
-repeat one call on one array, the cheapest case there is. Labels with "busy" repeat it with a short kernel launched on
+asynchronous copy; an event record beside it is the least that a transfer needs if its end can be asked for. Peers are the calls
+that their users make, from pinned memory of their own where that matters to them. Each call has arrays of its own; labels with
+"same array" repeat one call on one array, the cheapest case there is. Labels with "busy" repeat it with a short kernel launched on
 the current stream before each call: the device is running, and the caches are those of a loop.
 
 Command: python benchmarks/run.py --case overhead --backend cupy --json
@@ -40,9 +40,9 @@ PAGE = 4096
 KEPT = 2
 """Fresh arrays that a caller holds at a time."""
 BUSY_SHARE = 5
-"""One chunk with a kernel before each call for so many without."""
+"""For so many chunks without a kernel there is one chunk with a kernel before each call."""
 NEW_SHARE = 3
-"""One chunk where every call needs a new array, made outside the clock, for so many elsewhere."""
+"""Where every call needs a new array, made outside the clock, there is one chunk for so many elsewhere."""
 
 
 def run(bench: Bench) -> Iterator[Record]:

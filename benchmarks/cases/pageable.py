@@ -1,11 +1,11 @@
 """Pageable memory, at the size of a batch and of a whole file, against the pinned limit.
 
-Question: how near to the link's rate do arrays come that nobody has page-locked?
+Question: how near to the link's rate do arrays come if nobody has page-locked them?
 
-Isolated: first one transfer of 1 GiB, everything warm: "touched" from and into memory that is there (`put(into=)`, or `put()` where
-device arrays cannot be written to; `get(out=)`), "untouched" into memory that was mapped outside the clock and is first written
-inside. Then a training loop on six pageable batches in turn, prefetched (`prefetch(..., rewrites=False)`; the peers are asked for
-the next batch when a step is launched), with compute tuned to the bare copy.
+Isolated: first one transfer of 1 GiB, with everything warm. "touched" is from and into memory that is there (`put(into=)`, or
+`put()` where device arrays cannot be written to; `get(out=)`), "untouched" is into memory that was mapped outside the clock and is
+first written inside. Then a training loop on six pageable batches in turn, prefetched (`prefetch(..., rewrites=False)`; the peers
+are asked for the next batch when a step is launched), with compute tuned to the bare copy.
 
 Method: one transfer a sample, right behind one that is not timed; five samples, contenders in turn, every byte compared. The limit
 is the bare copy between pinned memory, for the loop the longer of that and compute alone. `details` says how much was page-locked
@@ -42,7 +42,7 @@ NBYTES, QUICK_NBYTES = 1 << 30, 4 << 20
 BATCH_SIZES, QUICK_BATCH_SIZES = (256 << 20, 64 << 20), (1 << 20,)
 BATCHES = 6
 SLOTS = 2
-"""Pinned, for the bare copy alone."""
+"""Pinned slots, for the bare copy alone."""
 STEPS, QUICK_STEPS = 60, 12
 SAMPLES, QUICK_SAMPLES = 5, 2
 SEED = 43
@@ -60,7 +60,7 @@ def run(bench: Bench) -> Iterator[Record]:
     """Yield a record per label and direction, then one per batch size and stream."""
     peers = bench.open_peers(PEERS)
     nbytes = QUICK_NBYTES if bench.quick else NBYTES
-    # Two pinned arrays for the limit; what ours pins beside them is a figure.
+    # Two pinned arrays for the limit; how much ours pins beside them is one of the figures.
     asked = 2 * nbytes + SHIFTS * STEP
     with bench.open_stager(pinned_limit=2 * asked + (256 << 20)) as stager:
         pinned = Arena.allocate(bench.device, nbytes, lambda n: stager.empty_pinned(n, np.uint8))

@@ -1,27 +1,29 @@
-"""Pageable memory of every size, as it is moved by who reads no further than the first example.
+"""Pageable memory of every size, moved as a user moves it who reads no further than the first example.
 
 Question: how near to the link's rate does pageable memory come with default arguments, by one call and in a loop, 4 KiB to 1 GiB?
 
-Isolated: the default. The user pins, borrows and names nothing, and the stager is as it opens. What is there before the clock
-starts is memory that is touched. Six labels:
+Isolated: the default. The user pins, borrows and names nothing, and the stager is as it opens. Memory that exists before the clock
+starts is touched. There are six labels:
 
 "call": `put(array)` to a new device array; `get(array).result()` into host memory of xferlib's own, which its pool has after the
 first round, as it has in a program that lets go of its results. "call, out=": `get(array, out=)` into pageable memory. The clock
 runs from the call until the bytes are there; the limit and the peers are waited for in the same way, call by call.
 
 "loop, kept by the source": `for batch in xferlib.prefetch(batches, stager)` over arrays that come in turn, again and again. "loop,
-rewrites=False": the same, said to be never written to. "loop, made anew": each batch is an array that nothing else refers to, made
-before the clock starts, as far as 8 GiB go, and given away in no time. The device reads every batch once, for its checksum, and
-writes as much: no compute beside. Peers: their calls in the same loop, and on a thread that is two batches ahead.
+rewrites=False": the same, with the promise that they are never written to. "loop, made anew": each batch is an array that nothing
+else refers to. These arrays are made before the clock starts, as far as 8 GiB go, and giving them away takes no time. The device
+reads every batch once, for its checksum, and writes as much; there is no other compute. Peers: their calls in the same loop, and on
+a thread that is two batches ahead.
 
 "loop" to the host: `for result in xferlib.drain(results, stager)`, each computed from one of two arrays. Peers: their calls two
 results late, or on a thread.
 
 Method: by call as in `pageable`, five samples of some milliseconds, each right behind one that is not timed; every byte compared.
 A loop is half a second long, 2000 steps at most, in passes of a thousand; five samples, three from 256 MiB on; peers run a fifth as
-many steps, but eight. Its start and its end are in the clock, and so are, to the host, the looks at some bytes of each result.
-The limit is the bare copy of pinned memory, by call or in a row. That is no limit to hold a loop of small batches to, whose steps
-take the host longer: `details` has `compute_seconds`, of a step without any copy, and `over_bound`, over the longer of both.
+many steps, but at least eight. The loop's start and end are in the clock, and so are, to the host, the looks at some bytes of each
+result. The limit is the bare copy of pinned memory, by call or in a row. A loop of small batches cannot be held to that limit,
+since its steps take the host longer: `details` has `compute_seconds`, of a step without any copy, and `over_bound`, over the longer
+of both.
 
 Command: python benchmarks/run.py --case sizes --backend jax --json --resume
 """
@@ -61,7 +63,7 @@ PASS = 1000
 KEPT_NBYTES, FEWEST_BATCHES, MOST_BATCHES = 4 << 30, 4, 32
 MADE_NBYTES = 8 << 30
 SLOTS = 2
-"""Pinned, for the bare copy alone."""
+"""Pinned slots, for the bare copy alone."""
 BASES = 2
 SEED = 59
 CALL, CALL_OUT = "call", "call, out="
@@ -144,7 +146,7 @@ def _calls(rows: _Rows, peers: Sequence[Peer], sizes: Sequence[int], pin: Callab
 
 
 def _rivals(peers: Sequence[Peer], direction: Direction, label: str) -> list[Way]:
-    """Return what their users call: to the device anything, to the host what is given an array or what makes one, as ours."""
+    """Return the calls that their users make: any to the device; to the host those that take an array or make one, as ours does."""
     ways = {way.name: way for kind in ("pageable", "new") for way in ways_of(peers, kind, direction)}
     return [way for way in ways.values() if direction == "h2d" or (way.result is None) is (label == CALL_OUT)]
 

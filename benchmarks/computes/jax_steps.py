@@ -26,7 +26,7 @@ SIDE_ON_CPU = 64
 def _step(batch: Any, tag: Any, weights: Any, rounds: int) -> tuple[Any, Any]:
     total = batch.astype(jnp.uint32).sum()
     end = lax.fori_loop(0, rounds, lambda _, product: (product @ weights) * weights.dtype.type(0.1), weights)
-    # Nought times a product may be NaN, for all that the compiler knows: the loop is not left out.
+    # Zero times a product may be NaN, as far as the compiler knows, so it does not leave out the loop.
     return total + (end[0, 0] * 0).astype(jnp.uint32), batch ^ tag
 
 
@@ -41,7 +41,7 @@ class JaxSteps:
         side = SIDE_ON_CPU if device.platform == "cpu" else SIDE
         self._step = jax.jit(_step, static_argnames="rounds")
         self._weights = jax.device_put(jnp.full((side, side), 1e-4, jnp.bfloat16), device)
-        # On the device beforehand: to bring a number there would be a transfer of JAX's in every step.
+        # On the device beforehand: otherwise JAX would transfer a number in every step.
         self._tags = [jax.device_put(jnp.uint8(tag), device) for tag in range(256)]
         jax.block_until_ready((self._weights, self._tags))
 

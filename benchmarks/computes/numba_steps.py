@@ -23,7 +23,7 @@ BLOCKS, THREADS = 528, 256
 GRID = (BLOCKS, THREADS)
 SUMS = 1024
 FOLDED = 4
-"""Multiplications that the compiler makes one of: a round is as many, so that time grows evenly with the rounds."""
+"""The compiler folds so many multiplications into one. A round has as many, so that the time grows evenly with the rounds."""
 
 
 @functools.cache
@@ -106,7 +106,7 @@ class NumbaSteps:
     def __init__(self, copies: CudaCopies, nbytes: int, *, own_stream: bool) -> None:
         self._cuda = cuda = load()
         self._work = kernels().work
-        # Numba's own streams stop for the default one, and it for them.
+        # Numba's own streams stop for the default one, and the default one for them.
         self.handle: Final[int] = int(copies.stream()) if own_stream else 0
         self._stream = cuda.external_stream(self.handle) if own_stream else cuda.default_stream()
         self.stream: Final[Any] = self._stream if own_stream else None
@@ -121,7 +121,7 @@ class NumbaSteps:
         return nullcontext()
 
     def adopt(self, array: Any) -> Any:
-        # Or it would wait for the stream that the array names.
+        # Otherwise it would wait for the stream that the array names.
         return self._cuda.as_cuda_array(array, sync=False)
 
     def step(self, batch: Any, rounds: int, tag: int) -> tuple[Any, Any]:

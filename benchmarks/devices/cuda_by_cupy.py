@@ -144,7 +144,7 @@ def _arguments(direction: Direction, source: Any, target: Any) -> tuple[int, int
 
 
 def _wide(array: Any) -> Any:
-    """View bytes as words where they divide: a GiB of comparisons is then an eighth in temporary memory."""
+    """View bytes as words where they divide evenly: to compare a GiB then takes an eighth of the temporary memory."""
     return array.view(np.uint64) if array.nbytes % 8 == 0 else array
 
 

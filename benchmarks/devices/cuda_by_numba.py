@@ -112,5 +112,5 @@ def _address(array: Any) -> int:
 
 
 def _wide(array: Any) -> Any:
-    """View bytes as words where they divide."""
+    """View bytes as words where they divide evenly."""
     return array.view(np.uint64) if array.nbytes % 8 == 0 else array

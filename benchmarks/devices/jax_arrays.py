@@ -1,6 +1,6 @@
 """The device of the JAX backend: JAX arrays, and bare copies from and to the memory they lie in; on CUDA, or on the CPU.
 
-JAX arrays cannot be written to, so every transfer to the device that is measured here makes, or is given, a new one.
+JAX arrays cannot be written to, so every transfer to the device that is measured here makes a new array or is given one.
 """
 
 from __future__ import annotations

@@ -16,4 +16,4 @@ def _open(name: str) -> Peer:
 
 
 OPENERS: dict[str, Opener] = {name: partial(_open, name) for name in ("cuda", "cupy", "jax", "numba", "numpy", "torch")}
-"""By the peers' names. To open one raises what its imports raise."""
+"""By the peers' names. Opening one raises what its imports raise."""

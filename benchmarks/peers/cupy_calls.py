@@ -17,7 +17,7 @@ from benchmarks.ways import Call, Direction, Kind, Peer, Way
 __all__ = ["open_peer"]
 
 SHARE = 0.2
-"""Of the steps of a pipeline that are measured for ours."""
+"""The share of the steps of a pipeline that are measured for ours."""
 
 
 def open_peer() -> Peer:

@@ -16,14 +16,14 @@ from benchmarks.ways import Call, Direction, Kind, Peer, Way
 __all__ = ["open_peer"]
 
 SHARE = 0.2
-"""Of the steps of a pipeline that are measured for ours."""
+"""The share of the steps of a pipeline that are measured for ours."""
 FEW = 0.02
-"""Of its frames: JAX brings them forty times slower."""
+"""The same for frames: JAX brings them forty times slower."""
 
 
 def open_peer(platform: str = "cuda") -> Peer:
     """Import JAX. Raises `ModuleNotFoundError` without it, `RuntimeError` if it finds no device of that platform."""
-    # By default it would take three quarters of the device's memory for itself. No effect where it is in use already.
+    # By default JAX would take three quarters of the device's memory for itself. No effect where JAX is in use already.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax = import_module("jax")
     return _JaxCalls(jax, jax.devices(platform)[0])

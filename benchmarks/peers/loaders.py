@@ -16,7 +16,7 @@ from benchmarks.steps import Bytes
 __all__ = ["OPENERS", "Loader", "Loaders", "Work"]
 
 DEPTH = 2
-"""Batches ahead, of Flax: what its documentation says is best on GPUs."""
+"""Batches that Flax is ahead: its documentation says that this is best on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)

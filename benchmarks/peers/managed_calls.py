@@ -1,6 +1,6 @@
-"""Unified memory by CuPy, the one row of it: the device fetches the pages that it reads, and the host had written, by page faults.
+"""Unified memory by CuPy, in a single row: by page faults the device fetches the pages that it reads and the host has written.
 
-One row, far below what the device has free: past that, pages are thrown out to the host again and the figure means nothing.
+Only one row, far below the device's free memory: beyond that, pages are evicted to the host again and the figure means nothing.
 """
 
 from __future__ import annotations

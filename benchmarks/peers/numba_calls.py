@@ -40,7 +40,7 @@ class _NumbaCalls:
         return ()
 
     def _into(self, direction: Direction, *, waits: bool) -> Way:
-        """From and into pageable memory without a stream, as its users do: with one it would say done too early."""
+        """From and into pageable memory without a stream, as Numba's users do: with a stream it would say done too early."""
         options = {} if waits else {"stream": self._stream}
 
         def put(source: Any, target: Any) -> Call:

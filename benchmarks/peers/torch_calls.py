@@ -14,7 +14,7 @@ from benchmarks.ways import Call, Direction, Kind, Peer, Way
 __all__ = ["open_peer"]
 
 SHARE = 0.2
-"""Of the steps of a pipeline that are measured for ours."""
+"""The share of the steps of a pipeline that are measured for ours."""
 
 
 def open_peer() -> Peer:
@@ -32,7 +32,7 @@ class _TorchCalls:
         self._gets = torch.cuda.Stream()
         self._side = torch.cuda.Stream()
         self._pinned: list[Any] = []
-        # As a training loop does it: transfers to the device on a side stream that is current, not on the legacy default stream.
+        # As training loops do it: transfers to the device are on a side stream that is current, not on the legacy default stream.
         torch.cuda.set_stream(torch.cuda.Stream())
 
     def ways(self, kind: Kind, direction: Direction) -> Sequence[Way]:
@@ -59,7 +59,7 @@ class _TorchCalls:
         return () if kind != "new" or compute.handle is None else (self._cpu_on_a_thread(compute),)
 
     def _on_compute_stream(self, compute: Compute) -> Feed:
-        """As it is written in most loops."""
+        """As most loops are written."""
         torch, stream = self._torch, self._stream(compute)
 
         def start(batch: Bytes) -> Any:
@@ -78,7 +78,7 @@ class _TorchCalls:
         return Feed(name="torch pin_memory to", start=start, use=compute.adopt, share=SHARE)
 
     def _on_side_stream(self, compute: Compute, *, pin: bool) -> Feed:
-        """As a prefetcher does it that takes care of streams."""
+        """As in a prefetcher that takes care of streams."""
         torch, stream, side = self._torch, self._stream(compute), self._side
 
         def start(batch: Bytes) -> Any:

@@ -1,7 +1,7 @@
 """PyTorch's `DataLoader` with worker processes and its thread that pins, and its batches handed to JAX by DLPack.
 
-The same jitted step then computes on them. That is better than a model in PyTorch would fare: copies are on a stream of PyTorch's,
-beside JAX's compute, and not in line with it.
+The same jitted step then computes on them. A PyTorch model would do worse: here the copies are on a stream of PyTorch's, beside
+JAX's compute and not in line with it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TorchLoader:
         return self._start(0)
 
     def shared(self) -> AbstractContextManager[Iterator[Any]]:
-        """Give batches that lie in shared memory beforehand: the workers copy nothing, the thread that pins is the only one to."""
+        """Give batches that lie in shared memory beforehand: only the thread that pins copies, and the workers copy nothing."""
         return self._start(self._turns.count)
 
     @contextmanager
@@ -98,5 +98,5 @@ class TorchLoader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # Its iterator, which it keeps, ends the workers when it goes.
+        # The loader keeps its iterator, which ends the workers when it goes.
         del self._loader

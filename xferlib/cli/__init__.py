@@ -1,4 +1,4 @@
-"""The command `xferlib`. What goes wrong for a reason we know is one line on stderr and exit status 1, never a traceback."""
+"""The command `xferlib`. A failure with a known reason is one line on stderr and exit status 1, never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands and their options. What they do stands in the modules they import, each when it is run."""
+"""The commands and their options. What a command does stands in a module that is imported when the command is run."""
 
 from __future__ import annotations
 

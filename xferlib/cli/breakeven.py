@@ -1,6 +1,6 @@
-"""From how many transfers of the same memory on it pays to page-lock it in place, measured on this machine.
+"""After how many transfers of the same memory it pays to have page-locked it in place, measured on this machine.
 
-A lock costs once; staging costs at each transfer.
+A lock costs time once; staging costs time at each transfer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BreakEven:
 
     @property
     def transfers(self) -> int | None:
-        """The number of transfers from which on locking is the faster way; None: it never is."""
+        """The number of transfers from which on locking is faster; None: it never is."""
         gain = self.staged_seconds - self.pinned_seconds
         return math.ceil(self.lock_seconds / gain) if gain > 0 else None
 
@@ -56,7 +56,7 @@ def break_even(stager: Stager) -> BreakEven | None:
     capabilities = stager.capabilities
     if not (stager.on_gpu and capabilities.pinned and capabilities.register):
         return None
-    # Written, so that the pages are there: fetching them is no part of locking.
+    # The array is written, so that its pages exist: fetching them is no part of locking.
     array = np.ones(NBYTES, np.uint8)
     return BreakEven(
         nbytes=NBYTES,

@@ -1,4 +1,4 @@
-"""What backends ship for commands beside their entry point: `workload` and `diagnosis`, both optional.
+"""What backends ship for the commands, beside their entry point: `workload` and `diagnosis`, both optional.
 
 `diagnosis` has `findings() -> list[str]`, sentences that the user should read even when the backend is ready, and
 `versions() -> dict[str, str]`, its distributions by name. Neither needs a device, and only the backend can know what they say.

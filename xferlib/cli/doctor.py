@@ -1,6 +1,7 @@
 """What this machine has: backends, ready or not and why, versions, memory, and settings that break overlap.
 
-Backends are opened, one after the other, and closed again. Whatever opening one raises is a finding, never the end of the page.
+Backends are opened, one after the other, and closed again. Whatever a backend raises when it is opened is a finding, never the end
+of the page.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ __all__ = ["examine", "lacking", "print_json", "show"]
 Report = dict[str, Any]
 
 LITTLE = 256 << 20
-"""Bytes. Less pinned memory than this is soon in the way."""
+"""Bytes. Less pinned memory than this soon becomes a limit."""
 
 
 def examine() -> Report:
     """Return the findings as plain values: the schema of `doctor --json`."""
     memory = psutil.virtual_memory()
     unreadable = _unreadable()
-    # What is no backend's fault must not be laid at its door.
+    # A backend must not be blamed for what is not its fault.
     instead: Report = {"staging": StagingProfile(1, 1 << 20), "debug": False} if unreadable else {}
     states = [_backend(name, instead) for name in backends()]
     return {
@@ -157,7 +158,7 @@ def _auto(instead: Report) -> str | None:
 def _settings() -> list[str]:
     """Return a sentence for each variable of CUDA's that keeps work from overlapping, or hides the devices."""
     found = []
-    # Seen on an H200: kernels of other streams stand still behind one that is held, copies do not.
+    # Seen on an H200: kernels of other streams stand still behind a held one, and copies do not.
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         found.append(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 is set: the kernels of all streams share one queue and wait for each other. Unset it, "
@@ -200,7 +201,7 @@ def _memlock() -> int | None:
 
 
 def _unreadable() -> list[str]:
-    """Return a sentence for each variable of ours that cannot be read: no stager opens that is not told otherwise."""
+    """Return a sentence for each variable of ours that cannot be read: without an explicit argument no stager opens then."""
     lines = []
     for read in (given_profile, partial(wanted, None)):
         try:
@@ -222,7 +223,7 @@ def _machine(report: Report) -> list[tuple[str, str]]:
     memory = {name: None if nbytes is None else in_words(nbytes) for name, nbytes in report["memory"].items()}
     limited = report["memory"]["limit_nbytes"] < report["memory"]["total_nbytes"]
     limit = f", limited to {memory['limit_nbytes']} by its control group" if limited else ""
-    # Drivers lock pages by themselves, and ask no such limit: seen on an H200, with driver 580.
+    # Drivers lock pages by themselves and do not ask for such a limit: seen on an H200, with driver 580.
     locked = f" (ulimit -l, {memory['memlock_nbytes']}, does not bear on it)" if memory["memlock_nbytes"] else ""
     return [
         ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-# Before they are imported: a failing law shows its operands, whoever runs it and from wherever.
+# Before the laws are imported, so that a failing law shows its operands, whoever runs it and from wherever.
 pytest.register_assert_rewrite(
     "xferlib.conformance.base",
     "xferlib.conformance.moves",

@@ -1,7 +1,7 @@
 """What the laws are written with: a stager to test, calls that may block, and the three things to say about a transfer.
 
-Nothing here decides by a clock: a deadline only turns what never comes into a failure, and a window only gives a backend that is
-wrong the time to show it. What belongs to one law alone stands with that law.
+Nothing here decides by a clock: a deadline only turns what never comes into a failure, and a window only gives a wrong backend the
+time to show that it is wrong. What belongs to one law alone stands with that law.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ WINDOW_SECONDS = 0.1
 LOOK_SECONDS = 1.0
 """How long the reaper may take to give back what closed stagers left."""
 MOST_PUTS = 100
-"""More than the blocks of one size that any law leaves idle: who still finds one free is given the same memory again and again."""
+"""More than the blocks of one size that any law leaves idle: a put that still finds one free gets the same memory every time."""
 SCARCE = LARGE // 3
-"""Bytes as a `pinned_limit`: room to stage a part of what is large. While copies are held, the rest of it cannot have been read."""
+"""Bytes as a `pinned_limit`: room to stage a part of a large array. While copies are held, the rest cannot have been read."""
 
 T = TypeVar("T")
 
 
 @final
 class Calls:
-    """Calls on threads of their own, so that one that blocks is a failure and not a hang."""
+    """Calls on threads of their own, so that a call that blocks is a failure and not a hang."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -70,7 +70,7 @@ class Calls:
 def _run(functions: list[Callable[[], T]], call: Future[T]) -> None:
     try:
         value = functions.pop()()
-    except BaseException as error:  # Whatever it is belongs to the thread that asks for the result.
+    except BaseException as error:  # Any error belongs to the thread that asks for the result.
         call.set_exception(error)
     else:
         call.set_result(value)
@@ -78,7 +78,7 @@ def _run(functions: list[Callable[[], T]], call: Future[T]) -> None:
 
 @final
 class _Look:
-    """The last thing that the reaper looks at, in the order of asking: when it has come here, all before it is settled."""
+    """The last thing that the reaper looks at. It looks in the order of asking, so everything before this one is then settled."""
 
     def __init__(self) -> None:
         self.taken = threading.Event()
@@ -92,14 +92,14 @@ class Laws(Hooks):
     """The ground of every group of laws. Tests call `assert_...` and the hooks, and nothing of a backend's own."""
 
     deadline_seconds: ClassVar[float] = 5.0
-    """How long what must happen may take on the slowest machine. Shorter than the watchdog of a hold."""
+    """The longest time that something which must happen may take, on the slowest machine. Shorter than a hold's watchdog."""
 
     calls: Calls
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def _spare_the_collector(cls) -> Iterator[None]:
-        """Hide from the garbage collector what was there before: the laws call it often, and it would go through all of that."""
+        """Hide earlier objects from the garbage collector: the laws call it often, and it would go through all of them."""
         gc.collect()
         gc.freeze()
         yield
@@ -131,7 +131,7 @@ class Laws(Hooks):
         return Stager(self._open_or_skip(), staging=staging, pinned_limit=pinned_limit)
 
     def assert_returns(self, function: Callable[[], T]) -> T:
-        """Assert that the call returns, without anything being released, and return what it returns."""
+        """Assert that the call returns while nothing is released, and return its result."""
         __tracebackhide__ = True
         call = self.calls.start(function)
         wait([call], self.deadline_seconds)
@@ -139,7 +139,7 @@ class Laws(Hooks):
         return call.result()
 
     def assert_arrives(self, start: Callable[[], Transfer]) -> Any:
-        """Assert that a transfer can be started, does not fail, and is done at some time; return its arrays."""
+        """Assert that a transfer can be started, does not fail, and is done at some point; return its arrays."""
         __tracebackhide__ = True
         try:
             return start().result(self.deadline_seconds)
@@ -147,7 +147,7 @@ class Laws(Hooks):
             pytest.fail(f"{type(error).__name__}: {error}")
 
     def assert_completes(self, transfer: Transfer) -> None:
-        """Assert that the transfer gets done by itself: nobody synchronizes, somebody asks."""
+        """Assert that the transfer becomes done by itself, while it is only asked and nobody synchronizes."""
         __tracebackhide__ = True
         deadline = time.monotonic() + self.deadline_seconds
         while not transfer.done():
@@ -162,7 +162,7 @@ class Laws(Hooks):
     def assert_stays(self, true: Callable[[], bool], hold: Hold) -> None:
         """Assert that something stays as it is while held.
 
-        What is right is right at any moment: the window is for what is wrong.
+        A right backend passes at any moment; the window gives a wrong one the time to fail.
         """
         __tracebackhide__ = True
         end = time.monotonic() + WINDOW_SECONDS
@@ -172,7 +172,7 @@ class Laws(Hooks):
         assert hold.held
 
     def assert_comes(self, true: Callable[[], bool], otherwise: Callable[[], str]) -> None:
-        """Assert that something becomes true by itself; `otherwise` says what is the case instead."""
+        """Assert that something becomes true by itself; `otherwise` says what was found instead."""
         __tracebackhide__ = True
         deadline = time.monotonic() + self.deadline_seconds
         while not true():
@@ -192,7 +192,7 @@ class Laws(Hooks):
     def put_others(self, stager: Stager, values: Array, *, at_least: int = 1) -> list[Transfer]:
         """Put other values of the same size until no device memory of that size is free, and keep all of it.
 
-        So memory that is taken for free is now rewritten. A put into memory that is new may have to wait for held work.
+        So memory that was wrongly taken for free is now rewritten. A put into new memory may have to wait for held work.
         """
         taken = stager.stats().device_nbytes
         kept: list[Transfer] = []
@@ -205,9 +205,9 @@ class Laws(Hooks):
         return kept
 
     def warm(self, stager: Stager, values: Array) -> None:
-        """Let what runs under a hold run before: memory for several transfers of this size each way, readers, first launches.
+        """Run once what will run under a hold: memory for several transfers of this size each way, readers, first launches.
 
-        What it leaves behind in that memory are other bytes than the values.
+        It leaves other bytes than the values in that memory.
         """
         self.let_go()
         others = pattern(values.shape, values.dtype, 99)
@@ -225,15 +225,15 @@ class Laws(Hooks):
         gc.collect()
 
     def warm_staging(self, scarce: Stager) -> None:
-        """Let what is large be staged by a stager that has little pinned memory, less than `warm` would ask for."""
+        """Stage a large array once by a stager with little pinned memory, less than `warm` would ask for."""
         self.warm(scarce, words(99))
         scarce.put(words(99, LARGE), borrow=True).synchronize()
         gc.collect()
 
     def let_go(self) -> None:
-        """Let what earlier tests left behind be given back now, what their exceptions hold included.
+        """Let what earlier tests left behind be given back now, including what their exceptions hold.
 
-        Under a hold that would wait for the held work, and elsewhere be counted.
+        If it came later, it would wait for held work under a hold, or be counted elsewhere.
         """
         gc.collect()
         look = _Look()
@@ -246,7 +246,7 @@ class Laws(Hooks):
         except BackendUnavailableError as error:
             required = {name.strip() for name in os.environ.get(REQUIRE, "").split(",")} - {""}
             name = self._backend_name()
-            # Nobody can say that an unknown name is not required.
+            # If the name is unknown, nobody can say that it is not required.
             if required and (name is None or name in required):
                 pytest.fail(f"{REQUIRE}={os.environ[REQUIRE]} forbids to skip this: {error}")
             pytest.skip(str(error))

@@ -1,7 +1,7 @@
-"""What the hooks of every CUDA backend share: streams stopped at a gate, and questions to the driver. Speaks CUDA only.
+"""What the hooks of every CUDA backend share: streams stopped at a gate, and questions to the driver. Knows only CUDA.
 
-Held work is work behind a wait for a word of host memory, which the test writes. Nothing here depends on timing, and nothing goes
-through a backend's own calls, so that a hold also holds a backend that is broken. Imports its driver bindings when first used.
+Held work is work behind a wait for a word of host memory, which the test writes. Nothing here depends on timing. Nothing goes
+through a backend's own calls, so a hold also holds a broken backend. The driver bindings are imported when first used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CudaError(RuntimeError):
 
 @final
 class Mark:
-    """A point in a stream, known to the driver and to nobody else. `destroy` it when the streams are done with it."""
+    """A point in a stream, known only to the driver. `destroy` it when the streams are done with it."""
 
     def __init__(self, stream: int, *, device: int = 0) -> None:
         self._device = device
@@ -117,8 +117,9 @@ def hold_streams(
 ) -> Iterator[StreamHold]:
     """Stop these streams, by handle, at one gate; `enqueue` then adds the work that is to be held.
 
-    `stream` is what the hold names as its own. What runs under the hold has been run before: first launches, compiles and frees
-    wait for work that is held. If the watchdog had to open the gate, leaving raises, or adds a note to what is being raised.
+    `stream` is what the hold names as its own. Whatever runs under the hold must have run before: first launches, compiles and
+    frees wait for held work. If the watchdog had to open the gate, leaving the context raises, or adds a note to what is being
+    raised.
     """
     handles = list(streams)
     gate = _gate_for_device(device, seconds)
@@ -143,14 +144,14 @@ def hold_streams(
 
 @contextmanager
 def copies_go_nowhere(calls: Any, nowhere: int) -> Iterator[None]:
-    """Let the copies that the engine makes by these calls, an `xferlib.engine.native.Calls`, have a device address of nobody's."""
+    """Give the copies that the engine makes by these calls, an `xferlib.engine.native.Calls`, a device address that is nobody's."""
     before = calls.copy_h2d, calls.copy_d2h
     to_device, to_host = _TO_DEVICE(before[0]), _TO_HOST(before[1])
     broken = (
         _TO_DEVICE(lambda dst, src, nbytes, stream: to_device(nowhere, src, nbytes, stream)),
         _TO_HOST(lambda dst, src, nbytes, stream: to_host(dst, nowhere, nbytes, stream)),
     )
-    # For good: a thread may be in one of them when this has ended.
+    # Kept for good: a thread may still be in one of them when this has ended.
     _broken.append(broken)
     calls.copy_h2d, calls.copy_d2h = [ctypes.cast(function, ctypes.c_void_p).value for function in broken]
     try:
@@ -160,7 +161,7 @@ def copies_go_nowhere(calls: Any, nowhere: int) -> Iterator[None]:
 
 
 def page_locked(address: int) -> bool:
-    """Ask the driver whether it knows the address as page-locked host memory, by whomever."""
+    """Ask the driver whether it knows the address as page-locked host memory, whoever locked it."""
     driver = _driver()
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     with context(0):
@@ -177,7 +178,7 @@ def write_combined(address: int) -> bool:
     with context(0):
         status, flags = _driver().cuMemHostGetFlags(address)
     if int(status) == CUDA_ERROR_INVALID_VALUE:
-        # Memory that somebody else mapped, and the driver has only locked.
+        # Memory that somebody else has mapped, and that the driver has only locked.
         return False
     if int(status) != 0:
         raise CudaError("cuMemHostGetFlags", status)
@@ -193,7 +194,7 @@ def device_free_nbytes(device: int = 0) -> int:
 
 @contextmanager
 def context(device: int) -> Iterator[None]:
-    """Make the device's primary context current, which every framework shares, and leave the caller's as found."""
+    """Make the device's primary context, which every framework shares, current, and leave the caller's context as found."""
     call("cuCtxPushCurrent", _primary_context(device))
     try:
         yield

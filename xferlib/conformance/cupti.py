@@ -1,7 +1,8 @@
 """Count the calls that allocate, free, page-lock or unlock memory, whoever makes them, as CUPTI reports them.
 
-CUPTI calls back as such a function is entered, in the driver and in the runtime, which every framework links for itself. Needs no
-rights and no recompilation; costs nothing for calls that are not counted. A process has room for one subscriber to callbacks.
+CUPTI calls back when such a function is entered, in the driver and in the runtime, which every framework links for itself. This
+needs no rights and no recompilation, and costs nothing for calls that are not counted. A process can have only one subscriber to
+callbacks.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class DriverCalls:
         return Counter(list(self._names))
 
     def require_seen(self, probe: Callable[[], None], count: int) -> None:
-        """Run `probe`, which makes `count` calls that count, and raise `CuptiError` unless just these were seen.
+        """Run `probe`, which makes `count` calls that count, and raise `CuptiError` unless exactly these were seen.
 
         A counter that sees nothing would prove anything. Nothing else may allocate meanwhile.
         """
@@ -102,7 +103,7 @@ class DriverCalls:
             if domain == RUNTIME:
                 self._inside_runtime.discard(thread)
             return
-        # What a runtime function calls in the driver may be reported, too: it is one call, counted by the outer name.
+        # The calls of a runtime function in the driver may be reported, too: together they are one call, counted by the outer name.
         if thread not in self._inside_runtime:
             self._names.append((call.function or b"?").decode())
         if domain == RUNTIME:

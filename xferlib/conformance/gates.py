@@ -1,7 +1,7 @@
 """Gates: words of shared memory that work waits on, opened by the test or, when overdue, by the watchdog's process.
 
-Invariants: one table per process, never unmapped (a device may have it registered); a slot is handed out again only after its
-gate was given back. Who lets device work wait for a word is no matter of this file.
+Invariants: one table per process, never unmapped (a device may have it registered); a slot is handed out again only after its gate
+was given back. This file does not make device work wait for a word.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xferlib.conformance.watchdog import BY_TEST, BY_WATCHDOG, OPEN, SHUT, SLOT_
 __all__ = ["GATE_SECONDS", "Gate", "GateTable", "gate_table"]
 
 GATE_SECONDS = 8.0
-"""After this long the watchdog opens a gate. Long against anything that a law waits for while a gate is shut."""
+"""After this long the watchdog opens a gate. Much longer than anything for which a law waits while a gate is shut."""
 
 
 @final
@@ -34,7 +34,7 @@ class GateTable:
         descriptor = os.memfd_create("xferlib-gates")
         os.ftruncate(descriptor, TABLE_NBYTES)
         self._table = mmap.mmap(descriptor, TABLE_NBYTES)
-        # One reference that nobody gives back: unmapping a registered page leaves a registration that nothing can undo.
+        # One reference is never given back: unmapping a registered page leaves a registration that nothing can undo.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._table))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._table))
         self.words = memoryview(self._table).cast("I")
@@ -67,7 +67,7 @@ class GateTable:
 
 @final
 class Gate:
-    """Shut when made, then open for good; `open` changes the one state to the other, and the watchdog does when it is overdue.
+    """Shut when made, then open for good: `open` opens it, or the watchdog does when it is overdue.
 
     `address` is that of a uint32 in host memory: 0 while shut, 1 once open.
     """
@@ -97,7 +97,7 @@ class Gate:
         return "watchdog" if opener == BY_WATCHDOG else "test" if opener == BY_TEST else None
 
     def open(self) -> None:
-        """Open the gate. Twice is fine; the first to open it is the one who is named."""
+        """Open the gate. Twice is fine; the first to open it is named."""
         if self.shut:
             self._table.words[self._word + 1] = BY_TEST
             self._table.words[self._word] = OPEN

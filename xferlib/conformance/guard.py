@@ -1,11 +1,11 @@
-"""A pytest plugin: a phase of a test that hangs is ended with the tracebacks of all threads, and so are the processes it started.
+"""A pytest plugin: it ends a phase of a test that hangs, with the tracebacks of all threads, and the processes that it started.
 
 pytest's own limit is for setup, call and teardown together, and it is off as soon as a test has failed: a hang in the teardown of
-that test lasts for ever. Here each phase has its time, failed or not, and a process of its own watches, which a call that blocks
-with the GIL held does not stop.
+that test lasts for ever. Here each phase has its own time, whether the test has failed or not. A process of its own watches, and a
+call that blocks with the GIL held does not stop it.
 
-Children are ended first. A test that waits for one goes on, with the child's traceback on what it reads of the child's stderr. If
-it does not go on, it is ended itself, and with it the run.
+Children are ended first. A test that waits for a child then goes on, and finds the child's traceback in what it reads of the
+child's stderr. If the test does not go on, it is ended itself, and the run with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _running: list[_Guard] = []
 
 
 def allow(seconds: float) -> None:
-    """Let the present phase take so many seconds from now on, for tests whose length is asked for. Nothing where no guard runs."""
+    """Let the present phase take so many seconds from now on, for tests of a chosen length. Does nothing where no guard runs."""
     for guard in _running:
         guard.restart(seconds=seconds)
 
@@ -39,11 +39,11 @@ class _Guard:
     def __init__(self, seconds: float) -> None:
         self.seconds: Final = seconds
         self._what = ""
-        # pytest puts files in its place while tests run.
+        # While tests run, pytest puts files in the place of stderr.
         stderr = os.dup(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2)
         script = Path(__file__).with_name("guard_process.py")
         theirs, self._orders = os.pipe()
-        # It stays to the very end: of a `Popen` the interpreter would say then that it was left behind.
+        # It stays to the very end. If it were a `Popen`, the interpreter would say then that it was left behind.
         self.pid: Final = os.posix_spawn(
             sys.executable,
             [sys.executable, "-I", "-S", str(script), str(os.getpid())],
@@ -102,7 +102,7 @@ def pytest_leave_pdb() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    # Not taken away: threads that do not end hold up the end of the interpreter.
+    # Not taken away: threads that do not end would hold up the end of the interpreter.
     _restart("the end of the process")
 
 

@@ -1,7 +1,7 @@
 """End a test run that hangs, and what it has started: a script that `guard` runs in a process of its own.
 
-It reads lines from stdin: until when the run has time, on the clock that all processes share, and what it is doing. It ends with
-the run. Only the standard library is imported here, so that it starts in a few milliseconds anywhere.
+It reads lines from stdin: until when the run has time, on the clock that all processes share, and what the run is doing. It ends
+with the run. Only the standard library is imported here, so that it starts in a few milliseconds anywhere.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["descendants", "end"]
 
 PERIOD_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""For a run to go on when its children are gone, and for a process to show where it is."""
+"""The time that a run has to go on when its children are gone, and a process to show where it is."""
 MOST_SHOWN = 100_000
 """Bytes."""
 BESIDE = (b"conformance/guard_process.py", b"conformance/watchdog.py", b"multiprocessing.resource_tracker")
-"""Programs that stand beside a run, and hold nothing up."""
+"""Programs that run beside a test run and hold nothing up."""
 
 
 def descendants(of: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have, the youngest generation first."""
+    """Return the processes that a process has started, and their descendants, the youngest generation first."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            # The name before it, in parentheses, may hold anything. A process may end meanwhile.
+            # The name, in parentheses before it, may hold anything. A process may end meanwhile.
             with suppress(OSError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 parents.setdefault(parent, []).append(int(entry.name))
@@ -43,9 +43,9 @@ def descendants(of: int) -> list[int]:
 
 
 def end(processes: list[int]) -> None:
-    """End processes one after another, each when it has shown where it is, and those that do not within some seconds.
+    """End processes one after another, each when it has shown where it is, or after some seconds if it does not.
 
-    They are stopped meanwhile: what several write to the same place at once cannot be read, and who waits for one goes on.
+    They are stopped meanwhile: what several write to one place at once cannot be read, and one that waits for another would go on.
     """
     _signal(processes, signal.SIGSTOP)
     for process in processes:
@@ -54,7 +54,7 @@ def end(processes: list[int]) -> None:
             try:
                 _signal([process], signal.SIGABRT)
                 _signal([process], signal.SIGCONT)
-                # Also when nobody has asked for its status.
+                # This also works if nobody has asked for its status.
                 if not select.select([descriptor], [], [], GRACE_SECONDS)[0]:
                     _signal([process], signal.SIGKILL)
             finally:
@@ -96,7 +96,7 @@ def _end(run: int, what: str) -> None:
 
 
 def _show_captured(run: int) -> None:
-    """Show what the run has put aside of its stderr, which ends with it: what children say there as well."""
+    """Show what the run has captured of its stderr, what its children have said there included. It would be lost with the run."""
     with suppress(OSError), open(f"/proc/{run}/fd/2", "rb") as file:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             _say("What it has captured of stderr:")

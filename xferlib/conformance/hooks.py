@@ -1,10 +1,10 @@
-"""What a backend author writes to have the laws tested: how to hold work, and how to look at data without the stager.
+"""What a backend author writes so that the laws can be tested: how to hold work, and how to look at data without the stager.
 
-The laws themselves stand in `laws/`. Nothing here knows a framework, and nothing here runs.
+The laws themselves stand in `laws/`. Nothing here knows a framework, and no code here runs.
 
-Holds make "in flight" a state instead of a race: inside a hold, work is prevented from completing until it is released.
-Warm up whatever will run under a hold before it is taken (first launches, compiles and frees may wait for the held work), and give
-every hold a watchdog that releases it after some seconds, so that a failing law ends as a failure and not as a hang.
+Holds make "in flight" a state instead of a race: inside a hold, work is prevented from completing until it is released. Before you
+take a hold, warm up whatever will run under it: first launches, compiles and frees may wait for the held work. Give every hold a
+watchdog that releases it after some seconds, so that a failing law ends as a failure and not as a hang.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Hold(Protocol):
 
     @property
     def held(self) -> bool:
-        """Whether the gate is still shut and the held work has indeed not finished. Not blocking."""
+        """Whether the gate is still shut and the held work has indeed not finished. Does not block."""
 
     @property
     def stream(self) -> object | None:
         """What to pass as `stream=` to name the held compute; None where arrays order themselves, and for held copies.
 
-        Usable until the context manager is left, also once the hold is released.
+        Usable until the context manager is left, even after the hold was released.
         """
 
     def release(self) -> None:
@@ -86,13 +86,13 @@ class Hooks(ABC):
     def read_later(self, array: Any, hold: Hold) -> Callable[[], np.ndarray]:
         """Enqueue behind the held compute, on `hold.stream`, work that reads the array.
 
-        The returned callable waits for that work (after the release) and gives the values that it read. It keeps nothing alive that
+        The returned callable waits for that work (after the release) and returns the values that it read. Keep nothing alive that
         reaches the array: the test drops the array while the reader is still held.
         """
 
     @abstractmethod
     def break_copies(self, stager: HostStager[Any]) -> AbstractContextManager[None]:
-        """Make copies in both directions fail inside, at once or later. May leave this stager broken, not the process."""
+        """Make copies in both directions fail inside, at once or later. It may leave this stager broken, but not the process."""
 
     @abstractmethod
     def memory_calls(self, stager: HostStager[Any]) -> int:
@@ -105,7 +105,7 @@ class Hooks(ABC):
     def write(self, array: Any, values: np.ndarray) -> None:
         """Let work on the device write these values into the array, and wait for it, without the stager.
 
-        Needed where `mapped` is declared: by a kernel, not by a copy.
+        Needed where `mapped` is declared. Write by a kernel, not by a copy.
         """
         raise NotImplementedError(f"{type(self).__name__} declares mapped memory: override write")
 
@@ -118,7 +118,7 @@ class Hooks(ABC):
         return None
 
     def layouts(self, values: np.ndarray) -> Iterable[tuple[str, Any]]:
-        """Yield named device arrays with these values, of two dimensions, that do not lie in C order, made without the stager.
+        """Yield two-dimensional named device arrays with these values that do not lie in C order, made without the stager.
 
         One for each way in which the framework lets an array lie in memory; none where all lie in C order.
         """

@@ -1,7 +1,7 @@
 """The ways in which bytes can be moved, each as one object, so that a law is written once and holds for all of them.
 
-A move has allocated all that it needs before it starts. Its destination is read past the stager: a put is never judged by a get,
-nor a get by a put.
+A move has allocated everything that it needs before it starts. Its destination is read without the stager: a put is never judged by
+a get, nor a get by a put.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from xferlib.transfer import Transfer
 __all__ = ["FROM_PINNED", "WAYS", "Move", "prepare"]
 
 WAYS = ("put", "put_pageable", "get", "get_out", "get_pageable_out")
-"""`put` is from pinned memory, `get` into new pinned memory, `out` is memory of the caller's. `prepare` also knows `put_into`."""
+"""`put` is from pinned memory, `get` into new pinned memory, `out` is the caller's memory. `prepare` also knows `put_into`."""
 FROM_PINNED = ("put", "get", "get_out")
-"""Those that the copy engine makes alone: starting them never waits."""
+"""The ways that the copy engine makes alone: to start them never waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def _get(laws: Laws, stager: Stager, way: str, values: Array) -> Move:
         out = laws.pinned(stager, _others(values))
     elif way == "get_pageable_out":
         out = _others(values)
-    # Where the caller gave the memory, it is his own array that is read, without a word to the transfer.
+    # Where the caller gave the memory, the caller's own array is read, without telling the transfer.
     return Move(
         direction="d2h",
         start=lambda: stager.get(array, out=out),

@@ -39,7 +39,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     try:
         config.stash[HEADER], config.stash[OFF] = _described(name)
     except BackendUnavailableError as error:
-        # Once, where a skip for every law would end in success.
+        # Raised once; a skip for every law would end in success.
         raise pytest.UsageError(f"nothing was tested: {error}") from error
 
 
@@ -49,7 +49,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
-    # Behind all that pytest has to say, where it is looked for.
+    # Behind everything that pytest says, where readers look for it.
     yield
     if config.getoption("--xferlib-backend") is None:
         return
@@ -85,7 +85,7 @@ def _flags(backend: HostStager[object], wanted: bool) -> list[str]:
 
 
 def _versions(before: set[str]) -> str:
-    """Name the versions of ours, and of what was imported by opening the backend: its framework, whatever it is."""
+    """Return our version, and those of the packages that opening the backend imported: its framework, whatever it is."""
     providers = packages_distributions()
     fresh = {name for package in _loaded_packages() - before for name in providers.get(package, ())}
     named = sorted({"xferlib", "numpy", "pytest"} | fresh, key=str.lower)

@@ -1,7 +1,7 @@
-"""A backend behind a proxy that records which memory the core took and gave back. For the law about ownership.
+"""A proxy in front of a backend, which records the memory that the core took and gave back. For the law about ownership.
 
-What was taken is recorded when the call has returned, what is given back when the call begins: whatever waits in between, a block
-that is given back too early is seen.
+Memory that is taken is recorded when the call has returned, and memory that is given back when the call begins. So a block that is
+given back too early is seen, whatever waits in between.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class RecordingBackend:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.wrong: list[str] = []
-        """What was given back without being had, in words."""
+        """What was given back without having been taken, in words."""
         self.written: int | None = None
-        """The address of the block that the last copy to the device goes to; None: to memory that is not the core's."""
+        """The address of the block to which the last copy to the device goes; None: it goes to memory that is not the core's."""
         self.closed = False
         self.sizes: set[int] = set()
-        """Of all device blocks that there were."""
+        """The sizes of all device blocks that there were."""
         self.before_release: Callable[[], object] = bool
         """Called before anything is given back, by the thread that does it."""
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class RecordingBackend:
 
     @property
     def left(self) -> dict[str, int]:
-        """How many of each kind are not given back: device blocks, pinned memory, pins. Empty: all is."""
+        """How many of each kind are not given back: device blocks, pinned memory, pins. Empty: everything is given back."""
         with self._lock:
             counts = list(map(len, self._had.values()))
         return {kind: count for kind, count in zip(self._had, counts, strict=True) if count}

@@ -16,15 +16,15 @@ HANG_SECONDS = 300
 
 
 def run(name: str, arguments: Sequence[str] = ()) -> int:
-    """Run the hooks that the backend ships with pytest, `arguments` being pytest's own, and return pytest's exit status.
+    """Run the hooks that the backend ships, with pytest and these arguments of pytest's, and return pytest's exit status.
 
     Raises `UnknownBackendError`, or `ModuleNotFoundError` if the backend ships no hooks.
     """
     module = companion(name, "conformance")
     assert module.__file__ is not None
     root = os.path.dirname(module.__file__)
-    # In a process of its own, where nothing has been imported before pytest could rewrite its assertions. Without the configuration
-    # of whatever project this is called in.
+    # In a process of its own, where pytest can rewrite the assertions of everything that is imported. Without the configuration of
+    # the project in which this is called.
     return subprocess.call(
         [
             *(sys.executable, "-m", "pytest"),

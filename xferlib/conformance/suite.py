@@ -1,6 +1,7 @@
 """`StagerConformance`: the hooks that an author writes and the laws that nobody may override.
 
-A law that a backend cannot keep is listed in `known_failures` with a reason. It then must fail: the day it passes, the suite fails.
+A law that a backend cannot keep is listed in `known_failures` with a reason. That law must then fail: the day it passes, the suite
+fails.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ EXCUSES = {"skip", "skipif", "xfail"}
 
 
 class StagerConformance(
-    # Backwards: pytest runs what is inherited last first.
+    # In reverse: pytest runs first what is inherited last.
     OwnershipLaws,
     MappedLaws,
     QuietLaws,
@@ -54,8 +55,8 @@ class StagerConformance(
 ):
     """The laws, for a backend whose `Hooks` a subclass writes. Name the subclass `Test...`, and pytest collects it.
 
-    A subclass may have tests of its own under other names. It may not replace anything of the suite's, nor excuse itself from it by
-    marks: the class statement raises `TypeError`.
+    A subclass may have tests of its own under other names. It may not replace anything of the suite's, nor excuse itself from tests
+    by marks: then the class statement raises `TypeError`.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -67,7 +68,7 @@ class StagerConformance(
 def _check_overrides(cls: type[StagerConformance]) -> None:
     """Refuse a class that changes the laws."""
     suite = set(dir(StagerConformance)) - set(dir(Hooks)) - YOURS
-    # Not getattr: fixtures are descriptors, which give another object each time.
+    # Not by getattr: fixtures are descriptors, which give another object each time.
     static = inspect.getattr_static
     replaced = sorted(name for name in suite if static(cls, name) is not static(StagerConformance, name))
     if replaced:
@@ -84,7 +85,7 @@ def _check_overrides(cls: type[StagerConformance]) -> None:
 
 
 def _check_excuses(cls: type[StagerConformance]) -> None:
-    """Refuse a class that excuses itself from a law otherwise than by naming a test and a reason."""
+    """Refuse a class that excuses itself from a law in any other way than by naming a test and a reason."""
     unknown = sorted(set(cls.known_failures) - set(_test_names()))
     if unknown:
         raise TypeError(f"{cls.__name__}.known_failures names no test of the suite: {', '.join(unknown)}. Remove what is obsolete")
@@ -97,7 +98,7 @@ def _check_excuses(cls: type[StagerConformance]) -> None:
 
 
 def _test_names() -> Iterator[str]:
-    """Yield what known_failures may name: every test, and every case of one as pytest spells it."""
+    """Yield what known_failures may name: every test, and every case of a test as pytest spells it."""
     for name in dir(StagerConformance):
         if not name.startswith(OURS):
             continue

@@ -1,7 +1,7 @@
 """The arrays that the laws move, and what it means that two are the same: dtype, shape and every bit.
 
-Values are patterns of bytes, different in every byte from one seed to the next, and never all zero: memory that was not written,
-or was written by another transfer, cannot pass for the right one.
+Values are patterns of bytes that differ in every byte from one seed to the next, and are never all zero. So memory that was not
+written, or was written by another transfer, cannot pass for the right one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 SMALL = 4 << 10
 """Bytes: small enough to share memory with others, wherever memory is shared."""
 LARGE = (3 << 20) + 12
-"""Bytes: several MiB, so that no driver takes a short cut by way of a buffer of its own, and no power of two."""
+"""Bytes: several MiB, so that no driver takes a short cut through a buffer of its own; and not a power of two."""
 SIZES = {"small": SMALL, "large": LARGE}
 
 SHAPES = ((), (0,), (1,), (7,), (3, 0, 2), (3, 5, 2), (257, 3))
@@ -37,7 +37,7 @@ DTYPES = (
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype; those that NumPy does not have come from ml_dtypes."""
+    """Return the dtype; dtypes that NumPy lacks come from ml_dtypes."""
     if name in _EXTENSIONS:
         import ml_dtypes
 
@@ -46,7 +46,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 
 def pattern(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> Array:
-    """Return an array in C order whose bytes are a pattern, of prime period; for bool, those that are a bool."""
+    """Return an array in C order whose bytes are a pattern of prime period; for bool, only bytes that are a bool."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     cycle = ((np.arange(251) * 7 + seed * 29) % 251 + 1).astype(np.uint8)
     raw = np.resize(cycle, nbytes) if nbytes else cycle[:0]

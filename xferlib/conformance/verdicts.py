@@ -1,4 +1,4 @@
-"""What a run says of each law, in a line: passed, failed, or skipped and why. Counted from pytest's reports."""
+"""What a run says about each law, in one line: passed, failed, or skipped and why. Counted from pytest's reports."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["verdicts"]
 
 TEST = re.compile(r"::test_(?:law(\d+)|hook)_")
 HOOKS = 0
-"""Stands for the tests of the hooks where laws have their number."""
+"""The number that stands for the tests of the hooks, in the place of a law's."""
 WORST_FIRST = ("failed", "error", "xfailed", "skipped", "passed")
-"""The categories of pytest. A test may be in two of them: it has passed, and what comes behind it has not."""
+"""The categories of pytest. A test may be in two of them: it has passed, but its teardown has not."""
 PINNED = 9
 
 

@@ -1,7 +1,7 @@
-"""Open gates that were left shut: a script that `gates` runs in a process of its own.
+"""Open gates that were left shut. A script that `gates` runs in a process of its own.
 
-A thread of the tests' own process would not do: a call that blocks with the GIL held stops every thread of Python, and with them
-the one that should end the wait. Only the standard library is imported here, so that it starts in a few milliseconds anywhere.
+A thread of the tests' own process would not do: a call that blocks with the GIL held stops every Python thread, including the one
+that should end the wait. Only the standard library is imported here, so that it starts in a few milliseconds anywhere.
 
 The table is shared memory, one slot per gate: the word that the device reads, who opened it, and when it is overdue.
 """
@@ -38,7 +38,7 @@ def main() -> None:
     parent = int(sys.argv[2])
     words, deadlines = memoryview(table).cast("I"), memoryview(table).cast("d")
     os.write(sys.stdout.fileno(), b"+")
-    # The pipe ends with the parent, unless a child that it forked holds the other end: then its number as our parent changes.
+    # The pipe ends with the parent, unless a child that it forked holds the other end: then the number of our parent changes.
     while os.getppid() == parent and not select.select([sys.stdin], [], [], PERIOD_SECONDS)[0]:
         open_overdue(words, deadlines, time.monotonic())
 

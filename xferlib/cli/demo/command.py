@@ -43,7 +43,7 @@ def run(options: Options) -> None:
 
 
 def _carry_out(options: Options, pool: Executor, bar: Bar) -> dict[str, Any]:
-    """Stream, verify and draw. Whatever it raises, there is no unfinished file."""
+    """Stream, verify and draw. Whatever it raises, no unfinished file is left."""
     depth, threads = options.depth, options.threads
     bar.phase("opening")
     source = open_source(options, pool)
@@ -60,7 +60,7 @@ def _carry_out(options: Options, pool: Executor, bar: Bar) -> dict[str, Any]:
         ):
             result.touch(pool)
             loop = Loop(stager, ring, job, spec, source, pool, threads=threads, depth=depth)
-            # For every thread, pool and kernel to have run once. The file is not touched: it must be the run's own.
+            # So that every thread, pool and kernel has run once. The file is not touched: it must come from the run alone.
             loop.run(min(frames, ring.slots * spec.frames), rounds=1, write=lambda start, edges: None)
             bar.phase("measuring")
             rounds, alone = loop.alone(options.rounds)

@@ -32,9 +32,9 @@ def open_image(path: Path) -> Source:
 
 
 def open_folder(folder: Path, pool: Executor) -> Source:
-    """Return the images of a folder by name, fitted to the size of the first; not those of the folders in it.
+    """Return the images of a folder by name, fitted to the size of the first. Folders inside it are not looked into.
 
-    Files that are no images by their suffix are passed over, those that cannot be read are named in `skipped`.
+    Files whose suffix is no image's are passed over. Images that cannot be read are named in `skipped`.
     """
     require_plot("a folder of images")
     from PIL import Image
@@ -56,7 +56,7 @@ def open_folder(folder: Path, pool: Executor) -> Source:
 
 
 def bundled() -> Source:
-    """Return Matplotlib's pictures as square frames: a photograph, elevations, a scan. Those that it does not have are left out."""
+    """Return Matplotlib's pictures as square frames: a photograph, elevations, a scan. Pictures that it lacks are left out."""
     require_plot("the demo without PATH")
     from matplotlib import get_data_path
 
@@ -108,7 +108,7 @@ def _decoded(file: Path, shape: tuple[int, int] | None = None) -> Pixels:
         with Image.open(file) as image:
             grey = _grey(ImageOps.exif_transpose(image))
     except Exception as error:
-        # Whatever it is: decoders of bytes that may be anything raise nearly everything.
+        # Any error: the bytes may be anything, and decoders raise nearly everything.
         raise CommandError(
             f"cannot read {str(file)!r} as an image: {error}. Expected an image that is whole, a .npy file, or a folder of images"
         ) from error

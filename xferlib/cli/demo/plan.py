@@ -22,9 +22,9 @@ __all__ = ["Options", "check_memory", "open_source", "plan"]
 GPU_GIB, HOST_GIB = 2.0, 0.25
 GPU_BATCH_MIB, HOST_BATCH_MIB = 32.0, 4.0
 PINNED_SHARE = 0.8
-"""Of the pinned limit: what a batch size that nobody asked for may take."""
+"""The share of the pinned limit that a batch size which nobody asked for may take."""
 MEMORY_SHARE = 0.9
-"""Of the memory that is available: what the frames may take."""
+"""The share of the available memory that the frames may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def plan(options: Options, source: Source, stager: Stager) -> tuple[int, EdgeSpe
     """Return how many frames, and the batches. Raises `CommandError` if the disk or the memory cannot hold the result."""
     height, width, *rest = source.frame_shape
     channels = rest[0] if rest else None
-    # One result is under way, and as many as the depth says are behind it.
+    # One result is under way, and `depth` more are behind it.
     slots = options.depth + 1
     frame = EdgeSpec(frames=1, height=height, width=width, channels=channels, dtype=source.dtype, slots=slots)
     frames = source.frames
@@ -105,7 +105,7 @@ def plan(options: Options, source: Source, stager: Stager) -> tuple[int, EdgeSpe
 
 
 def check_memory(nbytes: int) -> None:
-    """Raise `CommandError` if this machine, or the share of it that is ours, has not that much memory left."""
+    """Raise `CommandError` if this machine, or our share of it, does not have that much memory left."""
     available = available_memory()
     if nbytes > MEMORY_SHARE * available:
         raise CommandError(
@@ -115,11 +115,11 @@ def check_memory(nbytes: int) -> None:
 
 
 def _batch(options: Options, frame: EdgeSpec, frames: int, stager: Stager) -> int:
-    """Return the frames of a batch. Unless asked for: the default size, the pinned limit, and enough batches to overlap."""
+    """Return the frames of a batch: as asked for, or by the default size, the pinned limit, and the batches needed to overlap."""
     if options.batch_mib is not None:
         return min(frames, max(1, int(options.batch_mib * 2**20) // frame.frame_nbytes))
     nbytes = int((GPU_BATCH_MIB if stager.on_gpu else HOST_BATCH_MIB) * 2**20)
-    # Those in the hands of a thread, beside those that are under way.
+    # The slots in the hands of a thread, beside those that are under way.
     slots = frame.slots + options.threads
     pinned = slots * (frame.frame_nbytes + frame.height * frame.width)
     room = int(stager.stats().pinned_limit_nbytes * PINNED_SHARE) // pinned

@@ -1,4 +1,4 @@
-"""The progress bar, on stderr, and nothing at all where that is no terminal."""
+"""The progress bar, on stderr. Where stderr is no terminal, nothing is shown."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def grey(frame: npt.NDArray[Any]) -> Whole | npt.NDArray[np.float64]:
     if frame.dtype.kind == "f":
         if len(others) < 2:
             return first.astype(np.float64)
-        # Channels that are not finite need no warning: they have a place in the definition.
+        # Channels that are not finite need no warning: the definition covers them.
         with np.errstate(all="ignore"):
             weighted = [
                 np.multiply(part, weight, dtype=np.float64)

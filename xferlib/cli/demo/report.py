@@ -33,7 +33,7 @@ EXPLANATION = {
 MEASURABLE_SECONDS = 0.01
 """A run that is over sooner was mostly threads waking up."""
 TELLING = 0.25
-"""Where the other stages take less than this share of the longest, the spread of that one drowns what they hide."""
+"""If the other stages take less than this share of the longest, the spread of the longest drowns what they hide."""
 MOST_NAMES = 5
 
 

@@ -1,7 +1,7 @@
-"""The file of the result: made at its full size, touched, written by many threads, and gone unless it was finished.
+"""The file of the result: made at its full size, touched, written by many threads, and removed unless it was finished.
 
-The space is reserved on disk first: a mapped file that runs out of it would end the process by a signal. Then every page is
-touched, because the first write to a page of a mapping costs several times the copy; the clock does not run yet.
+The space is reserved on disk first: if a mapped file ran out of space, a signal would end the process. Then every page is touched,
+because the first write to a page of a mapping takes several times as long as the copy. The clock does not run yet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ResultFile"]
 
 @final
 class ResultFile:
-    """A .npy file of bytes, (frames, height, width). A context manager: what was not `finish`ed is removed."""
+    """A .npy file of bytes, (frames, height, width). A context manager: a file that was not `finish`ed is removed."""
 
     def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
         self.path = path

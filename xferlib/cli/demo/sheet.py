@@ -19,7 +19,7 @@ PAPER, INK, FAINT = "#14161a", "#eceff4", "#8d96a5"
 CELL, GAP, CAPTION, HEAD, FOOT = 2.2, 0.08, 0.3, 0.6, 0.45
 """Inches."""
 MOST_PIXELS = 512
-"""Along an axis: more would only be thrown away when drawn."""
+"""Along an axis: more pixels would only be thrown away when drawn."""
 
 
 def draw(source: Source, report: Mapping[str, Any]) -> None:

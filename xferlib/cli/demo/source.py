@@ -24,7 +24,7 @@ __all__ = ["PIECE", "Source", "counted", "from_array", "open_npy", "tiled"]
 Array = npt.NDArray[Any]
 
 PIECE = 4 << 20
-"""Bytes. Beyond some size memcpy writes past the cache; below it a pinned slot is still in cache when the copy engine reads it."""
+"""Bytes. Beyond some size memcpy bypasses the cache; below it a pinned slot is still in cache when the copy engine reads it."""
 DTYPES = ("uint8", "int16", "uint16", "float32", "float64")
 SHAPES = "(N, H, W), (N, H, W, C) with C from 1 to 4, or (H, W)"
 
@@ -42,9 +42,9 @@ class Source:
     read: Callable[[int, Array], object]
     """`read(start, out)` copies `len(out)` frames from number `start` on."""
     original: Callable[[int], Array]
-    """Returns a frame as it is at the origin: what `read` copies from has no part in it where it was made from something else."""
+    """Returns a frame as it is at the origin. If `read` copies from memory that was made from that, this memory is not used."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """The files that are not among the frames since they cannot be read, and why."""
+    """The files that are not among the frames because they cannot be read, and why."""
     subfolders: tuple[str, ...] = ()
     """The folders that were not looked into."""
 
@@ -103,9 +103,9 @@ def _as_frames(array: Array, path: Path) -> Array:
 
 
 def tiled(base: Source, frames: int, pool: Executor) -> Source:
-    """Make `frames` frames in memory, a source as fast as memory: those after `base`'s are copies, and no two are alike.
+    """Make `frames` frames in memory, a source as fast as memory. Frames after `base`'s are copies, and no two are alike.
 
-    Each time round they are rolled by a step that only repeats after every pixel.
+    In each round they are rolled by another step, which repeats only after every pixel.
     """
     period = min(base.frames, frames)
     height, width = base.frame_shape[:2]

@@ -1,7 +1,7 @@
 """The loop: read, H2D, compute, D2H and write, all five at once, as `stream_map` runs them.
 
-A source of slots that some threads fill, in order; the device work as the function; a consumer that has some threads write. Before
-the clock a few batches are rehearsed, compute is tuned, and H2D, compute and D2H are measured alone.
+The source gives slots that some threads fill, in order. The device work is the function. The consumer has some threads write.
+Before the clock starts, a few batches are rehearsed, compute is tuned, and H2D, compute and D2H are measured alone.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Loop:
     """Of `depth` + `threads` slots."""
     job: EdgeJob
     spec: EdgeSpec
-    """With `depth` + 1 slots: a result is under way, and `depth` are behind it, when the next one is launched."""
+    """It has `depth` + 1 slots: one result is under way, and `depth` are behind it, when the next one is launched."""
     source: Source
     pool: Executor
     threads: int
-    """Of the pool, at once: that read, and as many that write."""
+    """The threads of the pool that read at once; as many write."""
     depth: int
 
     def run(
@@ -70,7 +70,8 @@ class Loop:
     ) -> Run:
         """Stream the first `frames` frames. What any stage raises, or Ctrl-C, ends it and is raised here.
 
-        `write(start, edges)` takes a batch, on several threads at once; `progress(frames)` is told of those written, on this one.
+        `write(start, edges)` takes a batch, on several threads at once; `progress(frames)` is told of the frames written, on this
+        thread.
         """
         count = self.threads
         reads: list[float] = []
@@ -97,15 +98,15 @@ class Loop:
             for written in ahead(self.pool, store, zip(starts, results, strict=True), count):
                 progress(written)
             total = time.perf_counter() - began
-        # What failed on the device after its last result was read would be silent otherwise.
+        # Otherwise a failure on the device after its last result was read would be silent.
         self.job.synchronize()
         return Run(total, sum(reads) / count, sum(writes) / count)
 
     def alone(self, rounds: int | None) -> tuple[int, dict[str, float]]:
         """Return seconds per full batch of H2D, compute and D2H with nothing else running, and the rounds of blur.
 
-        `rounds=None`: as many as make compute take about as long as H2D, at least 1. Each is measured as it runs in the loop:
-        several batches started back to back, waited for once.
+        `rounds=None`: as many as make compute take about as long as H2D, at least 1. Each stage is measured as it runs in the loop:
+        several batches are started back to back and waited for once.
         """
         stager, job, count = self.stager, self.job, self.spec.slots
         slots = [self.ring.acquire() for _ in range(count)]
@@ -140,7 +141,7 @@ class Loop:
 
 
 def ahead(pool: Executor, work: Callable[[S], T], items: Iterable[S], count: int) -> Iterator[T]:
-    """Iterate `work` of every item, in order: at most `count` are worked on at once, or done and not taken."""
+    """Iterate `work` of every item, in order. At most `count` items are worked on at once, or done and not yet taken."""
     under_way: deque[Future[T]] = deque()
     for item in items:
         if len(under_way) == count:
@@ -157,7 +158,7 @@ def _timed(seconds: list[float], work: Callable[..., object], *arguments: Any) -
 
 
 def _median(burst: Callable[[], object]) -> float:
-    """Return the median of several bursts after one that warms up; of fewer where they are slow."""
+    """Return the median of several bursts, of fewer if they are slow, after one that warms up."""
     burst()
     samples: list[float] = []
     while len(samples) < SAMPLES and (len(samples) < FEWEST_SAMPLES or sum(samples) < ENOUGH_SECONDS):

@@ -17,7 +17,7 @@ __all__ = ["compare", "sample"]
 SPREAD = 8
 BORDERS = 4
 MOST_WORK = 4e9
-"""Pixels times rounds. Beyond it fewer frames are taken: a minute or so of NumPy."""
+"""Pixels times rounds: a minute or so of NumPy. Beyond it fewer frames are taken."""
 
 
 def sample(frames: int, batch: int, *, work: float) -> list[int]:

@@ -53,7 +53,7 @@ class CloseLaws(Laws):
             interrupting = self.calls.start(lambda: self.interrupt(hold, raised))
             with pytest.raises(KeyboardInterrupt):
                 stager.close()
-                # One that returned at once is interrupted here.
+                # A `close` that returned at once is interrupted here.
                 interrupting.result(self.deadline_seconds)
                 raised.wait(self.deadline_seconds)
             raised.set()
@@ -78,7 +78,7 @@ class CloseLaws(Laws):
             assert_same(memory, values)
         source[...] = words(2, LARGE)
         assert_same(source, words(2, LARGE))
-        # Memory of what went away with the stager would be handed out to these.
+        # Memory that went away with the stager would be handed out to these.
         with self.new_stager() as other:
             kept = [self.put_values(other, words(seed, LARGE)) for seed in range(3, 8)]
             assert_same(self.to_numpy(array), values)
@@ -101,7 +101,7 @@ class CloseLaws(Laws):
         assert not self.page_locked(gone + LARGE - 1)
         del view
         gc.collect()
-        # Nobody calls the stager any more.
+        # From here on nobody calls the stager.
         self.assert_comes(lambda: not self.page_locked(start), lambda: "still page-locked")
 
     def test_law10_memory_pinned_in_place_is_unpinned_by_close(self, stager: Stager) -> None:

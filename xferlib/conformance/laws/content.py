@@ -1,7 +1,7 @@
 """Law 1. Once done, the destination holds the source's values, shape and dtype; what would be narrowed is refused.
 
-Sources lie in memory of every kind, destinations too. Nothing is held here: that the data is there when it should be is the matter
-of other laws.
+Sources and destinations lie in memory of every kind. Nothing is held here: other laws test that the data is there when it should
+be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS = 10
 MEMORY = ("pinned", "pageable", "registered", "file")
 """Where sources lie: `registered` is memory of the caller's that was pinned in place."""
 SIDE_BY_SIDE = ((2, 128 << 10), (12, 128 << 10), (3, 72 << 10), (4, 256 << 10), (9, (128 << 10) - 8))
-"""Leaves, and bytes of each: too large to share a block, so small that their blocks may lie one behind the other."""
+"""Numbers of leaves, and bytes of each: too large to share a block, and so small that their blocks may lie side by side."""
 
 
 class Pair(NamedTuple):
@@ -150,7 +150,7 @@ class ContentLaws(Laws):
                         stager.put([good, leaf][::order])
         stats = stager.stats()
         assert (stats.h2d_nbytes, stats.d2h_nbytes, stats.device_nbytes) == (0, 0, 0)
-        # Whatever was queued would have to run before these are done.
+        # Anything that was queued would have to run before these are done.
         stager.get(stager.put(good).result()).synchronize()
         assert_same(out, old)
         assert_same(self.to_numpy(device), words(1))
@@ -235,7 +235,7 @@ class ContentLaws(Laws):
         return True
 
     def assert_put_refuses(self, stager: Stager, dtype: str) -> None:
-        """Assert that a dtype which the framework would narrow is refused, and nothing was started."""
+        """Assert that a dtype which the framework would narrow is refused, and that nothing was started."""
         source = self.pinned(stager, pattern((8,), dtype_named(dtype), 1))
         with pytest.raises(TypeError):
             stager.put(source)

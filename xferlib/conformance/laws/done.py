@@ -1,4 +1,4 @@
-"""Law 4. `done()` never says yes early and never blocks, and it gets to yes without anyone calling `synchronize`."""
+"""Law 4. `done()` never says yes early and never blocks, and it becomes true without anyone calling `synchronize`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DoneLaws(Laws):
     @pytest.mark.parametrize("way", WAYS)
     def test_law04_a_transfer_is_done_when_its_copies_are_released_and_not_before(self, stager: Stager, way: str) -> None:
         move = prepare(self, stager, way, words(1))
-        # Reached already: an event that stands for an earlier copy would say yes.
+        # An earlier copy is done already: an event that stands for that one would say yes.
         move.start().synchronize()
         with self.hold_copies(stager.backend, move.direction) as hold:
             transfer = move.start()

@@ -57,7 +57,7 @@ class FailureLaws(Laws):
             self.assert_moves(other, "put")
             self.assert_moves(other, "get")
         if failed is not None:
-            # What went well since then has not made up for it.
+            # Later successes must not hide the failure.
             for question in (failed.synchronize, failed.done):
                 with pytest.raises(TransferError):
                     question()
@@ -84,7 +84,7 @@ class FailureLaws(Laws):
         return True
 
     def assert_moves(self, stager: Stager, way: str) -> None:
-        """Assert that transfers of every kind arrive, one after the other."""
+        """Assert that transfers of every kind arrive, one after another."""
         values = words(5)
         array, pinned, pageable = self.from_numpy(values), self.pinned(stager, values), values.copy()
         outs = (None, self.pinned(stager, words(6)), words(6))
@@ -97,7 +97,7 @@ class FailureLaws(Laws):
                     assert_same(self.assert_arrives(lambda: stager.get(array, out=out)), values)  # noqa: B023
 
     def assert_fails(self, stager: Stager, move: Move) -> None:
-        """Start the move where copies fail, and assert that nobody can take it for done."""
+        """Start the move while copies fail, and assert that nobody can take it for done."""
         with self.break_copies(stager.backend):
             transfer = self.start_or_fail(stager, move)
             if transfer is None:
@@ -119,7 +119,7 @@ class FailureLaws(Laws):
         return None
 
     def await_failure(self, transfer: Transfer) -> None:
-        """Ask until the transfer fails. It may take its time to, but it is never done."""
+        """Ask until the transfer fails. It may take some time, but the transfer is never done."""
         deadline = time.monotonic() + self.deadline_seconds
         with pytest.raises(TransferError):
             while time.monotonic() < deadline:

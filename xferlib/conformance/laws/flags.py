@@ -1,6 +1,6 @@
 """Law 11. Flags are honest both ways: what is declared works, what is not declared is refused.
 
-Which laws a flag lets in is to be seen there; here is what the flag itself promises.
+The laws themselves say which flags they need; here is what a flag itself promises.
 """
 
 from __future__ import annotations

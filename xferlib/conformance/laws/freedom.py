@@ -1,7 +1,7 @@
 """Laws 2 and 3. The source is free once the transfer is done, or staged, and nothing that the caller drops can harm a copy.
 
-What a copy under way still needs is held by the core, and what the copy has left behind is needed by nobody. Memory that was let
-go of too early is found out by asking for memory of the same size and writing other bytes into it.
+The core holds what a copy under way still needs, and nobody needs what the copy has left behind. To find memory that was let go of
+too early, the tests ask for memory of the same size and write other bytes into it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FreedomLaws(Laws):
         transfer = stager.put(source)
         self.assert_completes(transfer)
         source[...] = words(2, SIZES[size])
-        # Whatever else was queued for this source would have to run before this is done.
+        # Anything else that was queued for this source would have to run before this is done.
         self.put_values(stager, words(3, values.nbytes))
         assert_same(self.to_numpy(transfer.value), values)
 
@@ -62,10 +62,10 @@ class FreedomLaws(Laws):
         assert_same(self.to_numpy(transfer.value), values)
 
     def test_law02_a_source_is_staged_behind_others_whose_copies_are_held(self, stager: Stager) -> None:
-        # All of them are less than what may be staged at once.
+        # Together they are less than what may be staged at once.
         values = [words(seed, LARGE // 3) for seed in (1, 2, 3)]
         self.warm(stager, values[0])
-        # Room is made now: under a hold, asking for it might wait.
+        # Room is made now: under a hold, a request for it might wait.
         stager.put(words(99, 10 * LARGE), borrow=True).synchronize()
         source: Array = np.empty_like(values[0])
         transfers = []
@@ -127,7 +127,7 @@ class FreedomLaws(Laws):
         del array
         gc.collect()
         self.put_others(stager, values)
-        # Whatever else was queued for this array would have to run before this is done.
+        # Anything else that was queued for this array would have to run before this is done.
         stager.get(self.from_numpy(words(3))).synchronize()
         assert_same(transfer.value, values)
 
@@ -151,7 +151,7 @@ class FreedomLaws(Laws):
         def put_and_forget() -> Any:
             transfer = stager.put(self.pinned(stager, values))
             started.set()
-            # Where this waits on the host, it does so on this thread.
+            # If this waits on the host, it does so on this thread.
             return transfer.value
 
         with self.hold_copies(stager.backend, "h2d") as hold:
@@ -174,7 +174,7 @@ class FreedomLaws(Laws):
             stager.put(self.pinned(stager, values), into=array)
             kept = self.overwrite_free_pinned(stager, values)
             assert hold.held
-        # A direction is first in, first out: what was started before this is done with it.
+        # A direction is first in, first out: what was started before this is done when this is.
         self.put_values(stager, words(3, values.nbytes))
         assert_same(self.to_numpy(array), values)
         del kept

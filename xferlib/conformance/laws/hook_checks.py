@@ -1,6 +1,6 @@
-"""No law: the hooks themselves. A hold that opens by itself, or that holds nothing, would let a backend pass that breaks the laws.
+"""No law, but tests of the hooks: if a hold opened by itself, or held nothing, a backend that breaks the laws could pass.
 
-What fails here is wrong with the hook that it names, not with the backend: each hook is judged by another one, or by the bytes.
+A failure here is a fault of the hook that it names, not of the backend: each hook is judged by another one, or by the bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class HookChecks(Laws):
         with self.hold_copies(stager.backend, direction) as hold:
             assert hold.held, "the hook hold_copies: `held` says no while nothing was released"
             put, get = stager.put(source), stager.get(array, out=out)
-            # By the bytes, since whoever says that a transfer is done is what other tests judge.
+            # Judged by the bytes: whether `done` is right is what other tests judge.
             seen = self.calls.start(lambda: self.to_numpy(put.value))
             self.assert_holds(
                 lambda: (
@@ -128,7 +128,7 @@ class HookChecks(Laws):
         with self.break_copies(stager.backend), suppress(TransferError):
             transfer: Transfer = stager.put(source) if way == "put" else stager.get(array, out=out)
             self.assert_completes(transfer)
-            # Done or not, a copy that failed has left no values behind.
+            # Whether done or not, a copy that failed has left no values behind.
             came.append(self.to_numpy(transfer.value) if way == "put" else out)
         assert not any(same(got, values) for got in came), f"the hook break_copies: a {way} inside went well"
 
@@ -207,7 +207,7 @@ class HookChecks(Laws):
             assert not same(self.to_numpy(alias), before[name]), f"the hook aliases: {name!r} is a copy"
 
     def assert_holds(self, true: Callable[[], bool], hold: Hold, hook: str) -> None:
-        """Assert that what a hold is to prevent does not come, and that it does not open by itself."""
+        """Assert that what a hold should prevent does not happen, and that the hold does not open by itself."""
         __tracebackhide__ = True
 
         def still() -> bool:

@@ -1,7 +1,7 @@
 """Laws 1, 3, 8, 10 and 11 for host memory that the device works on in place, and law 11 for write-combined memory.
 
-A view is told from a copy by writing to the memory after the view was made, on either side. Memory that was let go of too early is
-found out by its address among new pinned arrays.
+To tell a view from a copy, the tests write to the memory after the view was made, on either side. Memory that was let go of too
+early shows up by its address among new pinned arrays.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MappedLaws(Laws):
         if self.refuses_to_map(stager, self.pinned(stager, values)):
             return
         addresses: list[int] = []
-        # Nothing is said of how soon.
+        # The law does not say how soon.
         while len(addresses) == len(set(addresses)):
             assert len(addresses) < TURNS, "views that are gone keep the memory"
             array = self.pinned(stager, values)
@@ -146,7 +146,7 @@ class MappedLaws(Laws):
                 stager.empty_pinned(values.shape, values.dtype, write_combined=True)
             return
         for _ in range(2):
-            # Dropped at once: what comes next may be tempted to take it.
+            # Dropped at once, so that the next request might take it.
             stager.empty_pinned(values.shape, values.dtype, write_combined=True)
         kept = [*self.new_arrays(stager, values), stager.get(self.from_numpy(values)).result()]
         assert not any(self.write_combined(array.ctypes.data) for array in kept), "who did not ask reads it a hundred times as long"
@@ -165,7 +165,7 @@ class MappedLaws(Laws):
         return stager.mapped(array, stream=hold.stream if stager.capabilities.streams else None)
 
     def new_arrays(self, stager: Stager, like: Array) -> list[Array]:
-        """Return new pinned arrays of this size with other values: when all that is dropped is gone, until no memory was free."""
+        """Return new pinned arrays of this size with other values, made after dropped memory is gone and until none was free."""
         gc.collect()
         arrays: list[Array] = []
         misses = stager.stats().pool_misses

@@ -1,7 +1,7 @@
 """Law 7. Work behind a transfer sees the copied data, and a transfer starts behind the work that it must wait for.
 
-A consumer runs on a thread of its own, so that it may wait in whatever way the backend makes it wait: in a stream, in an array that
-orders itself, or on the host. If it comes to an end before the copy it waits for is released, what it has read is wrong.
+A consumer runs on a thread of its own, so that the backend may make it wait in any way: in a stream, in an array that orders
+itself, or on the host. If it ends before the copy that it waits for is released, it has read wrong values.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class OrderLaws(Laws):
         assert_same(self.to_numpy(transfer.value), new)
 
     def consume(self, stager: Stager, transfer: Transfer, compute: Hold) -> Array:
-        """Read what was put, by work on the stream of the hold that is told to wait for it."""
+        """Read what was put, by work on the hold's stream, which is told to wait for it."""
         array = transfer.value
         if stager.capabilities.streams:
             transfer.stream_wait(compute.stream)

@@ -1,6 +1,6 @@
 """Laws 5 and 6. Starting does not wait, and a transfer completes while compute that was enqueued before it is still held.
 
-No clock decides: compute is held shut, and the transfer must start, or finish, before it is released.
+No clock decides: compute is held, and the transfer must start, or finish, before the compute is released.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class OverlapLaws(Laws):
         sources = [self.pinned(stager, value) for value in values]
         taken = stager.stats().device_nbytes
         with self.hold_compute(stager.backend) as hold:
-            # Device memory of this size there is none yet.
+            # There is no device memory of this size yet.
             transfer = self.assert_returns(lambda: stager.put(sources[0] if what == "array" else sources))
             assert stager.stats().device_nbytes > taken
-            # When it completes is not said: a framework may have to wait until what it gives out was let go of.
+            # The law does not say when it completes: a framework may have to wait until the memory that it gives out was let go of.
             assert hold.held
         arrays = [transfer.value] if what == "array" else transfer.value
         for array, value in zip(arrays, values, strict=True):
@@ -144,7 +144,7 @@ class OverlapLaws(Laws):
         assert_same(waiting.result(), words(2))
 
     def put_into_is_refused(self, stager: Stager) -> bool:
-        """Return False where `put_into` is on; where it is off, assert the refusal, which is all there is to test."""
+        """Return False where `put_into` is on. Where it is off, assert the refusal: there is nothing else to test."""
         if stager.capabilities.put_into:
             return False
         with pytest.raises(CapabilityError):

@@ -1,8 +1,8 @@
 """Law 14. Memory that the library took is released once, when nobody holds it any more; memory of others is never written.
 
 Python finalizes all objects that become unreachable together, in any order, and a finalizer of the user's among them may still read
-an array, put another one, or bring the array back. What was released or handed out too early is then found out by its bytes; what
-was released twice, or never, at the border between core and backend, where every such call is recorded.
+an array, put another one, or bring the array back. Memory that was released or handed out too early then shows up by its bytes.
+Memory that was released twice, or never, shows up at the border between core and backend, where every such call is recorded.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Finalizer:
 class OwnershipLaws(Laws):
     @pytest.fixture
     def recorded(self, stager: Stager) -> Iterator[Recorded]:
-        """A stager beside the other, whose calls are recorded. After each test all is given back, once."""
+        """A second stager, whose calls are recorded. After each test everything has been given back, once."""
         self.let_go()
         memory = RecordingBackend(self._open_or_skip())
         recorded = Recorded(Stager(memory), memory)
@@ -76,7 +76,7 @@ class OwnershipLaws(Laws):
         kept: list[Any] = []
 
         def act(cell: list[Any]) -> None:
-            # Whoever took the block for free gives it to these.
+            # If the block was taken for free, it is given to these.
             kept.extend(self.put_in_a_finalizer(recorded.stager, values, cell[0]))
             seen.append(self.to_numpy(cell[0]))
             saved.append(cell[0])
@@ -107,7 +107,7 @@ class OwnershipLaws(Laws):
                 dying.close()
             del dying
             gc.collect()
-            # One that was open is closed by a thread of its own.
+            # A stager that was open is closed by a thread of its own.
             self.assert_comes(lambda: memory.closed, lambda: "a stager that died in a cycle was not closed")
             others = [self.from_numpy(words(seed)) for seed in range(60, 64)]
             kept = self.put_others(stager, values)
@@ -142,7 +142,7 @@ class OwnershipLaws(Laws):
         def open_gate() -> tuple[float, Future[Array]]:
             turn.wait()
             putting = self.calls.start(lambda: self.to_numpy(stager.put(source).result()))
-            # Until it waits, or is through, whichever it is.
+            # Until it waits, or has finished.
             for _ in range(round(WINDOW_SECONDS / POLL_SECONDS)):
                 time.sleep(POLL_SECONDS)
             late = time.monotonic() - begun[0]
@@ -153,7 +153,7 @@ class OwnershipLaws(Laws):
         with self.hold_compute(memory.inner) as hold:
             opening = self.calls.start(open_gate)
             memory.before_release = tell
-            # Whoever releases memory, or puts, goes on to where it waits, or gives the interpreter up, before anybody else runs.
+            # A thread that releases memory, or puts, runs until it waits or gives up the interpreter, before any other runs.
             sys.setswitchinterval(10 * self.deadline_seconds)
             try:
                 release()
@@ -170,7 +170,7 @@ class OwnershipLaws(Laws):
         stager, memory = recorded
         tree = {"small": words(1), "large": words(1, LARGE), "tree": [words(1, SMALL), words(2, LARGE), words(3, 64)]}[what]
         arrays = stager.put(tree).result()
-        # Of host memory nothing is idle from here on.
+        # From here on no host memory is idle.
         stager.trim()
         del arrays
         gc.collect()
@@ -199,7 +199,7 @@ class OwnershipLaws(Laws):
             del array
             gc.collect()
             stager.trim()
-            # What was freed last is handed out first.
+            # Memory that was freed last is handed out first.
             others = [self.from_numpy(words(seed)) for seed in range(60, 64)]
             assert_same(self.to_numpy(alias), want)
             del alias, others
@@ -256,7 +256,7 @@ class OwnershipLaws(Laws):
         gc.collect()
         stager.close()
         had = len(memory.blocks)
-        # Leaves of a tree may be copies of what is in the block.
+        # The leaves of a tree may be copies of what is in the block.
         assert had == 1 or what == "leaf"
         calls = self.memory_calls(memory.inner)
         assert_same(self.to_numpy(held), values)
@@ -305,7 +305,7 @@ class OwnershipLaws(Laws):
             self.drop_in_a_cycle(recorded.stager, sizes)
             if trims:
                 recorded.stager.trim()
-            # Right after ours were dropped, or freed: where they lay, if the framework likes.
+            # Made right after ours were dropped or freed, so that the framework may place them where ours lay.
             for nbytes in sorted(recorded.memory.sizes):
                 for turn in range(3):
                     values = words(seed + 10 * turn, nbytes)
@@ -319,7 +319,7 @@ class OwnershipLaws(Laws):
             assert_same(self.to_numpy(other), values)
 
     def fail_all(self, recorded: Recorded) -> None:
-        """Let a put, a put of a tree and a get fail, each in its way."""
+        """Make a put, a put of a tree and a get fail, each in its own way."""
         stager, memory = recorded
         source, array = self.pinned(stager, words(1)), self.put_values(stager, words(1))
         starts: tuple[Callable[[], Transfer], ...] = (
@@ -351,7 +351,7 @@ class OwnershipLaws(Laws):
         return finalizer.errors
 
     def put_in_a_finalizer(self, stager: Stager, values: Array, array: Any) -> list[Any]:
-        """Put others, or see that finalizers are refused to transfer."""
+        """Put other values, or check that a transfer in a finalizer is refused."""
         if stager.capabilities.finalizers:
             return self.put_others(stager, values)
         with pytest.raises(CapabilityError):
@@ -386,14 +386,14 @@ class OwnershipLaws(Laws):
             del kept, array
 
     def is_trimmed(self, recorded: Recorded) -> bool:
-        """Trim, and tell whether no device memory is left. A framework may take its time to let go of what its work has used."""
+        """Trim, and tell whether no device memory is left. A framework may take some time to let go of what its work has used."""
         recorded.stager.trim()
         return not recorded.memory.blocks
 
     def assert_all_given_back(self, recorded: Recorded) -> None:
         """Close, and assert that all memory is given back, each once. The caller holds none of it any more."""
         recorded.stager.close()
-        # What failed leads to itself: by its traceback, to the frames in which it was raised.
+        # What failed refers to itself: its traceback leads to the frames in which it was raised.
         gc.collect()
         self.assert_comes(lambda: not recorded.memory.left, lambda: f"still had after close: {recorded.memory.left}")
         assert recorded.memory.wrong == []
@@ -401,7 +401,7 @@ class OwnershipLaws(Laws):
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Let the collector run only where it is called."""
+    """Let the collector run only where it is called explicitly."""
     gc.disable()
     try:
         yield

@@ -1,6 +1,6 @@
 """Law 9. Where `pinned` is declared, the driver says so of the memory, and starting does not wait even behind held copies.
 
-Where it is not declared there is nothing to find out but that the statistics claim nothing.
+Where it is not declared, the tests only check that the statistics claim nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PinnedLaws(Laws):
 
     @pytest.mark.parametrize("leaves", [1, 4])
     def test_law09_results_of_get_are_page_locked(self, stager: Stager, leaves: int) -> None:
-        """Much at once soon after: nobody waits for that but who says so."""
+        """Large results are page-locked soon after the get, and only `idle` waits for that."""
         expected = [words(seed, LARGE) for seed in range(leaves)]
         got = stager.get([self.from_numpy(values) for values in expected]).result()
         stager.idle()

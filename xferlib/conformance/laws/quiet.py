@@ -18,8 +18,8 @@ __all__ = ["QuietLaws"]
 
 TRANSFERS = 100
 ROUNDS = 6
-"""Of so many transfers, the first to warm up. Each of the others may find that a few blocks more are needed, since more are in
-flight than ever before: how many depends on when it is seen what is done, which a busy machine may put off at any time."""
+"""Each is of so many transfers, and the first warms up. Each of the others may need a few blocks more, since more transfers are in
+flight than ever before. How many depends on when it is seen what is done, and a busy machine may put that off at any time."""
 DEPTH = 3
 
 

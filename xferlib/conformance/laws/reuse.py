@@ -1,7 +1,7 @@
 """Law 8. Memory is not written again while work that was enqueued before it was let go of may still read it.
 
-Memory that is free for reuse is found out by putting other values of the same size, several times, and keeping all of them. For
-pinned memory the addresses tell. A reader is on a stream that the transfer was told of, or on an array that orders itself.
+To find memory that is free for reuse, the tests put other values of the same size, several times, and keep all of them. For pinned
+memory the addresses tell. A reader is on a stream that the transfer was told of, or on an array that orders itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xferlib.transfer import Transfer
 __all__ = ["ReuseLaws"]
 
 SMALL_RING = "1x64KiB"
-"""Of chunks: a large transfer through it is not enqueued as a whole while copies are held."""
+"""A ring of chunks: a large transfer through it is not enqueued as a whole while copies are held."""
 NAMES = ("value", "result", "value_on", "stream=", "stream_wait", "put(into=)")
 """How a program tells that a stream reads what was put. The first two name the calling thread's current stream."""
 
@@ -162,7 +162,7 @@ class ReuseLaws(Laws):
             out = np.empty_like(old) if way == "get_pageable_out" else None
             with self.hold_copies(reading.backend, "d2h") as hold:
                 got = reading.get(array, out=out)
-                # What is not enqueued yet can be waited for by the host alone.
+                # Only the host can wait for what is not enqueued yet.
                 putting = self.calls.start(lambda: writing.put(source, into=array))
                 self.assert_stays(lambda: not (putting.done() and putting.result().done()), hold)
             putting.result(self.deadline_seconds).synchronize()
@@ -198,7 +198,7 @@ class ReuseLaws(Laws):
                 transfer = using.put(slot) if way == "put" else using.get(array, out=slot).end
                 del slot
                 gc.collect()
-                # What was handed out too early is rewritten by these, or rewrites them.
+                # Memory that was handed out too early is rewritten by these, or rewrites them.
                 fresh = [self.pinned(stager, other) for other in others]
                 assert hold.held
             transfer.synchronize()
@@ -216,14 +216,14 @@ class ReuseLaws(Laws):
                 lending.put(borrowed, borrow=True)
                 gc.collect()
                 taken, transfers = lending.stats().device_nbytes, [lending.put(source)]
-                # Until no memory of this size is free: what was taken for free is now to be written by one of these.
+                # Until no memory of this size is free: one of these now writes to memory that was wrongly taken for free.
                 while lending.stats().device_nbytes == taken:
                     assert len(transfers) < MOST_PUTS
                     transfers.append(lending.put(source))
                 assert hold.held
             for transfer in transfers:
                 transfer.synchronize()
-            # Whatever of the borrowed one came later would have to run before this is done.
+            # Any later part of the borrowed source would have to run before this is done.
             lending.put(borrowed, borrow=True).synchronize()
             for transfer in transfers:
                 assert_same(self.to_numpy(transfer.value), values)
@@ -263,7 +263,7 @@ class ReuseLaws(Laws):
             return self.completed(stager.put(source, stream=hold.stream)).value
         transfer = self.completed(stager.put(source))
         if name == "put(into=)" and stager.capabilities.put_into:
-            # Its memory is ours, though the array is now the caller's.
+            # The memory is ours, although the array is now the caller's.
             transfer = self.completed(stager.put(source, into=transfer.value))
         if not stager.capabilities.streams:
             return transfer.value
@@ -280,7 +280,7 @@ class ReuseLaws(Laws):
         return transfer
 
     def read_on(self, stager: Stager, transfer: Transfer, hold: Hold) -> Callable[[], Array]:
-        """Enqueue a reader of what was put, on the stream of the hold, which the transfer is told of."""
+        """Enqueue a reader of what was put, on the hold's stream. The transfer is told of that stream."""
         array = transfer.value
         if stager.capabilities.streams:
             transfer.stream_wait(hold.stream)

@@ -57,7 +57,7 @@ MUTANTS = [
         "            self._failed.append(error)",
     ),
     (STREAM, "        if not event.done():\n            self.submit(event.synchronize)", "        self.submit(event.synchronize)"),
-    (STREAM, "            return self._end  # Not", "            return Event()  # Not"),
+    (STREAM, "            return self._end  # It", "            return Event()  # It"),
     (STREAM, "stream = stack[-1]", "stream = stack[0]"),
     (WORKER, "        if first and last is not None:", "        if last is not None:"),
     (WORKER, "        del job  # What", "        # What"),

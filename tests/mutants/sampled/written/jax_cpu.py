@@ -23,7 +23,7 @@ MUTANTS = [
     (CPU, "        self._readings.let_go()\n", ""),
     (
         CPU,
-        "        # The core gives back pinned memory as it closes, and then device memory, of which nobody has asked JAX since.\n        self.sweep()\n",
+        "        # As it closes, the core gives back pinned memory and then device memory; nobody has asked JAX about the latter since.\n        self.sweep()\n",
         "",
     ),
     (ENGINE, "ctypes.memmove(dst, promise.wait() + offset, nbytes)", "ctypes.memmove(dst, promise.wait(), nbytes)"),
