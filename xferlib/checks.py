@@ -31,6 +31,7 @@ __all__ = [
     "shorten",
     "translated",
     "uncopied",
+    "whole_number",
     "whole_shape",
 ]
 
@@ -143,10 +144,7 @@ def check_apart(ranges: list[tuple[int, int]], name: str) -> None:
 
 def check_depth(depth: object) -> None:
     """Raise `TypeError` or `ValueError` for what is no depth of a loop."""
-    if isinstance(depth, bool) or not isinstance(depth, SupportsIndex):
-        raise TypeError(f"depth={depth!r}: expected an int")
-    if operator.index(depth) < 1:
-        raise ValueError(f"depth={depth!r}: expected 1 or more")
+    whole_number(depth, "depth", least=1)
 
 
 def check_iterable(given: object, name: str) -> None:
@@ -156,6 +154,16 @@ def check_iterable(given: object, name: str) -> None:
     call = getattr(given, "__name__", "it") if callable(given) else None
     advice = "" if call is None else f". It may be a function that makes one: call it, as in {call}()"
     raise TypeError(f"{name}: expected something to iterate, got {given!r}{advice}")
+
+
+def whole_number(given: object, name: str, *, least: int) -> int:
+    """Return an int of at least this size, or raise `TypeError` or `ValueError`, naming the argument."""
+    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
+        raise TypeError(f"{name}={given!r}: expected a whole number")
+    number = operator.index(given)
+    if number < least:
+        raise ValueError(f"{name}={given!r}: expected {least} or more")
+    return number
 
 
 def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -116,6 +116,9 @@ class NumpyStager:
         return source
 
     def place(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
+        if isinstance(array, np.generic):
+            # What NumPy gives for a sum; in other libraries that is an array, too.
+            array = np.asarray(array)
         self._check_array(array)
         on = resolve(stream)
         packed = array if array.flags.c_contiguous else _packed(array, on)

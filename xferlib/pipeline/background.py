@@ -14,6 +14,7 @@ import itertools
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NoReturn, TypeVar, final
 
@@ -31,6 +32,10 @@ T = TypeVar("T")
 
 CLOSE_SECONDS = 2.0
 """How long `close()` waits for a source that is inside its own `next`: nothing can interrupt it there."""
+
+
+_NOTHING: Any = object()
+"""Stands for an item where there is none."""
 
 
 @final
@@ -121,9 +126,9 @@ class BackgroundIterator(Generic[T]):
                 )
             # Asked before the queue is: what came before the end is in there then.
             ended = shared.ended
-            try:
-                entry = shared.items.popleft()
-            except IndexError:
+            entry = _first(shared.items)
+            if entry is _NOTHING:
+                # Not where the lack was caught: an interrupt of the wait would be told as a consequence of that.
                 self._refuse_closed()
                 if ended:
                     self._end()
@@ -181,3 +186,11 @@ class BackgroundIterator(Generic[T]):
 
 
 _numbers = itertools.count(1)
+
+
+def _first(items: deque[Any]) -> Any:
+    """Take the first item, or `_NOTHING`. Another thread may take it first."""
+    try:
+        return items.popleft()
+    except IndexError:
+        return _NOTHING

@@ -22,7 +22,7 @@ from typing import Any, Generic, NoReturn, SupportsIndex, final
 
 import numpy as np
 
-from xferlib.checks import checked_at, package_of, shorten, uncopied
+from xferlib.checks import checked_at, package_of, shorten, uncopied, whole_number
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError, ClosedError, TransferError
 from xferlib.in_flight import reap_all
@@ -75,8 +75,7 @@ class Ring(Generic[TreeT_co]):
 
     def __init__(self, stager: Stager, spec: Any, slots: int = 3) -> None:
         check_stager(stager, spec, comes="first")
-        if slots < 1:
-            raise ValueError(f"slots={slots!r}: expected 1 or more")
+        slots = whole_number(slots, "slots", least=1)
         self._layout = layout = self._laid_out(stager, spec)
         self.stager = stager
         self.slots = slots
@@ -343,7 +342,8 @@ class Slot(Generic[TreeT_co]):
     def put(self, *, stream: object | None = None) -> Transfer[TreeT_co]:
         """Start the transfer; the slot is its ring's again when that is done. Raises as `Stager.put`, and keeps the slot then.
 
-        Its arrays are made read-only. Views that were taken of them before are not: do not write through those any more.
+        Its own arrays are made read-only. Views that were taken of them before are not: do not write through those any more. What was
+        put beside them is yours, and read until the transfer is done if it is pinned.
         """
         lease = self._check()
         leaves, spec = self._trees.arrays(self._tree)
@@ -351,7 +351,7 @@ class Slot(Generic[TreeT_co]):
         transfer = self.ring.stager.put(unflatten(spec, sent), stream=stream)
         # Let go of first: what is interrupted here comes back when the copy does.
         self._lease = None
-        _freeze(leaves)
+        _freeze(leaves, lease)
         del self._tree
         self.ring._in_flight(lease.number, end_of(transfer))
         return transfer
@@ -360,7 +360,7 @@ class Slot(Generic[TreeT_co]):
         """Give the slot back; nothing if it was put or given back before."""
         if self._lease is None:
             return
-        _freeze(self._trees.arrays(self._tree)[0])
+        _freeze(self._trees.arrays(self._tree)[0], self._lease)
         number = self._lease.number
         self._lease = None
         self._done = "given back"
@@ -385,9 +385,13 @@ class Slot(Generic[TreeT_co]):
         return f"<Slot: {self.ring._words if tree is None else sketched(tree)}, {self._done if tree is None else 'acquired'}>"
 
 
-def _freeze(arrays: Sequence[Array]) -> None:
+def _freeze(arrays: Sequence[Array], lease: _Lease) -> None:
+    """Make those arrays read-only that lie in the slot; others are the caller's."""
+    start, _ = lease.__array_interface__["data"]
+    end = start + lease.__array_interface__["shape"][0]
     for array in arrays:
-        array.flags.writeable = False
+        if isinstance(array, np.ndarray) and start <= address_of(array) < end:
+            array.flags.writeable = False
 
 
 @final

@@ -20,7 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, final
 
-from xferlib.checks import uncopied
+from xferlib.checks import uncopied, whole_number
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.memory.registered import Pin
@@ -121,8 +121,8 @@ class SharedRing(Generic[TreeT_co]):
     def __init__(self, stager: Stager, spec: Any, *, slots: int = 8) -> None:
         self._refusal: XferError | None = None
         check_stager(stager, spec, comes="first")
-        if slots < 2:
-            raise ValueError(f"slots={slots!r}: expected 2 or more, since a consumer holds one while the next is filled")
+        # A consumer holds one while the next is filled.
+        slots = whole_number(slots, "slots", least=2)
         self._layout = layout = Layout(spec)
         self.slots = slots
         self.nbytes = slots * layout.nbytes
@@ -169,7 +169,7 @@ class SharedRing(Generic[TreeT_co]):
 
         The batches are trees of arrays in the slots themselves: `stager.put` reads them where they are. Keep one as long as you
         like; its slot is filled again when no array over it is left and no copy reads it. `ordered`: in the order of the tasks,
-        else as they are ready. Tasks are taken as slots become free, one ahead.
+        else as they are ready. Tasks are taken as slots become free, one ahead. No more workers are started than there are slots.
 
         An exception in `fill` is raised in place of its batch, with the worker's traceback as its cause. A worker that dies loses
         the batch that it was filling and nothing else; another takes its place. `on_death="replace"`: the batch is tried again,
@@ -181,11 +181,12 @@ class SharedRing(Generic[TreeT_co]):
         """
         if self._refusal is not None:
             raise type(self._refusal)(*self._refusal.args)
-        if workers < 1 or retries < 0 or on_death not in ("replace", "raise"):
-            raise ValueError(
-                f"workers={workers!r}, retries={retries!r}, on_death={on_death!r}: expected 1 or more, 0 or more, "
-                "'replace' or 'raise'"
-            )
+        if not callable(fill):
+            raise TypeError(f"fill={reprlib.repr(fill)}: expected a function, called with a task and a slot")
+        workers = whole_number(workers, "workers", least=1)
+        retries = whole_number(retries, "retries", least=0)
+        if on_death not in ("replace", "raise"):
+            raise ValueError(f"on_death={on_death!r}: expected 'replace' or 'raise'")
         try:
             iterator = iter(tasks)
         except TypeError as error:
@@ -200,7 +201,8 @@ class SharedRing(Generic[TreeT_co]):
             self._places,
             begin,
             iterator,
-            workers=workers,
+            # More would have nothing to write into.
+            workers=min(workers, self.slots),
             ordered=ordered,
             on_death=on_death,
             retries=retries,

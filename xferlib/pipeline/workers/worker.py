@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import reprlib
 import select
 import signal
 import socket
@@ -17,11 +18,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, final
 
+import numpy as np
+
 from xferlib.pipeline.workers.channel import receive, send
 from xferlib.pipeline.workers.layout import Bytes, Layout
 from xferlib.pipeline.workers.memory import Descriptor, map_shared
 from xferlib.pipeline.workers.messages import Begin, Failed, Filled, Order, Ready, Reply
 from xferlib.pipeline.workers.process import watch
+from xferlib.tree import flatten, path
 
 __all__ = ["serve"]
 
@@ -73,9 +77,29 @@ class _Filler:
         slot = self._slots[order.slot]
         try:
             task = pickle.loads(order.task)
-            return Filled(self._layout.returned(self._fill(task, self._layout.whole.views(slot)), slot))
+            views = self._layout.whole.views(slot)
+            arrays, _ = flatten(views)
+            value = self._fill(task, views)
+            filled = Filled(self._layout.returned(value, slot))
+            if value is None or isinstance(value, (int, np.integer)):
+                _check_untouched(views, arrays)
+            return filled
         except BaseException as error:
             return _failed(error)
+
+
+def _check_untouched(views: Any, arrays: list[Any]) -> None:
+    """Raise `TypeError` where `fill` has put something in place of an array of its slot: the memory would keep an older batch."""
+    leaves, structure = flatten(views)
+    ours = {id(array) for array in arrays}
+    for index, leaf in enumerate(leaves):
+        if id(leaf) not in ours:
+            raise TypeError(
+                f"fill has put {reprlib.repr(leaf)} into its slot ({path(structure, index)}): only what is written into the arrays "
+                "that are there arrives. Write slot[key][...] = values, and leave out what is no array of the spec"
+            )
+    if len(leaves) != len(arrays):
+        raise TypeError("fill has taken an array out of its slot. Leave the tree as it is, and write into its arrays")
 
 
 def _nothing(task: Any, slot: Any) -> NoReturn:
