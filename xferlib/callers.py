@@ -1,4 +1,4 @@
-"""Which threads are inside a call of an object: asked of their frames, so that no call notes anything, nor loses it."""
+"""Find out which threads are inside a call of an object. Their frames tell, so no call has to note anything that could be lost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LOOK_SECONDS = 1e-3
 
 
 def wait_for_callers(of: object, methods: Collection[CodeType], seconds: float) -> None:
-    """Wait until no other thread is inside one of the methods of an object, but no longer than this.
+    """Wait until no other thread is inside one of the methods of an object, but no longer than `seconds`.
 
-    Bounded, since whoever waits may be somebody that the other thread waits for.
+    The wait is bounded, because the other thread may be waiting for the caller.
     """
     deadline = time.monotonic() + seconds
     while is_called(of, methods) and time.monotonic() < deadline:

@@ -38,7 +38,7 @@ __all__ = [
 T = TypeVar("T")
 
 CHECKS = {f"xferlib.{name}" for name in ("checks", "handles", "memory.arrays", "pipeline.workers.layout", "tree")}
-"""Modules in which what users pass is refused."""
+"""Modules that refuse wrong arguments of users."""
 
 
 def refuse_bare_zero(stream: object | None) -> None:
@@ -48,9 +48,9 @@ def refuse_bare_zero(stream: object | None) -> None:
 
 
 def shorten(error: Exception, package: str | None = None) -> None:
-    """Leave two frames of ours in the traceback of a refusal: the caller's, which catches it, and the one that has raised it.
+    """Leave two of our frames in the traceback of a refusal: the caller's, which catches it, and the one that raised it.
 
-    Only where a check has raised it, or code of `package`: of what goes wrong anywhere else every frame is wanted.
+    This is done only if a check or code of `package` raised it. For any other error every frame is wanted.
     """
     door = last = error.__traceback__
     while last is not None and last.tb_next is not None:
@@ -68,22 +68,22 @@ def package_of(backend: object) -> str:
 
 
 def lacking(backend: HostStager[Any], flag: str, consequence: str) -> CapabilityError:
-    """Return the refusal of what a flag that is off stands for: in the backend's words, if it has some."""
+    """Return the error for a capability whose flag is off, in the backend's own words if it has some."""
     words = getattr(backend, "refusals", {}).get(flag, consequence)
     return CapabilityError(f"backend {backend.name!r} {words}")
 
 
 def refuse_finalizers(backend: HostStager[Any]) -> None:
-    """Raise `CapabilityError` in a finalizer that the collector runs, where the framework does not survive what it would do."""
+    """Raise `CapabilityError` in a finalizer that the collector runs, if the framework does not survive being called there."""
     if not backend.capabilities.finalizers and collects():
         consequence = "cannot transfer in a finalizer that the garbage collector runs. Transfer in ordinary code"
         raise lacking(backend, "finalizers", consequence)
 
 
 def uncopied(advice: str) -> Callable[[Any, SupportsIndex], NoReturn]:
-    """Return a `__reduce_ex__`, which `copy.copy`, `copy.deepcopy` and pickle all ask, that refuses and says what to do instead.
+    """Return a `__reduce_ex__` that refuses and says what to do instead. `copy.copy`, `copy.deepcopy` and pickle all call it.
 
-    For what stands for memory, threads or work under way: a copy would end them a second time.
+    It is for objects that stand for memory, threads or work under way: a copy would end them a second time.
     """
 
     def refuse(self: Any, protocol: SupportsIndex) -> NoReturn:
@@ -94,7 +94,7 @@ def uncopied(advice: str) -> Callable[[Any, SupportsIndex], NoReturn]:
 
 @contextmanager
 def translated(failures: tuple[type[Exception], ...], words: str) -> Iterator[None]:
-    """Raise `XferError` where one of the backend's failures is raised that no narrower class stands for."""
+    """Raise `XferError` in place of a failure of the backend that no narrower class of ours stands for."""
     try:
         yield
     except XferError:
@@ -143,12 +143,12 @@ def check_apart(ranges: list[tuple[int, int]], name: str) -> None:
 
 
 def check_depth(depth: object) -> None:
-    """Raise `TypeError` or `ValueError` for what is no depth of a loop."""
+    """Raise `TypeError` or `ValueError` unless this is a valid depth of a loop."""
     whole_number(depth, "depth", least=1)
 
 
 def check_iterable(given: object, name: str) -> None:
-    """Raise `TypeError`, naming the argument, for what a loop cannot go over."""
+    """Raise `TypeError`, naming the argument, unless a loop can go over it."""
     if hasattr(given, "__iter__") or hasattr(given, "__getitem__"):
         return
     call = getattr(given, "__name__", "it") if callable(given) else None

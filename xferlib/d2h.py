@@ -28,7 +28,7 @@ BYTES = np.dtype(np.uint8)
 PACK_UP_TO = 16 << 10
 """Bytes. Results of one get up to this size share memory; larger ones have their own, so keeping one keeps no other."""
 PACKED = 1 << 20
-"""Bytes that share, at most: of many results, one that is kept keeps no more than these."""
+"""Bytes that share memory, at most. So if one of many results is kept, it keeps no more than these."""
 
 
 @final
@@ -63,7 +63,7 @@ class DeviceToHost:
         if behind or (addresses is not None and None in addresses):
             sources, after = self._placed(leaves, spec, stream, direct=addresses is not None and any(addresses))
         else:
-            # What the arrays wait for now would hold up the copies that earlier gets still have to start.
+            # If the stream waited for these arrays now, it would hold up the copies that earlier gets still have to start.
             self._staging.wait_issued()
             sources, after = self._each(self._backend.as_source, leaves, spec, stream, together=self._as_sources), None
         if addresses is not None and not any(addresses) and None in addresses:
@@ -73,12 +73,12 @@ class DeviceToHost:
                 return Transfer(out, FILLED, (), True)
         looks = given is None and sum([source.nbytes for source in sources]) >= LARGE
         if looks:
-            # Before memory is asked for: mostly an earlier get is done, and its memory is what is wanted.
+            # Before memory is asked for: mostly an earlier get is done, and its memory can be used again.
             self._d2h.reap()
         if given is None or addresses is None:
             given, addresses = self._results(alike)
             if behind:
-                # By way of chunks, too: in the stream, a copy would come before those that are still to be started.
+                # These go through chunks, too: a direct copy would enter the stream before those that are still to be started.
                 addresses = [None if address else address for address in addresses]
         event, failures = self._begin(sources, given, addresses, after, looked=looks, ours=out is None)
         return Transfer(unflatten(spec, given) if out is None else out, event, failures, True)
@@ -119,12 +119,12 @@ class DeviceToHost:
     def _pack(
         self, together: list[tuple[int, int]], nbytes: int, alike: list[Alike], arrays: list[Any], addresses: list[int | None]
     ) -> None:
-        """Enter arrays that lie together, each at an offset: asking the pool for each takes longer than its copy."""
+        """Enter arrays that lie together, each at an offset. Asking the pool for each one would take longer than its copy."""
         try:
             memory: Array | None = self._pool.empty((nbytes,), BYTES)
         except AllocationError:
             memory = None
-        # Where there is no room for them together there may be some for each.
+        # If there is no room for all of them together, there may be room for each by itself.
         start = None if memory is None else self._host.address(memory)
         for index, offset in together:
             shape, dtype = alike[index]
@@ -150,7 +150,7 @@ class DeviceToHost:
         return shape, dtype
 
     def _one(self, array: Any, out: Array | None, stream: object | None) -> Transfer | None:
-        """None: `out` is empty, or earlier gets still have copies to start; and nothing was started."""
+        """Get one array. None: nothing was started, because `out` is empty or earlier gets still have copies to start."""
         shape, dtype = self._checked_one(array, out)
         address = None if out is None else self._host.address(out)
         if out is not None and address is None:
@@ -190,7 +190,7 @@ class DeviceToHost:
         return Transfer(out, event, failures, True)
 
     def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
-        """Check everything that needs no order first: a leaf that is refused must not hold up transfers to come."""
+        """Check everything that needs no order before anything is ordered: a refused leaf must not hold up later transfers."""
         alike: list[Alike] = []
         known = None
         for index, leaf in enumerate(leaves):
@@ -222,11 +222,14 @@ class DeviceToHost:
     def _placed(
         self, leaves: list[Any], spec: Spec | None, stream: object | None, *, direct: bool
     ) -> tuple[list[Source], Event | None]:
-        """Return what is read, and what it waits for: by the engine directly before its first copy, so that no other get waits."""
+        """Return the sources, and the event that their copies wait for.
+
+        The engine makes the stream wait for it directly before its first copy, so that no other get waits.
+        """
         sources = self._each(self._backend.place, leaves, spec, stream)
         after = self._backend.mark(stream)
         if direct:
-            # Some is copied without the engine, and at once.
+            # Some arrays are copied at once, without the engine.
             self._staging.wait_issued()
             if after is not None:
                 self._backend.order_d2h(after)
@@ -274,10 +277,10 @@ class DeviceToHost:
                     # A job raises whatever a call of the backend raised.
                     return self._staging.copy_out(pageable, sources, event, after, ours=ours), (Exception,)
                 except AllocationError:
-                    # Others have taken the room that there was for chunks when the results were asked for.
+                    # There was room for chunks when the results were asked for, but others have taken it since.
                     if not (ours and self._copy_locked(pageable, after)):
                         raise
-                # What was pinned before is counted.
+                # Results that were pinned from the start are counted already.
                 event = self._d2h.add(sum([array.nbytes for _, array in pageable]), outs, sources, looked=looked)
         except BaseException:
             self._d2h.settle((sources, outs))
@@ -286,7 +289,7 @@ class DeviceToHost:
         return event, self._failures
 
     def _copy_locked(self, pageable: list[tuple[int, Array]], after: Event | None) -> bool:
-        """Start the copies to results when they are page-locked; blocks until then. False: not all of them could be."""
+        """Block until the results are page-locked, then start the copies to them. False: not all of them could be locked."""
         addresses = [self._host.settled_address(array) for _, array in pageable]
         if None in addresses:
             return False
@@ -301,7 +304,7 @@ class DeviceToHost:
     def _copy_pinned(
         self, sources: list[Source], outs: list[Array], addresses: list[int | None], pageable: list[tuple[int, Array]]
     ) -> int:
-        """Start the copies to pinned memory, and return their bytes; enter what goes elsewhere."""
+        """Start the copies to pinned memory, and return their bytes; enter the others in `pageable`."""
         nbytes = 0
         for source, array, address in zip(sources, outs, addresses, strict=True):
             if address is None:

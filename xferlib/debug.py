@@ -1,10 +1,11 @@
 """Debug mode: finding who writes to the source of a put before the transfer is done.
 
-A put's sources that are read after it has returned (pinned ones, and all that are borrowed until it is done; what is borrowed until
-it is staged is free before that, unseen here) are summed when it is called, and again as soon as the transfer is found done, by
-whoever finds it: before a caller is told that it may write again. Only what is found by us counts. Waiting by other means, as the
-framework's own, is not seen here: a source that is written to after such a wait, before `done()` is blamed. Not seen is what was
-put back meanwhile, and what writes to memory whose array is gone. Nothing here keeps a source alive, nor waits.
+Some sources are read after their put has returned: pinned ones, and all that are borrowed until the put is done. (A source that is
+borrowed until it is staged is free before that, and is not watched.) Sums over these sources are taken when the put is called, and
+again as soon as anybody finds the transfer done, before a caller is told that it may write again. Only what is found by us counts.
+A wait by other means, such as the framework's own, is not seen here: a source that is written to after such a wait, but before
+`done()`, is blamed. Two more things are not seen: values that were put back meanwhile, and writes to memory whose array is gone.
+Nothing here keeps a source alive, nor waits.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def wanted(debug: bool | None) -> bool:
 
 
 def caller() -> str:
-    """Say where the innermost frame that is not ours stands. On a thread of ours: for whom it works."""
+    """Say where the innermost frame that is not ours stands. On a thread of ours, say for whom it works."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_ours(str(frame.f_globals.get("__name__", ""))):
         frame = frame.f_back
@@ -86,7 +87,7 @@ def verify_done() -> None:
 
 
 def watch_get(transfer: T) -> T:
-    """Have sources verified when this get is done: that the puts before it are, is often learned in no other way."""
+    """Have sources verified when this get is done: often nothing else tells that the puts before it are done, too."""
     transfer._check = _AtGet()
     return transfer
 
@@ -95,7 +96,8 @@ def watch_get(transfer: T) -> T:
 class Sources:
     """The sources of one stager's puts. Any thread.
 
-    A rewrite is told to whoever asks the transfer. Where nobody can any more, the stager's next put raises it, else its `close()`.
+    Whoever asks the transfer is told of a rewrite. If nobody can ask any more, the stager's next put raises it, or else its
+    `close()`.
     """
 
     def __init__(self, leaf: Callable[[Any], tuple[Array, int | None]], trees: Trees) -> None:
@@ -105,9 +107,10 @@ class Sources:
         self._untold: deque[Put] = deque()
 
     def look(self, tree: Any, *, borrow: bool) -> Put | None:
-        """Look at what a put is about to be given; None: nothing of it is read later. Raises what nobody can ask for any more.
+        """Look at the tree that a put is about to be given. None: nothing of it is read after the put has returned.
 
-        Called before anything starts: whatever is written from then on is too early.
+        Called before anything starts: every write from then on is too early. Raises the rewrites of earlier puts that nobody can
+        ask for any more.
         """
         verify_done()
         self._tell(only_dropped=True)
@@ -136,7 +139,7 @@ class Sources:
         return sources, spec
 
     def _tell(self, *, only_dropped: bool) -> None:
-        """Raise the first rewrite that nobody was told of. `only_dropped`: of transfers that nobody can ask any more."""
+        """Raise the first rewrite that nobody was told of. `only_dropped`: only those of transfers that nobody can ask any more."""
         error: SourceRewrittenError | None = None
         for put in list(self._untold):
             if only_dropped and not put.told and put.asker() is not None:
@@ -166,8 +169,8 @@ class _Source:
             owner = owner.base
         self.index = index
         self.nbytes = array.nbytes
-        # Not the array: often it is a view that only we hold. Not what is below, either: memory may end before the object that it
-        # belongs to, but not before an array over it.
+        # Not the array itself: often it is a view that only we hold. Not the object below, either: its memory may end before the
+        # object does, but not before an array over it.
         self._owner = weakref.ref(owner)
         self._view = {
             "data": (array.ctypes.data, True),
@@ -179,7 +182,7 @@ class _Source:
         self._before = _sums(array)
 
     def rewritten(self) -> tuple[int, int] | None:
-        """Return the first and the last of the bytes that differ first; None: there are none, or nobody can have written."""
+        """Return the first and the last byte of the first range that differs; None: none does, or nobody can have written."""
         owner = self._owner()
         if owner is None:
             return None
@@ -201,7 +204,7 @@ class _View:
 
 
 def _sums(array: Array) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    # What is not contiguous is copied for this, whole.
+    # An array that is not contiguous is copied for this, as a whole.
     flat: Any = np.ravel(array, order="K").view(np.uint8)
     data = memoryview(flat)
     return np.array([zlib.crc32(data[start : start + PIECE]) for start in range(0, len(data), PIECE)], np.uint32)
@@ -212,7 +215,7 @@ class Put:
     """One put whose sources are read after it has returned."""
 
     asker: Callable[[], Check | None]
-    """Gives what the transfer asks; None: nobody holds the transfer any more."""
+    """Returns the check that the transfer asks; None: nobody holds the transfer any more."""
     _event: Any
 
     def __init__(self, sources: list[_Source], spec: Spec, where: str, borrow: bool, untold: deque[Put]) -> None:
@@ -221,7 +224,8 @@ class Put:
         self._number = next(_numbers)
         self._sources = sources
         self._verdicts: list[str] = []
-        """The first counts: who had it may have told a caller, who has written to the sources since. Single steps, no lock."""
+        """The first one counts: its finder may have told a caller, who may have written to the sources since. Single steps, no
+        lock."""
         self._spec = spec
         self._where = where
         self._borrow = borrow
@@ -240,7 +244,7 @@ class Put:
         return self._verdicts[0] if self._verdicts else ""
 
     def reached(self) -> bool:
-        """Tell whether the copies are done. Never blocks. Forgets what has failed: whoever asks the transfer is told that."""
+        """Tell whether the copies are done. Never blocks. Forgets a put that has failed: whoever asks the transfer is told."""
         try:
             done: bool = self._event.done()
             return done

@@ -48,9 +48,9 @@ class TransferError(XferError):
 
 
 class SourceRewrittenError(XferError, RuntimeError):
-    """Raised in debug mode where the source of a put was written to before its transfer was done: a fault of the program's.
+    """Raised in debug mode where the source of a put was written to before its transfer was done: a fault of the program.
 
-    No `TransferError`: the copy was made, so that trying again, as after one of those, would only hide it.
+    This is no `TransferError`. The copy was made, so trying again, as after a `TransferError`, would only hide the fault.
     """
 
 

@@ -1,4 +1,4 @@
-"""What must forget its memory in a forked child: device, page-locks and threads stayed with the parent."""
+"""Objects that must forget their memory in a forked child: device, page-locks and threads stayed with the parent."""
 
 from __future__ import annotations
 

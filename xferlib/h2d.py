@@ -28,7 +28,7 @@ from xferlib.tree import Spec, path, trees_of, unflatten
 __all__ = ["HostToDevice"]
 
 LEND_FROM = 1 << 20
-"""Bytes. Below, to wait until they are staged takes about as long as to wake a thread, and nobody has to keep them."""
+"""Bytes. Waiting until fewer are staged takes about as long as waking a thread, and then nobody has to keep the sources."""
 
 
 @final
@@ -49,7 +49,7 @@ class HostToDevice:
         self._can_overwrite = backend.capabilities.put_into
         self._host = host
         self._dtypes = host.dtypes
-        # On the path of every small transfer: an attribute of this object each, no chain of them.
+        # On the path of every small transfer: each is one attribute of this object, not a chain of attributes.
         self._address = host.address
         self._as_array = backend.as_array
         self._as_target = backend.as_target
@@ -83,11 +83,11 @@ class HostToDevice:
         self._warning.put(sources, spec, into=True)
         return self._into(sources, spec, into, stream)
 
-    # One array, without the lists that `start` makes: half of the time of a small transfer would go into them.
+    # One array, without the lists that `start` makes: they would take half of the time of a small transfer.
 
     def one(self, array: Array, stream: object | None, borrow: object) -> Transfer:
         """Put one array into fresh memory."""
-        # As `_checked`, and below as `_begin_one`: two calls less are a twentieth of the time.
+        # This does what `_checked` does, and below what `_begin_one` does: two calls fewer save a twentieth of the time.
         if array.dtype not in self._dtypes:
             self._host.check_dtype(array.dtype)
         address = self._address(array)
@@ -148,7 +148,7 @@ class HostToDevice:
         return self._address(array)
 
     def _begin_one(self, destination: int, array: Array, address: int | None, target: object, places: Sequence[Source]) -> Event:
-        """Start one copy. `target`: what is to be kept if nobody can say when it ends; `places`: memory of the caller's."""
+        """Start one copy. `target` is kept if nobody can say when the copy ends; `places`: memory of the caller's."""
         if not address:
             return self._begin_staged(destination, array, address, target, places)
         nbytes = array.nbytes
@@ -160,12 +160,12 @@ class HostToDevice:
             raise
 
     def _begin_staged(self, destination: int, array: Array, address: int | None, target: object, places: Sequence[Source]) -> Event:
-        """Start one copy of what is pageable, or of nothing; see `_begin_one`."""
+        """Start one copy of a pageable array, or of an empty one; see `_begin_one`."""
         event = self._stage_one(destination, array, places, target) if address is None else None
         return self._begin([destination], [(array, address)], (0,), target, places) if event is None else event
 
     def _name(self, places: Sequence[Source], handle: int, stream: Stream) -> None:
-        """Note a stream that may read arrays of the caller's; the memory of some may be a stager's."""
+        """Note a stream that may read arrays of the caller's. The memory of some of them may be a stager's."""
         for place in places:
             note_reader(place, stream, self._blocks)
 
@@ -189,11 +189,11 @@ class HostToDevice:
         places: list[Source] = []
         index = 0
         try:
-            # All of them first: asked for its place, the backend makes every later copy wait for what the target waits for.
+            # All checks first: a backend that is asked for a place makes every later copy wait for what the target waits for.
             for index, (target, (source, _)) in enumerate(zip(targets, sources, strict=True)):  # noqa: B007  # The note says it.
                 self._check_target(target, source)
-            # Only the backend knows where a target lies and whether it may be written. What is refused for that after another
-            # target got its place has held up later copies for nothing: they are late, not wrong.
+            # Only the backend knows where a target lies and whether it may be written. If it refuses one after another target got
+            # its place, later copies were held up for nothing: they are late, not wrong.
             for index, target in enumerate(targets):  # noqa: B007  # The note says it.
                 places.append(self._as_target(target, stream))
         except (TypeError, ValueError) as error:
@@ -225,7 +225,7 @@ class HostToDevice:
         return sum(array.nbytes for array, address in sources if address is None) >= LEND_FROM
 
     def _lent(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
-        """Put a tree whose pageable leaves threads of ours copy after this has returned."""
+        """Put a tree and borrow its pageable leaves, which threads of ours copy after this has returned."""
         if stream is not None:
             self._backend.check_stream(stream)
         streams: Streams = {}
@@ -236,7 +236,8 @@ class HostToDevice:
         pinned: list[Array] = []
         try:
             self._copy_pinned(addresses, sources, layout.numbers, pinned, staged)
-            # The leases until then: a block that is used again before its last copy is started would be overwritten by it.
+            # The leases are held until then: otherwise a block could be used again before its last copy is started, which would
+            # then overwrite it.
             lent = self._staging.borrow(staged, until_started=leases, beside=pinned)
         except BaseException:
             self._h2d.settle((pinned, leases))
@@ -297,10 +298,11 @@ class HostToDevice:
         check_alike(described, (source.shape, source.dtype))
 
     def _may_have_readers(self) -> bool:
-        """Tell whether a get may still read arrays of the caller's. Once a put: those that are done are let go of first."""
+        """Tell whether a get may still read arrays of the caller's. Asked once for each put; gets that are done are let go of
+        first."""
         if self._ledger.has_no_readers:
             return False
-        # Each that is done and still noted would cost a wait of the stream's, for each target.
+        # Each get that is done but still noted would make the stream wait, once for each target.
         for ledger in all_ledgers():
             ledger.d2h.reap()
         return not self._ledger.has_no_readers
@@ -308,7 +310,7 @@ class HostToDevice:
     def _order_after_users(self, place: Source) -> None:
         """Let the copy wait for earlier copies that still use what it will overwrite: the user's streams know nothing of them.
 
-        Those of a stager of another backend or device the host waits for: no stream of this one could.
+        If those belong to a stager of another backend or device, the host waits for them: no stream of this one could.
         """
         for ledger in all_ledgers():
             ledger.wait_issued(place)
@@ -331,13 +333,13 @@ class HostToDevice:
             self._backend.order_h2d(event)
             return
         with suppress(Exception):
-            # What failed uses it no more, and is said to whoever holds the transfer.
+            # A copy that failed does not use it any more, and whoever holds the transfer is told.
             end.synchronize()
 
     def _begin(
         self, addresses: Sequence[int], sources: list[HostLeaf], blocks: Sequence[int], target: object, places: Sequence[Source]
     ) -> Event:
-        """Start copies; see `_begin_one`. `blocks`: of each leaf the number of the piece of memory that its address is in."""
+        """Start copies; see `_begin_one`. `blocks`: for each leaf, the number of the piece of memory that its address is in."""
         pinned: list[Array] = []
         staged: list[Placed] = []
         fills: list[Fill] = []

@@ -46,11 +46,11 @@ __all__ = [
 LOOK_EVERY = 32
 """Transfers. Asking the driver costs as much as starting a small copy does."""
 FEW = 3
-"""Entries. Where hundreds are under way, mostly fewer than these become done from one look to the next."""
+"""Entries. Even if hundreds are under way, mostly fewer than this end between one look and the next."""
 LOOK_SECONDS = 0.0001
-"""How often is looked whether another thread has filled its memory."""
+"""How often a waiting thread looks whether another one has filled its memory."""
 LARGE = 64 << 10
-"""Bytes. Above this the copy outweighs the question, and the memory held is worth asking for."""
+"""Bytes. From this size on the copy takes longer than asking the driver, and the memory that is held is worth asking for."""
 
 Concerns: TypeAlias = Callable[["Entry"], bool]
 """Tells whether an entry is waited for."""
@@ -63,7 +63,8 @@ class Entry(NamedTuple):
     asked: int
     event: Event
     recorded: int
-    """Points of one count, before and after the event was recorded: of two entries that do not overlap, the order is known."""
+    """`asked` and this are points of one count, before and after the event was recorded. If two entries do not overlap, their order
+    is known."""
     host: Sequence[Array]
     """What copies read or write directly; what was staged is not in here."""
     device: Sequence[Source]
@@ -84,7 +85,7 @@ _exhaust: Callable[[Iterator[object]], None] = deque[object](maxlen=0).extend
 """Goes through an iterator and keeps nothing."""
 _TURN = 2 * LOOK_EVERY
 _NEW = tuple.__new__
-"""A third of what the constructor of a named tuple takes."""
+"""Takes a third of the time of a named tuple's constructor."""
 
 
 @final
@@ -121,7 +122,8 @@ class InFlight:
         event = self._record()
         self._entries[asked] = _NEW(Entry, (asked, event, self._count(), host, device, keepalive))
         self.nbytes += nbytes
-        # By the count, which a transfer advances by two, and not by what is held: that stays as it is where as many end as start.
+        # The count decides, which a transfer advances by two. The number of entries does not: it stays the same while as many end
+        # as start.
         if (nbytes >= LARGE and not looked) or asked % _TURN >= _TURN - 2:
             self.reap(newest=asked)
         return event
@@ -129,7 +131,7 @@ class InFlight:
     def settle(self, keepalive: object) -> bool:
         """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
 
-        A finalizer on a thread that makes the copies does not wait, since that would be for itself: `keepalive` is held until then.
+        A finalizer on a thread that makes the copies does not wait, since it would wait for itself: `keepalive` is held meanwhile.
         """
         try:
             event = self.add(0, (), (), keepalive)
@@ -145,7 +147,7 @@ class InFlight:
     def reap(self, *, newest: int | None = None) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks.
 
-        `newest`: the number of an entry that has just been added, and is asked for only where there are many before it.
+        `newest`: the number of an entry that has just been added. It is asked only if there are many before it.
         """
         found, more = False, True
         # What is let go of here may run foreign finalizers, which may come back here.
@@ -166,10 +168,10 @@ class InFlight:
     def wait_all(self) -> None:
         """Block until everything added before the call is done."""
         entries = self.entries()
-        # The last first: the others are done then, or nearly.
+        # The last one first: when it is done, the others are done, too, or nearly.
         for entry in reversed(entries):
             self._wait(entry.event)
-        # Each by itself: `reap` leaves those for its next look that were recorded on other threads meanwhile, and none may come.
+        # Each by itself: `reap` leaves entries that other threads recorded meanwhile to its next look, and there may be none.
         for entry in entries:
             self._entries.pop(entry.asked, None)
 
@@ -189,10 +191,10 @@ class InFlight:
             return [], False
         last = entries[-1]
         # Events of one direction are reached in the order in which they were recorded, so one that is done answers for all that
-        # were recorded before it. Those of other threads that were recorded meanwhile are asked for themselves.
+        # were recorded before it. Those that other threads recorded meanwhile must be asked themselves.
         if len(entries) > 1 and max(map(_RECORDED, entries[:-1])) > last.asked:
             gone = [entry for entry in entries if entry is last or entry.recorded < last.asked]
-        # A loop of Python's takes longer, and this is in the path of small transfers.
+        # A loop in Python takes longer, and this is on the path of small transfers.
         _exhaust(map(self._entries.pop, map(_ASKED, gone), itertools.repeat(None)))
         return gone, gone is not entries
 
@@ -201,24 +203,24 @@ class InFlight:
         entries = self._oldest(FEW)
         if len(entries) < FEW and entries and entries[-1].asked == newest:
             entries.pop()
-        # Mostly there is nothing to let go of, and one question tells.
+        # Mostly there is nothing to let go of, and one question shows that.
         if not entries or not self._ended(entries[0]):
             return []
         if len(entries) < FEW or not self._ended(entries[-1]):
-            # Hardly anything, of hundreds perhaps.
+            # Hardly anything is done, perhaps of hundreds.
             return entries[: self._first_pending(entries, 1, min(len(entries), FEW - 1))]
         known, entries = entries[-1], self.entries()
         if len(entries) < FEW or entries[FEW - 1] is not known:
             # Another thread has let go of some meanwhile.
             return self._done(newest)
-        # Mostly all are done then but the newest, which have just been started.
+        # Then mostly all are done except the newest, which have just been started.
         near = max(FEW, len(entries) - FEW)
         if near < len(entries) and self._ended(entries[near]):
             return entries[: self._first_pending(entries, near + 1, len(entries))]
         return entries[: self._first_pending(entries, FEW, near)]
 
     def _oldest(self, count: int) -> list[Entry]:
-        """Return so many of `entries`, without a list of all: there may be hundreds, and a look comes with each."""
+        """Return the first `count` of `entries`, without a list of all: there may be hundreds, and a look comes with each."""
         try:
             return list(itertools.islice(self._entries.values(), count))
         except RuntimeError:
@@ -226,7 +228,7 @@ class InFlight:
             return self.entries()[:count]
 
     def _first_pending(self, entries: list[Entry], low: int, high: int) -> int:
-        """Return the index of the first that is not done: those before `low` are, and the one at `high`, if any, is not."""
+        """Return the index of the first that is not done: all before `low` are done, and the one at `high`, if any, is not."""
         return bisect_left(entries, True, low, high, key=lambda entry: not self._ended(entry))
 
     def _ended(self, entry: Entry) -> bool:
@@ -238,7 +240,7 @@ class InFlight:
 
 
 def uses(source: Source, target: Source) -> bool:
-    """Tell whether what comes before a copy, or the copy, uses part of the target's memory."""
+    """Tell whether a copy, or the work that gathers its elements before it, uses part of the target's memory."""
     if _meet(source.address, source.nbytes, target.address, target.nbytes):
         return True
     return source.origin is not None and _meet(*source.origin, target.address, target.nbytes)
@@ -250,7 +252,8 @@ def _meet(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
 
 @final
 class Fill:
-    """Pinned memory that its thread fills, and starts the copy of: neither idle nor in flight yet. Waited for as a `Job` is."""
+    """Pinned memory that a thread fills before it starts the copy: neither idle nor in flight yet. It is waited for as a `Job`
+    is."""
 
     __slots__ = ("memory", "over", "owner", "row")
 
@@ -268,7 +271,7 @@ class Fill:
         return self.over
 
     def wait(self) -> None:
-        """Block until it is: by looking, since it takes less than waking somebody."""
+        """Block until it is over. This looks again and again, since a fill takes less time than waking somebody."""
         while not self.over:
             time.sleep(LOOK_SECONDS)
 
@@ -342,7 +345,7 @@ class Jobs:
         self._fills[fill.row] = fill
 
     def remove(self, fill: Fill) -> None:
-        """Forget a fill that is over. Twice is fine, and not at all: then `reap` does."""
+        """Forget a fill that is over. Twice is fine, and so is not at all: then `reap` forgets it."""
         self._fills.pop(fill.row, None)
 
     def reap(self) -> bool:
@@ -357,10 +360,10 @@ class Jobs:
     def wait_oldest(self, *, pinned: bool = False) -> bool:
         """Block until the oldest that this thread can wait for is over. Returns False if there was none.
 
-        `pinned`: only one that then gives pinned memory back. The others may be waiting for some themselves.
+        `pinned`: only one that gives pinned memory back when it is over. The others may be waiting for pinned memory themselves.
         """
-        # Whoever waits for room while it fills is a finalizer in the middle of that. Another thread's fill may be waiting in the
-        # same way, for this one: both would wait for good.
+        # If this thread fills and waits for room, this is a finalizer in the middle of the fill. Another thread's fill may be
+        # waiting for this one in the same way: both would wait for good.
         fills = any(work.owner == threading.get_ident() and not work.over for work in list(self._fills.values()))
         for work in self._waited_for():
             if not work.reached() and (work.holds or not pinned) and not (fills and isinstance(work, Fill)):
@@ -409,7 +412,7 @@ class Ledger:
         self.jobs = Jobs()
         self.views = Views(backend)
         self.place = (backend.name, backend.device)
-        """Which backend and device: the events of two stagers of one place can be waited for by each other's streams."""
+        """Which backend and device. If two stagers have the same place, their streams can wait for each other's events."""
         self.wait_issued: Callable[[Source], None] = lambda target: None
         """Blocks until the copies that read this memory, and are not started yet, are started."""
         _open[id(self)] = self
@@ -421,7 +424,7 @@ class Ledger:
 
     @property
     def has_no_readers(self) -> bool:
-        """Whether no copy can be in flight, of whatever stager, that uses device memory of the caller's, but puts of this one."""
+        """Whether no copy of any stager, except puts of this one, can be in flight that uses device memory of the caller's."""
         return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1
 
     def entries(self) -> Iterator[Entry]:
@@ -435,8 +438,8 @@ class Ledger:
         return any(found)
 
     def wait_oldest(self, *, pinned: bool = False) -> bool:
-        """Block until something has ended. Returns False if nothing was in flight that this thread can wait for: on one that makes
-        the copies it would wait for itself. `pinned`: see `Jobs.wait_oldest`.
+        """Block until something has ended. Returns False if nothing was in flight that this thread can wait for: a thread that
+        makes the copies would wait for itself. `pinned`: see `Jobs.wait_oldest`.
         """
         # What is done in one direction must not wait for the other.
         if self.reap():
@@ -460,7 +463,7 @@ class Ledger:
         self.views.wait_all()
 
     def close(self) -> None:
-        """Nothing is in flight, and nothing will be."""
+        """Leave the table of open ledgers. Nothing is in flight, and nothing will be."""
         _open.pop(id(self), None)
         self.jobs.reap()
         self.views.close()
@@ -469,7 +472,7 @@ class Ledger:
 
 
 _open: dict[int, Ledger] = {}
-"""Of every stager of this process that is not closed: a stager that is dropped is closed, too, if later."""
+"""The ledgers of all stagers of this process that are not closed. A stager that is dropped is closed, too, though later."""
 # What is in flight stayed with the parent.
 os.register_at_fork(after_in_child=_open.clear)
 
@@ -551,5 +554,5 @@ class PinnedHolders:
         return any(self.owns(address_of(array), array.nbytes) for array in entry.host)
 
     def _is_used(self, job: Job | Reading) -> bool:
-        # One that has no chunk yet may be waiting for room itself, and so may a reading.
+        # A job that has no chunk yet may be waiting for room itself, and so may a reading.
         return isinstance(job, Job) and job.holds and any(self.owns(*memory) for memory in job.memory)

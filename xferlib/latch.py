@@ -1,4 +1,4 @@
-"""A point that one thread reaches and others wait for, which an interrupt leaves whole.
+"""A point that one thread reaches and others wait for. An interrupt leaves it whole.
 
 `threading.Event` and `threading.Condition` are written in Python: an interrupt (Ctrl-C) inside their `wait` or `set` may leave
 their lock held for ever, and hang whoever comes next. Here every change is one call of C or one assignment.
@@ -14,7 +14,7 @@ from typing import Final, final
 __all__ = ["SLICE_SECONDS", "Latch", "is_copy_thread", "note_copy_thread"]
 
 SLICE_SECONDS: Final = 0.05
-"""How long is waited at a time: a signal that comes a moment before a thread waits does not wake it."""
+"""How long a thread waits at a time: a signal that comes a moment before the wait does not wake it."""
 
 
 @final
@@ -33,13 +33,13 @@ class Latch:
         return self._open
 
     def open(self) -> None:
-        """Let everybody pass who waits, or comes. Twice is fine."""
+        """Let everybody pass who waits now or comes later. Twice is fine."""
         self._open = True
         try:
             # Whoever waits takes it, and hands it on.
             self._lock.release()
         except RuntimeError:
-            # It is open already, or somebody who passed has not handed it on yet, and will.
+            # It is open already, or a thread that has passed will still hand it on.
             return
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -52,24 +52,24 @@ class Latch:
                 if slice_seconds <= 0:
                     return False
             if self._lock.acquire(timeout=slice_seconds):
-                # Interrupted here, those behind see the flag at the end of their slice.
+                # If this is interrupted here, those that still wait see the flag at the end of their slice.
                 self._lock.release()
         return True
 
 
 class _Thread(threading.local):
     copying = False
-    """Of the class: to look for an attribute that is not there takes ten times as long, and every transfer asks."""
+    """An attribute of the class: looking for one that is not there takes ten times as long, and every transfer asks."""
 
 
 _thread = _Thread()
 
 
 def note_copy_thread() -> None:
-    """Note that the calling thread makes copies, and that others, it among them, would wait for ever if it waited for one."""
+    """Note that the calling thread makes copies: if it waited for one, it and others would wait for ever."""
     _thread.copying = True
 
 
 def is_copy_thread() -> bool:
-    """Tell whether the calling thread noted that. Only a finalizer, which the collector runs on any thread, asks on such a one."""
+    """Tell whether the calling thread noted that. On such a thread only a finalizer asks: the collector runs it on any thread."""
     return _thread.copying

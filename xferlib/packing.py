@@ -26,12 +26,13 @@ KEPT = 64
 
 Alike: TypeAlias = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 Signature: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, np.dtype[Any]], ...]]
-"""Every shape, and the dtypes with the index of the first leaf of each run: hashing a dtype takes longer than all else here."""
+"""Every shape, and for each run of equal dtypes the first leaf's index and the dtype: hashing a dtype takes longer than all else
+here."""
 
 
 @final
 class Layout:
-    """By block: its size, the leaves in it by their index, and their places."""
+    """For each block: its size, the indices of the leaves in it, and their places."""
 
     def __init__(self, leaves: Alike) -> None:
         self.count = len(leaves)
@@ -39,7 +40,7 @@ class Layout:
         self.indices: list[list[int]] = []
         self.places: list[tuple[Place, ...]] = []
         self.numbers: list[int] = []
-        """Of each leaf its block's."""
+        """For each leaf, the number of its block."""
         self._offsets: list[int] = []
         shared: list[Place] = []
         shared_at = -1

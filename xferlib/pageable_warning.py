@@ -1,7 +1,7 @@
-"""Saying so where a transfer that was to be asynchronous makes its caller wait.
+"""The warning about a transfer that should be asynchronous, but makes its caller wait.
 
-A put of memory that no copy engine can read returns when the CPU has copied it. Ordinary programs do so all the time and are told
-once a line; whoever asked for strictness is refused, before anything starts. A get makes nobody wait for more than microseconds:
+A put of memory that no copy engine can read returns when the CPU has copied it. Ordinary programs do so all the time and are warned
+once for each line. A strict stager refuses such a put before anything starts. A get makes nobody wait for more than microseconds:
 threads of ours take the last step.
 """
 
@@ -28,15 +28,15 @@ WARN_FROM = 64 << 10
 PAGEABLE = "the array is not in pinned memory. Fill one from stager.empty_pinned(...) instead, or lock yours with stager.pin(array)"
 STRIDED = "the array is not contiguous. Lay it out in C order, in an array from stager.empty_pinned(...)"
 LEND = ", or lend it until the transfer is done: put(..., borrow=True)"
-"""Into arrays of the caller's nothing is lent."""
+"""A put into arrays of the caller's borrows nothing."""
 NBYTES = attrgetter("nbytes")
 
 
 @final
 class PageableWarning:
-    """Warns, or raises where `strict`. Any thread. Asked before a put starts that does not borrow its sources.
+    """Warns, or raises if `strict`. Any thread. Asked before a put starts that does not borrow its sources.
 
-    `promised`: whether a pool of ours has this memory, and has locked it or soon will: then nobody is warned.
+    `promised` tells whether a pool of ours has this memory, and has locked it or soon will. Then nobody is warned.
     """
 
     def __init__(self, promised: Callable[[int, int], bool], *, strict: bool) -> None:
@@ -54,7 +54,7 @@ class PageableWarning:
         if self._strict:
             index = next(index for index, (_, address) in enumerate(sources) if address is None)
             raise _refusal(staged[0], spec, index, into)
-        # Without figures: Python shows a text once a line, and batches differ in size.
+        # Without figures, which would make a new text each time: Python shows a text once a line, and batches differ in size.
         text = f"put waits for a CPU copy: {_reason(max(staged, key=NBYTES), into)}"
         warnings.warn(text, SynchronousTransferWarning, stacklevel=level)
 
@@ -76,7 +76,7 @@ def _reason(array: Array, into: bool) -> str:
 def _level_of_caller() -> int | None:
     """Return `warn`'s stacklevel, for the function that calls this, of the first frame outside this package.
 
-    None where that is the start of a thread: of one that runs ahead of its caller, and nobody waits.
+    None if that is the start of a thread: such a thread runs ahead of its caller, and nobody waits.
     """
     level, frame = 1, sys._getframe(1)
     while (package := _package(frame)) == "xferlib" and frame.f_back is not None:
@@ -90,5 +90,5 @@ def _package(frame: FrameType) -> str:
 
 @lru_cache(maxsize=256)
 def _package_of(name: str) -> str:
-    # Asked for each frame of ours at each large put, and it is some six names.
+    # Asked for each frame of ours at each large put, but there are only some six names.
     return name.partition(".")[0]

@@ -65,7 +65,7 @@ ArrayT_contra = TypeVar("ArrayT_contra", contravariant=True)
 class Capabilities:
     """What a backend offers. A flag that is on is tested; for one that is off the refusal is tested.
 
-    A backend may have an attribute `refusals`, a mapping: by the name of a flag that is off, why, and what to do instead.
+    A backend may have an attribute `refusals`: a mapping that says, by the name of a flag that is off, why, and what to do instead.
 
     Attributes:
         pinned: `alloc_pinned` really page-locks. Off: it returns pageable memory, and programs still run.
@@ -117,7 +117,7 @@ class Event(Protocol):
     def stream_wait(self, stream: object | None = None) -> Stream | None:
         """Make later work on `stream` wait for the point, without blocking the host, and return the stream for `retire`.
 
-        `None` is the calling thread's current stream of the framework. Where the framework has no such thing: returns None, at
+        `None` is the calling thread's current stream of the framework. If the framework has no such thing, this returns None: at
         once if arrays order themselves after the event that `as_array` was given, else when the point is reached.
         Raises `CapabilityError`, before the framework is asked, if the stream is being captured into a graph.
         """
@@ -135,7 +135,7 @@ class DeviceBlock(Protocol):
 
     @property
     def ready(self) -> Event | None:
-        """The block may not be written before this; None: at once."""
+        """The event before which the block may not be written. None: it may be written at once."""
 
 
 class Place(NamedTuple):
@@ -153,7 +153,7 @@ class Source(NamedTuple):
     nbytes: int
     keepalive: object
     origin: tuple[int, int] | None = None
-    """Where work on the device first gathers the elements from, at least: address and bytes. None: nothing is gathered."""
+    """At least the range (address, bytes) from which work on the device first gathers the elements. None: nothing is gathered."""
 
 
 class HostStager(Protocol[ArrayT]):
@@ -176,9 +176,9 @@ class HostStager(Protocol[ArrayT]):
 
     @property
     def pci_bus_id(self) -> str | None:
-        """Where the device is on the PCI bus, such as `0000:3b:00.0`: host memory is placed near it, and threads that copy are.
+        """Where the device is on the PCI bus, such as `0000:3b:00.0`: host memory and copying threads are placed near it.
 
-        None: on none, or unknown.
+        None: it is on no PCI bus, or this is unknown.
         """
 
     @property
@@ -197,8 +197,8 @@ class HostStager(Protocol[ArrayT]):
     def alloc_pinned(self, nbytes: int) -> int:
         """Return the address of new page-locked memory, a multiple of 256. Slow, may wait for the GPU: never in steady state.
 
-        Asked by the core where `pinned` and `register` are not both on: with both, it maps pages near the device and has them
-        locked by `pin`.
+        The core calls this unless `pinned` and `register` are both on. With both, it maps pages near the device and has `pin` lock
+        them.
         """
 
     def free_pinned(self, address: int) -> None:
@@ -211,9 +211,10 @@ class HostStager(Protocol[ArrayT]):
         """Undo `pin`, given the same address. May wait for the GPU. Works after `close()`."""
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
-        """Ask the driver whether both ends of the range are page-locked, by whomever: a copy engine uses such memory directly."""
+        """Ask the driver whether both ends of the range are page-locked, no matter by whom: a copy engine uses such memory
+        directly."""
 
-    # Stream-ordered copies and events, on a stream of the backend's own per direction.
+    # Stream-ordered copies and events. For each direction the backend has a stream of its own.
 
     def copy_h2d(self, dst: int, src: int, nbytes: int) -> None:
         """Start a copy to the device. Copies of a direction run in the order they were started.
@@ -244,7 +245,7 @@ class HostStager(Protocol[ArrayT]):
     def check_dtype(self, dtype: np.dtype[Any]) -> bool | None:
         """Raise `TypeError`, saying what to do, if an array of this dtype cannot be had or would be narrowed.
 
-        Asked once each, but those for which it returns True: of them the answer may change, and it is asked each time.
+        Called once for each dtype. If it returns True, the answer may change, and it is called again each time.
         """
 
     def alloc_device(self, nbytes: int) -> DeviceBlock:
@@ -257,7 +258,7 @@ class HostStager(Protocol[ArrayT]):
         """Free what `alloc_device` returned. May wait for the GPU. Works after `close()`.
 
         Called once for each block, by ordinary code and never by a finalizer, when no array can reach it. Work of the user's that
-        reads the memory may still be under way where nobody could tell: frees of this kind wait for it, or are ordered behind it.
+        reads the memory may still be under way if nobody could tell: frees of this kind wait for it, or are ordered behind it.
         """
 
     def as_array(
@@ -267,37 +268,38 @@ class HostStager(Protocol[ArrayT]):
 
         Holds `lease`, an opaque object, until no array, view, alias or donated result can reach the memory; several arrays may
         share one. It is released by dropping the last reference, on any thread, and by nothing else.
-        Frameworks whose arrays order themselves order every use after `after`; the others ignore it.
+        If a framework's arrays order themselves, it orders every use after `after`; other frameworks ignore it.
         A zero-size array takes no memory: `block` is then any block, perhaps a smaller one.
         """
 
     def as_source(self, array: ArrayT, stream: object | None = None) -> Source:
-        """Make later copies to the host wait for what produces the array, or for what `stream` has enqueued; only that.
+        """Make later copies to the host wait for what produces the array, or for what `stream` has enqueued; for nothing else.
 
         Returns its memory in C order: a view that is not contiguous is copied by the framework, on that stream.
         Raises `TypeError` for what is not an array of this framework, `ValueError` for one of another device, and
         `CapabilityError`, before the framework is asked, for a capturing stream.
-        The same as `place`, then `order_d2h` after `mark`, in one step: gets into pinned memory come here.
+        The same in one step as `place`, `mark`, and `order_d2h` with its event: gets into pinned memory come here.
         """
 
     def place(self, array: ArrayT, stream: object | None = None) -> Source:
-        """Return what `as_source` returns, and raise as it does, with nothing told to wait: pageable memory is moved so."""
+        """Return what `as_source` returns, and raise as it does, but make nothing wait. Gets into pageable memory use it."""
 
     def mark(self, stream: object | None = None) -> Event | None:
         """Return an event behind what `stream` (None: the calling thread's current one) has enqueued; None: it is done.
 
-        Called once `place` was asked for every array of a get. Where arrays carry their own order, the event also covers what
-        produces these: it is recorded on a stream, used for no copies, that `place` has made wait for each of them.
+        Called once `place` was called for every array of a get. Where arrays carry their own order, the event also covers what
+        produces them: it is recorded on a stream, used for no copies, that `place` has made wait for each of them.
         """
 
     def as_target(self, array: ArrayT, stream: object | None = None) -> Source:
-        """Make later copies to the device wait likewise, so that earlier readers of the array are safe. Needs `put_into`.
+        """Make later copies to the device wait as `as_source` does, so that earlier readers of the array are safe. Needs
+        `put_into`.
 
         Raises as `as_source`, and `ValueError` for an array that is not contiguous in C order.
         """
 
     def sweep(self) -> None:
-        """Let go of leases whose arrays are gone, where the framework tells so only when asked. Cheap; any thread.
+        """Let go of leases whose arrays are gone, if the framework tells of them only when asked. Cheap; any thread.
 
         Works after `close()`.
         """
@@ -316,13 +318,13 @@ class HostStager(Protocol[ArrayT]):
     def close(self) -> None:
         """Give back streams and workers. Called once, with nothing in flight.
 
-        Afterwards `free_pinned`, `unpin`, `free_device`, `retire` and `sweep` still work, and events and arrays for as long as
+        Afterwards `free_pinned`, `unpin`, `free_device`, `retire` and `sweep` still work. Events and arrays work for as long as
         anyone holds them.
         """
 
 
 class MakesMany(Protocol[ArrayT_co]):
-    """What a backend may have besides, where many arrays at once cost less than one by one."""
+    """What a backend may offer in addition, if making many arrays at once costs less than one by one."""
 
     def as_arrays(self, block: DeviceBlock, places: tuple[Place, ...], *, after: Event, lease: object) -> Sequence[ArrayT_co]:
         """Make many small arrays over parts of one block, as `HostStager.as_array` makes each; they share the lease.
@@ -333,33 +335,34 @@ class MakesMany(Protocol[ArrayT_co]):
 
 
 class ReadsMany(Protocol[ArrayT_contra]):
-    """What a backend may have besides, where the copies of many arrays can wait for what is before them in one step."""
+    """What a backend may offer in addition, if one step can make the copies of many arrays wait for what is before them."""
 
     def as_sources(self, arrays: Sequence[ArrayT_contra], stream: object | None = None) -> list[Source] | None:
         """Return what `HostStager.as_source` would return for each array, in order.
 
-        None, with nothing told to wait, where they are not all of a kind for which that is right, or one of them is refused: then
-        the core asks for each.
+        None: they are not all of a kind for which that is right, or one of them is refused. Then nothing was told to wait, and the
+        core asks for each.
         """
 
 
 class DescribesArrays(Protocol):
-    """What a backend may have besides, where NumPy does not know the dtypes of its arrays, or its arrays have no `shape`."""
+    """What a backend may offer in addition, if NumPy does not know the dtypes of its arrays, or its arrays have no `shape`."""
 
     @staticmethod
     def describe(array: Any) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
-        """Return shape and dtype of an array of this framework, the dtype as NumPy has it; None for all else.
+        """Return the shape and dtype of an array of this framework, the dtype as NumPy has it; None for anything else.
 
-        None also for an array whose dtype NumPy has not: `as_source` then says what to do. What is None here, and has a `shape` and
-        a `dtype` that NumPy knows, is taken as it says. Looks at no data. Static, as the methods of `TakesTreesApart` are.
+        Also None for an array whose dtype NumPy does not have: `as_source` then says what to do. If this returns None for an object
+        that has a `shape` and a `dtype` that NumPy knows, the core takes those. Looks at no data. Static, as the
+        methods of `TakesTreesApart` are.
         """
 
 
 class DriverCalls(Protocol):
     """How the engine calls a device itself: the addresses of the driver's functions, and what these take.
 
-    What a backend may have besides, as its attribute `driver_calls`. Without it the core makes the engine's calls by the methods of
-    `HostStager`, on one thread of the process.
+    A backend may offer this in addition, as its attribute `driver_calls`. Without it, the core makes the engine's calls through the
+    methods of `HostStager`, on one thread of the process.
     """
 
     @property
@@ -381,23 +384,24 @@ class DriverCalls(Protocol):
 
 
 class MapsMemory(Protocol[ViewT_co]):
-    """What a backend with the capability `mapped` has besides."""
+    """What a backend with the capability `mapped` offers in addition."""
 
     def as_mapped(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, stream: object | None, lease: object
     ) -> tuple[ViewT_co, Stream | None]:
         """Make the framework's array over page-locked host memory, without a copy, for work on `stream`.
 
-        Returns the array, and the stream, found as by `Event.stream_wait`, for `retire`. Holds `lease` as `as_array` does. The
-        memory is in C order, writable, at least a byte, anywhere in what was page-locked, by whomever.
+        Returns the array, and the stream for `retire`, found as by `Event.stream_wait`. Holds `lease` as `as_array` does. The
+        memory is in C order, writable, at least one byte long, and anywhere in page-locked memory, no matter who locked it.
         """
 
 
 class CombinesWrites(Protocol):
-    """What a backend with the capability `write_combined` has besides."""
+    """What a backend with the capability `write_combined` offers in addition."""
 
     def alloc_write_combined(self, nbytes: int) -> int:
-        """Return memory as `alloc_pinned` does that the CPU writes past its caches, and hardly reads. `free_pinned` frees it."""
+        """Return memory as `alloc_pinned` does, but such that the CPU writes past its caches, and hardly reads. `free_pinned` frees
+        it."""
 
 
 class TakenApart(NamedTuple):
@@ -412,7 +416,7 @@ class TakenApart(NamedTuple):
 
 
 class TakesTreesApart(Protocol):
-    """What a backend may have besides, where classes are registered with its framework as trees.
+    """What a backend may offer in addition, if classes are registered with its framework as trees.
 
     The core itself knows dict, list, tuple, named tuple, dataclass and None; a dataclass that the framework knows is the
     framework's. The methods are static: what the core learns of a class holds for the process.

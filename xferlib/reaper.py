@@ -1,10 +1,11 @@
-"""What goes on when nobody calls: the daemon thread that settles what closed stagers left, and calls that no interrupt cuts.
+"""What happens when nobody calls: the daemon thread that settles what closed stagers left, and calls that no interrupt cuts.
 
 Arrays outlive their stager. When the last of them is gone, no call of the stager comes that would give their memory back, so a
 thread of the process looks now and then, for as long as anything is left. It may wait in the driver, which no finalizer may.
 
-Python raises an interrupt (Ctrl-C, a signal's handler) on the main thread alone, and loses the result of the call that it comes
-behind. What takes memory or gives it back runs on another thread, then, and the main thread waits: an interrupt ends the waiting.
+Python raises an interrupt (Ctrl-C, a signal's handler) on the main thread alone, and the result of the call that has just ended is
+lost. So calls that take memory or give it back run on another thread, and the main thread waits for them: an interrupt ends only
+the waiting.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 LOOK_SECONDS = 0.2
-"""How often is looked while a closed stager's memory is still held."""
+"""How often the reaper looks while a closed stager's memory is still held."""
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ _to_start: SimpleQueue[tuple[threading.Thread, Callable[[RuntimeError], object]]
 _started = _starting = False
 _over = False
 _main = threading.main_thread().ident
-"""The thread that interrupts come to. Of a forked child, the one that forked."""
+"""The thread that interrupts come to. In a forked child this is the thread that forked."""
 
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:
@@ -78,7 +79,7 @@ def collects() -> bool:
     if noted is None:
         return False
     thread, generation, number = noted
-    # An interrupt may have come instead of the note that it is over; the collector's own count is never interrupted.
+    # An interrupt may have prevented the note that it is over; the collector's own count is never interrupted.
     return thread == get_ident() and _collections(generation) == number
 
 
@@ -105,13 +106,14 @@ def start_reaper() -> None:
 
 
 def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], object]) -> None:
-    """Start a thread, without waiting for it, where no interrupt comes: `Thread.start` interrupted leaves a lock held.
+    """Start a thread where no interrupt comes, without waiting for it: an interrupted `Thread.start` leaves a lock held.
 
-    `refused` is called with the error, on another thread, where there can be no more of them.
+    If there can be no more threads, `refused` is called with the error, on another thread.
     """
     global _starting
     if not _starting:
-        # In this order: an interrupt in between starts another one, which does no harm, and without any it would be waited for.
+        # In this order: after an interrupt in between a second one is started, which does no harm. In the other order callers might
+        # wait for a thread that was never started.
         start_new_thread(_start_others, ())
         _starting = True
     _to_start.put((thread, refused))
@@ -129,19 +131,20 @@ def close_later(thing: Closable) -> None:
 
 
 def closed_when_dropped(thing: Closable) -> object:
-    """Return a ticket: when the last reference to it is gone, the reaper closes the thing, which must not lead to the ticket."""
+    """Return a ticket: when its last reference is gone, the reaper closes the thing. No reference may lead from that to the
+    ticket."""
     return ticket(_dropped.put, thing)
 
 
 def uninterrupted(call: Callable[[], T]) -> T:
-    """Call, and return what it returns, or raise what it raises. An interrupt of the caller lets the call go on to its end.
+    """Call, and return what it returns, or raise what it raises. If the caller is interrupted, the call still goes on to its end.
 
-    In a finalizer that the collector runs the call is made at once: another thread could wait for a lock of whatever the main
-    thread was at when the collection began, and no interrupt gets out of a finalizer.
+    In a finalizer that the collector runs, the call is made at once, on this thread. Another thread could wait for a lock of
+    whatever the main thread was doing when the collection began; and no interrupt gets out of a finalizer.
     """
     if _over or get_ident() != _main or collects():
         return call()
-    # What the call holds is let go of before anyone is told, here and there.
+    # Both threads let go of what the call holds before anyone is told.
     calls = [call]
     del call
     outcome: list[tuple[T | None, BaseException | None]] = []
@@ -184,8 +187,8 @@ class AtWork:
         return bool(self._threads)
 
     def is_more_to_come(self) -> bool:
-        """Tell whether another thread is at it, which may have room when it is done: nobody needs to do anything for that."""
-        # Not for a finalizer inside of such a call, which must come to its end first.
+        """Tell whether another thread is at work, and may have room when it is done: nobody needs to do anything for that."""
+        # Not for a finalizer inside such a call: the finalizer must end first.
         return bool(self._threads) and get_ident() not in self._threads
 
 
@@ -215,11 +218,11 @@ def _start_others() -> None:
 
 
 def _attempt(call: Callable[[], Any]) -> Any:
-    """Call; what it raises is said as what threads raise is. A failure counts as nothing left."""
+    """Call. What it raises is reported as exceptions of threads are, and a failure counts as nothing left."""
     try:
         return call()
     except BaseException as error:
-        # Nothing ends this thread, or stagers that are dropped later stay open.
+        # Nothing may end this thread: stagers that are dropped later would stay open.
         with suppress(BaseException):
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
         return False

@@ -22,7 +22,7 @@ DEEP = 3
 LONGEST = 200
 """Characters."""
 LOOKED_AT = 1000
-"""Leaves. Of more the size is not said."""
+"""Leaves. If there are more, the size is not said."""
 
 
 def sketched(tree: Any) -> str:
@@ -31,7 +31,7 @@ def sketched(tree: Any) -> str:
         text = _words(tree, DEEP)
         nbytes = _nbytes(tree)
     except Exception:
-        # What is asked for its shape is a stranger's.
+        # Objects of strangers are asked for their shapes here.
         return type(tree).__qualname__[:LONGEST]
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
     return text if nbytes is None else f"{text}, {in_words(nbytes)}"
@@ -89,7 +89,7 @@ def _is_array(node: Any) -> bool:
 
 
 def _nbytes(tree: Any) -> int | None:
-    """Return the bytes of the arrays; None where they cannot be known, or are too many to be asked."""
+    """Return the bytes of the arrays; None if they cannot be known, or there are too many to ask."""
     total, asked, nodes = 0, 0, [tree]
     while nodes:
         node = nodes.pop()

@@ -1,6 +1,6 @@
 """What users hold: `Stager` owns the parts, refuses what cannot be, translates errors and closes, the same for every backend.
 
-How a transfer is started stands in `h2d` and `d2h`; no framework, and no copying of bytes, belongs here.
+`h2d` and `d2h` start transfers. No framework and no copying of bytes belongs here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = ["Stager", "before_closing", "check_stager", "open_stagers", "owns"]
 Borrow: TypeAlias = bool | Literal["staged"]
 CLOSED = "this stager is closed. Open another one with xferlib.stager(...)"
 LEAVE_SECONDS = 10.0
-"""How long `close` waits for calls of other threads, as their finalizers make them."""
+"""How long `close` waits for calls on other threads, such as their finalizers make."""
 
 
 @final
@@ -92,7 +92,7 @@ class Stager:
         self._refusal: XferError | None = None
         self._closing = threading.RLock()
         self._parts = parts = _Parts(backend)
-        # First: whatever happens from here on, what there is by then is given back.
+        # First: whatever happens from here on, the parts that there are by then are given back.
         self._ticket: object = closed_when_dropped(parts)
         self.backend = backend
         self._failures = parts.failures
@@ -101,7 +101,7 @@ class Stager:
         # An interrupt between the making of a part and its entry would leave it in a table of its own for ever.
         make = partial(self._make_parts, pinned_limit, device_limit, when_full, strict, staging, debug)
         uninterrupted(partial(self._set_up, make))
-        # Only now it is the stager's: of a constructor that came to no end the backend stays open.
+        # Only now does the stager own it: if the constructor does not come to its end, the backend stays open.
         parts.owns_backend = True
 
     def _set_up(self, make: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class Stager:
         debug: bool | None,
     ) -> None:
         backend, parts = self.backend, self._parts
-        # First: of what is refused here it takes what is dropped.
+        # First: if something is refused below, the reaper takes care of what is dropped.
         start_reaper()
         parts.ledger = self._ledger = ledger = Ledger(backend)
         memory = allocators(backend)
@@ -131,7 +131,7 @@ class Stager:
         parts.pool = self._pool = pool = PinnedPool(
             allocate=memory.allocate,
             allocate_write_combined=memory.allocate_write_combined,
-            # Who is strict is never to meet memory of ours that is not pinned.
+            # Whoever is strict must never meet memory of ours that is not pinned.
             unlocked=None if strict else memory.unlocked,
             free=memory.free,
             reclaimer=pinned_holders,
@@ -151,7 +151,7 @@ class Stager:
         self._gets = DeviceToHost(backend, host, pool, staged, ledger)
         _parts[id(parts)] = parts
         number = id(self)
-        # What takes it out is a call of C, which no interrupt cuts.
+        # A call in C takes it out, which no interrupt cuts.
         _live[number] = weakref.ref(self, partial(_live.pop, number))
         forget_in_child(self)
 
@@ -177,15 +177,15 @@ class Stager:
 
     @property
     def staging(self) -> StagingProfile:
-        """With how many threads, and through chunks of which size, pageable memory is copied: given, or the default."""
+        """How many threads copy pageable memory, and through chunks of which size: as given, or the default."""
         return self._staging.profile
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, write_combined: bool = False) -> Array:
         """Return an array in pinned memory, contents undefined, from the bounded pool.
 
-        The memory goes back to the pool when the last view of it is gone and no copy uses it. Where the backend cannot page-lock,
-        it is pageable memory. Where the limit has no room it does as the stager's `when_full` says: it waits for transfers in
-        flight if they will make some, else raises `AllocationError`.
+        The memory goes back to the pool when the last view of it is gone and no copy uses it. If the backend cannot page-lock, it
+        is pageable memory. If the limit has no room, the stager's `when_full` decides: with "wait" this waits for transfers in
+        flight if they will make room, else it raises `AllocationError`.
 
         `write_combined`: memory that the CPU writes past its caches, for sources that are filled once, from front to back, and put:
         the caches stay free for other work. Reading it on the CPU takes a hundred times as long, so it is no target for `get`.
@@ -202,12 +202,12 @@ class Stager:
     def pin(self, array: Array) -> Pin:
         """Page-lock memory that you own, in place, until the result is closed: `with stager.pin(array): ...`.
 
-        NumPy arrays over memory of any kind: shared memory, files that are mapped privately, memory that is read-only. Locking
-        takes some 40 ms a GiB once touched, and whole pages: it pays for memory that is transferred many times, and hardly below
-        a megabyte (`xferlib doctor` tells from which transfer on). Memory that another library has locked needs no pin: it is
+        The NumPy array may lie over memory of any kind: shared memory, files that are mapped privately, memory that is read-only.
+        Locking takes some 40 ms a GiB once touched, and whole pages. It pays for memory that is transferred many times, and hardly
+        below a megabyte (`xferlib doctor` tells from which transfer on). Memory that another library has locked needs no pin: it is
         transferred as it is.
 
-        It counts against `pinned_limit`, also where the backend locks nothing in fact: a program meets the same limit everywhere.
+        It counts against `pinned_limit`, even if the backend does not really lock: a program meets the same limit everywhere.
         Idle memory of the pool makes room for it.
 
         Raises `CapabilityError` where the backend cannot; `ValueError` for memory that is locked already, not contiguous, or a
@@ -222,10 +222,11 @@ class Stager:
     def mapped(self, array: Array, *, stream: object | None = None) -> Any:
         """Return the device's view of an array in pinned host memory, without a copy: the device works on it over the link.
 
-        For what the device reads or writes once, or a little of; what it uses again and again is better put. It sees what the host
-        had written when the work was enqueued; the host sees what the device wrote once it has waited for the work.
-        `stream` (None: the calling thread's current one) is where the work goes: the view holds the array, and the memory is held
-        until what was enqueued there before the last view went is done. Work on other streams is yours to wait for.
+        This is for memory that the device reads or writes once, or a little of. What it uses again and again is better put. The
+        device sees what the host had written when the work was enqueued; the host sees what the device wrote once it has waited for
+        the work.
+        `stream` (None: the calling thread's current one) is where the work goes. The view holds the array. When the last view has
+        gone, the memory is held until the work that was enqueued there before is done. Work on other streams is yours to wait for.
         A view of memory that `pin` locked ends with the pin, which waits for that work.
 
         Raises `CapabilityError` where the backend has no such views, `ValueError` for memory that is not pinned, not contiguous in
@@ -254,18 +255,18 @@ class Stager:
     def put(self, tree: Any, *, into: Any = None, stream: object | None = None, borrow: Borrow = False) -> Transfer[Any]:
         """Start copying a tree of NumPy arrays to the device and return at once.
 
-        A class that names its parts comes out as itself, for type checkers: declare its arrays as `Any`, since the device's are of
-        another library. For the same reason a bare array comes out as `Any`, and a plain dict, list or tuple with `Any` in it.
-        Text, numbers, times, paths and members of enumerations among them ride along: they come out where they stood, and `into`
-        keeps its own. NumPy's scalars, such as `numpy.float32(3)`, are arrays: they come out as arrays of shape ().
-        Sources in pinned memory are read after this returns: do not rewrite them before `done()`. Pageable sources are free when
-        it returns, which it does when the CPU has copied them: with a `SynchronousTransferWarning`, the first time in a line.
-        `into`: device arrays of the same structure, shapes and dtypes to overwrite; the copy waits for what `stream` (None: the
-        calling thread's current one) has enqueued, so earlier readers are safe. `stream`: it also waits for the copy, as by
-        `Transfer.stream_wait`. `borrow`: pageable sources are borrowed until `done()` instead, and large ones are copied by threads
-        of ours after this has returned; `value` then waits on the host until the copies are started. "staged": likewise, but only
-        until `Transfer.wait_staged` has returned; debug mode does not watch these. Not together with `into`, whose pageable sources
-        the CPU has copied when this returns.
+        For type checkers, a class that names its parts comes out as itself: declare its arrays as `Any`, since the device's arrays
+        are of another library. For the same reason a bare array comes out as `Any`, and a plain dict, list or tuple with `Any` in
+        it. Text, numbers, times, paths and members of enumerations among them ride along: they come out where they stood, and
+        `into` keeps its own. NumPy's scalars, such as `numpy.float32(3)`, are arrays: they come out as arrays of shape ().
+        Sources in pinned memory are read after this returns: do not rewrite them before `done()`. Pageable sources are free when it
+        returns, which it does when the CPU has copied them. It then issues a `SynchronousTransferWarning`, the first time on each
+        line. `into`: device arrays of the same structure, shapes and dtypes to overwrite; the copy waits for what `stream` (None:
+        the calling thread's current one) has enqueued, so earlier readers are safe. `stream` also waits for the copy, as by
+        `Transfer.stream_wait`. `borrow`: pageable sources are borrowed until `done()` instead, and threads of ours copy large ones
+        after this has returned; `value` then waits on the host until the copies are started. "staged": likewise, but only until
+        `Transfer.wait_staged` has returned; debug mode does not watch these. `borrow` does not go together with `into`: there the
+        CPU has copied pageable sources when this returns.
 
         Raises before anything starts: `TypeError` and `ValueError` for arguments, `CapabilityError`, `AllocationError`; in debug
         mode `SourceRewrittenError` for an earlier put whose transfer nobody holds any more.
@@ -317,14 +318,15 @@ class Stager:
     def get(self, tree: Any, *, out: Any = None, stream: object | None = None) -> Transfer[Any]:
         """Start copying a tree of device arrays to the host and return at once.
 
-        Its type comes out as that of `put` does; a bare array of any library comes out as NumPy's.
-        The copy waits for what produces the arrays: where they do not carry their own order, for what `stream` (None: the calling
-        thread's current one) has enqueued. Without `out` the result is in pinned memory from the pool; arrays of a tree of at most
-        16 KiB each lie there together, up to a MiB, so that keeping one keeps those beside it. What the pool has to grow by, from
-        8 MiB on, is page-locked soon after this has returned, unless the stager is strict, and filled by way of chunks (`idle`
-        waits for that). `out`: NumPy arrays of the same structure, shapes and dtypes, contiguous and writable; into pageable ones
-        threads of ours make the last step. Small ones, of at most 256 KiB together, the caller fills itself where a GPU has
-        computed them and nothing stands before the copy: that takes microseconds, less than to wake a thread.
+        Types come out as those of `put` do; a bare array of any library comes out as NumPy's.
+        The copy waits for what produces the arrays. If they do not carry their own order, it waits for what `stream` (None: the
+        calling thread's current one) has enqueued. Without `out` the result is in pinned memory from the pool. Arrays of at most
+        16 KiB each that belong to one tree lie there together, up to a MiB, so that keeping one keeps those beside it. If the pool
+        has to grow by 8 MiB or more, the new memory is filled through chunks and page-locked soon after this has returned (`idle`
+        waits for that), unless the stager is strict.
+        `out`: NumPy arrays of the same structure, shapes and dtypes, contiguous and writable. For pageable ones, threads of ours
+        take the last step. Small ones, of at most 256 KiB together, are filled by the caller itself if a GPU has computed them and
+        nothing stands before the copy: that takes microseconds, less than waking a thread.
 
         Raises as `put` does.
         """
@@ -403,15 +405,15 @@ class Stager:
     def idle(self) -> None:
         """Block until nothing is in flight, and the memory that gets have taken is page-locked: the end of a warm-up.
 
-        A get for whose results there is no idle memory takes more, and makes nobody wait for its page-lock: they lie in pageable
-        memory meanwhile, and come by way of chunks. Nothing is page-locked after this by transfers of sizes that were there before.
-        What the driver refuses to lock is pageable memory; it is asked once more when that is handed out again.
-        Raises nothing of failed transfers; `XferError` in a finalizer that would wait for the call that it runs inside of.
+        If there is no idle memory for the results of a get, the get takes more, and nobody waits for its page-lock: meanwhile the
+        results lie in pageable memory, and come through chunks. After this, transfers of sizes that were there before page-lock
+        nothing. Memory that the driver refuses to lock is pageable; the driver is asked once more when it is handed out again.
+        Raises nothing about failed transfers, but `XferError` in a finalizer that would wait for the call that it runs inside.
         """
         if self._refusal is not None:
             self._refuse()
         if self._entered:
-            # Others may be waiting for a lock of ours in the middle of their transfers, which would be waited for here.
+            # Other threads may wait for a lock of ours in the middle of their transfers, and this would wait for those transfers.
             raise XferError("a finalizer would wait for the call that it runs inside of. Ask from ordinary code")
         self._ledger.wait_all()
         self._pool.idle()
@@ -419,8 +421,8 @@ class Stager:
     def trim(self) -> None:
         """Give idle pinned and device memory back. Not inside a loop that should overlap.
 
-        On CUDA the driver does so when the device has nothing to do, and until then lets transfers and kernels that other threads
-        start wait (seen on an H200, driver 580).
+        On CUDA the driver does so when the device has nothing to do. Until then, transfers and kernels that other threads start
+        have to wait (seen on an H200, driver 580).
         """
         if self._refusal is not None:
             self._refuse()
@@ -444,8 +446,8 @@ class Stager:
         """Wait for what is in flight and give everything back; twice is fine.
 
         Arrays that are still reachable stay valid, and pinned ones pinned, until their last reference goes.
-        No other thread may be inside a call; a finalizer may, on whatever thread, and is waited for. In debug mode it raises
-        `SourceRewrittenError` at last, if nobody was told of one.
+        No other thread may be inside a call. A finalizer may, on any thread, and this waits for it. In debug mode this raises
+        `SourceRewrittenError` at the end, if there is one that nobody was told of.
         """
         if self._entered:
             close_later(self)
@@ -456,7 +458,7 @@ class Stager:
             if self._closed or isinstance(self._refusal, BackendUnavailableError):
                 return
             self._refusal = ClosedError(CLOSED)
-            # Interrupted here, it may be called again; else whoever drops the stager has it closed.
+            # If this is interrupted here, it may be called again; else the stager is closed when it is dropped.
             wait_for_callers(self, _CALLS, LEAVE_SECONDS)
             self._parts.give_back()
 
@@ -479,15 +481,15 @@ class Stager:
         self.close()
 
     def __del__(self) -> None:
-        # It says so, and no more: closing is the ticket's, which an interrupt in here does not stop.
-        # Of a constructor that was cut off nobody has had the stager.
+        # This only warns. The ticket does the closing, which an interrupt in here does not stop.
+        # If the constructor was cut off, nobody has had the stager.
         parts = self.__dict__.get("_parts")
         if parts is None or not parts.owns_backend or self._refusal is not None or sys.is_finalizing():
             return
         said = self._never_closed()
         # Finalizers that run beside this one may use it still.
         self._refusal = ClosedError(CLOSED)
-        # First: where warnings are errors, what is raised keeps this object.
+        # First: where warnings are errors, the exception keeps this object.
         self.__dict__.pop("_ticket", None)
         warnings.warn(said, ResourceWarning, 2, source=self)
 
@@ -564,7 +566,7 @@ class _Parts:
         backend = self.backend if self.owns_backend else None
         for part in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
             if part is not None:
-                # Looked up then: a backend that has none keeps nothing else open.
+                # `close` is looked up only then: a backend that has none keeps no other part open.
                 steps.callback(methodcaller("close"), part)
 
 
@@ -572,11 +574,11 @@ _CALLS = frozenset(
     call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get, Stager.reader)
 )
 before_closing: list[Callable[[], None]] = []
-"""Each is called before a stager closes, to wait until threads that nobody holds any more are inside none of its calls."""
+"""Each is called before a stager closes, to wait until no thread that nobody holds any more is inside one of its calls."""
 _live: dict[int, weakref.ref[Stager]] = {}
 """The stagers that are alive, by their `id`."""
 _parts: dict[int, _Parts] = {}
-"""What is to be given back, or is being given back, of stagers that are open or dropped, by their `id`."""
+"""The parts of open or dropped stagers that are to be given back, or are being given back, by their `id`."""
 # What is the parent's is not given back in a forked child.
 os.register_at_fork(after_in_child=_live.clear)
 os.register_at_fork(after_in_child=_parts.clear)
@@ -596,7 +598,7 @@ def owns(backend: HostStager[Any]) -> bool:
 def _close_all() -> None:
     """Close what was never closed, while the workers still run."""
     with ExitStack() as steps:
-        # Of those that were dropped a moment ago, or whose closing was interrupted.
+        # For those that were dropped a moment ago, or whose closing was interrupted.
         steps.callback(_close_dropped)
         for stager in open_stagers():
             steps.callback(stager.close)

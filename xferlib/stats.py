@@ -16,9 +16,9 @@ class Stats:
             page-lock.
         pinned_peak_nbytes: The most of `pinned_nbytes` so far.
         pinned_limit_nbytes: What `pinned_nbytes` never exceeds.
-        pinned_used_nbytes: Of the pool, what arrays and copies in flight hold.
-        pinned_asked_nbytes: Of `pinned_nbytes`, what was asked for and is in use: without idle memory, alignment and what is left
-            of pages.
+        pinned_used_nbytes: The part of the pool that arrays and copies in flight hold.
+        pinned_asked_nbytes: The part of `pinned_nbytes` that was asked for and is in use: without idle memory, alignment and unused
+            rests of pages.
         pinned_asked_peak_nbytes: The most of `pinned_asked_nbytes` at a time.
         pool_hits: Requests for pinned memory that found some idle.
         pool_misses: Requests that had to page-lock more.
@@ -29,8 +29,8 @@ class Stats:
         device_limit_nbytes: What `device_nbytes` never exceeds; None: there is no limit.
         device_peak_nbytes: The most of `device_nbytes` so far.
         device_waits: Puts whose copy had to wait, on the device, for a reader of an older batch.
-        h2d_nbytes: Of the copies to the device started so far.
-        d2h_nbytes: Of the copies to the host started so far.
+        h2d_nbytes: Bytes of the copies to the device started so far.
+        d2h_nbytes: Bytes of the copies to the host started so far.
         synchronous: Pageable leaves so far that were put while the caller waited for the CPU's copy, or that were the `out` of a
             get. Borrowed leaves are not counted.
     """
@@ -56,12 +56,12 @@ class Stats:
 
     @property
     def waste(self) -> float:
-        """The share of the memory that is page-locked now which nobody asked for or uses."""
+        """Of the memory that is page-locked now, the share that nobody asked for or uses."""
         return _share_left(self.pinned_asked_nbytes, self.pinned_nbytes)
 
     @property
     def waste_at_peak(self) -> float:
-        """The share of the most that was ever page-locked which was never in use at the same time."""
+        """Of the most that was ever page-locked, the share that was never in use at the same time."""
         return _share_left(self.pinned_asked_peak_nbytes, self.pinned_peak_nbytes)
 
 

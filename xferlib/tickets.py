@@ -32,21 +32,21 @@ _EMPTY = np.empty
 _NOBODY = -1
 """No row has this number."""
 LOOK_SECONDS = 0.0001
-"""How often is looked whether something was posted."""
+"""How often a waiting thread looks whether something was posted."""
 
 
 @final
 class _Ticket:
     """Calls what it has as `__del__` when it is gone."""
 
-    # An attribute and no method: no Python code is run, at whose entry an interrupt would cut it off, and the post be lost.
+    # An attribute, not a method: so no Python code runs. An interrupt at its entry would cut it off, and the post would be lost.
     __slots__ = ("__del__",)
 
 
 def ticket(post: Callable[[T], object], value: T) -> object:
     """Return an object; `post(value)` is called when the last reference to it is gone. `post` is the `put` of a `SimpleQueue`."""
     told: Any = _Ticket()
-    # A method of the value is made in less time than a `partial`; but None can have none.
+    # Binding a method to the value takes less time than making a `partial`, but nothing can be bound to None.
     told.__del__ = partial(post, value) if value is None else MethodType(post, value)
     # An array's elements are not visited by the collector, so what is inside cannot be part of what it finds unreachable.
     hidden: Any = _EMPTY((), _OBJECT)
@@ -61,17 +61,17 @@ class Returns:
     def __init__(self) -> None:
         self._posted: SimpleQueue[int] = SimpleQueue()
         self.put = self._posted.put
-        """What tickets post with: `ticket(returns.put, number)` is `ticket` in one step less."""
+        """Tickets post with this: `ticket(returns.put, number)` does the same as the method `ticket`, in one step less."""
         self.nothing_new = self._posted.empty
         """Whether nothing was posted since somebody looked."""
-        # Goes on after it has raised `Empty`. No number is None.
+        # It can go on after it has raised `Empty`. No number is None, which would end it.
         self._taken = iter(self._posted.get_nowait, None)
         self._unsettled: deque[int] = deque()
 
     def ticket(self, number: int) -> object:
         """Return an object that names a row; the number is posted when the last reference to the object is gone.
 
-        To be made before the row is entered: whatever happens then, the row is given back.
+        Make it before the row is entered: whatever happens then, the row is given back.
         """
         return ticket(self.put, number)
 
@@ -82,8 +82,8 @@ class Returns:
     def wait(self, seconds: float) -> None:
         """Block until something is posted, or so many seconds have passed.
 
-        By looking: before Python 3.13 `SimpleQueue.get` with an end never comes back at times where another thread takes what has
-        woken it.
+        It looks again and again: before Python 3.13, `SimpleQueue.get` with a timeout sometimes never comes back, if another thread
+        takes what has woken it.
         """
         until = time.monotonic() + seconds
         while self.nothing_new() and time.monotonic() < until:
@@ -99,7 +99,7 @@ class Returns:
         """
         unsettled = self._unsettled
         try:
-            # One call, which an interrupt does not cut: taken out of one container, each number is in the other.
+            # One call, which an interrupt does not cut: a number that is taken out of one container is in the other.
             unsettled.extend(itertools.islice(self._taken, self._posted.qsize()))
         except Empty:
             # Another thread takes them, too, and has left fewer.

@@ -39,9 +39,9 @@ class Later(Generic[TreeT]):
         """Return the arrays."""
         make = self._make
         if make is not None:
-            # No lock: a finalizer may ask while its thread is in here. Of what two make at once the first is kept.
+            # No lock: a finalizer may ask while its thread is in here. If two make arrays at once, the first are kept.
             self._made.setdefault(None, make())
-            # With it goes what only making needs, the lease among it: from now on the arrays hold it.
+            # This drops what only the making needs, such as the lease: from now on the arrays hold that.
             self._make = None
         return self._made[None]
 
@@ -76,7 +76,7 @@ class Transfer(Generic[TreeT_co]):
     """In debug mode."""
     _finished = False
     _born = 0
-    """How many forks there had been. Not set on each, since every small transfer would pay for it."""
+    """How many forks there had been. Not set on each transfer, since every small one would pay for it."""
 
     __reduce_ex__ = uncopied("Copy its arrays, which value and result() return")
 
@@ -95,9 +95,9 @@ class Transfer(Generic[TreeT_co]):
     def value(self) -> TreeT_co:
         """The arrays, safe to use.
 
-        After a put: the calling thread's current stream is made to wait for the copy, the host is not; where the framework has no
-        such stream and its arrays do not order themselves, the host waits. Sources that were borrowed: the host waits until their
-        copies are started. After a get: the host waits.
+        After a put, the calling thread's current stream waits for the copy, but the host does not. If the framework has no such
+        stream and its arrays do not order themselves, the host waits. If sources were borrowed, the host waits until their copies
+        are started. After a get, the host waits.
         """
         if self._on_host:
             self.synchronize()
@@ -108,7 +108,7 @@ class Transfer(Generic[TreeT_co]):
     def value_on(self, stream: object) -> TreeT_co:
         """Return the arrays of a put, safe to use on `stream`, which is made to wait for the copy; nothing else is.
 
-        For a consumer whose stream is not the current one. As `stream_wait` otherwise; `CapabilityError` for every get.
+        For a consumer whose stream is not the current one. Otherwise as `stream_wait`. Raises `CapabilityError` for every get.
         """
         if self._on_host:
             raise CapabilityError("the arrays of a get are read by the host, which no stream makes wait. Use value or result()")
@@ -117,7 +117,8 @@ class Transfer(Generic[TreeT_co]):
 
     @property
     def end(self) -> Transfer[None]:
-        """The same transfer without its arrays, for who waits and must not keep them: memory is used again when they are gone."""
+        """The same transfer without its arrays, for whoever waits but must not keep them: memory is used again when they are
+        gone."""
         end: Transfer[None] = Transfer(None, self._event, self._failures, self._on_host)
         end._born = self._born
         if self._check is not None:
@@ -168,9 +169,9 @@ class Transfer(Generic[TreeT_co]):
         self._finished = True
 
     def wait_staged(self) -> None:
-        """Block the host until pageable sources are free, since the CPU has copied them; at once where `put` has waited for that.
+        """Block the host until pageable sources are free: the CPU has copied them. Returns at once if `put` has waited for that.
 
-        Pinned sources are free when the transfer is done. Says nothing of a failure.
+        Pinned sources are free when the transfer is done. Does not tell of a failure.
         """
         wait = getattr(self._event, "wait_staged", None)
         if wait is None or self._finished:
@@ -186,9 +187,10 @@ class Transfer(Generic[TreeT_co]):
     def stream_wait(self, stream: object | None = None) -> None:
         """Make later work on `stream` (None: the calling thread's current one) wait for the transfer; the host does not.
 
-        It also tells that the stream will read the arrays: their memory is not written again before what is on it then is done.
+        It also notes that the stream will read the arrays: their memory is not written again before what is on the stream then is
+        done.
         A stream given as a bare handle must stay valid until the stager is closed.
-        A reader on a stream that was never named, here, by `value`, by `result` or by `stream=`, is the caller's to wait for.
+        If a stream was never named (here, by `value`, by `result` or by `stream=`), the caller must wait for readers on it.
         Raises `CapabilityError` for a get whose bytes pass through a CPU copy: no stream can wait for that.
         """
         if stream is not None:
@@ -202,7 +204,7 @@ class Transfer(Generic[TreeT_co]):
         try:
             waiting = self._event.stream_wait(stream)
         except (XferError, TypeError, ValueError):
-            # A refusal, and the copy is as sound as before; unless a copy of lent sources failed so before it was started.
+            # A refusal: the copy is as sound as before, unless a copy of borrowed sources failed in this way before it was started.
             self.done()
             raise
         except self._failures as error:
@@ -219,9 +221,9 @@ class Transfer(Generic[TreeT_co]):
         return f"<Transfer {'D2H' if self._on_host else 'H2D'}{arrays}, {self._state()}>"
 
     def _state(self) -> str:
-        """Say what was last learned: a repr may be asked for anywhere, by a debugger or inside a finalizer, and asks nobody itself.
+        """Say what was last learned. A repr may be asked for anywhere, in a debugger or a finalizer, so it asks nobody itself.
 
-        So it may say "in flight" of what is over, until `done`, or whatever waits, has found that out.
+        So it may say "in flight" of a transfer that is over, until `done`, or whatever waits, has found that out.
         """
         if self._finished:
             return "done"

@@ -48,7 +48,7 @@ NUMPY: set[type] = {np.ndarray}
 SHOWN = 16
 """Entries of one node, in an error."""
 RIDERS = (str, bytes, int, float, complex, date, time, timedelta, Decimal, Fraction, Enum, PurePath, UUID)
-"""What is no array. NumPy's own numbers, some of which are Python's as well, are."""
+"""Types that are no arrays. NumPy's own numbers are arrays, though some of them are Python's numbers as well."""
 
 
 class Mixed(NamedTuple):
@@ -74,7 +74,7 @@ class Trees:
 
     def __init__(self, namespace: str, framework: TakesTreesApart | None = None, arrays_of: DescribesArrays | None = None) -> None:
         self.namespace = namespace
-        # Without the backend, which would be kept for the process.
+        # Only its functions: the backend itself would be kept for the whole process.
         self._take_apart = None if framework is None else framework.take_apart
         self._put_together = None if framework is None else framework.put_together
         self._describe = None if arrays_of is None else arrays_of.describe
@@ -119,7 +119,7 @@ class Trees:
     def _learn(self, kinds: set[type], leaves: list[Any]) -> bool:
         """Look at leaves of types that are not known, one of each: there may be hundreds. Tell whether any can be taken apart.
 
-        Also one that another thread has registered since they were flattened.
+        This is also true for a type that another thread has registered since they were flattened.
         """
         found = False
         for kind, leaf in dict(zip(map(type, leaves), leaves, strict=True)).items():
@@ -134,21 +134,21 @@ class Trees:
                 self._register(kind, _fields, _rebuild)
                 found = True
             elif hasattr(leaf, "dtype"):
-                # Of others a class may be registered with the framework later.
+                # Other classes may still be registered with the framework later.
                 self.bare.add(kind)
         return found
 
     def _register(self, kind: type, apart: Callable[[Any], Any], together: Callable[[Any, Any], Any]) -> None:
         thread = threading.get_ident()
         if thread in _registering:
-            # The tree library holds a lock meanwhile, and would wait for itself.
+            # The tree library holds a lock meanwhile: this thread would wait for itself.
             raise CapabilityError(
                 f"{kind.__qualname__} is new, and a finalizer that the garbage collector runs while another class is being "
                 "learned cannot transfer it. Transfer it from ordinary code, or once before"
             )
         try:
             _registering[thread] = None
-            # By another thread, in between.
+            # Raised if another thread has registered it in between.
             with suppress(ValueError):
                 optree.register_pytree_node(kind, apart, together, namespace=self.namespace)
         finally:
@@ -165,14 +165,14 @@ def _by_numpy(array: Any) -> Alike | None:
 _registering: dict[int, None] = {}
 """The threads that are inside the tree library's registry."""
 PLAIN = Trees("xferlib")
-"""Those of backends that bring none of their own."""
+"""The trees of backends that bring none of their own."""
 flatten = PLAIN.flatten
 flatten_like = PLAIN.flatten_like
 _by_namespace: dict[str, Trees] = {PLAIN.namespace: PLAIN}
 
 
 def trees_of(backend: HostStager[Any]) -> Trees:
-    """Return what takes the trees of a backend's stagers apart."""
+    """Return the `Trees` for a backend's stagers."""
     framework = cast("TakesTreesApart", backend) if hasattr(backend, "take_apart") else None
     arrays_of = cast("DescribesArrays", backend) if hasattr(backend, "describe") else None
     if framework is None and arrays_of is None:
@@ -204,7 +204,7 @@ def with_riders(spec: Spec, riders: Iterable[Any]) -> Spec:
 
 
 def check_structure(spec: Spec, other: Spec, *, name: str) -> None:
-    """Raise `ValueError`, naming the argument, unless two trees have the same shape, and what rides along at the same places."""
+    """Raise `ValueError`, naming the argument, unless two trees have the same shape, with riders at the same places."""
     if _shape_of(other) != _shape_of(spec):
         expected, got, advice = _shown(spec), _shown(other), ""
         if expected == got:
@@ -262,7 +262,7 @@ def _in_words(spec: optree.PyTreeSpec, leaves: Iterator[str]) -> str:
 
 def is_record(leaf: Any) -> bool:
     """Tell whether a leaf is a dataclass whose fields are a tree of their own."""
-    # A framework's array may be a dataclass as well; it is no nest of arrays for that.
+    # A framework's array may be a dataclass as well, but that does not make it a nest of arrays.
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return False
     return not hasattr(leaf, "dtype") and not rides_along(type(leaf))

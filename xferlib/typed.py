@@ -2,8 +2,8 @@
 
 A class that names its parts (TypedDict, named tuple, dataclass, whatever else is a tree) comes out as itself, so that a misspelt
 name is an error. Its fields read as declared, though they hold another library's arrays then: declare those as `Any`, or as what
-both libraries have. An array, or a plain dict, list or tuple of them, names nothing but the library, and that changes: `Any` comes
-out in the place of what it holds, so that no sound program is refused.
+both libraries have. The type of an array, or of a plain dict, list or tuple of arrays, names nothing but the library, and that
+changes: `Any` comes out in place of what it holds, so that no sound program is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["HasDtype", "KeyT", "NamedT", "Sequences", "TreeT", "TreeT_co", "Unna
 
 
 class NamesFields(Protocol):
-    """A named tuple, which a checker takes for a plain tuple otherwise."""
+    """A named tuple, which a checker would otherwise take for a plain tuple."""
 
     def _asdict(self) -> dict[str, Any]: ...
 
@@ -33,7 +33,7 @@ Unnamed: TypeAlias = Array | Sequences
 KeyT = TypeVar("KeyT")
 NamedT = TypeVar("NamedT", bound=NamesFields)
 if TYPE_CHECKING:
-    # Checkers have it without the package. What is annotated as a bare `Transfer` is one of anything.
+    # Checkers have it without the package. An annotation with a bare `Transfer` means a transfer of anything.
     from typing_extensions import TypeVar as TypeVarOr
 
     TreeT = TypeVarOr("TreeT", default=Any)

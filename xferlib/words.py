@@ -19,7 +19,7 @@ def in_words(nbytes: int) -> str:
     size = float(nbytes)
     for unit in UNITS:
         size /= 1024
-        # What would be rounded up to the next unit is said in that.
+        # A size that would be rounded up to the next unit is given in that unit.
         if size < 1023.95 or unit == UNITS[-1]:
             break
     return f"{size:.1f} {unit}"

@@ -8,7 +8,7 @@ The edges of a frame, all arithmetic in integers unless said otherwise:
 1. *Grey.* One or two channels: the first. Three or four: `(77 r + 150 g + 29 b) >> 8`, for floats `(0.299 r + 0.587 g) + 0.114 b`.
 2. *Normalise* to bytes by the least and the greatest grey value of the frame: `(v - low) * 255 // (high - low)`, and 0 everywhere
    if they are equal. Floats, in double precision, each operation rounded on its own: `(v/2 - low/2) / (high/2 - low/2) * 255`,
-   rounded down (halves, so that no span overflows). Values that are not finite have no part in low and high and become 0.
+   rounded down (halves, so that no span overflows). Values that are not finite do not count for low and high, and become 0.
 3. *Blur*, `rounds` times: `(1 2 1) x (1 2 1)`, `(sum + 8) >> 4`; outside the frame the nearest pixel of the frame counts.
 4. *Edges*: Sobel, `min(255, |gx| + |gy|)`, the same rule outside the frame.
 """

@@ -1,7 +1,8 @@
 """Building the engine's library: for the hook that makes wheels, which runs this file before anything is installed.
 
-Nothing but the standard library is imported here. A library is written under another name and renamed, and its name has the hash of
-its sources and options: whoever has an older one mapped keeps it, and environments that share a checkout share what they build.
+Nothing but the standard library is imported here. A library is written under another name and then renamed, and its name has the
+hash of its sources and options. So whoever has an older one mapped keeps it, and environments that share a checkout share what they
+build.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ SOURCES = ("engine.c", "copying.c", "context.c")
 HEADERS = ("engine.h", "copying.h", "context.h")
 OPTIONS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-s")
 ZIG = "ziglang>=0.13"
-"""What is a compiler where the system has none."""
+"""The package that is a compiler if the system has none."""
 OLDEST_GLIBC = (2, 17)
-"""What a library made by Zig runs on."""
+"""The oldest glibc that a library made by Zig runs on."""
 
 
 def source_hash(folder: Path) -> str:
-    """Return what tells one state of the sources, and of how they are built, from another.
+    """Return a hash of the sources and of how they are built: it tells one state of them from another.
 
-    Raises `FileNotFoundError` where they are not.
+    Raises `FileNotFoundError` if the sources are not there.
     """
     told = hashlib.sha256("\0".join(OPTIONS).encode())
     for name in (*SOURCES, *HEADERS):
@@ -40,7 +41,7 @@ def source_hash(folder: Path) -> str:
 
 
 def library_name(folder: Path) -> str:
-    """Return what the library of these sources is called."""
+    """Return the file name of the library of these sources."""
     return f"libxferlib-{source_hash(folder)}.so"
 
 

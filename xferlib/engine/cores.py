@@ -17,7 +17,7 @@ def usable_cores(membership: Path = MEMBERSHIP, root: Path = ROOT) -> int:
 
 
 def _quotas(membership: Path, root: Path) -> list[int]:
-    """Read how many cores' time each group is given."""
+    """Read how much time each group is given, in cores."""
     found = [_quota_1(group) if old else _quota_2(group) for group, old in control_groups("cpu", membership, root)]
     return [quota for quota in found if quota is not None]
 
@@ -32,7 +32,7 @@ def _quota_1(group: Path) -> int | None:
 
 
 def _whole(quota: str, period: str) -> int | None:
-    # "max", or -1 in version 1: as much as there is.
+    # "max", or -1 in version 1, means as much as there is.
     return -(-int(quota) // int(period)) if quota.isdigit() and period.isdigit() and int(period) else None
 
 

@@ -1,6 +1,6 @@
 """CUDA's driver functions as C calls them: addresses in the library that the process has loaded. For backends.
 
-Streams, events, pinned memory and the copies of pinned memory stay each framework's own: `cuda_calls` serve the engine's chunks
+Streams, events, pinned memory and the copies of pinned memory stay with each framework: `cuda_calls` serves the engine's chunks
 alone. `ContextCalls` are for backends that call the driver themselves.
 """
 
@@ -21,7 +21,7 @@ RELAXED = 2
 _FUNCTIONS = {
     "enter": "cuCtxSetCurrent",
     "current": "cuCtxGetCurrent",
-    # What is asked of an event would spoil a capture of somebody's otherwise.
+    # Without it, asking an event could spoil somebody's graph capture.
     "capture_mode": "cuThreadExchangeStreamCaptureMode",
     "copy_h2d": "cuMemcpyHtoDAsync_v2",
     "copy_d2h": "cuMemcpyDtoHAsync_v2",
@@ -52,10 +52,10 @@ def cuda_calls(context: int) -> Calls:
 
 @final
 class ContextCalls:
-    """Calls of the driver in one context, by its handle, wherever the thread is, without spoiling a capture of anybody's.
+    """Calls of the driver in one context, by its handle, whatever context the thread is in. They spoil nobody's graph capture.
 
-    Each is one call of C that returns the driver's status; see context.h. No interrupt comes between its parts. All give up the
-    interpreter.
+    Each is one call of C that returns the driver's status; see context.h. No interrupt comes between its parts. All of them release
+    the GIL.
     """
 
     def __init__(self, context: int) -> None:

@@ -1,4 +1,4 @@
-"""The thread that makes the engine's calls of a device for backends that have no addresses of functions to hand over.
+"""The thread that calls the device for the engine, for backends that have no addresses of functions to hand over.
 
 It takes requests in batches and asks the events of what is under way; it waits for no event, so that no lane holds up another.
 A request counts as failed until its method has returned. What a method raises is kept by the job.
@@ -62,7 +62,7 @@ class Served:
     def _answer(self, request: Request, job: Job) -> None:
         event = None
         try:
-            # Also behind what failed: others of the chunk may be under way.
+            # Also after a copy that failed: others of the chunk may be under way.
             event = self.record()
         except BaseException as error:  # As above.
             self._fail(job, error)
@@ -78,7 +78,7 @@ class Served:
         _note(job, error)
 
     def look(self) -> bool:
-        """Tell the engine which copies are done, and whoever asks whether any was."""
+        """Tell the engine which copies are done, and return whether any was."""
         found = False
         while self.under_way:
             chunk, event, job = self.under_way[0]
@@ -93,7 +93,7 @@ class Served:
             quick().xe_reached(self.number, chunk, int(failed))
             found = True
         for job in list(self.jobs.values()):
-            # Who holds the transfer may never ask; with the job goes what it keeps.
+            # Whoever holds the transfer may never ask. When the job goes, what it keeps goes, too.
             found = job.has_come(FINISHED) or found
         return found
 
@@ -110,7 +110,7 @@ def _note(job: Job, error: BaseException) -> None:
 
 @final
 class Dispatcher:
-    """The thread of the process: asleep where no such lane has a job, gone with the process."""
+    """The one such thread of the process. It sleeps while no such lane has a job, and ends with the process."""
 
     def __init__(self) -> None:
         self._lanes: dict[int, Served] = {}

@@ -1,8 +1,8 @@
 """Jobs: transfers that the engine works on, as the core sees them.
 
-Who submits a job has chosen its number and entered it, with all that must stay alive, before the engine hears of it: an interrupt
-loses what a native call returns, and then the row is there all the same. A forked child has an engine
-of its own, and never calls its parent's, whose threads it has not got.
+Whoever submits a job first chooses its number and enters it, with all that must stay alive, before the engine hears of it. An
+interrupt may lose what a native call returns, but then the row is there all the same. A forked child has an engine of its own. It
+never calls its parent's engine, whose threads it does not have.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from xferlib.protocol import Event, Source, Stream
 __all__ = ["Job", "next_row", "refuse_parents", "refuse_stream_wait"]
 
 SLICE_MICROSECONDS = 50_000
-"""How long is waited at a time: until a native call returns, Python runs no signal's handler."""
+"""How long one wait is: until a native call returns, Python runs no signal handler."""
 MANY = 64
 
 next_row: Callable[[], int] = itertools.count(1).__next__
-"""Numbers what the engine does, or callers, for the whole process: the order in which it began."""
+"""Numbers the work of the engine, or of callers, for the whole process, in the order in which it began."""
 _first = 0
-"""The number from which on they are this process's own."""
+"""From this number on they are this process's own."""
 _lost: list[object] = []
-"""What copies may use for ever, of which nobody can know when they end."""
+"""What copies may use for ever, because nobody can know when they end."""
 
 
 def _note_fork() -> None:
@@ -64,10 +64,10 @@ class JobLane(Protocol):
     """By row, all that have not finished."""
 
     def failure(self, status: int, at: str) -> Exception:
-        """Return what a status of the device's is raised as."""
+        """Return the exception for a status of the device."""
 
     def let_go_of_lost(self) -> None:
-        """Have others come for chunks that are lost."""
+        """Give up chunks that are lost, so that others take their place."""
 
 
 @final
@@ -77,8 +77,9 @@ class Job:
     `owner`: the thread that is starting it, which must not wait for it; None: the engine has all that it needs. `holds`: pinned
     memory comes back when it has finished. `parts`: how many chunks it can use at once. `memory`: the ranges of the caller's that
     are used until then. `kept`: held until then. `sources`: arrays that it reads, held until they are staged. `device`: memory of
-    the caller's that it reads there; `after`: an event that its lane waits for before its first copy; `beside`: one without which
-    it is not done; `event`: one behind its last copy, once that is issued. `ours`: its result is in memory of ours.
+    the caller's that it reads there; `after`: an event that its lane waits for before its first copy; `beside`: an event that must
+    be reached, too, before it is done; `event`: the event behind its last copy, once that is issued. `ours`: its result is in
+    memory of ours.
     """
 
     __slots__ = (
@@ -138,7 +139,7 @@ class Job:
             return False
         if status == FAILED:
             self._note_failure()
-        # Unknown: another thread has seen its end meanwhile, or it never came there.
+        # Unknown: another thread has seen its end meanwhile, or the engine never had it.
         if stage == FINISHED or status == UNKNOWN:
             self._end()
         return True
@@ -181,7 +182,7 @@ class Job:
         return self.has_come(FINISHED)
 
     def wait(self) -> None:
-        """Block until then."""
+        """Block until `reached` is true."""
         self.wait_for(FINISHED)
 
     def done(self) -> bool:
@@ -201,7 +202,7 @@ class Job:
     def stream_wait(self, stream: object | None = None) -> Stream | None:
         """Refuse: the CPU writes the caller's memory. For memory of ours the host waits. See `Event.stream_wait`."""
         if self.ours:
-            # Mostly it is pinned, and nobody can know that it was not yet.
+            # Mostly that is pinned, and nobody can know that it was not pinned yet.
             self.synchronize()
             return None
         refuse_stream_wait()
@@ -226,10 +227,10 @@ class Job:
         return self.lane.failure(status, at)
 
     def _end(self) -> None:
-        """Forget the job: it has finished. Twice is fine, and what an interrupt cuts short the next look does again."""
+        """Forget the job: it has finished. Twice is fine. If an interrupt cuts this short, the next look does it again."""
         self.sources = self.kept = self.after = None
         self.memory = self.device = ()
-        # The engine forgets what it has told of.
+        # The engine forgets only what it has told of.
         while quick().xe_forget(self.row) == BUSY:
             quick().xe_finished((ctypes.c_uint64 * MANY)(), MANY)
         self.lane.jobs.pop(self.row, None)
@@ -241,7 +242,7 @@ _OWN = {
     "writing the destination": "the memory of a destination is not there any more: its file was cut off",
     "every chunk of the lane is lost": "nobody can know when the device is done with earlier copies",
 }
-"""What fails in the engine itself, by where."""
+"""Failures in the engine itself, by where they happen."""
 
 
 def _is_over(event: Event) -> bool:

@@ -1,7 +1,7 @@
 """Lanes: one copy stream of a stager each, with the pinned chunks that its jobs pass through.
 
-A job is submitted first and given chunks then: while it waits for one, none of the lane's can be taken back. Chunks
-come from the stager's pool when they are first wanted, and go back to it when it needs the room, by `release`.
+A job is submitted first and given chunks afterwards: while it waits for one, none of the lane's can be taken back. Chunks
+come from the stager's pool when they are first wanted. When the pool needs the room, `release` gives them back.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from xferlib.reaper import uninterrupted
 __all__ = ["Lane", "start_threads", "usual_threads"]
 
 USUAL_THREADS, MOST_THREADS = 6, 8
-"""On an H100 machine eight threads copy up to 1.2 times as fast as six. More than six only where they are no more than half of the
-cores: small transfers wait for all of them to wake."""
+"""On an H100 machine eight threads copy up to 1.2 times as fast as six. There are more than six only if they are no more than half
+of the cores: small transfers wait for all of them to wake."""
 TOGETHER, LEAST_SHARE = 8, 16
-"""So many chunks are taken in one block, in less time than one by one. It is at most such a share of the limit."""
+"""So many chunks are taken in one block, in less time than one by one. The limit is at least so many times a block."""
 CPU_SET_NBYTES = 1024
-"""Of a set of CPUs, a bit for each: as many as Linux can have."""
+"""Bytes of a set of CPUs, with a bit for each: as many as Linux can have."""
 STOP_MICROSECONDS = 2_000_000
 LEAVE_SECONDS = 0.0001
 
@@ -105,13 +105,13 @@ class Lane:
             raise XferError("the engine has no memory, or the interpreter ends")
 
     def failure(self, status: int, at: str) -> Exception:
-        """Return what a status of the device's is raised as."""
+        """Return the exception for a status of the device."""
         if self._calls is None:
             return XferError(f"{at} failed with status {status}")
         return self._calls.failure(status)
 
     def submit(self, job: Job, pieces: Sequence[tuple[int, int, int, int]]) -> None:
-        """Start a job: of each piece the host address, the device's, the bytes, and the number of its piece of device memory.
+        """Start a job. Each of `pieces`: host address, device address, bytes, and the number of its piece of device memory.
 
         `feed` must follow, or `Job.abandon` where anything is raised.
         """
@@ -131,9 +131,9 @@ class Lane:
         job.submitted = True
 
     def feed(self, job: Job, nbytes: int, blocks: int) -> None:
-        """Have chunks for a job of so many bytes, as far as the pool has room, and one at least. Raises `AllocationError`."""
-        # As many as it has parts, so that all its copies can be in the stream before the first is done, and those of earlier jobs,
-        # which keep theirs while they are held. To the device a part ends with its piece of device memory.
+        """Get chunks for a job of so many bytes, as far as the pool has room, and at least one. Raises `AllocationError`."""
+        # As many as it has parts, so that all its copies can be in the stream before the first is done; and as many as earlier jobs
+        # have, which keep their chunks while they are held. To the device, a part ends where its piece of device memory ends.
         job.parts = -(-nbytes // min(self.nbytes, quick().xe_part_nbytes(nbytes))) + blocks - 1
         goal = min(self._most, sum([other.parts for other in list(self.jobs.values())]))
         if len(self._blocks) + len(self._growing) < goal:
@@ -149,7 +149,7 @@ class Lane:
                 # One that was on its way back to the pool may have stayed, since this job wants it.
                 if not self._blocks:
                     raise
-        # In this order: whoever waits for room may wait for it from now on.
+        # In this order: from now on, whoever waits for room may wait for this job.
         job.owner, job.holds = None, True
 
     @property
@@ -160,7 +160,7 @@ class Lane:
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any.
 
-        Waits for no copy; where the device has made all of a job's, until the engine has seen it.
+        Waits for no copy. If the device has made all copies of a job, it waits until the engine has seen that.
         """
         refuse_parents(self._row)
         if self._releasing._is_owned():  # type: ignore[attr-defined]  # As `threading.Condition` asks.
@@ -174,14 +174,14 @@ class Lane:
         with self._releasing:
             found = self._settle()
             for number, block in list(self._blocks.items()):
-                # From here on no job counts on it; and it is kept, whatever cuts this short, until the engine has it no more.
+                # From here on no job counts on it. Whatever cuts this short, it is kept until the engine no longer has it.
                 self._leaving[number] = block
                 self._blocks.pop(number, None)
                 found = self._settle() or found
         return found
 
     def let_go_of_lost(self) -> None:
-        """Have others come for chunks that are lost: their memory is nobody's any more."""
+        """Give up chunks that are lost, so that others take their place: their memory is nobody's any more."""
         with self._releasing:
             self._note_lost()
             self._settle()
@@ -201,7 +201,7 @@ class Lane:
             else:
                 if status == BUSY:
                     _kept.append((block, self._events.get(number)))
-                # Also from where an interrupt has left it: as a chunk to be counted on that the engine has no more.
+                # An interrupt may also have left it here, as a chunk to be counted on that the engine no longer has.
                 self._blocks.pop(number, None)
                 self._events.pop(number, None)
             self._leaving.pop(number, None)
@@ -230,13 +230,13 @@ class Lane:
         """Add some chunks, in one block if there is room for it; False: there are enough, or there is no room."""
         with self._counting:
             lacking = goal - len(self._blocks) - len(self._growing)
-            # Several in one block only where the limit can spare it until the last of them is back.
+            # Several in one block only if the limit can spare the block until the last of them is back.
             together = max(1, min(lacking, TOGETHER, self._pool.limit // LEAST_SHARE // self.nbytes))
             numbers = list(itertools.islice(_chunks, together if lacking > 0 else 0))
             self._growing.update(dict.fromkeys(numbers))
         try:
             for count in dict.fromkeys((len(numbers), 1) if numbers else ()):
-                # What the driver refuses is not missed while there are others; where there is none, `_ask` says why.
+                # If the driver refuses, that does not matter while there are other chunks. If there are none, `_ask` says why.
                 with suppress(AllocationError):
                     block = self._pool.try_take(count * self.nbytes)
                     if block is not None:
@@ -255,7 +255,7 @@ class Lane:
         event = None
         if self._calls is not None:
             self._events[number], event = self._calls.new_event()
-        # Whoever releases meanwhile would hear that the engine has no such chunk, and take it for one that is back.
+        # Otherwise whoever releases meanwhile would hear that the engine has no such chunk, and take it for one that is back.
         with self._releasing:
             self._blocks[number] = block
             if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, event) != OK:

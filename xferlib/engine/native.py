@@ -1,4 +1,4 @@
-"""The engine's library as ctypes sees it: found, checked, and described. What its calls promise stands in engine.h and context.h.
+"""The engine's library as ctypes sees it: found, checked, and described. Its calls' contracts are in engine.h and context.h.
 
 A forked child loads it anew: its parent's threads are not there, and its parent's lock may be held for ever.
 """
@@ -151,7 +151,7 @@ _SIGNATURES = {
     "xe_read_figures": (None, (ctypes.POINTER(Figures),)),
     "xe_copy": (_I, (_P, _P, _N, _I)),
     "xe_touch": (_I, (_P, _N)),
-    # Addresses of the device, too, are described as pointers: ctypes takes those in half the time.
+    # Device addresses are described as pointers, too: ctypes takes those in half the time.
     "xe_context_copy_h2d": (_I, (_P, _P, _P, _N, _P)),
     "xe_context_copy_d2h": (_I, (_P, _P, _P, _N, _P)),
     "xe_context_record": (_I, (_P, _P, _P)),
@@ -173,7 +173,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def quick() -> ctypes.PyDLL:
-    """Return the same, for calls that wait for nothing: they keep the interpreter, which takes longer to give up than they do."""
+    """Return the same library, for calls that wait for nothing. They keep the GIL: giving it up would take longer than the call."""
     return _described(ctypes.PyDLL(library()._name, handle=library()._handle))
 
 
@@ -201,9 +201,9 @@ def _described(found: Library) -> Library:
 
 
 def opened(path: Path, *, anew: bool = False) -> ctypes.CDLL:
-    """Load a library and see that it is what its name says. Raises `ImportError`.
+    """Load a library and check that it is what its name says. Raises `ImportError`.
 
-    `anew`: one that this process may have loaded already, with a state of its own.
+    `anew`: load it with a state of its own, since this process may have loaded it already.
     """
     try:
         found = _copy_of(path) if anew else ctypes.CDLL(str(path))
@@ -217,7 +217,7 @@ def opened(path: Path, *, anew: bool = False) -> ctypes.CDLL:
 
 
 def _copy_of(path: Path) -> ctypes.CDLL:
-    # The loader knows a file again, by its name and by its number.
+    # The loader recognizes a file that it has loaded, by its name and by its number.
     copy = os.memfd_create(path.name)
     try:
         with open(copy, "wb", closefd=False) as file:
@@ -229,7 +229,7 @@ def _copy_of(path: Path) -> ctypes.CDLL:
 
 def _path() -> Path:
     try:
-        # In a checkout, where they may have changed since it was built.
+        # In a checkout, where the sources may have changed since the library was built.
         return FOLDER / library_name(FOLDER)
     except FileNotFoundError:
         built = sorted(FOLDER.glob("libxferlib-*.so"))

@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 INSTALL = 'Install it with: pip install "safetensors>=0.6.2" "ml-dtypes>=0.5"'
 OF_DAMAGE = (None, errno.EINVAL)
-"""Numbers of an `OSError` that the file's content is to blame for: a decoder has none, a seek to where nothing can be has this."""
+"""Numbers of an `OSError` for which the file's content is to blame: a decoder has none, an impossible seek has this one."""
 
 
 class HoldsObjects(Exception):
-    """The file is sound, and what it holds can be transferred by nobody."""
+    """The file is sound, but nobody can transfer what it holds."""
 
 
 class Tensor(NamedTuple):
@@ -57,10 +57,10 @@ def load(path: str | os.PathLike[str], stager: Stager, *, names: None = None, li
 @overload
 def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str], like: None = None) -> dict[str, Any]: ...
 def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str] | None = None, like: Any = None) -> Any:
-    """Put what a file holds and return it on the device, when it is there.
+    """Put what a file holds, wait until it is on the device, and return it.
 
-    `.npy` gives an array, in C order; `.npz` and `.safetensors` give a dict of arrays by name, in the file's order, or of those
-    that `names` says, in its order. Members of an `.npz` pass through host memory one by one; files of the other formats are never
+    `.npy` gives an array, in C order; `.npz` and `.safetensors` give a dict of arrays by name, in the file's order. With `names` it
+    has only these, in their order. Members of an `.npz` pass through host memory one by one; files of the other formats are never
     read as a whole, and must not be changed meanwhile.
 
     `like`: a tree of arrays, or of whatever has shapes and dtypes, as it was given to `save`: it comes back with what the file
@@ -149,7 +149,7 @@ def _load_members(file: Path, stager: Stager, wanted: list[str] | None) -> dict[
             array = _read(file, lambda name=name: _member(archive, members[name]), name)  # type: ignore[misc]  # A default binds it.
             if array is None:
                 raise ValueError(f"{str(file)!r}: its member {name!r} is damaged, or no array. Leave it out with names=")
-            # The one before was on its way meanwhile. No more than two are in memory.
+            # The one before was on its way while this one was read. No more than two are in memory.
             if last is not None:
                 last.synchronize()
             last = transfers[name] = _put(file, stager, array, name)
@@ -167,7 +167,7 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array | None:
 
 
 def _check_header(stream: IO[bytes], total: int) -> None:
-    """Raise `ValueError` where the header promises more than there is: NumPy would take memory for it first.
+    """Raise `ValueError` if the header promises more than there is: NumPy would first allocate memory for it.
 
     Raises `HoldsObjects` where NumPy would ask whether the file may be executed.
     """
@@ -203,7 +203,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         raise ModuleNotFoundError(f"{str(file)!r} is read with safetensors. {INSTALL}", name=error.name) from error
     if not hasattr(safe_open, "offset_keys"):
         raise ImportError(f"{str(file)!r} is read with a newer safetensors than this one. {INSTALL}", name="safetensors")
-    # Opened here first: of a file that cannot be opened, the reader does not say why.
+    # Opened here first: if a file cannot be opened, the reader does not say why.
     with file.open("rb") as stream:
         total = os.fstat(stream.fileno()).st_size
 
@@ -267,7 +267,7 @@ def _chosen(file: Path, found: Sequence[str], wanted: list[str] | None) -> list[
 
 def _put(file: Path, stager: Stager, tree: Any, name: str | None = None) -> Transfer:
     try:
-        # Nobody else has the memory, so put need not wait for the CPU to have read it.
+        # Nobody else has the memory, so put need not wait until the CPU has read it.
         return stager.put(tree, borrow=True)
     except (TypeError, ValueError) as error:
         error.add_note(f"in {str(file)!r}" if name is None else f"at {name!r} in {str(file)!r}")
@@ -284,7 +284,7 @@ def _read(file: Path, read: Callable[[], T], name: str | None = None) -> T:
             raise TypeError(f"{str(file)!r} holds {error}") from None
         raise TypeError(f"{str(file)!r}: its member {name!r} holds {error}, or leave it out with names=") from None
     except Exception as error:
-        # Whatever it is: parsers and decoders of bytes that may be anything raise nearly everything.
+        # Whatever it is: parsers and decoders raise nearly everything if the bytes may be anything.
         if isinstance(error, OSError) and error.errno not in OF_DAMAGE:
             raise
         raise ValueError(f"{str(file)!r} is damaged, or no {file.suffix} file: {error}") from error

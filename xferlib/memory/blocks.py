@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias, final, get_args
 __all__ = ["HostBlock", "PoolRequest", "Reclaimer", "Usage", "WhenFull", "check_when_full", "round_up"]
 
 WhenFull: TypeAlias = Literal["wait", "raise", "stage"]
-"""What happens to an array for which the limit has no room: it waits while transfers in flight will make some, and fails if none
-will; or fails at once; or lies in pageable memory, which is staged. Chunks of staging itself come back by themselves and wait.
+"""What happens to an array for which the limit has no room. "wait": it waits while transfers in flight will make room, and fails if
+none will. "raise": it fails at once. "stage": it lies in pageable memory, which is staged. Requests for chunks of staging itself
+always wait, since chunks come back by themselves.
 """
 
 
@@ -26,14 +27,14 @@ def round_up(nbytes: int, step: int) -> int:
 
 @final
 class Usage(NamedTuple):
-    """Bytes of one pool, and of what is reserved beside it, but for `used`."""
+    """Bytes of one pool and of what is reserved beside it, except `used`."""
 
     pinned: int
     peak: int
     used: int
     """Handed out now, of the pool alone."""
     asked: int
-    """The same without what alignment adds, and what is reserved."""
+    """The same without what alignment adds, but with what is reserved."""
     asked_peak: int
 
 

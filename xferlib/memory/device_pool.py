@@ -4,8 +4,8 @@ The pool is the table that owns the blocks: only it frees one, when no lease nam
 this block"; it is a ticket, whose end posts a number. The next put turns ended leases into idle blocks, each with an event for the
 work that may still read it. A fresh block and an idle one are the same thing: a block with an optional event.
 
-An interrupt may come anywhere. So what is true of a block stands in its row, and changes in one step; lists of idle blocks and sums
-are derived from the rows, and derived anew after a call that did not come to its end.
+An interrupt may come anywhere. So a block's row says what is true of it, and changes in one step. Lists of idle blocks and sums are
+derived from the rows, and are derived anew after a call that did not come to its end.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from xferlib.words import in_words
 __all__ = ["DevicePool", "Lease", "Streams", "note_reader"]
 
 READERS_BEHIND = 8
-"""Blocks of one size that may wait for their readers before a put waits for the oldest of them, and does not take one more."""
+"""Blocks of one size that may wait for their readers. If there are so many, a put waits for the oldest and takes no further one."""
 WORTH_WAITING = 64 << 20
-"""Bytes of such blocks, together. The many small puts of one step must not wait for the step before."""
+"""Bytes that such blocks must have together. The many small puts of one step must not wait for the step before."""
 
 SPARES, SPARE_NBYTES = 16, 256 << 10
-"""Blocks, and their bytes, that are taken beside one that is wanted, at most: while readers are behind, more will be."""
+"""Most blocks, and most bytes, that are taken in addition to one that is wanted: while readers are behind, more will be wanted."""
 
 LOOK_SECONDS = 0.0005
-"""How often is looked whether another thread is done with a block that it gets or frees."""
+"""How often a waiting thread looks whether another one is done with a block that it gets or frees."""
 
 Streams: TypeAlias = dict[int, Stream]
 """By handle: the streams that were told to wait for a transfer, and so may read its arrays."""
@@ -72,13 +72,13 @@ class _Row:
         self.block = block
         self.address, self.nbytes = block.address, block.nbytes
         self.fence = block.ready
-        """The block may not be written before this; None: at once."""
+        """The event before which the block may not be written. None: it may be written at once."""
         self.lease: int | None = None
         self.streams: Streams = {}
         self.readers = _NOBODY
         """The handles of the streams that the fence stands for."""
         self.since = 0
-        """When it became idle: less is longer ago. While it is, this, its fence and its readers stay as they are."""
+        """When it became idle: less is longer ago. While it is idle, this, its fence and its readers stay as they are."""
         self.doomed = self.freed = False
 
 
@@ -95,7 +95,7 @@ class _Cell:
         self.free: deque[_Row] = deque()
         """Those that may be written at once, the oldest first."""
         self.behind: dict[tuple[int, ...], deque[_Row]] = {}
-        """The others, by their readers: of those of the same streams the oldest comes first, and answers for all."""
+        """The others, by their readers. Of those that the same streams read, the oldest comes first and answers for all."""
 
     def __bool__(self) -> bool:
         return bool(self.free) or any(self.behind.values())
@@ -112,7 +112,8 @@ class _Cell:
             return
         group = self.behind.get(row.readers)
         if group is None:
-            # Where streams come and go. An empty one mostly stays, for the next block that the same streams read.
+            # Empty groups are removed here, because streams may come and go. Mostly an empty one stays, for the next block that the
+            # same streams read.
             for readers in [readers for readers, rows in self.behind.items() if not rows]:
                 del self.behind[readers]
             self.behind[row.readers] = deque((row,))
@@ -130,9 +131,9 @@ class _Cell:
 class DevicePool(Table):
     """Blocks by size class. Any thread.
 
-    Takes the first idle block whose readers are done; else grows; at the limit, or with many that wait for their readers, lets
-    the H2D stream, not the host, wait for the oldest. Classes are an eighth apart, so at most an eighth of a block is unused and
-    batches of near sizes share blocks.
+    It takes the first idle block whose readers are done, or else grows. At the limit, or if many blocks wait for their readers, it
+    makes the H2D stream, not the host, wait for the oldest. Classes are an eighth apart, so at most an eighth of a block is unused
+    and batches of near sizes share blocks.
     """
 
     def __init__(self, backend: HostStager[Any], reclaimer: DeviceReclaimer, limit: int | None) -> None:
@@ -149,10 +150,10 @@ class DevicePool(Table):
         self._growing: dict[int, int] = {}
         """Bytes that are about to be allocated, by the number of the lease."""
         self._allocating: dict[int, bool] = {}
-        """Of those whose allocation has begun, whether the lease has not ended meanwhile."""
+        """For those whose allocation has begun: False if the lease has ended meanwhile."""
         self._at_work = AtWork()
         self._late: defaultdict[int, int] = defaultdict(int)
-        """By size, how often a spare was to be had after a put that came too early by a hair."""
+        """By size, how often a spare was attempted after a put that came only just too early."""
         # Derived from the rows.
         self._leased: dict[int, _Row] = {}
         self._places: dict[int, _Row] = {}
@@ -174,7 +175,7 @@ class DevicePool(Table):
         number = self._count()
         # First: whatever happens from here on, what the lease has by then goes back.
         held = ticket(self._returns.put, number)
-        # As `_alone(self._reuse, ...)`, in the path of every small put.
+        # Does what `_alone(self._reuse, ...)` does: this is on the path of every small put.
         with self._lock:
             if self._inside:
                 self._refuse()
@@ -207,7 +208,7 @@ class DevicePool(Table):
         return True
 
     def _found(self, address: int) -> _Row | None:
-        """Return what is leased and has this address."""
+        """Return the leased block that has this address."""
         row = self._places.get(address)
         if row is not None and row.lease is not None:
             return row
@@ -236,9 +237,9 @@ class DevicePool(Table):
 
     def settle(self) -> bool:
         """After `close`, free what no lease names any more; tell whether any lease is left. See `Remains`."""
-        # What cannot be had now is had at the next look.
+        # What fails now is tried again at the next look.
         with suppress(*self._failures):
-            # Copies of another stager's that are done may hold the last reference, and nobody may call that one.
+            # Copies of another stager that are done may hold the last reference, and perhaps nobody calls that stager.
             self._reclaimer.reap()
             self._trim()
         return bool(self._rows or self._growing)
@@ -265,7 +266,7 @@ class DevicePool(Table):
                 self._allocating[number] = False
             else:
                 self._growing.pop(number, None)
-            # Only now: one that an interrupt leaves in the middle comes again.
+            # Only now: a number that an interrupt leaves in the middle comes again.
             pending.popleft()
 
     def _mend(self) -> None:
@@ -282,7 +283,7 @@ class DevicePool(Table):
                 self._idle[row.nbytes].append(row)
             else:
                 leased[row.lease] = row
-        # Only when they are whole: who asks about memory takes no lock.
+        # Only when they are whole: whoever asks about memory takes no lock.
         self._leased, self._places = leased, places
 
     def _end(self, row: _Row) -> None:
@@ -292,16 +293,16 @@ class DevicePool(Table):
         if row.streams:
             streams, readers = list(row.streams.values()), tuple(row.streams)
         if doomed:
-            # A bare handle had to stay valid until then, and no longer.
+            # A bare handle had to stay valid until the pool was closed, and no longer.
             streams = [stream for stream in streams if stream.keepalive is not None]
-        # A block that never was ordered behind its fence has no readers.
+        # If nothing was ever ordered behind its fence, the block has no readers.
         if row.fence is None and (streams or not doomed):
             try:
                 row.fence = self._retire(streams)
             except self._failures:
                 # Nobody can say when its readers are done. The framework's own free waits for them.
                 doomed = True
-        # Before the lease: what an interrupt leaves is idle then, or doomed, but never idle by mistake.
+        # Before the lease: a block that an interrupt leaves is then idle or doomed, but never idle by mistake.
         row.doomed = doomed
         row.lease, row.readers, row.streams, row.since = None, readers, {}, self._changes
         if doomed:
@@ -310,7 +311,7 @@ class DevicePool(Table):
             self._idle[row.nbytes].append(row)
 
     def _find(self, size: int, number: int, streams: Streams) -> _Row:
-        """Lease a block for which there was none idle: wait for one, make room, or allocate."""
+        """Lease a block when no idle one could be used: wait for one, make room, or allocate."""
         # Whether there are idle ones whose readers were not done just now.
         behind = bool(self._idle.get(size))
         # Copies that are done may hold the last reference to an array, and so to its block.
@@ -346,10 +347,10 @@ class DevicePool(Table):
                 collected = True
 
     def _make_room(self, size: int, number: int, streams: Streams) -> tuple[_Row | None, bool]:
-        """Lease a block whose readers the H2D stream waits for, or say whether one may be allocated, or doom others first."""
+        """Lease a block whose readers the H2D stream waits for; or say whether one may be allocated; or doom others first."""
         behind = len(self._idle.get(size, ()))
         if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:
-            # A program that never waits for the device would else take all of its memory: let the copies wait instead.
+            # A program that never waits for the device would otherwise take all of its memory. Let the copies wait instead.
             with suppress(CapabilityError):
                 return self._oldest(size, number, streams), False
         if self._reserve(size, number):
@@ -374,7 +375,7 @@ class DevicePool(Table):
             fence = row.fence
             reached = fence is None or self._reached(fence)
             if reached and not self._lost(row.block):
-                # Mostly so, and in the path of every small put: `_leased_to`, in some steps less.
+                # Mostly so, and on the path of every small put: this does what `_leased_to` does, in fewer steps.
                 row.fence = None
                 row.lease = number
                 row.streams = streams
@@ -388,7 +389,8 @@ class DevicePool(Table):
         return None
 
     def _first_reached(self, cell: _Cell, first: _Row, told: bool | None, useless: list[_Row]) -> _Row | None:
-        """Find an idle block whose readers are done: `told` says it of one, `first`. Enters those that nobody can use any more."""
+        """Find an idle block whose readers are done. `told` says whether those of `first` are. Enter in `useless` what nobody can
+        use."""
         for readers, group in chain([(_NOBODY, cell.free)], cell.behind.items()):
             for row in group:
                 reached = told if row is first else self._reached(row.fence)
@@ -397,13 +399,13 @@ class DevicePool(Table):
                 elif reached:
                     return row
                 elif readers:
-                    # Nor are those behind it: asking the driver takes microseconds, and where the device is behind there may be
-                    # hundreds.
+                    # Then those behind it are not done, either. Asking the driver takes microseconds, and if the device is behind
+                    # there may be hundreds.
                     break
         return None
 
     def _oldest(self, size: int, number: int, streams: Streams) -> _Row | None:
-        """Lease the oldest idle block of this size, which the H2D stream was told to wait for."""
+        """Lease the oldest idle block of this size, and make the H2D stream wait for its readers."""
         cell = self._idle.get(size)
         if not cell:
             return None
@@ -463,10 +465,11 @@ class DevicePool(Table):
         self._free_doomed()
 
     def _free_doomed(self) -> None:
-        """Wait for the readers of doomed blocks and free them, not with the lock held. On a thread that no interrupt comes to."""
+        """Wait for the readers of doomed blocks and free them, without the lock held. On a thread that no interrupt comes to."""
         rows: list[_Row] = []
         with self._at_work:
-            # With the lock: who mends the table meanwhile would hand out a row again that is taken, and each is freed once.
+            # With the lock: otherwise a thread that mends the table could list rows again that are taken, and each is freed only
+            # once.
             with self._lock:
                 self._take_doomed(rows)
             with ExitStack() as steps:
@@ -481,7 +484,7 @@ class DevicePool(Table):
             if not row.freed:
                 row.freed = True
                 rows.append(row)
-                # Another block may be there already, where the framework has taken the memory back.
+                # If the framework has taken the memory back, another block may be at this address already.
                 if self._places.get(row.address) is row:
                     del self._places[row.address]
 
@@ -489,7 +492,7 @@ class DevicePool(Table):
         if not rows:
             return
         if not self._closed:
-            # A copy to a block whose lease ended at once may still be under way. Asked now, when no more of them can begin.
+            # A copy to a block whose lease ended at once may still be under way. This asks now, when no more such copies can begin.
             with suppress(*self._failures):
                 self._backend.record_h2d().synchronize()
         for row in rows:
@@ -512,7 +515,8 @@ class DevicePool(Table):
         if row.fence is not None:
             self._backend.order_h2d(row.fence)
             row.fence = None
-            # Such a framework may still be reading the memory that it gave us: have the next one ready ahead of need.
+            # A framework that gives a fence may still be reading the memory that it gave us: have the next block ready before it is
+            # needed.
             if not self._idle.get(size):
                 with suppress(*self._failures):
                     uninterrupted(lambda: self._add_spare(size))
@@ -522,7 +526,7 @@ class DevicePool(Table):
         """Allocate a block that was counted, and spares where readers are behind. On a thread that no interrupt comes to."""
         with self._at_work:
             if not self._alone(self._begin, number):
-                # Interrupted before: nobody will look at what is returned.
+                # The caller was interrupted before: nobody will look at what is returned.
                 raise AllocationError("nobody waits for this memory any more")
             try:
                 block = self._allocated(size)
@@ -537,7 +541,7 @@ class DevicePool(Table):
                     "use smaller batches, or free memory that other libraries hold"
                 ) from error
             row = self._enter(_Row(number, block), number, streams)
-            # Where there are no more, whoever needs one is told.
+            # If there are no more, whoever needs one is told.
             with suppress(*self._failures):
                 self._add_spares(size)
             return row
@@ -584,30 +588,30 @@ class DevicePool(Table):
             return self._backend.alloc_device(size)
 
     def _add_spares(self, size: int) -> None:
-        """Take as many as wait for their readers, and no more than a few: each time costs more than a small put does."""
+        """Take as many spares as blocks wait for their readers, but only a few: each one costs more than a small put does."""
         behind = self._alone(lambda: len(self._idle.get(size, ())))
         for _ in range(min(behind, SPARES, SPARE_NBYTES // size)):
             if not self._add_spare(size):
                 return
 
     def _have_one_more(self, size: int) -> None:
-        """Allocate a spare after a put that came for its block too early by a hair: all that follow would, too.
+        """Allocate a spare after a put that came for its block only just too early: all that follow would, too.
 
-        A few times for a size and no more, whatever comes of it: a put that waits for nothing must not pay for each attempt.
+        This is done only a few times for each size, whatever comes of it: a put that waits for nothing must not pay each time.
         """
         attempts = self._late[size]
         if attempts < min(SPARES, SPARE_NBYTES // size):
             self._late[size] = attempts + 1
-            # The put has its block, and what befalls the spare is nothing to it.
+            # The put has its block, so it does not matter to it what happens to the spare.
             with suppress(Exception):
                 uninterrupted(lambda: self._add_spare(size))
 
     def _add_spare(self, size: int) -> bool:
         """Allocate a block that nobody needs yet, if the limit has room. On a thread that no interrupt comes to."""
-        # Who finds no room because of it waits until it is there.
+        # Whoever finds no room because of it waits until it is there.
         with self._at_work:
             number = self._count()
-            # Counted and taken back on this thread: no lease has this number, whose end would settle it.
+            # Counted and taken back on this thread: no lease has this number, so no lease's end would settle it.
             if not self._alone(self._reserve_spare, size, number):
                 return False
             try:
@@ -642,12 +646,13 @@ def size_class(nbytes: int) -> int:
 
 
 _open: dict[int, DevicePool] = {}
-"""Of every stager of this process that is not closed. From then on blocks are freed, which waits for their readers."""
+"""The pools of all stagers of this process that are not closed. A closed one frees its blocks, which waits for their readers."""
 # In a forked child their memory is the parent's.
 os.register_at_fork(after_in_child=_open.clear)
 
 
 def note_reader(target: Source, stream: Stream, own: DevicePool) -> None:
-    """Note a stream that may read this memory, with whichever stager's it is, `own` asked first. None's: nothing is to be noted."""
+    """Note a stream that may read this memory, in the pool that has it. `own` is asked first; if no pool has it, nothing is
+    noted."""
     if not own.note(target, stream):
         any(pool.note(target, stream) for pool in list(_open.values()))

@@ -19,7 +19,7 @@ HostLeaf: TypeAlias = tuple[Array, int | None]
 
 TREES = "put takes an array, or a tree of them: dict, list, tuple, named tuple or dataclass"
 MANY = 16
-"""Leaves from which on they are checked together."""
+"""Leaves. From so many on, they are checked together."""
 SMALL = 64 << 10
 """Bytes. The CPU copies them about as fast as the driver answers."""
 
@@ -48,8 +48,8 @@ class HostMemory:
     def leaves(self, leaves: Sequence[Any]) -> list[HostLeaf] | None:
         """Check many leaves in less time. None: look at each by `leaf`.
 
-        Small ones outside the pool are taken to be all like the first of them: asking the driver for each would take longer than
-        copying it. One that was page-locked all the same is staged, which is right, if a detour.
+        All small ones outside the pool are assumed to be like the first of them: asking the driver for each would take longer than
+        copying it. If one is page-locked all the same, it is staged, which is correct, though a detour.
         """
         if len(leaves) < MANY:
             return None
@@ -103,7 +103,7 @@ class HostMemory:
         """Return the array's address if a copy engine can use it directly; see `HostLeaf`."""
         nbytes = array.nbytes
         try:
-            # As `address_of`, without the call. Refuses what is not contiguous, read-only or empty.
+            # Does what `address_of` does, without the call. Memory that is read-only, empty or not contiguous is refused.
             address = ADDRESS(BYTE(array))
         except (TypeError, ValueError, BufferError):
             if nbytes == 0:
@@ -117,7 +117,7 @@ class HostMemory:
         return address if self._is_pinned(address, nbytes) and not self._splits(address, nbytes) else None
 
     def settled_address(self, array: Array) -> int | None:
-        """Return the same, when what is about to be page-locked is: blocks until then."""
+        """Return the same, but first block until memory that is about to be page-locked is locked."""
         pool = awaiting(address_of(array), array.nbytes)
         if pool is not None:
             pool.idle()

@@ -18,18 +18,18 @@ MEMBERSHIP, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 PINNED_SHARE = 8
 AVAILABLE_SHARE = 2
 SMALLEST = 16 << 20
-"""Bytes. What the default is never less than: with nothing to transfer through, nothing could be transferred."""
+"""Bytes. The default is never less than this: with nothing to transfer through, nothing could be transferred."""
 
 
 class _Files(NamedTuple):
-    """What a version of control groups calls the same figures."""
+    """The names of the same figures in one version of control groups."""
 
     limits: tuple[str, ...]
     usage: str
     reclaimable: tuple[str, ...]
 
 
-# Above memory.high a group is not killed but slowed down until it is of no use, which pinned memory cannot help.
+# Above memory.high a group is not killed, but slowed down until it is of no use. Pinned memory cannot help that.
 VERSION_1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 VERSION_2 = _Files(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
 
@@ -37,7 +37,7 @@ VERSION_2 = _Files(("memory.max", "memory.high"), "memory.current", ("active_fil
 def default_pinned_limit() -> int:
     """Return an eighth of `memory_limit()`, or half of `available_memory()` where that is less, in bytes.
 
-    Available now, since others on the machine may have pinned their share already.
+    What is available now counts, since others on the machine may have pinned their share already.
     """
     return max(SMALLEST, min(memory_limit() // PINNED_SHARE, available_memory() // AVAILABLE_SHARE))
 

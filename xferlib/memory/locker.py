@@ -1,8 +1,8 @@
 """Page-locking that nobody waits for: a daemon thread locks what tables have mapped, one piece of memory after another.
 
 While the driver locks memory that is there, every launch of the process waits: some 30 to 60 ms for a GiB (seen on an H100 and an
-H200, driver 580). Whoever calls it again at once takes its lock again before anybody else, so there is a pause behind each call.
-How long one call takes cannot be helped: memory that is locked in slices is refused by the driver in any copy over two of them.
+H200, driver 580). Whoever calls it again at once gets its lock before anybody else, so there is a pause after each call.
+The length of one call cannot be helped: if memory is locked in slices, the driver refuses any copy that spans two of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Lockable", "is_locker", "is_over", "lock_later", "pause_after", "sta
 PACE = 8 << 30
 """Bytes a second: a pause of 2 ms behind 16 MiB, whose lock takes 1."""
 ERROR_SECONDS, MOST_ERROR_SECONDS = 0.01, 1.0
-"""When a table that raised is tried again: twice as long each time, should each call end in an error."""
+"""How long until a table that raised is tried again, at first and at most: twice as long each time that it raises again."""
 
 
 class Lockable(Protocol):
@@ -30,8 +30,8 @@ class Lockable(Protocol):
     def lock_next(self) -> int:
         """Lock some memory, and return its bytes; 0: there is none that is to be locked. Called by one thread.
 
-        What it raises is said, once where it is the same again, and it is called again, others' turn being first: memory that
-        cannot be locked is not to be locked any more.
+        If it raises, the error is reported (once, if the same error comes again), and it is called again after others had their
+        turn. So memory that cannot be locked must no longer count as memory to be locked.
         """
 
 
@@ -45,7 +45,8 @@ def start_locker() -> None:
     """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
     global _started
     if not _started and not _over:
-        # In this order: an interrupt in between starts another one, which does no harm, and without any it would be waited for.
+        # In this order: after an interrupt in between a second one is started, which does no harm. In the other order callers might
+        # wait for a thread that was never started.
         start_new_thread(_run, ())
         _started = True
 
@@ -104,7 +105,7 @@ def _lock_all(table: Lockable, failed: dict[int, _Failed]) -> None:
     try:
         _lock_each(table, failed)
     except BaseException as error:
-        # Nothing ends this thread: whoever waits until all is locked would wait for ever.
+        # Nothing may end this thread: whoever waits until all is locked would wait for ever.
         before = failed.get(id(table))
         seconds = ERROR_SECONDS if before is None else min(2 * before.seconds, MOST_ERROR_SECONDS)
         failed[id(table)] = _Failed(table, repr(error), seconds, time.monotonic() + seconds)

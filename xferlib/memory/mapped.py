@@ -37,7 +37,7 @@ class View:
 
 @final
 class Views:
-    """The views of one stager. Any thread. What is in flight, for whoever waits for memory: as `Reclaimer` of the pool."""
+    """The views of one stager. Any thread. Whoever waits for memory asks it what is in flight, as the pool asks its `Reclaimer`."""
 
     def __init__(self, backend: HostStager[Any]) -> None:
         self._backend = backend
@@ -119,7 +119,7 @@ class Views:
         self._fenced.clear()
 
     def settle(self) -> bool:
-        """Let go of what views have let go of; tell whether any view is left. See `Remains`."""
+        """Let go of memory whose views are gone; tell whether any view is left. See `Remains`."""
         self._fence_ended()
         return bool(self._rows)
 
@@ -136,7 +136,7 @@ class Views:
             view = self._rows.get(number)
             if view is not None:
                 self._fence(number, view)
-            # In this order: whoever waits meanwhile must find it. Two threads may do the same, and memory held twice is held.
+            # In this order: whoever waits meanwhile must find it. Two threads may do the same: memory that is held twice is held.
             self._rows.pop(number, None)
             self._returns.settled(number)
 

@@ -1,4 +1,4 @@
-"""Which CPUs stand next to a device: its NUMA node's. Memory lies there that they touch first, and from there it is copied.
+"""Which CPUs are next to a device: those of its NUMA node. Memory that they touch first lies there, and is copied from there.
 
 Asks the kernel only.
 """
@@ -26,7 +26,7 @@ class Near(NamedTuple):
 
 
 def cpus_near(pci_bus_id: str | None) -> frozenset[int] | None:
-    """Return the CPUs on the node of a PCI device, those that this thread may run on; None: see `node_near`."""
+    """Return the CPUs on the node of a PCI device that this thread may run on; None: see `node_near`."""
     near = node_near(pci_bus_id)
     return near and near.cpus
 

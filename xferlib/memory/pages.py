@@ -1,17 +1,17 @@
-"""Where the pinned pool has its memory from: the backend, or pages of our own.
+"""Where the pinned pool gets its memory from: the backend, or pages of our own.
 
-Those are mapped, touched on the device's NUMA node, then page-locked in place by the backend: at once, or later and by somebody
-else where nobody is to wait for it.
+Our own pages are mapped, touched on the device's NUMA node, and then page-locked in place by the backend. This happens at once, or
+later and on another thread if nobody is to wait for it.
 
 A page-lock of pages that are there costs a tenth of one that has to fetch them, and several threads fetch them faster than a driver
-does. One call of the driver locks all of an array: no copy may go over two locks. Invariant: pages are unmapped only when they are
-unlocked: a lock on pages that are gone cannot be undone.
+does. One call of the driver locks all of an array, since no copy may span two locks. Invariant: pages are unmapped only when they
+are unlocked, since a lock on pages that are gone cannot be undone.
 
 The mapping is anonymous and shared, as a driver's own pinned memory is. Private pages are copied at the first write after a fork:
 the parent would write to another page than the one that is locked, or, where the kernel prevents that, every child would get a copy
 of all pinned memory. Pages hidden from children would end a child that looks at an array it inherited. Shared pages stay where they
-are, for everybody. Such a mapping is a file of the kernel's, whose pages come one at a time: so there are several side by side,
-which threads fetch twice as fast.
+are, for everybody. To the kernel such a mapping is a file, whose pages come one at a time. So there are several side by side, and
+threads fetch their pages twice as fast.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["Allocators", "HostPages", "Unlocked", "allocators"]
 
 HUGE = 2 << 20
 LEAST_PIECE, PIECE = 4 << 20, 64 << 20
-"""Bytes of one mapping, of several side by side. Each costs a call of the system."""
+"""Bytes of one mapping of several side by side, at least and at most. Each costs a system call."""
 MOST_THREADS = 8
 """More of them fetch pages no faster."""
 AVAILABLE_SECONDS = 0.1
-"""How long what is available is taken for known."""
+"""How long the figure of available memory is used again before the system is asked."""
 PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
 FAILED = ctypes.c_void_p(-1).value
 
@@ -69,9 +69,9 @@ class Unlocked(NamedTuple):
     """Memory that is mapped, and page-locked by somebody else. Both raise `AllocationError`; `free` is that of `Allocators`."""
 
     map: Callable[[Sequence[int]], list[int]]
-    """Return the addresses of so much memory each, which is pageable, and of which no page need be there; all of them or none."""
+    """Return the addresses of pieces of memory of these sizes, all or none. It is pageable, and its pages need not be there yet."""
     lock: Callable[[int], None]
-    """Have all its pages, by its address, and lock them in place."""
+    """Fetch all pages of the memory at this address, and lock them in place."""
 
 
 def allocators(backend: HostStager[Any]) -> Allocators:
@@ -121,9 +121,9 @@ class HostPages:
         return address
 
     def map(self, sizes: Sequence[int]) -> list[int]:
-        """Return the addresses of new memory, likewise, which is pageable until `lock`: all of it or none. `AllocationError`."""
+        """Return the addresses of new memory, likewise, which is pageable until `lock`: all or none. Raises `AllocationError`."""
         total = sum(sizes)
-        # Of what is not locked yet some may not be there yet, and still look available.
+        # Some pages of memory that is not locked yet may not be there yet, and still look available.
         taken = sum([nbytes for address, nbytes in list(self._mapped.items()) if address not in self._locked])
         _check_available(total, taken)
         mapped: dict[int, int] = {}
@@ -139,7 +139,7 @@ class HostPages:
         return list(mapped)
 
     def lock(self, address: int) -> None:
-        """Lock what `map` returned, whose contents stay, on this thread alone. Raises `AllocationError`: it is as it was."""
+        """Lock what `map` returned, on this thread alone; its contents stay. Raises `AllocationError`: then it is as it was."""
         nbytes = self._mapped[address]
         try:
             self._lock(address, nbytes, cpus_near(self._backend.pci_bus_id), 1)
@@ -155,7 +155,7 @@ class HostPages:
             self._backend.unpin(address)
             del self._locked[address]
         nbytes = self._mapped.pop(address)
-        # Raised, it would look as if the memory was still locked, and were to be given out again.
+        # If this raised, it would look as if the memory was still locked and could be given out again.
         with suppress(OSError):
             _unmap(address, nbytes)
 
@@ -185,8 +185,8 @@ def _check_available(nbytes: int, taken: int) -> None:
 
 
 _available = (0.0, 0)
-"""When the system was asked for what is available, and what has been left of that since. Never more than there was: what is given
-back does not count."""
+"""When the system was asked how much is available, and how much is left of that since. It never grows: what is given back does not
+count."""
 
 
 def _refused(nbytes: int, error: Exception) -> AllocationError:
@@ -194,10 +194,11 @@ def _refused(nbytes: int, error: Exception) -> AllocationError:
 
 
 def _map(nbytes: int) -> int:
-    """Map pages, from the border of a huge page on if there is room for one, and ask for huge ones."""
+    """Map pages, beginning at the border of a huge page if there is room for one, and ask for huge ones."""
     if nbytes < HUGE:
         return _mapped(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
-    # Both the address and the offset in the mapping must be multiples: so a mapping of its own inside a reserved range.
+    # Both the address and the offset in the mapping must be multiples of `HUGE`. So this is a mapping of its own inside a
+    # reserved range.
     room = _mapped(None, nbytes + HUGE, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     address = -(-room // HUGE) * HUGE
     end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -240,7 +241,7 @@ def _touch(address: int, nbytes: int, cpus: frozenset[int] | None, threads: int)
             for _ in pool.map(_fetch, *zip(*parts, strict=True)):
                 pass
     except RuntimeError:
-        # No thread is to be had, as when the interpreter ends.
+        # There can be no thread, for example because the interpreter ends.
         _fetch(address, nbytes)
 
 

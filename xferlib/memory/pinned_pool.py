@@ -3,13 +3,13 @@
 Invariants: the bytes pinned, here and beside the pool by `reserve`, never exceed the limit; memory that a copy may still read or
 write is never handed out again, because what is in flight holds the `HostBlock`; nothing is pinned or unpinned while requests fit
 what is already there, since both may wait for kernels. Sizes are exact up to alignment. Memory goes back to the system by `trim()`,
-by `close()`, and to make room under the limit; never by a timer. Nobody waits for what nothing will end: see `WhenFull`.
+by `close()`, and to make room under the limit; never by a timer. Nobody waits if nothing would end the wait: see `WhenFull`.
 
-Who asks for pinned memory by name waits for its page-lock. Results of gets come at once: what the pool has to grow by for them is
-mapped, and locked later by a thread of its own (`locker`); until then it is pageable, and counts as pinned.
+Whoever asks for pinned memory by name waits for its page-lock. Results of gets come at once: new memory for them is mapped, and
+locked later by a thread for that (`locker`). Until then it is pageable, and counts as pinned.
 
-A `HostBlock` holds a ticket, whose end posts a number; the next request takes the memory back. An interrupt may come anywhere: what
-is true stands in the tables of segments and rows, which change in one step; free ranges and sums are derived from them, and derived
+A `HostBlock` holds a ticket, whose end posts a number; the next request takes the memory back. An interrupt may come anywhere. So
+the tables of segments and rows say what is true, and change in one step. Free ranges and sums are derived from them, and derived
 anew after a call that did not come to its end.
 """
 
@@ -52,12 +52,12 @@ SHARED_SEGMENT = 2 << 20
 """Bytes. Small requests share segments of this size: a page-lock costs milliseconds and whole pages."""
 SMALL = 1 << 20
 LOOK_SECONDS = 0.0005
-"""How often is looked whether another thread is done with memory that it gets or gives back."""
+"""How often a waiting thread looks whether another one is done with memory that it gets or gives back."""
 STAGING_SHARE = 64 << 20
-"""Bytes, or half of the limit where that is less. What arrays leave to staging where they give way to it."""
+"""Bytes, or half of the limit where that is less. Arrays leave so much to staging where they give way to it."""
 UNLOCKED_FROM = 8 << 20
-"""Bytes of new memory for the results of one get, from which on it is locked later: to lock less takes no longer than a detour by
-way of chunks."""
+"""Bytes. If the results of one get need so much new memory, or more, it is locked later. Locking less takes no longer than a detour
+through chunks."""
 
 
 _Growth: TypeAlias = tuple[Ranges, int]
@@ -65,10 +65,10 @@ _Growth: TypeAlias = tuple[Ranges, int]
 
 @final
 class _Segment:
-    """A range of memory that is page-locked, or will be: `locked` tells. `refused`: the driver would not lock it; `tried_again`: it
+    """A range of memory that is page-locked, or will be: `locked` tells. `refused`: the driver would not lock it. `tried_again`: it
     was asked once more, or will be.
 
-    `freeing`: it is about to be unlocked, and nothing is handed out of it; `claimed`: somebody locks or unlocks it.
+    `freeing`: it is about to be unlocked, and nothing is handed out of it. `claimed`: somebody is locking or unlocking it.
     """
 
     __slots__ = ("claimed", "freeing", "locked", "nbytes", "number", "ranges", "refused", "start", "tried_again")
@@ -96,11 +96,11 @@ class _Row(NamedTuple):
     asked: int
     for_array: bool
     ranges: Ranges
-    """Of its segment."""
+    """The ranges of its segment."""
 
 
 _NEW = tuple.__new__
-"""A third of what the constructor of a named tuple takes."""
+"""Takes a third of the time of a named tuple's constructor."""
 
 
 @final
@@ -146,14 +146,14 @@ class PinnedPool(Table):
         self._reclaimer = reclaimer
         self._count = itertools.count().__next__
         self._changes = 0
-        """How often there was more room than before. Who found none looks again if that was meanwhile."""
+        """How often there was more room than before. A request that found none looks again if this has changed meanwhile."""
         self._segments: dict[int, _Segment] = {}
-        """By a number: an address may be another segment's as soon as the driver has freed it."""
+        """By a number, not by address: an address may be another segment's as soon as the driver has freed it."""
         self._rows: dict[int, _Row] = {}
         self._growing: dict[int, int] = {}
         """Bytes that are about to be page-locked, by the number of the request."""
         self._allocating: dict[int, bool] = {}
-        """Of those whose page-locking has begun, whether the request was not given up meanwhile."""
+        """For those whose page-locking has begun: False if the request was given up meanwhile."""
         self._reserved: dict[int, int] = {}
         """Bytes that are locked beside the pool, by their address."""
         self._reserved_asked = 0
@@ -162,7 +162,7 @@ class PinnedPool(Table):
         self._at_work = AtWork()
         # Derived from segments and rows.
         self._large, self._small, self._write_combined, self._pageable = Ranges(), Ranges(), Ranges(), Ranges()
-        """Of segments that are locked, and last of those that are not yet."""
+        """Free ranges of segments that are locked; the last, of segments that are not locked yet."""
         self._index: tuple[list[int], list[int], list[_Segment]] = ([], [], [])
         """Starts and ends of the segments, in order, and the segments."""
         self.used_nbytes = self._asked = self._arrays = 0
@@ -192,14 +192,15 @@ class PinnedPool(Table):
         return np.ndarray(shape, dtype, buffer=np.asarray(block))
 
     def results(self, wanted: Sequence[Alike]) -> list[Array]:
-        """Return arrays that gets are to fill, as `empty` does, but that nobody waits until much memory is page-locked.
+        """Return arrays for gets to fill. This does what `empty` does, but does not wait until much memory is page-locked.
 
-        Where there is no idle memory for large ones, and the limit has room for them and for staging, they are pageable when they
-        are returned, and pinned soon after.
+        If there is no idle memory for large ones, and the limit has room for them and for staging, they are pageable when they are
+        returned, and pinned soon after.
         """
         found: list[Array | None] = [None] * len(wanted)
         lacking: list[_Result] = []
-        # What a finalizer on a thread that makes the copies has to have at once can be copied without that thread.
+        # A finalizer on a thread that makes the copies needs its memory at once, and such that it can be copied to without that
+        # thread.
         if self._unlocked is not None and not is_copy_thread():
             for index, (shape, dtype) in enumerate(wanted):
                 nbytes = math.prod(shape) * dtype.itemsize
@@ -215,7 +216,7 @@ class PinnedPool(Table):
                     found[index] = _array(row, held, shape, dtype)
         counted = bool(lacking) and self._alone(self._count_unlocked, lacking)
         if counted:
-            # Of an interrupted call all rows go back, with their tickets.
+            # If this call is interrupted, all rows go back with their tickets.
             rows = uninterrupted(lambda: self._grown_unlocked(lacking))
             for result, row in zip(lacking, rows, strict=False):
                 found[result.place] = _array(row, result.ticket, *wanted[result.place])
@@ -270,7 +271,7 @@ class PinnedPool(Table):
             if self._freeable():
                 uninterrupted(self._release)
             elif not yielded:
-                # What is only kept for later comes before any wait.
+                # Memory that is only kept for later is given back before any wait.
                 self._reclaimer.yield_idle()
                 yielded = True
             elif waits and self._wait():
@@ -310,7 +311,7 @@ class PinnedPool(Table):
         )
 
     def note_locked(self) -> None:
-        """Note that what was reserved is locked now: a refused lock was never had."""
+        """Note that what was reserved is locked now. A lock that was refused never counts."""
         self._note_peaks()
 
     def unreserve(self, address: int) -> None:
@@ -331,7 +332,7 @@ class PinnedPool(Table):
         return index >= 0 and address + nbytes <= ends[index]
 
     def owns(self, address: int, nbytes: int) -> bool:
-        """Tell whether the range lies inside one segment, be it one that is not locked. Takes no lock."""
+        """Tell whether the range lies inside one segment, even one that is not locked. Takes no lock."""
         return self.contains(address, nbytes) or self._around(address, nbytes) is not None
 
     def awaits(self, address: int, nbytes: int) -> bool:
@@ -345,7 +346,7 @@ class PinnedPool(Table):
         return segment is not None and not segment.refused
 
     def _around(self, address: int, nbytes: int) -> _Segment | None:
-        """Return the segment, locked or not, that has the range. What is being locked is in here at every moment."""
+        """Return the segment, locked or not, that has the range. A segment that is being locked is found at every moment."""
         for segment in list(self._segments.values()):
             if segment.start <= address and address + nbytes <= segment.start + segment.nbytes and not segment.freeing:
                 return segment
@@ -361,7 +362,7 @@ class PinnedPool(Table):
                     "Ask from ordinary code"
                 )
             if not told:
-                # An interrupted call may have told nobody.
+                # An interrupted call may not have told the locker.
                 lock_later(self)
                 told = True
             # Where this raises, nothing is locked either.
@@ -372,7 +373,7 @@ class PinnedPool(Table):
         """See `Lockable`."""
         if self._closed:
             return 0
-        # From before it is claimed: whoever finds no room but what is claimed waits for it.
+        # From before it is claimed: whoever finds no room except what is claimed waits for this.
         with self._at_work:
             segment = self._alone(self._claim)
             if segment is None:
@@ -382,7 +383,7 @@ class PinnedPool(Table):
                 self._unlocked.lock(segment.start)
                 self._alone(self._enter_locked, segment)
             except BaseException as error:
-                # Whoever has it has it as pageable memory, as good as any.
+                # Whoever has it now has pageable memory, as good as any.
                 segment.refused = True
                 if not isinstance(error, AllocationError):
                     raise
@@ -422,12 +423,12 @@ class PinnedPool(Table):
 
     def settle(self) -> bool:
         """After `close`, unpin what no array holds any more; tell whether anything is left. See `Remains`."""
-        # Copies of another stager's that are done may hold the last reference, and nobody may call that one.
+        # Copies of another stager that are done may hold the last reference, and perhaps nobody calls that stager.
         self._reclaimer.reap()
         try:
             self._trim()
         except Exception:
-            # Said when nothing else is left: what is raised ends the looking.
+            # Raised only when nothing else is left: an exception ends the looking.
             if self._rows or self._growing:
                 return True
             raise
@@ -435,7 +436,7 @@ class PinnedPool(Table):
 
     @property
     def _is_left(self) -> bool:
-        # Not the rows: who asks for figures takes back what comes back after a look, and unpins nothing.
+        # Not the rows: whoever asks for figures takes back rows that come back after a look, but unpins nothing.
         return bool(self._segments or self._growing)
 
     def forget(self) -> None:
@@ -475,7 +476,7 @@ class PinnedPool(Table):
                 self._allocating[number] = False
             else:
                 self._growing.pop(number, None)
-            # Only now: one that an interrupt leaves in the middle comes again.
+            # Only now: a number that an interrupt leaves in the middle comes again.
             pending.popleft()
             self._changes += 1
 
@@ -491,7 +492,7 @@ class PinnedPool(Table):
     def _looked(
         self, request: PoolRequest, number: int, may_grow: bool, may_evict: bool = True
     ) -> tuple[_Row | None, _Growth | None]:
-        """Enter a row in idle memory, or return what new segment was counted; else idle ones may be freeable now."""
+        """Enter a row in idle memory, or count a new segment and return that. If neither, idle segments may be freeable now."""
         if request.for_array and self._arrays + request.size > self._arrays_limit:
             return None, None
         ranges = self._write_combined if request.write_combined else self._class_of(request.size)
@@ -500,7 +501,7 @@ class PinnedPool(Table):
             self.hits += 1
             return self._handed_out(address, ranges, request, number), None
         if not may_grow or (self._closed and not may_evict):
-            # Of what an interrupted call has left running nobody would take back what chunks a closed pool gives.
+            # An interrupted call may have left work running: nobody would take back the chunks that a closed pool gave it.
             return None, None
         exact = round_up(request.size, PAGE)
         for nbytes in (SHARED_SEGMENT, exact) if ranges is self._small else (exact,):
@@ -513,7 +514,7 @@ class PinnedPool(Table):
         return None, None
 
     def _looked_idle(self, request: PoolRequest, number: int) -> _Row | None:
-        """Enter a row of a result in idle memory, of whatever kind; where staging has no room beside it, in locked memory."""
+        """Enter a row of a result in idle memory, locked or not; if staging has no room beside it, only in locked memory."""
         if self._arrays + request.size > self._arrays_limit:
             return None
         for ranges in (self._large, self._pageable) if self.nbytes + STAGING_SHARE <= self.limit else (self._large,):
@@ -526,7 +527,7 @@ class PinnedPool(Table):
         return None
 
     def _try_again(self, address: int) -> None:
-        """Have memory that is handed out again locked, if the driver has refused it once: it may have been short of some then."""
+        """If memory is handed out again that the driver refused once, have it locked: it may have been short of memory then."""
         segment = self._around(address, 1)
         if segment is not None and segment.refused and not segment.tried_again:
             # In this order: an interrupt in between leaves it refused.
@@ -552,7 +553,7 @@ class PinnedPool(Table):
         _mapping[id(self)] = self
         with self._at_work:
             sizes = [self._growing.get(result.number, 0) for result in lacking]
-            # Interrupted before: nobody will look at what is returned.
+            # If a caller was interrupted before, nobody will look at what is returned.
             begun = all(sizes) and all(self._alone(self._begin, result.number) for result in lacking)
             starts: list[int] = []
             with suppress(AllocationError):
@@ -571,10 +572,10 @@ class PinnedPool(Table):
         return rows
 
     def _claim(self) -> _Segment | None:
-        """Take a segment to lock: of those that are there the newest, since what is copied into them comes to the oldest first."""
+        """Take a segment to lock: the newest of those that wait, since copies come to the oldest first."""
         if self._closed:
             return None
-        # A list: who has freed a segment takes it out without the lock.
+        # A list: whoever has freed a segment takes it out without the lock.
         for segment in reversed(list(self._segments.values())):
             if segment.awaited and not segment.claimed:
                 segment.claimed = True
@@ -582,7 +583,7 @@ class PinnedPool(Table):
         return None
 
     def _enter_locked(self, segment: _Segment) -> None:
-        """Have what is free of a segment found by everybody: it is locked now."""
+        """Let everybody find the free parts of a segment: it is locked now."""
         end = segment.start + segment.nbytes
         numbers = [number for number, row in self._rows.items() if segment.start <= row.address < end]
         self._pageable.remove_used_segment(segment.start)
@@ -611,7 +612,7 @@ class PinnedPool(Table):
         """Page-lock a segment that was counted, and enter the row at its start. On a thread that no interrupt comes to."""
         with self._at_work:
             if not self._alone(self._begin, number):
-                # Interrupted before: nobody will look at what is returned.
+                # The caller was interrupted before: nobody will look at what is returned.
                 raise AllocationError("nobody waits for this memory any more")
             try:
                 allocate = self._allocate_write_combined if ranges is self._write_combined else self._allocate
@@ -635,7 +636,7 @@ class PinnedPool(Table):
         """Enter a new segment, and at its start the row, where somebody still waits for it."""
         self._segments[segment.number] = segment
         self._growing.pop(number, None)
-        # Only now: a refused one was never had.
+        # Only now: a segment that was refused never counts.
         self.misses += 1
         self._note_peaks()
         segment.ranges.add_segment(segment.start, segment.nbytes)
@@ -670,7 +671,7 @@ class PinnedPool(Table):
         return self._small if size < SMALL and self.limit >= 2 * SHARED_SEGMENT else self._large
 
     def _evict(self, excess: int | None) -> bool:
-        """Have idle segments freed until so many bytes are gone (None: all). False, and none are, where all would not be enough."""
+        """Have idle segments freed until so many bytes are gone (None: all). False: all would not be enough, and none is freed."""
         segments = {segment.start: segment for segment in list(self._segments.values()) if not segment.freeing}
         kinds = (self._large, self._small, self._write_combined, self._pageable)
         idle = [(ranges, *whole) for ranges in kinds for whole in ranges.whole() if not segments[whole[0]].claimed]
@@ -694,7 +695,7 @@ class PinnedPool(Table):
         return [segment for segment in list(self._segments.values()) if segment.freeing and not segment.claimed]
 
     def _release(self, *, pauses: bool = False) -> None:
-        """Unpin the segments that nothing is handed out of, each whatever the others raise. On a thread without interrupts.
+        """Unpin the segments to be freed, each of them whatever the others raise. On a thread without interrupts.
 
         `pauses`: others are at work, and get their turn in between.
         """
@@ -708,7 +709,7 @@ class PinnedPool(Table):
         """Unpin a segment, and only then take it off the account: the limit holds at every moment."""
         with self._at_work, self._freeing:
             if segment.claimed or not segment.freeing:
-                # Another thread was faster, and perhaps refused; or this one is in a finalizer in the middle of it.
+                # Another thread was faster, and was perhaps refused; or this is a finalizer in the middle of such a call.
                 return
             segment.claimed = True
             try:
@@ -718,7 +719,7 @@ class PinnedPool(Table):
                 self._restore(segment)
                 raise
             except BaseException:
-                # What may be gone is handed out to nobody.
+                # Memory that may be gone is handed out to nobody.
                 self._forget(segment)
                 raise
             self._forget(segment)
@@ -761,7 +762,7 @@ def _array(row: _Row, ticket: object, shape: tuple[int, ...], dtype: np.dtype[An
 
 
 _mapping: dict[int, PinnedPool] = {}
-"""Those that have had memory which is locked later, and are not closed: that of one stager may be given to another."""
+"""The pools that have had memory which is locked later, and are not closed. Memory of one stager may be given to another."""
 
 
 def awaiting(address: int, nbytes: int) -> PinnedPool | None:

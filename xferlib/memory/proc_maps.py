@@ -1,4 +1,4 @@
-"""What lies under an address, as the kernel tells: which of a caller's memory can never be page-locked, and why."""
+"""What lies under an address, as the kernel tells it: which memory of a caller can never be page-locked, and why."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mapping(NamedTuple):
 def why_unlockable(address: int, nbytes: int) -> str | None:
     """Return why this memory cannot be page-locked, and what to do; None: nothing speaks against it.
 
-    The kernel locks no pages for writing that it has to write back to a disk, since nobody could tell it of a device's writes.
+    The kernel locks no pages for writing if it has to write them back to a disk, since nobody could tell it of a device's writes.
     """
     for mapping in mappings(address, nbytes):
         if mapping.shared_and_writable:
@@ -58,7 +58,7 @@ def mappings(address: int, nbytes: int, *, table: Path = MAPS) -> list[Mapping]:
 
 
 def file_system(device: str, *, table: Path = MOUNTS) -> str | None:
-    """Return the type of the file system on a device; None: not mounted here, as the kernel's own one for anonymous memory."""
+    """Return the type of the file system on a device; None: not mounted here, like the kernel's own one for anonymous memory."""
     for line in table.read_text(errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
         if before.split()[2] == device:

@@ -12,8 +12,8 @@ __all__ = ["Ranges"]
 class Ranges:
     """Addresses that are free to be handed out, each range inside one segment.
 
-    A range that is given back merges with its free neighbours of the same segment, so a segment all of whose parts came back is
-    one range again: `whole()` finds it. `segments` maps start to nbytes.
+    A range that is given back merges with its free neighbours of the same segment, so when all parts of a segment have come back,
+    it is one range again, which `whole()` finds. `segments` maps start to nbytes.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Ranges:
             start = before
         after = self._start_to_end.get(end)
         if after is not None and end not in self.segments:
-            # What it grows by ends where it now ends, and is no whole segment.
+            # The neighbour ends where the range now ends, and is no whole segment.
             del self._by_size[bisect_left(self._by_size, (after - end, end))]
             del self._start_to_end[end]
             end = after

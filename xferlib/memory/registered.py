@@ -45,14 +45,14 @@ class Pin:
         self._open = True
 
     def close(self) -> None:
-        """Unlock the memory. Twice is fine. In a finalizer that others would wait for it is unlocked soon after.
+        """Unlock the memory. Twice is fine. In a finalizer that others would wait for, it is unlocked soon after.
 
         Raises `XferError` in a finalizer on a thread that makes the copies, where some are in flight: it would wait for itself.
         """
         if self._open and self._pins.entered:
             close_later(self)
         elif self._open:
-            # Interrupted here, or refused, it may be called again.
+            # If this is interrupted or refused, it may be called again.
             self._pins.remove(self._number)
             self._open = False
 
@@ -63,9 +63,9 @@ class Pin:
         self.close()
 
     def __del__(self) -> None:
-        # Unlocking waits for transfers, and a finalizer may run anywhere: by the ticket the next call that pins or trims does it.
+        # Unlocking waits for transfers, and a finalizer may run anywhere: the ticket makes the next call that pins or trims do it.
         if getattr(self, "_open", False) and not self._pins.closed:
-            # First: where warnings are errors, what is raised keeps this object.
+            # First: where warnings are errors, the exception keeps this object.
             del self._ticket
             warnings.warn(f"pin of {in_words(self.array.nbytes)} was never closed. Use it as a context manager", ResourceWarning, 2)
 
@@ -104,7 +104,7 @@ class Pins:
 
     @property
     def entered(self) -> bool:
-        """Whether this is a finalizer inside of a call that transfers, or other pins, may be waiting for."""
+        """Whether this is a finalizer inside a call that transfers or other pins may be waiting for."""
         return self._pool.entered or is_locker()
 
     def add(self, array: object) -> Pin:
@@ -156,7 +156,7 @@ class Pins:
         try:
             self._backend.pin(address, nbytes)
         except self._backend.failures as error:
-            # Asked only now: a neighbour on the same page would look the same, and can be locked.
+            # Asked only now: memory with a locked neighbour on the same page would look the same, and can be locked.
             if any(self._backend.is_pinned(end, 1) for end in (address, address + nbytes - 1)):
                 raise ValueError(
                     "this memory is pinned already, all or part of it: by the pool of this stager, by another stager or another "
@@ -213,7 +213,7 @@ class Pins:
         if not self._returns:
             return
         with ExitStack() as steps:
-            # Each whatever the others raise: one that cannot be unlocked is tried again, and keeps no other locked.
+            # Each is unlocked whatever the others raise: one that cannot be unlocked is tried again, and keeps no other locked.
             for number in self._returns.unsettled():
                 steps.callback(self._settle, number)
 
@@ -225,7 +225,7 @@ class Pins:
         """Unlock everything, each range whatever the others raise; nothing is in flight."""
         self.closed = True
         with ExitStack() as steps:
-            # Last: the backend is closed next, and what it refused to unlock it is not asked for again.
+            # This runs last: the backend is closed next, and is not asked again for what it refused to unlock.
             steps.callback(self._clear)
             for number in list(self._rows):
                 steps.callback(self._unlocked, number)
@@ -248,9 +248,9 @@ class Pins:
 
 
 _open: dict[int, Pins] = {}
-"""Of every stager of this process that is not closed."""
+"""The pins of every stager of this process that is not closed."""
 
 
 def splits(address: int, nbytes: int) -> bool:
-    """Tell whether a range that any stager has locked begins or ends inside this memory, and so perhaps what is not locked."""
+    """Tell whether a range that any stager has locked begins or ends inside this memory: part of it may not be locked."""
     return any(pins.splits(address, nbytes) for pins in list(_open.values()))

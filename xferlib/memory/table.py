@@ -1,9 +1,9 @@
 """What tables of memory have in common: who may come in, and what happens to a step that is cut short.
 
-A table owns memory, and tickets name its rows. Its steps come one at a time. Each begins with what was posted since: the rows that
-nobody holds any more. A finalizer that the garbage collector runs in the middle of a step, on the thread that takes it, is refused:
-the rows are not in order then. An interrupt, or an error, may cut a step short: whatever is derived from the rows is derived anew
-by the next one.
+A table owns memory, and tickets name its rows. Its steps come one at a time. Each first settles what was posted since: the rows
+that nobody holds any more. If the garbage collector runs a finalizer in the middle of a step, on the same thread, the finalizer is
+refused: the rows are not in order then. An interrupt, or an error, may cut a step short: whatever is derived from the rows is
+derived anew by the next one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Table(ABC):
-    """Any thread. `memory`: what is asked for here, for the words in which a finalizer is refused. `sweep` has tickets posted that
-    are told of only when somebody asks.
+    """Any thread. `memory`: what is asked for here, in words, for refusing a finalizer. `sweep` has those tickets posted that are
+    told of only when somebody asks.
     """
 
     def __init__(self, memory: str, sweep: Callable[[], object] = lambda: None) -> None:
@@ -35,7 +35,7 @@ class Table(ABC):
         self._renew()
 
     def _renew(self) -> None:
-        """Begin with a lock that nobody holds, as in a forked child: who held it may not be there."""
+        """Begin with a lock that nobody holds, as in a forked child: the thread that held it may not be there."""
         # Reentrant: a foreign finalizer may ask while its thread is in here; it finds `_inside`, and is refused.
         self._lock = threading.RLock()
         self._inside = False
@@ -58,7 +58,7 @@ class Table(ABC):
                 if torn:
                     self._mend()
                 self._sweep()
-                # What was looked at and not settled is there only after an interrupt, or an error.
+                # Numbers that were looked at and not settled are there only after an interrupt or an error.
                 if torn or not self._nothing_new():
                     self._take_back()
                 outcome = step(*arguments)

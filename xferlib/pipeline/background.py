@@ -1,8 +1,8 @@
 """A source that is iterated on a thread of its own, a bounded number of items ahead of whoever takes them.
 
-Invariants: the thread refers to no `BackgroundIterator`, so that dropping that ends the thread; whatever the source or the start
-of an item raises comes out in the place of that item, and nothing is asked for or started until a taker comes for what is behind
-it; at most `depth` items are started and not taken. What an item is, and what starting one means, is the caller's business.
+Invariants: the thread refers to no `BackgroundIterator`, so that dropping the iterator ends the thread. Whatever the source or the
+start of an item raises comes out in place of that item, and then nothing is asked for or started until a taker comes for the next
+one. At most `depth` items are started and not taken. What an item is, and what starting one means, is the caller's business.
 
 The two sides share state that changes in single steps, and wake each other to look at it: there is no lock in here that an
 interrupt could leave held, or that a finalizer could meet.
@@ -40,8 +40,8 @@ _NOTHING: Any = object()
 
 @final
 class BackgroundIterator(Generic[T]):
-    """Iterates `source` on a thread of its own, and calls `start(box, clock)` there for each item: a list of that alone, by which
-    the thread refers to it, and by nothing else.
+    """Iterates `source` on a thread of its own, and calls `start(box, clock)` there for each item. `box` is a list of that item
+    alone; the thread refers to the item by this list, and by nothing else.
 
     `take()` gives what `start` returned, in order. At most `depth` items are started and not taken: the source is asked for the
     next one when there is a place for it.
@@ -73,7 +73,7 @@ class BackgroundIterator(Generic[T]):
 
     @property
     def clock(self) -> PhaseTimer:
-        """The thread's."""
+        """The thread's clock."""
         return self._shared.clock
 
     @property
@@ -124,7 +124,7 @@ class BackgroundIterator(Generic[T]):
                 raise BackendUnavailableError(
                     "this pipeline cannot go on here: the process was forked after it had begun. Begin it in the child"
                 )
-            # Asked before the queue is: what came before the end is in there then.
+            # Asked before the queue: then everything that came before the end is in there.
             ended = shared.ended
             entry = _first(shared.items)
             if entry is _NOTHING:
@@ -134,13 +134,13 @@ class BackgroundIterator(Generic[T]):
                     self._end()
                 shared.sleep()
                 continue
-            # By another thread, perhaps, which has dropped items before this one.
+            # Perhaps another thread has closed it, and has dropped items before this one.
             self._refuse_closed()
             shared.inbox.put(None)
             return entry.value if isinstance(entry, Failed) else entry
 
     def pause(self) -> None:
-        """Return when no item is being started; the next is when somebody waits for it in `take`."""
+        """Return when no item is being started. The next one is started when somebody waits for it in `take`."""
         shared = self._shared
         shared.paused = True
         shared.changed.wait(lambda: not shared.starting or shared.forked)
@@ -177,7 +177,7 @@ class BackgroundIterator(Generic[T]):
         shared, mine = self._shared, threading.current_thread() is self._thread
         if mine or shared.forked:
             return True
-        # Not by `Thread.join` alone: an interrupt there has a thread taken for ended that is not.
+        # Not by `Thread.join` alone: after an interrupt there, a thread that still runs is taken for ended.
         if not shared.changed.wait(lambda: shared.ended, CLOSE_SECONDS):
             return False
         if shared.running:

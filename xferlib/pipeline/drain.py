@@ -41,16 +41,16 @@ class Drain(Generic[TreeT_co]):
     as host trees. `end()` says that no more come.
 
     Without `out` each result is in pinned memory of the stager's pool, which comes back when the last view of it is gone: keep few.
-    `depth` then counts what is submitted and not taken, so that somebody must take: on another thread, or on this one before there
-    are more. Where `pinned_limit` has no room for `depth` + 2 results like the first, that is refused. `out`: a tree of arrays that
-    results fill from the front, along the first axis (`numpy.lib.format.open_memmap` makes one of a file): results are views of it,
-    and `depth` counts what is not yet copied, so nobody need take them.
+    `depth` then counts results that are submitted and not taken, so somebody must take them: on another thread, or on this one
+    before there are more. If `pinned_limit` has no room for `depth` + 2 results like the first, the first one is refused.
+    `out`: a tree of arrays that results fill from the front, along the first axis (`numpy.lib.format.open_memmap` makes one of a
+    file). Results are then views of it, and `depth` counts results that are not yet copied, so nobody need take them.
 
-    A result that fails is told to whoever takes it, in its place, and those behind it follow. One whose copy could not be started
+    If a result fails, whoever takes it is told, in its place, and those after it follow. A result whose copy could not be started
     takes no rows of `out`; one whose copy failed leaves its rows undefined.
 
-    A context manager; `close()` waits for what is in flight. The end of a `with` block raises as `synchronize` where `out` was
-    given, since nobody else may be told. One thread submits at a time, any number may take.
+    A context manager; `close()` waits for what is in flight. If `out` was given, the end of a `with` block raises as `synchronize`
+    does, since perhaps nobody else is told. One thread submits at a time, any number may take.
 
     Attributes:
         depth: How many results may be under way.
@@ -92,8 +92,8 @@ class Drain(Generic[TreeT_co]):
     def submit(self, tree: Any, *, stream: object | None = None) -> None:
         """Start copying a tree of device arrays to the host, after what `stream` (None: this thread's current one) has enqueued.
 
-        Waits while `depth` results are under way. Raises `RuntimeError` where the wait could not end, because whoever takes is this
-        thread or nobody; `ValueError` where `out` has no room; else as `Stager.get`.
+        Waits while `depth` results are under way. Raises `RuntimeError` if the wait could not end, because only this thread takes,
+        or nobody; `ValueError` where `out` has no room; else as `Stager.get`.
         """
         self._check_open()
         if self._rows is not None:
@@ -121,7 +121,7 @@ class Drain(Generic[TreeT_co]):
         self._pending.append(transfer)
         self._changed.wake()
         if self._closed:
-            # Meanwhile, by another thread, which may know nothing of it: nobody is to take it behind a gap.
+            # Another thread closed it meanwhile, and may know nothing of this result: nobody may take it after a gap.
             for queue in (self._pending, self._flying):
                 with suppress(ValueError):
                     queue.remove(transfer)
@@ -167,7 +167,7 @@ class Drain(Generic[TreeT_co]):
         for transfer in self._under_way():
             with suppress(XferError):
                 transfer.synchronize()
-        # Only now: one that is interrupted in here leaves what is in flight for the next.
+        # Only now: a call that is interrupted in here leaves what is in flight to the next call.
         self._pending.clear()
         self._flying.clear()
 
@@ -225,7 +225,7 @@ class Drain(Generic[TreeT_co]):
 
     def _into_rows(self, rows: OutputWriter, tree: Any, stream: object | None) -> Transfer:
         out, count = rows.next(tree)
-        # Before the copy: were it begun, and that lost to an interrupt, nothing else may be written to these rows.
+        # Before the copy: if it is begun, and an interrupt loses that fact, nothing else may be written to these rows.
         rows.filled += count
         try:
             return self._stager.get(tree, out=out, stream=stream)
@@ -235,7 +235,7 @@ class Drain(Generic[TreeT_co]):
 
     def _oldest(self) -> Transfer[TreeT_co] | Failed:
         while True:
-            # Asked before the queue is: what was submitted before the end is in there then.
+            # Asked before the queue: then everything that was submitted before the end is in there.
             ended = self._ended
             if self._closed:
                 self._refuse_taking()
@@ -277,7 +277,7 @@ class Drain(Generic[TreeT_co]):
     def _land_until(self, count: int) -> None:
         """Wait until no more than so many copies are under way."""
         while len(self._flying) > count:
-            # Another thread may close meanwhile, and drop them all. Who takes the result is told of its failure.
+            # Another thread may close meanwhile, and drop them all. Whoever takes the result is told of its failure.
             with suppress(IndexError, ValueError):
                 transfer = self._flying[0]
                 with suppress(XferError):
@@ -311,7 +311,7 @@ class Drain(Generic[TreeT_co]):
 
 @final
 class Results(Generic[TreeT_co]):
-    """The results of a `Drain`, in order, once: a new `for` behind the last one raises `ClosedError`."""
+    """The results of a `Drain`, in order, once: a new `for` after the last one raises `ClosedError`."""
 
     def __init__(self, drain: Drain[TreeT_co]) -> None:
         self._drain = drain
@@ -320,7 +320,7 @@ class Results(Generic[TreeT_co]):
     def __iter__(self) -> Iterator[TreeT_co]:
         if self._spent:
             raise ClosedError("these results are spent: all were taken, and none comes a second time. Make another Drain for more")
-        # Not itself: what takes results in groups asks its iterator for an iterator once more behind the last one.
+        # Not itself: code that takes results in groups asks its iterator for an iterator once more after the last one.
         return map(call, repeat(self.__next__))
 
     def __next__(self) -> TreeT_co:

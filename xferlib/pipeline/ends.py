@@ -55,7 +55,7 @@ class Ends:
     def done(self) -> bool:
         """Tell whether all of them are over. Never blocks."""
         while self._left:
-            # Who holds the transfer is told of its failure.
+            # Whoever holds the transfer is told of its failure.
             with suppress(Exception):
                 if not self._left[-1].done():
                     return False

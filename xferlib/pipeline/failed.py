@@ -1,4 +1,4 @@
-"""What stands in a queue for something that there is not, because an error was raised instead."""
+"""What stands in a queue in place of an item for which an error was raised instead."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from xferlib.words import in_words
 __all__ = ["Charge", "MemoryEstimate", "at_a_time", "check_room", "described", "tree_nbytes"]
 
 BESIDE_DEPTH = 2
-"""What there is at a time besides those that are ahead: one with the consumer, and one that the consumer is just taking, or whose
-readers on the device are not done yet."""
+"""How many there are at a time besides those that are ahead: one with the consumer, and one that the consumer is just taking, or
+whose readers on the device are not done yet."""
 
 
 @final

@@ -15,8 +15,8 @@ __all__ = ["OutputWriter"]
 class OutputWriter:
     """A tree of arrays that results fill from the front. In memory, mapped from a file, or shared: any NumPy arrays.
 
-    A result with as many axes as its array takes as many rows as it has; one with an axis less takes one row. What rides along in
-    results has something that is no array at its place in `out`, which stays as it is.
+    A result with as many axes as its array takes as many rows as it has; one with an axis less takes one row. Where something rides
+    along in results, `out` has something that is no array at the same place, which stays as it is.
     """
 
     def __init__(self, out: Any, trees: Trees) -> None:

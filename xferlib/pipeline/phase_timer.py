@@ -41,7 +41,7 @@ class PhaseTimer:
         self.turn(None)
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count some of the time of one part for another: it was learnt afterwards what it was."""
+        """Count some of the time of one part for another, because only afterwards it is known what it was."""
         seconds = min(seconds, self._seconds.get(source, 0.0))
         self._seconds[source] = self._seconds.get(source, 0.0) - seconds
         self._seconds[target] = self._seconds.get(target, 0.0) + seconds

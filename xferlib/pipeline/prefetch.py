@@ -74,18 +74,19 @@ def prefetch(
     `rewrites` says, else true. Slots come back to their ring when their copy is done, either way.
 
     If nothing else refers to a batch, the source is asked for the next one at once, whatever `rewrites` says, since nobody can
-    write to that batch: arrays that own their memory (or are the only view of one that does, or of `bytes`), in dicts, lists and
-    tuples that the source keeps no reference to either. A generator that says `batch = ...` and then `yield batch` keeps one,
-    `yield ...` does not.
+    write to that batch. Such a batch has arrays that own their memory (or are the only view of one that does, or of `bytes`), in
+    dicts, lists and tuples to which the source keeps no reference, either. A generator that says `batch = ...` and then
+    `yield batch` keeps one, `yield ...` does not.
 
-    `depth`: no more than there are batches, where `len()` of the source says how many. It needs `depth` + 2 batches of device
-    memory, or all there are; where `device_limit` has no room for so many like the first, that is refused, and nothing was put.
+    `depth`: no more than there are batches, if `len()` of the source says how many. The loop needs device memory for `depth` + 2
+    batches, or for all there are. If `device_limit` has no room for so many like the first, that is refused, and nothing is put.
 
-    `stream`: the one whose work will use the batches. None: the consumer's current one. A framework that knows no current stream
-    means the default one, so there a consumer with streams of its own must name the one it uses.
+    `stream`: the one whose work will use the batches. None: the consumer's current one. If a framework knows no current stream,
+    its default stream is meant, so there a consumer with streams of its own must name the one it uses.
 
     See `Prefetch` for the iterator. Batches come out typed as by `Stager.put`; those of slots as their `Ring` is.
-    Raises `TypeError` and `ValueError`; `CapabilityError` for a stream where none can be named; `next` of it `AllocationError`.
+    Raises `TypeError` and `ValueError`; `CapabilityError` for a stream where none can be named. Its `next` raises
+    `AllocationError`.
     """
     check_stager(stager, batches)
     if stream is not None:
@@ -120,18 +121,18 @@ class Prefetch(Generic[TreeT_co]):
 
     `put(batch)` is called on that thread for each item of `batches`, and returns a transfer; `take(transfer)` is called on the
     consumer's thread and returns what it gets. `borrow(batch)` is called instead of `put` for a batch that nothing but the loop
-    refers to: nobody writes to it before its transfer is done. After another, where the source `rewrites` what it has given, it is
-    asked for the next batch only when that is staged; where `in_place(batch)` is true, when its transfer is done. `nbytes(batch)`
-    is for the bill. `check_room(batch, depth, count)` raises `AllocationError` where so many batches like the first, which
-    are there at a time, have no room on the device, before that is put. `device_waits` counts the puts that waited on the
-    device for work that still read an older batch.
+    refers to: nobody writes to it before its transfer is done. After any other batch, if the source `rewrites` what it has given,
+    it is asked for the next one only when the batch is staged; if `in_place(batch)` is true, only when its transfer is done.
+    `nbytes(batch)` is for the bill. `check_room(batch, depth, count)` is called before the first batch is put. It raises
+    `AllocationError` if the device has no room for `count` batches like the first, which are there at a time. `device_waits` counts
+    the puts that waited on the device for work that still read an older batch.
     Batches may be kept for as long as wanted; a consumer that never waits for its own work on the device runs ahead of it, and
     `device_limit` of the stager then bounds the memory.
 
     Exceptions of source, put and copy come out where their batch would have, with their traceback; those of source and put with a
     note that says the number of the batch. That batch is the only one lost: the source is asked for the next one, if it can go on,
     when the consumer asks again. An interrupt of the consumer, such as `KeyboardInterrupt`, closes the loop. Whoever asks for more
-    after `close()` gets `ClosedError`; after the end of the source `next` says `StopIteration`, as iterators do, and a new `for`
+    after `close()` gets `ClosedError`; after the end of the source `next` raises `StopIteration`, as iterators do, and a new `for`
     raises `ClosedError`: each epoch needs a prefetch of its own.
 
     `close()`, the end of a `with` block and the end of the source leave no thread and nothing in flight; an exception leaves a
@@ -213,7 +214,7 @@ class Prefetch(Generic[TreeT_co]):
             )
         if self._background.closed:
             raise ClosedError("this prefetch is closed. Make another one")
-        # Not itself: what takes batches in groups asks its iterator for an iterator once more behind the last one.
+        # Not itself: code that takes batches in groups asks its iterator for an iterator once more after the last one.
         return map(call, repeat(self.__next__))
 
     def __next__(self) -> TreeT_co:
@@ -252,7 +253,7 @@ class Prefetch(Generic[TreeT_co]):
             late = waiting and not transfer.done()
             value = self._value(transfer)
         except Exception:
-            # Many a consumer goes no further, and closes the stager: nobody may be inside a put of it then.
+            # Many consumers go no further, and close the stager: then nobody may be inside one of its puts.
             self._background.pause()
             raise
         self._late += late
@@ -263,7 +264,7 @@ class Prefetch(Generic[TreeT_co]):
 def known_count(batches: Any) -> int | None:
     """Return how many batches a source has, where it says so."""
     try:
-        # Some loaders raise here, as those whose data has no length.
+        # Some loaders raise here, such as those whose data has no length.
         return len(batches)
     except Exception:
         return None
@@ -307,7 +308,7 @@ class _Starter:
         self._nbytes = nbytes
         self._check_room = check_room
         self._read: tuple[Callable[[], None], Any] | None = None
-        """What waits until the source may write to the batch that it gave last, and the batch: with its end may go its memory."""
+        """What waits until the source may write to the batch that it gave last; and that batch, since its memory may go with it."""
         self._depth = depth
         self._count = count
         self._fits = False
@@ -324,7 +325,7 @@ class _Starter:
             if not self._fits:
                 self._estimate(batch)
             while len(self._recent) >= self._depth:
-                # A consumer that takes batches as fast as they come would have them all under way.
+                # Otherwise a consumer that takes batches as fast as they come would have them all under way.
                 clock.turn("copy")
                 _wait_for(self._recent[0].synchronize)
                 self._recent.popleft()

@@ -56,7 +56,7 @@ def of_prefetch(
     first: float,
     reader_waits: int,
 ) -> Report:
-    """Judge a prefetch. `batches`: taken in all. All else, but `first`, is since the second was asked for.
+    """Judge a prefetch. `batches`: taken in all. Everything else, except `first`, is since the second was asked for.
 
     `late`: batches that waited in the queue and whose copy was not done yet when they were taken. `taker`: seconds in "wait"
     (inside `next`) and "work" (outside). `thread`: in "source", "slot" (the source's wait for one), "start" (putting), "copy"
@@ -118,16 +118,16 @@ def _nothing_yet(taken: int, what: str, parts: Mapping[str, float]) -> Report:
 
 
 def _bound_of_prefetch(parts: Mapping[str, float], batches: int, reader_waits: int) -> Bound:
-    # Who waits more for the other is not what the loop waits for.
+    # Of the source's thread and the consumer, the one that waits more for the other is not what the loop waits for.
     if parts["place"] > parts["wait"]:
         return "compute"
     # The copies run beside the source's thread, which waits for them only if they take longer than all that it does itself.
     behind = parts["copy"] + parts["slot"]
-    # What it does itself, or stands still for, adds up: the largest part counts.
+    # What the thread does itself, or stands still for, adds up: the largest part counts.
     putting = parts["start"] + parts["read"]
     if behind <= HARDLY * (parts["source"] + behind + putting + parts["place"]) and putting <= parts["source"]:
         return "source"
-    # What waits for memory that is still read waits for the work that reads it.
+    # A put that waits for memory that is still read waits for the work that reads it.
     return "copy" if 2 * reader_waits < batches else "compute"
 
 
@@ -151,7 +151,7 @@ def of_stream(source: Report, after: Report) -> Report:
     """Judge a prefetch and the drain behind it as one."""
     if after.bound == "nothing yet":
         return after
-    # Until the prefetch waits for the consumer, what is behind it does not count.
+    # Unless the prefetch waits for the consumer, what comes after it does not count.
     bound: Bound = after.bound if source.bound == "compute" else source.bound
     if bound == "source" and source.bound == "compute":
         bound = "compute"

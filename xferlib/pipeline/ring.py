@@ -1,10 +1,10 @@
-"""Pinned slots that batches are written into where they lie, over and over: no host copy at all.
+"""Pinned slots that batches are written into directly, over and over: no host copy at all.
 
 Invariants: a slot is idle, or with whoever acquired it, or put; one that was put is idle again when its copy is done and nothing
 else uses its memory, and is handed out no sooner. What was acquired and dropped, arrays and all, comes back by itself.
 
-A slot is acquired under a number that is never used again. It comes back once, whoever finds first that it may: the number is taken
-out of one table, and the slot put into the other, in one step, so that an interrupt or a finalizer in between loses nothing.
+A slot is acquired under a number that is never used again. It comes back once, by whoever first finds that it may. In one step the
+number is taken out of one table and the slot is put into the other, so that an interrupt or a finalizer in between loses nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ COLLECT_AFTER = 1.0
 FIRST_NAP = 100e-6
 LONGEST_NAP = 2e-3
 STUCK = 10.0
-"""Seconds without a slot, none in flight, before who waits is told so."""
+"""Seconds without a slot, with none in flight, before whoever waits is told so."""
 
 
 @final
 class Ring(Generic[TreeT_co]):
     """A fixed number of pinned slots for batches of one spec, used in turn.
 
-    `spec`: the tree of one batch, at its leaves arrays, anything else with a shape and a dtype, or pairs (shape, dtype).
+    `spec`: the tree of one batch. At its leaves are arrays, anything else with a shape and a dtype, or pairs (shape, dtype).
     Any thread may acquire, and another one put. A context manager; `close()` waits for what is in flight.
 
         ring = Ring(stager, {"image": ((64, 224, 224, 3), "uint8"), "label": ((64,), "int32")})
@@ -61,11 +61,11 @@ class Ring(Generic[TreeT_co]):
         transfer = slot.put()
 
     Attributes:
-        stager: The one that its slots are put by.
+        stager: The one that puts its slots.
         slots: How many there are.
         bill: What they cost in memory.
 
-    What a batch is, a type checker is told: `ring: Ring[Batch] = Ring(stager, spec)`. Its slots, and what they put, are typed so.
+    Tell a type checker what a batch is: `ring: Ring[Batch] = Ring(stager, spec)`. Slots, and what they put, then have that type.
 
     Raises `TypeError` and `ValueError` for the spec, as `Stager.put` for a dtype that the framework would narrow, and
     `AllocationError` where the stager's pinned_limit forbids so many slots.
@@ -82,7 +82,7 @@ class Ring(Generic[TreeT_co]):
         self.bill = MemoryEstimate((Charge("pinned", slots, layout.nbytes, "slots"),))
         self._check(stager)
         self._words = layout.in_words
-        """Of a slot, for people."""
+        """The arrays of a slot, for people."""
         self._memory = {index: stager.empty_pinned(layout.nbytes, np.uint8) for index in range(slots)}
         self._idle = deque(range(slots))
         self._out: dict[int, int] = {}
@@ -90,11 +90,11 @@ class Ring(Generic[TreeT_co]):
         self._put: dict[int, End] = {}
         """The copies of those that are put, in this order."""
         self._used: dict[int, Ends] = {}
-        """Of those that come back when nobody uses their memory, what did when it was last asked."""
+        """For slots that come back when nobody uses their memory: what used it when this was last asked."""
         self._numbers = itertools.count()
         self._returns = Returns()
         self._acquired_by = [0] * slots
-        """Threads."""
+        """By slot, the thread that acquired it last."""
         self._waiting = threading.RLock()
         self._closed = False
 
@@ -114,8 +114,8 @@ class Ring(Generic[TreeT_co]):
     def acquire(self) -> Slot[TreeT_co]:
         """Return a slot to be written, its contents undefined.
 
-        Where none is idle it waits for the oldest one in flight; where none is in flight either, for one to be put or let go of by
-        whoever has it, with a `RuntimeWarning` after ten seconds. Raises `ClosedError`.
+        If none is idle, it waits for the oldest one in flight. If none is in flight either, it waits until whoever has one puts it
+        or lets go of it, with a `RuntimeWarning` after ten seconds. Raises `ClosedError`.
         """
         began = time.perf_counter()
         waited = False
@@ -153,7 +153,7 @@ class Ring(Generic[TreeT_co]):
         self._returns.post()
 
     def _let_go(self, number: int) -> None:
-        """Have a slot come back as soon as nothing uses its memory, if it has not by itself."""
+        """Have a slot come back as soon as nothing uses its memory, if it has not come back by itself."""
         self._settle()
         if number in self._out:
             self._land(number)
@@ -165,7 +165,7 @@ class Ring(Generic[TreeT_co]):
         if not self._idle:
             return None
         number = next(self._numbers)
-        # First what gives it back, then the slot, in one step: whatever comes in between.
+        # First the ticket that gives it back. Then the slot, in one step: nothing that comes in between can lose it.
         ticket = self._returns.ticket(number)
         with suppress(IndexError):
             self._out.update(zip((number,), iter(self._idle.popleft, None), strict=False))
@@ -183,7 +183,7 @@ class Ring(Generic[TreeT_co]):
         self._used.pop(number, None)
 
     def _settle(self) -> None:
-        """Take back the slots of which no array is left."""
+        """Take back the slots that have no array left."""
         for number in self._returns.unsettled():
             self._come_back(number)
             self._returns.settled(number)
@@ -196,7 +196,7 @@ class Ring(Generic[TreeT_co]):
                 if not end.done():
                     break
             except TransferError:
-                # It reads no more. Who holds the transfer is told.
+                # It reads no more. Whoever holds the transfer is told.
                 pass
             self._land(number)
         for number, ends in self._used.copy().items():
@@ -227,7 +227,7 @@ class Ring(Generic[TreeT_co]):
         began = time.monotonic()
         collect_at, tell_at = began + COLLECT_AFTER, began + STUCK
         while True:
-            # Its arrays may be held by copies that were not started by `Slot.put`: until somebody asks whether they are done.
+            # A slot's arrays may be held by copies that `Slot.put` did not start, until somebody asks whether they are done.
             reap_all()
             self._reap()
             if self._idle or self._put or self._closed:
@@ -283,12 +283,12 @@ class Ring(Generic[TreeT_co]):
 class Slot(Generic[TreeT_co]):
     """One pinned slot, to be written and then put, once.
 
-    `slot["image"]` and `slot.tree` are its arrays. One that is dropped without a put goes back to its ring, when the last view of
-    its arrays is gone; as a context manager it goes back at the end of the block. Where copies of any stager, or device views, use
-    its memory then, and after a put as well, it goes back when they do not.
+    `slot["image"]` and `slot.tree` are its arrays. A slot that is dropped without a put goes back to its ring when the last view of
+    its arrays is gone; as a context manager, at the end of the block. If copies of any stager, or device views, use its memory
+    then, and also after a put, it goes back when they no longer do.
     """
 
-    # A misspelt name, as of `rows`, is refused.
+    # So a misspelt name, for example of `rows`, is refused.
     __slots__ = ("__weakref__", "_acquired_by", "_done", "_lease", "_rows", "_tree", "_trees", "_waited_seconds", "ring")
 
     __reduce_ex__ = uncopied("Copy its arrays, or acquire another slot")
@@ -340,7 +340,7 @@ class Slot(Generic[TreeT_co]):
         return seconds if self._acquired_by == threading.get_ident() else 0.0
 
     def put(self, *, stream: object | None = None) -> Transfer[TreeT_co]:
-        """Start the transfer; the slot is its ring's again when that is done. Raises as `Stager.put`, and keeps the slot then.
+        """Start the transfer; the slot is its ring's again when that is done. Raises as `Stager.put`, and then keeps the slot.
 
         Its own arrays are made read-only. Views that were taken of them before are not: do not write through those any more. What was
         put beside them is yours, and read until the transfer is done if it is pinned.
@@ -357,7 +357,7 @@ class Slot(Generic[TreeT_co]):
         return transfer
 
     def release(self) -> None:
-        """Give the slot back; nothing if it was put or given back before."""
+        """Give the slot back. Does nothing if it was put or given back before."""
         if self._lease is None:
             return
         _freeze(self._trees.arrays(self._tree)[0], self._lease)
@@ -365,7 +365,7 @@ class Slot(Generic[TreeT_co]):
         self._lease = None
         self._done = "given back"
         del self._tree
-        # Its arrays may be held by somebody who is told not to write to them any more, or by copies that were not started by `put`.
+        # Its arrays may be held by somebody who is told not to write to them any more, or by copies that `put` did not start.
         self.ring._let_go(number)
 
     def _check(self) -> _Lease:

@@ -1,4 +1,4 @@
-"""The thread of a `BackgroundIterator`: its state, which whoever takes from it shares, and its work.
+"""The thread of a `BackgroundIterator`: its work, and its state, which it shares with whoever takes from it.
 
 The thread refers to no `BackgroundIterator`. What is in here changes in single steps, and each side wakes the other to look at it.
 """
@@ -39,7 +39,7 @@ class _Stopped(Exception):
 
 @final
 class SourceThread(Generic[T]):
-    """What the thread and the iterator both hold. Its methods are the thread's, but for those that say so."""
+    """What the thread and the iterator both hold. Its methods are the thread's, except those that say otherwise."""
 
     thread: threading.Thread
     owner: weakref.ref[Any]
@@ -52,7 +52,7 @@ class SourceThread(Generic[T]):
         self.depth = depth
         self.running = self.begun = self.ended = self.closed = self.starting = self.forked = False
         self.paused = False
-        """Whether the thread waits for a taker to wait before it goes on."""
+        """Whether the thread goes on only when a taker waits."""
         self._begin()
         forget_in_child(self)
 
@@ -103,15 +103,15 @@ class SourceThread(Generic[T]):
             self.takers.pop(taker, None)
 
     def give(self, entry: T | Failed) -> None:
-        """Have an entry taken behind the others."""
+        """Have an entry taken after the others."""
         self.items.append(entry)
         self.begun = True
         self.changed.wake()
 
     def wait(self, reached: Callable[[], bool]) -> None:
-        """Wait, on the thread, until something is so. Raises `_Stopped`."""
+        """Wait, on the thread, until `reached()` is true. Raises `_Stopped`."""
         while True:
-            # All before the look: what is told after it comes behind.
+            # The inbox is emptied before the look: what is told after the look stays in it.
             while not self.inbox.empty():
                 self.inbox.get()
             if self.stopping:
@@ -132,7 +132,7 @@ class SourceThread(Generic[T]):
         return not self.paused
 
     def started(self, start: Start[T], box: list[Any]) -> T:
-        """Start an item, unless the iterator is paused: then when a taker waits for it. Raises `_Stopped`."""
+        """Start an item; if the iterator is paused, only when a taker waits for it. Raises `_Stopped`."""
         while True:
             # First the mark, then the question: whoever pauses, closes or drops the iterator asks in the opposite order.
             self.starting = True
@@ -183,7 +183,7 @@ def _work(shared: SourceThread[Any]) -> None:
     try:
         _give_all(shared, iterator, start, before_next)
     finally:
-        # With its end may go the memory of what it gave last.
+        # When the iterator ends, the memory of what it gave last may go.
         before_next(shared.clock)
         if isinstance(iterator, GeneratorType):
             iterator.close()
@@ -202,11 +202,11 @@ def _give_all(
         try:
             before_next(shared.clock)
             if shared.stopping:
-                # Meanwhile.
+                # It was stopped meanwhile.
                 return
             shared.clock.turn("source")
             try:
-                # At once, without a name: whoever starts it may ask who else refers to it.
+                # Into the box at once, without a name: whoever starts the item may ask who else refers to it.
                 box = [next(iterator)]
             except StopIteration:
                 return
@@ -214,25 +214,25 @@ def _give_all(
         except _Stopped:
             raise
         except BaseException as error:
-            # One with notes of its own kind is told without this.
+            # An error that has notes of its own kind is told without this one.
             with suppress(Exception):
                 error.add_note(f"in batch {number} of the source, counted from 0")
-            # Nothing new until somebody wants what is behind it: many a taker goes no further.
+            # Nothing new until somebody wants the next item: many takers go no further.
             shared.paused = True
             shared.give(Failed(error))
         box = []
 
 
 def _finished(iterator: Iterator[Any]) -> bool:
-    """Tell whether the iterator has no more to give for sure: a generator that raised."""
+    """Tell whether it is certain that the iterator has no more to give: it is a generator that raised."""
     return isinstance(iterator, GeneratorType) and iterator.gi_frame is None
 
 
 def _wait_for_dropped() -> None:
-    """Wait until no iterator that was dropped is starting an item: who dropped one may close what items are started on."""
+    """Wait until no iterator that was dropped is starting an item: whoever dropped one may close what items are started on."""
     for shared in list(live):
         if shared.stopping and threading.current_thread() is not shared.thread:
-            # Bounded: whoever closes may be somebody that the start waits for.
+            # Bounded, because the start may be waiting for whoever closes.
             shared.changed.wait(lambda shared=shared: not shared.starting or shared.forked, LET_GO_SECONDS)  # type: ignore[misc]
 
 

@@ -52,9 +52,9 @@ def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = 
 
     `results`: any iterable of trees of device arrays, iterated on the consumer's own thread, so that the copy of each is started
     right behind the work that makes it. `out`: arrays to be filled from the front along the first axis, in memory, mapped from a
-    file or shared; else results are in pinned memory, which comes back when the last view of it is gone: `depth` + 2 of them, or
-    all, are there at a time, besides those that are kept. Where `pinned_limit` has no room for so many like the first, that is
-    refused, and nothing was copied. See `Drain` for both.
+    file or shared. Without it, results are in pinned memory, which comes back when the last view of it is gone: `depth` + 2 of
+    them, or all, are there at a time, besides those that are kept. If `pinned_limit` has no room for so many like the first, the
+    first is refused, and nothing is copied. See `Drain` for both.
     `stream`: the one whose work makes the results. None: the consumer's current one. Results come out typed as by `Stager.get`.
     """
     check_stager(stager, results)
@@ -137,7 +137,7 @@ def stream_map(
     rewrites: bool | None = None,
     stream: object | None = None,
 ) -> Drained[Any]:
-    """Iterate `fn` of every batch as host trees, in order: the copies to the device, `fn` and the copies back run all at once.
+    """Iterate `fn` of every batch as host trees, in order: the copies to the device, `fn` and the copies back all run at once.
 
     For data of any size: only some batches are on the device at a time, as `bill` says. `fn` takes a device tree and returns one;
     it runs on the consumer's thread and should not wait. An exception of the source, of `fn` or of a copy comes out where its
@@ -175,13 +175,13 @@ class _Mapped(Iterator[Any]):
 class Drained(Generic[TreeT_co]):
     """Host trees whose copies were started ahead, for one pass: `for result in loop`, or `next(loop)`. A context manager.
 
-    Made by `drain` and `stream_map`. What was raised for a result comes out in its place, and is all that is lost: the results are
-    asked for the next one, if they can go on, when the consumer asks again. An interrupt of the consumer, such as
+    Made by `drain` and `stream_map`. What was raised for a result comes out in its place, and only that result is lost: when the
+    consumer asks again, the results are asked for the next one, if they can go on. An interrupt of the consumer, such as
     `KeyboardInterrupt`, closes the loop. Whoever asks for more after `close()` gets `ClosedError`; after the last result `next`
-    says `StopIteration`, as iterators do, and a new `for` raises `ClosedError`.
+    raises `StopIteration`, as iterators do, and a new `for` raises `ClosedError`.
 
-    `close()`, the end of a `with` block and the end of the results leave nothing in flight and no thread; an exception leaves
-    nothing that is asked for or started until the consumer asks.
+    `close()`, the end of a `with` block and the end of the results leave nothing in flight and no thread. After an exception,
+    nothing is asked for or started until the consumer asks.
     """
 
     __reduce_ex__ = uncopied("Begin another with xferlib.drain(...) or xferlib.stream_map(...)")
@@ -214,7 +214,7 @@ class Drained(Generic[TreeT_co]):
 
     @property
     def bill(self) -> MemoryEstimate:
-        """The memory that the loop needs; for what it has seen so far. Waits for the first batch where there is a prefetch."""
+        """The memory that the loop needs, as far as it has seen. If there is a prefetch, this waits for its first batch."""
         before = MemoryEstimate() if self._source is None else self._source.bill
         return before + (self._drain.bill or MemoryEstimate())
 
@@ -247,7 +247,7 @@ class Drained(Generic[TreeT_co]):
             raise ClosedError("this loop is spent: it gives each result once, and all were taken. Make a new one for another pass")
         if self._closed:
             raise ClosedError("this loop is closed. Make another one")
-        # Not itself: what takes results in groups asks its iterator for an iterator once more behind the last one.
+        # Not itself: code that takes results in groups asks its iterator for an iterator once more after the last one.
         return map(call, repeat(self.__next__))
 
     def __next__(self) -> TreeT_co:
@@ -288,7 +288,7 @@ class Drained(Generic[TreeT_co]):
             late = not self._drain.oldest_done
             result = self._drain.take()
         except ClosedError:
-            # Of the drain in here, of which the consumer knows nothing.
+            # It is that of the drain in here, of which the consumer knows nothing.
             self._refuse_closed()
             raise
         finally:
@@ -302,12 +302,13 @@ class Drained(Generic[TreeT_co]):
             raise ClosedError("this loop was closed before its end. Make another one") from None
 
     def _fill(self) -> None:
-        # Behind a failure nothing new until it was told: many a consumer goes no further. The one to be taken is under way as well.
+        # After a failure nothing new is started until it was told: many consumers go no further. The result that is about to be
+        # taken is under way as well.
         while not (self._exhausted or self._drain.failing) and self._drain.pending <= self._drain.depth:
             try:
                 self._start_next()
             except Exception as error:
-                # Behind the results before it.
+                # It comes out after the results before it.
                 self._drain.fail(error)
 
     def _start_next(self) -> None:

@@ -1,6 +1,6 @@
 """Batches that nobody but the pipeline can reach, so that no one can rewrite them while a copy reads them.
 
-References are counted, as NumPy does it to work in the memory of a temporary. What is not known for sure counts as shared: views of
+References are counted, as NumPy does to work in the memory of a temporary. What is not known for sure counts as shared: views of
 arrays that somebody else may refer to, memory of other libraries, instances of classes, interpreters that do not count exactly.
 """
 
@@ -22,21 +22,21 @@ __all__ = ["is_unshared"]
 _IS_COUNTED = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 """Elsewhere `sys.getrefcount` leaves out references, or there is none to ask."""
 _UNREAD = frozenset({type(None), bool, datetime, type(Path()), type(PurePath()), *RIDERS})
-"""What rides along, and no copy reads. Not what else is derived from these: a framework may take that apart."""
+"""Types that ride along and that no copy reads. Classes derived from these are not among them: a framework may take those apart."""
 
 
 def is_unshared(box: list[Any]) -> bool:
-    """Tell whether nothing refers to the one item of a list, nor to any array in it, but the list. Any thread.
+    """Tell whether nothing outside a list refers to its one item, nor to any array in that item. Any thread.
 
-    The item: an array, or any nest of dict, list and tuple with arrays at the leaves; not of classes derived from these, which may
-    have finalizers, attributes and iterators of their own. The caller must not refer to it otherwise. An array owns its memory, or
-    is the only view of an array that does, or of `bytes`.
+    The item must be an array, or any nest of dict, list and tuple with arrays at the leaves. Instances of classes derived from
+    these count as shared: they may have finalizers, attributes and iterators of their own. The caller must not refer to the item
+    otherwise. Each array must own its memory, or be the only view of an array that does, or of `bytes`.
     """
     return _IS_COUNTED and _are_unshared(box, 0)
 
 
 def _are_unshared(items: list[Any], owners: int) -> bool:
-    """Look at items of a list that is this function's, or the box. `owners`: how many references each has besides."""
+    """Look at the items of a list, which is this function's or the box. `owners`: how many other references each item has."""
     for item, count in zip(items, _counts(items), strict=True):
         kind = type(item)
         if kind in _UNREAD or item is _EMPTY:
@@ -55,10 +55,10 @@ def _are_unshared(items: list[Any], owners: int) -> bool:
 
 
 def _is_base_unshared(bases: list[Any]) -> bool:
-    """Tell whether the memory of a view is nobody else's. A view refers to the owner of the memory, says NumPy, and to no view."""
+    """Tell whether the memory of a view is nobody else's. NumPy says that a view refers to the memory's owner, and to no view."""
     (kind,) = map(type, bases)
     if kind is bytes:
-        # Others may write to it: NumPy lets those do so that it has made of it itself, by pickle.
+        # Others may write to it: NumPy allows that to arrays which it has made of the bytes itself, by pickle.
         return _counts(bases) == [_ALONE + 1]
     return kind is np.ndarray and _are_unshared(bases, 1)
 
@@ -69,4 +69,4 @@ def _counts(items: list[Any]) -> list[int]:
 
 _EMPTY = ()
 _ALONE = _counts([object()])[0]
-"""Of an object that only a list refers to: what the interpreter adds while it counts is its own affair."""
+"""The count for an object that only a list refers to: what the interpreter adds while it counts is its own affair."""

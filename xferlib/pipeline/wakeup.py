@@ -1,7 +1,7 @@
 """Waiting for another thread to change something, without a lock.
 
 An interrupt may come anywhere in here, and a finalizer may run anywhere in here and come back: nothing is held that they could
-meet. What is waited for is state that is looked at again after every wake, so a wake too many does no harm.
+meet. Whoever waits looks at the state again after every wake, so a wake too many does no harm.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Wakeup:
         return len(self._sleepers)
 
     def wait(self, reached: Callable[[], object], seconds: float | None = None) -> bool:
-        """Sleep until this is true, or so many seconds have gone; return whether it is.
+        """Sleep until `reached()` is true, or so many seconds have passed; return whether it is true.
 
-        It is asked on the calling thread, each time that somebody calls `wake`.
+        It is called on the calling thread, each time that somebody calls `wake`.
         """
         until = None if seconds is None else time.monotonic() + seconds
         while not reached():
@@ -48,7 +48,7 @@ class Wakeup:
         return True
 
     def wake(self) -> None:
-        """Have all who wait look again. Called behind the change. Never blocks."""
+        """Let all who wait look again. Called after the change. Never blocks."""
         for sleeper in self._sleepers.copy():
             # In this order an interrupt in between leaves one that is woken twice, and none that sleeps on.
             sleeper.put(None)

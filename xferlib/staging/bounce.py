@@ -1,7 +1,7 @@
-"""To the device on the caller's thread: what is small passes through pinned memory of its own size.
+"""Copies to the device on the caller's thread: small arrays pass through pinned memory of their own size.
 
-Most is very small, labels beside images. That goes through slots, many to a block of the pool: taking a block from the pool costs
-more than the copy. A block is the pool's again when no slot of it is in flight, nor free.
+Most of them are very small, such as labels beside images. Those go through slots, many to a block of the pool: taking a block from
+the pool costs more than the copy. A block goes back to the pool when none of its slots is in flight or free.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Slot: TypeAlias = tuple[int, Array]
 SLOTS = {16 << 10: 16, 64 << 10: 16, 256 << 10: 4}
 """Bytes of a slot, the smaller first, and how many make a block: slots are used in turn, and a megabyte stays in a core's cache.
 
-A put takes the smallest that it fits into, so that few bytes do not hold many.
+A put takes the smallest slot that it fits into, so that few bytes do not hold many.
 """
 LARGEST_SLOT = max(SLOTS)
 SHARE = 16
-"""Blocks of a size that the pool's limit must have room for: else each put takes what it needs and no more."""
+"""Blocks of a size that the pool's limit must have room for. If it has not, each put takes what it needs and no more."""
 
 
 @final
@@ -52,13 +52,13 @@ class BounceBuffers:
     def __call__(self, part: Part, nbytes: int = 0, places: Sequence[Source] = (), target: object = None) -> Event:
         """Start the copy of a part, and enter it as in flight; its arrays are free on return.
 
-        `nbytes`: so many are counted, none where whoever puts them counts them. `places`: see `Entry.device`. `target`: what is to
-        be kept, too, if nobody can say when the copy ends.
+        `nbytes`: so many are counted; none if the caller counts them. `places`: see `Entry.device`. `target` is kept, too, if
+        nobody can say when the copy ends.
         """
         fills: list[Fill] = []
         try:
             self.begin(part, fills)
-            # What is done with a slot is asked by whoever finds none.
+            # Whoever finds no slot asks which copies are done with theirs.
             event = self._h2d.add(nbytes, (), places, fills[-1].memory, looked=not places)
         except BaseException:
             self._h2d.settle((target, fills[-1].memory if fills else None))
@@ -66,7 +66,7 @@ class BounceBuffers:
         finally:
             if fills:
                 fill = fills[-1]
-                # In this order: who waits for room must find it, and this frame may live on for a while.
+                # In this order: whoever waits for room must find it, and this frame may live on for a while.
                 fill.memory, fill.over = None, True
                 self._jobs.remove(fill)
         return event
@@ -74,15 +74,15 @@ class BounceBuffers:
     def begin(self, part: Part, fills: list[Fill]) -> None:
         """Start the copy of a part; its arrays are free on return.
 
-        Whoever calls enters the memory of the last of `fills` as in flight next, and then ends that, whatever is raised. Those
-        before it are over.
+        The caller must next enter the memory of the last of `fills` as in flight, and then end that fill, whatever is raised. The
+        fills before it are over.
         """
         address, memory = self._take(part.nbytes, fills)
         try:
             copy_in(part, memory[: part.nbytes])
             self._copy_h2d(part.address, address, part.nbytes)
         finally:
-            # Of a copy that fails, the frame lives as long as what is raised.
+            # If the copy fails, this frame lives as long as the exception.
             del memory
 
     def release(self) -> bool:
@@ -116,13 +116,13 @@ class BounceBuffers:
         return block.address, memory
 
     def _add_slots(self, size: int) -> bool:
-        """Take a block of slots, where the pool has one for which nobody must wait."""
-        # Copies that are done may hold an earlier block: a pool that grew for it would do so again and again, now and then.
+        """Take a block of slots, if the pool has one for which nobody must wait."""
+        # Copies that are done may hold an earlier block. Otherwise the pool would grow for this, again and again, now and then.
         self._reap()
         nbytes = SLOTS[size] * size
         fill = Fill()
         try:
-            # What the driver refuses is not missed where the put's own bytes fit into what is there.
+            # If the driver refuses, that does not matter as long as the put's own bytes fit into what is there.
             with suppress(AllocationError):
                 block = self._pool.try_take(nbytes, lambda: self._jobs.add(fill))
                 if block is not None:

@@ -30,11 +30,11 @@ class Placed(NamedTuple):
     address: int
     array: Array
     block: int
-    """Arrays of one number lie in one piece of device memory. Others may lie side by side all the same: no copy may span two."""
+    """Arrays with the same number lie in one piece of device memory. Two pieces may lie side by side, but no copy may span them."""
 
 
 def coalesced(leaves: Sequence[Placed]) -> list[Part]:
-    """Join small arrays into as few parts as there are, where they follow each other in one block.
+    """Join small arrays into as few parts as possible, where they follow each other in one block.
 
     The bytes between them, fewer than 256, are overwritten.
     """

@@ -2,9 +2,9 @@
 
 To the device: when `stage` returns, the bytes are in pinned memory and their copies are in the stream. `borrow` returns at once,
 and the engine reads the arrays later. To the host: the device copies into chunks, and `copy_out` has the engine copy from there
-into the arrays. A get waits for its producer in the copy stream directly before its first copy, so that it holds up none before it.
+into the arrays. A get waits for its producer in the copy stream directly before its first copy, so that it holds up no earlier get.
 
-Small arrays are copied on the caller's thread, to the host where it is idle.
+Small arrays are copied on the caller's thread; to the host only if nothing stands before the copy.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["BorrowedCopy", "Staging"]
 BUDGET = 64 << 20
 """The most bytes that the chunks of one stager take: enough for the rate of the link, few enough for the processor's cache."""
 CHUNK = 1 << 20
-"""Bytes of one to the device: half of a core's second-level cache, on the processors beside these devices."""
+"""Bytes of a chunk to the device: half of a core's second-level cache, on the processors beside these devices."""
 LARGER = 2
-"""Times as large are the chunks to the host: past the caches long copies are faster."""
+"""Chunks to the host are so many times as large: past the caches long copies are faster."""
 LEAST_CHUNKS = 2
-"""Of a direction: the CPU copies one while the device copies the other."""
+"""Chunks of one direction: the CPU copies one while the device copies the other."""
 
 
 @final
@@ -50,7 +50,7 @@ class Staging:
         self.profile = given or StagingProfile(usual_threads(), CHUNK)
         room = max(PAGE, pool.limit // 2)
         self._bounce_nbytes = min(self.profile.hand_off_nbytes, room)
-        # Of a larger array the caller copies so many at a time, beside the device's copy of those before.
+        # The caller copies so many bytes of a larger array at a time, while the device copies those before.
         self._piece_nbytes = min(LARGEST_SLOT, room)
         self._bounce = BounceBuffers(backend, pool, ledger)
         self._small_gets = SmallGets(backend, pool, ledger, self._bounce_nbytes)
@@ -60,7 +60,7 @@ class Staging:
         self._counting = threading.RLock()
         start_threads(self.profile.threads, backend.pci_bus_id)
         most = max(LEAST_CHUNKS, min(BUDGET // nbytes, pool.limit // 2 // nbytes) // 2)
-        # Not where there are few of them: each part of a job takes one.
+        # They are not larger where there are few of them: each part of a job takes one.
         larger = LARGER if given is None and most == BUDGET // nbytes // 2 else 1
         self._lanes = (
             Lane(H2D, backend, pool, ledger.jobs.h2d, nbytes=nbytes, most=most),
@@ -76,7 +76,8 @@ class Staging:
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce_nbytes:
             parts = [part for whole in coalesced(leaves) for part in self._cut(whole)]
-            # Each is in flight before the next waits for room. The last is entered with what else the put copies: an event less.
+            # Each is in flight before the next waits for room. The last is entered with what else the put copies, which saves an
+            # event.
             for part in parts[:-1]:
                 self._bounce(part)
             self._bounce.begin(parts[-1], fills)
@@ -90,7 +91,8 @@ class Staging:
             self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes)
             job.wait_for(ISSUED)
         except BaseException:
-            # The caller's memory must be at rest before the caller hears of it. Interrupted again, it may be heard of earlier.
+            # The caller's memory must be at rest before the caller hears of this. If it is interrupted again, the caller may hear
+            # of it earlier.
             job.given_up = True
             job.abandon()
             job.sources = None
@@ -99,7 +101,8 @@ class Staging:
         job.raise_failure()
 
     def stage_one(self, address: int, array: Array, places: Sequence[Source], target: object) -> Event | None:
-        """Start the copy of one pageable array, which is free on return; None: it takes more than one, and nothing was started.
+        """Start the copy of one pageable array, which is free on return; None: it would take more than one copy, and nothing was
+        started.
 
         `places`, `target`: see `BounceBuffers`.
         """
@@ -112,11 +115,11 @@ class Staging:
     def borrow(self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array]) -> BorrowedCopy:
         """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
 
-        Holds an object until the last copy is started. `beside`: the arrays of the same transfer whose copies the caller has
+        Holds `until_started` until the last copy is started. `beside`: the arrays of the same transfer whose copies the caller has
         started, held until these are done.
         """
         if beside:
-            # Now: whoever asks who uses this memory must find it until its own copies are done.
+            # Entered now: whoever asks who uses this memory must find it until its own copies are done.
             self._ledger.h2d.add(sum([array.nbytes for array in beside]), beside)
         whole = self._bounce_odd(leaves)
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
@@ -144,8 +147,8 @@ class Staging:
     ) -> Job:
         """Start copies from device addresses into C-contiguous pageable arrays, behind `after`.
 
-        The job is done when these are, and what `before` stands for, if anything. `sources` are held, and known as being read.
-        `ours`: the arrays are the pool's, and pinned the next time: what can be asked of the transfer then, can be now.
+        The job is done when these copies are done, and `before`, if any, is reached. `sources` are held, and known as being read.
+        `ours`: the arrays are the pool's, and pinned the next time. What can be asked of the transfer then can be asked now.
         """
         if not ours:
             self._count(len(transfers))
@@ -168,12 +171,12 @@ class Staging:
         return job
 
     def fill_small(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
-        """Copy as `copy_out` does, and block until it is done, where that takes microseconds. False: that is to be called."""
+        """Copy as `copy_out` does, and block until it is done, if that takes microseconds. False: call `copy_out` instead."""
         small, jobs = self._small_gets, self._ledger.jobs
         # Without chunks of its own the engine would have to wait for the memory of the copy that was given up.
         if not (small.takes(transfers) and self._lanes[D2H].has_chunks):
             return False
-        # One that has finished stays until somebody asks. Of the others some may write the same arrays, or have copies to start.
+        # A job that has finished stays until somebody asks. Some of the others may write the same arrays, or have copies to start.
         if jobs.d2h or jobs.h2d:
             jobs.reap()
         if jobs.d2h or jobs.h2d or not small.fill(transfers, sources, after):
@@ -183,10 +186,10 @@ class Staging:
         return True
 
     def wait_issued(self, target: Source | None = None) -> None:
-        """Block until the copies that earlier gets still have to start are started; None: all, else of those that read `target`.
+        """Block until earlier gets have started all their copies. `target`: only those gets that read it; None: all gets.
 
-        What enters the stream before them, they would wait for. Raises `XferError` on a thread that copies would wait for, where
-        `target` would be overwritten too early otherwise.
+        Their copies would wait for whatever enters the stream before them. Raises `XferError` on a thread that copies wait for, if
+        `target` would otherwise be overwritten too early.
         """
         for job in list(self._lanes[D2H].jobs.values()):
             if target is not None and not any(uses(source, target) for source in job.device):
@@ -200,7 +203,7 @@ class Staging:
                 )
 
     def is_issuing(self) -> bool:
-        """Tell whether earlier gets still have copies to start, and a later one may be one of them, rather than wait for these."""
+        """Tell whether earlier gets still have copies to start, and a later get may queue with them rather than wait for them."""
         jobs = self._lanes[D2H].jobs
         return bool(jobs) and not is_copy_thread() and not all(job.has_come(ISSUED) for job in list(jobs.values()))
 
@@ -221,14 +224,15 @@ class Staging:
             self.leaves += leaves
 
     def _start(self, lane: Lane, job: Job, listed: Sequence[tuple[int, int, int, int]], nbytes: int) -> None:
-        # What has ended refers to what it should have copied until somebody asks.
+        # Until somebody asks, a job that has ended refers to what it should have copied.
         self._ledger.jobs.reap()
         lane.submit(job, listed)
         lane.feed(job, nbytes, len({block for _, _, _, block in listed}))
 
     def _bounce_odd(self, leaves: Sequence[Placed]) -> list[Placed]:
-        """Start the copies of what the engine cannot read, and return the rest: of arrays that are not contiguous, and all of a
-        finalizer's on a thread that the engine would wait for.
+        """Start the copies of arrays that the engine cannot read, and return the rest.
+
+        It cannot read arrays that are not contiguous, nor any array of a finalizer on a thread that the engine would wait for.
         """
         whole = []
         for leaf in leaves:
@@ -250,9 +254,9 @@ class Staging:
             address += piece.nbytes
 
     def _wait_for_writers(self, job: Job) -> None:
-        """Block until no earlier get writes memory of this one's: a small one may overtake it."""
+        """Block until no earlier get writes memory of this one: a small get may overtake it."""
         for other in self._ledger.jobs.using(job.memory):
-            # What this thread is starting itself can only wait for the finalizer that this is.
+            # If this thread is starting the other job, this is a finalizer, and the other job can only wait for it.
             if other.owner == job.owner:
                 continue
             if is_copy_thread():
@@ -280,7 +284,7 @@ class BorrowedCopy:
         job = self._job
         if job is not None:
             job.wait_for(STAGED)
-            # They are their owner's again, who may wait until nobody else refers to them.
+            # They are their owner's again, and the owner may wait until nobody else refers to them.
             job.sources = None
 
     def enqueued(self) -> Event:

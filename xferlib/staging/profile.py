@@ -21,9 +21,11 @@ class StagingProfile:
     Attributes:
         threads: At least so many for the whole process, both directions and all stagers; on machines with several NUMA nodes, for
             each node that has a device in use, as far as it has CPUs.
-        chunk_nbytes: At most: under a small limit they are smaller. Where nothing is given, those to the host are twice as large.
-        hand_off_nbytes: A put of up to so many bytes is copied by its caller, in the time that it takes to wake others. On an H100
-            machine 256 KiB take the caller 80 us, and 300 KiB other threads 125 to 140; 1 MiB 270 and 160 to 190.
+        chunk_nbytes: Bytes of a chunk, at most: under a small limit they are smaller. If nothing is given, chunks to the host are
+            twice as large.
+        hand_off_nbytes: A put of up to so many bytes is copied by its caller, in the time that it takes to wake other threads. On
+            an H100 machine 256 KiB take the caller 80 us, and 300 KiB take other threads 125 to 140 us; 1 MiB takes the caller 270
+            us, and other threads 160 to 190 us.
     """
 
     threads: int

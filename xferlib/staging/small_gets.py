@@ -1,8 +1,8 @@
-"""From a GPU on the caller's thread: what is small, while nothing stands before it.
+"""Small gets from a GPU on the caller's thread, while nothing stands before them.
 
-To wake another thread, and to be woken by it, takes several times as long as such a copy. So a get into small pageable arrays does
-not return before they are filled, where the device fills them in microseconds. Where it does not, the copy is given up, which is
-to say left to come when it comes, and the engine makes another.
+Waking another thread, and being woken by it, takes several times as long as such a copy. So a get into small pageable arrays does
+not return before they are filled, if the device fills them in microseconds. If it does not, the copy is given up: it is left to
+come when it comes, and the engine makes another one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from xferlib.protocol import Event, HostStager, Source, Stream
 __all__ = ["FILLED", "SmallGets"]
 
 MOST = 256 << 10
-"""Bytes of one get. More is longer under way than it takes to wake a thread."""
+"""Bytes of one get. Larger ones are under way for longer than it takes to wake a thread."""
 MANY = 16
 """Arrays. Each is a copy of its own, and the driver takes microseconds for it."""
 PRODUCER_SECONDS = 10e-6
-"""How long is looked whether the arrays are computed: the device needs some of it to see that nothing stands before the event."""
+"""How long the caller looks whether the arrays are computed: the device needs some of it to see that the event has no work before
+it."""
 COPY_SECONDS = 200e-6
-"""How long is waited for the copies, which take a tenth of it unless others use the link."""
+"""How long the caller waits for the copies. They take a tenth of that unless others use the link."""
 SHARE = 16
-"""So many blocks of that size the pool's limit must have room for."""
+"""The pool's limit must have room for so many blocks of that size."""
 
 
 @final
@@ -71,7 +72,7 @@ class SmallGets:
         self._jobs = ledger.jobs
         # Changed in single steps: a finalizer may get while its thread is in here.
         self._idle: deque[tuple[HostBlock, Event | None]] = deque()
-        """One block, with the event of a copy that was given up, behind which it may be used again; or it is in use."""
+        """One block, with the event of a copy that was given up, after which it may be used again; or none, while it is in use."""
 
     def takes(self, transfers: Sequence[tuple[int, Array]]) -> bool:
         """Tell whether a get is small, and comes from a thread that may wait: a finalizer on one that makes copies may not."""
@@ -94,10 +95,10 @@ class SmallGets:
             self._jobs.remove(fill)
 
     def fill(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
-        """Copy from device addresses into C-contiguous arrays, once `after` is reached. False: the engine is to do it.
+        """Copy from device addresses into C-contiguous arrays, once `after` is reached. False: the engine must do it.
 
-        No earlier get writes these arrays, or has yet to start copies of this direction. The engine has a chunk: it must not need
-        the memory of a copy that is given up here, which may come only when compute has ended.
+        No earlier get writes these arrays, or still has copies of this direction to start. The engine has a chunk: it must not need
+        the memory of a copy that is given up here, which may come back only when compute has ended.
         """
         if self._d2h.busy:
             self._d2h.reap()
@@ -115,18 +116,18 @@ class SmallGets:
             if not _comes(event, 0.0):
                 self._idle.append((block, event))
                 return False
-            # What cannot be started keeps the block, for nobody may know when it is at rest.
+            # A copy that cannot be started keeps the block, because perhaps nobody knows when it is at rest.
             event = self._start(block, transfers, sources)
             came = _comes(event, COPY_SECONDS)
             if came:
-                # Nothing more refers to the arrays that were read, nor does anybody ask before the stager's next transfer.
+                # Let nothing refer to the arrays that were read any more: nobody else asks before the stager's next transfer.
                 self._d2h.reap()
                 came, event = _copied(block, transfers), None
             self._idle.append((block, event))
             return came
         finally:
-            # Of a copy that fails, the frame lives as long as what is raised.
-            block = event = None  # type: ignore[assignment]  # Nobody uses them behind this.
+            # If the copy fails, this frame lives as long as the exception.
+            block = event = None  # type: ignore[assignment]  # Nobody uses them after this.
             fill.over = True
             self._jobs.remove(fill)
 
@@ -151,7 +152,8 @@ class SmallGets:
 
 
 def _comes(event: Event | None, seconds: float) -> bool:
-    """Tell whether an event is reached within so long. One that failed is not: the engine meets that, too, and tells who waits."""
+    """Tell whether an event is reached within so long. A failed one is not: the engine meets the failure, too, and tells whoever
+    waits."""
     try:
         return event is None or _reached(event, time.perf_counter() + seconds)
     except Exception:
@@ -166,7 +168,7 @@ def _reached(event: Event, until: float) -> bool:
 
 
 def _copied(block: HostBlock, transfers: Sequence[tuple[int, Array]]) -> bool:
-    """Copy on the CPU. False: the memory is a file's that was cut off."""
+    """Copy on the CPU. False: the memory is that of a file that was cut off."""
     copy, start = library().xe_copy, block.address
     for _, array in transfers:
         # Without the GIL: a page may have to be read from a disk.

@@ -1,9 +1,9 @@
 """Messages of any size between two processes, over a socket that only they hold.
 
-Two processes that each wait until the other has read wait for ever. So the parent's side never waits: `Channel` keeps what does not
-go out at once, and reads meanwhile. A worker's side, `send` and `receive`, may wait as long as it likes.
+If two processes each wait until the other has read, both wait for ever. So the parent's side never waits: `Channel` keeps what does
+not go out at once, and reads meanwhile. A worker's side, `send` and `receive`, may wait as long as it likes.
 
-A socket that only two hold cannot be left locked by one of them that is killed; a shared queue can.
+If a process is killed, it can leave a shared queue locked, but not a socket that only two processes hold.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Channel:
             self.over = True
 
     def receive(self) -> list[Any]:
-        """Return the messages that have come as a whole."""
+        """Return the messages that have come completely."""
         try:
             while data := self._end.recv(PIECE):
                 self._heard += data

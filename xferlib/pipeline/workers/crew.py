@@ -78,7 +78,8 @@ class Death(NamedTuple):
 class Crew:
     """Worker processes. One thread at a time, the one that has `lock`; what starts and ends them runs on the executor.
 
-    Whoever has `cut` true was interrupted while it had the lock: nothing here is known to be whole then, and `mend` must follow.
+    If `cut` is true, a thread was interrupted while it had the lock: then nothing here is known to be whole, and `mend` must
+    follow.
     """
 
     def __init__(self, start: Callable[[], Worker], executor: Executor) -> None:
@@ -108,7 +109,7 @@ class Crew:
             self._executor.call(partial(self._enlist, count))
 
     def pick(self, count: int) -> Worker | None:
-        """Return the one of so many workers that has least to do; None if all have enough."""
+        """Return the one of the first `count` workers that has least to do; None if all have enough."""
         able = [worker for worker in self._workers[:count] if worker.ready and not worker.gone and len(worker.assigned) < AHEAD]
         return min(able, key=lambda worker: len(worker.assigned), default=None)
 

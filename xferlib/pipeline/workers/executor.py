@@ -1,8 +1,8 @@
 """An executor of one thread: it takes from the system, and gives back, what a ring needs: processes, descriptors, page-locks.
 
-Python raises an interrupt (Ctrl-C, whatever a signal's handler raises) on the main thread alone, and the result of the call behind
-which it comes is lost: a process that nobody knows of. Nothing is lost here. An interrupt ends the waiting, the work goes on, and
-what is asked for next comes behind it. What nobody has closed is closed here, too: no finalizer has anything to do.
+Python raises an interrupt (Ctrl-C, whatever a signal's handler raises) on the main thread alone, and the result of the call that
+has just ended is lost: there may be a process that nobody knows of. Here nothing is lost. An interrupt ends the waiting, the work
+goes on, and what is asked for next comes after it. What nobody has closed is closed here, too: no finalizer has anything to do.
 """
 
 from __future__ import annotations

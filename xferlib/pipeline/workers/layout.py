@@ -80,7 +80,7 @@ class Layout:
         self.whole = Parts(unflatten(structure, range(len(parts))), tuple(parts))
         """The full batch."""
         self.nbytes = _round_up(end, PAGE)
-        """Of one slot."""
+        """Bytes of one slot."""
 
     @property
     def in_words(self) -> str:
@@ -92,7 +92,8 @@ class Layout:
         return unflatten(self.structure, [part.view(slot) for part in self.whole.parts])
 
     def returned(self, value: Any, slot: Bytes) -> Parts | None:
-        """Say where that lies which `fill` returned: None for all of the slot, a number of rows, or a tree of views of it."""
+        """Say where the batch lies, from what `fill` returned: None for all of the slot, a number of rows, or a tree of views of
+        it."""
         if value is None:
             return None
         if isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_)):

@@ -23,8 +23,8 @@ from xferlib.words import in_words
 __all__ = ["Descriptor", "SharedMemory", "map_shared"]
 
 POPULATE_WRITE = 23
-"""`MADV_POPULATE_WRITE` of Linux 5.14. Page-locking pages that are there takes a tenth of the time, and where there are none this
-says so, instead of a bus error at the first write."""
+"""`MADV_POPULATE_WRITE` of Linux 5.14. Page-locking pages that are there takes a tenth of the time. If there are none, this says
+so, instead of a bus error at the first write."""
 STEP = 64 << 20
 """Bytes touched in one call. It holds the GIL."""
 
@@ -38,7 +38,7 @@ class SharedMemory:
         try:
             self.descriptor = Descriptor(os.memfd_create("xferlib", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.ftruncate(self.descriptor.number, nbytes)
-            # A mapping is touched beyond the end of what a worker has cut off: the end of this process.
+            # If a worker cut the memory off, touching the mapping beyond its end would be the end of this process.
             fcntl.fcntl(self.descriptor.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self.raw = map_shared(self.descriptor, nbytes)
         except OSError as error:

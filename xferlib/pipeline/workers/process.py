@@ -56,7 +56,7 @@ class Worker:
         """Readable when the process has ended."""
 
     def _start(self) -> None:
-        # Until it can ignore it, Ctrl-C would end it with a traceback of its own.
+        # Until the process can ignore Ctrl-C, that would end it with a traceback of its own.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
@@ -106,10 +106,10 @@ class Worker:
 
 
 def watch(pid: int, sentinel: int) -> int:
-    """Return a new descriptor that is readable when a process has ended. Raises `ProcessLookupError` if it has long since.
+    """Return a new descriptor that is readable when a process has ended. Raises `ProcessLookupError` if it ended long ago.
 
-    `sentinel` is the end of a pipe whose other end that process has. It serves where the system knows no descriptors of processes;
-    they are better, since no other process can hold them open.
+    `sentinel` is the end of a pipe whose other end that process has. It serves where the system knows no descriptors of processes.
+    Those are better, since no other process can hold them open.
     """
     try:
         return os.pidfd_open(pid)

@@ -45,11 +45,11 @@ FINISHING = 1.0
 
 @final
 class _Holdings:
-    """What a ring has of the system, taken and given back on the executor. It refers to no ring, so that a ring can be dropped."""
+    """What a ring takes from the system and gives back, on the executor. It refers to no ring, so that a ring can be dropped."""
 
     def __init__(self, stager: Stager, layout: Layout, slots: int) -> None:
         self.words = ""
-        """Of the ring, for a warning."""
+        """The ring in words, for a warning."""
         self.memory: SharedMemory | None = None
         self.crew: Crew | None = None
         self._stager = stager
@@ -103,10 +103,10 @@ class _Holdings:
 class SharedRing(Generic[TreeT_co]):
     """A ring of slots that worker processes fill: `for batch in ring.run(fill, tasks, workers=4): ...`.
 
-    `spec` is the tree of one batch: at its leaves arrays, anything else with a shape and a dtype, or pairs (shape, dtype).
+    `spec` is the tree of one batch. At its leaves are arrays, anything else with a shape and a dtype, or pairs (shape, dtype).
     All slots are one piece of anonymous shared memory, page-locked once where the backend can; elsewhere puts stage it.
     Workers start with the first run and stay for the next. A context manager; `close()` ends them.
-    What a batch is, a type checker is told: `ring: SharedRing[Batch] = SharedRing(stager, spec)`.
+    Tell a type checker what a batch is: `ring: SharedRing[Batch] = SharedRing(stager, spec)`.
 
     Raises `TypeError` and `ValueError` for the spec, and `AllocationError` for memory that cannot be had or that the stager's
     pinned_limit forbids.
@@ -143,7 +143,7 @@ class SharedRing(Generic[TreeT_co]):
 
     @property
     def slot_nbytes(self) -> int:
-        """Of one slot."""
+        """Bytes of one slot."""
         return self._layout.nbytes
 
     @property
@@ -164,20 +164,22 @@ class SharedRing(Generic[TreeT_co]):
         """Have `fill(task, slot)` called in worker processes for every task, and return an iterator of the filled batches.
 
         `slot` is the tree of the spec with arrays to write into. `fill` returns None if it has filled them all, the number of rows
-        (along every first axis) that it has filled, or a tree of views of them. It is found in the worker by import, with what it
-        carries pickled, so it stands in a module and not in a notebook; so is each task, which should be small: a path, an index.
+        (along every first axis) that it has filled, or a tree of views of them. The worker finds it by import, and what it carries
+        is pickled, so it must stand in a module and not in a notebook. Each task is pickled, too, and should be small: a path, an
+        index.
 
         The batches are trees of arrays in the slots themselves: `stager.put` reads them where they are. Keep one as long as you
-        like; its slot is filled again when no array over it is left and no copy reads it. `ordered`: in the order of the tasks,
-        else as they are ready. Tasks are taken as slots become free, one ahead. No more workers are started than there are slots.
+        like; its slot is filled again when no array over it is left and no copy reads it. `ordered`: they come in the order of the
+        tasks, else as they are ready. Tasks are taken as slots become free, one ahead. No more workers are started than there are
+        slots.
 
         An exception in `fill` is raised in place of its batch, with the worker's traceback as its cause. A worker that dies loses
         the batch that it was filling and nothing else; another takes its place. `on_death="replace"`: the batch is tried again,
         with a warning, up to `retries` times; after that, and at once with `on_death="raise"`, `WorkerDiedError` is raised in
         place of it. The iteration may go on after any of these.
 
-        One run at a time: if the one before has not ended, it raises `RuntimeError` from now on. So does one that an interrupt has
-        come into, such as Ctrl-C while it waited: its workers are killed, and the next run starts others.
+        One run at a time: if the one before has not ended, it raises `RuntimeError` from now on. So does a run that was
+        interrupted, for example by Ctrl-C while it waited: its workers are killed, and the next run starts others.
         """
         if self._refusal is not None:
             raise type(self._refusal)(*self._refusal.args)

@@ -31,7 +31,7 @@ OnDeath: TypeAlias = Literal["replace", "raise"]
 FIRST_NAP = 100e-6
 LONGEST_NAP = 2e-3
 STUCK = 10.0
-"""Seconds without a slot, the consumer holding all, before it is told so."""
+"""Seconds without a slot, while the consumer holds all, before it is told so."""
 
 
 class _Task(NamedTuple):
@@ -60,7 +60,7 @@ class _Words(NamedTuple):
 
 
 _Outcome: TypeAlias = _Batch | _Raised | _Words
-"""Of one step. Whatever else comes out of it is an interrupt."""
+"""What comes out of one step. Anything else that comes out of it is an interrupt."""
 
 
 @final
@@ -143,7 +143,7 @@ class Run(Iterator[TreeT_co]):
                 del outcome
 
     def _mend(self) -> None:
-        """Bring things in order behind an interrupt of a step: of this run, or of one before it."""
+        """Bring things in order after an interrupt of a step, of this run or of one before it."""
         self._crew.mend()
         if self._begun:
             self.end(RuntimeError("this run was interrupted, and batches of it are lost. Begin another run"))
@@ -211,7 +211,7 @@ class Run(Iterator[TreeT_co]):
     def _next_assignment(self) -> Assignment | None:
         if self._again:
             return self._again.pop(0)
-        # Before the slot: else a consumer that holds every slot would never hear that there is no more.
+        # Before the slot: otherwise a consumer that holds every slot would never hear that there are no more tasks.
         if self._task is None:
             self._task = self._pull()
         if self._task is None:
@@ -228,7 +228,7 @@ class Run(Iterator[TreeT_co]):
         return Assignment(Order(self._begin.run, number, slot, data), words)
 
     def _pull(self) -> _Task | None:
-        """Take the next task; None if there is none. Those that cannot be had, or sent, have their answer at once."""
+        """Take the next task; None if there is none. Tasks that cannot be had or sent are answered at once."""
         while not self._exhausted:
             try:
                 task = next(self._tasks)
@@ -271,7 +271,7 @@ class Run(Iterator[TreeT_co]):
                 self._died(heard)
 
     def _patience(self) -> float | None:
-        """Return how long to listen: until somebody speaks, but while there is no slot only until a copy may be done."""
+        """Return how long to listen: until somebody speaks; but while there is no slot, only until a copy may be done."""
         if not self._starved:
             return None
         nap, self._nap = self._nap, min(2 * self._nap, LONGEST_NAP)

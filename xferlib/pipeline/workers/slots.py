@@ -42,11 +42,11 @@ class Slots:
         return index
 
     def give_back(self, index: int) -> None:
-        """Have a slot free again that was taken and not leased."""
+        """Free a slot that was taken and not leased."""
         self._holders[index] = FREE
 
     def keep_only(self, taken: Collection[int]) -> None:
-        """Have every slot free again that was taken, except these."""
+        """Free every slot that was taken and not leased, except these."""
         for index, holder in enumerate(self._holders):
             if holder == FILLING and index not in taken:
                 self._holders[index] = FREE

@@ -119,7 +119,7 @@ def _failed(error: BaseException) -> Failed:
 
 def _portable(error: BaseException) -> bytes | None:
     """Pickle an exception that can be raised in the parent as itself."""
-    # Raised out of an iterator, a stop would look like its end.
+    # If an iterator raised a stop, that would look like its end.
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
         return None
     try:
@@ -132,7 +132,7 @@ def _portable(error: BaseException) -> bytes | None:
 def _end_with(parent: int) -> None:
     """End this process as soon as the parent has ended.
 
-    Not by `PR_SET_PDEATHSIG`: that comes when the parent's *thread* ends that started the worker.
+    Not by `PR_SET_PDEATHSIG`: that comes when the parent's *thread* that started the worker ends.
     """
     process = multiprocessing.parent_process()
     assert process is not None

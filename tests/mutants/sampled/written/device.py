@@ -142,7 +142,11 @@ MUTANTS = [
     ),
     (DEVICE, "        return not self._closed and self._reserve(size, number)", "        return self._reserve(size, number)"),
     (DEVICE, "        self._late.clear()\n", ""),
-    (DEVICE, "        # Who finds no room because of it waits until it is there.\n        with self._at_work:", "        if True:"),
+    (
+        DEVICE,
+        "        # Whoever finds no room because of it waits until it is there.\n        with self._at_work:",
+        "        if True:",
+    ),
     (TABLE, "                if torn or not self._nothing_new():\n", "                if not self._nothing_new():\n"),
     (TABLE, "                torn, self._torn = self._torn, True\n", "                torn = self._torn\n"),
     (TABLE, "                self._torn = False\n", ""),

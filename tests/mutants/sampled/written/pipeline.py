@@ -32,8 +32,8 @@ MUTANTS = [
     (RING, "        self.ring._in_flight(lease.number, end_of(transfer))", "        self.ring._in_flight(lease.number, transfer)"),
     (
         RING,
-        "                # It reads no more. Who holds the transfer is told.\n                pass\n",
-        "                # It reads no more. Who holds the transfer is told.\n                raise\n",
+        "                # It reads no more. Whoever holds the transfer is told.\n                pass\n",
+        "                # It reads no more. Whoever holds the transfer is told.\n                raise\n",
     ),
     (
         RING,
