@@ -68,6 +68,19 @@ def figures(path: Path) -> dict[str, Any]:
     return loaded
 
 
+def test_a_dtype_that_the_backend_does_not_have_is_refused_in_a_line(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: object, dtype: object) -> None:
+        raise TypeError("this backend has no uint16. Convert it with astype")
+
+    monkeypatch.setattr("xferlib_host._stager.NumpyStager.check_dtype", refuse)
+    assert demo(source) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("xferlib: ")
+    assert "this backend has no uint16" in line
+
+
 def test_a_npy_file_goes_through_and_comes_out_verified(
     tmp_path: Path, source: Path, frames: npt.NDArray[np.uint16], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,15 @@ from xferlib_host._stager import NumpyStager
 from tests.host.work import SECONDS, Gate, address
 
 
-@pytest.mark.parametrize("wrong", [[1.0], 3.0, None, b"bytes", np.float64(1), np.ma.masked_array([1, 2], [True, False])])
+def test_a_scalar_of_numpy_is_an_array_but_no_target(stager: NumpyStager) -> None:
+    source = stager.as_source(np.ones(3, np.float32).sum())
+    assert source.nbytes == 4
+    assert source.keepalive == 3
+    with pytest.raises(TypeError, match="are NumPy arrays without a mask"):
+        stager.as_target(np.float32(1))  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("wrong", [[1.0], 3.0, None, b"bytes", np.ma.masked_array([1, 2], [True, False])])
 def test_what_is_not_a_numpy_array_is_refused(stager: NumpyStager, wrong: Any) -> None:
     for call in (stager.as_source, stager.as_target):
         with pytest.raises(TypeError, match="are NumPy arrays without a mask"):

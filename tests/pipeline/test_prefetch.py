@@ -452,5 +452,31 @@ def test_a_depth_that_is_no_whole_number_is_refused_in_words(stager: xferlib.Sta
         lambda: xferlib.drain([], stager, depth=depth),
         lambda: xferlib.stream_map(lambda batch: batch, [np.ones(3)], stager, depth=depth),
     ):
-        with pytest.raises(TypeError, match=f"depth={depth!r}: expected an int"):
+        with pytest.raises(TypeError, match=f"depth={depth!r}: expected a whole number"):
             begin()
+
+
+def test_what_is_raised_while_a_loop_waits_has_nothing_before_it(stager: xferlib.Stager) -> None:
+    """An interrupt of the wait is no consequence of an empty queue, and is not told as one."""
+    ready, gate, main = threading.Event(), threading.Event(), threading.get_ident()
+
+    def source() -> Iterator[np.ndarray[Any, Any]]:
+        ready.wait(PATIENCE)
+        while not gate.wait(0.01):
+            signal.pthread_kill(main, signal.SIGINT)
+        yield np.zeros(3)
+
+    def hear(*_: object) -> None:
+        if not gate.is_set():
+            gate.set()
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        with xferlib.prefetch(source(), stager) as batches:
+            with pytest.raises(KeyboardInterrupt) as raised:
+                ready.set()
+                next(batches)
+            assert raised.value.__context__ is None
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -223,6 +223,22 @@ def test_a_slot_is_put_once_and_not_touched_afterwards(stager: xferlib.Stager) -
             label[:] = 1
 
 
+def test_arrays_beside_a_slots_own_stay_as_they_are(stager: xferlib.Stager) -> None:
+    label, pinned = np.arange(4), stager.empty_pinned(4, np.uint8)
+    pinned[:] = 7
+    with xferlib.Ring(stager, SPEC) as ring:
+        slot: xferlib.Slot[Any] = ring.acquire()
+        image = slot["image"]
+        slot.tree.update({"label": label, "pinned": pinned, "number": np.float32(3), "name": "a.png"})
+        got = slot.put().result()
+        assert not image.flags.writeable
+        assert label.flags.writeable
+        assert pinned.flags.writeable
+        assert got["label"].tolist() == [0, 1, 2, 3]
+        assert got["pinned"].tolist() == [7] * 4
+        assert (got["number"], got["name"]) == (3, "a.png")
+
+
 def test_a_put_that_fails_leaves_the_slot_with_its_holder(stager: xferlib.Stager) -> None:
     with xferlib.Ring(stager, SPEC, slots=1) as ring:
         slot = ring.acquire()

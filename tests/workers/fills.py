@@ -228,3 +228,23 @@ class Unloadable:
 
     def __call__(self, task: Any, slot: Any) -> None:
         raise AssertionError
+
+
+def replaces(task: str, slot: Any) -> int | None:
+    """Do what forgets the brackets: `slot[key] = ...`, and not `slot[key][:] = ...`."""
+    if task == "second":
+        slot["label"] = np.ones(4, np.int64)
+    elif task == "beside":
+        slot["name"] = "a.png"
+    elif task == "out":
+        del slot["label"]
+    else:
+        slot["image"][:] = 1
+    return 2 if task == "rows" else None
+
+
+def looks_elsewhere(task: Any, slot: Any) -> Any:
+    """Return views, whatever became of the tree."""
+    image = slot.pop("image")
+    image[:] = 5
+    return {"image": image[:2]}

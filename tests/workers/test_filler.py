@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
+import pytest
 
 from tests.workers import fills
 from xferlib.pipeline.workers.layout import Layout
@@ -23,3 +24,33 @@ def test_an_order_before_its_run_is_a_failure_and_no_batch() -> None:
     filler.begin(pickle.dumps(fills.number))
     assert filler.reply(order) == Filled(None)
     assert (layout.views(slot) == 3).all()
+
+
+def filled(fill: object, task: object) -> tuple[object, object]:
+    layout = Layout({"image": ((4, 3), np.float32), "label": ((4,), np.int64)})
+    slot = np.zeros(layout.nbytes, np.uint8)
+    filler = _Filler(layout, [slot])
+    filler.begin(pickle.dumps(fill))
+    return filler.reply(Order(0, 0, 0, pickle.dumps(task))), layout.views(slot)
+
+
+@pytest.mark.parametrize(("task", "words"), [("second", "tree.label"), ("beside", "tree.name"), ("out", "taken an array out")])
+def test_what_is_put_in_place_of_an_array_is_refused(task: str, words: str) -> None:
+    """The memory of the slot would keep an older batch, and arrive as this one."""
+    reply, _ = filled(fills.replaces, task)
+    assert isinstance(reply, Failed)
+    assert words in reply.words
+    assert "TypeError" in reply.words
+
+
+@pytest.mark.parametrize("task", ["rows", "all"])
+def test_what_is_written_in_place_arrives(task: str) -> None:
+    reply, views = filled(fills.replaces, task)
+    assert isinstance(reply, Filled)
+    assert (views["image"] == 1).all()  # type: ignore[index]  # A dict.
+
+
+def test_views_that_are_returned_are_what_counts() -> None:
+    reply, views = filled(fills.looks_elsewhere, 0)
+    assert isinstance(reply, Filled)
+    assert (views["image"] == 5).all()  # type: ignore[index]  # A dict.

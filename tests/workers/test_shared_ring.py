@@ -39,6 +39,11 @@ def test_batches_come_in_the_order_of_the_tasks(pair: SharedRing) -> None:
     assert [first(batch) for batch in pair.run(fills.number, range(40), workers=2)] == list(range(40))
 
 
+def test_no_more_workers_are_started_than_there_are_slots(pair: SharedRing) -> None:
+    assert [first(batch) for batch in pair.run(fills.number, range(6), workers=100)] == list(range(6))
+    assert len(pair.pids) <= pair.slots
+
+
 def test_a_slow_task_delays_the_order_and_not_the_others(pair: SharedRing, gate: Callable[[int], Gate]) -> None:
     slow = gate(0)
     run = pair.run(fills.behind, [(0, slow), 1, 2], workers=2, ordered=False)
@@ -450,9 +455,20 @@ def test_a_batch_of_a_run_that_was_left_never_comes_out_of_the_next(pair: Shared
 def test_arguments_that_make_no_sense_are_refused(stager: xferlib.Stager, pair: SharedRing) -> None:
     with pytest.raises(ValueError, match="slots=1: expected 2 or more"):
         SharedRing(stager, (4, "f4"), slots=1)
-    for wrong in ({"workers": 0}, {"retries": -1}, {"on_death": "ignore"}):
-        with pytest.raises(ValueError, match="expected 1 or more"):
+    for wrong, words in (
+        ({"workers": 0}, "workers=0: expected 1 or more"),
+        ({"retries": -1}, "retries=-1: expected 0 or more"),
+        ({"on_death": "ignore"}, "on_death='ignore': expected 'replace' or 'raise'"),
+    ):
+        with pytest.raises(ValueError, match=words):
             pair.run(fills.number, [], **wrong)
+    for odd, words in (({"workers": 1.5}, "workers=1.5"), ({"workers": True}, "workers=True"), ({"retries": "2"}, "retries='2'")):
+        with pytest.raises(TypeError, match=f"{words}: expected a whole number"):
+            pair.run(fills.number, [], **odd)
+    with pytest.raises(TypeError, match="fill=3: expected a function"):
+        pair.run(3, [])  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(TypeError, match="slots='3': expected a whole number"):
+        SharedRing(stager, (4, "f4"), slots="3")  # type: ignore[arg-type]  # on purpose
 
 
 def test_tasks_that_cannot_be_iterated_are_refused_and_the_run_before_goes_on(pair: SharedRing) -> None:

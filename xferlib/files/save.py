@@ -59,7 +59,7 @@ def save(
 
     The file has what the arrays hold at this point of `stream` (None: the calling thread's current one). It is written under
     another name and renamed when the disk has all of it: under `path` is the earlier file, or the whole new one, whatever happens.
-    Saves to one path come there in the order of their calls.
+    Files come into a folder in the order of the calls.
 
     The arrays are read until `Save.wait_read` returns: until then do not overwrite them by work of your own, nor donate or delete
     them. `put(into=)` waits by itself. Dropping them is fine. The program does not end before its saves have.
@@ -292,7 +292,7 @@ class _Work:
         """Start the threads, and return the handle."""
         handle = Save(self)
         self._handle = weakref.ref(handle)
-        key = os.path.realpath(self.file)
+        key = os.path.dirname(os.path.realpath(self.file))
         self._before, _newest[key] = _newest.get(key), self
         # Interrupted, the caller has no handle, and the file is written all the same.
         uninterrupted(self._start_threads)
@@ -470,6 +470,6 @@ def _remove_older(file: Path, keep: int, pattern: re.Pattern[str]) -> None:
 
 
 _newest: weakref.WeakValueDictionary[str, _Work] = weakref.WeakValueDictionary()
-"""By the file that each is going to be, the newest save."""
+"""By the folder, the newest save."""
 # The threads stayed with the parent.
 os.register_at_fork(after_in_child=_newest.clear)

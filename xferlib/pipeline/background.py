@@ -126,7 +126,7 @@ class BackgroundIterator(Generic[T]):
                 )
             # Asked before the queue: then everything that came before the end is in there.
             ended = shared.ended
-            entry = _first(shared.items)
+            entry: T | Failed = _first(shared.items)
             if entry is _NOTHING:
                 # Not where the lack was caught: an interrupt of the wait would be told as a consequence of that.
                 self._refuse_closed()

@@ -342,8 +342,8 @@ class Slot(Generic[TreeT_co]):
     def put(self, *, stream: object | None = None) -> Transfer[TreeT_co]:
         """Start the transfer; the slot is its ring's again when that is done. Raises as `Stager.put`, and then keeps the slot.
 
-        Its own arrays are made read-only. Views that were taken of them before are not: do not write through those any more. What was
-        put beside them is yours, and read until the transfer is done if it is pinned.
+        Its own arrays are made read-only. Views that were taken of them before are not: do not write through those any more. What
+        was put beside them is yours, and read until the transfer is done if it is pinned.
         """
         lease = self._check()
         leaves, spec = self._trees.arrays(self._tree)

@@ -16,6 +16,7 @@ from xferlib.cli.demo.report import figures, show
 from xferlib.cli.demo.result import ResultFile
 from xferlib.cli.demo.source import tiled
 from xferlib.cli.demo.stream import Loop
+from xferlib.cli.errors import CommandError
 from xferlib.engine.cores import usable_cores
 from xferlib.pipeline.ring import Ring
 from xferlib.registry import stager as open_stager
@@ -48,6 +49,10 @@ def _carry_out(options: Options, pool: Executor, bar: Bar) -> dict[str, Any]:
     bar.phase("opening")
     source = open_source(options, pool)
     with open_stager(options.backend, device=options.device) as stager:
+        try:
+            stager.backend.check_dtype(source.dtype)
+        except TypeError as error:
+            raise CommandError(f"{options.path or 'the pictures'}: {error}") from None
         frames, spec = plan(options, source, stager)
         device_work = workload(stager.name)
         bar.phase("preparing")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LOAD, TREE, LAYOUT = "xferlib/files/load.py", "xferlib/tree.py", "xferlib/packing.py"
+LOAD, TREE, LAYOUT, FORMATS = "xferlib/files/load.py", "xferlib/tree.py", "xferlib/packing.py", "xferlib/files/formats.py"
 
 MUTANTS = [
     (LOAD, "match file.suffix.lower():", "match file.suffix:"),
@@ -18,8 +18,8 @@ MUTANTS = [
     (LOAD, "start = total - sum(sizes)", "start = total - sum(sizes[1:]) - (sizes[0] if sizes else 0) // 8 * 8"),
     (LOAD, "        start += nbytes\n", "        start += -(-nbytes // 8) * 8\n"),
     (LOAD, "return count * int(bits[1]) // 8", "return count * (int(bits[1]) // 8)"),
-    (LOAD, '"C64": "complex64"', '"C64": "complex128"'),
-    (LOAD, '"F8_E4M3FNUZ": "float8_e4m3fnuz"', '"F8_E4M3FNUZ": "float8_e4m3fn"'),
+    (FORMATS, '"C64": "complex64"', '"C64": "complex128"'),
+    (FORMATS, '"F8_E4M3FNUZ": "float8_e4m3fnuz"', '"F8_E4M3FNUZ": "float8_e4m3fn"'),
     (LOAD, "OF_DAMAGE = (None, errno.EINVAL)", "OF_DAMAGE = (None,)"),
     (LOAD, "    except MemoryError:\n        raise\n", ""),
     (LOAD, "difflib.get_close_matches(str(name), found, n=1)", "difflib.get_close_matches(name, found, n=1)"),

@@ -1,7 +1,5 @@
 """Prefetch, drain, rings of slots, and what they say of themselves."""
 
-# ruff: noqa: E501  # Quoted code is as long as it is.
-
 from __future__ import annotations
 
 RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED = (
@@ -26,7 +24,7 @@ MUTANTS = [
     (RING, "        if self.slots > fit:", "        if self.slots >= fit:"),
     (
         RING,
-        "        _freeze(leaves)\n        del self._tree\n        self.ring._in_flight(",
+        "        _freeze(leaves, lease)\n        del self._tree\n        self.ring._in_flight(",
         "        del self._tree\n        self.ring._in_flight(",
     ),
     (RING, "        self.ring._in_flight(lease.number, end_of(transfer))", "        self.ring._in_flight(lease.number, transfer)"),
@@ -52,8 +50,8 @@ MUTANTS = [
     (BACKGROUND, "        self._join()\n        raise StopIteration", "        raise StopIteration"),
     (
         BACKGROUND,
-        "            ended = shared.ended\n            try:\n                entry = shared.items.popleft()\n            except IndexError:\n                self._refuse_closed()\n                if ended:",
-        "            try:\n                entry = shared.items.popleft()\n            except IndexError:\n                self._refuse_closed()\n                if shared.ended:",
+        "            ended = shared.ended\n            entry: T | Failed = _first(shared.items)",
+        "            entry: T | Failed = _first(shared.items)\n            ended = shared.ended",
     ),
     (THREAD, "lambda: self.going() and len(self.items) < self.depth)", "lambda: self.going() and len(self.items) <= self.depth)"),
     (THREAD, "        if isinstance(iterator, GeneratorType):\n            iterator.close()\n", "        pass\n"),

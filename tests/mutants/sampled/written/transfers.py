@@ -16,18 +16,18 @@ MUTANTS = [
     ),
     (
         "xferlib/in_flight.py",
-        "return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1",
-        "return not self.jobs.d2h and not self.d2h._entries",
+        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
+        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries",
     ),
     (
         "xferlib/in_flight.py",
-        "return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1",
-        "return not self.jobs.d2h and len(_open) == 1",
+        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
+        "return not self.jobs.d2h and not self.jobs.readings and len(_open) == 1",
     ),
     (
         "xferlib/in_flight.py",
-        "return not self.jobs.d2h and not self.d2h._entries and len(_open) == 1",
-        "return not self.d2h._entries and len(_open) == 1",
+        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
+        "return not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
     ),
     (PUTS, "if event is not None and ledger.place == self._ledger.place:\n", "if event is not None:\n"),
     (
