@@ -354,10 +354,7 @@ class HostToDevice:
             raise
         finally:
             if fills:
-                # As in `BounceBuffers`.
-                fill = fills[-1]
-                fill.memory, fill.over = None, True
-                self._ledger.jobs.remove(fill)
+                self._ledger.jobs.end(fills[-1])
         return event
 
     def _copy_pinned(

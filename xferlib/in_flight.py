@@ -135,10 +135,14 @@ class InFlight:
         """
         try:
             event = self.add(0, (), (), keepalive)
-        except self._failures:
-            # Better to lose the memory than to have it written under its next owner.
-            self._stuck.append(keepalive)
-            return False
+        except BaseException as error:
+            # Whatever it is: better to lose the memory than to have it written under its next owner. After an interrupt an entry
+            # may hold it.
+            if not any(entry.keepalive is keepalive for entry in self.entries()):
+                self._stuck.append(keepalive)
+            if isinstance(error, self._failures):
+                return False
+            raise
         if not is_copy_thread():
             with suppress(*self._failures):
                 event.synchronize()
@@ -344,8 +348,10 @@ class Jobs:
         """Count memory as in flight until its thread says that it is."""
         self._fills[fill.row] = fill
 
-    def remove(self, fill: Fill) -> None:
-        """Forget a fill that is over. Twice is fine, and so is not at all: then `reap` forgets it."""
+    def end(self, fill: Fill) -> None:
+        """Note that a fill is over: its memory is in flight or idle. Called by its thread; twice is fine."""
+        # In this order: whoever waits for room must find it, and the frame that has the fill may live on for a while.
+        fill.memory, fill.over = None, True
         self._fills.pop(fill.row, None)
 
     def reap(self) -> bool:

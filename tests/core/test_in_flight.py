@@ -311,6 +311,40 @@ def test_settle_keeps_memory_for_ever_if_nobody_can_say_when_the_copy_ends() -> 
     assert alive() is not None
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_settle_keeps_memory_for_ever_whatever_is_raised(error: type[BaseException]) -> None:
+    def record() -> Point:
+        raise error("no event")
+
+    queue = InFlight(record, (OSError,))
+    thing = Thing()
+    alive = weakref.ref(thing)
+    with pytest.raises(error):
+        queue.settle(thing)
+    del thing
+    queue.reap()
+    gc.collect()
+    assert alive() is not None
+
+
+def test_settle_that_is_interrupted_behind_its_entry_keeps_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    point, thing = Point(), Thing()
+    queue, alive = queue_of(point), weakref.ref(thing)
+    add = InFlight.add
+
+    def interrupted(*arguments: Any, **named: Any) -> None:
+        add(*arguments, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(InFlight, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        queue.settle(thing)
+    del thing
+    point.reached = True
+    queue.reap()
+    assert alive() is None
+
+
 def test_what_settle_keeps_is_held_as_it_waits_and_is_nothing_that_a_copy_reads() -> None:
     """Other threads ask meanwhile who uses what."""
 

@@ -16,7 +16,7 @@ from xferlib.staging.profile import StagingProfile
 MIB = 1 << 20
 RING = StagingProfile(1, MIB)
 SEVERAL = StagingProfile(4, MIB)
-SMALL = 300_000
+SMALL = 100_000
 SECONDS = 10.0
 
 pytestmark = pytest.mark.filterwarnings("ignore::xferlib.SynchronousTransferWarning")
@@ -30,12 +30,15 @@ def numbers(nbytes: int, first: int = 0) -> np.ndarray[Any, Any]:
     return np.arange(first, first + nbytes // 4, dtype=np.uint32)
 
 
-def fails(times: int, call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a call that fails the first times."""
+def fails(times: int, call: Callable[[], Any], failed: threading.Event) -> Callable[[], Any]:
+    """Return a call that fails the first times, and tells of the last of them."""
     left = iter(range(times))
 
     def failing() -> Any:
-        if next(left, None) is not None:
+        number = next(left, None)
+        if number is not None:
+            if number == times - 1:
+                failed.set()
             raise RecordBroke("no event to be had")
         return call()
 
@@ -61,19 +64,29 @@ def test_each_get_behind_copies_that_fail_says_so(shape: StagingProfile) -> None
 def test_memory_that_may_be_in_use_for_ever_is_given_to_nobody(direction: str, nbytes: int) -> None:
     backend = tampered(failures=(RecordBroke,))
     real = getattr(backend.inner, f"record_{direction}")
-    setattr(backend, f"record_{direction}", fails(2 if (direction, nbytes) == ("h2d", SMALL) else 1, real))
+    failed = threading.Event()
+    # What a thread of its own cannot record is recorded again, by whoever settles it.
+    setattr(backend, f"record_{direction}", fails(2 if (direction, nbytes) == ("h2d", SMALL) else 1, real, failed))
+
+    def start(stager: xferlib.Stager) -> None:
+        if direction == "h2d":
+            stager.put(np.full(nbytes, 100, np.uint8))
+        else:
+            stager.get(np.full(nbytes, 100, np.uint8), out=np.zeros(nbytes, np.uint8)).synchronize()
+
     with xferlib.stager(backend, pinned_limit=8 * MIB, staging=RING) as stager:
-        with held(getattr(backend.inner, direction)):
-            with pytest.raises(xferlib.TransferError, match="no event"):
-                if direction == "h2d":
-                    stager.put(np.full(nbytes, 100, np.uint8))
-                else:
-                    stager.get(np.full(nbytes, 100, np.uint8), out=np.zeros(nbytes, np.uint8)).synchronize()
+        with held(getattr(backend.inner, direction)) as gate:
+            failing = on_thread(lambda: start(stager))
+            assert failed.wait(SECONDS)
             # Chunks that are idle go; that memory stays.
             stager.trim()
             assert stager._pool.usage().used > 0
             mine = stager.empty_pinned(nbytes, np.uint8)
             mine[...] = 1
+            gate.set()
+            # Whoever is told finds at rest what can be known of.
+            with pytest.raises(xferlib.TransferError, match="no event"):
+                failing.result(SECONDS)
         real().synchronize()
         assert (mine == 1).all()
         # What is left serves on.

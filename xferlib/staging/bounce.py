@@ -65,10 +65,7 @@ class BounceBuffers:
             raise
         finally:
             if fills:
-                fill = fills[-1]
-                # In this order: whoever waits for room must find it, and this frame may live on for a while.
-                fill.memory, fill.over = None, True
-                self._jobs.remove(fill)
+                self._jobs.end(fills[-1])
         return event
 
     def begin(self, part: Part, fills: list[Fill]) -> None:
@@ -107,8 +104,7 @@ class BounceBuffers:
                 return slot
             except IndexError:
                 # Another thread was faster. This one may have to wait for room now, so nobody may wait for it.
-                fill.over = True
-                self._jobs.remove(fill)
+                self._jobs.end(fill)
         fill = Fill()
         fills.append(fill)
         block = self._pool.take(nbytes, lambda: self._jobs.add(fill))
@@ -131,5 +127,4 @@ class BounceBuffers:
                     return True
             return False
         finally:
-            fill.over = True
-            self._jobs.remove(fill)
+            self._jobs.end(fill)

@@ -91,8 +91,7 @@ class SmallGets:
                 if block is not None:
                     self._idle.append((block, None))
         finally:
-            fill.over = True
-            self._jobs.remove(fill)
+            self._jobs.end(fill)
 
     def fill(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
         """Copy from device addresses into C-contiguous arrays, once `after` is reached. False: the engine must do it.
@@ -128,8 +127,7 @@ class SmallGets:
         finally:
             # If the copy fails, this frame lives as long as the exception.
             block = event = None  # type: ignore[assignment]  # Nobody uses them after this.
-            fill.over = True
-            self._jobs.remove(fill)
+            self._jobs.end(fill)
 
     def release(self) -> bool:
         """Give idle memory back to the pool, and tell whether there was any."""

@@ -1,0 +1,101 @@
+"""States of JAX to files and back: registered trees, its own dtypes, what is not computed yet, training that goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from xferlib.stager import Stager
+
+jax = pytest.importorskip("jax")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class State:
+    params: Any
+    moments: Any
+    step: Any
+    name: str = dataclasses.field(default="", metadata={"static": True})
+
+
+def initial() -> State:
+    keys = jax.random.split(jax.random.key(3), 3)
+    params = {
+        "dense": [jax.random.normal(keys[0], (70, 33)), jax.random.normal(keys[1], (33,))],
+        "half": jax.random.normal(keys[2], (17, 5)).astype(jax.numpy.bfloat16),
+    }
+    return State(params, jax.tree.map(jax.numpy.zeros_like, params), jax.numpy.int32(0), "a run")
+
+
+@jax.jit
+def train(state: State) -> State:
+    params = jax.tree.map(lambda value: value * jax.numpy.asarray(1.01, value.dtype) + value.mean(), state.params)
+    return State(params, jax.tree.map(lambda value: value + 1, state.moments), state.step + 1, state.name)
+
+
+def same(got: Any, want: Any) -> None:
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    assert got.tobytes() == want.tobytes()
+
+
+def equal(got: State, want: State) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        same(np.asarray(one), np.asarray(other))
+
+
+def test_a_run_that_goes_on_from_a_file_ends_as_one_that_went_through(stager: Stager, tmp_path: Path) -> None:
+    state, saves = initial(), []
+    for step in range(6):
+        state = train(state)
+        # Not computed yet, perhaps; and the next step goes on meanwhile.
+        saves.append(xferlib.save(tmp_path / f"step_{step}.safetensors", state, stager, keep=3))
+    for save in saves:
+        save.result(60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step}.safetensors" for step in (3, 4, 5)]
+    again = xferlib.load(tmp_path / "step_3.safetensors", stager, like=initial())
+    assert int(again.step) == 4
+    equal(train(train(again)), state)
+
+
+def test_shapes_alone_say_what_to_load(stager: Stager, tmp_path: Path) -> None:
+    state = train(initial())
+    path = xferlib.save(tmp_path / "state.safetensors", state, stager).result(60)
+    equal(xferlib.load(path, stager, like=jax.eval_shape(initial)), state)
+
+
+def test_a_state_is_replaced_while_it_is_saved(stager: Stager, tmp_path: Path) -> None:
+    """The loop drops what is being saved at once."""
+    state = initial()
+    want = []
+    for step in range(10):
+        state = train(state)
+        save = xferlib.save(tmp_path / f"{step}.safetensors", state, stager, memory=64 << 10)
+        want.append([np.asarray(leaf) for leaf in jax.tree.leaves(state)])
+    save.result(60)
+    for step in range(10):
+        got = xferlib.load(tmp_path / f"{step}.safetensors", stager, like=jax.eval_shape(initial))
+        for one, other in zip(jax.tree.leaves(got), want[step], strict=True):
+            same(np.asarray(one), other)
+
+
+def test_what_fails_to_be_computed_fails_the_save(stager: Stager, tmp_path: Path) -> None:
+    def broken(value: Any) -> Any:
+        raise RuntimeError("no such value")
+
+    shape = jax.ShapeDtypeStruct((100,), np.dtype(np.float32))
+    try:
+        value = jax.jit(lambda x: jax.pure_callback(broken, shape, x))(np.float32(1))
+        save = xferlib.save(tmp_path / "a.npy", {"a": value}["a"], stager)
+    except Exception:
+        # Found at once, where nothing computes ahead.
+        return
+    with pytest.raises(xferlib.XferError):
+        save.result(60)
+    assert not list(tmp_path.iterdir())
