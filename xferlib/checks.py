@@ -19,7 +19,6 @@ from xferlib.tree import Alike, Spec, path
 __all__ = [
     "check_alike",
     "check_apart",
-    "check_depth",
     "check_iterable",
     "check_out",
     "checked_at",
@@ -140,11 +139,6 @@ def check_apart(ranges: list[tuple[int, int]], name: str) -> None:
     for (start, nbytes), (following, _) in itertools.pairwise(ordered):
         if following < start + nbytes:
             raise ValueError(f"two arrays of {name} share memory: each needs its own")
-
-
-def check_depth(depth: object) -> None:
-    """Raise `TypeError` or `ValueError` unless this is a valid depth of a loop."""
-    whole_number(depth, "depth", least=1)
 
 
 def check_iterable(given: object, name: str) -> None:

@@ -25,9 +25,9 @@ from xferlib.tree import Alike, Spec, path, trees_of, unflatten
 __all__ = ["DeviceToHost", "pinned_nbytes"]
 
 BYTES = np.dtype(np.uint8)
-PACK_UP_TO = 16 << 10
+SHARE_UP_TO = 16 << 10
 """Bytes. Results of one get up to this size share memory; larger ones have their own, so keeping one keeps no other."""
-PACKED = 1 << 20
+SHARED = 1 << 20
 """Bytes that share memory, at most. So if one of many results is kept, it keeps no more than these."""
 
 
@@ -101,10 +101,10 @@ class DeviceToHost:
         end = 0
         for index, (shape, dtype) in enumerate(alike):
             nbytes = math.prod(shape) * dtype.itemsize
-            if not 0 < nbytes <= PACK_UP_TO:
+            if not 0 < nbytes <= SHARE_UP_TO:
                 alone.append(index)
                 continue
-            if end + nbytes > PACKED:
+            if end + nbytes > SHARED:
                 self._pack(together, end, alike, arrays, addresses)
                 together, end = [], 0
             together.append((index, end))

@@ -17,7 +17,7 @@ from xferlib.in_flight import Fill, Ledger, all_ledgers, uses
 from xferlib.memory.arrays import Array
 from xferlib.memory.device_pool import DevicePool, Lease, Streams, note_reader
 from xferlib.memory.host import HostLeaf, HostMemory
-from xferlib.packing import Layout, Layouts
+from xferlib.packing import Packing, Packings
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
 from xferlib.staging.coalesce import Placed
@@ -27,7 +27,7 @@ from xferlib.tree import Spec, path, trees_of, unflatten
 
 __all__ = ["HostToDevice"]
 
-LEND_FROM = 1 << 20
+BORROW_FROM = 1 << 20
 """Bytes. Waiting until fewer are staged takes about as long as waking a thread, and then nobody has to keep the sources."""
 
 
@@ -60,7 +60,7 @@ class HostToDevice:
         self._staging = staging
         self._stage_one = staging.stage_one
         self._warning = warning
-        self._layouts = Layouts()
+        self._packings = Packings()
         self._ledger = ledger
         self._h2d = ledger.h2d
 
@@ -75,8 +75,8 @@ class HostToDevice:
         if sources is None:
             sources = [checked_at(spec, index, self._host.leaf, leaf) for index, leaf in enumerate(leaves)]
         if into is None:
-            if borrow and self._is_worth_lending(sources):
-                return self._lent(sources, spec, stream)
+            if borrow and self._is_worth_borrowing(sources):
+                return self._borrowed(sources, spec, stream)
             if not borrow:
                 self._warning.put(sources, spec)
             return self._fresh(sources, spec, stream)
@@ -93,8 +93,8 @@ class HostToDevice:
         address = self._address(array)
         nbytes = array.nbytes
         if address is None:
-            if borrow and nbytes >= LEND_FROM:
-                return self._lent([(array, address)], None, stream)
+            if borrow and nbytes >= BORROW_FROM:
+                return self._borrowed([(array, address)], None, stream)
             if not borrow:
                 self._warning.put([(array, address)])
         if stream is not None:
@@ -206,12 +206,12 @@ class HostToDevice:
         if stream is not None:
             self._backend.check_stream(stream)
         streams: Streams = {}
-        layout = self._layouts.of(sources)
-        leases = self._leases(layout, streams)
-        addresses = layout.addresses([block.address for block, _ in leases])
-        event = self._begin(addresses, sources, layout.numbers, leases, ())
+        packing = self._packings.of(sources)
+        leases = self._leases(packing, streams)
+        addresses = packing.addresses([block.address for block, _ in leases])
+        event = self._begin(addresses, sources, packing.numbers, leases, ())
         try:
-            value = self._made(layout, leases, spec, event)
+            value = self._made(packing, leases, spec, event)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
             if stream is not None:
                 transfer.stream_wait(stream)
@@ -221,57 +221,57 @@ class HostToDevice:
                 event.synchronize()
             raise
 
-    def _is_worth_lending(self, sources: list[HostLeaf]) -> bool:
-        return sum(array.nbytes for array, address in sources if address is None) >= LEND_FROM
+    def _is_worth_borrowing(self, sources: list[HostLeaf]) -> bool:
+        return sum(array.nbytes for array, address in sources if address is None) >= BORROW_FROM
 
-    def _lent(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
+    def _borrowed(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
         """Put a tree and borrow its pageable leaves, which threads of ours copy after this has returned."""
         if stream is not None:
             self._backend.check_stream(stream)
         streams: Streams = {}
-        layout = self._layouts.of(sources)
-        leases = self._leases(layout, streams)
-        addresses = layout.addresses([block.address for block, _ in leases])
+        packing = self._packings.of(sources)
+        leases = self._leases(packing, streams)
+        addresses = packing.addresses([block.address for block, _ in leases])
         staged: list[Placed] = []
         pinned: list[Array] = []
         try:
-            self._copy_pinned(addresses, sources, layout.numbers, pinned, staged)
+            self._copy_pinned(addresses, sources, packing.numbers, pinned, staged)
             # The leases are held until then: otherwise a block could be used again before its last copy is started, which would
             # then overwrite it.
-            lent = self._staging.borrow(staged, until_started=leases, beside=pinned)
+            copy = self._staging.borrow(staged, until_started=leases, beside=pinned)
         except BaseException:
             self._h2d.settle((pinned, leases))
             raise
 
         def make() -> Any:
             refuse_finalizers(self._backend)
-            return self._made(layout, leases, spec, lent.enqueued())
+            return self._made(packing, leases, spec, copy.enqueued())
 
-        transfer = Transfer(Later(make), lent, (Exception,), False, streams.__setitem__)
+        transfer = Transfer(Later(make), copy, (Exception,), False, streams.__setitem__)
         if stream is not None:
             try:
                 transfer.stream_wait(stream)
             except BaseException:
                 with suppress(Exception):
-                    lent.synchronize()
+                    copy.synchronize()
                 raise
         return transfer
 
-    def _leases(self, layout: Layout, streams: Streams) -> list[Lease]:
+    def _leases(self, packing: Packing, streams: Streams) -> list[Lease]:
         leases: list[Lease] = []
-        for size in layout.sizes:
+        for size in packing.sizes:
             leases.append(self._blocks.lease(size, streams))  # noqa: PERF401  # Each is held before the next may fail.
         return leases
 
-    def _made(self, layout: Layout, leases: list[Lease], spec: Spec, event: Event) -> Any:
-        arrays: list[Any] = [None] * layout.count
-        for (block, lease), indices, places in zip(leases, layout.indices, layout.places, strict=True):
+    def _made(self, packing: Packing, leases: list[Lease], spec: Spec, event: Event) -> Any:
+        arrays: list[Any] = [None] * packing.count
+        for (block, lease), indices, places in zip(leases, packing.indices, packing.places, strict=True):
             if len(places) == 1:
                 ((offset, shape, dtype),) = places
                 arrays[indices[0]] = self._as_array(block, offset, shape, dtype, after=event, lease=lease)
                 continue
             made = self._as_arrays(block, places, after=event, lease=lease)
-            if len(made) == layout.count:
+            if len(made) == packing.count:
                 return unflatten(spec, made)
             for index, array in zip(indices, made, strict=True):
                 arrays[index] = array

@@ -16,25 +16,25 @@ import numpy as np
 from xferlib.memory.host import HostLeaf
 from xferlib.memory.pinned_pool import ALIGNMENT
 from xferlib.protocol import Place
+from xferlib.tree import Alike
 
-__all__ = ["Layout", "Layouts"]
+__all__ = ["Packing", "Packings"]
 
 PACK_UP_TO = 64 << 10
 """Bytes. Leaves of one put up to this size share a device block; larger ones have their own, so keeping one keeps no other."""
 KEPT = 64
-"""Layouts. A program has a few; one that makes new shapes for ever must not fill memory with them."""
+"""Packings. A program has a few; one that makes new shapes for ever must not fill memory with them."""
 
-Alike: TypeAlias = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 Signature: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, np.dtype[Any]], ...]]
 """Every shape, and for each run of equal dtypes the first leaf's index and the dtype: hashing a dtype takes longer than all else
 here."""
 
 
 @final
-class Layout:
+class Packing:
     """For each block: its size, the indices of the leaves in it, and their places."""
 
-    def __init__(self, leaves: Alike) -> None:
+    def __init__(self, leaves: Sequence[Alike]) -> None:
         self.count = len(leaves)
         self.sizes: list[int] = []
         self.indices: list[list[int]] = []
@@ -74,15 +74,15 @@ class Layout:
 
 
 @final
-class Layouts:
-    """The layouts used last. Any thread."""
+class Packings:
+    """The packings used last. Any thread."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Signature, Layout] = OrderedDict()
+        self._kept: OrderedDict[Signature, Packing] = OrderedDict()
         self._lock = threading.RLock()
 
-    def of(self, sources: Sequence[HostLeaf]) -> Layout:
-        """Return the layout for these leaves."""
+    def of(self, sources: Sequence[HostLeaf]) -> Packing:
+        """Return the packing for these leaves."""
         runs: list[tuple[int, np.dtype[Any]]] = []
         last = None
         for index, (array, _) in enumerate(sources):
@@ -90,13 +90,13 @@ class Layouts:
                 last = array.dtype
                 runs.append((index, last))
         signature = tuple([array.shape for array, _ in sources]), tuple(runs)
-        layout = self._kept.get(signature)
-        if layout is None:
-            layout = Layout([(array.shape, array.dtype) for array, _ in sources])
+        packing = self._kept.get(signature)
+        if packing is None:
+            packing = Packing([(array.shape, array.dtype) for array, _ in sources])
             with self._lock:
-                self._kept[signature] = layout
+                self._kept[signature] = packing
                 self._forget_oldest()
-        return layout
+        return packing
 
     def _forget_oldest(self) -> None:
         while len(self._kept) > KEPT:

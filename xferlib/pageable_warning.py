@@ -27,7 +27,7 @@ WARN_FROM = 64 << 10
 """Bytes of one put. The CPU copies less in the time that starting the transfer takes."""
 PAGEABLE = "the array is not in pinned memory. Fill one from stager.empty_pinned(...) instead, or lock yours with stager.pin(array)"
 STRIDED = "the array is not contiguous. Lay it out in C order, in an array from stager.empty_pinned(...)"
-LEND = ", or lend it until the transfer is done: put(..., borrow=True)"
+BORROW = ", or let put borrow it until the transfer is done: put(..., borrow=True)"
 """A put into arrays of the caller's borrows nothing."""
 NBYTES = attrgetter("nbytes")
 
@@ -70,7 +70,7 @@ def _refusal(array: Array, spec: Spec | None, index: int, into: bool) -> ValueEr
 
 
 def _reason(array: Array, into: bool) -> str:
-    return (PAGEABLE if array.flags.c_contiguous else STRIDED) + ("" if into else LEND)
+    return (PAGEABLE if array.flags.c_contiguous else STRIDED) + ("" if into else BORROW)
 
 
 def _level_of_caller() -> int | None:

@@ -1,4 +1,4 @@
-"""Trees of many small arrays: one layout for a structure, one copy for many leaves, the right bytes in each."""
+"""Trees of many small arrays: one packing for a structure, one copy for many leaves, the right bytes in each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import tampered
-from xferlib.packing import KEPT, Layout, Layouts
+from xferlib.packing import KEPT, Packing, Packings
 
 DTYPES = [np.bool_, np.int8, np.uint16, np.float32, np.complex64, np.int64, ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e5m2)]
 
@@ -114,26 +114,26 @@ def test_arrays_of_the_callers_side_by_side_are_overwritten_exactly(stager: xfer
 
 
 def test_a_layout_is_planned_once_for_the_same_shapes() -> None:
-    layouts = Layouts()
-    one = layouts.of([(array, None) for array in tree(50)])
-    assert layouts.of([(array, None) for array in tree(50, seed=1)]) is one
-    assert layouts.of([(array, None) for array in tree(51)]) is not one
+    packings = Packings()
+    one = packings.of([(array, None) for array in tree(50)])
+    assert packings.of([(array, None) for array in tree(50, seed=1)]) is one
+    assert packings.of([(array, None) for array in tree(51)]) is not one
 
 
 def test_layouts_that_were_not_used_for_long_are_forgotten() -> None:
-    layouts = Layouts()
-    first = layouts.of([(np.zeros(1), None)])
+    packings = Packings()
+    first = packings.of([(np.zeros(1), None)])
     for size in range(2, KEPT + 2):
-        layouts.of([(np.zeros(size), None)])
-    assert layouts.of([(np.zeros(1), None)]) is not first
+        packings.of([(np.zeros(size), None)])
+    assert packings.of([(np.zeros(1), None)]) is not first
 
 
 def test_a_layout_is_kept_while_no_more_than_so_many_are() -> None:
-    layouts = Layouts()
-    first = layouts.of([(np.zeros(1), None)])
+    packings = Packings()
+    first = packings.of([(np.zeros(1), None)])
     for size in range(2, KEPT + 1):
-        layouts.of([(np.zeros(size), None)])
-    assert layouts.of([(np.zeros(1), None)]) is first
+        packings.of([(np.zeros(size), None)])
+    assert packings.of([(np.zeros(1), None)]) is first
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -173,9 +173,9 @@ def test_leaves_of_64_kib_share_a_block_and_larger_ones_have_their_own() -> None
 def test_an_empty_leaf_has_a_unit_of_its_own_too() -> None:
     """Who takes a block apart reads whole units, also of the last leaf."""
     empty, some = ((0,), np.dtype(np.float32)), ((3,), np.dtype(np.float32))
-    layout = Layout([empty, some, empty])
-    assert layout.addresses([1 << 20]) == [1 << 20, (1 << 20) + 256, (1 << 20) + 512]
-    assert layout.sizes == [768]
+    packing = Packing([empty, some, empty])
+    assert packing.addresses([1 << 20]) == [1 << 20, (1 << 20) + 256, (1 << 20) + 512]
+    assert packing.sizes == [768]
 
 
 def test_large_and_small_leaves_by_turns_arrive(stager: xferlib.Stager) -> None:

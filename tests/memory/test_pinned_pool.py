@@ -459,13 +459,13 @@ def test_what_arrays_have_is_counted_anew_after_an_interrupt() -> None:
 
     pool = Driver().pool(8 * MIB, "stage")
     array = pool.empty((4 * MIB,), U8)
-    assert pool.lends_arrays
+    assert pool.has_arrays
     pool._rows, interrupts = Cut(pool._rows), [KeyboardInterrupt()]
     del array
     with pytest.raises(KeyboardInterrupt):
         pool.usage()
     pool.usage()
-    assert not pool.lends_arrays
+    assert not pool.has_arrays
     assert pool.empty((4 * MIB,), U8).nbytes == 4 * MIB
     assert pool.fallbacks == 0
 

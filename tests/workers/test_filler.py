@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from tests.workers import fills
-from xferlib.pipeline.workers.layout import Layout
+from xferlib.pipeline.workers.layout import SlotLayout
 from xferlib.pipeline.workers.messages import Failed, Filled, Order
 from xferlib.pipeline.workers.worker import _Filler
 
 
 def test_an_order_before_its_run_is_a_failure_and_no_batch() -> None:
-    layout = Layout((64, np.int64))
+    layout = SlotLayout((64, np.int64))
     slot = np.zeros(layout.nbytes, np.uint8)
     filler = _Filler(layout, [slot])
     order = Order(0, 0, 0, pickle.dumps(3))
@@ -27,7 +27,7 @@ def test_an_order_before_its_run_is_a_failure_and_no_batch() -> None:
 
 
 def filled(fill: object, task: object) -> tuple[object, object]:
-    layout = Layout({"image": ((4, 3), np.float32), "label": ((4,), np.int64)})
+    layout = SlotLayout({"image": ((4, 3), np.float32), "label": ((4,), np.int64)})
     slot = np.zeros(layout.nbytes, np.uint8)
     filler = _Filler(layout, [slot])
     filler.begin(pickle.dumps(fill))

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from xferlib.pipeline.workers.layout import ALIGNMENT, Layout
+from xferlib.pipeline.workers.layout import ALIGNMENT, SlotLayout
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Pair(NamedTuple):
     second: Any
 
 
-def slot_of(layout: Layout) -> Any:
+def slot_of(layout: SlotLayout) -> Any:
     return np.zeros(layout.nbytes, np.uint8)
 
 
@@ -43,7 +43,7 @@ def slot_of(layout: Layout) -> Any:
     ],
 )
 def test_views_have_the_structure_shapes_and_dtypes_of_the_spec(spec: Any) -> None:
-    layout = pickle.loads(pickle.dumps(Layout(spec)))
+    layout = pickle.loads(pickle.dumps(SlotLayout(spec)))
     slot = slot_of(layout)
     tree = layout.whole.views(slot)
     image, label = list(vars(tree).values()) if isinstance(tree, Batch) else tree.values() if isinstance(tree, dict) else tree
@@ -56,7 +56,7 @@ def test_views_have_the_structure_shapes_and_dtypes_of_the_spec(spec: Any) -> No
 
 
 def test_a_spec_of_one_array_gives_an_array() -> None:
-    layout = Layout(((2, 3), ml_dtypes.bfloat16))
+    layout = SlotLayout(((2, 3), ml_dtypes.bfloat16))
     view = layout.whole.views(slot_of(layout))
     assert (view.shape, view.dtype) == ((2, 3), ml_dtypes.bfloat16)
     assert layout.nbytes == 4096
@@ -78,10 +78,10 @@ def test_a_spec_of_one_array_gives_an_array() -> None:
 )
 def test_a_spec_that_says_no_memory_is_refused(spec: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        Layout(spec)
+        SlotLayout(spec)
 
 
-LAYOUT = Layout({"image": ((6, 4), np.int32), "label": (6, np.int64)})
+LAYOUT = SlotLayout({"image": ((6, 4), np.int32), "label": (6, np.int64)})
 
 
 def returned(value: Any, slot: Any) -> Any:
@@ -130,6 +130,6 @@ def test_an_array_that_begins_before_its_slot_is_an_error() -> None:
 
 
 def test_rows_of_an_array_without_axes_are_an_error() -> None:
-    layout = Layout({"image": ((6, 4), np.int32), "scale": ((), np.float32)})
+    layout = SlotLayout({"image": ((6, 4), np.int32), "scale": ((), np.float32)})
     with pytest.raises(ValueError, match="0 rows"):
         layout.returned(0, slot_of(layout))

@@ -17,7 +17,7 @@ from typing import Any, final
 
 from xferlib.conformance import cuda
 
-__all__ = ["CuptiError", "DriverCalls", "driver_calls"]
+__all__ = ["CallLog", "CuptiError", "driver_calls"]
 
 DRIVER, RUNTIME = 1, 2
 ENTER = 0
@@ -63,7 +63,7 @@ class CuptiError(RuntimeError):
 
 
 @final
-class DriverCalls:
+class CallLog:
     """The calls since this was made, from any thread. Made by `driver_calls()`."""
 
     def __init__(self) -> None:
@@ -118,9 +118,9 @@ class DriverCalls:
 
 
 @functools.cache
-def driver_calls() -> DriverCalls:
+def driver_calls() -> CallLog:
     """Return this process's counter; the first call starts it. Raises `CuptiError` if it cannot count here."""
-    calls = DriverCalls()
+    calls = CallLog()
     calls.require_seen(_allocate_and_free, 2)
     return calls
 

@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 
 from xferlib.tree import Alike
 
-__all__ = ["EXTENSIONS", "PLAIN", "VALUES", "Layout", "npy_header", "safetensors_layout"]
+__all__ = ["EXTENSIONS", "PLAIN", "VALUES", "FileLayout", "npy_header", "safetensors_layout"]
 
 PLAIN = {
     "BOOL": "bool",
@@ -42,7 +42,7 @@ LARGEST_HEADER = 100_000_000
 
 
 @final
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """How a file is to look."""
 
     header: bytes
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
     """Of the whole file."""
 
 
-def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> Layout:
+def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> FileLayout:
     """Lay arrays out one behind the other. Raises `TypeError` for a dtype that the format lacks, `ValueError` for a name.
 
     The format: 8 bytes with the length of the JSON that follows, little-endian, the JSON, and the arrays without a gap, as
@@ -72,7 +72,7 @@ def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadat
     text += b" " * (-(8 + len(text)) % STEP)
     if len(text) > LARGEST_HEADER:
         raise ValueError(f"the names of {len(names)} arrays take {len(text)} bytes, more than a safetensors file may have for them")
-    return Layout(len(text).to_bytes(8, "little") + text, order, 8 + len(text) + end)
+    return FileLayout(len(text).to_bytes(8, "little") + text, order, 8 + len(text) + end)
 
 
 def _kind(name: str, dtype: np.dtype[Any]) -> str:

@@ -190,7 +190,7 @@ class _Piece(NamedTuple):
 
 @final
 class _Plan(NamedTuple):
-    """`headers`: what stands before the arrays: before all of them, or in an archive before each. `order`: see `Layout`."""
+    """`headers`: what stands before the arrays: before all of them, or in an archive before each. `order`: see `FileLayout`."""
 
     headers: list[bytes]
     order: list[int]

@@ -55,7 +55,7 @@ class HostMemory:
             return None
         found: list[HostLeaf] = []
         dtypes, in_pool, asked = self.dtypes, self._in_pool, False
-        some_in_pool = self._pool.lends_arrays
+        some_in_pool = self._pool.has_arrays
         known = outside = None
         for leaf in leaves:
             if type(leaf) is not np.ndarray:

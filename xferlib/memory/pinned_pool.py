@@ -321,7 +321,7 @@ class PinnedPool(Table):
         self._changes += 1
 
     @property
-    def lends_arrays(self) -> bool:
+    def has_arrays(self) -> bool:
         """Whether any array over this pool may be alive."""
         return self._arrays > 0
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NoReturn, TypeVar, final
 
-from xferlib.checks import check_depth
+from xferlib.checks import whole_number
 from xferlib.debug import caller
 from xferlib.errors import BackendUnavailableError, ClosedError
 from xferlib.pipeline.failed import Failed
@@ -60,7 +60,7 @@ class BackgroundIterator(Generic[T]):
         before_next: Callable[[PhaseTimer], None] = lambda clock: None,
         name: str = "xferlib-background",
     ) -> None:
-        check_depth(depth)
+        whole_number(depth, "depth", least=1)
         self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next), begun_at=caller())
         # The finalizer is the queue's own `put`: it tells the thread, and does nothing else.
         self._shared.owner = weakref.ref(self, self._shared.inbox.put)

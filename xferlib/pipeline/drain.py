@@ -17,7 +17,7 @@ from operator import call
 from types import TracebackType
 from typing import Any, Generic, NoReturn, final
 
-from xferlib.checks import check_depth, uncopied
+from xferlib.checks import uncopied, whole_number
 from xferlib.d2h import pinned_nbytes
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.failed import Failed
@@ -61,7 +61,7 @@ class Drain(Generic[TreeT_co]):
 
     def __init__(self, stager: Stager, depth: int = 2, *, out: TreeT_co | None = None) -> None:
         check_stager(stager)
-        check_depth(depth)
+        whole_number(depth, "depth", least=1)
         self.depth = depth
         self.bill: MemoryEstimate | None = None
         self._most: int | None = None

@@ -17,11 +17,11 @@ from typing import Any, Generic, NamedTuple, final, overload
 
 import numpy as np
 
-from xferlib.checks import check_depth, check_iterable, uncopied
+from xferlib.checks import check_iterable, uncopied, whole_number
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.device_pool import size_class
-from xferlib.packing import Layout
+from xferlib.packing import Packing
 from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.ends import End, Started, end_of
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
@@ -163,7 +163,7 @@ class Prefetch(Generic[TreeT_co]):
                 "batches. Pass [batch] for a single one"
             )
         check_iterable(batches, "batches")
-        check_depth(depth)
+        whole_number(depth, "depth", least=1)
         most = known_count(batches)
         depth = no_deeper(depth, most)
         count = at_a_time(depth, most)
@@ -420,7 +420,7 @@ class _Putter:
         if limit is None:
             return
         # As they are allocated: an eighth larger at most.
-        sizes = Layout(described(batch, trees_of(self._stager.backend))).sizes
+        sizes = Packing(described(batch, trees_of(self._stager.backend))).sizes
         check_room("device", depth, count, sum(map(size_class, sizes)), limit, "batches")
 
     def in_place(self, batch: Any) -> bool:

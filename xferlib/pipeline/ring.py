@@ -29,7 +29,7 @@ from xferlib.in_flight import reap_all
 from xferlib.memory.arrays import Array, address_of
 from xferlib.pipeline.ends import End, Ends, end_of, users_of
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate
-from xferlib.pipeline.workers.layout import Layout
+from xferlib.pipeline.workers.layout import SlotLayout
 from xferlib.sketch import sketched
 from xferlib.stager import Stager, check_stager
 from xferlib.tickets import Returns
@@ -99,11 +99,11 @@ class Ring(Generic[TreeT_co]):
         self._closed = False
 
     @staticmethod
-    def _laid_out(stager: Stager, spec: Any) -> Layout:
+    def _laid_out(stager: Stager, spec: Any) -> SlotLayout:
         """Return the layout of a slot that this stager can put."""
         backend = stager.backend
         try:
-            layout = Layout(spec, trees_of(backend))
+            layout = SlotLayout(spec, trees_of(backend))
             for index, part in enumerate(layout.whole.parts):
                 checked_at(layout.structure, index, backend.check_dtype, part.dtype)
         except (TypeError, ValueError) as error:
@@ -293,7 +293,7 @@ class Slot(Generic[TreeT_co]):
 
     __reduce_ex__ = uncopied("Copy its arrays, or acquire another slot")
 
-    def __init__(self, ring: Ring[TreeT_co], layout: Layout, lease: _Lease, waited_seconds: float) -> None:
+    def __init__(self, ring: Ring[TreeT_co], layout: SlotLayout, lease: _Lease, waited_seconds: float) -> None:
         self.ring = ring
         self._waited_seconds = waited_seconds
         self._acquired_by = threading.get_ident()

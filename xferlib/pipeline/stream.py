@@ -9,7 +9,7 @@ from operator import call
 from types import TracebackType
 from typing import Any, Generic, final, overload
 
-from xferlib.checks import check_depth, check_iterable, uncopied
+from xferlib.checks import check_iterable, uncopied, whole_number
 from xferlib.errors import ClosedError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.drain import Drain
@@ -203,7 +203,7 @@ class Drained(Generic[TreeT_co]):
         self._stream = stream
         self._results = iter(results)
         self._source = source
-        check_depth(depth)
+        whole_number(depth, "depth", least=1)
         self._drain: Drain[TreeT_co] = Drain(stager, no_deeper(depth, most), out=out)
         self._drain.expect(most)
         self._clock = PhaseTimer()

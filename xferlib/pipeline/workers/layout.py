@@ -20,7 +20,7 @@ from xferlib.sketch import sketched
 from xferlib.tree import PLAIN, Trees, flatten, path, unflatten
 from xferlib.words import counted
 
-__all__ = ["ALIGNMENT", "Layout", "Part", "Parts"]
+__all__ = ["ALIGNMENT", "Part", "Parts", "SlotLayout"]
 
 ALIGNMENT = 256
 """Bytes. What device memory is aligned to."""
@@ -55,7 +55,7 @@ class Parts(NamedTuple):
 
 
 @final
-class Layout:
+class SlotLayout:
     """The batch that a slot has room for.
 
     A leaf of `spec` is anything with a shape and a dtype, such as an array, or a pair (shape, dtype).

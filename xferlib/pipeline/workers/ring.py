@@ -26,7 +26,7 @@ from xferlib.forks import forget_in_child, leave
 from xferlib.memory.registered import Pin
 from xferlib.pipeline.workers.crew import Crew
 from xferlib.pipeline.workers.executor import Executor
-from xferlib.pipeline.workers.layout import Layout
+from xferlib.pipeline.workers.layout import SlotLayout
 from xferlib.pipeline.workers.memory import SharedMemory
 from xferlib.pipeline.workers.messages import Begin
 from xferlib.pipeline.workers.process import Worker
@@ -47,7 +47,7 @@ FINISHING = 1.0
 class _Holdings:
     """What a ring takes from the system and gives back, on the executor. It refers to no ring, so that a ring can be dropped."""
 
-    def __init__(self, stager: Stager, layout: Layout, slots: int) -> None:
+    def __init__(self, stager: Stager, layout: SlotLayout, slots: int) -> None:
         self.words = ""
         """The ring in words, for a warning."""
         self.memory: SharedMemory | None = None
@@ -123,7 +123,7 @@ class SharedRing(Generic[TreeT_co]):
         check_stager(stager, spec, comes="first")
         # A consumer holds one while the next is filled.
         slots = whole_number(slots, "slots", least=2)
-        self._layout = layout = Layout(spec)
+        self._layout = layout = SlotLayout(spec)
         self.slots = slots
         self.nbytes = slots * layout.nbytes
         self._check_bill(stager)

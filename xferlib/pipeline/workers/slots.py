@@ -12,7 +12,7 @@ from typing import Any, final
 
 import numpy as np
 
-from xferlib.pipeline.workers.layout import Bytes, Layout, Parts
+from xferlib.pipeline.workers.layout import Bytes, Parts, SlotLayout
 from xferlib.tickets import Returns
 
 __all__ = ["Slots"]
@@ -24,7 +24,7 @@ FREE, FILLING = 0, -1
 class Slots:
     """All slots of one ring. One thread at a time, but leases end on any."""
 
-    def __init__(self, raw: Bytes, layout: Layout, count: int) -> None:
+    def __init__(self, raw: Bytes, layout: SlotLayout, count: int) -> None:
         self._layout = layout
         self._bytes = [raw[start : start + layout.nbytes] for start in range(0, count * layout.nbytes, layout.nbytes)]
         self._holders = [FREE] * count

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from xferlib.pipeline.workers.channel import receive, send
-from xferlib.pipeline.workers.layout import Bytes, Layout
+from xferlib.pipeline.workers.layout import Bytes, SlotLayout
 from xferlib.pipeline.workers.memory import Descriptor, map_shared
 from xferlib.pipeline.workers.messages import Begin, Failed, Filled, Order, Ready, Reply
 from xferlib.pipeline.workers.process import watch
@@ -33,7 +33,7 @@ LONGEST_TEXT = 16_000
 """Characters of a traceback that people read."""
 
 
-def serve(parent: int, descriptor: Descriptor, layout: Layout, slots: int, connection: socket.socket) -> None:
+def serve(parent: int, descriptor: Descriptor, layout: SlotLayout, slots: int, connection: socket.socket) -> None:
     """Fill orders until the parent hangs up."""
     # The parent is told of Ctrl-C as well, and decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -58,7 +58,7 @@ def serve(parent: int, descriptor: Descriptor, layout: Layout, slots: int, conne
 class _Filler:
     """The function of the present run, and the slots."""
 
-    def __init__(self, layout: Layout, slots: list[Bytes]) -> None:
+    def __init__(self, layout: SlotLayout, slots: list[Bytes]) -> None:
         self._layout = layout
         self._slots = slots
         self._fill: Callable[[Any, Any], Any] = _nothing

@@ -32,7 +32,7 @@ MUTANTS = [
     (INFLIGHT, "gone, more = self._take_done(newest)", "gone, more = self._take_done(newest)[0], True"),
     # Nobody waits for what another stager's jobs use.
     (INFLIGHT, " or ledger.jobs.wait_user(job_concerns)\n", "\n"),
-    (INFLIGHT, "if isinstance(work, Job) and uses_it(work):", "if isinstance(work, Job):"),
+    (INFLIGHT, "if not isinstance(work, Fill) and uses_it(work):", "if not isinstance(work, Fill):"),
     # Another thread adds meanwhile.
     (INFLIGHT, "        except RuntimeError:\n            # Another", "        except ZeroDivisionError:\n            # Another"),
 ]

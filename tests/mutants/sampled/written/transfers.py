@@ -58,10 +58,10 @@ MUTANTS = [
     ),
     (
         PUTS,
-        "            if len(made) == layout.count:\n                return unflatten(spec, made)\n",
+        "            if len(made) == packing.count:\n                return unflatten(spec, made)\n",
         "            if made:\n                return unflatten(spec, made)\n",
     ),
-    (PUTS, "for array, address in sources if address is None) >= LEND_FROM", "for array, address in sources) >= LEND_FROM"),
+    (PUTS, "for array, address in sources if address is None) >= BORROW_FROM", "for array, address in sources) >= BORROW_FROM"),
     (PUTS, "            elif address:\n                # Before", "            else:\n                # Before"),
     (PUTS, "until_started=leases, beside=pinned)", "until_started=leases[:1], beside=pinned)"),
     (
