@@ -212,6 +212,8 @@ class DeviceToHost:
 
     def _described(self, leaf: Any) -> Alike:
         described = self._describe(leaf)
+        if isinstance(leaf, Transfer):
+            raise TypeError("expected a device array, got a transfer. Pass its value")
         if described is None:
             # The backend may know what this is, and what to do about it.
             self._backend.as_source(leaf)

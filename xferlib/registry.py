@@ -113,7 +113,7 @@ def _entry(name: str) -> EntryPoint:
         return next(iter(found.values()))
     installed = backends()
     close = difflib.get_close_matches(name.casefold(), installed, n=1)
-    suggestion = f" Did you mean {close[0]!r}?" if close else ""
+    suggestion = f" Did you mean {close[0]!r}?" if close else ' "auto" takes what is ready here, and "host" needs no GPU.'
     raise UnknownBackendError(
         f"no installed package provides backend {name!r}.{suggestion} Installed: {', '.join(installed) or 'none'}"
     )

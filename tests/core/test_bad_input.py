@@ -28,7 +28,7 @@ def nothing_starts(stager: xferlib.Stager) -> Any:
 
 NO_SOURCES: list[tuple[Any, str]] = [
     (np.array([object()]), "expected numbers"),
-    (np.zeros(2, [("a", "i4"), ("b", "f8")]), "Transfer fields"),
+    (np.zeros(2, [("a", "i4"), ("b", "f8")]), "Transfer each field"),
     (np.array(["text"]), "expected numbers"),
     (np.zeros(2, "V16"), "expected numbers"),
     (np.ma.masked_array([1.0, 2.0], [True, False]), r"mask would be lost.*filled"),

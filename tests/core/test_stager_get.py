@@ -329,3 +329,10 @@ def test_what_numpy_gives_for_a_sum_is_got_as_other_libraries_arrays_are(stager:
     assert got["loss"].dtype == np.float32
     assert (got["loss"], got["count"]) == (2.5, 6)
     assert stager.get(batch.sum()).result() == 15
+
+
+def test_a_transfer_is_no_array_and_the_refusal_says_what_is(stager: xferlib.Stager) -> None:
+    transfer = stager.put(np.zeros(3))
+    for tree in (transfer, {"a": transfer}):
+        with pytest.raises(TypeError, match="Pass its value"):
+            stager.get(tree)

@@ -76,11 +76,16 @@ def _advice(leaf: object) -> str:
 def check_dtype(dtype: np.dtype[Any]) -> None:
     """Raise `TypeError` for a dtype whose values are not plain numbers in native byte order."""
     if dtype.hasobject or dtype.kind in "OSUT" or dtype.names is not None or dtype.type is np.void:
-        text = dtype.kind in "SUT"
-        advice = "Text rides along in a list: array.tolist()" if text else "Transfer fields or encodings separately"
+        if dtype.kind in "SUT":
+            advice = "Text rides along in a list: array.tolist()"
+        elif dtype.kind == "O":
+            advice = "Pad rows of different lengths to one array; objects of other kinds stay on the host"
+        else:
+            advice = "Transfer each field by itself: array[name]"
         raise TypeError(f"arrays of dtype {dtype!r} cannot be transferred: expected numbers. {advice}")
     if not dtype.isnative:
-        raise TypeError(f"dtype {dtype!r} is not in native byte order. Convert it with array.astype({dtype.newbyteorder('=')!r})")
+        native = dtype.newbyteorder("=").name
+        raise TypeError(f"dtype {dtype!r} is not in native byte order. Convert it with array.astype({native!r})")
 
 
 def pieces(array: Array, nbytes: int) -> Iterator[Array]:
