@@ -136,9 +136,10 @@ class Prefetch(Generic[TreeT_co]):
     raises `ClosedError`: each epoch needs a prefetch of its own.
 
     `close()`, the end of a `with` block and the end of the source leave no thread and nothing in flight; an exception leaves a
-    thread that starts nothing until it is asked. An iterator that is dropped ends its thread soon after; what is in flight then
-    ends by itself. A source that is inside its own `next` cannot be interrupted: after two seconds `close` leaves it to a thread
-    that ends when it comes back, with a `ResourceWarning`.
+    thread that starts nothing until it is asked. An iterator that is dropped ends its thread soon after, unless its source refers
+    to it, as in `self.loop = prefetch(self.batches(), stager)`: the thread runs the source, so close such a loop. What is in
+    flight when it is dropped ends by itself. A source that is inside its own `next` cannot be interrupted: after two seconds
+    `close` leaves it to a thread that ends when it comes back, with a `ResourceWarning`.
     """
 
     __reduce_ex__ = uncopied("Begin another with xferlib.prefetch(...)")
