@@ -12,7 +12,7 @@ from benchmarks.records import Record, key
 __all__ = ["show", "show_ratios"]
 
 CALLS = {"overhead", "bystander"}
-STEPS = {"loop", "drain", "leaves", "loaders", "locking", "first_get"}
+STEPS = {"loop", "drain", "leaves", "loaders", "locking", "first_get", "saving"}
 """Cases whose times are of interest and not their rates: in us, and in ms."""
 PER_SECOND = {"us": 1e6, "ms": 1e3}
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))

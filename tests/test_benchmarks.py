@@ -62,6 +62,7 @@ LABELS = {
     "memory_kinds": {("pinned", "h2d"), ("pageable", "h2d"), ("mapped", "h2d")},
     "locking": {("fresh", "none"), ("touched", "none"), ("random arrays", "none")},
     "first_get": {("6 arrays", "d2h")},
+    "saving": {("6 arrays", "d2h")},
     "bystander": {
         (f"{kind} step beside staging{how}", "h2d") for kind in ("training", "Python") for how in ("", ", switch interval 1 ms")
     },
@@ -75,6 +76,7 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
     "memory_kinds": ("h2d",),
     "locking": (),
     "first_get": ("d2h",),
+    "saving": ("d2h",),
     "bystander": ("h2d",),
 }
 """What the stager moves in each case."""

@@ -14,10 +14,11 @@ from benchmarks.cases import (
     memory_kinds,
     overhead,
     pageable,
+    saving,
     sizes,
 )
 
 __all__ = ["CASES"]
 
-MODULES = (link, overhead, loop, drain, pageable, sizes, leaves, loaders, memory_kinds, locking, first_get, bystander)
+MODULES = (link, overhead, loop, drain, pageable, sizes, leaves, loaders, memory_kinds, locking, first_get, saving, bystander)
 CASES = {module.CASE.name: module.CASE for module in MODULES}

@@ -18,9 +18,8 @@ Command: python benchmarks/run.py --case first_get --backend cupy --json
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from benchmarks import ours, records
 from benchmarks.bench import Bench, Case
 from benchmarks.harness import Timing
 from benchmarks.records import Record
-from benchmarks.steps import Compute
+from benchmarks.short_steps import ShortSteps, figures
 from benchmarks.ways import Corrupted
 from xferlib import Stager
 
@@ -40,7 +39,6 @@ LEAVES, QUICK_LEAVES = 300, 6
 NBYTES, QUICK_NBYTES = 4 << 30, 12 << 20
 ROUNDS, QUICK_ROUNDS = 3, 2
 QUIET_SECONDS, QUICK_QUIET_SECONDS = 1.0, 0.05
-COMPUTE_NBYTES = 1 << 20
 MARGIN = 256 << 20
 """Bytes beside the results, for staging."""
 
@@ -53,7 +51,7 @@ def run(bench: Bench) -> Iterator[Record]:
     tree = [bench.device.upload(source) for source in sources]
     first, second = Timing(), Timing()
     calls: dict[str, list[float]] = {"first": [], "second": [], "idle": []}
-    steps = _Steps(bench, bench.device.compute(COMPUTE_NBYTES, bench.device.streams[0]))
+    steps = ShortSteps(bench)
     with bench.open_stager(pinned_limit=count * size + MARGIN) as stager:
         quiet = steps.beside(lambda: time.sleep(QUICK_QUIET_SECONDS if bench.quick else QUIET_SECONDS))
         beside: list[float] = []
@@ -67,8 +65,8 @@ def run(bench: Bench) -> Iterator[Record]:
             _verify(results, sources)
         details = {
             **{f"{name}_ms": round(1e3 * statistics.median(values), 3) for name, values in calls.items()},
-            **{f"quiet_step_{name}_us": value for name, value in _figures(quiet).items()},
-            **{f"step_beside_{name}_us": value for name, value in _figures(beside).items()},
+            **{f"quiet_step_{name}_us": value for name, value in figures(quiet).items()},
+            **{f"step_beside_{name}_us": value for name, value in figures(beside).items()},
         }
         yield records.make(
             bench,
@@ -101,50 +99,6 @@ def _verify(results: list[Any], sources: list[Any]) -> None:
     if not all(np.array_equal(one, other) for one, other in zip(results, sources, strict=True)):
         raise Corrupted(f"{ours.NAME!r} said it was done, but the d2h target does not hold the source's bytes")
     results.clear()
-
-
-class _Steps:
-    """A loop of short steps."""
-
-    def __init__(self, bench: Bench, compute: Compute) -> None:
-        self._compute = compute
-        self._batch = bench.device.upload(np.ones(COMPUTE_NBYTES, np.uint8))
-        with compute.current():
-            # The first time compiles.
-            compute.wait(compute.step(self._batch, 0, 1)[0])
-
-    def beside(self, work: Callable[[], object]) -> list[float]:
-        """Do some work, and return the seconds of each step that was launched on another thread meanwhile."""
-        stop, found, failed = threading.Event(), list[float](), list[Exception]()
-
-        def launch() -> None:
-            try:
-                with self._compute.current():
-                    before = self._compute.step(self._batch, 0, 1)[0]
-                    while not stop.is_set():
-                        begin = time.perf_counter()
-                        mark = self._compute.step(self._batch, 0, 1)[0]
-                        self._compute.wait(before)
-                        before = mark
-                        found.append(time.perf_counter() - begin)
-                    self._compute.wait(before)
-            except Exception as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=launch, name="benchmark-steps")
-        thread.start()
-        try:
-            work()
-        finally:
-            stop.set()
-            thread.join()
-        if failed:
-            raise failed[0]
-        return found
-
-
-def _figures(seconds: list[float]) -> dict[str, float]:
-    return {"median": round(1e6 * statistics.median(seconds), 2), "longest": round(1e6 * max(seconds), 2)}
 
 
 CASE = Case(name=NAME, summary="the first get of 4 GiB in 300 arrays, for which the pool has to grow, beside the second", run=run)
