@@ -61,13 +61,17 @@ def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadat
     # The widest first, as the format's own writer does: then each lies as its dtype wants.
     order = sorted(range(len(names)), key=lambda index: -described[index][1].itemsize)
     entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    # There are thousands of arrays and a few dtypes, whose names take NumPy a while.
+    kinds: dict[np.dtype[Any], str] = {}
     end = 0
     for index in order:
         name, (shape, dtype) = names[index], described[index]
         if name == METADATA:
             raise ValueError(f"an array cannot be called {METADATA!r} in a safetensors file. Rename it")
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _kind(name, dtype), "shape": list(shape), "data_offsets": [start, end]}
+        if dtype not in kinds:
+            kinds[dtype] = _kind(name, dtype)
+        entries[name] = {"dtype": kinds[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % STEP)
     if len(text) > LARGEST_HEADER:
