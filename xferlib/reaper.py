@@ -57,7 +57,9 @@ class Closable(Protocol):
 _remains: dict[int, Remains] = {}
 _dropped: SimpleQueue[Closable | None] = SimpleQueue()
 _to_start: SimpleQueue[tuple[threading.Thread, Callable[[RuntimeError], object]]] = SimpleQueue()
-_started = _starting = False
+_starting = False
+_reaper: dict[None, object] = {}
+"""Has an entry if the reaper runs, or is being started."""
 _over = False
 _main = threading.main_thread().ident
 """The thread that interrupts come to. In a forked child this is the thread that forked."""
@@ -94,14 +96,14 @@ gc.callbacks.append(_note_collection)
 
 def start_reaper() -> None:
     """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
-    global _started
-    if not _started and not _over:
-        _started = True
+    mine = object()
+    # In one step: two stagers that are opened at once would start two.
+    if not _over and _reaper.setdefault(None, mine) is mine:
         try:
             start_new_thread(_run, ())
         except RuntimeError:
             # The system has no more threads now: the next stager asks again.
-            _started = False
+            _reaper.clear()
             raise
 
 
@@ -237,8 +239,9 @@ def _end() -> None:
 
 def _forget() -> None:
     """In a forked child: what is left is the parent's, and there is no thread."""
-    global _started, _starting, _dropped, _to_start, _remains, _main
-    _started, _starting, _main = False, False, get_ident()
+    global _starting, _dropped, _to_start, _remains, _main
+    _starting, _main = False, get_ident()
+    _reaper.clear()
     _to_start = SimpleQueue()
     _dropped, _remains = SimpleQueue(), {}
 

@@ -171,6 +171,20 @@ def test_a_reaper_that_the_system_had_no_thread_for_is_started_with_the_next_sta
     )
 
 
+def test_a_stager_that_is_opened_while_the_reaper_is_started_starts_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+
+    def start(run: object, arguments: object) -> None:
+        started.append(run)
+        on_thread(reaper.start_reaper).result(SECOND)
+
+    monkeypatch.setattr(reaper, "_reaper", {})
+    monkeypatch.setattr(reaper, "start_new_thread", start)
+    reaper.start_reaper()
+    reaper.start_reaper()
+    assert len(started) == 1
+
+
 def test_a_starter_of_threads_that_was_interrupted_is_started_again() -> None:
     succeeds(
         """
