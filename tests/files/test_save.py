@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -547,7 +548,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_save(stager: Stager, 
     xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(3)), stager).result(20)
     assert not left.exists()
     # Somebody writes that one now.
-    assert len(list(tmp_path.glob(f".b.npy.*{SUFFIX}"))) == 1
+    assert len(list(tmp_path.glob(f".*{SUFFIX}"))) == 1
     others.close()
     only(tmp_path, "a.npy")
 
@@ -607,3 +608,91 @@ def test_many_at_once_from_many_threads(stager: Stager, tmp_path: Path) -> None:
         same(np.load(future.result(60)), arrays[number])
     assert not [thread for thread in threading.enumerate() if thread.name == "xferlib-save"]
     only(tmp_path, *(f"{number}.npy" for number in range(12)))
+
+
+def test_a_working_directory_that_changes_meanwhile_changes_nothing(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = stager.backend
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    with held(backend.d2h) as gate, held_files(monkeypatch) as files:
+        save = xferlib.save("a.npy", there(stager, np.arange(3)), stager)
+        monkeypatch.chdir(elsewhere)
+        files.set()
+        gate.set()
+    save.result(20)
+    only(tmp_path, "a.npy", "elsewhere")
+    only(elsewhere)
+
+
+@contextmanager
+def held_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let no file be begun before the gate is open."""
+    gate, begin = threading.Event(), TemporaryFile.__init__
+
+    def hold(self: TemporaryFile, target: Path) -> None:
+        gate.wait(20)
+        begin(self, target)
+
+    monkeypatch.setattr(TemporaryFile, "__init__", hold)
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def test_a_name_may_be_as_long_as_a_name_can_be(stager: Stager, tmp_path: Path) -> None:
+    name = "x" * 251 + ".npy"
+    xferlib.save(tmp_path / name, there(stager, np.arange(3)), stager).result(20)
+    only(tmp_path, name)
+
+
+def test_a_file_system_without_locks_will_do(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
+    only(tmp_path, "a.npy")
+
+
+def test_a_file_that_another_process_takes_for_left_is_begun_anew(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    lock, times = fcntl.flock, iter(range(100))
+
+    def taken(descriptor: int, how: int) -> None:
+        number = next(times)
+        if number == 0:
+            raise BlockingIOError
+        if number == 1:
+            # Removed a moment before it is locked.
+            (left,) = [path for path in tmp_path.glob(f".*{SUFFIX}") if path.stat().st_ino == os.fstat(descriptor).st_ino]
+            left.unlink()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", taken)
+    xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
+    assert next(times) >= 3
+    xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
+    only(tmp_path, "a.npy")
+
+
+@pytest.mark.parametrize("value", ["17", 17.0, True, None, [17]])
+def test_a_value_of_another_type_is_refused(stager: Stager, tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "w.safetensors"
+    safetensors.numpy.save_file({"w": np.zeros(3, np.float32)}, path, {"xferlib.values": json.dumps({"step": value})})
+    with pytest.raises(ValueError, match="'step' is a"):
+        xferlib.load(path, stager, like={"w": np.zeros(3, np.float32), "step": 1})
+
+
+def test_a_folder_of_the_files_name_is_an_error_of_the_save(stager: Stager, tmp_path: Path) -> None:
+    (tmp_path / "a.npy").mkdir()
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager)
+    with pytest.raises(IsADirectoryError):
+        save.result(20)
+    only(tmp_path, "a.npy")

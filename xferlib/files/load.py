@@ -112,8 +112,15 @@ def _load_like(file: Path, stager: Stager, like: Any) -> Any:
             (shape, dtype), (other, kind) = expected, got or ((), np.dtype(object))
             raise ValueError(f"{str(file)!r}: {name!r} is of shape {other} and dtype {kind}, and like has {shape} and {dtype}")
     values = _values(file) if parts.riders else {}
-    riders = [values.get(name, value) for name, value in parts.riders.items()]
+    riders = [_as(file, name, values.get(name, value), value) for name, value in parts.riders.items()]
     return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
+
+
+def _as(file: Path, name: str, value: Any, like: Any) -> Any:
+    if type(value) is not type(like):
+        kinds = type(value).__qualname__, type(like).__qualname__
+        raise ValueError(f"{str(file)!r}: {name!r} is a {kinds[0]} there, and a {kinds[1]} in like")
+    return value
 
 
 def _values(file: Path) -> dict[str, Any]:

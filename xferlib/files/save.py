@@ -86,7 +86,7 @@ def save(
         raise ValueError(f"rate_limit={rate_limit!r}: expected bytes per second, greater than 0")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep={keep!r}: expected a whole number of files, 1 or more")
-    siblings = None if keep is None else _siblings(file)
+    siblings = None if keep is None else _siblings(Path(os.path.realpath(file)))
     parts = named(trees_of(stager.backend), tree)
     texts = _texts(file, parts, metadata)
     reader = stager.reader(tree, stream=stream)
@@ -268,6 +268,8 @@ class _Work:
 
     def __init__(self, file: Path, plan: _Plan, reader: ByteReader, memory: int, rate_limit: float | None) -> None:
         self.file = file
+        # Now: the working directory may be another one when the threads come to it. And what a symbolic link leads to is replaced.
+        self._target = Path(os.path.realpath(file))
         self.plan = plan
         self.process = os.getpid()
         self.written = 0
@@ -292,7 +294,7 @@ class _Work:
         """Start the threads, and return the handle."""
         handle = Save(self)
         self._handle = weakref.ref(handle)
-        key = os.path.dirname(os.path.realpath(self.file))
+        key = str(self._target.parent)
         self._before, _newest[key] = _newest.get(key), self
         # Interrupted, the caller has no handle, and the file is written all the same.
         uninterrupted(self._start_threads)
@@ -333,7 +335,7 @@ class _Work:
             self._leave()
 
     def _begin(self) -> None:
-        temporary = self._temporary = TemporaryFile(self.file)
+        temporary = self._temporary = TemporaryFile(self._target)
         temporary.check_room(self.plan.nbytes + sum(map(len, self.plan.headers)))
         if not self.plan.members:
             temporary.write(memoryview(self.plan.headers[0]), 0)
@@ -442,7 +444,7 @@ class _Work:
         if self.prune is not None:
             keep, pattern = self.prune
             assert pattern is not None
-            _remove_older(self.file, keep, pattern)
+            _remove_older(self._target, keep, pattern)
 
 
 def _siblings(file: Path) -> re.Pattern[str]:

@@ -21,22 +21,18 @@ SUFFIX = ".xferlib-saving"
 
 @final
 class TemporaryFile:
-    """An empty file beside `target`, which is to take its place. One thread; `write` also from several at once.
-
-    Raises `OSError` with the target's name.
-    """
+    """An empty file beside `target`, which is to take its place. One thread; `write` also from several at once."""
 
     def __init__(self, target: Path) -> None:
-        # What a symbolic link leads to is replaced, not the link.
-        self._target = Path(os.path.realpath(target))
-        _remove_left(self._target.parent)
+        self._target = target
+        _remove_left(target.parent)
         while True:
-            self._path = self._target.with_name(f".{self._target.name}.{secrets.token_hex(4)}{SUFFIX}")
+            # Not the target's name and more: that may be as long as a name can be.
+            self._path = target.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(self._descriptor, self._path):
+            if _is_locked(self._descriptor) and _is_at(self._descriptor, self._path):
                 return
-            # Another process took it for one that was left, before it was locked.
+            # Another process takes it for one that was left, since it was not locked yet.
             os.close(self._descriptor)
 
     def check_room(self, nbytes: int) -> None:
@@ -62,15 +58,18 @@ class TemporaryFile:
         self._path.replace(self._target)
         folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(folder)
+            # Not every file system can; the file is there in any case.
+            with suppress(OSError):
+                os.fsync(folder)
         finally:
             os.close(folder)
 
     def close(self) -> None:
         """Remove the file unless it has its name."""
-        with suppress(FileNotFoundError):
-            self._path.unlink()
-        os.close(self._descriptor)
+        try:
+            self._path.unlink(missing_ok=True)
+        finally:
+            os.close(self._descriptor)
 
 
 def _remove_left(folder: Path) -> None:
@@ -84,6 +83,18 @@ def _remove_left(folder: Path) -> None:
                 path.unlink()
             finally:
                 os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock a file that is new. False: another process has been faster."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # The file system has no locks. So nobody gets one, and nobody removes the file.
+        return True
+    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
