@@ -6,6 +6,7 @@ and not by the engine: so until the reader is closed, the arrays count as being 
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from xferlib.checks import translated, uncopied
+from xferlib.checks import positive_nbytes, translated, uncopied
 from xferlib.errors import AllocationError, ClosedError
 from xferlib.in_flight import Ledger, Reading
 from xferlib.memory.arrays import Array, address_of
@@ -36,11 +37,11 @@ class Span(NamedTuple):
 
 @final
 class ByteReader:
-    """Reads the arrays of a tree as bytes. `Stager.reader` makes one; one thread at a time reads.
+    """Reads the arrays of a tree as bytes. `Stager.reader` makes one.
 
-    `put(into=)` of these arrays waits until it is closed. Do not overwrite them by work of your own, nor donate or delete them,
-    before that and before the last transfer of `read` is done. A context manager; the stager's `close` waits until it is closed,
-    so close it on a thread that does not wait for that.
+    The thread that made it reads, and nobody waits for it there: `put(into=)` of these arrays is refused on this thread until the
+    reader is closed, and the stager's `close` closes it. On other threads both wait until it is closed. Do not overwrite the arrays
+    by work of your own, nor donate or delete them, before that and before the last transfer of `read` is done. A context manager.
 
     Attributes:
         described: Shape and dtype of each array.
@@ -75,6 +76,7 @@ class ByteReader:
         They go back when the last view of them is gone. Where the limit has no room this waits for transfers that will make some,
         if there are any; `wait=False` waits for none. Raises `AllocationError`.
         """
+        nbytes = positive_nbytes(nbytes, "nbytes")
         block = self._pool.take(nbytes) if wait else self._pool.try_take(nbytes)
         if block is None:
             raise AllocationError(f"there is no pinned memory for {nbytes} bytes more now")
@@ -87,32 +89,64 @@ class ByteReader:
                 self._after.synchronize()
             self._after = None
 
-    def claim(self) -> None:
-        """Note that this thread reads now: a finalizer that would wait here until the reader is closed is refused, and not hung."""
-        self._reading.owner = threading.get_ident()
-
     def read(self, spans: Sequence[Span], out: Array) -> Transfer[Array]:
         """Start copying spans, one behind the other, to the front of `out`, which `empty` returned. Return the bytes' transfer.
 
-        Blocks until what produces the arrays is done, the first time. Raises as `wait`, and `ClosedError`.
+        Blocks until what produces the arrays is done, the first time. One thread at a time. Raises as `wait`; `ClosedError`;
+        `ValueError` for a span that is not in its array, and for memory that is too small or not of `empty`.
         """
         if self._reading.reached():
             raise ClosedError("this reader is closed. Make another one with stager.reader(...)")
-        self.claim()
+        total = sum([self._checked(*span) for span in spans])
+        address = self._address(out, total)
         self.wait()
         end = 0
         sources = [self._sources[span.array] for span in spans]
         with translated(self._failures, "the copy to the host could not be started"):
             try:
-                address = address_of(out)
                 for source, span in zip(sources, spans, strict=True):
-                    self._copy_d2h(address + end, source.address + span.start, span.nbytes)
+                    if span.nbytes:
+                        self._copy_d2h(address + end, source.address + span.start, span.nbytes)
                     end += span.nbytes
                 event = self._d2h.add(end, (out,), sources)
             except BaseException:
                 self._d2h.settle((sources, out))
                 raise
         return Transfer(out[:end], event, self._failures, True)
+
+    def _checked(self, array: int, start: int, nbytes: int) -> int:
+        if not 0 <= operator.index(array) < len(self._sources):
+            raise ValueError(f"there is no array number {array}: there are {len(self._sources)}, counted from 0")
+        start, nbytes, there = operator.index(start), operator.index(nbytes), self._sources[array].nbytes
+        if start < 0 or nbytes < 0 or start + nbytes > there:
+            raise ValueError(f"array {array} has {there} bytes, and {nbytes} from {start} on are asked")
+        return nbytes
+
+    def _address(self, out: Array, nbytes: int) -> int:
+        if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.ndim != 1 or not out.flags.c_contiguous:
+            raise ValueError("out: expected the bytes that reader.empty(nbytes) returns, or some of them in a row")
+        if nbytes > out.nbytes:
+            raise ValueError(f"out has {out.nbytes} bytes, and the spans have {nbytes}")
+        address = address_of(out)
+        if nbytes and not self._pool.contains(address, nbytes):
+            raise ValueError("out is not of this stager's pinned memory. Take it from reader.empty(nbytes)")
+        return address
+
+    def hand_over(self) -> None:
+        """Note that threads of ours are to read, each from `join` to `leave`. The thread that made it waits as others do now."""
+        self._reading.maker = None
+
+    def join(self) -> None:
+        """Note that the calling thread reads: a finalizer that would wait for it here is refused, or waits elsewhere."""
+        self._reading.threads[threading.get_ident()] = None
+
+    def leave(self) -> None:
+        """Note that it does not any more: another thread may have its number next."""
+        self._reading.threads.pop(threading.get_ident(), None)
+
+    def let_go(self) -> None:
+        """Let go of arrays whose copies are done. Waits for none."""
+        self._d2h.reap()
 
     def close(self) -> None:
         """Read no more. What was started goes on. Twice is fine; any thread."""

@@ -284,19 +284,27 @@ class Fill:
 class Reading:
     """Arrays of the caller's that are read piece by piece: the copies of some are not started yet. Waited for as a `Job` is.
 
-    Any thread. Nobody waits for it who is to start the copies, or to make them.
+    Any thread. Nobody waits for it on a thread that is to start the copies, or to make them: the wait would never end.
     """
 
-    __slots__ = ("_over", "device", "owner", "row")
+    __slots__ = ("_over", "device", "maker", "row", "threads")
 
     holds = False
 
     def __init__(self, device: Sequence[Source]) -> None:
         self.row = next_row()
         self.device = device
-        self.owner: int | None = None
-        """The thread that starts the copies, once one does."""
+        self.maker: int | None = threading.get_ident()
+        """The thread that is to read, and that nobody but its own code holds up. None: others are to."""
+        self.threads: dict[int, None] = {}
+        """Threads of ours that read. Changed in single steps: finalizers ask."""
         self._over = Latch()
+
+    @property
+    def owner(self) -> int | None:
+        """The calling thread, if it is one of those that are to read."""
+        me = threading.get_ident()
+        return me if me == self.maker or me in self.threads else None
 
     def end(self) -> None:
         """Let everybody pass who waits: all that will be read is read, or in flight. Twice is fine; also for finalizers."""
@@ -309,7 +317,14 @@ class Reading:
 
     def wait(self) -> None:
         """Block until it has ended. Raises `XferError` where that would be for good."""
-        if not self.reached() and (is_copy_thread() or self.owner == threading.get_ident()):
+        if self.reached():
+            return
+        if self.maker == threading.get_ident():
+            raise XferError(
+                "this thread reads the array by stager.reader(...), which is not closed: to overwrite it would wait for that. "
+                "Close the reader first"
+            )
+        if is_copy_thread() or self.owner is not None:
             raise XferError(
                 "a finalizer would wait until arrays are read, on the thread that reads them: the garbage collector runs "
                 "finalizers on any thread. Put into arrays in ordinary code"
@@ -386,6 +401,17 @@ class Jobs:
                 work.wait()
                 return True
         return False
+
+    @property
+    def reads_here(self) -> bool:
+        """Whether this is a finalizer on a thread of ours that reads arrays, and must come to its end first."""
+        me = threading.get_ident()
+        return any(me in reading.threads for reading in list(self.readings.values()))
+
+    def cut_readings(self) -> None:
+        """End what is still to be read: the stager closes."""
+        for reading in list(self.readings.values()):
+            reading.end()
 
     def wait_all(self) -> None:
         """Block until everything added before the call, that this thread can wait for, is over."""
@@ -471,6 +497,7 @@ class Ledger:
     def close(self) -> None:
         """Leave the table of open ledgers. Nothing is in flight, and nothing will be."""
         _open.pop(id(self), None)
+        self.jobs.cut_readings()
         self.jobs.reap()
         self.views.close()
         if self.views.settle():

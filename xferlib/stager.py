@@ -442,7 +442,9 @@ class Stager:
     @property
     def _entered(self) -> bool:
         """Whether this is a finalizer that must wait: for another call of this thread to come to its end, or for the framework."""
-        return self._blocks.entered or self._pool.entered or (not self._finalizers and collects())
+        if self._blocks.entered or self._pool.entered or self._ledger.jobs.reads_here:
+            return True
+        return not self._finalizers and collects()
 
     def close(self) -> None:
         """Wait for what is in flight and give everything back; twice is fine.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
+from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import held, on_thread
+from tests.core.fakes import held, on_thread, until
 from xferlib.byte_reader import ByteReader, Span
 from xferlib.latch import note_copy_thread
 from xferlib.stager import Stager
@@ -128,13 +131,127 @@ def test_closing_the_stager_waits_for_it() -> None:
 
 def test_the_thread_that_reads_does_not_wait_for_itself(stager: Stager) -> None:
     there, reader = opened(stager)
-    reader.claim()
-    with pytest.raises(xferlib.XferError, match="finalizer"):
+    with pytest.raises(xferlib.XferError, match="Close the reader first"):
         stager.put(np.ones((10, 100), np.float32), into=there["a"])
+    # Neither do these.
+    stager.idle()
     # What is read is the old, so nothing was overwritten.
     assert reader.read([Span(0, 4, 4)], reader.empty(4)).result().view(np.float32).tolist() == [1]
     reader.close()
     stager.put(np.ones((10, 100), np.float32), into=there["a"]).result()
+
+
+def test_one_that_was_dropped_on_its_thread_is_in_nobodys_way(stager: Stager) -> None:
+    there, reader = opened(stager)
+    reader.read([Span(0, 4, 4)], reader.empty(4)).result()
+    del reader
+    stager.put(np.ones((10, 100), np.float32), into=there["a"]).result()
+    stager._ledger.reap()
+    assert not stager._ledger.jobs.readings
+
+
+def test_closing_the_stager_on_the_thread_that_reads_closes_the_reader() -> None:
+    with xferlib.stager("host") as stager:
+        _, reader = opened(stager)
+        memory = reader.empty(4)
+    with pytest.raises(xferlib.ClosedError):
+        reader.read([Span(0, 4, 4)], memory)
+
+
+def test_an_error_behind_an_open_reader_comes_out() -> None:
+    """Its traceback holds the reader."""
+    with pytest.raises(ZeroDivisionError), xferlib.stager("host") as stager:
+        _, reader = opened(stager)
+        assert reader.described[0][0][0] / 0
+
+
+def test_device_memory_that_the_same_thread_reads_is_not_waited_for() -> None:
+    with xferlib.stager("host", device_limit=1 << 20) as stager:
+        there = stager.put(np.zeros(1 << 20, np.uint8)).result()
+        with stager.reader(there), pytest.raises(xferlib.AllocationError):
+            stager.put(np.zeros(1 << 20, np.uint8))
+
+
+def test_threads_of_ours_read_until_they_leave(stager: Stager) -> None:
+    there, reader = opened(stager)
+    reader.hand_over()
+    reader.join()
+    with pytest.raises(xferlib.XferError, match="finalizer"):
+        stager.put(np.ones((10, 100), np.float32), into=there["a"])
+    with pytest.raises(xferlib.XferError, match="finalizer"):
+        stager.idle()
+    # A finalizer that closes here has it closed when the reader is: by the reaper.
+    stager.close()
+    assert reader.read([Span(0, 4, 4)], reader.empty(4)).result().view(np.float32).tolist() == [1]
+    reader.leave()
+    reader.close()
+    assert until(lambda: stager._closed)
+
+
+@pytest.mark.parametrize(
+    ("span", "words"),
+    [
+        ((2, 0, 1), "no array number 2"),
+        ((-1, 0, 1), "no array number -1"),
+        ((1, 0, 8), "array 1 has 7 bytes, and 8 from 0"),
+        ((1, 5, 3), "array 1 has 7 bytes, and 3 from 5"),
+        ((1, -1, 2), "array 1 has 7 bytes"),
+        ((1, 3, -2), "array 1 has 7 bytes"),
+    ],
+)
+def test_bytes_that_are_not_there_are_refused(stager: Stager, span: tuple[int, int, int], words: str) -> None:
+    _, reader = opened(stager)
+    memory = reader.empty(100)
+    with pytest.raises(ValueError, match=words):
+        reader.read([Span(1, 0, 1), Span(*span)], memory)
+    assert reader.read([Span(1, 5, 2)], memory).result().tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("span", [(0, 1.0, 1), (0, 0, "1"), ("0", 0, 1)])
+def test_what_is_no_number_is_refused(stager: Stager, span: Any) -> None:
+    _, reader = opened(stager)
+    with pytest.raises(TypeError):
+        reader.read([Span(*span)], reader.empty(100))
+
+
+def test_memory_that_is_too_small_or_not_pinned_is_refused(stager: Stager) -> None:
+    _, reader = opened(stager)
+    memory = reader.empty(100)
+    with pytest.raises(ValueError, match="out has 3 bytes, and the spans have 7"):
+        reader.read([Span(1, 0, 7)], memory[:3])
+    wrongs: list[Any] = [np.zeros(100, np.uint8), np.zeros(100, np.float32), memory[::2], b"bytes", memory.reshape(10, 10)]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="empty"):
+            reader.read([Span(1, 0, 7)], wrong)
+    with pytest.raises(ValueError, match="nbytes"):
+        reader.empty(0)
+
+
+def test_memory_is_held_while_it_is_read_into(stager: Stager) -> None:
+    backend: Any = stager.backend
+    _, reader = opened(stager)
+    stager.idle()
+    before = stager._pool.usage().used
+    with held(backend.d2h) as gate:
+        reader.read([Span(0, 0, 100)], reader.empty(100))
+        gc.collect()
+        assert stager._pool.usage().used > before
+        gate.set()
+
+
+def test_the_first_read_waits_for_what_produces_the_arrays(stager: Stager) -> None:
+    gate, array = threading.Event(), np.zeros(10, np.uint8)
+    with closing(Stream()) as stream:
+        stream.submit(gate.wait, 20)
+        stream.submit(array.fill, 7)
+        reader = stager.reader(array, stream=stream)
+        memory = reader.empty(10)
+        reading = on_thread(lambda: reader.read([Span(0, 0, 10)], memory).result().tolist())
+        time.sleep(0.05)
+        assert not reading.done()
+        gate.set()
+        assert reading.result(20) == [7] * 10
+        reader.close()
 
 
 def test_a_thread_that_makes_copies_does_not_wait(stager: Stager) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import itertools
 import json
 import os
 import signal
@@ -12,26 +14,31 @@ import textwrap
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from xferlib_host import Stream
 
 import xferlib
 from tests.children import fork, threads
 from tests.core.fakes import held, on_thread, until
+from tests.core.points import interrupted_at
 from xferlib.files.temporary import SUFFIX, TemporaryFile
 from xferlib.stager import Stager
 
 MIB = 1 << 20
+saving: Any = sys.modules["xferlib.files.save"]
 RANDOM = np.random.default_rng(11)
 DTYPES = [
     *(np.dtype(kind) for kind in ("bool", "int8", "uint16", "int32", "uint64", "float16", "float32", "float64", "complex64")),
@@ -110,6 +117,7 @@ def test_arrays_lie_as_their_dtypes_want(stager: Stager, tmp_path: Path, dtype: 
     path = xferlib.save(tmp_path / "odd.safetensors", there(stager, tree), stager).result()
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
+    assert (8 + length) % 64 == 0
     entries = json.loads(raw[8 : 8 + length])
     for name, array in tree.items():
         start, end = entries[name]["data_offsets"]
@@ -696,3 +704,462 @@ def test_a_folder_of_the_files_name_is_an_error_of_the_save(stager: Stager, tmp_
     with pytest.raises(IsADirectoryError):
         save.result(20)
     only(tmp_path, "a.npy")
+
+
+@contextmanager
+def held_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let nothing be written before the gate is open."""
+    gate, write = threading.Event(), TemporaryFile.write
+
+    def hold(self: TemporaryFile, data: memoryview, offset: int) -> None:
+        if offset:
+            gate.wait(20)
+        write(self, data, offset)
+
+    monkeypatch.setattr(TemporaryFile, "write", hold)
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def test_what_is_read_is_free_before_it_is_written(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = there(stager, np.zeros(1000, np.uint8))
+    with held_writes(monkeypatch) as gate:
+        save = xferlib.save(tmp_path / "a.npy", array, stager)
+        save.wait_read(20)
+        on_thread(lambda: stager.put(np.ones(1000, np.uint8), into=array).result()).result(20)
+        assert not save.done()
+        gate.set()
+    assert not np.load(save.result(20)).any()
+
+
+def test_arrays_of_which_a_piece_is_left_are_not_read(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = there(stager, np.zeros(MIB, np.uint8))
+    with held_writes(monkeypatch) as gate:
+        save = xferlib.save(tmp_path / "a.npy", array, stager, memory=64 * 1024)
+        with pytest.raises(TimeoutError):
+            save.wait_read(0.2)
+        gate.set()
+        save.wait_read(20)
+    save.result(20)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_it_waits_for_the_stream_that_fills_the_array(stager: Stager, tmp_path: Path, named: bool) -> None:
+    gate, array = threading.Event(), np.zeros(1000, np.uint8)
+    with closing(Stream()) as stream:
+        stream.submit(gate.wait, 20)
+        stream.submit(array.fill, 7)
+        if named:
+            save = xferlib.save(tmp_path / "a.npy", array, stager, stream=stream)
+        else:
+            with stream:
+                save = xferlib.save(tmp_path / "a.npy", array, stager)
+        with pytest.raises(TimeoutError):
+            save.wait_read(0.1)
+        gate.set()
+        assert (np.load(save.result(20)) == 7).all()
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+def test_a_number_of_a_class_of_its_own_is_refused(stager: Stager, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="'level' is a Level"):
+        xferlib.save(tmp_path / "a.safetensors", {"w": there(stager, np.zeros(3)), "level": Level.HIGH}, stager)
+
+
+def test_it_takes_half_of_the_pool_at_most(tmp_path: Path) -> None:
+    with xferlib.stager("host", pinned_limit=8 * MIB) as stager:
+        array = there(stager, bits((20 * MIB,), np.dtype(np.uint8)))
+        stager.trim()
+        before = stager.stats().pinned_nbytes
+        same(np.load(xferlib.save(tmp_path / "a.npy", array, stager).result()), array)
+        assert stager.stats().pinned_nbytes - before <= 4 * MIB
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_threads_that_the_system_has_not_are_done_without(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    array = there(stager, bits((MIB,), np.dtype(np.uint8)))
+    start, left = threading.Thread.start, iter(range(started))
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "xferlib-save" and next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr("xferlib.files.save.usable_cores", lambda: 4)
+    save = xferlib.save(tmp_path / "a.npy", array, stager, memory=256 * 1024)
+    if started:
+        same(np.load(save.result(20)), array)
+    else:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            save.result(20)
+        only(tmp_path)
+    at_rest(stager)
+
+
+def test_a_finalizer_in_its_threads_is_refused_and_does_not_hang(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the collector runs there may put into what is being saved."""
+    array = there(stager, np.zeros(MIB, np.uint8))
+    told: list[str] = []
+
+    def finalize() -> None:
+        with pytest.raises(xferlib.XferError) as raised:
+            stager.put(np.ones(MIB, np.uint8), into=array)
+        told.append(str(raised.value))
+
+    begin, pieces = TemporaryFile.__init__, saving._Plan.pieces
+
+    def beginning(self: TemporaryFile, target: Path) -> None:
+        finalize()
+        begin(self, target)
+
+    def cutting(self: Any, nbytes: int) -> Iterator[Any]:
+        for piece in pieces(self, nbytes):
+            finalize()
+            yield piece
+
+    monkeypatch.setattr(TemporaryFile, "__init__", beginning)
+    monkeypatch.setattr(saving._Plan, "pieces", cutting)
+    save = xferlib.save(tmp_path / "a.npy", array, stager, memory=512 * 1024)
+    assert not np.load(save.result(20)).any()
+    assert len(told) == 5
+    assert all("finalizer" in words for words in told)
+
+
+def test_others_stop_when_one_has_failed(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = there(stager, np.zeros(20 * MIB, np.uint8))
+    write, failed, written = TemporaryFile.write, threading.Event(), []
+
+    def failing(self: TemporaryFile, data: memoryview, offset: int) -> None:
+        if offset > 1000 and not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, "broken")
+        if offset > 1000:
+            time.sleep(0.01)
+        written.append(offset)
+        write(self, data, offset)
+
+    monkeypatch.setattr(TemporaryFile, "write", failing)
+    save = xferlib.save(tmp_path / "a.npy", array, stager, memory=128 * 1024)
+    with pytest.raises(OSError, match="broken"):
+        save.result(20)
+    assert len(written) < 20
+
+
+def test_a_failure_keeps_no_memory_and_its_traceback_does_not_grow(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    array = there(stager, np.zeros(MIB, np.uint8))
+    stager.idle()
+    before = stager._pool.usage().used
+    monkeypatch.setattr(TemporaryFile, "write", broken)
+    save = xferlib.save(tmp_path / "a.npy", array, stager)
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(OSError, match="broken") as raised:
+            save.result(20)
+        lengths.append(len(raised.traceback))
+    assert len(set(lengths)) == 1
+    del raised
+    stager.idle()
+    assert stager._pool.usage().used == before
+
+
+def test_a_save_that_has_ended_keeps_none_before_it(stager: Stager, tmp_path: Path) -> None:
+    array = there(stager, np.zeros(10, np.uint8))
+    first = xferlib.save(tmp_path / "a.npy", array, stager)
+    second = xferlib.save(tmp_path / "b.npy", array, stager)
+    second.result(20)
+    gone = weakref.ref(first._work)
+    del first
+    assert until(lambda: gone() is None)
+
+
+def test_an_archive_that_cannot_be_ended_is_not_there(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr("zipfile.ZipFile._write_end_record", broken)
+    save = xferlib.save(tmp_path / "a.npz", {"w": there(stager, np.zeros(10))}, stager)
+    with pytest.raises(OSError, match="broken"):
+        save.result(20)
+    only(tmp_path)
+
+
+def test_members_of_an_archive_may_be_of_any_size(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zipfile.ZIP64_LIMIT", 1000)
+    array = bits((5000,), np.dtype(np.uint8))
+    path = xferlib.save(tmp_path / "a.npz", {"w": there(stager, array)}, stager).result(20)
+    monkeypatch.undo()
+    with np.load(path) as found:
+        same(found["w"], array)
+
+
+def test_a_child_saves_into_the_folder_that_its_parent_saves_to(stager: Stager, tmp_path: Path) -> None:
+    backend: Any = stager.backend
+    array = there(stager, np.arange(1000))
+    with held(backend.d2h) as gate:
+        save = xferlib.save(tmp_path / "parent.npy", array, stager)
+        child = fork()
+        if child == 0:
+            with xferlib.stager("host") as own:
+                xferlib.save(tmp_path / "child.npy", np.arange(3), own).result(10)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        gate.set()
+    save.result(20)
+    only(tmp_path, "child.npy", "parent.npy")
+
+
+def test_writes_that_come_short_go_on(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: write(descriptor, data[:999], offset))
+    array = bits((100_000,), np.dtype(np.uint8))
+    same(np.load(xferlib.save(tmp_path / "a.npy", there(stager, array), stager).result(20)), array)
+
+
+def test_the_disk_has_the_bytes_before_the_file_has_its_name(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        folder = Path(f"/proc/self/fd/{descriptor}").resolve()
+        synced.append((tmp_path / "a.npy").exists())
+        assert folder == tmp_path if synced[-1] else folder.parent == tmp_path
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
+    assert synced == [False, True]
+
+
+def test_a_disk_with_just_enough_room_will_do(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(3)
+    size = xferlib.save(tmp_path / "a.npy", there(stager, array), stager).result(20).stat().st_size
+
+    class Small:
+        f_bavail, f_frsize = size, 1
+
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Small)
+    xferlib.save(tmp_path / "a.npy", there(stager, array), stager).result(20)
+
+
+def test_no_descriptor_is_left_open(stager: Stager, tmp_path: Path) -> None:
+    array = there(stager, np.arange(3))
+    xferlib.save(tmp_path / "a.npy", array, stager).result(20)
+    before = len(os.listdir("/proc/self/fd"))
+    for kind in ("npy", "npz", "safetensors"):
+        xferlib.save(tmp_path / f"a.{kind}", {"w": array} if kind == "npz" else array, stager).result(20)
+        with pytest.raises(FileNotFoundError):
+            xferlib.save(tmp_path / "none" / "a.npy", array, stager).result(20)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_more_names_than_a_header_has_room_for_are_refused(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xferlib.files.formats.LARGEST_HEADER", 200)
+    with pytest.raises(ValueError, match="the names of 9 arrays take"):
+        xferlib.save(tmp_path / "a.safetensors", [there(stager, np.arange(3))] * 9, stager)
+
+
+def test_a_value_that_the_file_has_not_is_refused(stager: Stager, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    safetensors.numpy.save_file({"w": np.zeros(3, np.float32)}, path, {"xferlib.values": json.dumps({"step": 3})})
+    with pytest.raises(ValueError, match="no value named 'name'"):
+        xferlib.load(path, stager, like={"w": np.zeros(3, np.float32), "step": 1, "name": "new"})
+
+
+def test_what_is_like_nothing_is_refused(stager: Stager, tmp_path: Path) -> None:
+    array = there(stager, np.arange(3))
+    alone = xferlib.save(tmp_path / "a.npy", array, stager).result(20)
+    with pytest.raises(ValueError, match="like is a tree"):
+        xferlib.load(alone, stager, like={"w": array})
+    tree = xferlib.save(tmp_path / "a.safetensors", {"w": array}, stager).result(20)
+    with pytest.raises(TypeError, match="'w' is a object"):
+        xferlib.load(tree, stager, like={"w": object()})
+
+
+def test_an_interrupt_at_any_point_of_the_call_leaves_nothing(stager: Stager, tmp_path: Path) -> None:
+    """The file is whole or not there, and nothing is left of a save that did not begin."""
+    array = there(stager, bits((200_000,), np.dtype(np.uint8)))
+    path = tmp_path / "a.npy"
+
+    def ended() -> bool:
+        return not [thread for thread in threading.enumerate() if thread.name == "xferlib-save"]
+
+    for point in itertools.count(1):
+        if not interrupted_at(point, ("files/save.py", "byte_reader.py"), lambda: xferlib.save(path, array, stager)):
+            break
+        assert until(ended)
+        gc.collect()
+        stager.idle()
+        stager._ledger.reap()
+        assert not stager._ledger.jobs.readings
+        if path.exists():
+            same(np.load(path), array)
+            path.unlink()
+        only(tmp_path)
+    assert until(ended)
+    assert point > 20
+
+
+def test_what_is_loaded_is_of_one_file_though_others_take_its_place(stager: Stager, tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    stop = threading.Event()
+
+    def states() -> Iterator[Any]:
+        for step in itertools.count():
+            # With headers and sizes that differ.
+            yield {"w": np.full(1000 + step % 7, step, np.int32), "step": step, "pad": "x" * (step % 300)}
+
+    def save() -> None:
+        with xferlib.stager("host") as own:
+            for state in states():
+                xferlib.save(path, own.put(state, borrow=True).result(), own).result()
+                if stop.is_set():
+                    return
+
+    xferlib.save(path, there(stager, next(states())), stager).result()
+    saving = on_thread(save)
+    try:
+        for _ in range(100):
+            got = xferlib.load(path, stager)["w"]
+            step = int(got[0])
+            assert len(got) == 1000 + step % 7
+            assert (got == step).all()
+            with suppress(ValueError):
+                like: Any = {"w": np.zeros(1000 + step % 7, np.int32), "step": 0, "pad": ""}
+                back = xferlib.load(path, stager, like=like)
+                assert (back["w"] == back["step"]).all()
+    finally:
+        stop.set()
+        saving.result(20)
+
+
+def test_keep_goes_by_the_order_of_the_calls(stager: Stager, tmp_path: Path) -> None:
+    """The first is the last to be written."""
+    large, small = there(stager, bits((2 * MIB,), np.dtype(np.uint8))), there(stager, np.zeros(3, np.uint8))
+    saves = [xferlib.save(tmp_path / "s_1.npy", large, stager, memory=128 * 1024, rate_limit=8 * MIB, keep=2)]
+    saves += [xferlib.save(tmp_path / f"s_{step}.npy", small, stager, keep=2) for step in (2, 3)]
+    for save in saves:
+        save.result(20)
+    only(tmp_path, "s_2.npy", "s_3.npy")
+
+
+def test_files_that_have_nothing_to_do_with_each_other_do_not_wait(stager: Stager, tmp_path: Path) -> None:
+    backend: Any = stager.backend
+    with xferlib.stager("host") as other, held(backend.d2h) as gate:
+        slow = xferlib.save(tmp_path / "step_1.npy", there(stager, np.zeros(10, np.uint8)), stager)
+        xferlib.save(tmp_path / "best.npy", there(other, np.ones(10, np.uint8)), other).result(20)
+        xferlib.save(tmp_path / "step_1.npz", {"a": there(other, np.ones(10, np.uint8))}, other).result(20)
+        assert not slow.done()
+        gate.set()
+    slow.result(20)
+
+
+def test_what_cannot_be_removed_is_said_and_the_file_is_there(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    (tmp_path / "s_1.npy").write_bytes(b"old")
+    (tmp_path / "s_0.npy").mkdir()
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "s_1.npy":
+            raise PermissionError("not yours")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(warnings, "warn", lambda words, *_: said.append(words))
+    xferlib.save(tmp_path / "s_2.npy", there(stager, np.zeros(3)), stager, keep=1).result(20)
+    monkeypatch.undo()
+    assert "could not be removed: not yours" in said[0]
+    assert len(said) == 1
+    only(tmp_path, "s_0.npy", "s_1.npy", "s_2.npy")
+
+
+def test_whoever_could_read_the_earlier_file_can_read_the_new_one(stager: Stager, tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    array = there(stager, np.arange(3))
+    xferlib.save(path, array, stager).result(20)
+    path.chmod(0o640)
+    xferlib.save(path, array, stager).result(20)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("limit", [16 * 1024, 64 * 1024, 4 * MIB])
+def test_it_does_with_what_the_pool_has(tmp_path: Path, limit: int) -> None:
+    with xferlib.stager("host", pinned_limit=limit) as stager:
+        array = there(stager, bits((3 * MIB,), np.dtype(np.uint8)))
+        stager.trim()
+        kept = stager.empty_pinned(limit // 2, np.uint8)
+        same(np.load(xferlib.save(tmp_path / "a.npy", array, stager).result(20)), array)
+        del kept
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\nb", "x" * 70_000])
+def test_a_name_that_an_archive_would_not_give_back_is_refused(stager: Stager, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="no name for an array in an archive"):
+        xferlib.save(tmp_path / "a.npz", {name: there(stager, np.zeros(3))}, stager)
+
+
+class Moments(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+def test_parts_of_a_named_tuple_have_their_names(stager: Stager, tmp_path: Path) -> None:
+    tree = {"opt": (Moments(there(stager, np.zeros(3)), there(stager, np.ones(3))), there(stager, np.zeros(1)))}
+    path = xferlib.save(tmp_path / "a.safetensors", tree, stager).result(20)
+    assert sorted(xferlib.load(path, stager)) == ["opt.0.mu", "opt.0.nu", "opt.1"]
+    back = xferlib.load(path, stager, like=tree)
+    assert isinstance(back["opt"][0], Moments)
+    assert (back["opt"][0].nu == 1).all()
+
+
+def test_what_was_saved_is_held_by_nobody(stager: Stager, tmp_path: Path) -> None:
+    array = there(stager, np.zeros(1000, np.uint8))
+    save = xferlib.save(tmp_path / "a.npy", array, stager)
+    save.wait_read(20)
+    gone = weakref.ref(array)
+    del array
+    assert until(lambda: gone() is None)
+    save.result(20)
+
+
+def test_an_interrupt_while_the_threads_start_leaves_the_save_going_on(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = there(stager, np.arange(1000))
+
+    def interrupted(call: Any) -> None:
+        call()
+        raise KeyboardInterrupt
+
+    def too_early(call: Any) -> None:
+        raise KeyboardInterrupt
+
+    for number, start in enumerate((interrupted, too_early)):
+        monkeypatch.setattr("xferlib.files.save.uninterrupted", start)
+        with pytest.raises(KeyboardInterrupt) as raised:
+            xferlib.save(tmp_path / f"s_{number}.npy", array, stager)
+        monkeypatch.undo()
+        # What was raised leads to the save that was not started: it is in nobody's way.
+        xferlib.save(tmp_path / "s_9.npy", array, stager).result(20)
+        stager.put(np.arange(1000), into=array).result()
+        assert (tmp_path / f"s_{number}.npy").exists() == (start is interrupted)
+        del raised

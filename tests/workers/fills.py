@@ -238,6 +238,15 @@ def replaces(task: str, slot: Any) -> int | None:
         slot["name"] = "a.png"
     elif task == "out":
         del slot["label"]
+    elif task == "twice":
+        slot["label"] = slot["image"]
+    elif task == "swapped":
+        slot["image"], slot["label"] = slot["label"], slot["image"]
+    elif task == "renamed":
+        slot["zlabel"] = slot.pop("label")
+    elif task == "rows of another":
+        slot["label"] = np.ones(4, np.int64)
+        return 2
     else:
         slot["image"][:] = 1
     return 2 if task == "rows" else None

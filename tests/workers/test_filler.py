@@ -34,7 +34,18 @@ def filled(fill: object, task: object) -> tuple[object, object]:
     return filler.reply(Order(0, 0, 0, pickle.dumps(task))), layout.views(slot)
 
 
-@pytest.mark.parametrize(("task", "words"), [("second", "tree.label"), ("beside", "tree.name"), ("out", "taken an array out")])
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("second", "tree.label"),
+        ("beside", "tree.name"),
+        ("out", "taken out"),
+        ("twice", "tree.label"),
+        ("swapped", "tree.image"),
+        ("renamed", "renamed"),
+        ("rows of another", "tree.label"),
+    ],
+)
 def test_what_is_put_in_place_of_an_array_is_refused(task: str, words: str) -> None:
     """The memory of the slot would keep an older batch, and arrive as this one."""
     reply, _ = filled(fills.replaces, task)

@@ -13,8 +13,9 @@ from numpy.lib import format as npy
 
 from xferlib.tree import Alike
 
-__all__ = ["EXTENSIONS", "PLAIN", "VALUES", "FileLayout", "npy_header", "safetensors_layout"]
+__all__ = ["EXTENSIONS", "PLAIN", "SUFFIXES", "VALUES", "FileLayout", "npy_header", "safetensors_layout"]
 
+SUFFIXES = (".npy", ".npz", ".safetensors")
 PLAIN = {
     "BOOL": "bool",
     **{f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},

@@ -13,14 +13,15 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.lib import format as npy
 
-from xferlib.files.formats import EXTENSIONS, PLAIN, VALUES
+from xferlib.files.formats import EXTENSIONS, PLAIN, SUFFIXES, VALUES
 from xferlib.files.names import ALONE, named
 from xferlib.memory.arrays import Array
 from xferlib.stager import Stager, check_stager
@@ -82,28 +83,41 @@ def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str] |
 def _load(file: Path, stager: Stager, names: Iterable[str] | None) -> Any:
     if isinstance(names, str):
         raise TypeError(f"names={names!r} is one string. Pass a list of names")
-    wanted = None if names is None else list(names)
+    with _opened(file) as opened:
+        return _load_opened(file, opened, stager, None if names is None else list(names))
+
+
+def _load_opened(file: Path, opened: Path, stager: Stager, wanted: list[str] | None) -> Any:
     match file.suffix.lower():
         case ".npy" if wanted is not None:
             raise ValueError(f"{str(file)!r} holds one array, without a name. Leave names out")
         case ".npy":
-            return _put(file, stager, _mapped(file)).result()
+            return _put(file, stager, _mapped(file, opened)).result()
         case ".npz":
-            return _load_members(file, stager, wanted)
-        case ".safetensors":
-            return _load_tensors(file, stager, wanted)
-    raise ValueError(f"{str(file)!r}: expected a name that ends in .npy, .npz or .safetensors, which says what is in the file")
+            return _load_members(file, opened, stager, wanted)
+    return _load_tensors(file, opened, stager, wanted)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Path]:
+    """Open a file once, and give what all readers open: another one may take its name meanwhile, as `save` has it."""
+    if file.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{str(file)!r}: expected a name that ends in .npy, .npz or .safetensors, which says what is in the file")
+    with file.open("rb") as stream:
+        yield Path(f"/proc/self/fd/{stream.fileno()}")
 
 
 def _load_like(file: Path, stager: Stager, like: Any) -> Any:
     trees = trees_of(stager.backend)
     parts = named(trees, like)
-    if file.suffix.lower() == ".npy":
-        if parts.spec is not None:
-            raise ValueError(f"{str(file)!r} holds one array, and like is a tree")
-        found = {ALONE: _load(file, stager, None)}
-    else:
-        found = _load(file, stager, parts.names)
+    with _opened(file) as opened:
+        if file.suffix.lower() == ".npy":
+            if parts.spec is not None:
+                raise ValueError(f"{str(file)!r} holds one array, and like is a tree")
+            found = {ALONE: _load_opened(file, opened, stager, None)}
+        else:
+            found = _load_opened(file, opened, stager, parts.names)
+        values = _values(file, opened) if parts.riders else {}
     for name, leaf in zip(parts.names, parts.leaves, strict=True):
         expected, got = trees.describe(leaf), trees.describe(found[name])
         if expected is None:
@@ -111,25 +125,28 @@ def _load_like(file: Path, stager: Stager, like: Any) -> Any:
         if got != expected:
             (shape, dtype), (other, kind) = expected, got or ((), np.dtype(object))
             raise ValueError(f"{str(file)!r}: {name!r} is of shape {other} and dtype {kind}, and like has {shape} and {dtype}")
-    values = _values(file) if parts.riders else {}
-    riders = [_as(file, name, values.get(name, value), value) for name, value in parts.riders.items()]
+    riders = [_as(file, name, values, value) for name, value in parts.riders.items()]
     return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
 
 
-def _as(file: Path, name: str, value: Any, like: Any) -> Any:
+def _as(file: Path, name: str, values: dict[str, Any], like: Any) -> Any:
+    """Return a value that rode along when the file was saved. Raises `ValueError` for one that is not there, or of another type."""
+    if name not in values:
+        raise ValueError(f"{str(file)!r} has no value named {name!r}. Leave it out of like, and add it afterwards")
+    value = values[name]
     if type(value) is not type(like):
         kinds = type(value).__qualname__, type(like).__qualname__
         raise ValueError(f"{str(file)!r}: {name!r} is a {kinds[0]} there, and a {kinds[1]} in like")
     return value
 
 
-def _values(file: Path) -> dict[str, Any]:
+def _values(file: Path, opened: Path) -> dict[str, Any]:
     """Return what rode along when the file was saved, by name. Nothing is executed: it is JSON."""
     if file.suffix.lower() != ".safetensors":
         return {}
     from safetensors import safe_open
 
-    with safe_open(file, framework="numpy") as reader:
+    with safe_open(opened, framework="numpy") as reader:
         text = (reader.metadata() or {}).get(VALUES, "{}")
     values = _read(file, lambda: json.loads(text))
     if not isinstance(values, dict):
@@ -137,19 +154,19 @@ def _values(file: Path) -> dict[str, Any]:
     return values
 
 
-def _mapped(file: Path) -> Array:
+def _mapped(file: Path, opened: Path) -> Array:
     def read() -> Array:
-        with file.open("rb") as stream:
+        with opened.open("rb") as stream:
             _check_header(stream, os.fstat(stream.fileno()).st_size)
-        return np.asarray(npy.open_memmap(file, mode="r"))
+        return np.asarray(npy.open_memmap(opened, mode="r"))
 
     return _read(file, read)
 
 
-def _load_members(file: Path, stager: Stager, wanted: list[str] | None) -> dict[str, Any]:
+def _load_members(file: Path, opened: Path, stager: Stager, wanted: list[str] | None) -> dict[str, Any]:
     transfers: dict[str, Transfer[Any]] = {}
     last: Transfer | None = None
-    with file.open("rb") as stream:
+    with opened.open("rb") as stream:
         archive = _read(file, lambda: zipfile.ZipFile(stream))
         members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
         for name in _chosen(file, list(members), wanted):
@@ -191,18 +208,18 @@ def _check_header(stream: IO[bytes], total: int) -> None:
         raise ValueError(f"its header promises {promised} bytes, shape {shape!r} of {dtype!r}, and there are {there}")
 
 
-def _load_tensors(file: Path, stager: Stager, wanted: list[str] | None) -> dict[str, Any]:
-    tensors = _tensors(file)
+def _load_tensors(file: Path, opened: Path, stager: Stager, wanted: list[str] | None) -> dict[str, Any]:
+    tensors = _tensors(file, opened)
     names = _chosen(file, list(tensors), wanted)
     if not names:
         return {}
-    raw = np.asarray(np.memmap(file, np.uint8, "r"))
+    raw = np.asarray(np.memmap(opened, np.uint8, "r"))
     arrays = {name: _array(file, name, tensors[name], raw) for name in names}
     found = _put(file, stager, arrays).result()
     return {name: found[name] for name in names}
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
+def _tensors(file: Path, opened: Path) -> dict[str, Tensor]:
     """Return what the header says, in the order of the data."""
     try:
         from safetensors import safe_open
@@ -210,13 +227,11 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         raise ModuleNotFoundError(f"{str(file)!r} is read with safetensors. {INSTALL}", name=error.name) from error
     if not hasattr(safe_open, "offset_keys"):
         raise ImportError(f"{str(file)!r} is read with a newer safetensors than this one. {INSTALL}", name="safetensors")
-    # Opened here first: if a file cannot be opened, the reader does not say why.
-    with file.open("rb") as stream:
-        total = os.fstat(stream.fileno()).st_size
+    total = opened.stat().st_size
 
     def describe() -> list[tuple[str, str, tuple[int, ...]]]:
         # It checks lengths and shapes, and that the tensors fill the file to its end without gap or overlap.
-        with safe_open(file, framework="numpy") as reader:
+        with safe_open(opened, framework="numpy") as reader:
             heads = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
             return [(name, head.get_dtype(), tuple(head.get_shape())) for name, head in heads]
 

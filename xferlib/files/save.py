@@ -23,7 +23,7 @@ from xferlib.byte_reader import ByteReader, Span
 from xferlib.checks import positive_nbytes, uncopied
 from xferlib.engine.cores import usable_cores
 from xferlib.errors import AllocationError, BackendUnavailableError
-from xferlib.files.formats import VALUES, npy_header, safetensors_layout
+from xferlib.files.formats import SUFFIXES, VALUES, npy_header, safetensors_layout
 from xferlib.files.names import Named, named
 from xferlib.files.temporary import TemporaryFile
 from xferlib.latch import Latch
@@ -37,9 +37,11 @@ __all__ = ["Save", "save"]
 
 PIECE_NBYTES = 16 << 20
 """Bytes: many times what a write and a copy cost beside their bytes."""
-LEAST_NBYTES = 64 << 10
+LEAST_NBYTES = 4 << 10
 MEMORY = 256 << 20
 MOST_THREADS = 16
+LONGEST_MEMBER = 60_000
+"""Bytes of the name of an archive's member: the format has two bytes for their number."""
 JSON = (str, int, float)
 """What rides along and is the same when JSON has had it; a bool is an int."""
 
@@ -59,7 +61,7 @@ def save(
 
     The file has what the arrays hold at this point of `stream` (None: the calling thread's current one). It is written under
     another name and renamed when the disk has all of it: under `path` is the earlier file, or the whole new one, whatever happens.
-    Files come into a folder in the order of the calls.
+    Files whose names differ in their last number alone, if at all, come into their folder in the order of the calls.
 
     The arrays are read until `Save.wait_read` returns: until then do not overwrite them by work of your own, nor donate or delete
     them. `put(into=)` waits by itself. Dropping them is fine. The program does not end before its saves have.
@@ -79,26 +81,25 @@ def save(
     """
     check_stager(stager, path, comes="third")
     file = Path(path)
-    if file.suffix.lower() not in (".safetensors", ".npz", ".npy"):
+    if file.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{str(file)!r}: expected a name that ends in .safetensors, .npz or .npy, which says how to write it")
     memory = min(positive_nbytes(memory, "memory"), stager.stats().pinned_limit_nbytes // 2)
     if rate_limit is not None and not rate_limit > 0:
         raise ValueError(f"rate_limit={rate_limit!r}: expected bytes per second, greater than 0")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep={keep!r}: expected a whole number of files, 1 or more")
-    siblings = None if keep is None else _siblings(Path(os.path.realpath(file)))
+    if keep is not None and not _numbers(file.stem):
+        advice = f"Name it like 'step_100{file.suffix}'"
+        raise ValueError(f"keep: {file.name!r} has no number that tells it from earlier files. {advice}")
     parts = named(trees_of(stager.backend), tree)
     texts = _texts(file, parts, metadata)
     reader = stager.reader(tree, stream=stream)
     try:
-        plan = _planned(file, parts, reader, texts)
-        work = _Work(file, plan, reader, memory, rate_limit)
-        if keep is not None:
-            work.prune = (keep, siblings)
-        return work.start()
+        work = _Work(file, _planned(file, parts, reader, texts), reader, memory, rate_limit, keep)
     except BaseException:
         reader.close()
         raise
+    return work.start()
 
 
 @final
@@ -215,6 +216,12 @@ class _Plan(NamedTuple):
         if spans:
             yield _Piece(start, offset - start, spans)
 
+    def by_member(self, nbytes: int) -> Iterator[list[_Piece]]:
+        """Iterate the pieces of each member of an archive. The writer knows where they belong."""
+        for index, size in enumerate(self.sizes):
+            starts = range(0, size, nbytes)
+            yield [_Piece(0, min(nbytes, size - start), [Span(index, start, min(nbytes, size - start))]) for start in starts]
+
 
 def _planned(file: Path, parts: Named, reader: ByteReader, texts: dict[str, str]) -> _Plan:
     sizes = [_nbytes(*alike) for alike in reader.described]
@@ -228,8 +235,15 @@ def _planned(file: Path, parts: Named, reader: ByteReader, texts: dict[str, str]
             headers = [npy_header(parts.names[0], *reader.described[0])]
         case _:
             headers = [npy_header(name, *alike) for name, alike in zip(parts.names, reader.described, strict=True)]
-            members = [f"{name}.npy" for name in parts.names]
+            members = [_member(name) for name in parts.names]
     return _Plan(headers, order, sizes, members, sum(sizes))
+
+
+def _member(name: str) -> str:
+    """Return what an archive calls an array. Raises `ValueError` for a name that it would not give back."""
+    if not name.isprintable() or len(name.encode()) > LONGEST_MEMBER:
+        raise ValueError(f"{name[:80]!r} is no name for an array in an archive: it is too long, or has unprintable characters")
+    return f"{name}.npy"
 
 
 def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
@@ -264,48 +278,60 @@ def _texts(file: Path, parts: Named, metadata: Mapping[str, str] | None) -> dict
 
 @final
 class _Work:
-    """What the threads of one save share. It does not refer to the handle."""
+    """What the threads of one save share, and who owns its reader from the start on. It does not refer to the handle."""
 
-    def __init__(self, file: Path, plan: _Plan, reader: ByteReader, memory: int, rate_limit: float | None) -> None:
+    def __init__(
+        self, file: Path, plan: _Plan, reader: ByteReader, memory: int, rate_limit: float | None, keep: int | None
+    ) -> None:
         self.file = file
-        # Now: the working directory may be another one when the threads come to it. And what a symbolic link leads to is replaced.
-        self._target = Path(os.path.realpath(file))
         self.plan = plan
         self.process = os.getpid()
         self.written = 0
         self.error: Exception | None = None
         self.was_read, self.ended = Latch(), Latch()
-        self.prune: tuple[int, re.Pattern[str] | None] | None = None
+        # Now: the working directory may be another one when the threads come to it. And what a symbolic link leads to is replaced.
+        self._target = Path(os.path.realpath(file))
+        self._keep = keep
         self._reader = reader
         self._rate_limit = rate_limit
         self._piece_nbytes = max(LEAST_NBYTES, min(PIECE_NBYTES, memory // 2, plan.nbytes))
         most = 1 if plan.members else -(-plan.nbytes // self._piece_nbytes)
         self._threads = max(1, min(most, MOST_THREADS, max(1, memory // self._piece_nbytes), max(2, usable_cores())))
         self._left = self._threads
-        self._pieces = plan.pieces(self._piece_nbytes) if not plan.members else iter(())
+        self._pieces: Iterator[_Piece] = iter(())
         self._lock = threading.Lock()
         self._issued = self._read = 0
         self._began = time.monotonic()
         self._temporary: TemporaryFile | None = None
         self._before: _Work | None = None
         self._handle: weakref.ref[Save] | None = None
+        self._fate: dict[None, str] = {}
+        """Whether the threads are started, or the caller was interrupted before that: who comes first says it, in one step."""
 
     def start(self) -> Save:
         """Start the threads, and return the handle."""
-        handle = Save(self)
-        self._handle = weakref.ref(handle)
-        key = str(self._target.parent)
-        self._before, _newest[key] = _newest.get(key), self
-        # Interrupted, the caller has no handle, and the file is written all the same.
-        uninterrupted(self._start_threads)
-        return handle
+        try:
+            handle = Save(self)
+            self._handle = weakref.ref(handle)
+            # Interrupted from here on, the caller has no handle, and the file is written all the same.
+            uninterrupted(self._start_threads)
+            return handle
+        except BaseException:
+            if self._fate.setdefault(None, "dropped") == "dropped":
+                self._reader.close()
+            raise
 
     def _start_threads(self) -> None:
         """On a thread that no interrupt comes to. They are no daemons: the interpreter waits for them when it ends."""
+        if self._fate.setdefault(None, "started") != "started":
+            return
+        self._reader.hand_over()
+        series = f"{self._target.parent}/{_series(self._target.name)}"
+        self._before, _newest[series] = _newest.get(series), self
         started = 0
         try:
             while started < self._threads:
-                threading.Thread(target=self._run, args=(started == 0,), name="xferlib-save", daemon=False).start()
+                threading.Thread(target=self._run, name="xferlib-save", daemon=False).start()
                 started += 1
         except RuntimeError as error:
             # Those that run do it as well, but slower.
@@ -319,67 +345,73 @@ class _Work:
         said = f"the save to {str(self.file)!r} failed, and nobody has asked for its result: {self.error}"
         warnings.warn(said, RuntimeWarning, 2)
 
-    def _run(self, first: bool) -> None:
+    def _run(self) -> None:
+        self._reader.join()
         try:
-            with self._lock:
-                self._reader.claim()
-                if self._temporary is None and self.error is None:
-                    self._begin()
-            if self.plan.members:
-                self._write_archive()
-            else:
-                self._write_pieces(first)
+            self._take_part()
         except BaseException as error:
             self._fail(error)
         finally:
+            self._reader.leave()
             self._leave()
 
-    def _begin(self) -> None:
-        temporary = self._temporary = TemporaryFile(self._target)
+    def _take_part(self) -> None:
+        with self._lock:
+            memory = self._begin() if self._temporary is None and self.error is None else None
+        if memory is None:
+            with suppress(AllocationError):
+                # Others go on without this thread where there is no more.
+                memory = self._reader.empty(self._piece_nbytes, wait=False)
+        if memory is not None and self.error is None:
+            self._write(memory)
+
+    def _begin(self) -> Array:
+        """Begin the file, and return memory to read into: less than was thought of, where the pool has no more."""
+        temporary = TemporaryFile(self._target)
+        self._temporary = temporary
         temporary.check_room(self.plan.nbytes + sum(map(len, self.plan.headers)))
+        memory = None
+        while memory is None:
+            smallest = self._piece_nbytes // 2 < LEAST_NBYTES
+            try:
+                memory = self._reader.empty(self._piece_nbytes, wait=smallest)
+            except AllocationError:
+                if smallest:
+                    raise
+                self._piece_nbytes //= 2
+        self._pieces = self.plan.pieces(self._piece_nbytes)
         if not self.plan.members:
             temporary.write(memoryview(self.plan.headers[0]), 0)
+        return memory
 
-    def _write_pieces(self, first: bool) -> None:
-        memory = self._memory(first)
-        while memory is not None and self.error is None:
+    def _write(self, memory: Array) -> None:
+        assert self._temporary is not None
+        if not self.plan.members:
+            for offset, data in self._data(memory):
+                self._temporary.write(data, offset)
+                self._note_written(data.nbytes)
+            return
+        with self._temporary.as_file() as stream, zipfile.ZipFile(stream, "w") as archive:
+            by_member = self.plan.by_member(memory.nbytes)
+            for member, header, pieces in zip(self.plan.members, self.plan.headers, by_member, strict=True):
+                self._pieces = iter(pieces)
+                with archive.open(member, "w", force_zip64=True) as entry:
+                    entry.write(header)
+                    for _, data in self._data(memory):
+                        entry.write(data)
+                        self._note_written(data.nbytes)
+
+    def _data(self, memory: Array) -> Iterator[tuple[int, memoryview]]:
+        """Iterate what this thread is to write, and where: the next pieces that no other has taken, read into this memory."""
+        while self.error is None:
             with self._lock:
-                self._reader.claim()
                 piece = next(self._pieces, None)
                 if piece is None:
                     return
                 transfer = self._start_read(piece, memory)
             data = transfer.result()
             self._note_read(piece.nbytes)
-            assert self._temporary is not None
-            self._temporary.write(memoryview(data), piece.offset)
-            self._note_written(piece.nbytes)
-
-    def _write_archive(self) -> None:
-        assert self._temporary is not None
-        memory = self._memory(True)
-        assert memory is not None
-        with self._temporary.as_file() as stream, zipfile.ZipFile(stream, "w") as archive:
-            for index, (member, header) in enumerate(zip(self.plan.members, self.plan.headers, strict=True)):
-                with archive.open(member, "w", force_zip64=True) as entry:
-                    entry.write(header)
-                    for start in range(0, self.plan.sizes[index], self._piece_nbytes):
-                        nbytes = min(self._piece_nbytes, self.plan.sizes[index] - start)
-                        with self._lock:
-                            transfer = self._start_read(_Piece(0, nbytes, [Span(index, start, nbytes)]), memory)
-                        data = transfer.result()
-                        self._note_read(nbytes)
-                        entry.write(memoryview(data))
-                        self._note_written(nbytes)
-
-    def _memory(self, first: bool) -> Array | None:
-        """Return memory of this thread's. None: there is none, and others go on without this thread."""
-        try:
-            return self._reader.empty(self._piece_nbytes, wait=first)
-        except AllocationError:
-            if first:
-                raise
-            return None
+            yield piece.offset, memoryview(data)
 
     def _start_read(self, piece: _Piece, memory: Array) -> Any:
         if self._rate_limit is not None:
@@ -397,6 +429,8 @@ class _Work:
         with self._lock:
             self._read += nbytes
             if self._read == self.plan.nbytes:
+                # Else they are held until somebody transfers something.
+                self._reader.let_go()
                 self.was_read.open()
 
     def _note_written(self, nbytes: int) -> None:
@@ -417,6 +451,7 @@ class _Work:
                 return
         try:
             self._reader.close()
+            self._reader.let_go()
             self.was_read.open()
             self._publish()
         except BaseException as error:
@@ -436,42 +471,43 @@ class _Work:
         if before is not None:
             # It must not come behind this one, which is newer.
             before.ended.wait()
-        if self.error is not None or self._temporary is None:
-            return
-        if self.written != self.plan.nbytes:
-            raise RuntimeError(f"{self.written} of {self.plan.nbytes} bytes were written")
-        self._temporary.publish()
-        if self.prune is not None:
-            keep, pattern = self.prune
-            assert pattern is not None
-            _remove_older(self._target, keep, pattern)
+        if self.error is None and self._temporary is not None:
+            self._temporary.publish()
+            if self._keep is not None:
+                _remove_older(self._target, self._keep)
 
 
-def _siblings(file: Path) -> re.Pattern[str]:
-    """Return what matches names that differ in their last number alone."""
-    numbers = list(re.finditer(r"\d+", file.stem))
-    if not numbers:
-        raise ValueError(
-            f"keep: {file.name!r} has no number that tells it from earlier files. Name it like 'step_100{file.suffix}'"
-        )
-    start, end = numbers[-1].span()
-    return re.compile(re.escape(file.name[:start]) + r"\d+" + re.escape(file.name[end:]))
+def _numbers(stem: str) -> list[re.Match[str]]:
+    return list(re.finditer(r"\d+", stem))
 
 
-def _remove_older(file: Path, keep: int, pattern: re.Pattern[str]) -> None:
+def _series(name: str) -> str:
+    """Return what the names of a series of files have in common: what is around their last number."""
+    stem, _, suffix = name.rpartition(".")
+    numbers = _numbers(stem)
+    return name if not numbers else f"{stem[: numbers[-1].start()]}*{stem[numbers[-1].end() :]}.{suffix}"
+
+
+def _remove_older(file: Path, keep: int) -> None:
+    """Remove all files of a series but the newest, of which this is one. One that cannot be removed is said, and stays."""
+
     def changed(path: Path) -> int:
         # Another save may have removed it.
         with suppress(FileNotFoundError):
             return path.stat().st_mtime_ns
         return 0
 
-    others = [path for path in file.parent.iterdir() if pattern.fullmatch(path.name) and path.name != file.name]
+    series = _series(file.name)
+    others = [path for path in file.parent.iterdir() if path != file and _series(path.name) == series and path.is_file()]
     others.sort(key=changed)
     for path in others[: max(0, len(others) - (keep - 1))]:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(f"{str(path)!r} is older than is to be kept, and could not be removed: {error}", RuntimeWarning, 2)
 
 
 _newest: weakref.WeakValueDictionary[str, _Work] = weakref.WeakValueDictionary()
-"""By the folder, the newest save."""
+"""By the series, the newest save."""
 # The threads stayed with the parent.
 os.register_at_fork(after_in_child=_newest.clear)

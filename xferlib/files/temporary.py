@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, final
@@ -17,6 +18,8 @@ from typing import IO, final
 __all__ = ["TemporaryFile"]
 
 SUFFIX = ".xferlib-saving"
+STEP_NANOSECONDS = 1_000_000
+"""Between two files: file systems have times to the microsecond at least."""
 
 
 @final
@@ -31,9 +34,12 @@ class TemporaryFile:
             self._path = target.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             if _is_locked(self._descriptor) and _is_at(self._descriptor, self._path):
-                return
+                break
             # Another process takes it for one that was left, since it was not locked yet.
             os.close(self._descriptor)
+        with suppress(OSError):
+            # Whoever could read the earlier file can read this one.
+            os.fchmod(self._descriptor, target.stat().st_mode & 0o777)
 
     def check_room(self, nbytes: int) -> None:
         """Raise `OSError` where so many bytes will not fit, before any is written."""
@@ -54,15 +60,17 @@ class TemporaryFile:
 
     def publish(self) -> None:
         """Wait until the disk has the bytes, and give the file its name: from here on it is there, whatever happens."""
+        # It is as new as it is published: series of files are told apart by that.
+        _stamp(self._descriptor)
         os.fsync(self._descriptor)
         self._path.replace(self._target)
-        folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            # Not every file system can; the file is there in any case.
-            with suppress(OSError):
+        # Not every file system can, and the file is there in any case.
+        with suppress(OSError):
+            folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
                 os.fsync(folder)
-        finally:
-            os.close(folder)
+            finally:
+                os.close(folder)
 
     def close(self) -> None:
         """Remove the file unless it has its name."""
@@ -83,6 +91,16 @@ def _remove_left(folder: Path) -> None:
                 path.unlink()
             finally:
                 os.close(descriptor)
+
+
+_last = [0]
+"""The newest time that a file of this process has."""
+
+
+def _stamp(descriptor: int) -> None:
+    """Make a file newer than all that this process has published."""
+    _last[0] = now = max(time.time_ns(), _last[0] + STEP_NANOSECONDS)
+    os.utime(descriptor, ns=(now, now))
 
 
 def _is_locked(descriptor: int) -> bool:

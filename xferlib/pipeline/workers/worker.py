@@ -78,28 +78,27 @@ class _Filler:
         try:
             task = pickle.loads(order.task)
             views = self._layout.whole.views(slot)
-            arrays, _ = flatten(views)
+            before = flatten(views)
             value = self._fill(task, views)
             filled = Filled(self._layout.returned(value, slot))
             if value is None or isinstance(value, (int, np.integer)):
-                _check_untouched(views, arrays)
+                _check_untouched(views, *before)
             return filled
         except BaseException as error:
             return _failed(error)
 
 
-def _check_untouched(views: Any, arrays: list[Any]) -> None:
+def _check_untouched(views: Any, arrays: list[Any], structure: Any) -> None:
     """Raise `TypeError` where `fill` has put something in place of an array of its slot: the memory would keep an older batch."""
-    leaves, structure = flatten(views)
-    ours = {id(array) for array in arrays}
+    leaves, found = flatten(views)
     for index, leaf in enumerate(leaves):
-        if id(leaf) not in ours:
+        if index >= len(arrays) or leaf is not arrays[index]:
             raise TypeError(
-                f"fill has put {reprlib.repr(leaf)} into its slot ({path(structure, index)}): only what is written into the arrays "
+                f"fill has put {reprlib.repr(leaf)} into its slot ({path(found, index)}): only what is written into the arrays "
                 "that are there arrives. Write slot[key][...] = values, and leave out what is no array of the spec"
             )
-    if len(leaves) != len(arrays):
-        raise TypeError("fill has taken an array out of its slot. Leave the tree as it is, and write into its arrays")
+    if found != structure:
+        raise TypeError("fill has renamed or taken out an array of its slot. Leave the tree as it is, and write into its arrays")
 
 
 def _nothing(task: Any, slot: Any) -> NoReturn:
