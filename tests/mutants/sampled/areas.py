@@ -233,6 +233,10 @@ AREAS = {
             "/packing.py": core("packing"),
         },
     ),
+    "files": Area(
+        (*(f"xferlib/files/{name}.py" for name in ("save", "temporary", "formats", "names")), "xferlib/byte_reader.py"),
+        ("tests/core/test_byte_reader.py", "tests/files/test_save.py", "tests/files/test_load.py"),
+    ),
     "pipeline": Area(
         ("xferlib/pipeline/*.py",),
         ("tests/pipeline",),

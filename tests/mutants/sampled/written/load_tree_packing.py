@@ -6,8 +6,8 @@ LOAD, TREE, LAYOUT, FORMATS = "xferlib/files/load.py", "xferlib/tree.py", "xferl
 
 MUTANTS = [
     (LOAD, "match file.suffix.lower():", "match file.suffix:"),
-    (LOAD, 'npy.open_memmap(file, mode="r")', 'npy.open_memmap(file, mode="r+")'),
-    (LOAD, "return _put(file, stager, _mapped(file)).result()", "return _put(file, stager, _mapped(file)).value"),
+    (LOAD, 'npy.open_memmap(opened, mode="r")', 'npy.open_memmap(opened, mode="r+")'),
+    (LOAD, "return _put(file, stager, _mapped(file, opened)).result()", "return _put(file, stager, _mapped(file, opened)).value"),
     (LOAD, "                last.synchronize()\n", "                last.done()\n"),
     (LOAD, "transfer.result() for name, transfer in", "transfer.value for name, transfer in"),
     (LOAD, "_check_header(stream, member.file_size)", "_check_header(stream, member.compress_size)"),
