@@ -46,7 +46,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     # Any code may stand in single backticks. What has one in it is two that were not told apart, as in `Slot`s of a `Ring`.
     ("py:obj", "[^`]*"),
-    ("py:class", r"(collections\.abc|_?ctypes|jax|numpy|os)\..*"),
+    ("py:class", r"(collections\.abc|_?ctypes|jax|numpy|os|pathlib)\..*"),
     ("py:class", r"(.*\.)?(_\w+|\w*T|\w*T_co|\w*T_contra)"),
     # What checkers are told of, and nobody imports.
     ("py:class", r"xferlib\.typed\..*"),

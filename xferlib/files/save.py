@@ -66,15 +66,15 @@ def save(
     The arrays are read until `Save.wait_read` returns: until then do not overwrite them by work of your own, nor donate or delete
     them. `put(into=)` waits by itself. Dropping them is fine. The program does not end before its saves have.
 
-    Args:
-        path: `.safetensors` for a tree of any kind, with names like "params.dense.kernel" (dots join the keys; an array alone is
-            "array"). Text and numbers that ride along are in the file's metadata, and `load(like=)` brings them back. `.npz` for a
-            tree of arrays, `.npy` for one array: for what NumPy is to read.
-        metadata: Text to store beside the arrays, in a `.safetensors` file.
-        memory: Bytes of pinned memory that the save may take from the stager's pool, where that has room.
-        rate_limit: Bytes per second that are read from the device at most.
-        keep: Of the files in the folder whose names differ from this one in their last number alone, such as
-            "step_100.safetensors", so many stay, the newest; the others are removed when this one is there.
+    - `path` ends in `.safetensors` for a tree of any kind, with names like "params.dense.kernel" (dots join the keys; an array alone
+      is "array"). Text and numbers that ride along are in the file's metadata, and `load(like=)` brings them back. It ends in
+      `.npz` for a tree of arrays, and in `.npy` for one array, where NumPy is to read them.
+    - `metadata`: text to store beside the arrays, in a `.safetensors` file.
+    - `memory`: bytes of pinned memory that the save may take from the stager's pool, where that has room; half of its limit at most.
+    - `rate_limit`: bytes per second that are read from the device at most.
+    - `keep`: of the files in the folder whose names differ from this one in their last number alone, such as
+      "step_100.safetensors", so many stay, the newest. The others are removed when this one is there; a `RuntimeWarning` says which
+      could not be.
 
     Raises `ValueError` and `TypeError` for arguments, and as `Stager.get` does. What goes wrong later, a full disk for example, is
     raised by `Save.result`.
