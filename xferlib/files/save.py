@@ -66,11 +66,11 @@ def save(
     The arrays are read until `Save.wait_read` returns: until then do not overwrite them by work of your own, nor donate or delete
     them. `put(into=)` waits by itself. Dropping them is fine. The program does not end before its saves have.
 
-    - `path` ends in `.safetensors` for a tree of any kind, with names like "params.dense.kernel" (dots join the keys; an array alone
-      is "array"). Text and numbers that ride along are in the file's metadata, and `load(like=)` brings them back. It ends in
+    - `path` ends in `.safetensors` for a tree of any kind, with names like "params.dense.kernel": dots join the keys, and an array
+      alone is "array". Text and numbers that ride along are in the file's metadata, and `load(like=)` brings them back. It ends in
       `.npz` for a tree of arrays, and in `.npy` for one array, where NumPy is to read them.
     - `metadata`: text to store beside the arrays, in a `.safetensors` file.
-    - `memory`: bytes of pinned memory that the save may take from the stager's pool, where that has room; half of its limit at most.
+    - `memory`: bytes of pinned memory that the save may take from the stager's pool where that has room, half of its limit at most.
     - `rate_limit`: bytes per second that are read from the device at most.
     - `keep`: of the files in the folder whose names differ from this one in their last number alone, such as
       "step_100.safetensors", so many stay, the newest. The others are removed when this one is there; a `RuntimeWarning` says which
