@@ -154,7 +154,7 @@ def test_closing_the_stager_on_the_thread_that_reads_closes_the_reader() -> None
     with xferlib.stager("host") as stager:
         _, reader = opened(stager)
         memory = reader.empty(4)
-    with pytest.raises(xferlib.ClosedError):
+    with pytest.raises(xferlib.ClosedError, match="this reader is closed"):
         reader.read([Span(0, 4, 4)], memory)
 
 
