@@ -34,6 +34,7 @@ import xferlib
 from tests.children import fork, threads
 from tests.core.fakes import held, on_thread, until
 from tests.core.points import interrupted_at
+from xferlib.byte_reader import ByteReader
 from xferlib.files.temporary import SUFFIX, TemporaryFile
 from xferlib.stager import Stager
 
@@ -1177,3 +1178,24 @@ def test_an_interrupt_while_the_threads_start_leaves_the_save_going_on(
         stager.put(np.arange(1000), into=array).result()
         assert (tmp_path / f"s_{number}.npy").exists() == (start is interrupted)
         del raised
+
+
+def test_a_thread_that_ends_reads_no_more(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one may have its number, and must be waited for and wait as others do."""
+    backend: Any = stager.backend
+    empty, asked = ByteReader.empty, []
+
+    def scarce(self: ByteReader, nbytes: int, *, wait: bool = True) -> Any:
+        asked.append(nbytes)
+        if len(asked) > 1:
+            raise xferlib.AllocationError("no more")
+        return empty(self, nbytes, wait=wait)
+
+    monkeypatch.setattr(ByteReader, "empty", scarce)
+    array = there(stager, bits((MIB,), np.dtype(np.uint8)))
+    with held(backend.d2h) as gate:
+        save = xferlib.save(tmp_path / "a.npy", array, stager, memory=512 * 1024)
+        (reading,) = stager._ledger.jobs.readings.values()
+        assert until(lambda: len(asked) == 2 and len(reading.threads) == 1)
+        gate.set()
+    same(np.load(save.result(20)), array)
