@@ -725,7 +725,7 @@ def test_what_is_read_is_free_before_it_is_written(stager: Stager, tmp_path: Pat
     array = there(stager, np.zeros(1000, np.uint8))
     with held_writes(monkeypatch) as gate:
         save = xferlib.save(tmp_path / "a.npy", array, stager)
-        save.wait_read(20)
+        save.wait_read(5)
         on_thread(lambda: stager.put(np.ones(1000, np.uint8), into=array).result()).result(20)
         assert not save.done()
         gate.set()
@@ -1126,7 +1126,7 @@ def test_it_does_with_what_the_pool_has(tmp_path: Path, limit: int) -> None:
         del kept
 
 
-@pytest.mark.parametrize("name", ["a\0b", "a\nb", "x" * 70_000])
+@pytest.mark.parametrize("name", ["a\0b", "a\nb", "x" * 70_000], ids=["nul", "line", "long"])
 def test_a_name_that_an_archive_would_not_give_back_is_refused(stager: Stager, tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="no name for an array in an archive"):
         xferlib.save(tmp_path / "a.npz", {name: there(stager, np.zeros(3))}, stager)
@@ -1146,13 +1146,15 @@ def test_parts_of_a_named_tuple_have_their_names(stager: Stager, tmp_path: Path)
     assert (back["opt"][0].nu == 1).all()
 
 
-def test_what_was_saved_is_held_by_nobody(stager: Stager, tmp_path: Path) -> None:
+def test_what_was_read_is_held_by_nobody(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array = there(stager, np.zeros(1000, np.uint8))
-    save = xferlib.save(tmp_path / "a.npy", array, stager)
-    save.wait_read(20)
-    gone = weakref.ref(array)
-    del array
-    assert until(lambda: gone() is None)
+    with held_writes(monkeypatch) as gate:
+        save = xferlib.save(tmp_path / "a.npy", array, stager)
+        save.wait_read(5)
+        gone = weakref.ref(array)
+        del array
+        assert until(lambda: gone() is None)
+        gate.set()
     save.result(20)
 
 

@@ -33,7 +33,7 @@ __all__ = ["load"]
 
 T = TypeVar("T")
 
-INSTALL = 'Install it with: pip install "safetensors>=0.6.2" "ml-dtypes>=0.5"'
+INSTALL = 'Install it with: pip install "safetensors>=0.8" "ml-dtypes>=0.5"'
 OF_DAMAGE = (None, errno.EINVAL)
 """Numbers of an `OSError` for which the file's content is to blame: a decoder has none, an impossible seek has this one."""
 
