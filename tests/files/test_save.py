@@ -894,8 +894,8 @@ def test_a_failure_keeps_no_memory_and_its_traceback_does_not_grow(
 
 def test_a_save_that_has_ended_keeps_none_before_it(stager: Stager, tmp_path: Path) -> None:
     array = there(stager, np.zeros(10, np.uint8))
-    first = xferlib.save(tmp_path / "a.npy", array, stager)
-    second = xferlib.save(tmp_path / "b.npy", array, stager)
+    first = xferlib.save(tmp_path / "s_1.npy", array, stager)
+    second = xferlib.save(tmp_path / "s_2.npy", array, stager)
     second.result(20)
     gone = weakref.ref(first._work)
     del first
@@ -922,20 +922,20 @@ def test_members_of_an_archive_may_be_of_any_size(stager: Stager, tmp_path: Path
         same(found["w"], array)
 
 
-def test_a_child_saves_into_the_folder_that_its_parent_saves_to(stager: Stager, tmp_path: Path) -> None:
+def test_a_child_saves_into_the_series_that_its_parent_saves_to(stager: Stager, tmp_path: Path) -> None:
     backend: Any = stager.backend
     array = there(stager, np.arange(1000))
     with held(backend.d2h) as gate:
-        save = xferlib.save(tmp_path / "parent.npy", array, stager)
+        save = xferlib.save(tmp_path / "s_1.npy", array, stager)
         child = fork()
         if child == 0:
             with xferlib.stager("host") as own:
-                xferlib.save(tmp_path / "child.npy", np.arange(3), own).result(10)
+                xferlib.save(tmp_path / "s_2.npy", np.arange(3), own).result(10)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         gate.set()
     save.result(20)
-    only(tmp_path, "child.npy", "parent.npy")
+    only(tmp_path, "s_1.npy", "s_2.npy")
 
 
 def test_writes_that_come_short_go_on(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
