@@ -354,7 +354,10 @@ class HostToDevice:
             raise
         finally:
             if fills:
-                self._ledger.jobs.end(fills[-1])
+                # As in `BounceBuffers`.
+                fill = fills[-1]
+                fill.memory, fill.over = None, True
+                self._ledger.jobs.remove(fill)
         return event
 
     def _copy_pinned(

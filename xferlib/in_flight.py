@@ -135,18 +135,26 @@ class InFlight:
         """
         try:
             event = self.add(0, (), (), keepalive)
-        except BaseException as error:
-            # Whatever it is: better to lose the memory than to have it written under its next owner. After an interrupt an entry
-            # may hold it.
-            if not any(entry.keepalive is keepalive for entry in self.entries()):
-                self._stuck.append(keepalive)
-            if isinstance(error, self._failures):
-                return False
+        except self._failures:
+            # Better to lose the memory than to have it written under its next owner.
+            self._stuck.append(keepalive)
+            return False
+        except BaseException:
+            self._hold(keepalive)
             raise
         if not is_copy_thread():
             with suppress(*self._failures):
                 event.synchronize()
         return True
+
+    def _hold(self, keepalive: object) -> None:
+        """Hold it until nobody uses it, though `settle` was interrupted, or met what the backend does not name: else for good."""
+        if any(entry.keepalive is keepalive for entry in self.entries()):
+            return
+        try:
+            self.add(0, (), (), keepalive)
+        except BaseException:
+            self._stuck.append(keepalive)
 
     def reap(self, *, newest: int | None = None) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks.
@@ -363,10 +371,11 @@ class Jobs:
         """Count memory as in flight until its thread says that it is."""
         self._fills[fill.row] = fill
 
-    def end(self, fill: Fill) -> None:
-        """Note that a fill is over: its memory is in flight or idle. Called by its thread; twice is fine."""
-        # In this order: whoever waits for room must find it, and the frame that has the fill may live on for a while.
-        fill.memory, fill.over = None, True
+    def remove(self, fill: Fill) -> None:
+        """Forget a fill that is over. Twice is fine, and so is not at all: then `reap` forgets it.
+
+        Its thread sets `over` itself, in line: an interrupt may come at the entry of this, as of any function.
+        """
         self._fills.pop(fill.row, None)
 
     def reap(self) -> bool:

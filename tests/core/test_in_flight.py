@@ -327,6 +327,25 @@ def test_settle_keeps_memory_for_ever_whatever_is_raised(error: type[BaseExcepti
     assert alive() is not None
 
 
+def test_settle_that_is_interrupted_once_holds_memory_until_nobody_uses_it() -> None:
+    point, thing, interrupts = Point(), Thing(), iter([KeyboardInterrupt])
+
+    def record() -> Point:
+        for interrupt in interrupts:
+            raise interrupt
+        return point
+
+    queue, alive = InFlight(record, (OSError,)), weakref.ref(thing)
+    with pytest.raises(KeyboardInterrupt):
+        queue.settle(thing)
+    del thing
+    queue.reap()
+    assert alive() is not None
+    point.reached = True
+    queue.reap()
+    assert alive() is None
+
+
 def test_settle_that_is_interrupted_behind_its_entry_keeps_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     point, thing = Point(), Thing()
     queue, alive = queue_of(point), weakref.ref(thing)

@@ -227,15 +227,15 @@ def test_threads_that_stage_at_once_under_a_small_limit_wait_for_each_other(thre
 
 def test_who_is_told_that_a_block_is_filled_finds_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    end = Jobs.end
+    remove = Jobs.remove
 
-    def ended(jobs: Jobs, fill: Fill) -> None:
-        end(jobs, fill)
+    def removed(jobs: Jobs, fill: Fill) -> None:
         assert fill.over
         stager._ledger.h2d.wait_all()
         used.append(stager._pool.usage().used)
+        remove(jobs, fill)
 
-    monkeypatch.setattr(Jobs, "end", ended)
+    monkeypatch.setattr(Jobs, "remove", removed)
     with xferlib.stager("host", pinned_limit=2 * MIB) as stager:
         # Of one part, and of two. There are no slots, which would stay.
         stager.put(np.zeros(10_000)).synchronize()

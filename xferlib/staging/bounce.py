@@ -65,7 +65,10 @@ class BounceBuffers:
             raise
         finally:
             if fills:
-                self._jobs.end(fills[-1])
+                fill = fills[-1]
+                # In this order: whoever waits for room must find it, and this frame may live on for a while.
+                fill.memory, fill.over = None, True
+                self._jobs.remove(fill)
         return event
 
     def begin(self, part: Part, fills: list[Fill]) -> None:
@@ -104,7 +107,8 @@ class BounceBuffers:
                 return slot
             except IndexError:
                 # Another thread was faster. This one may have to wait for room now, so nobody may wait for it.
-                self._jobs.end(fill)
+                fill.over = True
+                self._jobs.remove(fill)
         fill = Fill()
         fills.append(fill)
         block = self._pool.take(nbytes, lambda: self._jobs.add(fill))
@@ -127,4 +131,5 @@ class BounceBuffers:
                     return True
             return False
         finally:
-            self._jobs.end(fill)
+            fill.over = True
+            self._jobs.remove(fill)

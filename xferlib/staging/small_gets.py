@@ -91,7 +91,8 @@ class SmallGets:
                 if block is not None:
                     self._idle.append((block, None))
         finally:
-            self._jobs.end(fill)
+            fill.over = True
+            self._jobs.remove(fill)
 
     def fill(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
         """Copy from device addresses into C-contiguous arrays, once `after` is reached. False: the engine must do it.
@@ -127,7 +128,8 @@ class SmallGets:
         finally:
             # If the copy fails, this frame lives as long as the exception.
             block = event = None  # type: ignore[assignment]  # Nobody uses them after this.
-            self._jobs.end(fill)
+            fill.over = True
+            self._jobs.remove(fill)
 
     def release(self) -> bool:
         """Give idle memory back to the pool, and tell whether there was any."""
