@@ -19,7 +19,7 @@ def is_seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         text = (ENGINE / mutant.file).read_text().replace(mutant.old, mutant.new)
         program = built(tmp_path_factory.mktemp("mutant"), mutant.sanitizer, {mutant.file: text}, patience_seconds=3)
         # What races may come out right now and then.
-        return any(run(program, mutant.test, seconds=8)[0] != 0 for _ in range(5))
+        return any(run(program, mutant.test, seconds=8)[0] != 0 for _ in range(12))
 
     mutants = [parameters["mutant"] for parameters in chosen(request, "test_the_harness_sees_it")]
     with side_by_side(tried, [mutant for mutant in mutants if mutant.sanitizer not in NOT_TRIED]) as outcome:
