@@ -575,7 +575,7 @@ with xferlib.stager("host") as stager:
 def test_a_killed_process_leaves_the_old_file_or_the_new_one(stager: Stager, tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     dice = np.random.default_rng(3)
-    for _ in range(12):
+    for _ in range(6):
         command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM), str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
