@@ -20,6 +20,7 @@ from xferlib.in_flight import Ledger, Reading
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source
+from xferlib.tickets import ticket
 from xferlib.transfer import Transfer
 from xferlib.tree import Alike
 
@@ -68,6 +69,8 @@ class ByteReader:
         self._sources = list(sources)
         self._after = after
         self._reading = Reading(self._sources)
+        # First: whatever happens from here on, nobody waits for one that is gone.
+        self._ticket = ticket(self._reading.drop, None)
         self._jobs.readings[self._reading.row] = self._reading
 
     def empty(self, nbytes: int, *, wait: bool = True) -> Array:
@@ -159,9 +162,3 @@ class ByteReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        # Of a constructor that was cut off there may be none. Assignments and calls of C alone: any thread, inside anything.
-        reading = self.__dict__.get("_reading")
-        if reading is not None:
-            reading.end()

@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from operator import attrgetter, itemgetter
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, final
 
 from xferlib.engine.jobs import Job, next_row
 from xferlib.errors import XferError
 from xferlib.forks import forget_in_child, leave
-from xferlib.latch import Latch, is_copy_thread
+from xferlib.latch import SLICE_SECONDS, Latch, is_copy_thread
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.mapped import Views
 from xferlib.protocol import Event, HostStager, Source
@@ -295,7 +296,7 @@ class Reading:
     Any thread. Nobody waits for it on a thread that is to start the copies, or to make them: the wait would never end.
     """
 
-    __slots__ = ("_over", "device", "maker", "row", "threads")
+    __slots__ = ("_dropped", "_over", "device", "drop", "maker", "row", "threads")
 
     holds = False
 
@@ -307,6 +308,9 @@ class Reading:
         self.threads: dict[int, None] = {}
         """Threads of ours that read. Changed in single steps: finalizers ask."""
         self._over = Latch()
+        self._dropped: SimpleQueue[None] = SimpleQueue()
+        self.drop = self._dropped.put
+        """What the ticket of whoever reads posts with: a finalizer written in Python could be cut by an interrupt."""
 
     @property
     def owner(self) -> int | None:
@@ -315,29 +319,29 @@ class Reading:
         return me if me == self.maker or me in self.threads else None
 
     def end(self) -> None:
-        """Let everybody pass who waits: all that will be read is read, or in flight. Twice is fine; also for finalizers."""
+        """Let everybody pass who waits: all that will be read is read, or in flight. Twice is fine."""
         self._over.open()
         self.device = ()
 
     def reached(self) -> bool:
-        """Tell whether it has ended. Never blocks."""
-        return self._over.is_open()
+        """Tell whether it has ended, or nobody is left to read. Never blocks."""
+        return self._over.is_open() or not self._dropped.empty()
 
     def wait(self) -> None:
         """Block until it has ended. Raises `XferError` where that would be for good."""
-        if self.reached():
-            return
-        if self.maker == threading.get_ident():
+        if not self.reached() and self.maker == threading.get_ident():
             raise XferError(
                 "this thread reads the array by stager.reader(...), which is not closed: to overwrite it would wait for that. "
                 "Close the reader first"
             )
-        if is_copy_thread() or self.owner is not None:
+        if not self.reached() and (is_copy_thread() or self.owner is not None):
             raise XferError(
                 "a finalizer would wait until arrays are read, on the thread that reads them: the garbage collector runs "
                 "finalizers on any thread. Put into arrays in ordinary code"
             )
-        self._over.wait()
+        # In slices: nobody opens it for one that was dropped.
+        while not self.reached():
+            self._over.wait(SLICE_SECONDS)
 
 
 @final

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from contextlib import closing
 from typing import Any
 
@@ -115,6 +116,26 @@ def test_one_that_is_dropped_lets_everybody_pass(stager: Stager) -> None:
     putting.result(20)
     stager.idle()
     assert not stager._ledger.busy
+
+
+def test_one_that_dies_in_a_cycle_lets_everybody_pass_and_keeps_no_array(stager: Stager) -> None:
+    class Loop:
+        reader: Any = None
+        loop: Any = None
+
+    there, reader = opened(stager)
+    target, gone = there["a"], weakref.ref(there["b"])
+    loop = Loop()
+    loop.loop, loop.reader = loop, reader
+    putting = on_thread(lambda: stager.put(np.ones((10, 100), np.float32), into=target).result())
+    time.sleep(0.05)
+    del reader, loop
+    assert not putting.done()
+    gc.collect()
+    putting.result(20)
+    there.clear()
+    stager._ledger.reap()
+    assert until(lambda: gone() is None)
 
 
 def test_closing_the_stager_waits_for_it() -> None:

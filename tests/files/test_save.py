@@ -232,7 +232,7 @@ def test_values_that_were_tampered_with_are_refused(stager: Stager, tmp_path: Pa
         (("x.safetensors", "tree"), {"rate_limit": float("nan")}, ValueError, "rate_limit"),
         (("x.safetensors", "tree"), {"keep": 3}, ValueError, "number"),
         (("x1.safetensors", "tree"), {"keep": 0}, ValueError, "keep"),
-        (("x1.safetensors", "tree"), {"keep": True}, ValueError, "keep"),
+        (("x1.safetensors", "tree"), {"keep": True}, TypeError, "keep=True: expected a whole number"),
         (("x.safetensors", "date"), {}, TypeError, "'when' is a date"),
         (("x.safetensors", "twice"), {}, ValueError, "both called 'a.b'"),
         (("x.safetensors", "hidden"), {}, ValueError, "cannot be called"),

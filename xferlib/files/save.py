@@ -7,6 +7,7 @@ belongs. So a state of any size passes through as much pinned memory as these ha
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import threading
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from xferlib.byte_reader import ByteReader, Span
-from xferlib.checks import positive_nbytes, uncopied
+from xferlib.checks import positive_nbytes, uncopied, whole_number
 from xferlib.engine.cores import usable_cores
 from xferlib.errors import AllocationError, BackendUnavailableError
 from xferlib.files.formats import SUFFIXES, VALUES, npy_header, safetensors_layout
@@ -86,8 +87,7 @@ def save(
     memory = min(positive_nbytes(memory, "memory"), stager.stats().pinned_limit_nbytes // 2)
     if rate_limit is not None and not rate_limit > 0:
         raise ValueError(f"rate_limit={rate_limit!r}: expected bytes per second, greater than 0")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep={keep!r}: expected a whole number of files, 1 or more")
+    keep = None if keep is None else whole_number(keep, "keep", least=1)
     if keep is not None and not _numbers(file.stem):
         advice = f"Name it like 'step_100{file.suffix}'"
         raise ValueError(f"keep: {file.name!r} has no number that tells it from earlier files. {advice}")
@@ -224,7 +224,7 @@ class _Plan(NamedTuple):
 
 
 def _planned(file: Path, parts: Named, reader: ByteReader, texts: dict[str, str]) -> _Plan:
-    sizes = [_nbytes(*alike) for alike in reader.described]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in reader.described]
     order = list(range(len(sizes)))
     members: list[str] = []
     match file.suffix.lower():
@@ -244,13 +244,6 @@ def _member(name: str) -> str:
     if not name.isprintable() or len(name.encode()) > LONGEST_MEMBER:
         raise ValueError(f"{name[:80]!r} is no name for an array in an archive: it is too long, or has unprintable characters")
     return f"{name}.npy"
-
-
-def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    count: int = dtype.itemsize
-    for length in shape:
-        count *= length
-    return count
 
 
 def _texts(file: Path, parts: Named, metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -123,7 +123,7 @@ MUTANTS = [
         "        if self._reading.reached():\n            raise ClosedError",
         "        if False:\n            raise ClosedError",
     ),
-    (READER, "            reading.end()\n", "            pass\n"),
+    (READER, "ticket(self._reading.drop, None)", "None"),
     (
         READER,
         "self._copy_d2h(address + end, source.address + span.start, span.nbytes)",
