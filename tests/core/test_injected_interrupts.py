@@ -14,6 +14,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Device, DeviceHolders, Point, tampered, until
+from tests.core.garbage import collected_when_told  # noqa: F401  # A fixture for each test.
 from tests.core.points import interrupted_at
 from tests.memory.test_pinned_pool import Driver
 from xferlib import in_flight

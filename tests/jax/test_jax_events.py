@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.interrupts.repeated import interrupted
-from tests.jax.garbage import Cycle
-from xferlib.handles import FIRST
+from tests.jax.garbage import Cycle, eventually
+from xferlib.handles import FIRST, unreferenced
 from xferlib.stager import Stager
 
 
@@ -103,11 +103,9 @@ def test_no_interrupt_loses_a_handle(pool: Any, driver: NotingDriver) -> None:
             del events
 
     interrupted(work, 400)
-    created = driver.created
-    assert created == len(pool.handles)
-    events = [pool.record(7) for _ in range(created // 2)]
-    assert len({event.handle for event in events}) == len(events)
-    assert driver.created == created <= 2 * FIRST
+    # Where a call was interrupted, another thread may still make what it asked for, and the next call asks for as many again.
+    pool.handles.free.clear()
+    eventually(lambda: len(list(unreferenced(pool.handles._owned))) == driver.created)
 
 
 def test_threads_that_record_share_no_handle(pool: Any, driver: NotingDriver) -> None:

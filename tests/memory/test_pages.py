@@ -90,6 +90,26 @@ def test_every_page_is_there_before_it_is_locked(backend: Locking, nbytes: int) 
     assert backend.locked == {}
 
 
+def test_memory_that_is_mapped_together_is_freed_one_by_one(backend: Locking) -> None:
+    host = HostPages(backend)
+    sizes = [3 * MIB, HUGE, 4096, 5 * MIB + 4096, 48 * MIB]
+    addresses = host.map(sizes)
+    assert [address % HUGE for address in addresses] == [0] * len(sizes)
+    for address, nbytes in zip(addresses, sizes, strict=True):
+        found = mappings(address, -(-nbytes // HUGE) * HUGE)
+        # Nothing is kept of the room between them.
+        assert (found[0].start, found[-1].end) == (address, address + nbytes)
+        over(address, nbytes)[:] = 7
+    freed: set[int] = set()
+    for index in (2, 0, 4, 3, 1):
+        host.lock(addresses[index])
+        host.free(addresses[index])
+        freed.add(index)
+        left = [mapped(address, nbytes) for address, nbytes in zip(addresses, sizes, strict=True)]
+        assert left == [index not in freed for index in range(len(sizes))]
+    assert backend.locked == {}
+
+
 def test_memory_is_unlocked_before_it_is_unmapped(backend: Locking) -> None:
     host = HostPages(backend)
     address = host.allocate(3 * MIB)

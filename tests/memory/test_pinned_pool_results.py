@@ -1044,17 +1044,19 @@ def test_others_come_to_the_driver_behind_each_lock(
 
 
 def test_of_memory_of_which_some_cannot_be_mapped_none_is(backend: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages_of, mapped = HostPages(backend), list[int]()
+    pages_of, reserved = HostPages(backend), list[tuple[int, int]]()
 
-    def one(nbytes: int) -> int:
-        if mapped:
+    def one(at: int | None, nbytes: int, protection: int, flags: int) -> int:
+        if at is not None and at > reserved[0][0] + LEAF:
             raise OSError("no more")
-        mapped.append(map_one(nbytes))
-        return mapped[0]
+        found = map_one(at, nbytes, protection, flags)
+        reserved.append((found, nbytes))
+        return found
 
-    map_one = pages._map
-    monkeypatch.setattr(pages, "_map", one)
+    map_one = pages._mapped
+    monkeypatch.setattr(pages, "_mapped", one)
     with pytest.raises(AllocationError, match="no more"):
         pages_of.map([LEAF, LEAF])
-    assert not mappings(mapped[0], LEAF)
+    assert len(reserved) > 1
+    assert not mappings(*reserved[0])
     assert not pages_of._mapped

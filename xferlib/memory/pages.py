@@ -17,6 +17,7 @@ threads fetch their pages twice as fast.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import time
@@ -126,17 +127,12 @@ class HostPages:
         # Some pages of memory that is not locked yet may not be there yet, and still look available.
         taken = sum([nbytes for address, nbytes in list(self._mapped.items()) if address not in self._locked])
         _check_available(total, taken)
-        mapped: dict[int, int] = {}
         try:
-            for nbytes in sizes:
-                mapped[_map(nbytes)] = nbytes
+            addresses = _map(sizes)
         except OSError as error:
-            for address, nbytes in mapped.items():
-                with suppress(OSError):
-                    _unmap(address, nbytes)
             raise _refused(total, error) from error
-        self._mapped.update(mapped)
-        return list(mapped)
+        self._mapped.update(zip(addresses, sizes, strict=True))
+        return addresses
 
     def lock(self, address: int) -> None:
         """Lock what `map` returned, on this thread alone; its contents stay. Raises `AllocationError`: then it is as it was."""
@@ -193,28 +189,36 @@ def _refused(nbytes: int, error: Exception) -> AllocationError:
     return AllocationError(f"{in_words(nbytes)} of pinned memory could not be had: {error}. Lower pinned_limit or the batch")
 
 
-def _map(nbytes: int) -> int:
-    """Map pages, beginning at the border of a huge page if there is room for one, and ask for huge ones."""
-    if nbytes < HUGE:
-        return _mapped(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
-    # Both the address and the offset in the mapping must be multiples of `HUGE`. So this is a mapping of its own inside a
-    # reserved range.
-    room = _mapped(None, nbytes + HUGE, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    address = -(-room // HUGE) * HUGE
-    end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def _map(sizes: Sequence[int]) -> list[int]:
+    """Map pages of each size, all or none, beginning at the borders of huge pages, and ask for huge ones.
+
+    For them both the address and the offset in the mapping must be multiples of `HUGE`. So these are mappings of their own inside
+    one reserved range: to reserve one for each of hundreds of sizes would take longer than all else of a get.
+    """
+    rooms = [-(-nbytes // HUGE) * HUGE for nbytes in sizes]
+    total = sum(rooms)
+    reserved = _mapped(None, total + HUGE, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    first = -(-reserved // HUGE) * HUGE
+    addresses = [first + offset for offset in itertools.accumulate(rooms[:-1], initial=0)]
+    step = _step(sum(sizes))
     try:
-        for start, size in _parts(address, nbytes):
-            _mapped(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
+        for address, nbytes in zip(addresses, sizes, strict=True):
+            for start, size in _parts(address, nbytes, step):
+                _mapped(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
+        # Refused where the kernel has no huge pages; then there are none.
+        _madvise(first, total, mmap.MADV_HUGEPAGE)
+        end = reserved
+        for address, nbytes in zip(addresses, sizes, strict=True):
+            if address > end:
+                _unmap(end, address - end)
+            end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if reserved + total + HUGE > end:
+            _unmap(end, reserved + total + HUGE - end)
     except BaseException:
-        _unmap(room, nbytes + HUGE)
+        with suppress(OSError):
+            _unmap(reserved, total + HUGE)
         raise
-    if address > room:
-        _unmap(room, address - room)
-    if room + nbytes + HUGE > end:
-        _unmap(end, room + nbytes + HUGE - end)
-    # Refused where the kernel has no huge pages; then there are none.
-    _madvise(address, nbytes, mmap.MADV_HUGEPAGE)
-    return address
+    return addresses
 
 
 def _mapped(at: int | None, nbytes: int, protection: int, flags: int) -> int:
@@ -231,7 +235,7 @@ def _unmap(address: int, nbytes: int) -> None:
 
 def _touch(address: int, nbytes: int, cpus: frozenset[int] | None, threads: int) -> None:
     """Fetch every page, on threads that run on these CPUs (None: anywhere): memory is placed where it is first touched."""
-    parts = list(_parts(address, nbytes))
+    parts = list(_parts(address, nbytes, _step(nbytes)))
     threads = min(threads, len(cpus or os.sched_getaffinity(0)), len(parts))
     if threads < 2 and cpus is None:
         _fetch(address, nbytes)
@@ -252,9 +256,12 @@ def _run_on(cpus: frozenset[int] | None) -> None:
             os.sched_setaffinity(0, cpus)
 
 
-def _parts(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Cut memory into as many parts as there may be threads, of some whole huge pages each, none larger than `PIECE`."""
-    step = min(PIECE, max(LEAST_PIECE, -(-nbytes // (MOST_THREADS * HUGE)) * HUGE))
+def _step(nbytes: int) -> int:
+    """Return the bytes of one part, some whole huge pages, such that there are as many parts as there may be threads."""
+    return min(PIECE, max(LEAST_PIECE, -(-nbytes // (MOST_THREADS * HUGE)) * HUGE))
+
+
+def _parts(address: int, nbytes: int, step: int) -> Iterator[tuple[int, int]]:
     for offset in range(0, nbytes, step):
         yield address + offset, min(step, nbytes - offset)
 

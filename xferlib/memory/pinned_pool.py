@@ -58,6 +58,9 @@ STAGING_SHARE = 64 << 20
 UNLOCKED_FROM = 8 << 20
 """Bytes. If the results of one get need so much new memory, or more, it is locked later. Locking less takes no longer than a detour
 through chunks."""
+GIVE_WAY_SECONDS = 0.0001
+"""How long a get that takes much new memory leaves the interpreter to others in the middle. A thread that launches would get its turn
+only after the switch interval, 5 ms, and behind each of its calls again."""
 
 
 _Growth: TypeAlias = tuple[Ranges, int]
@@ -105,7 +108,7 @@ _NEW = tuple.__new__
 
 @final
 class _Result(NamedTuple):
-    """An array of `results` for which there was no idle memory. `place`: its index among those wanted."""
+    """A large array of `results`. `place`: its index among those wanted."""
 
     place: int
     request: PoolRequest
@@ -202,22 +205,24 @@ class PinnedPool(Table):
         # A finalizer on a thread that makes the copies needs its memory at once, and such that it can be copied to without that
         # thread.
         if self._unlocked is not None and not is_copy_thread():
+            asked: list[_Result] = []
             for index, (shape, dtype) in enumerate(wanted):
                 nbytes = math.prod(shape) * dtype.itemsize
-                if nbytes < SMALL:
-                    continue
-                request = _NEW(PoolRequest, (round_up(nbytes, ALIGNMENT), nbytes, None, False, True))
-                number = self._count()
-                held = ticket(self._returns.put, number)
-                row = self._alone(self._looked_idle, request, number)
+                if nbytes >= SMALL:
+                    request = _NEW(PoolRequest, (round_up(nbytes, ALIGNMENT), nbytes, None, False, True))
+                    number = self._count()
+                    asked.append(_Result(index, request, number, ticket(self._returns.put, number)))
+            for result, row in zip(asked, self._alone(self._looked_idle, asked) if asked else (), strict=True):
                 if row is None:
-                    lacking.append(_Result(index, request, number, held))
+                    lacking.append(result)
                 else:
-                    found[index] = _array(row, held, shape, dtype)
+                    found[result.place] = _array(row, result.ticket, *wanted[result.place])
         counted = bool(lacking) and self._alone(self._count_unlocked, lacking)
         if counted:
+            time.sleep(GIVE_WAY_SECONDS)
             # If this call is interrupted, all rows go back with their tickets.
             rows = uninterrupted(lambda: self._grown_unlocked(lacking))
+            time.sleep(GIVE_WAY_SECONDS)
             for result, row in zip(lacking, rows, strict=False):
                 found[result.place] = _array(row, result.ticket, *wanted[result.place])
         return [self.empty(*one) if array is None else array for one, array in zip(wanted, found, strict=True)]
@@ -513,11 +518,15 @@ class PinnedPool(Table):
                 break
         return None, None
 
-    def _looked_idle(self, request: PoolRequest, number: int) -> _Row | None:
-        """Enter a row of a result in idle memory, locked or not; if staging has no room beside it, only in locked memory."""
+    def _looked_idle(self, asked: Sequence[_Result]) -> list[_Row | None]:
+        """Enter rows of results in idle memory, locked or not; if staging has no room beside it, only in locked memory."""
+        kinds = (self._large, self._pageable) if self.nbytes + STAGING_SHARE <= self.limit else (self._large,)
+        return [self._idle_row(result.request, result.number, kinds) for result in asked]
+
+    def _idle_row(self, request: PoolRequest, number: int, kinds: tuple[Ranges, ...]) -> _Row | None:
         if self._arrays + request.size > self._arrays_limit:
             return None
-        for ranges in (self._large, self._pageable) if self.nbytes + STAGING_SHARE <= self.limit else (self._large,):
+        for ranges in kinds:
             address = ranges.take(request.size)
             if address is not None:
                 self.hits += 1
@@ -554,7 +563,7 @@ class PinnedPool(Table):
         with self._at_work:
             sizes = [self._growing.get(result.number, 0) for result in lacking]
             # If a caller was interrupted before, nobody will look at what is returned.
-            begun = all(sizes) and all(self._alone(self._begin, result.number) for result in lacking)
+            begun = all(sizes) and self._alone(self._begin_all, [result.number for result in lacking])
             starts: list[int] = []
             with suppress(AllocationError):
                 starts = self._unlocked.map(sizes) if begun else []
@@ -564,10 +573,7 @@ class PinnedPool(Table):
                     self._growing.pop(result.number, None)
                 self._changes += 1
                 return []
-            rows = []
-            for result, start, nbytes in zip(lacking, starts, sizes, strict=True):
-                segment = _Segment(result.number, start, nbytes, self._pageable, locked=False)
-                rows.append(self._alone(self._entered, segment, result.request, result.number))
+            rows = self._alone(self._all_entered, lacking, starts, sizes)
         lock_later(self)
         return rows
 
@@ -625,6 +631,9 @@ class PinnedPool(Table):
                 raise
             return self._alone(self._entered, _Segment(number, start, nbytes, ranges), request, number)
 
+    def _begin_all(self, numbers: Sequence[int]) -> bool:
+        return all(self._begin(number) for number in numbers)
+
     def _begin(self, number: int) -> bool:
         """Begin to page-lock what was counted; False: the request was given up."""
         if number not in self._growing:
@@ -632,15 +641,28 @@ class PinnedPool(Table):
         self._allocating[number] = True
         return True
 
+    def _all_entered(self, lacking: Sequence[_Result], starts: Sequence[int], sizes: Sequence[int]) -> list[_Row]:
+        """Enter the segments of results, which are not locked yet, and the rows."""
+        rows = []
+        for result, start, nbytes in zip(lacking, starts, sizes, strict=True):
+            segment = _Segment(result.number, start, nbytes, self._pageable, locked=False)
+            rows.append(self._entered_one(segment, result.request, result.number))
+        self._note_peaks()
+        return rows
+
     def _entered(self, segment: _Segment, request: PoolRequest, number: int) -> _Row:
-        """Enter a new segment, and at its start the row, where somebody still waits for it."""
+        """Enter a new segment, which is locked, and at its start the row, where somebody still waits for it."""
+        row = self._entered_one(segment, request, number)
+        self._note_peaks()
+        self._reindex()
+        return row
+
+    def _entered_one(self, segment: _Segment, request: PoolRequest, number: int) -> _Row:
         self._segments[segment.number] = segment
         self._growing.pop(number, None)
         # Only now: a segment that was refused never counts.
         self.misses += 1
-        self._note_peaks()
         segment.ranges.add_segment(segment.start, segment.nbytes)
-        self._reindex()
         self._changes += 1
         if not self._allocating.pop(number, False):
             return _Row(segment.start, 0, 0, False, segment.ranges)
