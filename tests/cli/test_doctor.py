@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import platform
 import resource
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def test_json_has_this_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["auto"] in xferlib.backends()
     assert tuple(state["name"] for state in report["backends"]) == xferlib.backends()
     for state in report["backends"]:
-        opened = {"device", "on_gpu", "capabilities", "pin", "staging"}
+        opened = {"device", "on_gpu", "capabilities", "link", "pin", "staging"}
         assert set(state) == {"name", "ready", "reason", "versions", "findings"} | opened
         assert state["ready"] is (state["reason"] is None)
 
@@ -154,6 +155,13 @@ def test_little_pinned_memory_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(doctor, "default_pinned_limit", lambda: 16 << 20)
     (finding,) = doctor._little_memory()
     assert finding.startswith("at most 16.0 MiB is pinned by default")
+
+
+def test_linux_inside_windows_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._wsl() == []
+    monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+    (finding,) = doctor._wsl()
+    assert "pinned_limit=" in finding
 
 
 def test_the_limit_on_locked_memory_is_named_where_there_is_one(

@@ -17,7 +17,7 @@ import numpy as np
 from xferlib.stager import Stager
 from xferlib.words import counted, in_words
 
-__all__ = ["BreakEven", "break_even"]
+__all__ = ["NBYTES", "BreakEven", "break_even", "seconds_of"]
 
 NBYTES = 64 << 20
 """Bytes. Large enough for the full rate either way; all in all it takes some 50 ms on a GPU."""
@@ -60,7 +60,7 @@ def break_even(stager: Stager) -> BreakEven | None:
     array = np.ones(NBYTES, np.uint8)
     return BreakEven(
         nbytes=NBYTES,
-        lock_seconds=_seconds(lambda: stager.pin(array).close()),
+        lock_seconds=seconds_of(lambda: stager.pin(array).close()),
         staged_seconds=_put_seconds(stager, array),
         pinned_seconds=_pinned_seconds(stager, array),
     )
@@ -72,10 +72,11 @@ def _pinned_seconds(stager: Stager, array: np.ndarray[tuple[int], np.dtype[np.ui
 
 
 def _put_seconds(stager: Stager, array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> float:
-    return _seconds(lambda: stager.put(array, borrow=True).synchronize())
+    return seconds_of(lambda: stager.put(array, borrow=True).synchronize())
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the median of some calls, behind one that is not timed."""
     call()
     samples = []
     for _ in range(SAMPLES):

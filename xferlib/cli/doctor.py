@@ -23,6 +23,7 @@ from rich.table import Table
 
 from xferlib.cli.breakeven import BreakEven, break_even
 from xferlib.cli.companions import diagnosis, own_versions
+from xferlib.cli.link import Link, measured_link
 from xferlib.debug import wanted
 from xferlib.errors import BackendUnavailableError, XferError
 from xferlib.memory.limits import default_pinned_limit, memory_limit
@@ -59,7 +60,7 @@ def examine() -> Report:
         },
         "auto": _auto(instead),
         "backends": states,
-        "findings": [*_settings(), *unreadable, *_little_memory(), *_no_gpu(states)],
+        "findings": [*_settings(), *unreadable, *_little_memory(), *_wsl(), *_no_gpu(states)],
     }
 
 
@@ -95,6 +96,9 @@ def show(report: Report) -> None:
     for name, text in _machine(report):
         console.print(f"[bold]{name:<9}[/bold] {escape(text)}", highlight=False)
     for state in report["backends"]:
+        if state["link"] is not None:
+            words = f"could not be measured: {state['link']['error']}" if "error" in state["link"] else str(Link(**state["link"]))
+            console.print(f"[bold]link[/bold]      {escape(state['name'])}: {escape(words)}", highlight=False)
         if state["ready"]:
             console.print(f"[bold]pin[/bold]       {escape(state['name'])}: {escape(_pays(state))}", highlight=False)
             shape = f"{state['name']}: {state['staging'] or 'unknown'}, threads x chunk, for pageable memory. {VARIABLE} sets it"
@@ -104,17 +108,31 @@ def show(report: Report) -> None:
 
 
 def _backend(name: str, instead: Report) -> Report:
-    state: Report = {"name": name, "ready": False} | dict.fromkeys(("reason", "device", "on_gpu", "capabilities", "pin", "staging"))
+    slow: list[str] = []
+    unknown = dict.fromkeys(("reason", "device", "on_gpu", "capabilities", "link", "pin", "staging"))
+    state: Report = {"name": name, "ready": False} | unknown
     try:
         with stager(name, **instead) as opened:
             state |= {"ready": True, "device": opened.device, "on_gpu": opened.on_gpu, "capabilities": asdict(opened.capabilities)}
+            state["link"], slow = _link(opened)
             state["pin"] = _measured(opened)
             state["staging"] = None if instead else str(opened.staging)
     except XferError as error:
         state["reason"] = str(error)
     except Exception as error:
         state["reason"] = f"it is broken: {type(error).__name__}: {error}"
-    return state | _diagnosed(name)
+    told = _diagnosed(name)
+    return state | told | {"findings": [*told["findings"], *slow]}
+
+
+def _link(opened: Stager) -> tuple[Report | None, list[str]]:
+    """Return what is known of the device's link, and what is wrong with it."""
+    try:
+        link = measured_link(opened)
+    except XferError as error:
+        # As for what is measured below.
+        return {"error": str(error)}, []
+    return (None, []) if link is None else (asdict(link), link.findings())
 
 
 def _measured(opened: Stager) -> Report | None:
@@ -180,6 +198,15 @@ def _little_memory() -> list[str]:
     return [
         f"at most {in_words(limit)} is pinned by default, since the machine, or the control group of this process, has little "
         "memory left. Give the container more, or pass pinned_limit= to xferlib.stager"
+    ]
+
+
+def _wsl() -> list[str]:
+    if "microsoft" not in platform.release().lower():
+        return []
+    return [
+        "this is Linux inside Windows (WSL): its driver page-locks 0.5 to 1 GiB, whatever the machine has. Pass "
+        "pinned_limit=256 << 20 to xferlib.stager if requests are refused"
     ]
 
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple, final
 
-__all__ = ["Near", "cpus_near", "node_near"]
+__all__ = ["DEVICES", "Near", "cpus_near", "node_near", "pci_name"]
 
 NODES = Path("/sys/devices/system/node")
 DEVICES = Path("/sys/bus/pci/devices")
@@ -39,7 +39,7 @@ def node_near(pci_bus_id: str | None, *, devices: Path = DEVICES, nodes: Path = 
     try:
         if len(_numbers((nodes / "online").read_text())) < 2:
             return None
-        node = int((devices / _name(pci_bus_id or "") / "numa_node").read_text())
+        node = int((devices / pci_name(pci_bus_id or "") / "numa_node").read_text())
         near = _numbers((nodes / f"node{node}" / "cpulist").read_text()) & os.sched_getaffinity(0)
     except (OSError, ValueError):
         # Also for -1, which is how the kernel says that it does not know.
@@ -47,7 +47,7 @@ def node_near(pci_bus_id: str | None, *, devices: Path = DEVICES, nodes: Path = 
     return Near(node, frozenset(near)) if near else None
 
 
-def _name(pci_bus_id: str) -> str:
+def pci_name(pci_bus_id: str) -> str:
     """Return the id as the kernel spells it: drivers write letters as capitals, or the domain with eight digits."""
     match = PCI_ID.fullmatch(pci_bus_id.lower())
     if match is None:

@@ -59,8 +59,8 @@ UNLOCKED_FROM = 8 << 20
 """Bytes. If the results of one get need so much new memory, or more, it is locked later. Locking less takes no longer than a detour
 through chunks."""
 GIVE_WAY_SECONDS = 0.0001
-"""How long a get that takes much new memory leaves the interpreter to others in the middle. A thread that launches would get its turn
-only after the switch interval, 5 ms, and behind each of its calls again."""
+"""How long a get that takes much new memory leaves the interpreter to others in the middle. A thread that launches would get its
+turn only after the switch interval, 5 ms, and behind each of its calls again."""
 
 
 _Growth: TypeAlias = tuple[Ranges, int]

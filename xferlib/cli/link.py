@@ -1,0 +1,123 @@
+"""The PCI Express link of a device: what it is, what both of its ends can do, and what copies of pinned memory reach on it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from xferlib.cli.breakeven import NBYTES, seconds_of
+from xferlib.memory.numa import DEVICES, node_near, pci_name
+from xferlib.stager import Stager
+
+__all__ = ["Link", "link_of", "measured_link"]
+
+OLD_SPEED = 5.0
+"""GT/s: up to this, ten bits carry eight; 128 of 130 do on newer links."""
+USUAL_SHARE = 0.7
+"""Of what the link carries. Headers of packets take some; an H100 and an H200 reach 0.85 to 0.88, either way."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Speeds in GT/s a lane, widths in lanes, rates in GB/s (1e9 bytes a second).
+
+    Attributes:
+        node: The NUMA node of the device; None: there is one node, or nobody knows.
+    """
+
+    speed: float
+    width: int
+    most_speed: float
+    most_width: int
+    node: int | None
+    h2d_gbps: float
+    d2h_gbps: float
+
+    @property
+    def carries_gbps(self) -> float:
+        """What the link carries each way, headers included."""
+        return self.speed * self.width / 8 * (0.8 if self.speed <= OLD_SPEED else 128 / 130)
+
+    def __str__(self) -> str:
+        least = f", of {self.most_speed:g} GT/s x{self.most_width} that both ends could do" if self._is_less else ""
+        node = "" if self.node is None else f", on NUMA node {self.node}"
+        return (
+            f"PCI Express {self.speed:g} GT/s x{self.width}{least}{node}: {self.carries_gbps:.1f} GB/s each way; pinned memory "
+            f"travels at {self.h2d_gbps:.1f} GB/s to the device and {self.d2h_gbps:.1f} to the host"
+        )
+
+    def findings(self) -> list[str]:
+        """Return a sentence, with what to do, for each thing that holds copies up."""
+        found = []
+        if self._is_less:
+            found.append(
+                f"the link runs at {self.speed:g} GT/s x{self.width}, and both ends could do {self.most_speed:g} GT/s "
+                f"x{self.most_width}: look whether the card is in the right slot, and whether it shares lanes with another device"
+            )
+        slowest = min(self.h2d_gbps, self.d2h_gbps)
+        if slowest < USUAL_SHARE * self.carries_gbps:
+            near = (
+                ""
+                if self.node is None
+                else f" Run on the node of the device: numactl --cpunodebind={self.node} --membind={self.node}"
+            )
+            found.append(
+                f"pinned memory travels at {slowest:.1f} GB/s on a link that carries {self.carries_gbps:.1f}: another program may "
+                f"use the link now, or memory of another NUMA node, an IOMMU or a virtual machine is in between.{near}"
+            )
+        return found
+
+    @property
+    def _is_less(self) -> bool:
+        return self.speed < self.most_speed or self.width < self.most_width
+
+
+def measured_link(stager: Stager, devices: Path = DEVICES) -> Link | None:
+    """Measure with an open stager, which takes some 50 ms; None where there is no such link, or the system does not tell of it."""
+    if not stager.on_gpu:
+        return None
+    source = stager.empty_pinned(NBYTES, np.uint8)
+    source[:] = 1
+    array = stager.put(source).result()
+    # An idle link is slowed down to save power, so it is looked at while bytes travel.
+    transfer = stager.put(source)
+    ends = link_of(stager.backend.pci_bus_id, devices)
+    transfer.synchronize()
+    if ends is None:
+        return None
+    speed, width, most_speed, most_width = ends
+    near = node_near(stager.backend.pci_bus_id, devices=devices)
+    return Link(
+        speed=speed,
+        width=width,
+        most_speed=most_speed,
+        most_width=most_width,
+        node=None if near is None else near.node,
+        h2d_gbps=NBYTES / seconds_of(lambda: stager.put(source).synchronize()) / 1e9,
+        d2h_gbps=NBYTES / seconds_of(lambda: stager.get(array).synchronize()) / 1e9,
+    )
+
+
+def link_of(pci_bus_id: str | None, devices: Path = DEVICES) -> tuple[float, int, float, int] | None:
+    """Return speed and width of a link as they are now, and as they can be at most; None: the system does not tell."""
+    try:
+        device = devices / pci_name(pci_bus_id or "")
+        speed, most_speed = (_speed((device / f"{kind}_link_speed").read_text()) for kind in ("current", "max"))
+        width, most_width = (int((device / f"{kind}_link_width").read_text()) for kind in ("current", "max"))
+    except (OSError, ValueError):
+        return None
+    # Width 0, or 255 at most, is how the kernel says that it does not know.
+    return (speed, width, most_speed, most_width) if width and most_width <= 32 else None
+
+
+def _speed(text: str) -> float:
+    """Read "32.0 GT/s PCIe". Raises `ValueError` for "Unknown"."""
+    match = re.match(r"([0-9.]+) GT/s", text)
+    if match is None:
+        raise ValueError(f"no speed of a link: {text!r}")
+    return float(match[1])
