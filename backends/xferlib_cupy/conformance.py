@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.conformance import Direction, HeldArray, Hold, StagerConformance, cuda, cupti
+from xferlib.conformance.values import bytes_of, others
 from xferlib.protocol import HostStager
 from xferlib_cupy import open_stager
 
@@ -35,8 +36,6 @@ MEMORY_CALLS = (
     *("malloc", "mallocAsync", "mallocManaged", "free", "freeAsync"),
     *("hostAlloc", "freeHost", "hostRegister", "hostUnregister"),
 )
-NO_DEVICE_MEMORY = 4096
-"""An address that is nobody's: copies to and from it fail at once with "invalid argument", and later ones work."""
 
 
 class TestCupy(StagerConformance):
@@ -64,14 +63,14 @@ class TestCupy(StagerConformance):
 
     @contextmanager
     def held_array(self, stager: HostStager[Any], values: Array) -> Iterator[HeldArray]:
-        array, product = bench().array(_others(values)), bench().array(values)
+        array, product = bench().array(others(values)), bench().array(values)
         with bench().compute_stream() as stream:
 
             def produce() -> None:
                 bench().copy_bytes(array, product, stream)
 
             with cuda.hold_streams([stream.ptr], stream=stream, enqueue=produce) as hold:
-                yield _HeldCupyArray(hold, array)
+                yield cuda.HeldProduct(hold, array)
 
     def read_later(self, array: Any, hold: Hold) -> Callable[[], Array]:
         return bench().read_on(hold.stream, array)
@@ -84,11 +83,11 @@ class TestCupy(StagerConformance):
 
         def copy_nowhere(dst: int, src: int, nbytes: int, kind: int, stream: int) -> None:
             to_device = kind == bench().cupy.cuda.runtime.memcpyHostToDevice
-            copy(NO_DEVICE_MEMORY if to_device else dst, src if to_device else NO_DEVICE_MEMORY, nbytes, kind, stream)
+            copy(cuda.NO_DEVICE_MEMORY if to_device else dst, src if to_device else cuda.NO_DEVICE_MEMORY, nbytes, kind, stream)
 
         insides._copy = copy_nowhere
         try:
-            with cuda.copies_go_nowhere(insides.driver_calls.calls, NO_DEVICE_MEMORY):
+            with cuda.copies_go_nowhere(insides.driver_calls.calls):
                 yield
         finally:
             insides._copy = copy
@@ -131,26 +130,6 @@ class TestCupy(StagerConformance):
 
 
 @final
-class _HeldCupyArray:
-    """An array that the work held on the hold's stream produces."""
-
-    def __init__(self, hold: cuda.StreamHold, array: Any) -> None:
-        self._hold = hold
-        self.array = array
-
-    @property
-    def held(self) -> bool:
-        return self._hold.held
-
-    @property
-    def stream(self) -> object | None:
-        return self._hold.stream
-
-    def release(self) -> None:
-        self._hold.release()
-
-
-@final
 class Bench:
     """Compute streams and a kernel, all used once, so that none waits for held work. One per process: `bench()`."""
 
@@ -178,7 +157,7 @@ class Bench:
 
     def array(self, values: Array) -> Any:
         """Return a finished array with these values, copied as bytes: CuPy holds dtypes that it cannot convert to."""
-        raw = self.cupy.asarray(_bytes_of(values))
+        raw = self.cupy.asarray(bytes_of(values))
         self.cupy.cuda.get_current_stream().synchronize()
         return self.cupy.ndarray(values.shape, values.dtype, raw.data)
 
@@ -223,32 +202,6 @@ def _memory_calls() -> tuple[str, Callable[[], Counter[str]]]:
         # The driver's calls are seen; CuPy has a runtime of its own, whose calls must be seen as well.
         calls.require_seen(lambda: runtime.freeHost(runtime.hostAlloc(4096, 0)), 2)
     except cupti.CuptiError as error:
-        return f"CuPy's runtime module (CUPTI cannot: {error})", _count_runtime_calls(runtime)
+        # It does not see the calls of CuPy's own pools.
+        return f"CuPy's runtime module (CUPTI cannot: {error})", cuda.count_calls(runtime, MEMORY_CALLS)
     return "CUPTI", calls.by_name
-
-
-def _count_runtime_calls(runtime: Any) -> Callable[[], Counter[str]]:
-    """Wrap the runtime module's functions, for good. Sees calls through the module, but not those of CuPy's own pools."""
-    called: list[str] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        function = getattr(runtime, name)
-
-        def call(*arguments: Any) -> Any:
-            called.append(name)
-            return function(*arguments)
-
-        return call
-
-    for name in MEMORY_CALLS:
-        setattr(runtime, name, counted(name))
-    return lambda: Counter(list(called))
-
-
-def _bytes_of(values: Array) -> Array:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-
-
-def _others(values: Array) -> Array:
-    """Return values of the same dtype that differ in every element, bool included."""
-    return (_bytes_of(values) ^ np.uint8(1)).view(values.dtype).reshape(values.shape)

@@ -21,6 +21,7 @@ import numpy as np
 
 from xferlib.conformance import Direction, HeldArray, Hold, StagerConformance, cuda, cupti
 from xferlib.conformance.gates import GATE_SECONDS, Gate
+from xferlib.conformance.values import others
 from xferlib.protocol import HostStager
 from xferlib_jax import open_stager
 
@@ -34,8 +35,6 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 WORDS = 4
 """uint32 of a gate: the one that holds, who opened it, and the deadline, which no computation looks at."""
 TOKEN_NBYTES = 1024
-NO_DEVICE_MEMORY = 4096
-"""An address that is nobody's: copies to and from it fail at once with "invalid argument", and later ones work."""
 NON_BLOCKING = 1
 
 
@@ -57,10 +56,10 @@ class TestJax(StagerConformance):
 
     @contextmanager
     def held_array(self, stager: HostStager[Any], values: Array) -> Iterator[HeldArray]:
-        others = (values.view(np.uint8) ^ np.uint8(1)).view(values.dtype)
+        before = others(values)
         # Compiled before the gate is shut.
-        bench().produce(bench().array(others), bench().array(values), bench().token).block_until_ready()
-        place, product = bench().array(others), bench().array(values)
+        bench().produce(bench().array(before), bench().array(values), bench().token).block_until_ready()
+        place, product = bench().array(before), bench().array(values)
         with bench().hold() as hold:
             yield _HeldJaxArray(hold, bench().produce(place, product, hold.token))
 
@@ -325,11 +324,11 @@ class CudaBench(Bench):
         honest = stager.copies
         h2d, d2h = honest
         stager.copies = (
-            lambda dst, src, nbytes, stream: h2d(NO_DEVICE_MEMORY, src, nbytes, stream),
-            lambda dst, src, nbytes, stream: d2h(dst, NO_DEVICE_MEMORY, nbytes, stream),
+            lambda dst, src, nbytes, stream: h2d(cuda.NO_DEVICE_MEMORY, src, nbytes, stream),
+            lambda dst, src, nbytes, stream: d2h(dst, cuda.NO_DEVICE_MEMORY, nbytes, stream),
         )
         try:
-            with cuda.copies_go_nowhere(stager.driver_calls.calls, NO_DEVICE_MEMORY):
+            with cuda.copies_go_nowhere(stager.driver_calls.calls):
                 yield
         finally:
             stager.copies = honest

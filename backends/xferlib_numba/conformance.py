@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.conformance import Direction, HeldArray, Hold, StagerConformance, cuda, cupti
+from xferlib.conformance.values import bytes_of, others
 from xferlib.protocol import HostStager
 from xferlib.tickets import ticket
 from xferlib_numba import open_stager
@@ -30,8 +31,6 @@ MEMORY_CALLS = (
     *("cuMemAlloc", "cuMemAllocAsync", "cuMemAllocManaged", "cuMemFree", "cuMemFreeAsync"),
     *("cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister", "cuMemHostUnregister"),
 )
-NO_DEVICE_MEMORY = 4096
-"""An address that is nobody's: copies to and from it fail at once with "invalid argument", and later ones work."""
 
 
 class TestNumba(StagerConformance):
@@ -59,14 +58,14 @@ class TestNumba(StagerConformance):
 
     @contextmanager
     def held_array(self, stager: HostStager[Any], values: Array) -> Iterator[HeldArray]:
-        array, product = bench().array(_others(values)), bench().array(values)
+        array, product = bench().array(others(values)), bench().array(values)
         with bench().compute_stream() as stream:
 
             def produce() -> None:
                 bench().copy_bytes(array, product, stream)
 
             with cuda.hold_streams([int(stream.handle)], stream=stream, enqueue=produce) as hold:
-                yield _HeldNumbaArray(hold, array)
+                yield cuda.HeldProduct(hold, array)
 
     def read_later(self, array: Any, hold: Hold) -> Callable[[], Array]:
         return bench().read_on(hold.stream, array)
@@ -76,10 +75,10 @@ class TestNumba(StagerConformance):
         # Below the protocol's methods, so that the test sees how the backend handles a failure.
         insides: Any = stager
         to_device, to_host = insides._copy_h2d, insides._copy_d2h
-        insides._copy_h2d = lambda dst, src, nbytes, stream: to_device(NO_DEVICE_MEMORY, src, nbytes, stream)
-        insides._copy_d2h = lambda dst, src, nbytes, stream: to_host(dst, NO_DEVICE_MEMORY, nbytes, stream)
+        insides._copy_h2d = lambda dst, src, nbytes, stream: to_device(cuda.NO_DEVICE_MEMORY, src, nbytes, stream)
+        insides._copy_d2h = lambda dst, src, nbytes, stream: to_host(dst, cuda.NO_DEVICE_MEMORY, nbytes, stream)
         try:
-            with cuda.copies_go_nowhere(insides.driver_calls.calls, NO_DEVICE_MEMORY):
+            with cuda.copies_go_nowhere(insides.driver_calls.calls):
                 yield
         finally:
             insides._copy_h2d, insides._copy_d2h = to_device, to_host
@@ -114,26 +113,6 @@ class TestNumba(StagerConformance):
         yield "ravel", array.ravel()
         yield "bound to a stream", array.bind(bench().streams[0])
         yield "as_cuda_array", bench().cuda.as_cuda_array(array, sync=False)
-
-
-@final
-class _HeldNumbaArray:
-    """An array that the work held on the hold's stream produces."""
-
-    def __init__(self, hold: cuda.StreamHold, array: Any) -> None:
-        self._hold = hold
-        self.array = array
-
-    @property
-    def held(self) -> bool:
-        return self._hold.held
-
-    @property
-    def stream(self) -> object | None:
-        return self._hold.stream
-
-    def release(self) -> None:
-        self._hold.release()
 
 
 @final
@@ -178,7 +157,7 @@ class Bench:
         array = self.empty(values.shape, values.dtype)
         if values.nbytes:
             with cuda.context(0):
-                cuda.call("cuMemcpyHtoD", array.gpu_data.device_pointer, _bytes_of(values).ctypes.data, values.nbytes)
+                cuda.call("cuMemcpyHtoD", array.gpu_data.device_pointer, bytes_of(values).ctypes.data, values.nbytes)
                 # The call may return once 64 KiB or less are staged, and others read the array on streams that wait for nothing.
                 self.cuda.default_stream().synchronize()
         return array
@@ -254,33 +233,6 @@ def _memory_calls() -> tuple[str, Callable[[], Counter[str]]]:
     try:
         return "CUPTI", cupti.driver_calls().by_name
     except cupti.CuptiError as error:
-        return f"the driver bindings (CUPTI cannot: {error})", _count_binding_calls()
+        from cuda.bindings import driver
 
-
-def _count_binding_calls() -> Callable[[], Counter[str]]:
-    """Wrap the bindings' functions, for good. Sees calls through the module."""
-    from cuda.bindings import driver
-
-    called: list[str] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        function = getattr(driver, name)
-
-        def call(*arguments: Any) -> Any:
-            called.append(name)
-            return function(*arguments)
-
-        return call
-
-    for name in MEMORY_CALLS:
-        setattr(driver, name, counted(name))
-    return lambda: Counter(list(called))
-
-
-def _bytes_of(values: Array) -> Array:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-
-
-def _others(values: Array) -> Array:
-    """Return values of the same dtype that differ in every element, bool included."""
-    return (_bytes_of(values) ^ np.uint8(1)).view(values.dtype).reshape(values.shape)
+        return f"the driver bindings (CUPTI cannot: {error})", cuda.count_calls(driver, MEMORY_CALLS)

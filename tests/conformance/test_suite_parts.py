@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,10 +16,11 @@ from xferlib_host import Stream
 from xferlib_host.conformance import Gate
 from xferlib_host.conformance import TestHost as Host
 
+from xferlib.conformance import cuda
 from xferlib.conformance.base import REQUIRE, Calls
 from xferlib.conformance.moves import prepare
 from xferlib.conformance.recording import RecordingBackend
-from xferlib.conformance.values import DTYPES, LARGE, SHAPES, SIZES, assert_same, dtype_named, pattern, words
+from xferlib.conformance.values import DTYPES, LARGE, SHAPES, SIZES, assert_same, dtype_named, others, pattern, words
 from xferlib.errors import BackendUnavailableError
 from xferlib.registry import GROUP
 from xferlib.stager import Stager
@@ -83,6 +85,27 @@ def test_patterns_differ_from_seed_to_seed_and_from_nothing(dtype: str, shape: t
     assert one.tobytes() != other.tobytes()
     assert any(one.tobytes())
     assert any(other.tobytes())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_others_differ_in_every_element_and_in_nothing_else(dtype: str, shape: tuple[int, ...]) -> None:
+    values = pattern(shape, dtype_named(dtype), 1)
+    found = others(values)
+    assert (found.shape, found.dtype) == (values.shape, values.dtype)
+    assert all(one.tobytes() != other.tobytes() for one, other in zip(values.reshape(-1), found.reshape(-1), strict=True))
+    assert_same(others(found), values)
+    assert_same(others(values.T), found.T.copy())
+
+
+def test_calls_of_a_module_are_counted_by_name() -> None:
+    module = SimpleNamespace(double=lambda number: 2 * number, fail=lambda: 1 / 0, other=lambda: None)
+    calls = cuda.count_calls(module, ("double", "fail"))
+    assert calls().total() == 0
+    assert [module.double(3), module.double(4), module.other()] == [6, 8, None]
+    with pytest.raises(ZeroDivisionError):
+        module.fail()
+    assert calls() == {"double": 2, "fail": 1}
 
 
 def test_words_of_any_two_seeds_that_laws_use_differ_in_every_byte() -> None:

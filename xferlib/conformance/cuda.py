@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -17,17 +18,23 @@ from xferlib.conformance.gates import GATE_SECONDS, Gate, gate_table
 from xferlib.conformance.watchdog import OPEN, TABLE_NBYTES
 
 __all__ = [
+    "NO_DEVICE_MEMORY",
     "CudaError",
+    "HeldProduct",
     "Mark",
     "StreamHold",
     "call",
     "context",
     "copies_go_nowhere",
+    "count_calls",
     "device_free_nbytes",
     "hold_streams",
     "page_locked",
     "write_combined",
 ]
+
+NO_DEVICE_MEMORY = 4096
+"""An address that is nobody's: copies to and from it fail at once with "invalid argument", and later ones work."""
 
 CUDA_ERROR_INVALID_VALUE = 1
 CUDA_ERROR_NOT_READY = 600
@@ -106,6 +113,26 @@ class StreamHold:
         self._gate.give_back()
 
 
+@final
+class HeldProduct:
+    """A `HeldArray` of the suite: an array that the work held on the hold's stream produces."""
+
+    def __init__(self, hold: StreamHold, array: Any) -> None:
+        self._hold = hold
+        self.array = array
+
+    @property
+    def held(self) -> bool:
+        return self._hold.held
+
+    @property
+    def stream(self) -> object | None:
+        return self._hold.stream
+
+    def release(self) -> None:
+        self._hold.release()
+
+
 @contextmanager
 def hold_streams(
     streams: Iterable[int],
@@ -143,7 +170,7 @@ def hold_streams(
 
 
 @contextmanager
-def copies_go_nowhere(calls: Any, nowhere: int) -> Iterator[None]:
+def copies_go_nowhere(calls: Any, nowhere: int = NO_DEVICE_MEMORY) -> Iterator[None]:
     """Give the copies that the engine makes by these calls, an `xferlib.engine.native.Calls`, a device address that is nobody's."""
     before = calls.copy_h2d, calls.copy_d2h
     to_device, to_host = _TO_DEVICE(before[0]), _TO_HOST(before[1])
@@ -158,6 +185,24 @@ def copies_go_nowhere(calls: Any, nowhere: int) -> Iterator[None]:
         yield
     finally:
         calls.copy_h2d, calls.copy_d2h = before
+
+
+def count_calls(module: Any, names: Iterable[str]) -> Callable[[], Counter[str]]:
+    """Wrap functions of a module, for good, and return what gives the calls so far by name. Sees calls through the module."""
+    called: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        function = getattr(module, name)
+
+        def call(*arguments: Any) -> Any:
+            called.append(name)
+            return function(*arguments)
+
+        return call
+
+    for name in names:
+        setattr(module, name, counted(name))
+    return lambda: Counter(list(called))
 
 
 def page_locked(address: int) -> bool:

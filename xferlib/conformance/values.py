@@ -11,7 +11,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["DTYPES", "LARGE", "SHAPES", "SIZES", "SMALL", "Array", "assert_same", "dtype_named", "pattern", "words"]
+__all__ = [
+    *("DTYPES", "LARGE", "SHAPES", "SIZES", "SMALL", "Array"),
+    *("assert_same", "bytes_of", "dtype_named", "others", "pattern", "words"),
+]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -58,6 +61,16 @@ def pattern(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> Array:
 def words(seed: int, nbytes: int = SMALL) -> Array:
     """Return a pattern as a one-dimensional array of int32."""
     return pattern((nbytes // 4,), np.dtype(np.int32), seed)
+
+
+def bytes_of(values: Array) -> Array:
+    """Return the bytes of an array in C order, as an array of one dimension."""
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def others(values: Array) -> Array:
+    """Return values of the same dtype that differ in every element, bool included."""
+    return (bytes_of(values) ^ np.uint8(1)).view(values.dtype).reshape(values.shape)
 
 
 def assert_same(got: Array, want: Array) -> None:
