@@ -23,8 +23,10 @@ FLOORS = [
     {"xferlib.reaper"},
     {"xferlib.protocol"},
     {"xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.limits", "xferlib.memory.ranges"},
-    {"xferlib.engine.cores", "xferlib.engine.cuda", "xferlib.engine.jobs"},
+    {"xferlib.engine.cores", "xferlib.engine.jobs"},
     {"xferlib.engine.dispatcher"},
+    {"xferlib.cuda", "xferlib.cuda.driver", "xferlib.cuda.refusals", "xferlib.cuda.streams"},
+    {"xferlib.cuda.context", "xferlib.cuda.events"},
     {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "numa", "proc_maps", "table")},
     {"xferlib.memory.locker", "xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.memory.device_pool", "xferlib.memory.pinned_pool", "xferlib.stats"},
@@ -68,6 +70,11 @@ MORE_LIBRARIES = {
     "typed.py": {"typing_extensions"},
     "conformance": {"pytest", "_pytest", "cuda", "cupti", "ml_dtypes"},
 }
+CUDA = {f"xferlib.cuda.{name}" for name in ("context", "driver", "events", "refusals", "streams")}
+"""For backends: nothing else of the core uses it."""
+MOST_LINES_ALIKE = 8
+OF_ONE_HOME = {"libcuda.so.1", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode", "__cuda_stream__", "/proc/self/maps"}
+"""Backends have what uses these from the core."""
 FRAMEWORKS = re.compile(r"\b(cupy|numba|jax)\b", re.IGNORECASE)
 
 
@@ -123,6 +130,12 @@ def test_core_module_imports_only_what_stands_above_it(path: Path) -> None:
             assert package in LIBRARIES | MORE_LIBRARIES.get(part, set()), f"{module} imports {imported}"
 
 
+@pytest.mark.parametrize("path", core_files, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_backends_on_cuda_need_alike_serves_them_alone(path: Path) -> None:
+    if path.relative_to(CORE).parts[0] != "cuda":
+        assert not [name for name in imports(path) if name == "xferlib.cuda" or name.startswith("xferlib.cuda.")]
+
+
 def test_every_module_of_the_core_has_a_floor() -> None:
     plain = {module_name(path, ROOT) for path in core_files if path.relative_to(CORE).parts[0] not in ("cli", "conformance")}
     named = set().union(*FLOORS)
@@ -138,8 +151,8 @@ def test_core_names_no_framework(path: Path) -> None:
 @pytest.mark.parametrize("path", backend_files, ids=lambda path: str(path.relative_to(ROOT)))
 def test_backend_imports_only_the_contract(path: Path) -> None:
     package = path.relative_to(ROOT / "backends").parts[0]
-    names = ("protocol", "errors", "engine.cuda", "handles", "latch", "reaper", "tickets", "tree", "typed")
-    allowed = {"xferlib", *(f"xferlib.{name}" for name in names)}
+    names = ("protocol", "errors", "handles", "latch", "memory.proc_maps", "reaper", "tickets", "tree", "typed")
+    allowed = {"xferlib", *(f"xferlib.{name}" for name in names), *CUDA}
     if path.stem == "conformance":
         allowed |= {"xferlib.conformance"}
     if path.stem == "workload":
@@ -151,6 +164,55 @@ def test_backend_imports_only_the_contract(path: Path) -> None:
             ), f"{path.name} imports {imported}"
         elif imported.startswith("xferlib_"):
             assert imported.split(".")[0] == package, f"{path.name} imports {imported} of another backend"
+
+
+def defined(path: Path) -> dict[str, ast.stmt]:
+    """Return what a module defines at its top level, by name."""
+    found: dict[str, ast.stmt] = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+            found |= dict.fromkeys((name.id for name in names), node)
+    return found
+
+
+def exported(path: Path) -> set[str]:
+    node = defined(path)["__all__"]
+    assert isinstance(node, ast.Assign)
+    return set(ast.literal_eval(node.value))
+
+
+cuda_files = [path for path in backend_files if path.parent.name in ("xferlib_cupy", "xferlib_jax", "xferlib_numba")]
+
+
+@pytest.mark.parametrize("path", cuda_files, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_backend_has_again_what_backends_on_cuda_need_alike(path: Path) -> None:
+    shared = set().union(*map(exported, (CORE / "cuda").glob("[!_]*.py")))
+    assert len(shared) > 10
+    assert not shared & set(defined(path))
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not (isinstance(node, ast.Constant) and node.value in OF_ONE_HOME), ast.unparse(node)
+        assert not (isinstance(node, ast.Attribute) and node.attr in OF_ONE_HOME), ast.unparse(node)
+
+
+def test_no_two_backends_have_the_same_function_or_class() -> None:
+    """What is longer than a few lines, whatever it is called."""
+    homes: dict[str, set[str]] = {}
+    for path in backend_files:
+        for node in defined(path).values():
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                node.name = "it"
+                for inner in ast.walk(node):
+                    if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner) is not None:
+                        inner.body[0:1] = []
+                text = ast.unparse(node)
+                if len(text.splitlines()) > MOST_LINES_ALIKE:
+                    homes.setdefault(text, set()).add(path.parent.name)
+    assert len(homes) > 50
+    assert [text for text, packages in homes.items() if len(packages) > 1] == []
 
 
 def test_backend_takes_only_submodules_of_the_contract_from_the_package() -> None:

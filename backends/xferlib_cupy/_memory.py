@@ -6,13 +6,13 @@ Every call here may wait for the GPU, so none is made in steady state. This file
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple, final
 
 import cupy
 from cupy.cuda import runtime
 
 from xferlib.errors import CapabilityError
+from xferlib.memory.proc_maps import is_write_protected
 from xferlib_cupy._device import Device
 
 __all__ = ["Block", "PinnedMemory", "alloc", "free"]
@@ -94,19 +94,6 @@ def _register(address: int, nbytes: int) -> None:
     except runtime.CUDARuntimeError:
         # Pages that may not be written cannot be locked for writing. Only those are locked as read-only: a copy to such memory
         # would be an error that nothing recovers from.
-        if not _is_write_protected(address, nbytes):
+        if not is_write_protected(address, nbytes):
             raise
         runtime.hostRegister(address, nbytes, PORTABLE | READ_ONLY)
-
-
-def _is_write_protected(address: int, nbytes: int) -> bool:
-    """Tell whether no mapping in the range may be written, as the kernel sees it."""
-    protected = False
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, permissions, _ = line.split(maxsplit=2)
-        start, end = (int(edge, 16) for edge in span.split("-"))
-        if start < address + nbytes and address < end:
-            if "w" in permissions:
-                return False
-            protected = True
-    return protected

@@ -7,19 +7,22 @@ whatever anybody enqueues on the legacy default stream, which is where CuPy work
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, cast, final
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from xferlib.cuda.driver import EngineCalls
+from xferlib.cuda.events import Recorded, StreamFences
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
 from xferlib_cupy import _arrays, _memory
 from xferlib_cupy._arrays import CupyArray
 from xferlib_cupy._device import Device
-from xferlib_cupy._engine import EngineCalls
-from xferlib_cupy._events import AllEvents, LaterEvent, Recorded, events_of
+from xferlib_cupy._driver import failure
+from xferlib_cupy._events import events_of
 from xferlib_cupy._memory import Block, PinnedMemory
 
 __all__ = ["CupyStager"]
@@ -27,8 +30,6 @@ __all__ = ["CupyStager"]
 NON_BLOCKING = 1
 H2D = 1
 D2H = 2
-LEGACY, PER_THREAD = 1, 2
-"""Handles of the default streams: one for all threads of the device, and one that is another in each thread."""
 
 _NDARRAY = cupy.ndarray
 _MEMORY, _POINTER = cupy.cuda.UnownedMemory, cupy.cuda.MemoryPointer
@@ -64,12 +65,25 @@ class CupyStager:
         self._record_event = self._events.record
         self._order = self._events.order
         self._handle = self._streams.handle
+        # No method, so that there is no further call on the path of a small put.
+        self.retire = StreamFences(
+            record=self._events.record_users,
+            is_capturing=self._streams.is_capturing,
+            find=self._streams.find,
+            wait=device.wait_users,
+            failure=failure,
+        ).retire
         self._own: list[int] = []
         try:
             # Made and kept in one call, which no interrupt cuts.
             device.here(self._own.extend, map(runtime.streamCreateWithFlags, (NON_BLOCKING, NON_BLOCKING)))
             self.h2d, self.d2h = self._own
-            self.driver_calls = EngineCalls(device, self._events, (self.h2d, self.d2h))
+            self.driver_calls = EngineCalls(
+                device.context,
+                (self.h2d, self.d2h),
+                new_event=self._events.new_event,
+                failure=partial(failure, "a copy by the engine"),
+            )
         except BaseException:
             self.close()
             raise
@@ -163,7 +177,7 @@ class CupyStager:
         return Source(array.data.ptr, array.nbytes, array) if array._c_contiguous else self._gathered(array, stream)
 
     def mark(self, stream: object | None = None) -> Event:
-        return self._record_event(self._device.record_users, self._handle(stream))
+        return self._events.record_users(self._handle(stream))
 
     def as_sources(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[Source] | None:
         for array in arrays:
@@ -186,15 +200,6 @@ class CupyStager:
     def sweep(self) -> None:
         """Do nothing: CuPy's arrays drop their lease when they die."""
 
-    def retire(self, streams: Iterable[Stream]) -> Event | None:
-        if not streams:
-            # The usual case, and the path of every small put.
-            return None
-        events = list(map(self._fence, streams))
-        if len(events) > 1:
-            return AllEvents(tuple(events), self._events)
-        return events[0] if events else None
-
     def lost(self, block: DeviceBlock) -> bool:
         return False
 
@@ -208,11 +213,3 @@ class CupyStager:
         packed = _arrays.contiguous(array, stream, self._streams, self._device)
         memory = array.data.mem
         return Source(packed.data.ptr, packed.nbytes, (packed, array), (memory.ptr, memory.size))
-
-    def _fence(self, stream: Stream) -> Recorded:
-        if stream.handle == PER_THREAD:
-            # It may be another thread's, which cannot be named from here. The legacy stream waits for all of them.
-            stream = Stream(LEGACY, stream.keepalive)
-        if self._streams.is_capturing(stream.handle):
-            return LaterEvent(stream, self._events)
-        return self._record_event(self._device.record_users, stream.handle)

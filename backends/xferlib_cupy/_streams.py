@@ -1,8 +1,4 @@
-"""What `stream=` may be, and what may be done with it: handles of users' streams, checked before CUDA is asked to use them.
-
-A stream that is being captured is refused: an event recorded there becomes a node of the user's graph, and a copy stream that
-waits for it is drawn into the capture.
-"""
+"""What `stream=` may be, and what may be done with it: handles of users' streams, checked before CUDA is asked to use them."""
 
 from __future__ import annotations
 
@@ -11,13 +7,14 @@ from typing import Any, final
 import cupy
 from cupy.cuda import runtime
 
-from xferlib.errors import CapabilityError
+from xferlib.cuda.streams import CAPTURE_IMPLICIT, PER_THREAD, captured, handle_of, of_another_device
 from xferlib.protocol import Stream
-from xferlib_cupy._device import DEFAULT_STREAMS, Device
+from xferlib_cupy._device import Device
 
 __all__ = ["Streams"]
 
-CAPTURE_IMPLICIT = 906
+OWN, DEFAULT = "a cupy.cuda.Stream", "cupy.cuda.Stream.null"
+"""What errors advise to pass."""
 
 _NEW = tuple.__new__
 """It takes a third of the time of a named tuple's constructor."""
@@ -53,21 +50,15 @@ class Streams:
         elif isinstance(stream, self._cupys):
             handle = stream.ptr
         else:
-            handle = _foreign_handle(stream)
+            handle = handle_of(stream, OWN, DEFAULT)
         try:
             capturing = device.is_capturing(handle)
         except RuntimeError as error:
             capturing = _means_capture(error)
         if capturing:
-            raise CapabilityError(
-                f"stream {handle:#x} is being captured into a graph, and a transfer cannot be part of one. "
-                "Start transfers before the capture or after it, or pass stream= another stream"
-            )
-        if device.several and handle > DEFAULT_STREAMS and not device.contexts.owns(handle):
-            raise ValueError(
-                f"stream {handle:#x} is of another device than cuda:{device.ordinal}. Pass a stream of that device, and let "
-                "yours wait for it"
-            )
+            raise captured(handle)
+        if device.several and handle > PER_THREAD and not device.owns(handle):
+            raise of_another_device(handle, device.ordinal)
         return handle
 
     def is_capturing(self, handle: int) -> bool:
@@ -83,7 +74,7 @@ class Streams:
             return self._current(self._device.ordinal)
         if isinstance(stream, self._cupys):
             return stream
-        handle = _foreign_handle(stream)
+        handle = handle_of(stream, OWN, DEFAULT)
         if hasattr(cupy.cuda.Stream, "from_external"):
             return cupy.cuda.Stream.from_external(_Foreign(handle))
         return cupy.cuda.ExternalStream(handle, self._device.ordinal)
@@ -109,25 +100,3 @@ def _means_capture(error: RuntimeError) -> bool:
     if error.status == CAPTURE_IMPLICIT:
         return True
     raise error
-
-
-def _foreign_handle(stream: object) -> int:
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        if stream > 0:
-            return stream
-        raise ValueError(f"stream={stream} is no handle. For the default stream pass cupy.cuda.Stream.null, or leave stream out")
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is None:
-        kind = f"{type(stream).__module__}.{type(stream).__qualname__}"
-        raise TypeError(
-            f"stream={stream!r} ({kind}) is no CUDA stream. Pass a cupy.cuda.Stream, an object with __cuda_stream__, or a handle"
-        )
-    # It was a property in the first libraries that had it.
-    found = protocol() if callable(protocol) else protocol
-    try:
-        version, handle = found
-    except (TypeError, ValueError):
-        raise TypeError(f"__cuda_stream__ gave {found!r}, expected (0, handle)") from None
-    if version != 0 or not isinstance(handle, int) or handle < 0:
-        raise TypeError(f"__cuda_stream__ gave {found!r}, expected (0, handle)")
-    return handle

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from ctypes import c_void_p
+from functools import partial
 from typing import Any, ClassVar, TypeAlias, cast, final
 
 import jax
 import numpy as np
 
+from xferlib.cuda.driver import EngineCalls
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
 from xferlib_jax import _arrays
@@ -26,7 +28,6 @@ from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayChec
 from xferlib_jax._blocks import Block, BlockMaker, PoolError
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._driver import CudaError, Driver
-from xferlib_jax._driver_calls import EngineCalls
 from xferlib_jax._events import CudaEvent, event_pool
 from xferlib_jax._fence import Fences
 from xferlib_jax._imports import Imports
@@ -77,7 +78,12 @@ class CudaStager:
             # Producers have a stream of their own. Fresh memory and fences, on the stream aside, wait for all compute there is, and
             # a get of what is already there would wait with them.
             self.h2d, self.d2h, aside, self._producers = (self._add_stream() for _ in range(4))
-            self.driver_calls = EngineCalls(driver, self._events, (self.h2d, self.d2h))
+            self.driver_calls = EngineCalls(
+                driver.context,
+                (self.h2d, self.d2h),
+                new_event=self._events.new_event,
+                failure=partial(driver.failure, "a copy by the engine"),
+            )
             self._blocks = BlockMaker(device, aside, self._events)
             self._fences = self._tried(aside)
         except BaseException:

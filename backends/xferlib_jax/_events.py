@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 
 from xferlib.errors import CapabilityError
 from xferlib.handles import Handles, Keep
-from xferlib.protocol import Stream
+from xferlib.protocol import Event, Stream
 from xferlib.reaper import uninterrupted
 from xferlib_jax._driver import Driver
 
@@ -32,6 +32,11 @@ class EventPool:
         event = self.handles.take()
         self.driver.record(event.handle, stream)
         return event
+
+    def new_event(self) -> tuple[Event, int]:
+        """See `DriverCalls`."""
+        event = self.handles.take()
+        return event, event.handle
 
     def _create(self, keep: Keep[CudaEvent], count: int) -> None:
         def create() -> None:

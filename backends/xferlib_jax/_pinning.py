@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from pathlib import Path
 from typing import final
 
+from xferlib.memory.proc_maps import is_write_protected
 from xferlib_jax._driver import OUT_OF_MEMORY, CudaError, Driver
 
 __all__ = ["PinnedMemory"]
@@ -70,7 +70,7 @@ class PinnedMemory:
     def pin(self, address: int, nbytes: int) -> None:
         # Read-only for such memory alone: a copy to memory that was locked as read-only would be an error that nothing recovers
         # from.
-        self._driver.register(address, nbytes, read_only=_is_write_protected(address, nbytes))
+        self._driver.register(address, nbytes, read_only=is_write_protected(address, nbytes))
 
     def unpin(self, address: int) -> None:
         self._driver.unregister(address)
@@ -78,16 +78,3 @@ class PinnedMemory:
     def is_pinned(self, address: int, nbytes: int) -> bool:
         ask = self._driver.is_page_locked
         return ask(address) and ask(address + nbytes - 1)
-
-
-def _is_write_protected(address: int, nbytes: int) -> bool:
-    """Tell whether no mapping in the range may be written, as the kernel sees it."""
-    protected = False
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, permissions, _ = line.split(maxsplit=2)
-        start, end = (int(edge, 16) for edge in span.split("-"))
-        if start < address + nbytes and address < end:
-            if "w" in permissions:
-                return False
-            protected = True
-    return protected

@@ -1,7 +1,7 @@
 """One GPU as the backend uses it: driver calls through Numba's own bindings, for any thread.
 
 Numba's wrapped calls are not used: they log each call, and raise for "not ready". Calls that change only the calling thread's state
-go past the bindings, too (`_thread`). Nothing here enters Numba's queues of deferred frees.
+go past the bindings, too (`Context`). Nothing here enters Numba's queues of deferred frees.
 
 Invariant: the caller's current context and capture mode are left as found.
 """
@@ -9,24 +9,19 @@ Invariant: the caller's current context and capture mode are left as found.
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, final
 
+from xferlib.cuda.context import Context
+from xferlib.cuda.driver import LIBRARY
 from xferlib_numba._module import Numba
-from xferlib_numba._thread import LIBRARY, CaptureMode, Context
 
-__all__ = ["LEGACY", "PER_THREAD", "Call", "Device"]
-
-T = TypeVar("T")
+__all__ = ["Call", "Device"]
 
 Call = Callable[..., Any]
 INVALID_CONTEXT = 201
-LEGACY, PER_THREAD = 1, 2
-"""Handles of the default streams: one for all threads of the device, and one that is another in each thread."""
 
 
 @final
@@ -44,19 +39,14 @@ class Device:
         self.several = count > 1
         self.error = numba.driver.CudaAPIError
         self._binding = binding = numba.driver.binding
-        self.relaxed = CaptureMode().relaxed
         self._pointer_attribute = ctypes.CDLL(LIBRARY).cuPointerGetAttribute
         self._bare = _Bare()
-        self._pid = os.getpid()
-        # Kept in the instance: at interpreter exit modules lose their names.
-        self._getpid = os.getpid
-        self._is_finalizing = sys.is_finalizing
 
         # Never released: arrays outlive every stager.
-        self._context = self.raw("cuDevicePrimaryCtxRetain")(self.raw("cuDeviceGet")(ordinal))
-        self.context = int(self._context)
-        thread = Context(self.context, self._fail_to_push)
-        self._push, self._pop = thread.push, thread.pop
+        self.context = int(self.raw("cuDevicePrimaryCtxRetain")(self.raw("cuDeviceGet")(ordinal)))
+        context = Context(self.context, self.failure, self.error)
+        self.here, self.give_back, self.relaxed = context.here, context.give_back, context.capture_mode.relaxed
+        self._inside = context.inside
         self.copy_h2d = self.call("cuMemcpyHtoDAsync")
         self.copy_d2h = self.call("cuMemcpyDtoHAsync")
         self.record = self.call("cuEventRecord")
@@ -112,13 +102,13 @@ class Device:
         error: Exception = self.error(status, f"Call to {name} results in {getattr(status, 'name', status)}")
         return error
 
-    def here(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Return `call(*arguments)`, made with this device current, without spoiling anybody's capture."""
-        try:
-            self._push()
-            return self.relaxed(call, *arguments)
-        finally:
-            self._pop()
+    def failure(self, name: str, status: int) -> Exception:
+        """Return that error for a status that did not come from the bindings."""
+        named: Any = status
+        # A newer driver's status may have no name in them.
+        with suppress(ValueError):
+            named = self._binding.CUresult(status)
+        return self.failed(name, named)
 
     def asked(self, attribute: int, address: int) -> int | None:
         """Return an attribute of memory, one that is an int in C; None if the driver does not know the memory.
@@ -144,31 +134,6 @@ class Device:
             return int(self.raw("cuCtxGetDevice")()) == self.ordinal
         finally:
             pop()
-
-    def give_back(self, release: Callable[..., object], *arguments: Any) -> None:
-        """Make a call here that gives something back. Nobody is told of a failure: a failed device says so in the next call.
-
-        Does nothing in a forked child, where the memory is the parent's, and at interpreter exit, where the driver may be gone.
-        """
-        if self._getpid() != self._pid or self._is_finalizing():
-            return
-        with suppress(self.error):
-            self.here(release, *arguments)
-
-    def _fail_to_push(self, status: int) -> NoReturn:
-        raise self.failed("cuCtxPushCurrent", self._binding.CUresult(status))
-
-    def _inside(self, call: Call) -> Call:
-        push, pop = self._push, self._pop
-
-        def inside(*arguments: Any) -> Any:
-            try:
-                push()
-                return call(*arguments)
-            finally:
-                pop()
-
-        return inside
 
 
 @final

@@ -13,33 +13,19 @@ from __future__ import annotations
 
 from itertools import filterfalse
 from operator import itemgetter
-from typing import Any, Protocol, final
+from typing import Any, final
 
-from xferlib.errors import CapabilityError
+from xferlib.cuda.events import Wait
 from xferlib.handles import Handles, Keep
-from xferlib.protocol import Stream
+from xferlib.protocol import Event, Stream
 from xferlib_numba._device import Device
 from xferlib_numba._streams import Handle, Streams
 
-__all__ = ["AllEvents", "EventPool", "LaterEvent", "NumbaEvent", "Recorded", "events_of"]
+__all__ = ["EventPool", "NumbaEvent", "events_of"]
 
 DISABLE_TIMING = 2
 NO_FLAGS = 0
 NOT_READY = 600
-CAPTURE_UNSUPPORTED = 900
-
-
-class Recorded(Protocol):
-    """What every event of this backend is: the protocol's `Event`, and the copy streams can be made to wait for it."""
-
-    def done(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-    def stream_wait(self, stream: object | None = None) -> Stream: ...
-
-    def enqueue_wait(self, handle: Handle) -> None:
-        """Make a stream wait. It is not being captured."""
 
 
 @final
@@ -76,6 +62,11 @@ class EventPool:
         self.device.record(handle, after)
         self.device.wait(stream, handle, NO_FLAGS)
         handles.free.append(handle)
+
+    def new_event(self) -> tuple[Event, int]:
+        """See `DriverCalls`."""
+        event = NumbaEvent(self.handles.take(), self)
+        return event, event.handle
 
     def _create(self, keep: Keep[Any], count: int) -> None:
         before = len(self.handles)
@@ -136,92 +127,8 @@ class NumbaEvent:
             self._named = type(streams.numba_default)(streams.default)
         return self._named
 
-    def enqueue_wait(self, handle: Handle) -> None:
-        self._pool.device.wait(handle, self._handle, NO_FLAGS)
-
-
-@final
-class LaterEvent:
-    """The work on a stream that is being captured. It is recorded when it is first asked for after the capture has ended.
-
-    Recording during the capture would put a node into the user's graph, and querying that would invalidate it. What is enqueued
-    before the recording counts, too: the event may be reached late, but never early.
-    """
-
-    __slots__ = ("_event", "_pool", "_stream")
-
-    def __init__(self, stream: Stream, pool: EventPool) -> None:
-        self._stream = stream
-        self._pool = pool
-        self._event: NumbaEvent | None = None
-
-    def done(self) -> bool:
-        event = self._recorded()
-        return event is not None and event.done()
-
-    def synchronize(self) -> None:
-        """Refuse, as CUDA does for a capturing stream: the caller might wait for a capture that only the caller can end."""
-        event = self._recorded()
-        if event is None:
-            device = self._pool.device
-            raise device.failed("cuEventSynchronize", device.numba.driver.binding.CUresult(CAPTURE_UNSUPPORTED))
-        event.synchronize()
-
-    def stream_wait(self, stream: object | None = None) -> Stream:
-        found = self._pool.streams.find(stream)
-        self.enqueue_wait(found.handle)
-        return found
-
-    def enqueue_wait(self, handle: Handle) -> None:
-        event = self._recorded()
-        if event is None:
-            raise CapabilityError(
-                f"stream {self._stream.handle:#x} is being captured into a graph, so nothing can wait for what it did before. "
-                "End the capture first, or raise device_limit, so that other memory is taken"
-            )
-        event.enqueue_wait(handle)
-
-    def _recorded(self) -> NumbaEvent | None:
-        # Two threads at once may record two events: either is right.
-        if self._event is None and not self._pool.streams.is_capturing(self._stream.handle):
-            self._event = self._pool.record(self._stream.handle)
-        return self._event
-
-
-@final
-class AllEvents:
-    """Reached when all of several events are.
-
-    They are not joined on a further stream, since that is first in, first out: a fence for streams that are done would wait behind
-    one for streams that are not, and the memory would be taken for busy.
-    """
-
-    __slots__ = ("_left", "_pool")
-
-    def __init__(self, events: tuple[Recorded, ...], pool: EventPool) -> None:
-        self._left = events
-        self._pool = pool
-
-    def done(self) -> bool:
-        # A new tuple each time: another thread may be going through the old one.
-        left = self._left
-        while left and left[-1].done():
-            left = left[:-1]
-        self._left = left
-        return not left
-
-    def synchronize(self) -> None:
-        for event in self._left:
-            event.synchronize()
-
-    def stream_wait(self, stream: object | None = None) -> Stream:
-        found = self._pool.streams.find(stream)
-        self.enqueue_wait(found.handle)
-        return found
-
-    def enqueue_wait(self, handle: Handle) -> None:
-        for event in self._left:
-            event.enqueue_wait(handle)
+    def enqueue_wait(self, wait: Wait, handle: Handle | int) -> None:
+        wait(handle, self._handle, NO_FLAGS)
 
 
 _pools: dict[int, EventPool] = {}

@@ -6,10 +6,10 @@ here may wait for the GPU, so none is made in steady state. This file does not d
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple, final
 
 from xferlib.errors import CapabilityError
+from xferlib.memory.proc_maps import is_write_protected
 from xferlib_numba._device import Device
 
 __all__ = ["Block", "PinnedMemory", "alloc", "free"]
@@ -124,17 +124,6 @@ def _register(device: Device, address: int, nbytes: int) -> None:
     except device.error:
         # Pages that may not be written cannot be locked for writing. Only those are locked as read-only: a copy to such memory
         # would be an error that nothing recovers from.
-        if not _is_write_protected(address, nbytes):
+        if not is_write_protected(address, nbytes):
             raise
         register(address, nbytes, PORTABLE | READ_ONLY)
-
-
-def _is_write_protected(address: int, nbytes: int) -> bool:
-    """Tell whether no mapping in the range may be written, as the kernel sees it."""
-    permissions = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, mode, _ = line.split(maxsplit=2)
-        start, end = (int(edge, 16) for edge in span.split("-"))
-        if start < address + nbytes and address < end:
-            permissions.append(mode)
-    return bool(permissions) and not any("w" in mode for mode in permissions)

@@ -9,26 +9,14 @@ from __future__ import annotations
 import os
 from operator import index
 
+from xferlib.cuda.refusals import FORKED, NO_DEVICE, NO_DRIVER, device_not_there, failed_with
 from xferlib.errors import BackendUnavailableError
 from xferlib_numba._device import Device
 from xferlib_numba._module import INSTALL, Numba, load, refusal
 
 __all__ = ["open_device"]
 
-NO_DEVICE = 100
-FORKED = 3
-REASONS = {
-    2: ("the device has no memory left for a CUDA context", "End what else runs on it, or pick another with device=N"),
-    FORKED: ("CUDA was used before this process was forked", "Start processes with the spawn or forkserver method"),
-    34: ("the libcuda that was found is the stub for linking", "Take the stubs folder out of LD_LIBRARY_PATH"),
-    35: (
-        "the NVIDIA driver is too old for the installed cuda-bindings",
-        f"Update the driver, or take the package for its CUDA. {INSTALL}",
-    ),
-    46: ("the device is taken by another process", "End that process, or change the compute mode with: nvidia-smi -c 0"),
-    802: ("CUDA is not ready on this machine", "Start NVIDIA's fabric manager"),
-    803: ("the loaded driver and its libraries do not match", "Reboot, or install one version of the NVIDIA driver"),
-}
+DRIVER_TOO_OLD = 35
 
 
 def open_device(ordinal: int) -> Device:
@@ -37,8 +25,7 @@ def open_device(ordinal: int) -> Device:
     numba = load()
     count = _count(numba)
     if not 0 <= wanted < count:
-        numbers = "only number 0" if count == 1 else f"numbers 0 to {count - 1}"
-        raise refusal(f"there is no device {wanted}: CUDA shows {numbers}{_visible()}", "Pick one of these with device=N")
+        raise refusal(*device_not_there(wanted, count))
     driver = numba.driver
     try:
         return Device(numba, wanted, count=count)
@@ -75,20 +62,16 @@ def _by_text(text: str) -> BackendUnavailableError:
     if "NUMBA_DISABLE_CUDA" in text:
         return refusal("NUMBA_DISABLE_CUDA switches CUDA off", "Unset NUMBA_DISABLE_CUDA")
     if "cannot be found" in text:
-        return refusal("there is no NVIDIA driver (libcuda.so.1)", "Install the driver, or use a machine with an NVIDIA GPU")
+        return refusal(*NO_DRIVER)
     if "NO_DEVICE" in text:
         return _by_status(NO_DEVICE)
     return refusal(f"Numba could not start CUDA ({text.rstrip('.')})", "Check with nvidia-smi that the GPU works")
 
 
 def _by_status(status: int, text: str = "") -> BackendUnavailableError:
-    if status == NO_DEVICE:
-        advice = "Let CUDA_VISIBLE_DEVICES name a GPU" if _visible() else "Check with nvidia-smi that the GPU is there"
-        return refusal(f"CUDA reports no device (CUDA_ERROR_NO_DEVICE){_visible()}", advice)
-    failed = f"CUDA failed ({text or f'status {status}'})", "Check with nvidia-smi that the GPU works"
-    return refusal(*REASONS.get(status, failed))
-
-
-def _visible() -> str:
-    value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return "" if value is None else f", with CUDA_VISIBLE_DEVICES={value!r}"
+    if status == DRIVER_TOO_OLD:
+        return refusal(
+            "the NVIDIA driver is too old for the installed cuda-bindings",
+            f"Update the driver, or take the package for its CUDA. {INSTALL}",
+        )
+    return refusal(*failed_with(status, text))

@@ -10,19 +10,21 @@ third, and the copy stream waits for one event of that; the engine says when.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from operator import itemgetter
 from typing import Any, cast, final
 
 import numpy as np
 
+from xferlib.cuda.driver import EngineCalls
+from xferlib.cuda.events import Recorded, StreamFences
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Source, Stream
 from xferlib_numba import _arrays, _memory
 from xferlib_numba._arrays import Lay, NumbaArray
-from xferlib_numba._device import LEGACY, PER_THREAD, Device
-from xferlib_numba._engine import EngineCalls
-from xferlib_numba._events import AllEvents, LaterEvent, NumbaEvent, Recorded, events_of
+from xferlib_numba._device import Device
+from xferlib_numba._events import NumbaEvent, events_of
 from xferlib_numba._gather import Gathering, plan
 from xferlib_numba._memory import Block, PinnedMemory
 from xferlib_numba._streams import Handle
@@ -65,10 +67,19 @@ class NumbaStager:
         self._copy_d2h = device.copy_d2h
         self._record = self._events.record
         self._order = self._events.order
+        self._wait = self._events.device.wait
         self._handle = self._streams.handle
         self._default = self._streams.default
         self._array = device.numba.array
         self._several = device.several
+        # No method, so that there is no further call on the path of a small put.
+        self.retire = StreamFences(
+            record=self._record,
+            is_capturing=self._streams.is_capturing,
+            find=self._streams.find,
+            wait=self._wait,
+            failure=device.failure,
+        ).retire
         binding = device.numba.driver.binding
         self._destroy = binding.cuStreamDestroy
         self._own: list[tuple[Any, Handle]] = []
@@ -77,7 +88,12 @@ class NumbaStager:
             # Made and kept in one call, which no interrupt cuts.
             device.here(self._own.extend, map(binding.cuStreamCreate, (NON_BLOCKING,) * 3))
             self.h2d, self.d2h, self._aside = [self._made(*made) for made in self._own]
-            self.driver_calls = EngineCalls(device, self._events, (int(self.h2d), int(self.d2h)))
+            self.driver_calls = EngineCalls(
+                device.context,
+                (int(self.h2d), int(self.d2h)),
+                new_event=self._events.new_event,
+                failure=partial(device.failure, "the driver by the engine"),
+            )
         except BaseException:
             self._close_streams()
             raise
@@ -117,10 +133,10 @@ class NumbaStager:
         return self._record(self.d2h)
 
     def order_h2d(self, after: Event) -> None:
-        cast("Recorded", after).enqueue_wait(self.h2d)
+        cast("Recorded", after).enqueue_wait(self._wait, self.h2d)
 
     def order_d2h(self, after: Event) -> None:
-        cast("Recorded", after).enqueue_wait(self.d2h)
+        cast("Recorded", after).enqueue_wait(self._wait, self.d2h)
 
     def check_stream(self, stream: object) -> None:
         self._handle(stream)
@@ -212,15 +228,6 @@ class NumbaStager:
     def sweep(self) -> None:
         """Do nothing: Numba's arrays drop their lease when they die."""
 
-    def retire(self, streams: Iterable[Stream]) -> Event | None:
-        if not streams:
-            # The usual case, and the path of every small put.
-            return None
-        events = list(map(self._fence, streams))
-        if len(events) > 1:
-            return AllEvents(tuple(events), self._events)
-        return events[0] if events else None
-
     def lost(self, block: DeviceBlock) -> bool:
         return False
 
@@ -266,11 +273,3 @@ class NumbaStager:
             return None
         other = self._handle(named)
         return None if int(other) == int(handle) else other
-
-    def _fence(self, stream: Stream) -> Recorded:
-        if stream.handle == PER_THREAD:
-            # It may be another thread's, which cannot be named from here. The legacy stream waits for all of them.
-            stream = Stream(LEGACY, stream.keepalive)
-        if self._streams.is_capturing(stream.handle):
-            return LaterEvent(stream, self._events)
-        return self._record(stream.handle)

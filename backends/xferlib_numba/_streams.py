@@ -1,8 +1,6 @@
 """What `stream=` may be, and what may be done with it: users' streams, checked before CUDA is asked to use them.
 
-Numba has no current stream: work that names none goes to the default stream, and so `None` is that one here. A stream that is being
-captured is refused: an event recorded there becomes a node of the user's graph, and a copy stream that waits for it is drawn into
-the capture.
+Numba has no current stream: work that names none goes to the default stream, and so `None` is that one here.
 """
 
 from __future__ import annotations
@@ -10,13 +8,14 @@ from __future__ import annotations
 import os
 from typing import Any, TypeAlias, final
 
-from xferlib.errors import CapabilityError
+from xferlib.cuda.streams import CAPTURE_IMPLICIT, LEGACY, PER_THREAD, captured, handle_of, of_another_device
 from xferlib.protocol import Stream
-from xferlib_numba._device import LEGACY, PER_THREAD, Device
+from xferlib_numba._device import Device
 
 __all__ = ["Handle", "Streams"]
 
-CAPTURE_IMPLICIT = 906
+OWN, DEFAULT = "a stream of Numba's", "cuda.default_stream()"
+"""What errors advise to pass."""
 PER_THREAD_SWITCH = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
 """Decides for the driver bindings, and so for Numba, what the handle 0 means. Read by them once."""
 
@@ -60,19 +59,13 @@ class Streams:
             # Numba's default stream has the number 0.
             handle = stream.handle if int(stream.handle) else self.default
         else:
-            number = _number(stream)
+            number = handle_of(stream, OWN, DEFAULT)
             handle = self._handle(number) if number else self.default
         if self.is_capturing(handle):
-            raise CapabilityError(
-                f"stream {int(handle):#x} is being captured into a graph, and a transfer cannot be part of one. "
-                "Start transfers before the capture or after it, or pass stream= another stream"
-            )
+            raise captured(int(handle))
         device = self._device
         if device.several and int(handle) > PER_THREAD and not device.owns(handle):
-            raise ValueError(
-                f"stream {int(handle):#x} is of another device than cuda:{device.ordinal}. Pass a stream of that device, and let "
-                "yours wait for it"
-            )
+            raise of_another_device(int(handle), device.ordinal)
         return handle
 
     def is_capturing(self, handle: Handle | int) -> bool:
@@ -84,27 +77,3 @@ class Streams:
             if error.code == CAPTURE_IMPLICIT:
                 return True
             raise
-
-
-def _number(stream: object) -> int:
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        if stream > 0:
-            return stream
-        raise ValueError(f"stream={stream} is no handle. For the default stream pass cuda.default_stream(), or leave stream out")
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is None:
-        kind = f"{type(stream).__module__}.{type(stream).__qualname__}"
-        raise TypeError(
-            f"stream={stream!r} ({kind}) is no CUDA stream. Pass a stream of Numba's, an object with __cuda_stream__, or a handle"
-        )
-    # It was a property in the first libraries that had it.
-    found = protocol() if callable(protocol) else protocol
-    try:
-        version, number = found
-        # Some give an object of the driver bindings.
-        handle = int(number)
-    except (TypeError, ValueError):
-        raise TypeError(f"__cuda_stream__ gave {found!r}, expected (0, handle)") from None
-    if version != 0 or isinstance(number, str | float) or handle < 0:
-        raise TypeError(f"__cuda_stream__ gave {found!r}, expected (0, handle)")
-    return handle

@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.core.fakes import WATCHDOG, on_thread
+from tests.cuda.driver import CONTEXT, ELSEWHERE, REFUSED, RELAXED, THREAD_LOCAL, built_driver, elsewhere, made, use_driver
 from tests.engine.build import COMPILER
-from tests.engine.device import OPTIONS
 from tests.interrupts.repeated import interrupted
-from xferlib.engine import cuda
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler: a driver of C was not tried")
 
-CONTEXT, ELSEWHERE = 0x5000, 0x6000
-THREAD_LOCAL, RELAXED = 1, 2
 INVALID_VALUE, NOT_READY, BROKEN = 1, 600, 700
 EVENT, STREAM, HERE, THERE = 0xE100, 0xF100, 0x7F0012345600, 0x7F0112345600
 
 
-class Made(ctypes.Structure):
-    """What a function of the driver notes."""
-
-    _fields_ = (
-        ("status", ctypes.c_int),
-        ("count", ctypes.c_int),
-        ("mode", ctypes.c_int),
-        ("context", ctypes.c_void_p),
-        ("given", ctypes.c_uint64 * 4),
-    )
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    assert COMPILER is not None
-    made = tmp_path_factory.mktemp("driver") / "driver.so"
-    source = Path(__file__).with_name("driver.c")
-    done = subprocess.run([*COMPILER, *OPTIONS, str(source), "-o", str(made)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(made))
-    library.driver_context.restype = ctypes.c_void_p
-    return library
+    return built_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture
@@ -54,18 +30,10 @@ def driver(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
     """Return a `Driver` on a thread that is elsewhere, and see that it still is."""
     from xferlib_jax import _driver
 
+    use_driver(library, monkeypatch)
     monkeypatch.setattr(_driver, "LIBRARY", library._name)
-    monkeypatch.setattr(cuda, "LIBRARY", library._name)
-    assert library.cuCtxPushCurrent_v2(ctypes.c_void_p(ELSEWHERE)) == 0
-    assert library.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(THREAD_LOCAL))) == 0
-    yield _driver.Driver(0)
-    assert (library.driver_depth(), library.driver_context(), library.driver_mode()) == (1, ELSEWHERE, THREAD_LOCAL)
-    assert library.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(0))) == 0
-    assert library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())) == 0
-
-
-def made(library: ctypes.CDLL, name: str) -> Made:
-    return Made.in_dll(library, f"made_{name}")
+    with elsewhere(library):
+        yield _driver.Driver(0)
 
 
 CALLS: dict[str, tuple[Callable[[Any], object], tuple[int, ...]]] = {
@@ -87,8 +55,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[int, ...]]] = {
 HARMLESS = {"cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuStreamWaitEvent"}
 """What may be called while others capture."""
 QUESTIONS = {"cuEventQuery", "cuStreamQuery"}
-OFTEN = [*sorted(HARMLESS | QUESTIONS), "cuEventSynchronize", "cuPointerGetAttribute"]
-"""What is called for transfers."""
 
 
 @pytest.fixture(params=CALLS)
@@ -146,23 +112,22 @@ def test_memory_of_nobodys_is_not_page_locked(driver: Any, library: ctypes.CDLL)
         noted.status = 0
 
 
-@pytest.mark.parametrize("name", OFTEN)
 def test_where_the_context_cannot_be_entered_nothing_is_called(driver: Any, library: ctypes.CDLL, name: str) -> None:
     from xferlib_jax._driver import CudaError
 
-    noted, pushed = made(library, name), made(library, "cuCtxPushCurrent_v2")
+    noted = made(library, name)
     before = noted.count
-    pushed.status = BROKEN
+    library.driver_refuse(CONTEXT)
     try:
-        with pytest.raises(CudaError, match=rf"^{name} failed"):
+        with pytest.raises(CudaError, match=rf"^({name}|cuCtxPushCurrent) failed: CUDA_ERROR_OTHER \({REFUSED}\)$"):
             CALLS[name][0](driver)
     finally:
-        pushed.status = 0
+        library.driver_refuse(None)
     assert noted.count == before
 
 
 def test_no_interrupt_leaves_the_thread_elsewhere_or_relaxed(driver: Any, library: ctypes.CDLL) -> None:
-    calls = [CALLS[name][0] for name in OFTEN]
+    calls = [call for call, _ in CALLS.values()]
 
     def work() -> None:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -339,6 +340,19 @@ MOUNTS = """\
 24 22 0:29 / /work rw - overlay overlay rw
 """
 BASE = 0x7F0000000000
+
+
+def test_a_range_is_write_protected_if_nothing_in_it_may_be_written() -> None:
+    page = mmap.PAGESIZE
+    memory = np.frombuffer(mmap.mmap(-1, 3 * page), np.uint8)
+    start = memory.ctypes.data
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page), page, mmap.PROT_READ) == 0
+    assert proc_maps.is_write_protected(start + page, page)
+    assert proc_maps.is_write_protected(start + page + 8, 1)
+    for offset, nbytes in ((0, page), (0, 3 * page), (page - 1, 2), (page, page + 1)):
+        assert not proc_maps.is_write_protected(start + offset, nbytes)
+    # Nothing is there.
+    assert not proc_maps.is_write_protected(8, 8)
 
 
 def test_what_lies_under_a_range_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:

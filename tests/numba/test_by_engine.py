@@ -15,7 +15,6 @@ from typing import Any, Final, cast, final
 
 import numpy as np
 import pytest
-from xferlib_numba import _engine
 from xferlib_numba._stager import NumbaStager
 
 import xferlib
@@ -23,6 +22,7 @@ from tests.core.fakes import WATCHDOG, on_thread, until
 from tests.engine.build import COMPILER
 from tests.engine.device import Device as Library
 from tests.engine.device import DeviceStream, built_device
+from xferlib.cuda import driver
 from xferlib.engine.native import Figures, library
 from xferlib.errors import CapabilityError, TransferError
 from xferlib.protocol import Event
@@ -182,6 +182,8 @@ class Driver:
     def failed(self, name: str, status: int) -> Exception:
         return Failed(status, name)
 
+    failure = failed
+
     def _copy_rows(self, what: Any, stream: Any) -> None:
         for row in range(what.Height):
             self.copy_h2d(what.dstDevice + row * what.dstPitch, what.srcDevice + row * what.srcPitch, what.WidthInBytes, stream)
@@ -245,7 +247,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Library:
 def world(device: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     # Another device than the last test's: events and their numbers are this one's.
     monkeypatch.setattr("xferlib_numba._events._pools", {})
-    monkeypatch.setattr(_engine, "cuda_calls", lambda context: device.calls())
+    monkeypatch.setattr(driver, "cuda_calls", lambda context: device.calls())
     world = World(device)
     yield world
     world.close()

@@ -1,11 +1,11 @@
-"""What lies under an address, as the kernel tells it: which memory of a caller can never be page-locked, and why."""
+"""What lies under an address, as the kernel tells it: which memory of a caller can never be page-locked, or not for writing."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple, final
 
-__all__ = ["Mapping", "mappings", "why_unlockable"]
+__all__ = ["Mapping", "is_write_protected", "mappings", "why_unlockable"]
 
 MAPS, MOUNTS = Path("/proc/self/maps"), Path("/proc/self/mountinfo")
 IN_MEMORY = frozenset({"devtmpfs", "hugetlbfs", "ramfs", "tmpfs"})
@@ -44,13 +44,23 @@ def why_unlockable(address: int, nbytes: int) -> str | None:
     return None
 
 
+def is_write_protected(address: int, nbytes: int) -> bool:
+    """Tell whether no mapping in the range may be written."""
+    found = mappings(address, nbytes)
+    return bool(found) and not any("w" in mapping.permissions for mapping in found)
+
+
 def mappings(address: int, nbytes: int, *, table: Path = MAPS) -> list[Mapping]:
     """Return what lies under the range, in order."""
     found = []
     for line in table.read_text(errors="surrogateescape").splitlines():
-        span, permissions, _, device, rest = line.split(maxsplit=4)
-        start, end = (int(edge, 16) for edge in span.split("-"))
-        if start < address + nbytes and address < end:
+        span, rest = line.split(maxsplit=1)
+        first, last = span.split("-")
+        start, end = int(first, 16), int(last, 16)
+        if start >= address + nbytes:
+            break
+        if address < end:
+            permissions, _, device, rest = rest.split(maxsplit=3)
             major, minor = (int(number, 16) for number in device.split(":"))
             _, _, path = rest.partition(" ")
             found.append(Mapping(start, end, permissions, f"{major}:{minor}", path.strip()))

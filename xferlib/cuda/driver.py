@@ -1,6 +1,6 @@
-"""CUDA's driver functions as C calls them: addresses in the library that the process has loaded. For backends.
+"""CUDA's driver functions as C calls them: addresses in the library that the process has loaded.
 
-Streams, events, pinned memory and the copies of pinned memory stay with each framework: `cuda_calls` serves the engine's chunks
+Streams, events, pinned memory and the copies of pinned memory stay with each framework: `EngineCalls` serve the engine's chunks
 alone. `ContextCalls` are for backends that call the driver themselves.
 """
 
@@ -9,13 +9,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from operator import attrgetter
+from typing import Any, TypeAlias, final
 
 from xferlib.engine.native import VERSION, Calls, Context, library
+from xferlib.protocol import Event
 
-__all__ = ["ContextCalls", "cuda_calls"]
+__all__ = ["LIBRARY", "RELAXED", "ContextCalls", "EngineCalls", "Failure", "cuda_calls", "primary_context"]
 
 LIBRARY = "libcuda.so.1"
+Failure: TypeAlias = Callable[[str, int], Exception]
+"""Returns what the framework raises when a call of this name says this status."""
+
 NOT_READY = 600
 RELAXED = 2
 _FUNCTIONS = {
@@ -44,10 +49,47 @@ _IN_CONTEXT = {
 }
 
 
+def primary_context(ordinal: int, failure: Failure) -> int:
+    """Return the handle of a device's primary context, which every library of the process shares.
+
+    It is never released: arrays outlive every stager. Without the GIL: the first call in a process takes a fifth of a second.
+    """
+    driver, device, context = ctypes.CDLL(LIBRARY), ctypes.c_int(), ctypes.c_void_p()
+    for name, arguments in (
+        ("cuInit", (0,)),
+        ("cuDeviceGet", (ctypes.byref(device), ordinal)),
+        ("cuDevicePrimaryCtxRetain", (ctypes.byref(context), device)),
+    ):
+        status = getattr(driver, name)(*arguments)
+        if status:
+            raise failure(name, status)
+    assert context.value is not None
+    return context.value
+
+
 def cuda_calls(context: int) -> Calls:
     """Return the calls for one context, by its handle: streams and events given to the engine are of this one."""
     size = ctypes.sizeof(Calls)
     return Calls(version=VERSION, nbytes=size, context=context, not_ready=NOT_READY, relaxed=RELAXED, **_addresses(_FUNCTIONS))
+
+
+@final
+class EngineCalls:
+    """The `DriverCalls` of one stager, with streams and events of its framework's. Each event has its `handle`."""
+
+    def __init__(
+        self,
+        context: int,
+        streams: tuple[int, int],
+        *,
+        new_event: Callable[[], tuple[Event, int]],
+        failure: Callable[[int], Exception],
+    ) -> None:
+        self.calls = cuda_calls(context)
+        self.streams = streams
+        self.new_event = new_event
+        self.handle: Callable[[Any], int] = attrgetter("handle")
+        self.failure = failure
 
 
 @final

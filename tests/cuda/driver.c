@@ -7,7 +7,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { DEEPEST = 8, TOO_DEEP = 2, NO_CONTEXT = 201, HELD_FOR_EVER = 999, CONTEXT = 0x5000, MOST_LOOKS = 2000 };
+enum { DEEPEST = 8, TOO_DEEP = 2, NO_SUCH_DEVICE = 101, NO_CONTEXT = 201, REFUSED = 709, HELD_FOR_EVER = 999, CONTEXT = 0x5000, MOST_LOOKS = 2000 };
 
 typedef struct {
     int status;              // What it says; the test writes it.
@@ -52,8 +52,13 @@ static int call(made *m, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
 
 made made_cuCtxPushCurrent_v2, made_cuCtxPopCurrent_v2, made_cuThreadExchangeStreamCaptureMode;
 
+static void *refused;        // A context that no thread can enter.
+
+void driver_refuse(void *context) { refused = context; }
+
 int cuCtxPushCurrent_v2(void *context) {
     if (depth == DEEPEST) return TOO_DEEP;
+    if (refused && context == refused) return REFUSED;
     int status = NOTE(cuCtxPushCurrent_v2, context);
     if (status == 0) contexts[depth++] = context;
     return status;
@@ -65,6 +70,8 @@ int cuCtxPopCurrent_v2(void **context) {
     *context = contexts[--depth];
     return 0;
 }
+
+int cuCtxGetCurrent(void **context) { return *context = current(), 0; }
 
 int cuThreadExchangeStreamCaptureMode(int *other) {
     int before = mode, status = NOTE(cuThreadExchangeStreamCaptureMode, *other);
@@ -120,7 +127,7 @@ int cuLaunchHostFunc(void *stream, void *function, void *argument) { return CALL
 // What needs no context.
 
 int cuInit(unsigned flags) { return (int)flags; }
-int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, 0; }
+int cuDeviceGet(int *device, int ordinal) { return ordinal < 0 ? NO_SUCH_DEVICE : (*device = ordinal, 0); }
 int cuDeviceGetCount(int *count) { return *count = 1, 0; }
 int cuDeviceGetPCIBusId(char *text, int nbytes, int device) {
     (void)device;
