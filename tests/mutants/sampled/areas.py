@@ -76,7 +76,7 @@ JAX = tuple(
     f"tests/jax/test_jax_{name}.py"
     for name in ("arrays", "cpu", "engines", "imports", "layouts", "leases", "staged", "trees", "unpack", "sharded")
 )
-JAX_ON_CUDA = ("_cuda", "_driver", "_driver_calls", "_events", "_fence", "_pinning", "_blocks")
+JAX_ON_CUDA = ("_cuda", "_driver", "_events", "_fence", "_pinning", "_blocks")
 SUITE = (
     *("tests/conformance/test_suite_rules.py", "tests/conformance/test_suite_parts.py", "tests/conformance/test_gates.py"),
     *("tests/conformance/test_host.py", "tests/cli/test_conformance.py"),
@@ -274,6 +274,10 @@ AREAS = {
             "_stager.py": ("tests/host", *LAWS, "tests/memory/test_mapped.py"),
         },
         but=("*/conformance.py", "*/workload.py"),
+    ),
+    "cuda": Area(
+        ("xferlib/cuda/*.py",),
+        ("tests/cuda", "tests/jax/test_jax_driver.py", "tests/numba/test_by_engine.py"),
     ),
     "jax-cpu": Area(
         ("backends/xferlib_jax/*.py",),
