@@ -119,7 +119,8 @@ def test_giving_back_tells_nobody_of_a_failed_device_and_hides_nothing_else(libr
     assert given == [(CONTEXT, RELAXED)] * 2
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+# Python warns of forking a process with threads, and JAX, if another test has loaded it, of any fork.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
 def test_a_forked_child_gives_nothing_back(context: Context) -> None:
     given: list[None] = []
     child = os.fork()
