@@ -17,10 +17,16 @@ CORE = ROOT / "xferlib"
 # A module may import modules of the core that stand further up only.
 FLOORS = [
     {f"xferlib.{name}" for name in ("callers", "errors", "forks", "handles", "latch", "tickets", "words")},
-    {"xferlib.engine", "xferlib.sketch"},
+    {"xferlib.engine", "xferlib.sketch", "xferlib.tracing"},
+    {f"xferlib.tracing.{name}" for name in ("events", "intervals", "library")},
+    {"xferlib.tracing.log", "xferlib.tracing.records", "xferlib.tracing.summary"},
     {"xferlib.engine.building"},
     {"xferlib.engine.native"},
     {"xferlib.reaper"},
+    {"xferlib.tracing.chrome", "xferlib.tracing.gpu", "xferlib.tracing.rows"},
+    {"xferlib.tracing.page", "xferlib.tracing.picture"},
+    {"xferlib.tracing.trace"},
+    {"xferlib.tracing.__main__"},
     {"xferlib.protocol"},
     {"xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.limits", "xferlib.memory.ranges"},
     {"xferlib.engine.cores", "xferlib.engine.jobs"},
@@ -68,6 +74,7 @@ MORE_LIBRARIES = {
     "files": {"safetensors", "ml_dtypes"},
     # For type checkers alone, which bring it.
     "typed.py": {"typing_extensions"},
+    "tracing": {"cuda", "matplotlib"},
     "conformance": {"pytest", "_pytest", "cuda", "cupti", "ml_dtypes"},
 }
 CUDA = {f"xferlib.cuda.{name}" for name in ("context", "driver", "events", "refusals", "streams")}
@@ -123,6 +130,7 @@ def test_core_module_imports_only_what_stands_above_it(path: Path) -> None:
                     "registry",
                     "stager",
                     "stats",
+                    "tracing",
                     "transfer",
                     "words",
                 }, imported
@@ -151,7 +159,19 @@ def test_core_names_no_framework(path: Path) -> None:
 @pytest.mark.parametrize("path", backend_files, ids=lambda path: str(path.relative_to(ROOT)))
 def test_backend_imports_only_the_contract(path: Path) -> None:
     package = path.relative_to(ROOT / "backends").parts[0]
-    names = ("protocol", "errors", "handles", "latch", "memory.proc_maps", "reaper", "tickets", "tree", "typed")
+    names = (
+        "protocol",
+        "errors",
+        "handles",
+        "latch",
+        "memory.proc_maps",
+        "reaper",
+        "tickets",
+        "tracing.events",
+        "tracing.log",
+        "tree",
+        "typed",
+    )
     allowed = {"xferlib", *(f"xferlib.{name}" for name in names), *CUDA}
     if path.stem == "conformance":
         allowed |= {"xferlib.conformance"}

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from xferlib.conformance import cuda
+from xferlib.tracing.library import CuptiError, check, load
 
 __all__ = ["CallLog", "CuptiError", "driver_calls"]
 
@@ -58,16 +59,11 @@ CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
 
 
 @final
-class CuptiError(RuntimeError):
-    """Raised when CUPTI is missing, taken by another tool, or does not see what it should."""
-
-
-@final
 class CallLog:
     """The calls since this was made, from any thread. Made by `driver_calls()`."""
 
     def __init__(self) -> None:
-        self._cupti = _load()
+        self._cupti = load()
         self._names: list[str] = []
         self._inside_runtime: set[int] = set()
         self._callback = CALLBACK(self._entered)
@@ -110,11 +106,7 @@ class CallLog:
             self._inside_runtime.add(thread)
 
     def _call(self, function: str, *arguments: object) -> None:
-        status = getattr(self._cupti, function)(*arguments)
-        if status != 0:
-            text = ctypes.c_char_p()
-            self._cupti.cuptiGetResultString(status, ctypes.byref(text))
-            raise CuptiError(f"{function} failed with {(text.value or b'?').decode()} ({status})")
+        check(self._cupti, function, *arguments)
 
 
 @functools.cache
@@ -128,19 +120,3 @@ def driver_calls() -> CallLog:
 def _allocate_and_free() -> None:
     with cuda.context(0):
         cuda.call("cuMemFreeHost", int(cuda.call("cuMemHostAlloc", 4096, 0)))
-
-
-def _load() -> ctypes.CDLL:
-    names = ["libcupti.so.13", "libcupti.so.12", "libcupti.so"]
-    try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib
-
-        path = load_nvidia_dynamic_lib("cupti").abs_path
-    except (ImportError, RuntimeError):
-        path = None
-    for name in names if path is None else [path, *names]:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise CuptiError("libcupti is not installed. Install it with: pip install nvidia-cuda-cupti")

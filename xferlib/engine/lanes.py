@@ -26,6 +26,7 @@ from xferlib.memory.numa import node_near
 from xferlib.memory.pinned_pool import HostBlock, PinnedPool
 from xferlib.protocol import DriverCalls, Event, HostStager
 from xferlib.reaper import uninterrupted
+from xferlib.tracing.log import LOG
 
 __all__ = ["Lane", "start_threads", "usual_threads"]
 
@@ -116,6 +117,9 @@ class Lane:
         `feed` must follow, or `Job.abandon` where anything is raised.
         """
         refuse_parents(job.row)
+        if LOG.on:
+            # Before the first copy can be started.
+            LOG.job("h2d" if self.direction == H2D else "d2h", pieces)
         listed: Any = (Piece * len(pieces))(*pieces)  # type: ignore[misc]  # A tuple is as good, says ctypes.
         after = done = None
         if self._calls is not None:

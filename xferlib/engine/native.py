@@ -1,4 +1,4 @@
-"""The engine's library as ctypes sees it: found, checked, and described. Its calls' contracts are in engine.h and context.h.
+"""The engine's library as ctypes sees it: found, checked, and described. The contracts of its calls are in the headers.
 
 A forked child loads it anew: its parent's threads are not there, and its parent's lock may be held for ever.
 """
@@ -27,10 +27,13 @@ __all__ = [
     "STOPPED",
     "UNKNOWN",
     "VERSION",
+    "Call",
     "Calls",
     "Context",
     "Figures",
+    "Frame",
     "Piece",
+    "Python",
     "Request",
     "library",
     "opened",
@@ -130,6 +133,48 @@ class Figures(ctypes.Structure):
     )
 
 
+class Python(ctypes.Structure):
+    """`xe_python`."""
+
+    _fields_ = (
+        ("this_thread", _P),
+        ("ensure", _P),
+        ("release", _P),
+        ("frame", _P),
+        ("code", _P),
+        ("line", _P),
+        ("back", _P),
+        ("decref", _P),
+        ("gc_disable", _P),
+        ("gc_enable", _P),
+    )
+
+
+class Call(ctypes.Structure):
+    """`xe_call`."""
+
+    _fields_ = (
+        ("start", _U64),
+        ("end", _U64),
+        ("destination", _U64),
+        ("source", _U64),
+        ("nbytes", _U64),
+        ("first", _U64),
+        ("frames", _U32),
+        ("correlation", _U32),
+        ("domain", _U32),
+        ("function", _U32),
+        ("thread", _U32),
+        ("reserved", _U32),
+    )
+
+
+class Frame(ctypes.Structure):
+    """`xe_frame`."""
+
+    _fields_ = (("code", _P), ("line", _I32), ("reserved", _I32))
+
+
 _SIGNATURES = {
     "xe_start": (_I, (_I,)),
     "xe_start_near": (_I, (_I, _I, ctypes.c_char_p, _N)),
@@ -160,6 +205,15 @@ _SIGNATURES = {
     "xe_context_query_stream": (_I, (_P, _P)),
     "xe_context_synchronize": (_I, (_P, _P)),
     "xe_context_pointer_attribute": (_I, (_P, _P, _I, _P)),
+    "xe_activity_start": (_I, (_N, _N, _N, ctypes.c_char_p, ctypes.POINTER(Python))),
+    "xe_activity_stop": (None, ()),
+    "xe_activity_now": (_U64, ()),
+    "xe_activity_take": (_P, (ctypes.POINTER(_N),)),
+    "xe_activity_free": (None, (_P,)),
+    "xe_activity_calls": (_P, (ctypes.POINTER(_N),)),
+    "xe_activity_frames": (_P, (ctypes.POINTER(_N),)),
+    "xe_activity_drop": (None, ()),
+    "xe_activity_lost": (_U64, ()),
 }
 
 

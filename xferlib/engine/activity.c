@@ -1,0 +1,247 @@
+// What a trace collects; see activity.h.
+//
+// One lock guards the lists. It is held for some instructions, and never while the interpreter is asked for frames.
+#define _GNU_SOURCE
+#include "activity.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { ALIGNMENT = 8, ENTER = 0, RUNTIME = 2 };
+
+// CUpti_CallbackData of cupti_callbacks.h.
+typedef struct {
+    int site;
+    const char *function_name;
+    const void *parameters;
+    void *returned;
+    const char *symbol;
+    void *context;
+    uint32_t context_uid;
+    uint64_t *correlation_data;
+    uint32_t correlation;
+} callback_data;
+
+typedef struct full {
+    struct full *next;
+    uint8_t *buffer;
+    size_t valid;
+} full;
+
+static pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
+static atomic_bool running;
+static size_t buffer_nbytes, most_buffers, buffers, most_calls;
+static full *oldest, **newest = &oldest;
+static xe_call *calls;
+static size_t call_count, call_room;
+static xe_frame *frames;
+static size_t frame_count, frame_room;
+static uint64_t lost;
+static uint8_t flags[2][XE_MOST_FUNCTIONS];
+static xe_python python;
+static atomic_bool has_python;
+static atomic_uint traces;
+
+// The frames of the call that this thread is inside of: the runtime's calls of the driver are the same call.
+static __thread int depth;
+static __thread unsigned of_trace;
+static __thread xe_frame inner[XE_MOST_FRAMES];
+static __thread uint32_t inner_count;
+static __thread xe_call current;
+
+uint64_t xe_activity_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+int xe_activity_start(size_t nbytes, size_t most, size_t most_of_calls, const uint8_t *wanted, const xe_python *with) {
+    pthread_mutex_lock(&mu);
+    int fits = !atomic_load(&running) && oldest == NULL && calls == NULL;
+    if (fits) {
+        buffer_nbytes = nbytes, most_buffers = most, most_calls = most_of_calls;
+        lost = 0;
+        memset(flags, 0, sizeof flags);
+        if (wanted != NULL) memcpy(flags, wanted, sizeof flags);
+        if (with != NULL) python = *with;
+        atomic_store(&has_python, with != NULL);
+        atomic_fetch_add(&traces, 1);
+        atomic_store(&running, true);
+    }
+    pthread_mutex_unlock(&mu);
+    return fits;
+}
+
+void xe_activity_stop(void) {
+    pthread_mutex_lock(&mu);
+    atomic_store(&running, false);
+    atomic_store(&has_python, false);
+    pthread_mutex_unlock(&mu);
+}
+
+void xe_activity_requested(uint8_t **buffer, size_t *size, size_t *most_records) {
+    *buffer = NULL, *size = 0, *most_records = 0;
+    pthread_mutex_lock(&mu);
+    int given = atomic_load(&running) && buffers < most_buffers;
+    if (given)
+        buffers++;
+    else
+        lost++;
+    size_t nbytes = buffer_nbytes;
+    pthread_mutex_unlock(&mu);
+    if (!given) return;
+    *buffer = aligned_alloc(ALIGNMENT, nbytes);
+    if (*buffer != NULL) {
+        *size = nbytes;
+        return;
+    }
+    pthread_mutex_lock(&mu);
+    buffers--, lost++;
+    pthread_mutex_unlock(&mu);
+}
+
+void xe_activity_completed(void *context, uint32_t stream, uint8_t *buffer, size_t size, size_t valid) {
+    (void)context, (void)stream, (void)size;
+    if (buffer == NULL) return;
+    full *entry = valid ? malloc(sizeof *entry) : NULL;
+    pthread_mutex_lock(&mu);
+    int kept = entry != NULL && atomic_load(&running);
+    if (kept) {
+        *entry = (full){NULL, buffer, valid};
+        *newest = entry, newest = &entry->next;
+    } else {
+        // Nothing is in it, the trace is over, or there is no memory to note it.
+        buffers -= buffers > 0;
+        lost += valid != 0;
+    }
+    pthread_mutex_unlock(&mu);
+    if (!kept) free(entry), free(buffer);
+}
+
+uint8_t *xe_activity_take(size_t *valid) {
+    pthread_mutex_lock(&mu);
+    full *entry = oldest;
+    if (entry != NULL && (oldest = entry->next) == NULL) newest = &oldest;
+    pthread_mutex_unlock(&mu);
+    if (entry == NULL) return NULL;
+    uint8_t *buffer = entry->buffer;
+    *valid = entry->valid;
+    free(entry);
+    return buffer;
+}
+
+void xe_activity_free(uint8_t *buffer) {
+    free(buffer);
+    pthread_mutex_lock(&mu);
+    buffers -= buffers > 0;
+    pthread_mutex_unlock(&mu);
+}
+
+// Collect the frames of the calling thread, if it runs Python. No Python code runs meanwhile, not even a finalizer: the collector, which
+// older interpreters start inside an allocation, is off.
+static void note_frames(void) {
+    inner_count = 0;
+    if (!atomic_load(&has_python) || python.this_thread() == NULL) return;
+    int state = python.ensure();
+    int collects = python.gc_disable();
+    void *frame = python.frame();
+    int owned = 0;
+    while (frame != NULL && inner_count < XE_MOST_FRAMES) {
+        inner[inner_count++] = (xe_frame){python.code(frame), python.line(frame), 0};
+        void *outer = python.back(frame);
+        if (owned) python.decref(frame);
+        frame = outer, owned = 1;
+    }
+    if (owned && frame != NULL) python.decref(frame);
+    if (collects) python.gc_enable();
+    python.release(state);
+}
+
+static void let_go(void) {
+    if (inner_count == 0) return;
+    int state = python.ensure();
+    while (inner_count) python.decref(inner[--inner_count].code);
+    python.release(state);
+}
+
+// Make room for more entries of `nbytes` each. The lock is held.
+static int grown(void **list, size_t *room, size_t wanted, size_t nbytes) {
+    if (wanted <= *room) return 1;
+    size_t more = *room ? 2 * *room : 1024;
+    while (more < wanted) more *= 2;
+    void *moved = realloc(*list, more * nbytes);
+    if (moved == NULL) return 0;
+    *list = moved, *room = more;
+    return 1;
+}
+
+void xe_activity_called(void *user, int domain, uint32_t function, const void *told) {
+    (void)user;
+    const callback_data *data = told;
+    if ((domain != 1 && domain != RUNTIME) || function >= XE_MOST_FUNCTIONS) return;
+    uint8_t flag = flags[domain - 1][function];
+    if (!(flag & XE_WANTED)) return;
+    if (data->site == ENTER) {
+        // The end of a call may never be told: the trace before may have ended inside it.
+        if (of_trace != atomic_load(&traces)) of_trace = atomic_load(&traces), depth = 0, current.start = 0;
+        if (depth++ || !atomic_load(&running)) return;
+        current = (xe_call){.start = xe_activity_now(), .correlation = data->correlation, .domain = (uint32_t)domain, .function = function};
+        if ((flag & XE_COPIES) && data->parameters != NULL) {
+            const uint64_t *words = data->parameters;
+            current.destination = words[0], current.source = words[1], current.nbytes = words[2];
+        }
+        note_frames();
+        return;
+    }
+    // A trace may have begun inside the call.
+    if (depth > 0) depth--;
+    if (depth || current.start == 0) return;
+    current.end = xe_activity_now();
+    current.thread = (uint32_t)syscall(SYS_gettid);
+    pthread_mutex_lock(&mu);
+    int noted = atomic_load(&running) && call_count < most_calls && grown((void **)&calls, &call_room, call_count + 1, sizeof *calls) &&
+                grown((void **)&frames, &frame_room, frame_count + inner_count, sizeof *frames);
+    if (noted) {
+        current.first = frame_count, current.frames = inner_count;
+        memcpy(frames + frame_count, inner, inner_count * sizeof *frames);
+        frame_count += inner_count;
+        calls[call_count++] = current;
+        inner_count = 0;
+    } else {
+        lost++;
+    }
+    pthread_mutex_unlock(&mu);
+    if (!noted) let_go();
+    current.start = 0;
+}
+
+const xe_call *xe_activity_calls(size_t *count) {
+    *count = call_count;
+    return calls;
+}
+
+const xe_frame *xe_activity_frames(size_t *count) {
+    *count = frame_count;
+    return frames;
+}
+
+void xe_activity_drop(void) {
+    pthread_mutex_lock(&mu);
+    free(calls), free(frames);
+    calls = NULL, frames = NULL;
+    call_count = call_room = frame_count = frame_room = 0;
+    pthread_mutex_unlock(&mu);
+}
+
+uint64_t xe_activity_lost(void) {
+    pthread_mutex_lock(&mu);
+    uint64_t found = lost;
+    pthread_mutex_unlock(&mu);
+    return found;
+}
