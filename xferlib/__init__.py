@@ -17,6 +17,7 @@ What there is, and `help` of each says the rest:
     load(path, stager)                  files to the device
     save(path, tree, stager)            what is on the device to files, while the program goes on (a `Save`)
     Report, Stats                       who waited for whom in a loop; what a stager has used
+    trace(path)                         what copies and compute of the process did, and why they did not overlap (a `Trace`)
     XferError                           the root of what is raised
 
 Backends are written against `HostStager`, `Event` and `Capabilities` of `xferlib.protocol`.
@@ -60,6 +61,8 @@ from xferlib.registry import stager as stager
 from xferlib.stager import Stager as Stager
 from xferlib.staging.profile import StagingProfile as StagingProfile
 from xferlib.stats import Stats as Stats
+from xferlib.tracing.trace import Trace as Trace
+from xferlib.tracing.trace import trace as trace
 from xferlib.transfer import Transfer as Transfer
 
 __all__ = [
@@ -87,6 +90,7 @@ __all__ = [
     "StagingProfile",
     "Stats",
     "SynchronousTransferWarning",
+    "Trace",
     "Transfer",
     "TransferError",
     "UnknownBackendError",
@@ -100,6 +104,7 @@ __all__ = [
     "save",
     "stager",
     "stream_map",
+    "trace",
 ]
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import methodcaller
+from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeAlias, final, overload
 
@@ -56,6 +57,7 @@ from xferlib.reaper import close_later, closed_when_dropped, collects, start_rea
 from xferlib.staging.pageable import Staging
 from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.stats import Stats
+from xferlib.tracing.log import LOG
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import HasDtype, KeyT, NamedT, Sequences, TreeT, Unnamed
@@ -285,6 +287,7 @@ class Stager:
                 f"borrow={borrow!r} together with into: what overwrites arrays of yours is copied by the CPU before put returns, "
                 "and cannot be borrowed. Leave borrow out, or into"
             )
+        started = perf_counter_ns() if LOG.on else 0
         try:
             sources = self._sources
             before = sources and sources.look(tree, borrow=borrow is True)
@@ -294,6 +297,8 @@ class Stager:
                 transfer = self._puts.one(tree, stream, borrow)
             else:
                 transfer = self._puts.one_into(tree, into, stream)
+            if started:
+                self._note_put(tree, started, borrow)
             return before.watch(transfer) if before else transfer
         except XferError:
             raise
@@ -338,8 +343,11 @@ class Stager:
             refuse_finalizers(self.backend)
         if stream is not None:
             self._check_stream(stream)
+        started = perf_counter_ns() if LOG.on else 0
         try:
             transfer = self._gets.start(tree, out, stream)
+            if started:
+                LOG.call("get", f"get ({self.name})", started)
             return watch_get(transfer) if self._sources else transfer
         except XferError:
             raise
@@ -373,6 +381,13 @@ class Stager:
         except (TypeError, ValueError) as error:
             shorten(error, package_of(self.backend))
             raise
+
+    def _note_put(self, tree: Any, started: int, borrow: Borrow) -> None:
+        """Tell the trace of a put."""
+        leaves = [leaf for leaf in trees_of(self.backend).arrays(tree)[0] if isinstance(leaf, np.ndarray)]
+        pageable = not borrow and any(self._host.address(leaf) is None for leaf in leaves)
+        nbytes = sum([leaf.nbytes for leaf in leaves])
+        LOG.call("put", f"put ({self.name})", started, nbytes=nbytes, memory="pageable" if pageable else "")
 
     def stats(self) -> Stats:
         """Return the figures of this moment. Cheap; works after `close()`."""

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from time import perf_counter_ns
 from typing import Any, Generic, NoReturn, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero, uncopied
@@ -14,6 +15,7 @@ from xferlib.errors import BackendUnavailableError, CapabilityError, TransferErr
 from xferlib.latch import is_copy_thread
 from xferlib.protocol import Event, Stream
 from xferlib.sketch import sketched
+from xferlib.tracing.log import LOG
 from xferlib.typed import TreeT, TreeT_co
 
 __all__ = ["Later", "Transfer"]
@@ -160,10 +162,13 @@ class Transfer(Generic[TreeT_co]):
             raise _forked()
         if is_copy_thread():
             self._refuse_to_wait()
+        started = perf_counter_ns() if LOG.on else 0
         try:
             self._event.synchronize()
         except self._failures as error:
             raise self._failed(error) from error
+        if started:
+            LOG.call("wait", "Transfer.synchronize", started)
         if self._check is not None:
             self._check()
         self._finished = True

@@ -10,10 +10,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from time import perf_counter_ns
+from typing import Any, Literal, final
 
 from xferlib import protocol
 from xferlib.latch import note_copy_thread
+from xferlib.tracing.events import CPU
+from xferlib.tracing.events import Event as Traced
+from xferlib.tracing.log import LOG
 from xferlib_host._stream import Event
 from xferlib_host._worker import Job, Worker
 
@@ -24,14 +28,28 @@ __all__ = ["Engine"]
 class Engine:
     """One direction. Any thread may call any method but `close`, and none of them waits for what is queued."""
 
-    def __init__(self, name: str) -> None:
-        self._worker = Worker(name)
+    def __init__(self, kind: Literal["h2d", "d2h"], number: int) -> None:
+        """`number`: that of its stream in traces."""
+        self._kind: Literal["h2d", "d2h"] = kind
+        self._number = number
+        self._name = f"xferlib-host-{kind}"
+        self._worker = Worker(self._name)
         self._worker.put(note_copy_thread)
         self._cause: BaseException | None = None
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Copy when all that was started before has ended. `memmove` of ctypes runs without the GIL."""
-        self._worker.put(partial(self._run, ctypes.memmove, dst, src, nbytes))
+        copy = partial(self._run, ctypes.memmove, dst, src, nbytes)
+        if LOG.on:
+            address = dst if self._kind == "h2d" else src
+            copy = partial(self._traced, copy, nbytes, perf_counter_ns(), LOG.site(), address)
+        self._worker.put(copy)
+
+    def _traced(self, copy: Job, nbytes: int, issued: int, site: str, address: int) -> None:
+        start = perf_counter_ns()
+        copy()
+        event = Traced(self._kind, "memmove", start, perf_counter_ns(), CPU, self._number, nbytes, "pinned", site, issued)
+        LOG.copy(event, self._name, "the CPU (host backend)", address)
 
     def submit(self, job: Job) -> None:
         """Run any job in the place of a copy, for tests of programs.

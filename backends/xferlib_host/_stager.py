@@ -13,7 +13,7 @@ from numpy.ma import MaskedArray
 from xferlib import protocol
 from xferlib_host._engine import Engine
 from xferlib_host._memory import Block, Memory, MemoryCallError, array_over
-from xferlib_host._stream import AllEvents, CopyError, Event, Stream, resolve
+from xferlib_host._stream import AllEvents, CopyError, Event, Stream, handles, resolve
 
 __all__ = ["NumpyStager"]
 
@@ -36,8 +36,8 @@ class NumpyStager:
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0))
         self.device: Final = f"the CPU ({cores} core{'s' if cores > 1 else ''})"
-        self.h2d: Final = Engine("xferlib-host-h2d")
-        self.d2h: Final = Engine("xferlib-host-d2h")
+        self.h2d: Final = Engine("h2d", next(handles))
+        self.d2h: Final = Engine("d2h", next(handles))
         self.memory: Final = Memory()
 
     def alloc_pinned(self, nbytes: int) -> int:

@@ -10,15 +10,19 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, final
 
 from xferlib import protocol
 from xferlib.errors import ClosedError
 from xferlib.latch import Latch
-from xferlib_host._worker import Worker
+from xferlib.tracing.events import CPU
+from xferlib.tracing.events import Event as Traced
+from xferlib.tracing.log import LOG
+from xferlib_host._worker import Job, Worker
 
-__all__ = ["AllEvents", "CopyError", "Event", "Stream", "resolve"]
+__all__ = ["AllEvents", "CopyError", "Event", "Stream", "handles", "resolve"]
 
 
 class CopyError(Exception):
@@ -105,7 +109,7 @@ class Stream:
     """
 
     def __init__(self) -> None:
-        self._handle = next(_HANDLES)
+        self._handle = next(handles)
         self._worker = Worker(f"xferlib-host-stream-{self._handle}")
         self._end = Event()
         self._failed: list[BaseException] = []  # At most one: the first since the last `synchronize`.
@@ -124,7 +128,16 @@ class Stream:
 
         It may wait for anything but work enqueued behind it.
         """
-        self._worker.put(partial(self._run, fn, *args))
+        run: Job = partial(self._run, fn, *args)
+        if LOG.on:
+            run = partial(self._traced, run, getattr(fn, "__qualname__", type(fn).__qualname__), perf_counter_ns(), LOG.site())
+        self._worker.put(run)
+
+    def _traced(self, run: Job, name: str, issued: int, site: str) -> None:
+        start = perf_counter_ns()
+        run()
+        event = Traced("kernel", name, start, perf_counter_ns(), CPU, self._handle, site=site, issued=issued)
+        LOG.work(event, f"host stream {self._handle}", "the CPU (host backend)")
 
     def record(self) -> Event:
         """Return an event that is reached when all that was enqueued so far has ended, with or without an exception."""
@@ -141,11 +154,14 @@ class Stream:
         Raises as `event.done` does if it has failed already; if it fails later, `synchronize` raises.
         """
         if not event.done():
-            self.submit(event.synchronize)
+            self._worker.put(partial(self._run, event.synchronize))
 
     def synchronize(self) -> None:
         """Wait for what was enqueued so far; raise the first exception since the last call, if there was one."""
+        started = perf_counter_ns() if LOG.on else 0
         self.record().synchronize()
+        if started:
+            LOG.call("wait", "Stream.synchronize", started)
         self._raise_if_failed()
 
     def close(self) -> None:
@@ -178,7 +194,7 @@ class Stream:
         raise error
 
 
-_HANDLES = itertools.count(1)
+handles = itertools.count(1)
 _LOCAL = threading.local()
 
 

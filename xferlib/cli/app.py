@@ -146,6 +146,23 @@ def conformance(
     raise typer.Exit(run_suite(name, list(context.args)))
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def trace(
+    command: Annotated[list[str], typer.Argument(help="The program: -- python train.py ..., or -- python -m package ...")],
+    json_file: Annotated[Path, typer.Option("--json", metavar="FILE", help="Where the events go, for ui.perfetto.dev.")] = Path(
+        "run.json"
+    ),
+    html: Annotated[Path, typer.Option(metavar="FILE", help="Where the page goes: open it in a browser.")] = Path("run.html"),
+) -> None:
+    """Run a Python program, record its copies and its compute, and say why they did not overlap: xferlib trace -- python train.py.
+
+    Ends with the program's status. The summary goes to stderr.
+    """
+    from xferlib.cli.trace import run
+
+    run(command, json_file, html)
+
+
 def _rounds(text: str) -> int | None:
     if text == "auto":
         return None

@@ -22,6 +22,7 @@ from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import before_closing
+from xferlib.tracing.log import LOG
 
 __all__ = ["SourceThread", "Start", "live", "run"]
 
@@ -158,6 +159,7 @@ class SourceThread(Generic[T]):
 
 def run(shared: SourceThread[Any]) -> None:
     act_for(shared.begun_at)
+    LOG.act_for(shared.begun_at)
     shared.running = True
     shared.changed.wake()
     try:
@@ -166,6 +168,7 @@ def run(shared: SourceThread[Any]) -> None:
         pass
     except BaseException as error:  # Whatever it is, the taker must not wait for ever.
         shared.give(Failed(error))
+    LOG.act_for(None)
     shared.clock.stop()
     shared.ended = True
     if shared.stopping:

@@ -56,7 +56,7 @@ MUTANTS = [
         "            if not self._failed:\n                self._failed.append(error)",
         "            self._failed.append(error)",
     ),
-    (STREAM, "        if not event.done():\n            self.submit(event.synchronize)", "        self.submit(event.synchronize)"),
+    (STREAM, "        if not event.done():\n            self._worker", "        self._worker"),
     (STREAM, "            return self._end  # It", "            return Event()  # It"),
     (STREAM, "stream = stack[-1]", "stream = stack[0]"),
     (WORKER, "        if first and last is not None:", "        if last is not None:"),

@@ -1,0 +1,52 @@
+"""Running a program under a trace: this process becomes that program, in a new interpreter."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from xferlib.cli.errors import CommandError
+
+__all__ = ["command_line", "run"]
+
+WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+"""Options of the interpreter whose value is the next word."""
+
+
+def run(command: Sequence[str], json_file: Path, html: Path) -> NoReturn:
+    """Become the program. Raises `CommandError` if it is none of Python's, or a file could not be written."""
+    line = command_line(command, json_file, html)
+    for file in (json_file, html):
+        if not file.resolve().parent.is_dir():
+            raise CommandError(f"the folder of {str(file)!r} is not there. Make it first, or choose another file")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(line[0], line)
+
+
+def command_line(command: Sequence[str], json_file: Path, html: Path) -> list[str]:
+    """Return the command line that runs a program under a trace: its interpreter and that one's options stay as they are."""
+    words = list(command)
+    if words and words[0].endswith(".py"):
+        words.insert(0, sys.executable)
+    if not words or not re.fullmatch(r"python[0-9.]*", Path(words[0]).name):
+        raise CommandError(
+            f"only Python programs can be traced, and {' '.join(words)!r} begins with none. Begin with the interpreter: "
+            "xferlib trace -- python train.py"
+        )
+    found = shutil.which(words[0])
+    if found is None:
+        raise CommandError(f"there is no {words[0]!r} on this machine. Name the interpreter with its path")
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-"):
+        if words[at] == "-c":
+            raise CommandError("a program given by -c cannot be traced. Put it into a file")
+        at += 2 if words[at] in WITH_VALUE else 1
+    if at >= len(words) or words[at] == "-" or (words[at] == "-m" and at + 1 >= len(words)):
+        raise CommandError("no program is named. Name its file, or its module after -m")
+    return [found, *words[1:at], "-m", "xferlib.tracing", str(json_file), str(html), *words[at:]]

@@ -1,0 +1,70 @@
+"""A recording as the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open: one process a device, one thread a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from xferlib.tracing.events import HOST, Event, Recording
+
+__all__ = ["write"]
+
+HOST_PROCESS = 1
+"""The number of the host's process; that of device n is n + 10."""
+
+
+def write(recording: Recording, path: Path) -> None:
+    """Write a file. Times are microseconds since the trace began."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","otherData":')
+        json.dump({"source": "xferlib", "notes": list(recording.notes)}, file)
+        file.write(',"traceEvents":[\n')
+        between = ""
+        for entry in _entries(recording):
+            file.write(between + json.dumps(entry, separators=(",", ":")))
+            between = ",\n"
+        file.write("\n]}\n")
+
+
+def _entries(recording: Recording) -> Iterator[dict[str, Any]]:
+    lanes = dict.fromkeys((event.device, event.stream) for event in recording.events)
+    for device in sorted({device for device, _ in lanes}):
+        name = "host" if device == HOST else recording.devices.get(device, f"device {device}")
+        yield {"ph": "M", "name": "process_name", "pid": _process(device), "tid": 0, "args": {"name": name}}
+    for device, stream in lanes:
+        name = recording.name_of(device, stream)
+        yield {"ph": "M", "name": "thread_name", "pid": _process(device), "tid": stream, "args": {"name": name}}
+    for event in recording.events:
+        yield _entry(event, recording.start)
+
+
+def _entry(event: Event, start: int) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "ph": "X",
+        "cat": event.kind,
+        "name": f"{event.kind} {event.memory}".strip() if event.kind in ("h2d", "d2h") else event.name,
+        "ts": (event.start - start) / 1e3,
+        "dur": (event.end - event.start) / 1e3,
+        "pid": _process(event.device),
+        "tid": event.stream,
+    }
+    told: dict[str, Any] = {}
+    if event.nbytes:
+        told["bytes"] = event.nbytes
+        if event.end > event.start:
+            told["GB/s"] = round(event.nbytes / (event.end - event.start), 3)
+    if event.memory:
+        told["memory"] = event.memory
+    if event.site:
+        told["site"] = event.site
+    if event.issued and event.device != HOST:
+        told["issued"] = (event.issued - start) / 1e3
+    if told:
+        entry["args"] = told
+    return entry
+
+
+def _process(device: int) -> int:
+    return HOST_PROCESS if device == HOST else device + 10

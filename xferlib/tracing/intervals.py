@@ -1,0 +1,69 @@
+"""Sets of times, as sorted lists of pairs that neither overlap nor touch: (start, end) with start < end."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+__all__ = ["Interval", "common", "inside", "length", "overlapping", "union", "without"]
+
+Interval: TypeAlias = tuple[int, int]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the times that lie in any of them."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            if end > merged[-1][1]:
+                merged[-1] = merged[-1][0], end
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    """Return how long they are together."""
+    return sum([end - start for start, end in intervals])
+
+
+def overlapping(intervals: Sequence[Interval], start: int, end: int) -> Sequence[Interval]:
+    """Return those of a set that share any time with (start, end), whole."""
+    first = bisect_right(intervals, start, key=lambda interval: interval[1])
+    last = bisect_left(intervals, end, lo=first, key=lambda interval: interval[0])
+    return intervals[first:last]
+
+
+def inside(intervals: Sequence[Interval], start: int, end: int) -> list[Interval]:
+    """Return what of a set lies in (start, end)."""
+    return [(max(start, first), min(end, last)) for first, last in overlapping(intervals, start, end)]
+
+
+def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the times that lie in both sets."""
+    found: list[Interval] = []
+    at = 0
+    for start, end in one:
+        while at < len(other) and other[at][1] <= start:
+            at += 1
+        look = at
+        while look < len(other) and other[look][0] < end:
+            found.append((max(start, other[look][0]), min(end, other[look][1])))
+            look += 1
+    return found
+
+
+def without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the times of one set that do not lie in the other."""
+    found: list[Interval] = []
+    for start, end in one:
+        for first, last in overlapping(other, start, end):
+            if first > start:
+                found.append((start, first))
+            start = max(start, last)
+        if start < end:
+            found.append((start, end))
+    return found

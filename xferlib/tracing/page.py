@@ -1,0 +1,160 @@
+"""A recording as one page of HTML: data, script and style are in it, and it loads nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from xferlib.tracing.events import Recording
+from xferlib.tracing.rows import MOST_ROWS, Row, rows, thinned
+from xferlib.tracing.summary import Gap, Link, gaps_of, summarize
+from xferlib.words import counted
+
+__all__ = ["MOST_NBYTES", "write"]
+
+MOST_NBYTES = 2_000_000
+MOST_NAME = 120
+"""Characters. Names of kernels that are templates have thousands."""
+MOST_LINES = 40
+"""Of a table."""
+FIRST_APART = 1_000
+"""Nanoseconds."""
+
+
+def write(recording: Recording, path: Path, *, most_nbytes: int = MOST_NBYTES) -> None:
+    """Write a page of at most so many bytes. If not all events fit, those that lie close together are drawn as one."""
+    path.write_text(page(recording, most_nbytes=most_nbytes), encoding="utf-8")
+
+
+def page(recording: Recording, *, most_nbytes: int = MOST_NBYTES) -> str:
+    """Return the text of the page."""
+    told = _told(recording)
+    everything = rows(recording)
+    drawn, apart = everything[:MOST_ROWS], 0
+    room = most_nbytes - len(_template())
+    while True:
+        notes = [*recording.notes, *_thinning(recording, everything, drawn, apart)]
+        text = json.dumps({**told, **_encoded(drawn), "notes": notes}, separators=(",", ":"))
+        # Nothing of the data may end the element that it is in.
+        text = text.replace("<", "\\u003c")
+        if len(text) <= room or not any(len(lane) > 1 for row in drawn for lane in row.lanes):
+            return _template().replace("__DATA__", text)
+        apart = 4 * apart if apart else FIRST_APART
+        drawn = thinned(everything, apart)
+
+
+def _told(recording: Recording) -> dict[str, Any]:
+    """Return the tables."""
+    summary = summarize(recording)
+    longest: dict[tuple[int, str, str, str], Gap] = {}
+    for device in summary.devices:
+        for gap in gaps_of(recording, device.number):
+            key = (device.number, gap.cause, gap.direction, gap.site)
+            if key not in longest or gap.end - gap.start > longest[key].end - longest[key].start:
+                longest[key] = gap
+    gaps: list[dict[str, Any]] = []
+    for device in summary.devices:
+        for group in device.gaps:
+            gap = longest[device.number, group.cause, group.direction, group.site]
+            start, end = gap.start - recording.start, gap.end - recording.start
+            told = {"words": group.cause_words, "site": group.site, "time": _ns(group.seconds), "share": group.share}
+            gaps.append({**told, "count": group.count, "finding": group.is_finding, "start": start, "end": end})
+    return {
+        "title": "",
+        "verdict": summary.verdict[:1].upper() + summary.verdict[1:],
+        "lead": f"{counted(len(recording.events), 'event')} in {summary.seconds:.3f} s",
+        "span": recording.end - recording.start,
+        "devices": [
+            {
+                "name": device.name,
+                "kernels": device.kernels,
+                "compute": _ns(device.compute_seconds),
+                "span": max(1, _ns(device.seconds)),
+                "links": [_link(link) for link in (device.h2d, device.d2h) if link.copies],
+            }
+            for device in summary.devices
+        ],
+        "gaps": sorted(gaps, key=lambda gap: -gap["time"])[:MOST_LINES],
+        "pageable": [
+            {
+                "direction": found.direction,
+                "site": found.site,
+                "copies": found.copies,
+                "nbytes": found.nbytes,
+                "time": _ns(found.seconds),
+            }
+            for found in summary.pageable[:MOST_LINES]
+        ],
+    }
+
+
+def _link(link: Link) -> dict[str, Any]:
+    return {
+        "direction": link.direction,
+        "copies": link.copies,
+        "nbytes": link.nbytes,
+        "time": _ns(link.seconds),
+        "use": link.use,
+        "hidden": link.hidden,
+    }
+
+
+def _encoded(drawn: Sequence[Row]) -> dict[str, Any]:
+    """Return rows as columns of numbers, and the strings that they name by number."""
+    strings: dict[str, int] = {"": 0}
+
+    def number(text: str) -> int:
+        text = text if len(text) <= MOST_NAME else text[: MOST_NAME - 3] + "..."
+        return strings.setdefault(text, len(strings))
+
+    encoded = []
+    for row in drawn:
+        lanes = []
+        for lane in row.lanes:
+            before = 0
+            starts = []
+            for mark in lane:
+                starts.append(mark.start - before)
+                before = mark.end
+            lanes.append(
+                {
+                    "s": starts,
+                    "d": [mark.end - mark.start for mark in lane],
+                    "k": [number(mark.kind) for mark in lane],
+                    "n": [number(mark.name) for mark in lane],
+                    "b": [mark.nbytes for mark in lane],
+                    "m": [number(mark.memory) for mark in lane],
+                    "p": [number(mark.site) for mark in lane],
+                    "c": [mark.events for mark in lane],
+                    "w": [mark.busy for mark in lane],
+                    "i": [mark.waited for mark in lane],
+                }
+            )
+        encoded.append({"group": row.group, "name": row.name, "lanes": lanes})
+    return {"rows": encoded, "strings": list(strings)}
+
+
+def _thinning(recording: Recording, everything: Sequence[Row], drawn: Sequence[Row], apart: int) -> list[str]:
+    notes = []
+    if apart:
+        marks = sum([len(lane) for row in drawn for lane in row.lanes])
+        closer = f"{apart / 1e3:.0f} µs" if apart < 1e6 else f"{apart / 1e6:.1f} ms"
+        notes.append(
+            f"Thinned out: {len(recording.events)} events are drawn as {marks} marks. What is closer together than {closer} is one "
+            "mark. The tables count everything, and the JSON of the trace has it"
+        )
+    if len(everything) > MOST_ROWS:
+        notes.append(f"{len(everything)} streams and threads were recorded; the first {MOST_ROWS} are drawn")
+    return notes
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+@cache
+def _template() -> str:
+    return (Path(__file__).parent / "page.html").read_text(encoding="utf-8")

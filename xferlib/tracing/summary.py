@@ -1,0 +1,435 @@
+"""What a recording says: how busy the link was, how much of the copies lay under compute, and why compute stood still otherwise.
+
+Pure functions of a `Recording`. A *gap* is time between the first and the last kernel of a device in which it runs none. Each
+moment of it is put down to one cause, the first that holds:
+
+1. A copy was under way, to the device before to the host: the cause is why that copy does not lie under a kernel.
+2. The device did something else.
+3. The host allocated, freed, locked or unlocked memory.
+4. A put copied pageable memory on the CPU.
+5. The host had waited for the device, and enqueued the next work only then: a call that waits began before the gap and ended in it.
+6. Nothing was enqueued.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, final
+
+from xferlib.tracing.events import HOST, Event, Recording
+from xferlib.tracing.intervals import Interval, common, inside, length, union, without
+from xferlib.words import counted, in_words
+
+__all__ = ["Cause", "Device", "Gap", "Gaps", "Link", "Pageable", "Summary", "cause_words", "gaps_of", "summarize"]
+
+Cause: TypeAlias = Literal[
+    "pageable",
+    "link",
+    "null stream",
+    "same stream",
+    "held back",
+    "late",
+    "device",
+    "allocation",
+    "staging",
+    "wait",
+    "host",
+    "short",
+]
+
+SHORT_NS = 20_000
+"""Gaps up to this are what the device needs from one kernel to the next, or what a launch takes."""
+SATURATED = 0.9
+"""Share of the time between the first and the last kernel from which on a link counts as busy all the time."""
+HELD_NS = 100_000
+"""A copy that starts so much later than it was issued, although nothing was copied in its direction, waited for something."""
+SHOWN = 0.02
+"""Share of the time of a device from which on a cause is a finding."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The copies of one device in one direction.
+
+    Attributes:
+        direction: "h2d" or "d2h".
+        copies, nbytes: How many, and their bytes.
+        seconds: In which at least one of them was under way.
+        use: Those, as a share of the time of the device.
+        hidden: The share of those that lies under kernels; 0 where there are no copies.
+        pageable_nbytes: Of pageable memory.
+    """
+
+    direction: Literal["h2d", "d2h"]
+    copies: int
+    nbytes: int
+    seconds: float
+    use: float
+    hidden: float
+    pageable_nbytes: int
+
+    @property
+    def gb_per_second(self) -> float:
+        """GB/s while a copy was under way; 0 where there were none."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+class Gap(NamedTuple):
+    """A piece of a gap of one device, in nanoseconds, and its cause."""
+
+    start: int
+    end: int
+    cause: Cause
+    direction: str
+    """Of the copy that it is put down to; else empty."""
+    site: str
+    nbytes: int
+    device: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Gaps:
+    """All gaps of one device with the same cause and line. `count`: how many pieces; `share`: of the time of the device."""
+
+    cause: Cause
+    direction: str
+    site: str
+    count: int
+    seconds: float
+    share: float
+
+    @property
+    def cause_words(self) -> str:
+        """The cause, and what to do about it."""
+        return cause_words(self)
+
+    @property
+    def words(self) -> str:
+        """The same, with the line."""
+        return f"{self.cause_words}{_AT[self.cause].format(site=self.site) if self.site else ''}"
+
+    @property
+    def is_finding(self) -> bool:
+        """Whether something should be done about it. A busy link and short gaps are as they should be."""
+        return self.share >= SHOWN and self.cause not in ("link", "short")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device. `seconds`: from its first event to its last; `compute_seconds`: in which at least one kernel ran."""
+
+    number: int
+    name: str
+    seconds: float
+    kernels: int
+    compute_seconds: float
+    h2d: Link
+    d2h: Link
+    gaps: tuple[Gaps, ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Pageable:
+    """Copies of pageable memory that were issued on one line; `site` is empty where nobody knows."""
+
+    direction: Literal["h2d", "d2h"]
+    site: str
+    copies: int
+    nbytes: int
+    seconds: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a trace says. `str()` of it is for people.
+
+    Attributes:
+        seconds: How long the trace ran.
+        devices: Those that did something.
+        findings: The gaps that matter, the longest first.
+        pageable: Copies of pageable memory, by line, the most bytes first.
+        notes: What was not recorded, in words.
+    """
+
+    seconds: float
+    devices: tuple[Device, ...]
+    findings: tuple[Gaps, ...]
+    pageable: tuple[Pageable, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """Return the lines of the text."""
+        if not self.devices:
+            return [f"traced {self.seconds:.3f} s: {self.verdict}", *self.notes]
+        lines = []
+        for device in self.devices:
+            lines.append(
+                f"{device.name}: {device.seconds:.3f} s from first to last; {counted(device.kernels, 'kernel')} in "
+                f"{_time(device.compute_seconds)} ({_share(device.compute_seconds, device.seconds)})"
+            )
+            lines.extend(f"  {_link_words(link)}" for link in (device.h2d, device.d2h) if link.copies)
+            if device.kernels:
+                idle = sum([gaps.seconds for gaps in device.gaps])
+                lines.append(f"  compute stood still for {_time(idle)} ({_share(idle, device.seconds)}) between its kernels")
+            shown = [gaps for gaps in device.gaps if gaps.share >= SHOWN / 4]
+            lines.extend(f"    {_time(gaps.seconds)} ({gaps.share:.0%}): {gaps.words}" for gaps in shown)
+        if self.pageable:
+            lines.append("copies of pageable memory:")
+            for found in self.pageable:
+                where = found.site or "on a thread that runs no Python"
+                lines.append(
+                    f"  {where}: {counted(found.copies, 'copy', 'copies')} {_TO[found.direction]}, {in_words(found.nbytes)} in "
+                    f"{_time(found.seconds)}"
+                )
+        return [*lines, *([] if self.findings else [self.verdict]), *self.notes]
+
+    @property
+    def verdict(self) -> str:
+        """The most important thing, in a line."""
+        if not self.devices:
+            return "no copy and no kernel was recorded"
+        if not any(device.kernels for device in self.devices):
+            return "no kernel was recorded, so there is nothing that copies could lie under"
+        if not self.findings:
+            return "nothing to mend was found"
+        first = self.findings[0]
+        return f"compute stood still for {first.share:.0%} of the time: {first.words}"
+
+
+def summarize(recording: Recording) -> Summary:
+    """Say what a recording shows. It is not changed, and nothing else is looked at."""
+    numbers = sorted({event.device for event in recording.events if event.device != HOST})
+    devices = tuple([_device(recording, number) for number in numbers])
+    findings = sorted([gaps for device in devices for gaps in device.gaps if gaps.is_finding], key=lambda gaps: -gaps.seconds)
+    return Summary(
+        seconds=(recording.end - recording.start) / 1e9,
+        devices=devices,
+        findings=tuple(findings),
+        pageable=_pageable(recording.events),
+        notes=recording.notes,
+    )
+
+
+def gaps_of(recording: Recording, device: int) -> list[Gap]:
+    """Return the gaps of a device, in their order, each moment with its cause."""
+    return _Gaps(recording, device).found()
+
+
+def cause_words(gap: Gap | Gaps) -> str:
+    """Return the cause of a gap in words, and what to do about it."""
+    return _WORDS[gap.cause].format(copies=f"copies {_TO[gap.direction]}" if gap.direction else "")
+
+
+def _device(recording: Recording, number: int) -> Device:
+    events = [event for event in recording.events if event.device == number]
+    span = max(event.end for event in events) - min(event.start for event in events)
+    kernels = union((event.start, event.end) for event in events if event.kind == "kernel")
+    grouped: dict[tuple[Cause, str, str], list[Gap]] = defaultdict(list)
+    for gap in gaps_of(recording, number):
+        grouped[gap.cause, gap.direction, gap.site].append(gap)
+    groups = [_group(key, gaps, span) for key, gaps in grouped.items()]
+    return Device(
+        number=number,
+        name=recording.devices.get(number, f"device {number}"),
+        seconds=span / 1e9,
+        kernels=sum([event.kind == "kernel" for event in events]),
+        compute_seconds=length(kernels) / 1e9,
+        h2d=_link("h2d", events, kernels, span),
+        d2h=_link("d2h", events, kernels, span),
+        gaps=tuple(sorted(groups, key=lambda gaps: -gaps.seconds)),
+    )
+
+
+def _link(direction: Literal["h2d", "d2h"], events: Iterable[Event], kernels: Sequence[Interval], span: int) -> Link:
+    copies = [event for event in events if event.kind == direction]
+    busy = union((event.start, event.end) for event in copies)
+    under = length(common(busy, kernels))
+    return Link(
+        direction=direction,
+        copies=len(copies),
+        nbytes=sum([event.nbytes for event in copies]),
+        seconds=length(busy) / 1e9,
+        use=length(busy) / span if span else 0.0,
+        hidden=under / length(busy) if busy else 0.0,
+        pageable_nbytes=sum([event.nbytes for event in copies if event.memory == "pageable"]),
+    )
+
+
+def _group(key: tuple[Cause, str, str], gaps: Sequence[Gap], span: int) -> Gaps:
+    cause, direction, site = key
+    total = sum([gap.end - gap.start for gap in gaps])
+    return Gaps(
+        cause=cause,
+        direction=direction,
+        site=site,
+        count=len(gaps),
+        seconds=total / 1e9,
+        share=total / span if span else 0.0,
+    )
+
+
+def _pageable(events: Iterable[Event]) -> tuple[Pageable, ...]:
+    groups: dict[tuple[Literal["h2d", "d2h"], str], list[Event]] = defaultdict(list)
+    for event in events:
+        if event.memory == "pageable" and (event.kind == "h2d" or event.kind == "d2h"):
+            groups[event.kind, event.site].append(event)
+    found = [
+        Pageable(
+            direction=direction,
+            site=site,
+            copies=len(copies),
+            nbytes=sum([event.nbytes for event in copies]),
+            seconds=sum([event.end - event.start for event in copies]) / 1e9,
+        )
+        for (direction, site), copies in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda group: -group.nbytes))
+
+
+class _Layer:
+    """Events of one kind, by start, for "which of them was under way when"."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._events = sorted(events, key=lambda event: event.start)
+        self._starts = [event.start for event in self._events]
+        # The latest end up to each: among those before a time, none can be under way where this is not after it.
+        self._ends: list[int] = []
+        for event in self._events:
+            self._ends.append(max(event.end, self._ends[-1]) if self._ends else event.end)
+
+    def under_way(self, start: int, end: int) -> list[Event]:
+        """Return those that share any time with (start, end), by start."""
+        first = bisect_right(self._ends, start)
+        last = bisect_left(self._starts, end)
+        return [event for event in self._events[first:last] if event.end > start]
+
+
+class _Gaps:
+    """Puts the gaps of one device down to causes."""
+
+    def __init__(self, recording: Recording, device: int) -> None:
+        self._device = device
+        self._null_streams = recording.null_streams
+        events = [event for event in recording.events if event.device == device]
+        host = [event for event in recording.events if event.device == HOST]
+        self._kernels = union((event.start, event.end) for event in events if event.kind == "kernel")
+        self._compute_streams = {event.stream for event in events if event.kind == "kernel"}
+        self._copies = {kind: _Layer([event for event in events if event.kind == kind]) for kind in ("h2d", "d2h")}
+        self._busy = {kind: union((event.start, event.end) for event in events if event.kind == kind) for kind in ("h2d", "d2h")}
+        self._saturated = {kind: self._is_saturated(busy) for kind, busy in self._busy.items()}
+        self._other = _Layer([event for event in events if event.kind in ("copy", "memset")])
+        self._allocations = _Layer([event for event in host if event.kind == "allocation"])
+        self._puts = _Layer([event for event in host if event.kind == "put" and event.memory == "pageable"])
+        # A thread without a line of Python is one of a library's, which waits as it pleases: the program does not wait with it.
+        self._waits = _Layer(
+            [event for event in host if event.site and (event.kind == "wait" or (event.kind == "issue" and event.blocking))]
+        )
+
+    def found(self) -> list[Gap]:
+        pieces: list[Gap] = []
+        for (_, start), (end, _) in zip(self._kernels, self._kernels[1:], strict=False):
+            if end - start <= SHORT_NS:
+                pieces.append(self._piece((start, end), "short"))
+            else:
+                pieces.extend(self._causes(start, end))
+        return sorted(pieces)
+
+    def _causes(self, start: int, end: int) -> list[Gap]:
+        left: list[Interval] = [(start, end)]
+        pieces: list[Gap] = []
+        for kind in ("h2d", "d2h"):
+            for copy in self._copies[kind].under_way(start, end):
+                left = self._take(left, copy, self._why(copy), kind, pieces)
+        for event in self._other.under_way(start, end):
+            left = self._take(left, event, "device", "", pieces)
+        for event in self._allocations.under_way(start, end):
+            left = self._take(left, event, "allocation", "", pieces)
+        for event in self._puts.under_way(start, end):
+            left = self._take(left, event, "staging", "", pieces)
+        if left:
+            waits = [event for event in self._waits.under_way(start, end) if event.start <= start and event.end <= end]
+            last = max(waits, key=lambda event: event.end, default=None)
+            cause: Cause = "host" if last is None else "wait"
+            pieces.extend(self._piece(piece, cause, site="" if last is None else last.site) for piece in left)
+        return pieces
+
+    def _take(self, left: list[Interval], event: Event, cause: Cause, direction: str, pieces: list[Gap]) -> list[Interval]:
+        """Put down to an event what of a gap is left and lies in it; return the rest."""
+        here = inside(left, event.start, event.end)
+        pieces.extend(self._piece(piece, cause, direction, event.site, event.nbytes) for piece in here)
+        return without(left, [(event.start, event.end)])
+
+    def _piece(self, times: Interval, cause: Cause, direction: str = "", site: str = "", nbytes: int = 0) -> Gap:
+        return Gap(times[0], times[1], cause, direction, site, nbytes, self._device)
+
+    def _why(self, copy: Event) -> Cause:
+        """Say why a copy does not lie under a kernel."""
+        if copy.memory == "pageable":
+            return "pageable"
+        if self._saturated[copy.kind]:
+            return "link"
+        if (copy.device, copy.stream) in self._null_streams:
+            return "null stream"
+        if copy.stream in self._compute_streams:
+            return "same stream"
+        if copy.issued and copy.start - copy.issued > HELD_NS:
+            waited = without([(copy.issued, copy.start)], self._busy[copy.kind])
+            # It waited for compute, and not for other copies.
+            if length(common(waited, self._kernels)) > (copy.start - copy.issued) / 2:
+                return "held back"
+        return "late"
+
+    def _is_saturated(self, busy: Sequence[Interval]) -> bool:
+        if not self._kernels:
+            return False
+        start, end = self._kernels[0][0], self._kernels[-1][1]
+        return length(inside(busy, start, end)) >= SATURATED * (end - start)
+
+
+def _link_words(link: Link) -> str:
+    pageable = f", {link.pageable_nbytes / link.nbytes:.0%} of it pageable" if link.pageable_nbytes else ""
+    return (
+        f"{counted(link.copies, 'copy', 'copies')} {_TO[link.direction]}, {in_words(link.nbytes)}{pageable}: under way for "
+        f"{_time(link.seconds)} ({link.use:.0%}) at {link.gb_per_second:.1f} GB/s; {link.hidden:.0%} of that under kernels"
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+_TO: Mapping[str, str] = {"h2d": "to the device", "d2h": "to the host"}
+_WORDS: Mapping[Cause, str] = {
+    "pageable": "{copies} of pageable memory, which the driver stages on one thread while the caller waits. Prefetch them, or fill "
+    "memory from empty_pinned",
+    "link": "{copies}: the link is busy all the time. Fewer bytes, or more compute for each",
+    "null stream": "{copies} on the NULL stream, which waits for all work on blocking streams. Copy on a non-blocking stream",
+    "same stream": "{copies} on a stream that also computes: they run behind its kernels. Copy on a stream of their own",
+    "held back": "{copies} that were issued in time and waited for compute, although the link was idle. Find what they wait for",
+    "late": "{copies} that were issued when compute had nothing left to do. Issue them a step earlier",
+    "device": "the device set or copied memory of its own",
+    "allocation": "memory was allocated, freed, locked or unlocked. Keep it and use it again",
+    "staging": "put copied pageable memory on the CPU, and its caller waited. Prefetch, or borrow",
+    "wait": "the host had waited for the device before it enqueued more. Read results a step later",
+    "host": "nothing was enqueued: the host had other work, such as making a batch",
+    "short": "short gaps between kernels",
+}
+_AT: Mapping[Cause, str] = {
+    **dict.fromkeys(("pageable", "link", "null stream", "same stream", "held back", "late", "device"), " [issued at {site}]"),
+    **dict.fromkeys(("allocation", "staging", "wait", "host", "short"), " [at {site}]"),
+}

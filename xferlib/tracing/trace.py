@@ -1,0 +1,155 @@
+"""What users hold: a block in which everything is recorded, and what can be made of it afterwards."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter_ns
+from types import TracebackType
+from typing import final
+
+from xferlib.errors import XferError
+from xferlib.reaper import uninterrupted
+from xferlib.tracing import chrome, page, picture
+from xferlib.tracing.events import Recording
+from xferlib.tracing.gpu import Gpus, Traced, has_gpu
+from xferlib.tracing.log import LOG
+from xferlib.tracing.summary import Summary, summarize
+
+__all__ = ["Trace", "trace"]
+
+_running: dict[None, Trace] = {}
+
+
+def trace(path: str | os.PathLike[str] | None = None, *, gpu: bool | None = None) -> Trace:
+    """Record copies and compute of the whole process: `with xferlib.trace("run.json") as t: ...`.
+
+    On a machine with an NVIDIA GPU, CUPTI records all that the GPUs of the process do, whoever asked for it, and where the program
+    asked for the copies. What backends without a GPU do is recorded by themselves. At the end of the block the events are written
+    to `path`, in the JSON that Perfetto opens; None: nothing is written. Then `summary`, `html` and `png` say and show what was
+    recorded.
+
+    `gpu`: whether GPUs are recorded; None: if there is one. One trace at a time. CUPTI serves one tool in a process, so this does
+    not go together with a profiler. What a device has not finished at the end of the block is not in the trace: wait for it before.
+    A trace holds some 300 bytes for each event until it is dropped. A process that is forked meanwhile is not traced.
+
+    Raises `XferError`, before the block is entered, if another trace runs, another tool has CUPTI, or CUPTI is not installed or not
+    known; `FileNotFoundError` if the folder of `path` is not there.
+    """
+    return Trace(None if path is None else Path(path), gpu)
+
+
+@final
+class Trace:
+    """A recording, under way or over. A context manager, to be entered once; any thread may read it when the block has ended."""
+
+    def __init__(self, path: Path | None, gpu: bool | None) -> None:
+        self._path = path
+        self._gpu = gpu
+        self._gpus: Gpus | None = None
+        self._process = os.getpid()
+        self._start = 0
+        self._left = False
+        self._recording: Recording | None = None
+
+    def __enter__(self) -> Trace:
+        if self._start:
+            raise XferError("this trace was used already. Make another one with xferlib.trace(...)")
+        if self._path is not None and not self._path.resolve().parent.is_dir():
+            raise FileNotFoundError(f"the folder of {str(self._path)!r} is not there. Make it first, or choose another path")
+        if _running.setdefault(None, self) is not self:
+            raise XferError("a trace runs in this process already, and there is one at a time. End that one first")
+        try:
+            # An interrupt in the middle would leave CUPTI taken.
+            uninterrupted(self._begin)
+        except BaseException:
+            self._left = True
+            self._abandon()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if os.getpid() != self._process:
+            return  # It is the parent's.
+        uninterrupted(self._end)
+        if self._path is not None:
+            self.json(self._path)
+
+    @property
+    def recording(self) -> Recording:
+        """The events. Raises `XferError` while the trace runs."""
+        found = self._recording
+        if found is None:
+            raise XferError("the trace has not ended. Ask when its block is over")
+        return found
+
+    def summary(self) -> Summary:
+        """Return how busy the link was, how much of the copies lay under compute, and why the rest did not.
+
+        `print` it, or take its parts. Raises `XferError` while the trace runs, as the others do.
+        """
+        return summarize(self.recording)
+
+    def json(self, path: str | os.PathLike[str]) -> None:
+        """Write the events in the JSON that ui.perfetto.dev and chrome://tracing open. All of them, some 150 bytes each."""
+        chrome.write(self.recording, Path(path))
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Write one page with a table and a timeline, to be opened from disk: it loads nothing. At most 2 MB.
+
+        If there are more events than fit, those that lie close together are drawn as one, and the page says so.
+        """
+        page.write(self.recording, Path(path))
+
+    def png(self, path: str | os.PathLike[str]) -> None:
+        """Draw the timeline with Matplotlib. Raises `XferError` if that is not installed."""
+        picture.write(self.recording, Path(path))
+
+    def __repr__(self) -> str:
+        if self._recording is not None:
+            return f"<Trace of {len(self._recording.events)} events>"
+        return "<Trace, under way>" if self._start else "<Trace, not entered>"
+
+    def _begin(self) -> None:
+        if self._gpu or (self._gpu is None and has_gpu()):
+            self._gpus = Gpus()
+        LOG.start()
+        self._start = perf_counter_ns()
+        # Callbacks may not enter an interpreter that goes down.
+        atexit.register(self._abandon)
+        if self._left:
+            # An interrupt has ended the wait for this.
+            self._abandon()
+
+    def _end(self) -> None:
+        end = perf_counter_ns()
+        LOG.stop()
+        try:
+            traced = Traced([], {}, set(), {}, []) if self._gpus is None else self._gpus.finish(LOG)
+            names = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
+            events = [event for event in [*LOG.events, *traced.events] if event.end >= self._start]
+            self._recording = Recording(
+                events=tuple(sorted(events, key=lambda event: event.start)),
+                start=self._start,
+                end=end,
+                devices={**LOG.devices, **traced.devices},
+                streams=dict(LOG.streams),
+                null_streams=frozenset(traced.null_streams),
+                threads={**names, **LOG.threads},
+                notes=(*traced.notes, *([f"{LOG.lost} events of ours found no room. Trace fewer steps"] if LOG.lost else [])),
+            )
+        finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        atexit.unregister(self._abandon)
+        if _running.get(None) is self:
+            LOG.stop()
+            gpus, self._gpus = self._gpus, None
+            if gpus is not None and os.getpid() == self._process:
+                with suppress(Exception):
+                    gpus.abandon()
+            _running.pop(None, None)
