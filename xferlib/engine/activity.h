@@ -12,7 +12,7 @@
 
 enum {
     XE_MOST_FUNCTIONS = 4096,  // Of each domain.
-    XE_MOST_FRAMES = 24,       // Of one call, the innermost first.
+    XE_MOST_FRAMES = 40,       // Of one call, the innermost first.
     XE_WANTED = 1,             // Flags of a function: note its calls;
     XE_COPIES = 2,             // its parameters begin with a destination, a source and a size, of 64 bits each.
 };

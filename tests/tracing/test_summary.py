@@ -1,0 +1,178 @@
+"""Summaries of tables that were made by hand, against answers that were computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tracing.tables import COMPUTE, MIB, NULL, call, copy, kernel, ms, recording
+from xferlib.tracing.events import Recording
+from xferlib.tracing.summary import Gaps, gaps_of, summarize
+
+
+def causes(table: Recording) -> dict[tuple[str, str], float]:
+    """Return milliseconds by cause and line."""
+    (device,) = summarize(table).devices
+    return {(gaps.cause, gaps.site): round(gaps.seconds * 1e3, 6) for gaps in device.gaps}
+
+
+def finding(table: Recording) -> Gaps:
+    (found,) = summarize(table).findings
+    return found
+
+
+def test_a_copy_under_compute_is_hidden_and_nothing_is_found() -> None:
+    summary = summarize(recording(kernel(0, 10), copy(2, 6, nbytes=4 * MIB), kernel(10, 20)))
+    (device,) = summary.devices
+    assert (device.kernels, device.seconds, device.compute_seconds) == (2, 0.02, 0.02)
+    assert (device.h2d.copies, device.h2d.nbytes, device.h2d.seconds) == (1, 4 * MIB, 0.004)
+    assert (device.h2d.use, device.h2d.hidden) == (0.2, 1.0)
+    assert device.h2d.gb_per_second == pytest.approx(4 * MIB / 4e6)
+    assert device.gaps == ()
+    assert summary.findings == ()
+    assert "nothing to mend was found" in str(summary)
+
+
+def test_the_share_under_kernels_counts_time_and_not_copies() -> None:
+    # Two copies at once are under way for 0-6, of which 2-5 lie under kernels; the second kernel overlaps the first.
+    table = recording(copy(0, 4), copy(1, 6, stream=3), kernel(2, 4), kernel(3, 5, stream=9))
+    (device,) = summarize(table).devices
+    assert device.h2d.seconds == 0.006
+    assert device.h2d.hidden == 0.5
+    assert device.compute_seconds == 0.003
+
+
+def test_directions_and_devices_are_told_apart() -> None:
+    table = recording(kernel(0, 4), copy(0, 2, kind="d2h"), kernel(0, 1, device=1), copy(0, 4, device=1))
+    first, second = summarize(table).devices
+    assert (first.d2h.copies, first.h2d.copies, second.h2d.copies) == (1, 0, 1)
+    assert (first.d2h.hidden, second.h2d.hidden) == (1.0, 0.25)
+    assert (first.name, second.name) == ("GPU 0", "device 1")
+
+
+def test_pageable_copies_are_named_with_their_line() -> None:
+    table = recording(kernel(0, 10), copy(10, 15, memory="pageable", site="train.py:7"), kernel(15, 25))
+    found = finding(table)
+    assert (found.cause, found.direction, found.site, found.seconds, found.share) == ("pageable", "h2d", "train.py:7", 0.005, 0.2)
+    (pageable,) = summarize(table).pageable
+    assert (pageable.site, pageable.copies, pageable.nbytes, pageable.seconds) == ("train.py:7", 1, MIB, 0.005)
+    assert "copies to the device of pageable memory" in found.words
+    assert "[issued at train.py:7]" in found.words
+
+
+def test_pageable_copies_that_are_hidden_are_listed_and_are_no_finding() -> None:
+    summary = summarize(recording(kernel(0, 10), copy(2, 4, memory="pageable"), copy(5, 6, memory="pageable"), kernel(10, 20)))
+    assert [found.copies for found in summary.pageable] == [2]
+    assert summary.findings == ()
+
+
+def test_copies_on_the_stream_of_compute() -> None:
+    assert finding(recording(kernel(0, 10), copy(10, 15, stream=COMPUTE), kernel(15, 25))).cause == "same stream"
+
+
+def test_copies_on_the_null_stream() -> None:
+    assert finding(recording(kernel(0, 10), copy(10, 15, stream=NULL), kernel(15, 25), null=True)).cause == "null stream"
+
+
+def test_a_copy_that_was_issued_in_time_and_waited_for_compute() -> None:
+    assert finding(recording(kernel(0, 10), copy(10, 15, issued=1), kernel(15, 25))).cause == "held back"
+
+
+def test_a_copy_that_waited_for_other_copies_was_not_held_back() -> None:
+    table = recording(kernel(0, 10), copy(1, 10, issued=1), copy(10, 15, issued=1), kernel(15, 115))
+    assert causes(table) == {("late", "train.py:3"): 5.0}
+
+
+def test_a_copy_that_was_issued_too_late() -> None:
+    assert causes(recording(kernel(0, 10), copy(11, 15, issued=10.99), kernel(15, 25))) == {
+        ("late", "train.py:3"): 4.0,
+        ("host", ""): 1.0,
+    }
+
+
+def test_a_busy_link_is_said_and_is_no_finding() -> None:
+    table = recording(*(copy(at, at + 10) for at in range(0, 100, 10)), *(kernel(at, at + 4) for at in range(0, 101, 10)))
+    summary = summarize(table)
+    assert summary.findings == ()
+    assert causes(table) == {("link", "train.py:3"): 60.0}
+    assert "the link is busy all the time" in str(summary)
+
+
+def test_the_host_that_waited_before_it_went_on() -> None:
+    table = recording(kernel(0, 10), call("wait", 1, 10.1), kernel(15, 25))
+    assert causes(table) == {("wait", "train.py:9"): 5.0}
+    # Whoever had waited before, or waits for what comes next, is not the cause.
+    assert causes(recording(kernel(0, 10), call("wait", 1, 9), call("wait", 15.1, 20), kernel(15, 25))) == {("host", ""): 5.0}
+
+
+def test_a_blocking_copy_is_a_wait() -> None:
+    table = recording(
+        kernel(0, 10),
+        call("issue", 2, 12.5, blocking=True, site="train.py:4"),
+        copy(10, 12, kind="d2h", site="train.py:4", issued=9.99),
+        kernel(15, 25),
+    )
+    assert causes(table) == {("late", "train.py:4"): 2.0, ("wait", "train.py:4"): 3.0}
+    # A thread of a library's waits as it pleases.
+    assert causes(recording(kernel(0, 10), call("wait", 1, 10.1, site=""), kernel(15, 25))) == {("host", ""): 5.0}
+
+
+def test_allocations_and_staging_and_other_work_of_the_device() -> None:
+    table = recording(
+        kernel(0, 10),
+        call("allocation", 10, 12, site="train.py:5"),
+        call("put", 12, 15, memory="pageable", site="train.py:6"),
+        copy(15, 16, kind="memset"),
+        kernel(20, 30),
+    )
+    assert causes(table) == {
+        ("allocation", "train.py:5"): 2.0,
+        ("staging", "train.py:6"): 3.0,
+        ("device", "train.py:3"): 1.0,
+        ("host", ""): 4.0,
+    }
+
+
+def test_every_moment_of_a_gap_has_one_cause() -> None:
+    table = recording(
+        kernel(0, 10),
+        copy(9, 13, stream=COMPUTE),
+        copy(12, 14, kind="d2h", memory="pageable", site="train.py:8"),
+        call("allocation", 11, 17),
+        call("wait", 3, 18),
+        kernel(20, 30),
+    )
+    gaps = gaps_of(table, 0)
+    assert [(gap.cause, gap.start, gap.end) for gap in gaps] == [
+        ("same stream", ms(10), ms(13)),
+        ("pageable", ms(13), ms(14)),
+        ("allocation", ms(14), ms(17)),
+        ("wait", ms(17), ms(20)),
+    ]
+
+
+def test_short_gaps_are_no_finding() -> None:
+    table = recording(*(kernel(at / 50, at / 50 + 0.005) for at in range(100)))
+    assert summarize(table).findings == ()
+    assert list(causes(table)) == [("short", "")]
+
+
+def test_without_kernels_it_says_so() -> None:
+    summary = summarize(recording(copy(0, 4)))
+    assert summary.devices[0].h2d.hidden == 0.0
+    assert "no kernel was recorded" in str(summary)
+
+
+def test_of_nothing_it_says_so() -> None:
+    assert str(summarize(Recording(events=(), start=0, end=ms(1500), notes=("a note",)))).splitlines() == [
+        "traced 1.500 s: no copy and no kernel was recorded",
+        "a note",
+    ]
+
+
+def test_findings_come_longest_first_and_the_verdict_is_the_first() -> None:
+    table = recording(
+        kernel(0, 10), copy(10, 12, memory="pageable", site="train.py:1"), kernel(12, 20), call("wait", 15, 20.1), kernel(25, 30)
+    )
+    summary = summarize(table)
+    assert [found.cause for found in summary.findings] == ["wait", "pageable"]
+    assert summary.verdict.startswith("compute stood still for 17% of the time: the host had waited")
