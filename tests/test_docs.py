@@ -46,7 +46,16 @@ def test_a_program_runs_as_it_is_pasted(name: str, tmp_path: Path) -> None:
 
 
 def test_there_are_programs() -> None:
-    assert {name.rpartition("-")[0] for name in PROGRAMS} == {"files", "index", "jax", "loaders", "memory", "overlap", "pipelines"}
+    assert {name.rpartition("-")[0] for name in PROGRAMS} == {
+        "files",
+        "index",
+        "jax",
+        "loaders",
+        "memory",
+        "overlap",
+        "pipelines",
+        "tracing",
+    }
 
 
 @pytest.mark.parametrize("package", [xferlib, xferlib_jax], ids=lambda package: package.__name__)

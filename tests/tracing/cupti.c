@@ -59,6 +59,7 @@ OUT int cuptiEnableCallback(uint32_t on, void *subscriber, int domain, uint32_t 
     return (void)subscriber, wanted[domain][number] = (uint8_t)on, 0;
 }
 OUT int cuptiActivityRegisterTimestampCallback(uint64_t (*with)(void)) { return now = with, 0; }
+OUT uint64_t standin_clock(void) { return now(); }
 OUT int cuptiActivityRegisterCallbacks(requested one, completed other) { return request = one, complete = other, registered = 1, 0; }
 OUT int cuptiActivityDisable(int kind) { return (void)kind, enabled--, 0; }
 OUT int cuptiActivityEnable(int kind) { return (void)kind, enabled++, 0; }

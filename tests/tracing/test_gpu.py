@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,10 @@ def test_a_block_that_raises_is_recorded(cupti: Any, raises: type[BaseException]
     with pytest.raises(raises, match="in the program"):
         fail()
     assert len(of_kind(trace, "h2d")) == 1
+
+
+def test_cupti_has_its_own_clock_again(cupti: Any) -> None:
+    cupti.standin_clock.restype = ctypes.c_uint64
+    with xferlib.trace():
+        assert abs(cupti.standin_clock() - time.perf_counter_ns()) < 1e9
+    assert abs(cupti.standin_clock() - time.time_ns()) < 60e9

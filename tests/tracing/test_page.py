@@ -77,7 +77,7 @@ def test_the_data_has_every_event_at_its_time() -> None:
 
 def test_the_tables_have_findings_and_where() -> None:
     told = data_of(page(loop()))
-    assert [(gap["site"], gap["finding"]) for gap in told["gaps"]]== [("train.py:15", True), ("train.py:12", True)]
+    assert [(gap["site"], gap["finding"]) for gap in told["gaps"]] == [("train.py:15", True), ("train.py:12", True)]
     assert [(row["copies"], row["site"]) for row in told["pageable"]] == [(20, "train.py:12")]
     (device,) = told["devices"]
     assert [link["copies"] for link in device["links"]] == [20, 20]

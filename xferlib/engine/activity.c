@@ -55,10 +55,18 @@ static __thread xe_frame inner[XE_MOST_FRAMES];
 static __thread uint32_t inner_count;
 static __thread xe_call current;
 
-uint64_t xe_activity_now(void) {
+static uint64_t time_of(clockid_t clock) {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(clock, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+uint64_t xe_activity_now(void) {
+    return time_of(CLOCK_MONOTONIC);
+}
+
+uint64_t xe_activity_usual(void) {
+    return time_of(CLOCK_REALTIME);
 }
 
 int xe_activity_start(size_t nbytes, size_t most, size_t most_of_calls, const uint8_t *wanted, const xe_python *with) {
@@ -89,10 +97,8 @@ void xe_activity_requested(uint8_t **buffer, size_t *size, size_t *most_records)
     *buffer = NULL, *size = 0, *most_records = 0;
     pthread_mutex_lock(&mu);
     int given = atomic_load(&running) && buffers < most_buffers;
-    if (given)
-        buffers++;
-    else
-        lost++;
+    buffers += given;
+    lost += !given && atomic_load(&running);
     size_t nbytes = buffer_nbytes;
     pthread_mutex_unlock(&mu);
     if (!given) return;
@@ -118,7 +124,7 @@ void xe_activity_completed(void *context, uint32_t stream, uint8_t *buffer, size
     } else {
         // Nothing is in it, the trace is over, or there is no memory to note it.
         buffers -= buffers > 0;
-        lost += valid != 0;
+        lost += valid != 0 && atomic_load(&running);
     }
     pthread_mutex_unlock(&mu);
     if (!kept) free(entry), free(buffer);
@@ -214,7 +220,7 @@ void xe_activity_called(void *user, int domain, uint32_t function, const void *t
         calls[call_count++] = current;
         inner_count = 0;
     } else {
-        lost++;
+        lost += atomic_load(&running);
     }
     pthread_mutex_unlock(&mu);
     if (!noted) let_go();

@@ -61,6 +61,8 @@ void xe_activity_requested(uint8_t **buffer, size_t *size, size_t *most_records)
 void xe_activity_completed(void *context, uint32_t stream, uint8_t *buffer, size_t size, size_t valid);
 void xe_activity_called(void *user, int domain, uint32_t function, const void *data);
 uint64_t xe_activity_now(void);
+// The clock that CUPTI has of itself, to be given back to it.
+uint64_t xe_activity_usual(void);
 
 // After the stop. The oldest full buffer, which the caller gives back by xe_activity_free; null: there is none.
 uint8_t *xe_activity_take(size_t *valid);

@@ -85,13 +85,11 @@ class Gpus:
         self._enabled: list[int] = []
         self._names: dict[tuple[int, int], str] = {}
         self._environment = False
+        self._clock = False
         self._began = False
         self._version = self._checked_version()
         engine = library()
-        called, requested, completed, now = (
-            ctypes.cast(getattr(engine, f"xe_activity_{name}"), ctypes.c_void_p)
-            for name in ("called", "requested", "completed", "now")
-        )
+        called, requested, completed = (_address(engine, name) for name in ("called", "requested", "completed"))
         # First: if another tool has CUPTI, nothing of it is touched.
         self._call("cuptiSubscribe", ctypes.byref(self._subscriber), called, None)
         try:
@@ -100,7 +98,8 @@ class Gpus:
             if not engine.xe_activity_start(BUFFER_NBYTES, MOST_BUFFERS, MOST_CALLS, flags, ctypes.byref(self._python)):
                 raise CuptiError("another trace runs in this process, or its buffers were not taken")
             self._began = True
-            self._call("cuptiActivityRegisterTimestampCallback", now)
+            self._call("cuptiActivityRegisterTimestampCallback", _address(engine, "now"))
+            self._clock = True
             self._call("cuptiActivityRegisterCallbacks", requested, completed)
             # Streams that are there are told of, too. Without this the NULL stream looks like any other.
             with suppress(CuptiError):
@@ -160,6 +159,10 @@ class Gpus:
                 pass
             engine.xe_activity_drop()
             self._began = False
+        if self._clock:
+            # Whoever uses CUPTI next expects its own.
+            self._cupti.cuptiActivityRegisterTimestampCallback(_address(engine, "usual"))
+            self._clock = False
         if self._subscriber.value is not None:
             self._cupti.cuptiUnsubscribe(self._subscriber)
             self._subscriber = ctypes.c_void_p()
@@ -307,6 +310,10 @@ def _places(frames: Iterable[Any]) -> list[tuple[CodeType, int]]:
         places.append((code, frame.line))
         decref(ctypes.c_void_p(frame.code))
     return places
+
+
+def _address(engine: ctypes.CDLL, name: str) -> ctypes.c_void_p:
+    return ctypes.cast(getattr(engine, f"xe_activity_{name}"), ctypes.c_void_p)
 
 
 def _python() -> Python:

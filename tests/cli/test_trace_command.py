@@ -1,0 +1,88 @@
+"""`xferlib trace`: which command lines it takes, and what a program leaves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import children
+from xferlib.cli.errors import CommandError
+from xferlib.cli.trace import command_line
+
+PROGRAM = """
+import sys
+import numpy as np
+import xferlib
+
+with xferlib.stager("host") as stager:
+    stager.put(stager.empty_pinned(1 << 20, np.uint8)).result()
+print(sys.argv[1:], __name__, sys.path[0])
+raise SystemExit(5)
+"""
+FILES = (Path("a.json"), Path("a.html"))
+
+
+def run(*words: str, cwd: Path) -> tuple[int, str, str]:
+    done = children.run([sys.executable, "-m", "xferlib", "trace", *words], seconds=60, cwd=cwd)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_program_runs_as_ever_and_leaves_both_files(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "train.py").write_text(PROGRAM)
+    status, stdout, stderr = run("--", sys.executable, "part/train.py", "--lr", "3", cwd=tmp_path)
+    assert status == 5, stderr
+    assert stdout.splitlines() == [f"['--lr', '3'] __main__ {tmp_path / 'part'}"]
+    (copy,) = [entry for entry in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if entry.get("cat") == "h2d"]
+    assert copy["args"]["site"] == "part/train.py:7"
+    assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
+    assert "1 copy to the device, 1.0 MiB" in stderr
+    assert "written: run.json and run.html" in stderr
+
+
+def test_a_module_runs_and_one_that_fails_shows_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text("raise ValueError('in the program')\n")
+    status, _, stderr = run("--json", "x.json", "--html", "x.html", "--", sys.executable, "-m", "training", cwd=tmp_path)
+    assert status == 1
+    assert "ValueError: in the program" in stderr
+    assert (tmp_path / "x.json").exists()
+    assert (tmp_path / "x.html").exists()
+
+
+def test_options_of_the_interpreter_stay_in_front() -> None:
+    line = command_line([sys.executable, "-u", "-W", "error", "-Xdev", "train.py", "-m", "x"], *FILES)
+    assert line[1:] == ["-u", "-W", "error", "-Xdev", "-m", "xferlib.tracing", "a.json", "a.html", "train.py", "-m", "x"]
+
+
+def test_a_file_is_run_by_this_interpreter() -> None:
+    assert command_line(["train.py", "1"], *FILES) == [
+        sys.executable,
+        *("-m", "xferlib.tracing", "a.json", "a.html", "train.py", "1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "only Python programs"),
+        (["torchrun", "train.py"], "only Python programs can be traced"),
+        ([sys.executable], "no program is named"),
+        ([sys.executable, "-u"], "no program is named"),
+        ([sys.executable, "-m"], "no program is named"),
+        ([sys.executable, "-c", "pass"], "cannot be traced. Put it into a file"),
+        (["/nowhere/python3", "train.py"], "there is no '/nowhere/python3'"),
+    ],
+)
+def test_what_is_no_program_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        command_line(words, *FILES)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    status, stdout, stderr = run("--html", "missing/run.html", "--", sys.executable, "train.py", cwd=tmp_path)
+    assert (status, stdout) == (1, "")
+    assert "the folder of 'missing/run.html' is not there" in stderr

@@ -1,0 +1,239 @@
+"""Traces of the host backend: what is recorded, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xferlib_host
+
+import xferlib
+from xferlib.tracing.events import CPU, HOST, Event, Recording
+from xferlib.tracing.log import LOG
+
+NBYTES = 1 << 20
+HERE = Path(__file__).name
+
+
+@pytest.fixture
+def stager() -> Iterator[xferlib.Stager]:
+    with xferlib.stager("host") as opened:
+        yield opened
+
+
+def of_kind(trace: xferlib.Trace, kind: str) -> list[Event]:
+    return [event for event in trace.recording.events if event.kind == kind]
+
+
+def line_before() -> str:
+    return f"{HERE}:{sys._getframe(1).f_lineno - 1}"
+
+
+def trace() -> xferlib.Trace:
+    return xferlib.trace(gpu=False)
+
+
+def test_copies_of_pinned_memory_have_bytes_and_line(stager: xferlib.Stager) -> None:
+    source = stager.empty_pinned(NBYTES, np.uint8)
+    with trace() as traced:
+        array = stager.put(source).result()
+        put = line_before()
+        stager.get(array).result()
+        get = line_before()
+    (to_device,), (to_host,) = of_kind(traced, "h2d"), of_kind(traced, "d2h")
+    assert (to_device.nbytes, to_host.nbytes) == (NBYTES, NBYTES)
+    assert to_device.site.endswith(put)
+    assert to_host.site.endswith(get)
+    assert to_device.device == to_host.device == CPU
+    assert to_device.stream != to_host.stream
+    recording = traced.recording
+    assert recording.start <= to_device.issued <= to_device.start <= to_device.end <= to_host.start <= to_host.end <= recording.end
+    assert [event.site for event in of_kind(traced, "put")] == [to_device.site]
+    assert {event.site for event in of_kind(traced, "wait")} == {to_device.site, to_host.site}
+
+
+def test_pieces_of_pageable_memory_name_the_line_of_the_put(stager: xferlib.Stager) -> None:
+    source = np.ones(5 * NBYTES, np.uint8)
+    with trace() as traced:
+        stager.put(source, borrow=True).result()
+        here = line_before()
+    pieces = of_kind(traced, "h2d")
+    assert len(pieces) > 1
+    assert sum(piece.nbytes for piece in pieces) == source.nbytes
+    assert {piece.site.rpartition(os.sep)[2] for piece in pieces} == {here}
+
+
+def test_a_put_that_stages_says_so_and_one_that_borrows_does_not(stager: xferlib.Stager) -> None:
+    source, pinned = np.ones(2 * NBYTES, np.uint8), stager.empty_pinned(NBYTES, np.uint8)
+    with trace() as traced:
+        stager.put({"a": source, "b": 3}).result()
+        stager.put(source, borrow=True).result()
+        stager.put([pinned, pinned]).result()
+    assert [(event.memory, event.nbytes) for event in of_kind(traced, "put")] == [
+        ("pageable", 2 * NBYTES),
+        ("", 2 * NBYTES),
+        ("", 2 * NBYTES),
+    ]
+
+
+def test_a_pipeline_names_the_line_where_it_was_begun(stager: xferlib.Stager) -> None:
+    with trace() as traced:
+        loop = xferlib.prefetch((np.full(2 * NBYTES, step, np.uint8) for step in range(3)), stager)
+        here = line_before()
+        assert [int(batch[0]) for batch in loop] == [0, 1, 2]
+    copies = of_kind(traced, "h2d")
+    assert sum(copy.nbytes for copy in copies) == 6 * NBYTES
+    assert {copy.site.rpartition(os.sep)[2] for copy in copies} == {here}
+
+
+def test_compute_of_streams_is_recorded_and_waits_in_them_are_not(stager: xferlib.Stager) -> None:
+    out = np.empty(NBYTES, np.uint8)
+    with xferlib_host.Stream() as stream, trace() as traced:
+        array = stager.put(stager.empty_pinned(NBYTES, np.uint8)).value
+        stream.submit(np.multiply, array, 2, out)
+        here = line_before()
+        stream.synchronize()
+    stream.close()
+    (kernel,) = of_kind(traced, "kernel")
+    assert (kernel.name, kernel.stream, kernel.device) == ("multiply", stream.handle, CPU)
+    assert kernel.site.endswith(here)
+
+
+def test_a_copy_under_held_compute_is_hidden(stager: xferlib.Stager) -> None:
+    source = stager.empty_pinned(NBYTES, np.uint8)
+    gate, entered = threading.Event(), threading.Event()
+
+    def held() -> None:
+        entered.set()
+        assert gate.wait(60)
+
+    with xferlib_host.Stream() as stream, trace() as traced:
+        stream.submit(held)
+        assert entered.wait(60)
+        stager.put(source).result(timeout=60)
+        gate.set()
+        stream.synchronize()
+    stream.close()
+    (device,) = traced.summary().devices
+    assert (device.h2d.copies, device.h2d.hidden) == (1, 1.0)
+
+
+def test_nothing_is_noted_without_a_trace(stager: xferlib.Stager) -> None:
+    with trace():
+        pass
+    stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+    assert (LOG.events, LOG.jobs) == ([], [])
+
+
+def test_the_events_are_written_for_perfetto(stager: xferlib.Stager, tmp_path: Path) -> None:
+    with xferlib.trace(tmp_path / "run.json", gpu=False) as traced:
+        stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+    written = json.loads((tmp_path / "run.json").read_text())
+    entries: list[dict[str, Any]] = written["traceEvents"]
+    complete = [entry for entry in entries if entry["ph"] == "X"]
+    names = {(entry["pid"], entry.get("tid")): entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
+    assert len(complete) == len(traced.recording.events)
+    (copy,) = [entry for entry in complete if entry["cat"] == "h2d"]
+    (event,) = of_kind(traced, "h2d")
+    assert copy["ts"] == (event.start - traced.recording.start) / 1e3
+    assert copy["dur"] == (event.end - event.start) / 1e3
+    assert copy["args"]["bytes"] == NBYTES
+    assert copy["args"]["site"] == event.site
+    assert names[copy["pid"], 0] == "the CPU (host backend)"
+    assert names[copy["pid"], copy["tid"]] == "xferlib-host-h2d"
+    # Every row that is written to has a name.
+    assert {(entry["pid"], entry["tid"]) for entry in complete} <= set(names)
+
+
+def test_a_picture_is_drawn(stager: xferlib.Stager, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with trace() as traced:
+        stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+    traced.png(tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with trace() as traced:
+        pass
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(xferlib.XferError, match="pip install matplotlib"):
+        traced.png(tmp_path / "run.png")
+
+
+def test_there_is_one_trace_at_a_time() -> None:
+    with trace(), pytest.raises(xferlib.XferError, match="a trace runs in this process already"), trace():
+        pass
+    with trace():
+        pass
+
+
+def test_a_trace_is_used_once() -> None:
+    traced = trace()
+    with traced:
+        pass
+    with pytest.raises(xferlib.XferError, match="used already"), traced:
+        pass
+
+
+def test_it_says_nothing_before_its_end() -> None:
+    with trace() as traced:
+        for ask in (traced.summary, lambda: traced.html("x.html"), lambda: traced.recording):
+            with pytest.raises(xferlib.XferError, match="has not ended"):
+                ask()
+    assert isinstance(traced.recording, Recording)
+
+
+def test_a_folder_that_is_not_there_is_refused_before_the_block(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is not there"), xferlib.trace(tmp_path / "missing" / "run.json"):
+        pass
+    with trace():
+        pass
+
+
+def test_a_block_that_raises_is_written(stager: xferlib.Stager, tmp_path: Path) -> None:
+    def fail() -> None:
+        with xferlib.trace(tmp_path / "run.json", gpu=False):
+            stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert '"cat":"h2d"' in (tmp_path / "run.json").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_notes_and_writes_nothing(tmp_path: Path) -> None:
+    with xferlib.trace(tmp_path / "run.json", gpu=False) as traced:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                traced.__exit__(None, None, None)
+                status = int(LOG.on or (tmp_path / "run.json").exists())
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert LOG.on
+    assert (tmp_path / "run.json").exists()
+
+
+def test_threads_of_the_host_have_their_names(stager: xferlib.Stager) -> None:
+    def put() -> None:
+        stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+
+    with trace() as traced:
+        thread = threading.Thread(target=put, name="a loader")
+        thread.start()
+        thread.join()
+    assert {traced.recording.name_of(HOST, event.stream) for event in of_kind(traced, "put")} == {"a loader"}
