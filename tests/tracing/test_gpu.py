@@ -198,7 +198,8 @@ def test_what_fails_on_the_way_leaves_nothing_behind(cupti: Any, monkeypatch: py
     assert len(of_kind(trace, "h2d")) == 1
 
 
-def test_the_environment_is_as_before(cupti: Any) -> None:
+def test_the_environment_is_as_before(cupti: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
     before = dict(os.environ)
     with xferlib.trace():
         assert os.environ["NVTX_INJECTION64_PATH"] == cupti._name

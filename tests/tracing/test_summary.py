@@ -104,6 +104,11 @@ def test_the_host_that_waited_before_it_went_on() -> None:
     assert causes(recording(kernel(0, 10), call("wait", 1, 9), call("wait", 15.1, 20), kernel(15, 25))) == {("host", ""): 5.0}
 
 
+@pytest.mark.parametrize(("start", "end"), [(11, 12), (1, 16)], ids=["begun in the gap", "of a thread that goes on waiting"])
+def test_waits_that_nobody_went_on_behind(start: float, end: float) -> None:
+    assert causes(recording(kernel(0, 10), call("wait", start, end), kernel(15, 25))) == {("host", ""): 5.0}
+
+
 def test_a_blocking_copy_is_a_wait() -> None:
     table = recording(
         kernel(0, 10),

@@ -132,6 +132,13 @@ def test_nothing_is_noted_without_a_trace(stager: xferlib.Stager) -> None:
     assert (LOG.events, LOG.jobs) == ([], [])
 
 
+def test_what_ended_before_the_trace_is_not_in_it() -> None:
+    with trace() as traced:
+        # A copy that an earlier trace has seen begin tells the one that runs when it ends.
+        LOG.work(Event("h2d", "memmove", 1, 2, CPU, 1), "a lane", "a device")
+    assert traced.recording.events == ()
+
+
 def test_the_events_are_written_for_perfetto(stager: xferlib.Stager, tmp_path: Path) -> None:
     with xferlib.trace(tmp_path / "run.json", gpu=False) as traced:
         stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()

@@ -237,6 +237,19 @@ AREAS = {
         (*(f"xferlib/files/{name}.py" for name in ("save", "temporary", "formats", "names")), "xferlib/byte_reader.py"),
         ("tests/core/test_byte_reader.py", "tests/files/test_save.py", "tests/files/test_load.py"),
     ),
+    "tracing": Area(
+        ("xferlib/tracing/*.py",),
+        ("tests/tracing/test_trace.py", "tests/tracing/test_gpu.py", "tests/tracing/test_page.py"),
+        {
+            "/intervals.py": ("tests/tracing/test_intervals.py",),
+            "/summary.py": ("tests/tracing/test_summary.py",),
+            "/records.py": ("tests/tracing/test_records.py", "tests/tracing/test_gpu.py"),
+            "/gpu.py": ("tests/tracing/test_gpu.py",),
+            "/page.py": ("tests/tracing/test_page.py",),
+            "/rows.py": ("tests/tracing/test_page.py",),
+            "/__main__.py": ("tests/cli/test_trace_command.py",),
+        },
+    ),
     "pipeline": Area(
         ("xferlib/pipeline/*.py",),
         ("tests/pipeline",),

@@ -1,0 +1,39 @@
+"""Traces: what is recorded, to which cause a gap is put down, and what is written."""
+
+from __future__ import annotations
+
+SUMMARY, GPU, LOG, ROWS, PAGE, RECORDS, TRACE = (
+    f"xferlib/tracing/{name}.py" for name in ("summary", "gpu", "log", "rows", "page", "records", "trace")
+)
+
+MUTANTS = [
+    (SUMMARY, "event.start <= start and event.end <= end]", "event.end <= end]"),
+    (SUMMARY, "event.start <= start and event.end <= end]", "event.start <= start]"),
+    (SUMMARY, "if event.site and (event.kind", "if (event.kind"),
+    (SUMMARY, "waited = without([(copy.issued, copy.start)], self._busy[copy.kind])", "waited = [(copy.issued, copy.start)]"),
+    (SUMMARY, "hidden=under / length(busy) if busy", "hidden=under / length(kernels) if busy"),
+    (
+        SUMMARY,
+        '    kernels = union((event.start, event.end) for event in events if event.kind == "kernel")\n    grouped',
+        '    kernels = sorted((event.start, event.end) for event in events if event.kind == "kernel")\n    grouped',
+    ),
+    (SUMMARY, 'self.cause not in ("link", "short")', "True"),
+    (SUMMARY, "        return without(left, [(event.start, event.end)])", "        return left"),
+    (GPU, "            self.abandon()\n            raise", "            raise"),
+    (GPU, 'if event.kind == "issue"}', 'if event.kind == "wait"}'),
+    (GPU, 'target if event.kind == "h2d" else source', 'source if event.kind == "h2d" else target'),
+    (GPU, "        decref(ctypes.c_void_p(frame.code))\n", ""),
+    (GPU, "            del os.environ[NVTX]\n", ""),
+    (GPU, "            engine.xe_activity_drop()\n", ""),
+    (RECORDS, "if 0 < activity.start <= activity.end:", "if True:"),
+    (RECORDS, "            check_size(kind, len(record))\n", ""),
+    (LOG, 'return shown(lines) or self.served.get(get_native_id(), "")', "return shown(lines)"),
+    (LOG, "any(start <= address < start + nbytes for", "any(start == address for"),
+    (LOG, "        os.register_at_fork(after_in_child=self.stop)\n", ""),
+    (ROWS, "nbytes=last.nbytes + mark.nbytes,\n            waited", "nbytes=last.nbytes,\n            waited"),
+    (ROWS, "if lane[-1].end <= mark.start:", "if True:"),
+    (PAGE, '        text = text.replace("<", "\\\\u003c")\n', ""),
+    (PAGE, "len(text) <= room or", "True or"),
+    (TRACE, "        if os.getpid() != self._process:\n            return  # It is the parent's.\n", ""),
+    (TRACE, "if event.end >= self._start]", "]"),
+]
