@@ -115,6 +115,12 @@ def test_a_page_has_at_most_two_megabytes(tmp_path: Path) -> None:
 def test_a_page_keeps_the_size_that_is_asked_for(tmp_path: Path) -> None:
     write(large(), tmp_path / "small.html", most_nbytes=40_000)
     assert (tmp_path / "small.html").stat().st_size <= 40_000
+    found = list(marks(data_of((tmp_path / "small.html").read_text())))
+    # By now copies are drawn as one, too.
+    copies = [mark for mark in found if mark["kind"] == "h2d"]
+    assert len(copies) < 600
+    assert sum(mark["events"] for mark in found if mark["kind"] == "kernel") == 60_000
+    assert sum(mark["nbytes"] for mark in copies) == 600 << 20
 
 
 def test_events_that_overlap_in_a_row_are_in_lanes() -> None:
