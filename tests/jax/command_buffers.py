@@ -19,6 +19,7 @@ import numpy as np
 
 import xferlib
 from xferlib.conformance import cupti
+from xferlib.tracing.library import CuptiError, load
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -62,12 +63,12 @@ class GraphCalls:
 
     def __init__(self) -> None:
         self.seen: Counter[int] = Counter()
-        self._library = cupti._load()
+        self._library = load()
         self._callback = cupti.CALLBACK(self._entered)
         self._subscriber = ctypes.c_void_p()
         status = self._library.cuptiSubscribe(ctypes.byref(self._subscriber), self._callback, None)
         if status != 0:
-            raise cupti.CuptiError(f"cuptiSubscribe failed ({status})")
+            raise CuptiError(f"cuptiSubscribe failed ({status})")
         for function in (*LAUNCHES, *CAPTURES):
             # An old CUPTI knows not all of them.
             self._library.cuptiEnableCallback(ctypes.c_uint32(1), self._subscriber, cupti.DRIVER, ctypes.c_uint32(function))
@@ -189,7 +190,7 @@ def main(steps: int = STEPS) -> Outcome:
     with xferlib.stager("jax") as stager:
         try:
             calls = GraphCalls() if stager.on_gpu else None
-        except cupti.CuptiError:
+        except CuptiError:
             calls = None
         run = Run(stager, steps)
         run.run()
