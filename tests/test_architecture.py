@@ -63,8 +63,9 @@ FLOORS = [
     {"xferlib.pipeline.stream"},
     {"xferlib.files"},
     {"xferlib.files.names"},
-    {"xferlib.files.formats"},
-    {"xferlib.files.load", "xferlib.files.temporary", "xferlib.registry"},
+    {"xferlib.files.formats", "xferlib.files.series"},
+    {"xferlib.files.load", "xferlib.files.plan", "xferlib.files.temporary", "xferlib.registry"},
+    {"xferlib.files.writing"},
     {"xferlib.files.save"},
     {"xferlib", "xferlib.workload"},
 ]

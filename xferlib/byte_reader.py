@@ -22,7 +22,7 @@ from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.tickets import ticket
 from xferlib.transfer import Transfer
-from xferlib.tree import Alike
+from xferlib.tree import Alike, Spec
 
 __all__ = ["ByteReader", "Span"]
 
@@ -46,6 +46,7 @@ class ByteReader:
 
     Attributes:
         described: Shape and dtype of each array.
+        spec: The shape of the tree, for `xferlib.tree`.
     """
 
     __reduce_ex__ = uncopied("Make another one")
@@ -56,11 +57,13 @@ class ByteReader:
         pool: PinnedPool,
         ledger: Ledger,
         described: Sequence[Alike],
+        spec: Spec,
         sources: Sequence[Source],
         after: Event | None,
     ) -> None:
         """`after`: behind what produces the arrays; None: they are there."""
         self.described = list(described)
+        self.spec = spec
         self._failures = backend.failures
         self._copy_d2h = backend.copy_d2h
         self._pool = pool

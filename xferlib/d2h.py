@@ -90,7 +90,7 @@ class DeviceToHost:
             raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
         described = self._checked(leaves, spec, None)
         sources, after = self._placed(leaves, spec, stream, direct=False)
-        return ByteReader(self._backend, self._pool, self._ledger, described, sources, after)
+        return ByteReader(self._backend, self._pool, self._ledger, described, spec, sources, after)
 
     def _results(self, alike: list[Alike]) -> tuple[list[Array], list[int | None]]:
         """Return memory to copy to, and its addresses; see `HostLeaf`."""

@@ -13,7 +13,17 @@ from numpy.lib import format as npy
 
 from xferlib.tree import Alike
 
-__all__ = ["EXTENSIONS", "PLAIN", "SUFFIXES", "VALUES", "FileLayout", "npy_header", "safetensors_layout"]
+__all__ = [
+    "EXTENSIONS",
+    "PLAIN",
+    "SUFFIXES",
+    "VALUES",
+    "FileLayout",
+    "check_npy",
+    "check_safetensors",
+    "npy_header",
+    "safetensors_layout",
+]
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 PLAIN = {
@@ -40,6 +50,10 @@ STEP = 64
 """Bytes. The arrays begin at a multiple of it, so that each lies as its dtype wants."""
 LARGEST_HEADER = 100_000_000
 """Bytes: readers of the format take no larger one."""
+ESCAPED = 6
+"""Bytes that JSON takes for one byte of text, at most."""
+ENTRY = 2048
+"""Bytes that JSON takes for an array beside its name, at most: NumPy has 64 dimensions at most, of 20 digits each."""
 
 
 @final
@@ -53,8 +67,26 @@ class FileLayout(NamedTuple):
     """Of the whole file."""
 
 
+def check_safetensors(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> None:
+    """Raise `TypeError` for a dtype that the format lacks, `ValueError` for a name, and for more than a header may have.
+
+    In a fraction of the time that the layout takes.
+    """
+    if METADATA in names:
+        raise ValueError(f"an array cannot be called {METADATA!r} in a safetensors file. Rename it")
+    seen: set[np.dtype[Any]] = set()
+    for name, (_, dtype) in zip(names, described, strict=True):
+        if dtype not in seen:
+            _kind(name, dtype)
+            seen.add(dtype)
+    # Text that has no bytes in UTF-8 is refused here, too.
+    text = len("".join([*names, *metadata, *metadata.values()]).encode())
+    if ESCAPED * text + ENTRY * (len(names) + len(metadata)) > LARGEST_HEADER:
+        safetensors_layout(names, described, metadata)
+
+
 def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> FileLayout:
-    """Lay arrays out one behind the other. Raises `TypeError` for a dtype that the format lacks, `ValueError` for a name.
+    """Lay arrays out one behind the other. Raises `ValueError` where their names take more bytes than a header may have.
 
     The format: 8 bytes with the length of the JSON that follows, little-endian, the JSON, and the arrays without a gap, as
     https://github.com/huggingface/safetensors#format says. JSON may end with spaces.
@@ -67,8 +99,6 @@ def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadat
     end = 0
     for index in order:
         name, (shape, dtype) = names[index], described[index]
-        if name == METADATA:
-            raise ValueError(f"an array cannot be called {METADATA!r} in a safetensors file. Rename it")
         start, end = end, end + math.prod(shape) * dtype.itemsize
         if dtype not in kinds:
             kinds[dtype] = _kind(name, dtype)
@@ -87,11 +117,19 @@ def _kind(name: str, dtype: np.dtype[Any]) -> str:
     return kind
 
 
-def npy_header(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
-    """Return what stands before an array in a `.npy` file. Raises `TypeError` for a dtype that would come back as another one."""
-    described = npy.dtype_to_descr(dtype)
-    if npy.descr_to_dtype(described) != dtype:
-        raise TypeError(f"{name!r} is of dtype {dtype}, which a .npy file cannot have. Save it as .safetensors, or convert it")
+def check_npy(names: Sequence[str], described: Sequence[Alike]) -> None:
+    """Raise `TypeError` for a dtype that would come back from a `.npy` file as another one."""
+    seen: set[np.dtype[Any]] = set()
+    for name, (_, dtype) in zip(names, described, strict=True):
+        if dtype in seen:
+            continue
+        if npy.descr_to_dtype(npy.dtype_to_descr(dtype)) != dtype:
+            raise TypeError(f"{name!r} is of dtype {dtype}, which a .npy file cannot have. Save it as .safetensors, or convert it")
+        seen.add(dtype)
+
+
+def npy_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    """Return what stands before an array in a `.npy` file."""
     header = io.BytesIO()
-    npy.write_array_header_1_0(header, {"descr": described, "fortran_order": False, "shape": shape})
+    npy.write_array_header_1_0(header, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
     return header.getvalue()

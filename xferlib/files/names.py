@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, final
+
+import optree
 
 from xferlib.tree import Mixed, Spec, Trees
 
-__all__ = ["ALONE", "Named", "named"]
+__all__ = ["ALONE", "Named", "named", "names_of"]
 
 ALONE = "array"
 """The name of an array that is no tree."""
@@ -25,21 +28,46 @@ class Named(NamedTuple):
 def named(trees: Trees, tree: Any) -> Named:
     """Take a tree apart. Raises `ValueError` where two of its leaves would have one name."""
     leaves, spec = trees.arrays(tree)
+    return Named(leaves, spec, *names_of(spec))
+
+
+def names_of(spec: Spec) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of a tree's arrays, and what rides along, by name. Raises as `named`."""
     if spec is None:
-        return Named(leaves, spec, [ALONE], {})
+        return [ALONE], {}
     whole, riders = spec if isinstance(spec, Mixed) else (spec, {})
-    names = [".".join(map(str, parts)) for parts in _ways(whole)]
+    names: list[str] = []
+    _enter(whole, "", names)
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two leaves of the tree are both called {twice!r} in a file, where dots join the keys. Rename one")
-    arrays = [name for index, name in enumerate(names) if index not in riders]
-    return Named(leaves, spec, arrays, {names[index]: value for index, value in riders.items()})
+    arrays = [name for index, name in enumerate(names) if index not in riders] if riders else names
+    return arrays, {names[index]: value for index, value in riders.items()}
 
 
-def _ways(spec: Any) -> list[tuple[Any, ...]]:
-    """Return the keys that lead to each leaf: of a named tuple the names."""
-    paths: list[tuple[Any, ...]] = spec.paths()
-    if not any(isinstance(part, int) for parts in paths for part in parts):
-        # Most states, and in a tenth of the time.
-        return paths
-    return [tuple(getattr(entry, "field", entry.entry) for entry in accessor) for accessor in spec.accessors()]
+def _enter(spec: optree.PyTreeSpec, way: str, names: list[str]) -> None:
+    """Enter the names of the leaves of a node, which is reached by `way`.
+
+    By the nodes: to ask the tree library for the way to each leaf takes several times as long.
+    """
+    kind = spec.type
+    if kind is None:
+        names.append(way[:-1])
+        return
+    keys = _keys(kind, spec)
+    if spec.num_leaves == spec.num_children == spec.num_nodes - 1:
+        # There are leaves alone: most nodes are such, and their children need not be looked at.
+        names.extend([f"{way}{key}" for key in keys])
+        return
+    for key, child in zip(keys, spec.children(), strict=True):
+        _enter(child, f"{way}{key}.", names)
+
+
+def _keys(kind: type, spec: optree.PyTreeSpec) -> Iterable[Any]:
+    """Return the keys of a node's children: of a named tuple the names."""
+    if issubclass(kind, tuple) and kind is not tuple:
+        if optree.is_namedtuple_class(kind):
+            return optree.namedtuple_fields(kind)
+        if optree.is_structseq_class(kind):
+            return optree.structseq_fields(kind)
+    return spec.entries()

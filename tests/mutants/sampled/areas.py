@@ -234,8 +234,15 @@ AREAS = {
         },
     ),
     "files": Area(
-        (*(f"xferlib/files/{name}.py" for name in ("save", "temporary", "formats", "names")), "xferlib/byte_reader.py"),
-        ("tests/core/test_byte_reader.py", "tests/files/test_save.py", "tests/files/test_load.py"),
+        (
+            *(f"xferlib/files/{name}.py" for name in ("save", "plan", "writing", "series", "temporary", "formats", "names")),
+            "xferlib/byte_reader.py",
+        ),
+        (
+            "tests/core/test_byte_reader.py",
+            *(f"tests/files/test_save{part}.py" for part in ("", "_meanwhile", "_failures")),
+            "tests/files/test_load.py",
+        ),
     ),
     "tracing": Area(
         ("xferlib/tracing/*.py",),

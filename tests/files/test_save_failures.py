@@ -1,0 +1,521 @@
+"""Whatever goes wrong, the file is the old one or the whole new one, nothing is left over, and somebody is told."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.children import fork
+from tests.core.fakes import held, until
+from tests.core.points import interrupted_at
+from tests.files.saves import MIB, at_rest, bits, only, same, there
+from xferlib.files import writing
+from xferlib.files.plan import Layout
+from xferlib.files.temporary import SUFFIX, TemporaryFile
+from xferlib.stager import Stager
+
+
+def test_a_pool_without_any_room_is_an_error_of_the_save(tmp_path: Path) -> None:
+    with xferlib.stager("host", pinned_limit=4 * MIB) as stager:
+        array = there(stager, bits((MIB,), np.dtype(np.uint8)))
+        stager.trim()
+        kept = stager.empty_pinned(4 * MIB, np.uint8)
+        save = xferlib.save(tmp_path / "a.npy", array, stager)
+        with pytest.raises(xferlib.AllocationError):
+            save.result(20)
+        with pytest.raises(xferlib.AllocationError):
+            save.done()
+        del kept
+        assert "failed" in repr(save)
+    only(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "npy"])
+def test_a_full_disk_leaves_the_old_file(stager: Stager, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(b"old")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tree = there(stager, np.zeros(MIB, np.uint8))
+    save_tree = {"w": tree} if kind == "npz" else tree
+    if kind == "npz":
+        monkeypatch.setattr("zipfile._ZipWriteFile.write", full)
+    else:
+        monkeypatch.setattr(os, "pwrite", full)
+    save = xferlib.save(path, save_tree, stager, memory=128 * 1024)
+    with pytest.raises(OSError, match="No space left"):
+        save.result(20)
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    only(tmp_path, path.name)
+    at_rest(stager)
+
+
+def test_it_is_told_before_anything_is_written_where_the_disk_has_no_room(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Small)
+    with pytest.raises(OSError, match="bytes are to be written, and 4096 are free"):
+        xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(MIB, np.uint8)), stager).result(20)
+    only(tmp_path)
+
+
+def test_a_disk_with_just_enough_room_will_do(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(3)
+    size = xferlib.save(tmp_path / "a.npy", there(stager, array), stager).result(20).stat().st_size
+
+    class Small:
+        f_bavail, f_frsize = size, 1
+
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Small)
+    xferlib.save(tmp_path / "a.npy", there(stager, array), stager).result(20)
+
+
+def test_a_folder_that_is_not_there_is_an_error_of_the_save(stager: Stager, tmp_path: Path) -> None:
+    save = xferlib.save(tmp_path / "none" / "a.npy", there(stager, np.zeros(3)), stager)
+    with pytest.raises(FileNotFoundError, match="none"):
+        save.result(20)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_is_read_only_is_an_error_of_the_save(stager: Stager, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(3)), stager)
+    with pytest.raises(PermissionError):
+        save.result(20)
+
+
+def test_a_folder_of_the_files_name_is_an_error_of_the_save(stager: Stager, tmp_path: Path) -> None:
+    (tmp_path / "a.npy").mkdir()
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager)
+    with pytest.raises(IsADirectoryError):
+        save.result(20)
+    only(tmp_path, "a.npy")
+
+
+def test_a_copy_that_fails_is_told_and_leaves_nothing(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = there(stager, np.zeros(MIB, np.uint8))
+    calls = iter(range(100))
+    copy = stager.backend.copy_d2h
+
+    def failing(*arguments: int) -> None:
+        if next(calls) == 3:
+            raise stager.backend.failures[0]("the device is gone")
+        copy(*arguments)
+
+    monkeypatch.setattr(stager.backend, "copy_d2h", failing)
+    save = xferlib.save(tmp_path / "a.npy", array, stager, memory=128 * 1024)
+    with pytest.raises(xferlib.XferError, match="the device is gone"):
+        save.result(20)
+    save.wait_read(0)
+    only(tmp_path)
+    at_rest(stager)
+
+
+def test_others_stop_when_one_has_failed(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = there(stager, np.zeros(20 * MIB, np.uint8))
+    write, failed, written = TemporaryFile.write, threading.Event(), []
+
+    def failing(self: TemporaryFile, data: memoryview, offset: int) -> None:
+        if offset > 1000 and not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, "broken")
+        if offset > 1000:
+            time.sleep(0.01)
+        written.append(offset)
+        write(self, data, offset)
+
+    monkeypatch.setattr(TemporaryFile, "write", failing)
+    save = xferlib.save(tmp_path / "a.npy", array, stager, memory=128 * 1024)
+    with pytest.raises(OSError, match="broken"):
+        save.result(20)
+    assert len(written) < 20
+
+
+def test_an_archive_that_cannot_be_ended_is_not_there(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr("zipfile.ZipFile._write_end_record", broken)
+    save = xferlib.save(tmp_path / "a.npz", {"w": there(stager, np.zeros(10))}, stager)
+    with pytest.raises(OSError, match="broken"):
+        save.result(20)
+    only(tmp_path)
+
+
+def test_writes_that_come_short_go_on(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: write(descriptor, data[:999], offset))
+    array = bits((100_000,), np.dtype(np.uint8))
+    same(np.load(xferlib.save(tmp_path / "a.npy", there(stager, array), stager).result(20)), array)
+
+
+def test_the_disk_has_the_bytes_before_the_file_has_its_name(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        folder = Path(f"/proc/self/fd/{descriptor}").resolve()
+        synced.append((tmp_path / "a.npy").exists())
+        assert folder == tmp_path if synced[-1] else folder.parent == tmp_path
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
+    assert synced == [False, True]
+
+
+def test_a_failure_that_nobody_asked_about_is_said_when_the_handle_goes(stager: Stager, tmp_path: Path) -> None:
+    save = xferlib.save(tmp_path / "none" / "a.npy", there(stager, np.zeros(3)), stager)
+    assert save._writing.ended.wait(20)
+    with pytest.warns(RuntimeWarning, match="nobody has asked"):
+        del save
+
+
+def test_a_failure_behind_a_handle_that_is_gone_is_said_as_well(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    backend: Any = stager.backend
+    monkeypatch.setattr(warnings, "warn", lambda words, *_: said.append(words))
+    array = there(stager, np.zeros(3))
+    with held(backend.d2h) as gate:
+        xferlib.save(tmp_path / "a.npy", array, stager)
+        tmp_path.rename(tmp_path.with_name("moved"))
+        gate.set()
+    assert until(lambda: bool(said))
+    assert "nobody has asked" in said[0]
+
+
+def test_a_failure_keeps_no_memory_and_its_traceback_does_not_grow(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    array = there(stager, np.zeros(MIB, np.uint8))
+    stager.idle()
+    before = stager._pool.usage().used
+    monkeypatch.setattr(TemporaryFile, "write", broken)
+    save = xferlib.save(tmp_path / "a.npy", array, stager)
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(OSError, match="broken") as raised:
+            save.result(20)
+        lengths.append(len(raised.traceback))
+    assert len(set(lengths)) == 1
+    del raised
+    stager.idle()
+    assert stager._pool.usage().used == before
+
+
+def test_no_descriptor_is_left_open(stager: Stager, tmp_path: Path) -> None:
+    array = there(stager, np.arange(3))
+    xferlib.save(tmp_path / "a.npy", array, stager).result(20)
+    before = len(os.listdir("/proc/self/fd"))
+    for kind in ("npy", "npz", "safetensors"):
+        xferlib.save(tmp_path / f"a.{kind}", {"w": array} if kind == "npz" else array, stager).result(20)
+        with pytest.raises(FileNotFoundError):
+            xferlib.save(tmp_path / "none" / "a.npy", array, stager).result(20)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_forked_child_is_refused_and_the_parent_goes_on(stager: Stager, tmp_path: Path) -> None:
+    backend: Any = stager.backend
+    array = there(stager, bits((MIB,), np.dtype(np.uint8)))
+    with held(backend.d2h) as gate:
+        save = xferlib.save(tmp_path / "a.npy", array, stager)
+        child = fork()
+        if child == 0:
+            refused = 0
+            for call in (save.done, save.result, save.wait_read):
+                try:
+                    call()
+                except xferlib.BackendUnavailableError:
+                    refused += 1
+            os._exit(0 if refused == 3 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        gate.set()
+    same(np.load(save.result(20)), array)
+
+
+def test_a_child_saves_into_the_series_that_its_parent_saves_to(stager: Stager, tmp_path: Path) -> None:
+    backend: Any = stager.backend
+    array = there(stager, np.arange(1000))
+    with held(backend.d2h) as gate:
+        save = xferlib.save(tmp_path / "s_1.npy", array, stager)
+        child = fork()
+        if child == 0:
+            with xferlib.stager("host") as own:
+                xferlib.save(tmp_path / "s_2.npy", np.arange(3), own).result(10)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        gate.set()
+    save.result(20)
+    only(tmp_path, "s_1.npy", "s_2.npy")
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_save(stager: Stager, tmp_path: Path) -> None:
+    left = tmp_path / f".a.npy.00ff{SUFFIX}"
+    left.write_bytes(b"half")
+    others = TemporaryFile(tmp_path / "b.npy")
+    xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(3)), stager).result(20)
+    assert not left.exists()
+    # Somebody writes that one now.
+    assert len(list(tmp_path.glob(f".*{SUFFIX}"))) == 1
+    others.close()
+    only(tmp_path, "a.npy")
+
+
+PROGRAM = """
+import sys
+import numpy as np
+import xferlib
+
+with xferlib.stager("host") as stager:
+    for step in range(1, 1000):
+        state = {"w": np.full(400_000, step, np.int32), "b": np.full(7, step, np.int32), "step": step}
+        xferlib.save(sys.argv[1], stager.put(state, borrow=True).result(), stager, memory=1 << 18).result()
+        print(step, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_the_old_file_or_the_new_one(stager: Stager, tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    dice = np.random.default_rng(3)
+    for _ in range(6):
+        command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM), str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            seen = [int(child.stdout.readline()) for _ in range(int(dice.integers(1, 4)))]
+            time.sleep(float(dice.random()) * 0.02)
+            child.send_signal(signal.SIGKILL)
+        like: Any = {"w": np.zeros(400_000, np.int32), "b": np.zeros(7, np.int32), "step": 0}
+        back = xferlib.load(path, stager, like=like)
+        step = back["step"]
+        assert step >= seen[-1]
+        assert (stager.get(back["w"]).result() == step).all()
+        assert (stager.get(back["b"]).result() == step).all()
+    xferlib.save(path, there(stager, {"w": np.zeros(3)}), stager).result()
+    only(tmp_path, path.name)
+
+
+def test_a_file_system_without_locks_will_do(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
+    only(tmp_path, "a.npy")
+
+
+def test_a_file_that_another_process_takes_for_left_is_begun_anew(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    lock, times = fcntl.flock, iter(range(100))
+
+    def taken(descriptor: int, how: int) -> None:
+        number = next(times)
+        if number == 0:
+            raise BlockingIOError
+        if number == 1:
+            # Removed a moment before it is locked.
+            (left,) = [path for path in tmp_path.glob(f".*{SUFFIX}") if path.stat().st_ino == os.fstat(descriptor).st_ino]
+            left.unlink()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", taken)
+    xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
+    assert next(times) >= 3
+    xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
+    only(tmp_path, "a.npy")
+
+
+def test_what_cannot_be_removed_is_said_and_the_file_is_there(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    (tmp_path / "s_1.npy").write_bytes(b"old")
+    (tmp_path / "s_0.npy").mkdir()
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "s_1.npy":
+            raise PermissionError("not yours")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(warnings, "warn", lambda words, *_: said.append(words))
+    xferlib.save(tmp_path / "s_2.npy", there(stager, np.zeros(3)), stager, keep=1).result(20)
+    monkeypatch.undo()
+    assert "could not be removed: not yours" in said[0]
+    assert len(said) == 1
+    only(tmp_path, "s_0.npy", "s_1.npy", "s_2.npy")
+
+
+@pytest.mark.parametrize("started", [-1, 0, 1, 2])
+def test_threads_that_the_system_has_not_are_done_without(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    array = there(stager, bits((MIB,), np.dtype(np.uint8)))
+    start, left = threading.Thread.start, iter(range(max(0, started)))
+
+    def refuse_first(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "xferlib-save" and next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr("xferlib.files.writing.usable_cores", lambda: 4)
+    if started < 0:
+        # Not even the one that starts the others: the call itself writes.
+        monkeypatch.setattr(writing, "start_new_thread", refuse_first)
+    save = xferlib.save(tmp_path / "a.npy", array, stager, memory=256 * 1024)
+    assert save.done() or started >= 0
+    same(np.load(save.result(20)), array)
+    only(tmp_path, "a.npy")
+    at_rest(stager)
+
+
+def test_an_interrupt_of_a_save_that_the_call_writes_leaves_the_old_file(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def interrupted(self: TemporaryFile, data: memoryview, offset: int) -> None:
+        raise KeyboardInterrupt
+
+    array = there(stager, np.arange(1000))
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(writing, "start_new_thread", refuse)
+    monkeypatch.setattr(TemporaryFile, "write", interrupted)
+    monkeypatch.setattr(warnings, "warn", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        xferlib.save(path, array, stager)
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    only(tmp_path, path.name)
+    at_rest(stager)
+    xferlib.save(path, array, stager).result(20)
+
+
+def test_an_interrupt_at_any_point_of_the_call_leaves_nothing(stager: Stager, tmp_path: Path) -> None:
+    """The file is whole or not there, and nothing is left of a save that did not begin."""
+    array = there(stager, bits((200_000,), np.dtype(np.uint8)))
+    path = tmp_path / "a.npy"
+    within = ("files/save.py", "files/writing.py", "byte_reader.py")
+
+    def ended() -> bool:
+        return not [save for save in writing._under_way.values() if not save.is_dropped]
+
+    for point in itertools.count(1):
+        if not interrupted_at(point, within, lambda: xferlib.save(path, array, stager)):
+            break
+        assert until(ended)
+        gc.collect()
+        stager.idle()
+        stager._ledger.reap()
+        assert not stager._ledger.jobs.readings
+        if path.exists():
+            same(np.load(path), array)
+            path.unlink()
+        only(tmp_path)
+    assert until(ended)
+    assert point > 20
+
+
+def test_an_interrupt_while_the_threads_start_leaves_the_save_going_on(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = there(stager, np.arange(1000))
+
+    def interrupted(call: Any, arguments: tuple[()]) -> None:
+        call()
+        raise KeyboardInterrupt
+
+    def too_early(call: Any, arguments: tuple[()]) -> None:
+        raise KeyboardInterrupt
+
+    for number, start in enumerate((interrupted, too_early)):
+        monkeypatch.setattr(writing, "start_new_thread", start)
+        with pytest.raises(KeyboardInterrupt) as raised:
+            xferlib.save(tmp_path / f"s_{number}.npy", array, stager)
+        monkeypatch.undo()
+        # What was raised leads to the save that was not started: it is in nobody's way.
+        xferlib.save(tmp_path / "s_9.npy", array, stager).result(20)
+        stager.put(np.arange(1000), into=array).result()
+        assert (tmp_path / f"s_{number}.npy").exists() == (start is interrupted)
+        del raised
+
+
+def test_a_finalizer_in_its_threads_is_refused_and_does_not_hang(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the collector runs there may put into what is being saved."""
+    array = there(stager, np.zeros(MIB, np.uint8))
+    told: list[str] = []
+
+    def finalize() -> None:
+        with pytest.raises(xferlib.XferError) as raised:
+            stager.put(np.ones(MIB, np.uint8), into=array)
+        told.append(str(raised.value))
+
+    begin, pieces = TemporaryFile.__init__, Layout.pieces
+
+    def beginning(self: TemporaryFile, target: Path) -> None:
+        finalize()
+        begin(self, target)
+
+    def cutting(self: Any, nbytes: int) -> Iterator[Any]:
+        for piece in pieces(self, nbytes):
+            finalize()
+            yield piece
+
+    monkeypatch.setattr(TemporaryFile, "__init__", beginning)
+    monkeypatch.setattr(Layout, "pieces", cutting)
+    save = xferlib.save(tmp_path / "a.npy", array, stager, memory=512 * 1024)
+    assert not np.load(save.result(20)).any()
+    assert len(told) == 5
+    assert all("finalizer" in words for words in told)
+
+
+def test_the_interpreter_waits_for_a_save_when_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    program = f"""
+    import numpy as np, xferlib
+    stager = xferlib.stager("host")
+    array = stager.put(np.arange(3_000_000), borrow=True).result()
+    xferlib.save({str(path)!r}, array, stager, memory=1 << 18)
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], check=True, timeout=60)
+    assert (np.load(path) == np.arange(3_000_000)).all()

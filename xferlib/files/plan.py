@@ -1,0 +1,133 @@
+"""How a file of arrays is to look: what is refused of it at once, and its pieces, which are made when they are wanted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from xferlib.byte_reader import Span
+from xferlib.files.formats import VALUES, check_npy, check_safetensors, npy_header, safetensors_layout
+from xferlib.files.names import names_of
+from xferlib.tree import Alike, Spec
+
+__all__ = ["Layout", "Piece", "Plan", "planned"]
+
+LONGEST_MEMBER = 60_000
+"""Bytes of the name of an archive's member: the format has two bytes for their number."""
+JSON = (str, int, float)
+"""What rides along and is the same when JSON has had it; a bool is an int."""
+
+
+class Piece(NamedTuple):
+    """Part of a file: bytes of arrays, one behind the other."""
+
+    offset: int
+    nbytes: int
+    spans: list[Span]
+
+
+@final
+class Plan(NamedTuple):
+    """A file that can be written. `nbytes`: of the arrays."""
+
+    kind: str
+    names: Sequence[str]
+    described: Sequence[Alike]
+    texts: Mapping[str, str]
+    nbytes: int
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether the file is written from front to back, by one thread."""
+        return self.kind == ".npz"
+
+    def laid_out(self) -> Layout:
+        """Return where everything is to be. It takes a while with thousands of arrays."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.described]
+        match self.kind:
+            case ".safetensors":
+                found = safetensors_layout(self.names, self.described, self.texts)
+                return Layout([found.header], found.order, sizes, [])
+            case ".npy":
+                return Layout([npy_header(*self.described[0])], [0], sizes, [])
+        members = [f"{name}.npy" for name in self.names]
+        return Layout([npy_header(*alike) for alike in self.described], list(range(len(sizes))), sizes, members)
+
+
+@final
+class Layout(NamedTuple):
+    """`headers`: what stands before the arrays: before all of them, or in an archive before each. `order`: see `FileLayout`."""
+
+    headers: list[bytes]
+    order: list[int]
+    sizes: list[int]
+    members: list[str]
+    """Of an archive; else empty."""
+
+    def pieces(self, nbytes: int) -> Iterator[Piece]:
+        """Iterate the pieces of a file that is no archive, of at most so many bytes."""
+        offset = start = len(self.headers[0])
+        spans: list[Span] = []
+        for index in self.order:
+            at = 0
+            while at < self.sizes[index]:
+                taken = min(self.sizes[index] - at, start + nbytes - offset)
+                spans.append(Span(index, at, taken))
+                at, offset = at + taken, offset + taken
+                if offset == start + nbytes:
+                    yield Piece(start, offset - start, spans)
+                    start, spans = offset, []
+        if spans:
+            yield Piece(start, offset - start, spans)
+
+    def by_member(self, nbytes: int) -> Iterator[list[Piece]]:
+        """Iterate the pieces of each member of an archive. The writer knows where they belong."""
+        for index, size in enumerate(self.sizes):
+            starts = range(0, size, nbytes)
+            yield [Piece(0, min(nbytes, size - start), [Span(index, start, min(nbytes, size - start))]) for start in starts]
+
+
+def planned(file: Path, spec: Spec, described: Sequence[Alike], metadata: Mapping[str, str] | None) -> Plan:
+    """Check all that can be refused of a file, and lay nothing out yet. Raises `TypeError` and `ValueError`."""
+    names, riders = names_of(spec)
+    kind = file.suffix.lower()
+    texts = _texts(file, kind, spec, riders, metadata)
+    if kind == ".safetensors":
+        check_safetensors(names, described, texts)
+    else:
+        check_npy(names, described)
+    if kind == ".npz":
+        for name in names:
+            _check_member(name)
+    return Plan(kind, names, described, texts, sum([math.prod(shape) * dtype.itemsize for shape, dtype in described]))
+
+
+def _check_member(name: str) -> None:
+    """Raise `ValueError` for a name that an archive would not give back."""
+    if not name.isprintable() or len(name.encode()) > LONGEST_MEMBER:
+        raise ValueError(f"{name[:80]!r} is no name for an array in an archive: it is too long, or has unprintable characters")
+
+
+def _texts(file: Path, kind: str, spec: Spec, riders: dict[str, Any], metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """Return what goes into the file's metadata. Raises `TypeError` and `ValueError` for what has no place there."""
+    texts = dict(metadata or {})
+    if kind == ".npy" and spec is not None:
+        raise ValueError(f"{str(file)!r}: a .npy file holds one array, and this is a tree. Save it as .safetensors or .npz")
+    if kind != ".safetensors" and (texts or riders):
+        found = "metadata" if texts else f"{next(iter(riders))!r}, which is no array"
+        raise ValueError(f"{str(file)!r}: a {kind} file has no place for {found}. Save it as .safetensors, or leave it out")
+    for key, text in texts.items():
+        if not (isinstance(key, str) and isinstance(text, str)) or key == VALUES:
+            raise TypeError(f"metadata: {key!r}: {text!r}: expected text for both, and a key other than {VALUES!r}")
+    for name, value in riders.items():
+        # Of a class that is also a number or text, JSON keeps the number.
+        if type(value) not in (*JSON, bool):
+            raise TypeError(
+                f"{name!r} is a {type(value).__qualname__}, and a file has a place for arrays, text and numbers. Leave it out"
+            )
+    if riders:
+        texts[VALUES] = json.dumps(riders)
+    return texts

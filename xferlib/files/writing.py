@@ -1,0 +1,341 @@
+"""The threads that write one file.
+
+Each takes the next piece of the file: it has the device copy it to pinned memory of its own, and writes it where it belongs. So a
+state of any size passes through as much pinned memory as these have, and copies and writes go on side by side. Whoever asks for a
+save waits for none of this, and not for a thread to start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+import time
+import warnings
+import weakref
+import zipfile
+from _thread import start_new_thread
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, final
+
+from xferlib.byte_reader import ByteReader
+from xferlib.engine.cores import usable_cores
+from xferlib.errors import AllocationError, XferError
+from xferlib.files.plan import Layout, Piece, Plan
+from xferlib.files.series import remove_older, series_of
+from xferlib.files.temporary import TemporaryFile
+from xferlib.latch import SLICE_SECONDS, Latch
+from xferlib.memory.arrays import Array
+
+__all__ = ["Writing"]
+
+PIECE_NBYTES = 16 << 20
+"""Bytes: many times what a write and a copy cost beside their bytes."""
+LEAST_NBYTES = 4 << 10
+MOST_THREADS = 16
+
+
+@final
+class Writing:
+    """What the threads of one save share, and who owns its reader from `start` on. It does not refer to the handle."""
+
+    def __init__(self, file: Path, plan: Plan, reader: ByteReader, memory: int, rate_limit: float | None, keep: int | None) -> None:
+        self.file = file
+        self.plan = plan
+        self.process = os.getpid()
+        self.written = 0
+        self.told = False
+        """Whether somebody knows of the failure."""
+        self.was_read, self.ended = Latch(), Latch()
+        # Now: the working directory may be another one when the threads come to it. And what a symbolic link leads to is replaced.
+        self._target = Path(os.path.realpath(file))
+        self._series = f"{self._target.parent}/{series_of(self._target.name)}"
+        self._number = next(_numbers)
+        self._keep = keep
+        self._reader = reader
+        self._rate_limit = rate_limit
+        self._memory = memory
+        self._piece_nbytes = max(LEAST_NBYTES, min(PIECE_NBYTES, memory // 2, plan.nbytes))
+        self._left = 1
+        self._layout: Layout | None = None
+        self._pieces: Iterator[Piece] = iter(())
+        self._lock = threading.Lock()
+        self._promised = self._issued = self._read = 0
+        self._began = time.monotonic()
+        self._temporary: TemporaryFile | None = None
+        self._handle: weakref.ref[Any] | None = None
+        self._stop = Latch()
+        """Open when no more is to be written."""
+        self._fate: dict[None, Literal["started", "dropped"]] = {}
+        """Whether somebody writes, or the caller was interrupted before that: who comes first says it, in one step."""
+        self._verdict: dict[None, Exception | None] = {}
+        """None: the file is getting its name. Else why it does not. Who comes first says it."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why there will be no file; None: there is, or there may be."""
+        return self._verdict.get(None)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the caller was interrupted before anybody began."""
+        return self._fate.get(None) == "dropped"
+
+    def is_before(self, other: Writing) -> bool:
+        """Tell whether this one's file must be there before the other's: it is of the same series, and was called for earlier."""
+        return self._series == other._series and self._number < other._number
+
+    def start(self, handle: weakref.ref[Any]) -> None:
+        """Have threads write the file. Waits for none, unless there is none to be had: then the caller writes the file."""
+        try:
+            self._handle = handle
+            self._reader.hand_over()
+            _under_way[self._number] = self
+            if not (_over or self._on_threads()):
+                self._alone()
+        except BaseException:
+            if self._fate.setdefault(None, "dropped") == "dropped":
+                self._reader.close()
+                _under_way.pop(self._number, None)
+            raise
+
+    def cancel(self) -> bool:
+        """Write no more; tell whether that is why there will be no file."""
+        cancelled = XferError(f"the save to {str(self.file)!r} was cancelled. What was there before is there")
+        if self._verdict.setdefault(None, cancelled) is not cancelled:
+            return False
+        self.told = True
+        self._stop.open()
+        return True
+
+    def say_failed(self) -> None:
+        """Warn of a failure that nobody has asked about."""
+        if self.error is None or self.told:
+            return
+        said = f"the save to {str(self.file)!r} failed, and nobody has asked for its result: {self.error}"
+        warnings.warn(said, RuntimeWarning, 2)
+
+    def _on_threads(self) -> bool:
+        """Have a thread start the others: it takes one call in C, which an interrupt does not cut. False: the system has none."""
+        try:
+            start_new_thread(self._start_threads, ())
+        except RuntimeError:
+            return False
+        return True
+
+    def _alone(self) -> None:
+        """Write the file on the calling thread."""
+        if self._fate.setdefault(None, "started") == "started":
+            self._run(cut=True)
+
+    def _start_threads(self) -> None:
+        """They are no daemons: while the interpreter ends, it waits for them."""
+        if self._fate.setdefault(None, "started") != "started":
+            return
+        most = 1 if self.plan.is_archive else -(-self.plan.nbytes // self._piece_nbytes)
+        wanted = max(1, min(most, MOST_THREADS, self._memory // self._piece_nbytes, max(2, usable_cores())))
+        started, self._left = 0, wanted
+        # Those that run do what others do not, but slower.
+        with suppress(RuntimeError, MemoryError):
+            while started < wanted:
+                threading.Thread(target=self._run, name="xferlib-save", daemon=False).start()
+                started += 1
+        for _ in range(wanted - max(1, started)):
+            self._leave()
+        if not started:
+            self._run()
+
+    def _run(self, *, cut: bool = False) -> None:
+        """Take part, and end the save if the others have. `cut`: an interrupt may come here, and ends the save."""
+        self._reader.join()
+        try:
+            self._take_part()
+        except BaseException as error:
+            self._fail(error)
+            if cut and not isinstance(error, Exception):
+                raise
+        finally:
+            self._reader.leave()
+            self._leave()
+
+    def _take_part(self) -> None:
+        with self._lock:
+            memory = self._begin() if self._temporary is None and self.error is None else None
+        if memory is None:
+            with suppress(AllocationError):
+                # Others go on without this thread where there is no more.
+                memory = self._reader.empty(self._piece_nbytes, wait=False)
+        if memory is not None and self.error is None:
+            self._write(memory)
+
+    def _begin(self) -> Array:
+        """Begin the file, and return memory to read into: less than was thought of, where the pool has no more."""
+        self._layout = layout = self.plan.laid_out()
+        temporary = TemporaryFile(self._target)
+        self._temporary = temporary
+        temporary.check_room(self.plan.nbytes + sum(map(len, layout.headers)))
+        memory = None
+        while memory is None:
+            smallest = self._piece_nbytes // 2 < LEAST_NBYTES
+            try:
+                memory = self._reader.empty(self._piece_nbytes, wait=smallest)
+            except AllocationError:
+                if smallest:
+                    raise
+                self._piece_nbytes //= 2
+        self._pieces = layout.pieces(self._piece_nbytes)
+        if not layout.members:
+            temporary.write(memoryview(layout.headers[0]), 0)
+        return memory
+
+    def _write(self, memory: Array) -> None:
+        assert self._temporary is not None
+        assert self._layout is not None
+        layout = self._layout
+        if not layout.members:
+            for offset, data in self._data(memory):
+                self._temporary.write(data, offset)
+                self._note_written(data.nbytes)
+            return
+        with self._temporary.as_file() as stream, zipfile.ZipFile(stream, "w") as archive:
+            for member, header, pieces in zip(layout.members, layout.headers, layout.by_member(memory.nbytes), strict=True):
+                self._pieces = iter(pieces)
+                with archive.open(member, "w", force_zip64=True) as entry:
+                    entry.write(header)
+                    for _, data in self._data(memory):
+                        entry.write(data)
+                        self._note_written(data.nbytes)
+                if self.error is not None:
+                    return
+
+    def _data(self, memory: Array) -> Iterator[tuple[int, memoryview]]:
+        """Iterate what this thread is to write, and where: the next pieces that no other has taken, read into this memory."""
+        while True:
+            with self._lock:
+                piece = next(self._pieces, None)
+                if piece is None:
+                    return
+                seconds = self._seconds_until(piece.nbytes)
+            # Not with the lock: others have pieces to note.
+            if self.error is not None or (seconds > 0 and self._stop.wait(seconds)):
+                return
+            with self._lock:
+                transfer = self._start_read(piece, memory)
+            data = transfer.result()
+            self._note_read(piece.nbytes)
+            yield piece.offset, memoryview(data)
+
+    def _seconds_until(self, nbytes: int) -> float:
+        """Return how long the next piece, of so many bytes, has to wait until it may be read."""
+        if self._rate_limit is None:
+            return 0.0
+        due = self._began + self._promised / self._rate_limit
+        self._promised += nbytes
+        return due - time.monotonic()
+
+    def _start_read(self, piece: Piece, memory: Array) -> Any:
+        transfer = self._reader.read(piece.spans, memory)
+        self._issued += piece.nbytes
+        if self._issued == self.plan.nbytes:
+            # From here on the copies are known as what they are.
+            self._reader.close()
+        return transfer
+
+    def _note_read(self, nbytes: int) -> None:
+        with self._lock:
+            self._read += nbytes
+            if self._read == self.plan.nbytes:
+                # Else they are held until somebody transfers something.
+                self._reader.let_go()
+                self.was_read.open()
+
+    def _note_written(self, nbytes: int) -> None:
+        with self._lock:
+            self.written += nbytes
+
+    def _fail(self, error: BaseException) -> None:
+        known = error if isinstance(error, Exception) else RuntimeError(f"the save was cut off: {error!r}")
+        # Its frames would hold memory for as long as the handle.
+        self._verdict.setdefault(None, known.with_traceback(None))
+        self._stop.open()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        try:
+            self._reader.close()
+            self._reader.let_go()
+            self.was_read.open()
+            self._publish()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            with suppress(OSError):
+                if self._temporary is not None:
+                    self._temporary.close()
+            self._temporary = None
+            _under_way.pop(self._number, None)
+            self.ended.open()
+        handle = self._handle
+        if handle is None or handle() is None:
+            self.say_failed()
+
+    def _publish(self) -> None:
+        self._wait_for_older()
+        # From here on nobody cancels it.
+        if self._temporary is None or self._verdict.setdefault(None, None) is not None:
+            return
+        try:
+            self._temporary.publish()
+        except BaseException:
+            del self._verdict[None]
+            raise
+        if self._keep is not None:
+            remove_older(self._target, self._keep)
+
+    def _wait_for_older(self) -> None:
+        """Wait for the saves of the same series that were started before this one: they must not come behind it."""
+        older = [number for number, writing in list(_under_way.items()) if writing.is_before(self)]
+        for number in older:
+            while self.error is None and _goes_on(number):
+                pass
+
+
+def _goes_on(number: int) -> bool:
+    """Wait a moment for a save, and tell whether it goes on.
+
+    Not for good: one whose start was interrupted never ends, and is gone when nobody has it.
+    """
+    writing = _under_way.get(number)
+    return writing is not None and not writing.is_dropped and not writing.ended.wait(SLICE_SECONDS)
+
+
+_numbers = itertools.count()
+_under_way: weakref.WeakValueDictionary[int, Writing] = weakref.WeakValueDictionary()
+"""By their numbers, which are those of the calls. The threads of each hold it."""
+_over = False
+"""Whether the interpreter ends, and waits for no more threads."""
+
+
+def _wait_for_all() -> None:
+    """At the end of the interpreter, which waits by itself only for threads that are started already."""
+    global _over
+    _over = True
+    for number in list(_under_way):
+        while _goes_on(number):
+            pass
+
+
+def _forget() -> None:
+    """In a forked child: the threads stayed with the parent."""
+    global _under_way
+    _under_way = weakref.WeakValueDictionary()
+
+
+atexit.register(_wait_for_all)
+os.register_at_fork(after_in_child=_forget)
