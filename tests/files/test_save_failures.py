@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import xferlib
 from tests.children import fork
-from tests.core.fakes import held, until
+from tests.core.fakes import held, run_python, until
 from tests.core.points import interrupted_at
 from tests.files.saves import MIB, at_rest, bits, only, same, there
 from xferlib.files import writing
@@ -251,12 +252,12 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(stager: Stager, tmp_pa
         child = fork()
         if child == 0:
             refused = 0
-            for call in (save.done, save.result, save.wait_read):
+            for call in (save.done, save.result, save.wait_read, save.cancel):
                 try:
                     call()
                 except xferlib.BackendUnavailableError:
                     refused += 1
-            os._exit(0 if refused == 3 else 1)
+            os._exit(0 if refused == 4 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         gate.set()
     same(np.load(save.result(20)), array)
@@ -507,6 +508,221 @@ def test_a_finalizer_in_its_threads_is_refused_and_does_not_hang(
     assert not np.load(save.result(20)).any()
     assert len(told) == 5
     assert all("finalizer" in words for words in told)
+
+
+def test_a_save_that_is_cancelled_leaves_the_old_file(stager: Stager, tmp_path: Path) -> None:
+    backend: Any = stager.backend
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"old")
+    with held(backend.d2h) as gate:
+        save = xferlib.save(path, there(stager, np.zeros(MIB, np.uint8)), stager, memory=128 * 1024)
+        assert save.cancel()
+        assert not save.done() or gate.is_set()
+        gate.set()
+        with pytest.raises(xferlib.XferError, match="was cancelled"):
+            save.result(20)
+    save.wait_read(0)
+    assert save.cancel()
+    with pytest.raises(xferlib.XferError, match="was cancelled"):
+        save.done()
+    assert path.read_bytes() == b"old"
+    only(tmp_path, path.name)
+    at_rest(stager)
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors"])
+def test_a_cancelled_save_writes_no_more(stager: Stager, tmp_path: Path, kind: str) -> None:
+    """Neither the pieces, nor the members of an archive: the second may be read in an hour."""
+    tree = there(stager, [np.zeros(100_000, np.uint8)] * 3)
+    save = xferlib.save(tmp_path / f"a.{kind}", tree, stager, memory=64 * 1024, rate_limit=1)
+    assert until(lambda: save.written > 0)
+    assert save.cancel()
+    with pytest.raises(xferlib.XferError, match="was cancelled"):
+        save.result(20)
+    assert save.written <= 64 * 1024
+    only(tmp_path)
+    at_rest(stager)
+
+
+def test_a_save_that_has_ended_is_not_cancelled(stager: Stager, tmp_path: Path) -> None:
+    array = there(stager, np.arange(3))
+    save = xferlib.save(tmp_path / "a.npy", array, stager)
+    save.result(20)
+    assert not save.cancel()
+    assert save.done()
+    failed = xferlib.save(tmp_path / "none" / "a.npy", array, stager)
+    with pytest.raises(FileNotFoundError):
+        failed.result(20)
+    assert not failed.cancel()
+
+
+def test_it_is_too_late_to_cancel_when_the_file_gets_its_name(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, publish, publishing = threading.Event(), TemporaryFile.publish, threading.Event()
+
+    def hold(self: TemporaryFile) -> None:
+        publishing.set()
+        gate.wait(20)
+        publish(self)
+
+    monkeypatch.setattr(TemporaryFile, "publish", hold)
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager)
+    assert publishing.wait(20)
+    assert not save.cancel()
+    gate.set()
+    save.result(20)
+    only(tmp_path, "a.npy")
+
+
+def test_a_name_that_cannot_be_had_is_told(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: TemporaryFile) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(TemporaryFile, "publish", broken)
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager)
+    with pytest.raises(OSError, match="broken"):
+        save.result(20)
+    assert not save.cancel()
+    only(tmp_path)
+
+
+def test_a_cancelled_save_waits_for_none_and_those_behind_it_wait_for_all(stager: Stager, tmp_path: Path) -> None:
+    backend: Any = stager.backend
+    with xferlib.stager("host") as other, held(backend.d2h) as gate:
+        first = xferlib.save(tmp_path / "s_1.npy", there(stager, np.zeros(10, np.uint8)), stager)
+        second = xferlib.save(tmp_path / "s_2.npy", there(other, np.ones(10, np.uint8)), other)
+        third = xferlib.save(tmp_path / "s_3.npy", there(other, np.ones(10, np.uint8)), other)
+        assert until(lambda: second.written == third.written == 10)
+        assert second.cancel()
+        with pytest.raises(xferlib.XferError, match="was cancelled"):
+            second.result(20)
+        with pytest.raises(TimeoutError):
+            third.result(0.1)
+        gate.set()
+        third.result(20)
+        assert first.done()
+    only(tmp_path, "s_1.npy", "s_3.npy")
+
+
+def test_nobody_is_told_of_a_save_that_was_cancelled_and_dropped(stager: Stager, tmp_path: Path) -> None:
+    """Warnings are errors here."""
+    backend: Any = stager.backend
+    with held(backend.d2h) as gate:
+        save = xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager)
+        save.cancel()
+        writing_still = save._writing
+        del save
+        gate.set()
+    assert writing_still.ended.wait(20)
+    del writing_still
+    only(tmp_path)
+
+
+FORKING = """
+import os
+import sys
+import threading
+import numpy as np
+import xferlib
+from xferlib.files.temporary import TemporaryFile
+
+begun = threading.Event()
+
+def write(self, data, offset):
+    begun.set()
+    threading.Event().wait()
+
+TemporaryFile.write = write
+TemporaryFile.as_file = lambda self: write(self, b"", os.dup(self._descriptor))
+stager = xferlib.stager("host")
+xferlib.save(sys.argv[1], {"w": np.zeros(1000)}, stager)
+begun.wait()
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    # Until whoever reads stdout has seen enough.
+    sys.stdin.read()
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors"])
+def test_a_child_does_not_keep_what_its_killed_parent_left(stager: Stager, tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path / f"a.{kind}")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.wait(20)
+        # It lives, and nothing of the parent's is open in it.
+        os.kill(child, 0)
+        assert len(list(tmp_path.glob(f".*{SUFFIX}"))) == 1
+        xferlib.save(tmp_path / "b.npy", there(stager, np.arange(3)), stager).result(20)
+        only(tmp_path, "b.npy")
+        os.kill(child, 0)
+
+
+def test_a_rate_holds_up_nobody_who_has_read(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread waits for its turn, which comes in an hour. The other one goes on with what it has read."""
+    monkeypatch.setattr("xferlib.files.writing.usable_cores", lambda: 2)
+    gate, write, waiting = threading.Event(), TemporaryFile.write, []
+
+    def hold(self: TemporaryFile, data: memoryview, offset: int) -> None:
+        if offset:
+            gate.wait(20)
+        write(self, data, offset)
+
+    seconds_until = writing.Writing._seconds_until
+
+    def note(self: writing.Writing, nbytes: int) -> float:
+        waiting.append(seconds_until(self, nbytes))
+        return waiting[-1]
+
+    monkeypatch.setattr(TemporaryFile, "write", hold)
+    monkeypatch.setattr(writing.Writing, "_seconds_until", note)
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(MIB, np.uint8)), stager, memory=128 * 1024, rate_limit=10)
+    # The second one sleeps, or is about to.
+    assert until(lambda: len(waiting) == 2)
+    gate.set()
+    assert until(lambda: save.written == 64 * 1024)
+    save.cancel()
+    with pytest.raises(xferlib.XferError, match="was cancelled"):
+        save.result(20)
+
+
+def test_a_program_saves_as_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    program = f"""
+    import atexit, numpy as np, xferlib
+    def handler():
+        xferlib.save({str(path)!r}, {{"w": np.arange(300_000)}}, stager, memory=1 << 18)
+    stager = xferlib.stager("host")
+    atexit.register(handler)
+    """
+    ended = run_python(program, "-W", "ignore::ResourceWarning")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (safetensors.numpy.load_file(path)["w"] == np.arange(300_000)).all()
+    only(tmp_path, path.name)
+
+
+def test_when_everything_has_ended_a_save_is_refused_in_words(tmp_path: Path) -> None:
+    """Handlers run in the reverse order of their registration: one from before the import comes last."""
+    program = f"""
+    import atexit
+    def handler():
+        try:
+            xferlib.save({str(tmp_path / "a.npy")!r}, np.arange(3), stager)
+        except xferlib.ClosedError as error:
+            print(error)
+    atexit.register(handler)
+    import numpy as np, xferlib
+    stager = xferlib.stager("host")
+    """
+    ended = run_python(program, "-W", "ignore::ResourceWarning")
+    assert "Register the handler that saves after import xferlib" in ended.stdout, ended.stderr
+    only(tmp_path)
 
 
 def test_the_interpreter_waits_for_a_save_when_it_ends(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from xferlib.errors import BackendUnavailableError
 from xferlib.files.formats import SUFFIXES
 from xferlib.files.plan import planned
 from xferlib.files.series import is_numbered
-from xferlib.files.writing import Writing
+from xferlib.files.writing import Writing, refuse_late
 from xferlib.stager import Stager, check_stager
 from xferlib.words import in_words
 
@@ -41,7 +41,7 @@ def save(
 
     The arrays are read until `Save.wait_read` returns: until then do not overwrite them by work of your own, nor donate or delete
     them. `put(into=)` waits by itself. Dropping them is fine. The program does not end before its saves have. Where no thread can
-    be had, as in a program that ends, the call itself writes the file.
+    be had, as in handlers of `atexit` from Python 3.12 on, the call itself writes the file.
 
     - `path` ends in `.safetensors` for a tree of any kind, with names like "params.dense.kernel": dots join the keys, and an array
       alone is "array". Text and numbers that ride along are in the file's metadata, and `load(like=)` brings them back. It ends in
@@ -53,9 +53,11 @@ def save(
       "step_100.safetensors", so many stay, the newest. The others are removed when this one is there; a `RuntimeWarning` says which
       could not be.
 
-    Raises `ValueError` and `TypeError` for arguments, and as `Stager.get` does. What goes wrong later, a full disk for example, is
+    Raises `ValueError` and `TypeError` for arguments, and as `Stager.get` does; `ClosedError` in handlers of `atexit` that were
+    registered before xferlib was imported. What goes wrong later, a full disk for example, is
     raised by `Save.result`.
     """
+    refuse_late()
     check_stager(stager, path, comes="third")
     file = Path(path)
     if file.suffix.lower() not in SUFFIXES:

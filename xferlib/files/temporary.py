@@ -1,13 +1,15 @@
 """A file that is whole or not there: written under another name, and renamed when its bytes are on the disk.
 
 What a killed process leaves behind is told from what another process writes by a lock, which goes with its process. It is removed
-when the next file of its folder is begun.
+when the next file of its folder is begun. A forked child has the descriptors of its parent, and would keep the locks: it lets go of
+them.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import time
@@ -18,6 +20,7 @@ from typing import IO, final
 __all__ = ["TemporaryFile"]
 
 SUFFIX = ".xferlib-saving"
+DESCRIPTORS = "/proc/self/fd"
 STEP_NANOSECONDS = 1_000_000
 """Between two files: file systems have times to the microsecond at least."""
 
@@ -28,6 +31,17 @@ class TemporaryFile:
 
     def __init__(self, target: Path) -> None:
         self._target = target
+        self._number = next(_numbers)
+        # First: whoever forks from here on looks for descriptors.
+        _begun[self._number] = None
+        try:
+            self._open()
+        except BaseException:
+            _begun.pop(self._number, None)
+            raise
+
+    def _open(self) -> None:
+        target = self._target
         _remove_left(target.parent)
         while True:
             # Not the target's name and more: that may be as long as a name can be.
@@ -78,6 +92,7 @@ class TemporaryFile:
             self._path.unlink(missing_ok=True)
         finally:
             os.close(self._descriptor)
+            _begun.pop(self._number, None)
 
 
 def _remove_left(folder: Path) -> None:
@@ -93,6 +108,26 @@ def _remove_left(folder: Path) -> None:
                 os.close(descriptor)
 
 
+def _let_go() -> None:
+    """In a forked child: let go of the files that the parent writes, which may be open anywhere."""
+    if not _begun:
+        return
+    _begun.clear()
+    with suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for name in os.listdir(DESCRIPTORS):
+            # The one of the listing is closed by now.
+            with suppress(OSError):
+                if os.readlink(f"{DESCRIPTORS}/{name}").removesuffix(" (deleted)").endswith(SUFFIX):
+                    # Not closed: objects of the parent's threads have the number, and may yet write to it or close it.
+                    os.dup2(nothing, int(name), inheritable=False)
+        os.close(nothing)
+
+
+_numbers = itertools.count()
+_begun: dict[int, None] = {}
+"""The files of this process that may be open."""
+os.register_at_fork(after_in_child=_let_go)
 _last = [0]
 """The newest time that a file of this process has."""
 

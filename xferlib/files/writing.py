@@ -23,14 +23,14 @@ from typing import Any, Literal, final
 
 from xferlib.byte_reader import ByteReader
 from xferlib.engine.cores import usable_cores
-from xferlib.errors import AllocationError, XferError
+from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.files.plan import Layout, Piece, Plan
 from xferlib.files.series import remove_older, series_of
 from xferlib.files.temporary import TemporaryFile
 from xferlib.latch import SLICE_SECONDS, Latch
 from xferlib.memory.arrays import Array
 
-__all__ = ["Writing"]
+__all__ = ["Writing", "refuse_late"]
 
 PIECE_NBYTES = 16 << 20
 """Bytes: many times what a write and a copy cost beside their bytes."""
@@ -69,6 +69,7 @@ class Writing:
         self._handle: weakref.ref[Any] | None = None
         self._stop = Latch()
         """Open when no more is to be written."""
+        self._cancelled = XferError(f"the save to {str(file)!r} was cancelled. What was there before is there")
         self._fate: dict[None, Literal["started", "dropped"]] = {}
         """Whether somebody writes, or the caller was interrupted before that: who comes first says it, in one step."""
         self._verdict: dict[None, Exception | None] = {}
@@ -94,7 +95,7 @@ class Writing:
             self._handle = handle
             self._reader.hand_over()
             _under_way[self._number] = self
-            if not (_over or self._on_threads()):
+            if not self._on_threads():
                 self._alone()
         except BaseException:
             if self._fate.setdefault(None, "dropped") == "dropped":
@@ -104,8 +105,7 @@ class Writing:
 
     def cancel(self) -> bool:
         """Write no more; tell whether that is why there will be no file."""
-        cancelled = XferError(f"the save to {str(self.file)!r} was cancelled. What was there before is there")
-        if self._verdict.setdefault(None, cancelled) is not cancelled:
+        if self._verdict.setdefault(None, self._cancelled) is not self._cancelled:
             return False
         self.told = True
         self._stop.open()
@@ -319,7 +319,13 @@ _numbers = itertools.count()
 _under_way: weakref.WeakValueDictionary[int, Writing] = weakref.WeakValueDictionary()
 """By their numbers, which are those of the calls. The threads of each hold it."""
 _over = False
-"""Whether the interpreter ends, and waits for no more threads."""
+"""Whether the interpreter ends, and waits for no more saves."""
+
+
+def refuse_late() -> None:
+    """Raise `ClosedError` in a program that has ended but for handlers of `atexit` from before the import."""
+    if _over:
+        raise ClosedError("this program ends, and nothing is saved any more. Register the handler that saves after import xferlib")
 
 
 def _wait_for_all() -> None:
