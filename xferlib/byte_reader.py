@@ -47,6 +47,8 @@ class ByteReader:
     Attributes:
         described: Shape and dtype of each array.
         spec: The shape of the tree, for `xferlib.tree`.
+        snapshot: Whether it reads copies of the arrays: then nothing of the above is asked of the arrays themselves, once what
+            overwrites them is ordered behind what `stream` had enqueued when the reader was made.
     """
 
     __reduce_ex__ = uncopied("Make another one")
@@ -60,10 +62,13 @@ class ByteReader:
         spec: Spec,
         sources: Sequence[Source],
         after: Event | None,
+        copied: Sequence[Any] | None = None,
     ) -> None:
-        """`after`: behind what produces the arrays; None: they are there."""
+        """`after`: behind what produces the arrays; None: they are there. `copied`: arrays of which these are copies."""
         self.described = list(described)
         self.spec = spec
+        self.snapshot = copied is not None
+        self._copied = copied
         self._failures = backend.failures
         self._copy_d2h = backend.copy_d2h
         self._pool = pool
@@ -94,6 +99,8 @@ class ByteReader:
             with translated(self._failures, "the arrays could not be computed"):
                 self._after.synchronize()
             self._after = None
+        # What they are copies of may go.
+        self._copied = None
 
     def read(self, spans: Sequence[Span], out: Array) -> Transfer[Array]:
         """Start copying spans, one behind the other, to the front of `out`, which `empty` returned. Return the bytes' transfer.
@@ -159,6 +166,7 @@ class ByteReader:
         self._reading.end()
         self._jobs.readings.pop(self._reading.row, None)
         self._sources = []
+        self._copied = None
 
     def __enter__(self) -> ByteReader:
         return self

@@ -10,7 +10,7 @@ import numpy as np
 
 from xferlib.byte_reader import ByteReader
 from xferlib.checks import check_apart, check_out
-from xferlib.errors import AllocationError
+from xferlib.errors import AllocationError, CapabilityError
 from xferlib.in_flight import LARGE, Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import round_up
@@ -83,14 +83,33 @@ class DeviceToHost:
         event, failures = self._begin(sources, given, addresses, after, looked=looks, ours=out is None)
         return Transfer(unflatten(spec, given) if out is None else out, event, failures, True)
 
-    def reader(self, tree: Any, stream: object | None) -> ByteReader:
-        """Prepare reading a tree piece by piece. No copy waits for what produces it: the reader does, on the host."""
+    def reader(self, tree: Any, stream: object | None, *, snapshot: bool) -> ByteReader:
+        """Prepare reading a tree piece by piece. No copy to the host waits for what produces it: the reader does, on the host.
+
+        `snapshot`: read copies of the arrays, where the device has room for them.
+        """
         leaves, spec = self._trees.arrays(tree)
         if not leaves:
             raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
         described = self._checked(leaves, spec, None)
-        sources, after = self._placed(leaves, spec, stream, direct=False)
-        return ByteReader(self._backend, self._pool, self._ledger, described, spec, sources, after)
+        copied = None
+        found = self._copies(leaves, spec, stream) if snapshot else None
+        if found is None:
+            found = self._placed(leaves, spec, stream, direct=False)
+        else:
+            copied = leaves
+        return ByteReader(self._backend, self._pool, self._ledger, described, spec, *found, copied)
+
+    def _copies(self, leaves: list[Any], spec: Spec, stream: object | None) -> tuple[list[Source], Event | None] | None:
+        """Return what `_placed` returns, for copies on the device; None: it has no room for them."""
+        copied = getattr(self._backend, "copied", None)
+        if copied is None:
+            raise CapabilityError(f"backend {self._backend.name!r} copies no arrays on the device. Leave snapshot out")
+        refusals: tuple[type[Exception], ...] = (*self._failures, MemoryError)
+        try:
+            return self._placed(copied(leaves, stream), spec, stream, direct=False)
+        except refusals:
+            return None
 
     def _results(self, alike: list[Alike]) -> tuple[list[Array], list[int | None]]:
         """Return memory to copy to, and its addresses; see `HostLeaf`."""

@@ -22,6 +22,7 @@ __all__ = [
     "LAWS",
     "Capabilities",
     "CombinesWrites",
+    "CopiesArrays",
     "DescribesArrays",
     "DeviceBlock",
     "DriverCalls",
@@ -342,6 +343,19 @@ class ReadsMany(Protocol[ArrayT_contra]):
 
         None: they are not all of a kind for which that is right, or one of them is refused. Then nothing was told to wait, and the
         core asks for each.
+        """
+
+
+class CopiesArrays(Protocol[ArrayT]):
+    """What a backend may offer in addition, if its framework copies arrays on the device: then a save holds up nobody."""
+
+    def copied(self, arrays: Sequence[ArrayT], stream: object | None = None) -> list[ArrayT]:
+        """Start copying arrays on the device and return the copies, in C order where the framework can, in memory of its own.
+
+        They get what the arrays hold at this point of `stream` (None: the calling thread's current one), or what produces them
+        leaves there. Work that is enqueued there afterwards may overwrite the arrays, or take them over: the framework orders it
+        behind the copies. The host waits for nothing. The core holds the arrays until the copies are made.
+        Raises as `HostStager.place` does, and `MemoryError` or one of `failures` where the device has no room.
         """
 
 

@@ -357,14 +357,16 @@ class Stager:
             shorten(error, package_of(self.backend))
             raise
 
-    def reader(self, tree: Any, *, stream: object | None = None) -> ByteReader:
+    def reader(self, tree: Any, *, stream: object | None = None, snapshot: bool = False) -> ByteReader:
         """Return what reads a tree of device arrays piece by piece, through as little pinned memory as the caller likes.
 
         It reads what the arrays hold when what produces them, or what `stream` (None: the calling thread's current one) has
         enqueued, is done, and returns at once. See `ByteReader` for what must not happen to the arrays meanwhile. The arrays come
         in the order of the tree's leaves; what rides along is skipped.
+        `snapshot`: have the framework copy the arrays on the device first, in memory of its own, and read the copies. Where there
+        is no room for all of them, the arrays themselves are read: `ByteReader.snapshot` says which.
 
-        Raises as `get` does.
+        Raises as `get` does, and `CapabilityError` for a snapshot that the backend cannot make.
         """
         if self._refusal is not None:
             self._refuse()
@@ -373,7 +375,7 @@ class Stager:
         if stream is not None:
             self._check_stream(stream)
         try:
-            return self._gets.reader(tree, stream)
+            return self._gets.reader(tree, stream, snapshot=snapshot)
         except XferError:
             raise
         except self._failures as error:

@@ -5,6 +5,7 @@ Nothing is copied here except what is not contiguous. Nothing is ordered here: t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import cupy
@@ -14,7 +15,7 @@ from cupy.cuda import MemoryPointer, UnownedMemory
 from xferlib_cupy._device import Device
 from xferlib_cupy._streams import Streams
 
-__all__ = ["CupyArray", "check_array", "check_dtype", "contiguous"]
+__all__ = ["CupyArray", "check_array", "check_dtype", "contiguous", "copies"]
 
 CupyArray: TypeAlias = Any
 """`cupy.ndarray`: CuPy ships no types."""
@@ -54,6 +55,19 @@ def contiguous(array: CupyArray, stream: object | None, streams: Streams, device
         # CuPy can hold such items but has no kernel that copies them.
         array = array.view(f"u{array.dtype.itemsize}")
     return device.here(_in_order, array, streams.current_as(stream))
+
+
+def copies(arrays: Sequence[CupyArray], stream: Any) -> list[CupyArray]:
+    """Return copies in C order, made by CuPy on the stream, out of CuPy's pool."""
+    with stream:
+        return [_copy(array) for array in arrays]
+
+
+def _copy(array: CupyArray) -> CupyArray:
+    if np.dtype(array.dtype.type).isbuiltin != OF_NUMPY:
+        # As above.
+        return array.view(f"u{array.dtype.itemsize}").copy("C").view(array.dtype)
+    return array.copy("C")
 
 
 def _in_order(array: CupyArray, stream: Any) -> CupyArray:

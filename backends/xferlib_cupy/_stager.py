@@ -187,6 +187,13 @@ class CupyStager:
         self._order(self.d2h, self._handle(stream))
         return [_SOURCE(Source, (array.data.ptr, array.nbytes, array, None)) for array in arrays]
 
+    def copied(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[CupyArray]:
+        for array in arrays:
+            _arrays.check_array(array, self.ordinal)
+        # Refuses a stream that is being captured.
+        self._handle(stream)
+        return self._device.here(_arrays.copies, arrays, self._streams.current_as(stream))
+
     def as_target(self, array: CupyArray, stream: object | None = None) -> Source:
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
             _arrays.check_array(array, self.ordinal)

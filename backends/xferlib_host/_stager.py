@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -127,6 +127,13 @@ class NumpyStager:
     def mark(self, stream: object | None = None) -> Event | None:
         on = resolve(stream)
         return None if on is None else on.record()
+
+    def copied(self, arrays: Sequence[npt.NDArray[Any]], stream: object | None = None) -> list[npt.NDArray[Any]]:
+        on = resolve(stream)
+        found = [np.asarray(array) if isinstance(array, np.generic) else array for array in arrays]
+        for array in found:
+            self._check_array(array)
+        return [_packed(array, on) for array in found]
 
     def as_target(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
         self._check_array(array)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import jax
@@ -24,6 +24,7 @@ __all__ = [
     "JaxArray",
     "adopt",
     "check_dtype",
+    "copies",
     "dlpack_code",
     "kind_of",
     "nbytes_of",
@@ -203,6 +204,13 @@ def nbytes_of(array: JaxArray) -> int:
     """Return how many bytes an array has. `array.nbytes` says the same, in three times the time."""
     nbytes: int = math.prod(array.shape) * array.dtype.itemsize
     return nbytes
+
+
+def copies(arrays: Sequence[JaxArray], device: Any) -> list[JaxArray]:
+    """Have JAX copy arrays on the device: it orders the copies behind what produces the arrays, and donations behind the copies."""
+    # Not `array.copy()`, which compiles for each new shape. Inside a function that is being traced it would become a step of it.
+    with jax.ensure_compile_time_eval():
+        return list(jax.device_put(list(arrays), device, may_alias=False))
 
 
 def kind_of(thing: object) -> str:

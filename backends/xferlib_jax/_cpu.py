@@ -7,7 +7,7 @@ takes aligned NumPy memory as its own, so the caller's memory is never given to 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, final
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError
-from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, check_dtype, nbytes_of
+from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, check_dtype, copies, nbytes_of
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._engine import CopyError, CpuEvent, Engine
 from xferlib_jax._imports import Imports
@@ -148,6 +148,13 @@ class CpuStager:
         """Return None: the copying thread waits for an array at its first copy, when it meets the address that it was given."""
         if stream is not None:
             self.check_stream(stream)
+
+    def copied(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[JaxArray]:
+        for array in arrays:
+            self._check_array(array)
+        if stream is not None:
+            self.check_stream(stream)
+        return copies(arrays, self.jax_device)
 
     def as_target(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
         raise CapabilityError("JAX arrays never change. Put into a new array")

@@ -12,7 +12,7 @@ Invariant: nothing but copies and waits enters the two copy streams, and none of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_void_p
 from functools import partial
 from typing import Any, ClassVar, TypeAlias, cast, final
@@ -24,7 +24,7 @@ from xferlib.cuda.driver import EngineCalls
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
 from xferlib_jax import _arrays
-from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, nbytes_of
+from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, copies, nbytes_of
 from xferlib_jax._blocks import Block, BlockMaker, PoolError
 from xferlib_jax._capsule import capsules, exported
 from xferlib_jax._driver import CudaError, Driver
@@ -177,6 +177,13 @@ class CudaStager:
         if stream is not None:
             self.check_stream(stream)
         return self._events.record(self._producers)
+
+    def copied(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[JaxArray]:
+        for array in arrays:
+            self._check_array(array)
+        if stream is not None:
+            self.check_stream(stream)
+        return copies(arrays, self.jax_device)
 
     def as_target(self, array: JaxArray, stream: object | None = None) -> Source:
         raise CapabilityError("JAX arrays never change. Put into a new array")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xferlib_host import Stream
+from xferlib_host import Stream, open_stager
 
 import xferlib
 from tests.core.fakes import held, on_thread, until
@@ -162,6 +162,75 @@ def test_a_thread_that_ends_reads_no_more(stager: Stager, tmp_path: Path, monkey
         assert until(lambda: len(asked) == 2 and len(reading.threads) == 1)
         gate.set()
     same(np.load(save.result(20)), array)
+
+
+def test_a_snapshot_holds_up_nobody(stager: Stager, tmp_path: Path) -> None:
+    """What is enqueued behind the call may overwrite the arrays, while nothing of them has crossed yet, and drop them."""
+    backend: Any = stager.backend
+    turned = bits((30, 40), np.dtype(np.float32)).T
+    tree: dict[str, Any] = {"a": bits((MIB,), np.dtype(np.uint8)), "b": [turned, np.float64(3)], "step": 3}
+    want = {"a": tree["a"].copy(), "b.0": turned.copy(), "b.1": np.array(3.0)}
+    with held(backend.d2h) as gate:
+        save = xferlib.save(tmp_path / "a.safetensors", tree, stager, memory=128 * 1024, snapshot=True)
+        save.wait_read(0)
+        assert save.held_nbytes == 0
+        assert not save.done()
+        stager.put(np.zeros(MIB, np.uint8), into=tree["a"]).result(20)
+        turned[:] = 0
+        gone = weakref.ref(tree["a"])
+        del tree
+        gate.set()
+    back = xferlib.load(save.result(20), stager)
+    for name, array in want.items():
+        same(back[name], array)
+    assert until(lambda: gone() is None)
+
+
+def test_a_snapshot_is_of_what_the_stream_has_enqueued_so_far(stager: Stager, tmp_path: Path) -> None:
+    gate, array = threading.Event(), np.zeros(1000, np.uint8)
+    with closing(Stream()) as stream:
+        stream.submit(gate.wait, 20)
+        stream.submit(array.fill, 7)
+        save = xferlib.save(tmp_path / "a.npy", array, stager, stream=stream, snapshot=True)
+        stream.submit(array.fill, 9)
+        save.wait_read(0)
+        gate.set()
+        assert (np.load(save.result(20)) == 7).all()
+
+
+def test_without_room_for_a_snapshot_the_arrays_are_read(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = stager.backend
+
+    def full(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(backend, "copied", full)
+    array = there(stager, bits((MIB,), np.dtype(np.uint8)))
+    with held(backend.d2h) as gate:
+        save = xferlib.save(tmp_path / "a.npy", array, stager, snapshot=True)
+        assert save.held_nbytes == save.nbytes == MIB
+        with pytest.raises(TimeoutError, match="have not been read"):
+            save.wait_read(0.05)
+        gate.set()
+    same(np.load(save.result(20)), array)
+
+
+def test_a_backend_that_copies_no_arrays_makes_no_snapshot(tmp_path: Path) -> None:
+    with xferlib.stager(WithoutCopies(open_stager())) as stager:
+        with pytest.raises(xferlib.CapabilityError, match="copies no arrays on the device"):
+            xferlib.save(tmp_path / "a.npy", np.zeros(3), stager, snapshot=True)
+        assert not stager._ledger.jobs.readings
+    only(tmp_path)
+
+
+class WithoutCopies:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "copied":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
 
 def test_closing_the_stager_waits_for_the_save(tmp_path: Path) -> None:

@@ -101,3 +101,46 @@ def test_what_fails_to_be_computed_fails_the_save(stager: Stager, tmp_path: Path
     with pytest.raises(xferlib.XferError):
         save.result(60)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_may_be_donated_at_once(stager: Stager, tmp_path: Path) -> None:
+    """Its memory is overwritten by the steps that follow, while the file is written."""
+    want, state = [], initial()
+    for _ in range(5):
+        state = train(state)
+        want.append([np.asarray(leaf) for leaf in jax.tree.leaves(state)])
+    step = jax.jit(trained, donate_argnums=0)
+    state, saves = initial(), []
+    for number in range(5):
+        # Not computed yet, perhaps.
+        before, state = state, step(state)
+        assert before.params["dense"][0].is_deleted()
+        saves.append(xferlib.save(tmp_path / f"{number}.safetensors", state, stager, snapshot=True, memory=64 << 10))
+        assert saves[-1].held_nbytes == 0
+        saves[-1].wait_read(0)
+    step(state)
+    for number, save in enumerate(saves):
+        got = xferlib.load(save.result(60), stager, like=jax.eval_shape(initial))
+        for one, other in zip(jax.tree.leaves(got), want[number], strict=True):
+            same(np.asarray(one), other)
+
+
+def test_a_snapshot_of_what_was_deleted_is_refused(stager: Stager, tmp_path: Path) -> None:
+    value = jax.numpy.arange(5)
+    value.delete()
+    with pytest.raises(ValueError, match="was deleted"):
+        xferlib.save(tmp_path / "a.npy", value, stager, snapshot=True)
+    with pytest.raises(TypeError, match="inside a function that JAX traces"):
+        jax.jit(lambda x: xferlib.save(tmp_path / "a.npy", x, stager, snapshot=True))(jax.numpy.arange(5))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_concrete_array_is_copied_where_a_function_is_traced(stager: Stager, tmp_path: Path) -> None:
+    value = jax.numpy.arange(5)
+
+    def traced(other: Any) -> Any:
+        xferlib.save(tmp_path / "a.npy", value, stager, snapshot=True).result(60)
+        return other + 1
+
+    jax.jit(traced)(value)
+    assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2, 3, 4]

@@ -32,6 +32,7 @@ def save(
     memory: int = MEMORY,
     rate_limit: float | None = None,
     keep: int | None = None,
+    snapshot: bool = False,
 ) -> Save:
     """Start writing a tree of device arrays to a file and return at once. `load` reads it, and so does whoever reads the format.
 
@@ -52,6 +53,10 @@ def save(
     - `keep`: of the files in the folder whose names differ from this one in their last number alone, such as
       "step_100.safetensors", so many stay, the newest. The others are removed when this one is there; a `RuntimeWarning` says which
       could not be.
+    - `snapshot`: the framework copies the arrays on the device first, and the copies are read: `Save.wait_read` returns at once.
+      What the caller enqueues on `stream` from then on may overwrite the arrays, or take their memory over by donation. The copies
+      take as much device memory as the arrays until they are read. Where there is no room for all of them, the arrays themselves
+      are read, as without it, and `Save.held_nbytes` says how much that holds up.
 
     Raises `ValueError` and `TypeError` for arguments, and as `Stager.get` does; `ClosedError` in handlers of `atexit` that were
     registered before xferlib was imported. What goes wrong later, a full disk for example, is
@@ -69,7 +74,7 @@ def save(
     if keep is not None and not is_numbered(file):
         advice = f"Name it like 'step_100{file.suffix}'"
         raise ValueError(f"keep: {file.name!r} has no number that tells it from earlier files. {advice}")
-    reader = stager.reader(tree, stream=stream)
+    reader = stager.reader(tree, stream=stream, snapshot=snapshot)
     try:
         plan = planned(file, reader.spec, reader.described, metadata)
         writing = Writing(file, plan, reader, memory, rate_limit, keep)
@@ -91,6 +96,8 @@ class Save:
     Attributes:
         path: Where the file is going to be.
         nbytes: Bytes of all arrays.
+        held_nbytes: Bytes that are read from the arrays themselves, which must stay as they are until `wait_read` has returned: 0
+            for a snapshot, else all of them.
     """
 
     __reduce_ex__ = uncopied("Another process cannot wait for this one's threads")
@@ -99,6 +106,7 @@ class Save:
         self._writing = writing
         self.path = writing.file
         self.nbytes = writing.plan.nbytes
+        self.held_nbytes = 0 if writing.is_snapshot else self.nbytes
 
     @property
     def written(self) -> int:

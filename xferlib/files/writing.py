@@ -53,6 +53,7 @@ class Writing:
         # Now: the working directory may be another one when the threads come to it. And what a symbolic link leads to is replaced.
         self._target = Path(os.path.realpath(file))
         self._series = f"{self._target.parent}/{series_of(self._target.name)}"
+        self.is_snapshot = reader.snapshot
         self._number = next(_numbers)
         self._keep = keep
         self._reader = reader
@@ -94,6 +95,8 @@ class Writing:
         try:
             self._handle = handle
             self._reader.hand_over()
+            if self.is_snapshot:
+                self.was_read.open()
             _under_way[self._number] = self
             if not self._on_threads():
                 self._alone()

@@ -363,3 +363,31 @@ class DoesNotWaitForReaders(BrokenBackend):
     def as_target(self, array: Any, stream: object | None = None) -> Source:
         source: Source = self.inner.as_target(array)
         return source
+
+
+@broken_backend("test_law07_a_copy_on_the_device_has_what_the_array_held", hooks=Host)
+class CopiesBeforeTheProducer(BrokenBackend):
+    """Copies arrays on the device at once, whatever is to produce them."""
+
+    def copied(self, arrays: list[Any], stream: object | None = None) -> list[Any]:
+        return [array.copy() for array in arrays]
+
+
+@broken_backend("test_law07_a_copy_on_the_device_has_what_the_array_held", hooks=Host)
+class GivesTheArraysForCopies(BrokenBackend):
+    """Hands out the arrays themselves, which are overwritten."""
+
+    def copied(self, arrays: list[Any], stream: object | None = None) -> list[Any]:
+        return list(arrays)
+
+
+@broken_backend("test_law07_a_copy_on_the_device_has_what_the_array_held", hooks=Host)
+class WaitsForItsCopies(BrokenBackend):
+    """Copies arrays on the device, and returns when that is done."""
+
+    def copied(self, arrays: list[Any], stream: object | None = None) -> list[Any]:
+        copies: list[Any] = self.inner.copied(arrays, stream)
+        event = self.inner.mark(stream)
+        if event is not None:
+            event.synchronize()
+        return copies

@@ -6,6 +6,8 @@ itself, or on the host. If it ends before the copy that it waits for is released
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from xferlib.conformance.base import Laws
@@ -101,6 +103,26 @@ class OrderLaws(Laws):
             assert_same(read(), old)
         self.assert_completes(transfer)
         assert_same(self.to_numpy(transfer.value), new)
+
+    def test_law07_a_copy_on_the_device_has_what_the_array_held(self, stager: Stager) -> None:
+        """Of a backend that makes such copies: what was produced, and not what is written behind the copy."""
+        old, new = words(1), words(2)
+        self.warm(stager, old)
+        backend: Any = stager.backend
+        array, source = self.from_numpy(old), self.pinned(stager, new)
+        if not hasattr(backend, "copied"):
+            with pytest.raises(CapabilityError):
+                stager.reader(array, snapshot=True)
+            return
+        stager.get(backend.copied([array])[0]).result(self.deadline_seconds)
+        with self.held_array(backend, old) as held:
+            (copy,) = self.assert_returns(lambda: backend.copied([held.array], held.stream))
+            if stager.capabilities.put_into:
+                overwriting = self.assert_returns(lambda: stager.put(source, into=held.array, stream=held.stream))
+                self.assert_stays_undone(overwriting, held)
+            held.release()
+            got = stager.get(copy, stream=held.stream).result(self.deadline_seconds)
+        assert_same(got, old)
 
     def consume(self, stager: Stager, transfer: Transfer, compute: Hold) -> Array:
         """Read what was put, by work on the hold's stream, which is told to wait for it."""
