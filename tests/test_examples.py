@@ -25,6 +25,7 @@ ON_JAX = [
     "train_images.py",
     "train_images.py --loader workers",
     "multi_gpu.py --backend cpu",
+    "resume_training.py",
 ]
 PAGES = [EXAMPLES / "README.md", ROOT / "docs" / "loaders.md"]
 LINKS = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text())]
