@@ -420,7 +420,6 @@ def test_an_interrupt_of_a_save_that_the_call_writes_leaves_the_old_file(
     path.write_bytes(b"old")
     monkeypatch.setattr(writing, "start_new_thread", refuse)
     monkeypatch.setattr(TemporaryFile, "write", interrupted)
-    monkeypatch.setattr(warnings, "warn", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         xferlib.save(path, array, stager)
     monkeypatch.undo()
@@ -683,11 +682,13 @@ def test_a_rate_holds_up_nobody_who_has_read(stager: Stager, tmp_path: Path, mon
     monkeypatch.setattr(TemporaryFile, "write", hold)
     monkeypatch.setattr(writing.Writing, "_seconds_until", note)
     save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(MIB, np.uint8)), stager, memory=128 * 1024, rate_limit=10)
-    # The second one sleeps, or is about to.
-    assert until(lambda: len(waiting) == 2)
-    gate.set()
-    assert until(lambda: save.written == 64 * 1024)
-    save.cancel()
+    try:
+        # The second one sleeps, or is about to.
+        assert until(lambda: len(waiting) == 2)
+        gate.set()
+        assert until(lambda: save.written == 64 * 1024)
+    finally:
+        save.cancel()
     with pytest.raises(xferlib.XferError, match="was cancelled"):
         save.result(20)
 

@@ -159,6 +159,7 @@ class Writing:
         except BaseException as error:
             self._fail(error)
             if cut and not isinstance(error, Exception):
+                self.told = True
                 raise
         finally:
             self._reader.leave()
@@ -167,7 +168,7 @@ class Writing:
     def _take_part(self) -> None:
         with self._lock:
             memory = self._begin() if self._temporary is None and self.error is None else None
-        if memory is None:
+        if memory is None and self.error is None:
             with suppress(AllocationError):
                 # Others go on without this thread where there is no more.
                 memory = self._reader.empty(self._piece_nbytes, wait=False)
@@ -303,10 +304,15 @@ class Writing:
 
     def _wait_for_older(self) -> None:
         """Wait for the saves of the same series that were started before this one: they must not come behind it."""
-        older = [number for number, writing in list(_under_way.items()) if writing.is_before(self)]
+        older = [writing._number for writing in _found() if writing.is_before(self)]
         for number in older:
             while self.error is None and _goes_on(number):
                 pass
+
+
+def _found() -> list[Writing]:
+    """Return the saves that may be under way. Its references are listed in one step: other threads add meanwhile."""
+    return [writing for writing in [reference() for reference in _under_way.valuerefs()] if writing is not None]
 
 
 def _goes_on(number: int) -> bool:
@@ -335,7 +341,7 @@ def _wait_for_all() -> None:
     """At the end of the interpreter, which waits by itself only for threads that are started already."""
     global _over
     _over = True
-    for number in list(_under_way):
+    for number in [writing._number for writing in _found()]:
         while _goes_on(number):
             pass
 
