@@ -379,6 +379,20 @@ def test_what_cannot_be_removed_is_said_and_the_file_is_there(
     only(tmp_path, "s_0.npy", "s_1.npy", "s_2.npy")
 
 
+def test_a_folder_that_cannot_be_listed_is_said_and_the_file_is_there(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def refuse(path: Path) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(warnings, "warn", lambda words, *_: said.append(words))
+    assert xferlib.save(tmp_path / "s_2.npy", there(stager, np.zeros(3)), stager, keep=1).result(20).exists()
+    assert "could not be looked for, and stay: not yours" in said[0]
+
+
 @pytest.mark.parametrize("started", [-1, 0, 1, 2])
 def test_threads_that_the_system_has_not_are_done_without(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int
@@ -524,6 +538,7 @@ def test_a_save_that_is_cancelled_leaves_the_old_file(stager: Stager, tmp_path: 
     assert save.cancel()
     with pytest.raises(xferlib.XferError, match="was cancelled"):
         save.done()
+    assert "cancelled" in repr(save)
     assert path.read_bytes() == b"old"
     only(tmp_path, path.name)
     at_rest(stager)

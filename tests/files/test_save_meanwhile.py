@@ -325,6 +325,13 @@ def test_keep_leaves_the_newest(stager: Stager, tmp_path: Path) -> None:
     only(tmp_path, "step_1.npy", *(other.name for other in others))
 
 
+def test_keep_removes_none_where_there_are_fewer(stager: Stager, tmp_path: Path) -> None:
+    array = there(stager, np.zeros(4, np.uint8))
+    for step in range(4):
+        xferlib.save(tmp_path / f"step_{step}.npy", array, stager, keep=6).result(20)
+    only(tmp_path, *(f"step_{step}.npy" for step in range(4)))
+
+
 def test_keep_goes_by_the_order_of_the_calls(stager: Stager, tmp_path: Path) -> None:
     """The first is the last to be written."""
     large, small = there(stager, bits((2 * MIB,), np.dtype(np.uint8))), there(stager, np.zeros(3, np.uint8))

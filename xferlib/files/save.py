@@ -167,7 +167,8 @@ class Save:
 
     def __repr__(self) -> str:
         writing = self._writing
-        state = "failed" if writing.error is not None else "done" if writing.ended.is_open() else "under way"
+        ended = "done" if writing.ended.is_open() else "under way"
+        state = "cancelled" if writing.is_cancelled else "failed" if writing.error is not None else ended
         return f"<Save to {str(self.path)!r}: {in_words(writing.written)} of {in_words(self.nbytes)} written, {state}>"
 
     def __del__(self) -> None:

@@ -32,7 +32,11 @@ def remove_older(file: Path, keep: int) -> None:
         return 0
 
     series = series_of(file.name)
-    others = [path for path in file.parent.iterdir() if path != file and series_of(path.name) == series and path.is_file()]
+    try:
+        others = [path for path in file.parent.iterdir() if path != file and series_of(path.name) == series and path.is_file()]
+    except OSError as error:
+        warnings.warn(f"older files than {str(file)!r} could not be looked for, and stay: {error}", RuntimeWarning, 2)
+        return
     others.sort(key=changed)
     for path in others[: max(0, len(others) - (keep - 1))]:
         try:

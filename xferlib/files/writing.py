@@ -82,6 +82,11 @@ class Writing:
         return self._verdict.get(None)
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether `cancel` is why there will be no file."""
+        return self.error is self._cancelled
+
+    @property
     def is_dropped(self) -> bool:
         """Whether the caller was interrupted before anybody began."""
         return self._fate.get(None) == "dropped"
@@ -108,11 +113,11 @@ class Writing:
 
     def cancel(self) -> bool:
         """Write no more; tell whether that is why there will be no file."""
-        if self._verdict.setdefault(None, self._cancelled) is not self._cancelled:
-            return False
-        self.told = True
-        self._stop.open()
-        return True
+        self._verdict.setdefault(None, self._cancelled)
+        if self.is_cancelled:
+            self.told = True
+            self._stop.open()
+        return self.is_cancelled
 
     def say_failed(self) -> None:
         """Warn of a failure that nobody has asked about."""
@@ -296,11 +301,12 @@ class Writing:
             return
         try:
             self._temporary.publish()
+            if self._keep is not None:
+                # What this says is an error where warnings are.
+                remove_older(self._target, self._keep)
         except BaseException:
             del self._verdict[None]
             raise
-        if self._keep is not None:
-            remove_older(self._target, self._keep)
 
     def _wait_for_older(self) -> None:
         """Wait for the saves of the same series that were started before this one: they must not come behind it."""
