@@ -311,6 +311,11 @@ def test_a_name_that_an_archive_would_not_give_back_is_refused(stager: Stager, t
         xferlib.save(tmp_path / "a.npz", {name: there(stager, np.zeros(3))}, stager)
 
 
+def test_other_files_give_it_back(stager: Stager, tmp_path: Path) -> None:
+    path = xferlib.save(tmp_path / "a.safetensors", {"a\nb": there(stager, np.zeros(3))}, stager).result(20)
+    assert list(xferlib.load(path, stager)) == ["a\nb"]
+
+
 class Moments(NamedTuple):
     mu: Any
     nu: Any

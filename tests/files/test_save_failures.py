@@ -379,6 +379,18 @@ def test_what_cannot_be_removed_is_said_and_the_file_is_there(
     only(tmp_path, "s_0.npy", "s_1.npy", "s_2.npy")
 
 
+def test_an_older_file_that_another_process_has_removed_is_no_matter(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is gone when its time is asked."""
+    (tmp_path / "s_0.npy").write_bytes(b"old")
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / "s_0.npy", folder / "s_1.npy"]))
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    xferlib.save(tmp_path / "s_2.npy", there(stager, np.zeros(3)), stager, keep=1).result(20)
+    monkeypatch.undo()
+    only(tmp_path, "s_2.npy")
+
+
 def test_a_folder_that_cannot_be_listed_is_said_and_the_file_is_there(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -652,13 +664,13 @@ TemporaryFile.as_file = lambda self: write(self, b"", os.dup(self._descriptor))
 stager = xferlib.stager("host")
 xferlib.save(sys.argv[1], {"w": np.zeros(1000)}, stager)
 begun.wait()
-read, write = os.pipe()
 child = os.fork()
 if child == 0:
     # Until whoever reads stdout has seen enough.
-    sys.stdin.read()
+    sys.stdin.readline()
+    print("alive", flush=True)
     os._exit(0)
-print(child, flush=True)
+print(flush=True)
 os.kill(os.getpid(), 9)
 """
 
@@ -668,14 +680,16 @@ def test_a_child_does_not_keep_what_its_killed_parent_left(stager: Stager, tmp_p
     command = [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path / f"a.{kind}")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        child = int(parent.stdout.readline())
+        assert parent.stdin is not None
+        parent.stdout.readline()
         parent.wait(20)
-        # It lives, and nothing of the parent's is open in it.
-        os.kill(child, 0)
         assert len(list(tmp_path.glob(f".*{SUFFIX}"))) == 1
         xferlib.save(tmp_path / "b.npy", there(stager, np.arange(3)), stager).result(20)
         only(tmp_path, "b.npy")
-        os.kill(child, 0)
+        # It has lived all the while, and what else it had open is open.
+        parent.stdin.write("enough\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == "alive\n"
 
 
 def test_a_rate_holds_up_nobody_who_has_read(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
