@@ -64,6 +64,8 @@ FLOORS = [
     {"xferlib.files"},
     {"xferlib.files.names"},
     {"xferlib.files.formats", "xferlib.files.series"},
+    {"xferlib.files.dtypes", "xferlib.files.progress", "xferlib.files.readers"},
+    {"xferlib.files.shards"},
     {"xferlib.files.load", "xferlib.files.plan", "xferlib.files.temporary", "xferlib.registry"},
     {"xferlib.files.writing"},
     {"xferlib.files.save"},
@@ -72,7 +74,7 @@ FLOORS = [
 LIBRARIES = {"numpy", "optree", "psutil"}
 MORE_LIBRARIES = {
     "cli": {"rich", "typer", "click", "PIL", "matplotlib"},
-    "files": {"safetensors", "ml_dtypes"},
+    "files": {"safetensors", "ml_dtypes", "rich"},
     # For type checkers alone, which bring it.
     "typed.py": {"typing_extensions"},
     "tracing": {"cuda", "matplotlib"},

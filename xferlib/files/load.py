@@ -1,312 +1,375 @@
-"""Files of arrays to the device: what a file holds is mapped into memory, not read, and put as it is.
+"""Files of arrays to the device: what files hold is mapped into memory, not read, and put as it is.
 
-The file's pages are pageable memory to `put`, so a file of any size passes through as much pinned memory as the stager may have.
-Nothing is converted on the way, and nothing in a file is executed.
+The files' pages are pageable memory to `put`, so files of any size pass through as much pinned memory as the stager may have. They
+are put piece by piece: while one is on its way, the system reads those behind it, and those before it are converted.
 """
 
 from __future__ import annotations
 
-import difflib
-import errno
-import json
-import math
-import os
-import re
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar, overload
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple, Protocol, TypeVar, final, overload
 
 import numpy as np
-from numpy.lib import format as npy
 
-from xferlib.files.formats import EXTENSIONS, PLAIN, SUFFIXES, VALUES
-from xferlib.files.names import ALONE, named
+from xferlib.errors import CapabilityError, XferError
+from xferlib.files.dtypes import Conversions, DtypeRule
+from xferlib.files.names import Named, named
+from xferlib.files.progress import Tell, told
+from xferlib.files.readers import Reader, shown
+from xferlib.files.shards import Held, Paths, hold
 from xferlib.memory.arrays import Array
+from xferlib.protocol import HostStager
 from xferlib.stager import Stager, check_stager
-from xferlib.transfer import Transfer
-from xferlib.tree import trees_of, unflatten, with_riders
+from xferlib.tree import Trees, trees_of, unflatten, with_riders
 from xferlib.typed import TreeT
 
-__all__ = ["load"]
+__all__ = ["Puts", "load"]
 
 T = TypeVar("T")
 
-INSTALL = 'Install it with: pip install "safetensors>=0.8" "ml-dtypes>=0.5"'
-OF_DAMAGE = (None, errno.EINVAL)
-"""Numbers of an `OSError` for which the file's content is to blame: a decoder has none, an impossible seek has this one."""
+SMALL = 64 << 10
+"""Bytes. So small ones are put together: some frameworks need a compilation for each group of them."""
+PIECE = 128 << 20
+"""Bytes of arrays that are put at once, unless one array has more: enough that nothing waits between two of them."""
+AHEAD = 2
+"""Pieces on their way at once; of arrays that are read into memory, one beside that which is being read."""
 
 
-class HoldsObjects(Exception):
-    """The file is sound, but nobody can transfer what it holds."""
+class Started(Protocol):
+    """What `Puts.put` returns: as a `Transfer`."""
+
+    @property
+    def value(self) -> Any:
+        """The device arrays by name. Asked once, by the loading thread, when `synchronize` has returned."""
+
+    def synchronize(self) -> None:
+        """Block until the copies are done. Raises if one failed."""
 
 
-class Tensor(NamedTuple):
-    """A tensor of a safetensors file, as its header says."""
+class Puts(Protocol):
+    """What may stand in a stager's place: it puts the arrays of files elsewhere than onto one device.
 
-    kind: str
-    shape: tuple[int, ...]
-    start: int
+    Attributes:
+        backend: Says which dtypes there are, and what the device arrays are.
+        whole: Whether all bytes of the arrays are read. If so, the system is told to read ahead.
+    """
+
+    @property
+    def backend(self) -> HostStager[Any]: ...
+
+    @property
+    def whole(self) -> bool: ...
+
+    def put(self, arrays: dict[str, Array], like: dict[str, Any]) -> Started:
+        """Start copying host arrays that nobody writes to, and hold them. `like`: what the caller's tree has for each, or nothing.
+
+        Called by the loading thread, for up to two groups before the first is done.
+        """
+
+    def wait(self, arrays: list[Any]) -> None:
+        """Block until what computes these device arrays is done."""
+
+
+@overload
+def load(
+    path: Paths, stager: Stager | Puts, *, like: TreeT, dtype: DtypeRule | None = None, progress: bool | Tell | None = None
+) -> TreeT: ...
+@overload
+def load(
+    path: Paths,
+    stager: Stager | Puts,
+    *,
+    names: None = None,
+    like: None = None,
+    dtype: DtypeRule | None = None,
+    progress: bool | Tell | None = None,
+) -> Any: ...
+@overload
+def load(
+    path: Paths,
+    stager: Stager | Puts,
+    *,
+    names: Iterable[str],
+    like: None = None,
+    dtype: DtypeRule | None = None,
+    progress: bool | Tell | None = None,
+) -> dict[str, Any]: ...
+def load(
+    path: Paths,
+    stager: Stager | Puts,
+    *,
+    names: Iterable[str] | None = None,
+    like: Any = None,
+    dtype: DtypeRule | None = None,
+    progress: bool | Tell | None = None,
+) -> Any:
+    """Put what files hold, wait until it is on the device, and return it.
+
+    `path`: a file; several; a pattern such as "model-*.safetensors"; or the index of a model in several files, such as
+    "model.safetensors.index.json". `.npy` gives an array, in C order; all else a dict of arrays by name, in the order of the files
+    or of the index. Each name must be in one file only, and an index must fit its files, which are in its folder.
+
+    `names`: the dict has only these, in their order. One that ends in "." stands for all that begin with it: "layers.0.". Nothing
+    else is read. By an index, only the files that hold them are opened; without one, the headers of all.
+
+    `like`: a tree of arrays, or of whatever has shapes and dtypes, as it was given to `save`: it comes back with what the files
+    hold, text and numbers that rode along among it. The files may hold more. Raises `ValueError` where they lack an array, or have
+    another shape or dtype.
+
+    `dtype`: what arrays of floating point are converted to, or a dict of dtypes by patterns of names ("*.bias"), of which the first
+    that fits counts. The device converts, by `astype` of its arrays, on the calling thread's current stream: the arrays must cross
+    as they are first. Beside the result, the device has at most two pieces of 128 MiB more, or two arrays that are larger. Raises
+    `CapabilityError` where its arrays have no `astype`.
+
+    `progress`: True for a bar on the standard error stream, or a function that is called with the bytes done and those of all, as
+    the files have them, on the calling thread. What it raises ends the load.
+
+    Members of an `.npz` pass through host memory one by one; files of the other formats are never read as a whole, and must not be
+    changed meanwhile. Whatever is raised, nothing reads the files any more, unless an interrupt came between two lines.
+
+    Raises `ValueError` for files that are damaged or of another format, `TypeError` for dtypes that the backend does not have and
+    for Python objects, `ImportError` with what to type where a package is missing or too old, and as `Stager.put` does.
+    """
+    if not hasattr(stager, "wait"):
+        check_stager(stager, path)
+    if like is not None and names is not None:
+        raise ValueError("names together with like: like says what to load. Leave one of them out")
+    if isinstance(names, str):
+        raise TypeError(f"names={names!r} is one string. Pass a list of names")
+    puts = _Direct(stager) if isinstance(stager, Stager) else stager
+    conversions = Conversions(dtype)
+    for target in conversions.targets:
+        puts.backend.check_dtype(target)
+    trees = trees_of(puts.backend)
+    parts = None if like is None else named(trees, like)
+    wanted = (None if names is None else list(names)) if parts is None else parts.names
+    with ExitStack() as files:
+        held = hold(path, wanted, files)
+        if held.alone and names is not None:
+            raise ValueError(f"{held.shown} holds one array, without a name. Leave names out")
+        likes = {} if parts is None else _likes(held, parts)
+        tell = files.enter_context(told(progress, held.shown))
+        conversions.check(held.arrays)
+        found = _Load(held, puts, conversions, trees, likes, tell).run()
+        if parts is not None:
+            return _rebuilt(held, parts, found)
+    return next(iter(found.values())) if held.alone else found
+
+
+@final
+class _Direct:
+    """A stager, which puts onto its device."""
+
+    whole = True
+
+    def __init__(self, stager: Stager) -> None:
+        self.backend = stager.backend
+        self._stager = stager
+
+    def put(self, arrays: dict[str, Array], like: dict[str, Any]) -> Started:
+        # Nobody else has the memory, so put need not wait until the CPU has read it.
+        return self._stager.put(arrays, borrow=True)
+
+    def wait(self, arrays: list[Any]) -> None:
+        with self._stager.reader(arrays) as reader:
+            reader.wait()
+
+
+class _Piece(NamedTuple):
+    """Arrays that are put at once, all of one file."""
+
+    reader: Reader
+    names: list[str]
     nbytes: int
 
 
-@overload
-def load(path: str | os.PathLike[str], stager: Stager, *, like: TreeT) -> TreeT: ...
-@overload
-def load(path: str | os.PathLike[str], stager: Stager, *, names: None = None, like: None = None) -> Any: ...
-@overload
-def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str], like: None = None) -> dict[str, Any]: ...
-def load(path: str | os.PathLike[str], stager: Stager, *, names: Iterable[str] | None = None, like: Any = None) -> Any:
-    """Put what a file holds, wait until it is on the device, and return it.
+@final
+class _Load:
+    """One load, from the open files to the arrays on the device."""
 
-    `.npy` gives an array, in C order; `.npz` and `.safetensors` give a dict of arrays by name, in the file's order. With `names` it
-    has only these, in their order. Members of an `.npz` pass through host memory one by one; files of the other formats are never
-    read as a whole, and must not be changed meanwhile.
+    def __init__(
+        self, held: Held, puts: Puts, conversions: Conversions, trees: Trees, likes: dict[str, Any], tell: Tell | None
+    ) -> None:
+        self._held = held
+        self._puts = puts
+        self._conversions = conversions
+        self._trees = trees
+        self._likes = likes
+        self._tell = tell
+        self._sizes = {name: reader.nbytes(name) for name, reader in held.arrays.items()}
+        self._total, self._done = sum(self._sizes.values()), 0
+        self._found: dict[str, Any] = {}
+        self._under_way: deque[tuple[_Piece, Started]] = deque()
 
-    `like`: a tree of arrays, or of whatever has shapes and dtypes, as it was given to `save`: it comes back with what the file
-    holds, text and numbers that rode along among it. The file may hold more. Raises `ValueError` where it lacks an array, or has
-    another shape or dtype.
+    def run(self) -> dict[str, Any]:
+        """Load, and return the arrays by name, in order."""
+        self._told()
+        try:
+            for piece in self._ahead(self._pieces()):
+                arrays = {name: self._array(piece.reader, name) for name in piece.names}
+                while len(self._under_way) >= (1 if piece.reader.in_memory else AHEAD):
+                    self._finish_oldest()
+                self._under_way.append((piece, self._put(piece, arrays)))
+                # Otherwise the next one would be read while this name still has the last.
+                del arrays
+            while self._under_way:
+                self._finish_oldest()
+        finally:
+            for _, started in self._under_way:
+                # Until then it reads files that the caller may change once this has raised.
+                with suppress(Exception):
+                    started.synchronize()
+        return {name: self._found[name] for name in self._held.arrays}
 
-    Raises `ValueError` for a file that is damaged or of another format, `TypeError` for dtypes that the backend does not have and
-    for Python objects, `ImportError` with what to type where a package is missing or too old, and as `Stager.put` does.
-    """
-    check_stager(stager, path)
-    file = Path(path)
-    if like is not None:
-        if names is not None:
-            raise ValueError("names together with like: like says what to load. Leave one of them out")
-        return _load_like(file, stager, like)
-    return _load(file, stager, names)
+    def _pieces(self) -> Iterator[_Piece]:
+        of_reader: dict[int, list[str]] = {id(reader): [] for reader in self._held.readers}
+        for name, reader in self._held.arrays.items():
+            of_reader[id(reader)].append(name)
+        for reader in self._held.readers:
+            names = of_reader[id(reader)]
+            if reader.in_memory:
+                yield from (_Piece(reader, [name], self._sizes[name]) for name in names)
+                continue
+            # In the order of the file, whatever the caller's.
+            wanted = set(names)
+            kinds: dict[tuple[bool, bool], list[str]] = {(False, False): [], (False, True): [], (True, False): [], (True, True): []}
+            for name in reader.names:
+                if name in wanted:
+                    kinds[self._sizes[name] > SMALL, self._changes(reader, name)].append(name)
+            # Small ones that stay share memory on the device, and would keep that of those that are converted.
+            for alike in kinds.values():
+                yield from self._cut(reader, alike)
 
+    def _changes(self, reader: Reader, name: str) -> bool:
+        if not self._conversions.targets:
+            return False
+        dtype = reader.array(name).dtype
+        return self._conversions.of(name, dtype) != dtype
 
-def _load(file: Path, stager: Stager, names: Iterable[str] | None) -> Any:
-    if isinstance(names, str):
-        raise TypeError(f"names={names!r} is one string. Pass a list of names")
-    with _opened(file) as opened:
-        return _load_opened(file, opened, stager, None if names is None else list(names))
+    def _cut(self, reader: Reader, names: list[str]) -> Iterator[_Piece]:
+        taken: list[str] = []
+        nbytes = 0
+        for name in names:
+            if taken and nbytes + self._sizes[name] > PIECE:
+                yield _Piece(reader, taken, nbytes)
+                taken, nbytes = [], 0
+            taken.append(name)
+            nbytes += self._sizes[name]
+        if taken:
+            yield _Piece(reader, taken, nbytes)
 
+    def _ahead(self, pieces: Iterator[_Piece]) -> Iterator[_Piece]:
+        """Have the system read each piece while the one before it is put."""
+        waiting: _Piece | None = None
+        for piece in pieces:
+            if self._puts.whole:
+                for name in piece.names:
+                    piece.reader.read_ahead(name)
+            if waiting is not None:
+                yield waiting
+            waiting = piece
+        if waiting is not None:
+            yield waiting
 
-def _load_opened(file: Path, opened: Path, stager: Stager, wanted: list[str] | None) -> Any:
-    match file.suffix.lower():
-        case ".npy" if wanted is not None:
-            raise ValueError(f"{str(file)!r} holds one array, without a name. Leave names out")
-        case ".npy":
-            return _put(file, stager, _mapped(file, opened)).result()
-        case ".npz":
-            return _load_members(file, opened, stager, wanted)
-    return _load_tensors(file, opened, stager, wanted)
+    def _array(self, reader: Reader, name: str) -> Array:
+        array = reader.array(name)
+        if self._likes:
+            self._check_alike(reader, name, array)
+        return array
 
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Path]:
-    """Open a file once, and give what all readers open: another one may take its name meanwhile, as `save` has it."""
-    if file.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{str(file)!r}: expected a name that ends in .npy, .npz or .safetensors, which says what is in the file")
-    with file.open("rb") as stream:
-        yield Path(f"/proc/self/fd/{stream.fileno()}")
-
-
-def _load_like(file: Path, stager: Stager, like: Any) -> Any:
-    trees = trees_of(stager.backend)
-    parts = named(trees, like)
-    with _opened(file) as opened:
-        if file.suffix.lower() == ".npy":
-            if parts.spec is not None:
-                raise ValueError(f"{str(file)!r} holds one array, and like is a tree")
-            found = {ALONE: _load_opened(file, opened, stager, None)}
-        else:
-            found = _load_opened(file, opened, stager, parts.names)
-        values = _values(file, opened) if parts.riders else {}
-    for name, leaf in zip(parts.names, parts.leaves, strict=True):
-        expected, got = trees.describe(leaf), trees.describe(found[name])
+    def _check_alike(self, reader: Reader, name: str, array: Array) -> None:
+        like = self._likes[name]
+        expected = self._trees.describe(like)
         if expected is None:
-            raise TypeError(f"like: {name!r} is a {type(leaf).__qualname__}: expected something with a shape and a dtype")
+            raise TypeError(f"like: {name!r} is a {type(like).__qualname__}: expected something with a shape and a dtype")
+        got = array.shape, self._conversions.of(name, array.dtype)
         if got != expected:
-            (shape, dtype), (other, kind) = expected, got or ((), np.dtype(object))
-            raise ValueError(f"{str(file)!r}: {name!r} is of shape {other} and dtype {kind}, and like has {shape} and {dtype}")
-    riders = [_as(file, name, values, value) for name, value in parts.riders.items()]
+            (shape, dtype), (other, kind) = expected, got
+            raise ValueError(
+                f"{shown(reader.file)}: {name!r} is of shape {other} and dtype {kind}, and like has {shape} and {dtype}"
+            )
+
+    def _put(self, piece: _Piece, arrays: dict[str, Array]) -> Started:
+        try:
+            return self._puts.put(arrays, {name: self._likes[name] for name in arrays if name in self._likes})
+        except (TypeError, ValueError) as error:
+            where = f"at {piece.names[0]!r} in" if piece.reader.in_memory else "in"
+            error.add_note(f"{where} {shown(piece.reader.file)}")
+            raise
+
+    def _finish_oldest(self) -> None:
+        piece, started = self._under_way[0]
+        started.synchronize()
+        arrays = started.value
+        del self._under_way[0], started
+        self._found |= self._converted(piece, arrays)
+        self._done += piece.nbytes
+        self._told()
+
+    def _converted(self, piece: _Piece, arrays: dict[str, Any]) -> dict[str, Any]:
+        if not self._conversions.targets:
+            return arrays
+        changed: list[Any] = []
+        for name in piece.names:
+            target = self._conversions.of(name, self._dtype(arrays[name]))
+            if target != self._dtype(arrays[name]):
+                arrays[name] = self._as(name, arrays[name], target)
+                changed.append(arrays[name])
+        # The arrays that were converted are not referred to any more: their memory can be used for the pieces to come.
+        if changed:
+            self._puts.wait(changed)
+        return arrays
+
+    def _dtype(self, array: Any) -> np.dtype[Any]:
+        described = self._trees.describe(array)
+        assert described is not None, "it was put"
+        return described[1]
+
+    def _as(self, name: str, array: Any, dtype: np.dtype[Any]) -> Any:
+        astype: Callable[[Any], Any] | None = getattr(array, "astype", None)
+        if astype is None:
+            raise CapabilityError(
+                f"dtype: device arrays of backend {self._puts.backend.name!r} have no astype that would convert them. "
+                "Leave dtype out, and convert them with a kernel of yours, or convert the file"
+            )
+        try:
+            return astype(dtype)
+        except self._puts.backend.failures as error:
+            raise XferError(f"{name!r} could not be converted to {dtype}: {error}") from error
+
+    def _told(self) -> None:
+        if self._tell is not None:
+            self._tell(self._done, self._total)
+
+
+def _likes(held: Held, parts: Named) -> dict[str, Any]:
+    """Return what `like` has for each array. Raises `ValueError` for a tree where the file's one array has no name."""
+    if held.alone and parts.spec is not None:
+        raise ValueError(f"{held.shown} holds one array, and like is a tree")
+    likes = dict(zip(parts.names, parts.leaves, strict=True))
+    for name in likes:
+        if name not in held.arrays:
+            raise ValueError(f"{held.shown} has no array named {name!r}")
+    return likes
+
+
+def _rebuilt(held: Held, parts: Named, found: dict[str, Any]) -> Any:
+    values: dict[str, Any] = {}
+    if parts.riders:
+        for reader in held.readers:
+            values |= reader.values()
+    riders = [_as(held.shown, name, values, value) for name, value in parts.riders.items()]
     return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
 
 
-def _as(file: Path, name: str, values: dict[str, Any], like: Any) -> Any:
+def _as(said: str, name: str, values: dict[str, Any], like: Any) -> Any:
     """Return a value that rode along when the file was saved. Raises `ValueError` for one that is not there, or of another type."""
     if name not in values:
-        raise ValueError(f"{str(file)!r} has no value named {name!r}. Leave it out of like, and add it afterwards")
+        raise ValueError(f"{said} has no value named {name!r}. Leave it out of like, and add it afterwards")
     value = values[name]
     if type(value) is not type(like):
         kinds = type(value).__qualname__, type(like).__qualname__
-        raise ValueError(f"{str(file)!r}: {name!r} is a {kinds[0]} there, and a {kinds[1]} in like")
+        raise ValueError(f"{said}: {name!r} is a {kinds[0]} there, and a {kinds[1]} in like")
     return value
-
-
-def _values(file: Path, opened: Path) -> dict[str, Any]:
-    """Return what rode along when the file was saved, by name. Nothing is executed: it is JSON."""
-    if file.suffix.lower() != ".safetensors":
-        return {}
-    from safetensors import safe_open
-
-    with safe_open(opened, framework="numpy") as reader:
-        text = (reader.metadata() or {}).get(VALUES, "{}")
-    values = _read(file, lambda: json.loads(text))
-    if not isinstance(values, dict):
-        raise ValueError(f"{str(file)!r} is damaged: its metadata has no values by name under {VALUES!r}")
-    return values
-
-
-def _mapped(file: Path, opened: Path) -> Array:
-    def read() -> Array:
-        with opened.open("rb") as stream:
-            _check_header(stream, os.fstat(stream.fileno()).st_size)
-        return np.asarray(npy.open_memmap(opened, mode="r"))
-
-    return _read(file, read)
-
-
-def _load_members(file: Path, opened: Path, stager: Stager, wanted: list[str] | None) -> dict[str, Any]:
-    transfers: dict[str, Transfer[Any]] = {}
-    last: Transfer | None = None
-    with opened.open("rb") as stream:
-        archive = _read(file, lambda: zipfile.ZipFile(stream))
-        members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
-        for name in _chosen(file, list(members), wanted):
-            array = _read(file, lambda name=name: _member(archive, members[name]), name)  # type: ignore[misc]  # A default binds it.
-            if array is None:
-                raise ValueError(f"{str(file)!r}: its member {name!r} is damaged, or no array. Leave it out with names=")
-            # The one before was on its way while this one was read. No more than two are in memory.
-            if last is not None:
-                last.synchronize()
-            last = transfers[name] = _put(file, stager, array, name)
-    return {name: transfer.result() for name, transfer in transfers.items()}
-
-
-def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array | None:
-    with archive.open(member) as stream:
-        if stream.read(len(npy.MAGIC_PREFIX)) != npy.MAGIC_PREFIX:
-            return None
-        stream.seek(0)
-        _check_header(stream, member.file_size)
-        stream.seek(0)
-        return npy.read_array(stream, allow_pickle=False)
-
-
-def _check_header(stream: IO[bytes], total: int) -> None:
-    """Raise `ValueError` if the header promises more than there is: NumPy would first allocate memory for it.
-
-    Raises `HoldsObjects` where NumPy would ask whether the file may be executed.
-    """
-    read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
-    try:
-        shape, _, dtype = read(stream)
-    except MemoryError as error:
-        # So Python's parser calls its own limits.
-        raise ValueError("its header is nested too deeply") from error
-    if dtype.hasobject:
-        raise HoldsObjects(f"Python objects (dtype {dtype}), which cannot be transferred. Save arrays of numbers instead")
-    promised, there = math.prod(shape) * dtype.itemsize, total - stream.tell()
-    if promised > there:
-        raise ValueError(f"its header promises {promised} bytes, shape {shape!r} of {dtype!r}, and there are {there}")
-
-
-def _load_tensors(file: Path, opened: Path, stager: Stager, wanted: list[str] | None) -> dict[str, Any]:
-    tensors = _tensors(file, opened)
-    names = _chosen(file, list(tensors), wanted)
-    if not names:
-        return {}
-    raw = np.asarray(np.memmap(opened, np.uint8, "r"))
-    arrays = {name: _array(file, name, tensors[name], raw) for name in names}
-    found = _put(file, stager, arrays).result()
-    return {name: found[name] for name in names}
-
-
-def _tensors(file: Path, opened: Path) -> dict[str, Tensor]:
-    """Return what the header says, in the order of the data."""
-    try:
-        from safetensors import safe_open
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{str(file)!r} is read with safetensors. {INSTALL}", name=error.name) from error
-    if not hasattr(safe_open, "offset_keys"):
-        raise ImportError(f"{str(file)!r} is read with a newer safetensors than this one. {INSTALL}", name="safetensors")
-    total = opened.stat().st_size
-
-    def describe() -> list[tuple[str, str, tuple[int, ...]]]:
-        # It checks lengths and shapes, and that the tensors fill the file to its end without gap or overlap.
-        with safe_open(opened, framework="numpy") as reader:
-            heads = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
-            return [(name, head.get_dtype(), tuple(head.get_shape())) for name, head in heads]
-
-    described = _read(file, describe)
-    sizes = [_nbytes(file, kind, shape) for _, kind, shape in described]
-    start = total - sum(sizes)
-    tensors: dict[str, Tensor] = {}
-    for (name, kind, shape), nbytes in zip(described, sizes, strict=True):
-        tensors[name] = Tensor(kind, shape, start, nbytes)
-        start += nbytes
-    return tensors
-
-
-def _nbytes(file: Path, kind: str, shape: tuple[int, ...]) -> int:
-    bits = re.match(r"[A-Z]+(\d+)", kind.replace("BOOL", "U8"))
-    if bits is None:
-        raise ValueError(f"{str(file)!r} holds a dtype of unknown size, {kind!r}. Read it with safetensors itself")
-    count = 1
-    for length in shape:
-        count *= length
-    return count * int(bits[1]) // 8
-
-
-def _array(file: Path, name: str, tensor: Tensor, raw: Array) -> Array:
-    kind = tensor.kind
-    if kind in PLAIN:
-        dtype = np.dtype(PLAIN[kind])
-    elif kind in EXTENSIONS:
-        dtype = _extension(file, name, kind)
-    else:
-        raise TypeError(f"{str(file)!r}: {name!r} is of dtype {kind}, whose items are no whole bytes. Leave it out with names=")
-    return raw[tensor.start : tensor.start + tensor.nbytes].view(dtype).reshape(tensor.shape)
-
-
-def _extension(file: Path, name: str, kind: str) -> np.dtype[Any]:
-    try:
-        import ml_dtypes
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{str(file)!r}: {name!r} is of dtype {kind}, of ml_dtypes. {INSTALL}", name="ml_dtypes"
-        ) from error
-    return np.dtype(getattr(ml_dtypes, EXTENSIONS[kind]))  # type: ignore[no-any-return]  # getattr knows no type
-
-
-def _chosen(file: Path, found: Sequence[str], wanted: list[str] | None) -> list[str]:
-    if wanted is None:
-        return list(found)
-    for name in wanted:
-        if name not in found:
-            close = difflib.get_close_matches(str(name), found, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(map(repr, found)) or 'nothing'}"
-            raise ValueError(f"{str(file)!r} has no array named {name!r}. {hint}")
-    return list(dict.fromkeys(wanted))
-
-
-def _put(file: Path, stager: Stager, tree: Any, name: str | None = None) -> Transfer:
-    try:
-        # Nobody else has the memory, so put need not wait until the CPU has read it.
-        return stager.put(tree, borrow=True)
-    except (TypeError, ValueError) as error:
-        error.add_note(f"in {str(file)!r}" if name is None else f"at {name!r} in {str(file)!r}")
-        raise
-
-
-def _read(file: Path, read: Callable[[], T], name: str | None = None) -> T:
-    try:
-        return read()
-    except MemoryError:
-        raise
-    except HoldsObjects as error:
-        if name is None:
-            raise TypeError(f"{str(file)!r} holds {error}") from None
-        raise TypeError(f"{str(file)!r}: its member {name!r} holds {error}, or leave it out with names=") from None
-    except Exception as error:
-        # Whatever it is: parsers and decoders raise nearly everything if the bytes may be anything.
-        if isinstance(error, OSError) and error.errno not in OF_DAMAGE:
-            raise
-        raise ValueError(f"{str(file)!r} is damaged, or no {file.suffix} file: {error}") from error

@@ -192,8 +192,8 @@ MUTANTS = (
     ),
     Mutant(
         "tensors of a file are taken from another place",
-        "xferlib/files/load.py",
-        "raw[tensor.start : tensor.start + tensor.nbytes]",
-        "raw[tensor.start // 512 * 512 : tensor.start // 512 * 512 + tensor.nbytes]",
+        "xferlib/files/readers.py",
+        "self._raw[start : start + nbytes]",
+        "self._raw[start // 512 * 512 : start // 512 * 512 + nbytes]",
     ),
 )

@@ -69,7 +69,8 @@ def pipeline(*names: str) -> Targets:
 POOL = memory("pinned_pool", "pinned_pool_policies", "pinned_pool_failures", "pinned_pool_limit*")
 PUTS = (*core("stager_put", "put_into"), *staging("borrow", "pageable"))
 GETS = (*core("stager_get"), *staging("small_gets", "pageable"))
-LOAD = ("tests/files/test_load.py", "tests/files/test_load_damaged.py")
+LOAD = tuple(f"tests/files/test_load{name}.py" for name in ("", "_damaged", "_many"))
+READING = tuple(f"xferlib/files/{name}.py" for name in ("load", "readers", "shards"))
 LAWS = ("tests/conformance/test_host.py::TestHost",)
 JOBS = folder("engine", "jobs")
 JAX = tuple(
@@ -221,15 +222,14 @@ AREAS = {
         },
     ),
     "load-tree-packing": Area(
-        ("xferlib/files/load.py", "xferlib/tree.py", "xferlib/packing.py"),
+        (*READING, "xferlib/tree.py", "xferlib/packing.py"),
         (
             *core("tree", "described", "packing", "stager_put", "stager_get", "put_into"),
-            "tests/files/test_load.py",
-            "tests/files/test_load_damaged.py",
+            *LOAD,
             *LAWS,
         ),
         {
-            "/load.py": LOAD,
+            **dict.fromkeys(("/load.py", "/readers.py", "/shards.py"), LOAD),
             "/packing.py": core("packing"),
         },
     ),

@@ -1,0 +1,62 @@
+"""Which arrays of a file are converted once they are on the device, and to what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from xferlib.files.formats import EXTENSIONS
+
+__all__ = ["Conversions", "DtypeRule"]
+
+DtypeRule: TypeAlias = "npt.DTypeLike | Mapping[str, npt.DTypeLike]"
+"""One dtype for all arrays of floating point, or dtypes by patterns of names, of which the first that fits counts."""
+FLOATS = frozenset(EXTENSIONS.values())
+
+
+@final
+class Conversions:
+    """What `dtype=` says."""
+
+    def __init__(self, rule: DtypeRule | None) -> None:
+        self._by_pattern: dict[str, np.dtype[Any]] = {}
+        self._of_floats: np.dtype[Any] | None = None
+        if isinstance(rule, Mapping):
+            self._by_pattern = {pattern: _dtype(dtype) for pattern, dtype in rule.items()}
+        elif rule is not None:
+            self._of_floats = _dtype(rule)
+
+    @property
+    def targets(self) -> set[np.dtype[Any]]:
+        """All that may come out."""
+        return {*self._by_pattern.values(), *(() if self._of_floats is None else (self._of_floats,))}
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise `ValueError` for a pattern that none of the names has."""
+        known = list(names)
+        for pattern in self._by_pattern:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ValueError(f"dtype: none of the arrays has a name like {pattern!r}. Leave the pattern out, or mend it")
+
+    def of(self, name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """Return what an array of this name and dtype is to have."""
+        if self._of_floats is not None:
+            return self._of_floats if dtype.kind == "f" or dtype.name in FLOATS else dtype
+        return next((target for pattern, target in self._by_pattern.items() if fnmatchcase(name, pattern)), dtype)
+
+
+def _dtype(given: Any) -> np.dtype[Any]:
+    if isinstance(given, str) and given in FLOATS:
+        # NumPy knows these names once the package is imported.
+        import ml_dtypes
+
+        given = getattr(ml_dtypes, given)
+    try:
+        found: np.dtype[Any] = np.dtype(given)
+    except TypeError as error:
+        raise TypeError(f"dtype={given!r}: expected a dtype, or dtypes by patterns of names ({error})") from error
+    return found

@@ -1,0 +1,381 @@
+"""One file of arrays, open to be read: which arrays it has, and each of them in memory of the host.
+
+`.npy` and `.safetensors` are mapped: nothing is read before somebody reads the array. Members of an `.npz` are read one by one.
+Nothing is converted, and nothing in a file is executed. Whatever a file says, no more memory is taken than it has bytes for,
+and what is wrong is said with its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import mmap
+import os
+import re
+import stat
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar, final
+
+import numpy as np
+from numpy.lib import format as npy
+
+from xferlib.files.formats import EXTENSIONS, PLAIN, SUFFIXES, VALUES
+from xferlib.files.names import ALONE
+from xferlib.memory.arrays import Array
+
+__all__ = ["INSTALL", "Reader", "opened", "read_json", "shown"]
+
+T = TypeVar("T")
+
+INSTALL = 'Install it with: pip install "safetensors>=0.8" "ml-dtypes>=0.5"'
+OF_DAMAGE = (None, errno.EINVAL)
+"""Numbers of an `OSError` for which the file's content is to blame: a decoder has none, an impossible seek has this one."""
+LARGEST_DEFLATION = 1032
+"""Bytes that one byte of a deflated member can stand for at most: https://zlib.net/zlib_tech.html. Other methods know no limit."""
+LARGEST_INDEX = 32 << 20
+"""Bytes. That of a model with a hundred thousand arrays has a third of it; parsed, it may take twenty times as many."""
+LOOK_EVERY = 4 << 20
+"""Bytes: one page in so many is asked whether it is in the system's cache."""
+ADVISED = 128 << 10
+"""Bytes that the system is asked to read ahead at a time. What is above its own limit it ignores; this is the usual one."""
+
+
+class HoldsObjects(Exception):
+    """The file is sound, but nobody can transfer what it holds."""
+
+
+class Tensor(NamedTuple):
+    """A tensor of a safetensors file, as its header says."""
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class Header(NamedTuple):
+    """What the header of a `.npy` file says. `nbytes`: of the data."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    order: Literal["C", "F"]
+    nbytes: int
+
+
+class Reader(Protocol):
+    """An open file, until the `with` of `opened` ends. One thread.
+
+    Attributes:
+        file: What the caller called it.
+        names: Of its arrays, in its order.
+        in_memory: Whether `array` reads. Otherwise arrays are the file's own pages, and cost no memory.
+    """
+
+    file: Path
+    names: Sequence[str]
+    in_memory: bool
+
+    def nbytes(self, name: str) -> int:
+        """Return the size of an array. Raises as `array`."""
+
+    def array(self, name: str) -> Array:
+        """Return an array, which outlives the reader. Raises `ValueError` where it is damaged, `TypeError` where it is no array
+        that NumPy has."""
+
+    def read_ahead(self, name: str) -> None:
+        """Have the system begin to read an array's pages, without waiting for them."""
+
+    def values(self) -> dict[str, Any]:
+        """Return what rode along when the file was saved, by name."""
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Reader]:
+    """Open a file once: another one may take its name meanwhile, as `save` has it.
+
+    Raises `ValueError` for what is damaged or no file of arrays, `OSError` for what cannot be opened.
+    """
+    suffix = file.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{shown(file)}: expected a name that ends in .npy, .npz or .safetensors, which says what is in the file")
+    with _opened(file) as stream:
+        match suffix:
+            case ".npy":
+                yield _Npy(file, stream.fileno(), stream)
+            case ".npz":
+                with _read(file, lambda: zipfile.ZipFile(stream)) as archive:
+                    yield _Npz(file, archive)
+            case _:
+                yield _Safetensors(file, stream.fileno())
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `ValueError` for anything else, and for a name that is in it twice; `OSError`."""
+    with _opened(file) as stream:
+        # So much and no more, even if it grows.
+        text = stream.read(LARGEST_INDEX + 1)
+    if len(text) > LARGEST_INDEX:
+        raise ValueError(f"{shown(file)} has more than {LARGEST_INDEX} bytes, which no index has")
+    found = _read(file, lambda: json.loads(text, object_pairs_hook=_once))
+    if not isinstance(found, dict):
+        raise ValueError(f"{shown(file)} is damaged, or no {file.suffix} file: expected an object, got {type(found).__name__}")
+    return found
+
+
+def shown(file: Path) -> str:
+    """Return a file's name as errors show it."""
+    return repr(str(file))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has {twice!r} twice")
+    return found
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[IO[bytes]]:
+    with open(file, "rb", opener=_without_waiting) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise ValueError(f"{shown(file)} is no file: a pipe or a device has no end. Write it to a file first")
+        yield stream
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    # A pipe would otherwise wait for whoever writes to it.
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+@final
+class _Pages:
+    """The pages of a file. The mapping lives as long as arrays over it; `descriptor` is open as long as the reader."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._raw: Array | None = None
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any], start: int, nbytes: int, order: Literal["C", "F"] = "C") -> Array:
+        if self._raw is None:
+            self._raw = np.frombuffer(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
+        return self._raw[start : start + nbytes].view(dtype).reshape(shape, order=order)
+
+    def read_ahead(self, start: int, nbytes: int) -> None:
+        """Have the system begin to read what is not in its cache. Otherwise a few threads would wait for a page fault each.
+
+        Advice alone: nothing waits for what is read, and a file system that takes none is read as before.
+        """
+        with suppress(OSError):
+            for block in range(start, start + nbytes, LOOK_EVERY):
+                if not self._is_cached(block):
+                    for at in range(block, min(block + LOOK_EVERY, start + nbytes), ADVISED):
+                        os.posix_fadvise(self._descriptor, at, ADVISED, os.POSIX_FADV_WILLNEED)
+
+    def _is_cached(self, offset: int) -> bool:
+        try:
+            # Unlike mincore, it also tells those who may only read the file.
+            return bool(os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT))
+        except OSError:
+            # It is not, or the file system cannot tell.
+            return False
+
+
+@final
+class _Npy:
+    in_memory = False
+
+    def __init__(self, file: Path, descriptor: int, stream: IO[bytes]) -> None:
+        self.file = file
+        self.names: Sequence[str] = (ALONE,)
+        self._pages = _Pages(descriptor)
+
+        def read() -> tuple[Array, int]:
+            shape, dtype, order, nbytes = _header(stream, os.fstat(descriptor).st_size)
+            return self._pages.array(shape, dtype, stream.tell(), nbytes, order), stream.tell()
+
+        self._array, self._start = _read(file, read)
+
+    def nbytes(self, name: str) -> int:
+        return self._array.nbytes
+
+    def array(self, name: str) -> Array:
+        return self._array
+
+    def read_ahead(self, name: str) -> None:
+        self._pages.read_ahead(self._start, self._array.nbytes)
+
+    def values(self) -> dict[str, Any]:
+        return {}
+
+
+@final
+class _Npz:
+    in_memory = True
+
+    def __init__(self, file: Path, archive: zipfile.ZipFile) -> None:
+        self.file = file
+        self._archive = archive
+        self._members: dict[str, zipfile.ZipInfo] = {}
+        for member in archive.infolist():
+            name = member.filename.removesuffix(".npy")
+            if name in self._members:
+                raise ValueError(f"{shown(file)} is damaged, or no .npz file: it has two members named {name!r}")
+            self._members[name] = member
+        self.names: Sequence[str] = tuple(self._members)
+
+    def nbytes(self, name: str) -> int:
+        return self._of_member(name, lambda stream, nbytes: _header(stream, nbytes).nbytes)
+
+    def array(self, name: str) -> Array:
+        def read(stream: IO[bytes], nbytes: int) -> Array:
+            _header(stream, nbytes)
+            stream.seek(0)
+            return npy.read_array(stream, allow_pickle=False)
+
+        return self._of_member(name, read)
+
+    def read_ahead(self, name: str) -> None:
+        """Do nothing: it is read from front to back, which the system reads ahead of by itself."""
+
+    def values(self) -> dict[str, Any]:
+        return {}
+
+    def _of_member(self, name: str, read: Callable[[IO[bytes], int], T]) -> T:
+        member = self._members[name]
+
+        def within() -> T | None:
+            if member.compress_type == zipfile.ZIP_DEFLATED and member.file_size > (member.compress_size + 1) * LARGEST_DEFLATION:
+                raise ValueError(f"its {member.compress_size} bytes cannot become {member.file_size}")
+            with self._archive.open(member) as stream:
+                if stream.read(len(npy.MAGIC_PREFIX)) != npy.MAGIC_PREFIX:
+                    return None
+                stream.seek(0)
+                return read(stream, member.file_size)
+
+        found = _read(self.file, within, name)
+        if found is None:
+            raise ValueError(f"{shown(self.file)}: its member {name!r} is damaged, or no array. Leave it out with names=")
+        return found
+
+
+def _header(stream: IO[bytes], total: int) -> Header:
+    """Read the header of a `.npy` file of `total` bytes. The stream is behind it then.
+
+    Raises `ValueError` if the header promises more than there is: NumPy would first allocate memory for it. Raises `HoldsObjects`
+    where NumPy would ask whether the file may be executed.
+    """
+    read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
+    try:
+        shape, fortran_order, dtype = read(stream)
+    except MemoryError as error:
+        # So Python's parser calls its own limits.
+        raise ValueError("its header is nested too deeply") from error
+    if dtype.hasobject:
+        raise HoldsObjects(f"Python objects (dtype {dtype}), which cannot be transferred. Save arrays of numbers instead")
+    if any(length < 0 for length in shape):
+        raise ValueError(f"its header has a negative length in shape {shape!r}")
+    promised, there = math.prod(shape) * dtype.itemsize, total - stream.tell()
+    if promised > there:
+        raise ValueError(f"its header promises {promised} bytes, shape {shape!r} of {dtype!r}, and there are {there}")
+    return Header(shape, dtype, "F" if fortran_order else "C", promised)
+
+
+@final
+class _Safetensors:
+    in_memory = False
+
+    def __init__(self, file: Path, descriptor: int) -> None:
+        self.file = file
+        self._pages = _Pages(descriptor)
+        self._tensors, self._metadata = _tensors(file, Path(f"/proc/self/fd/{descriptor}"))
+        self.names: Sequence[str] = tuple(self._tensors)
+
+    def nbytes(self, name: str) -> int:
+        return self._tensors[name].nbytes
+
+    def array(self, name: str) -> Array:
+        kind, shape, start, nbytes = self._tensors[name]
+        dtype = _dtype(self.file, name, kind)
+        return _read(self.file, lambda: self._pages.array(shape, dtype, start, nbytes))
+
+    def read_ahead(self, name: str) -> None:
+        tensor = self._tensors[name]
+        self._pages.read_ahead(tensor.start, tensor.nbytes)
+
+    def values(self) -> dict[str, Any]:
+        values = _read(self.file, lambda: json.loads(self._metadata.get(VALUES, "{}")))
+        if not isinstance(values, dict):
+            raise ValueError(f"{shown(self.file)} is damaged: its metadata has no values by name under {VALUES!r}")
+        return values
+
+
+def _tensors(file: Path, opened: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return what the header says, in the order of the data, and the metadata."""
+    try:
+        from safetensors import safe_open
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{shown(file)} is read with safetensors. {INSTALL}", name=error.name) from error
+    if not hasattr(safe_open, "offset_keys"):
+        raise ImportError(f"{shown(file)} is read with a newer safetensors than this one. {INSTALL}", name="safetensors")
+    total = opened.stat().st_size
+
+    def describe() -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, str]]:
+        # It checks lengths and shapes, and that the tensors fill the file to its end without gap or overlap.
+        with safe_open(opened, framework="numpy") as reader:
+            heads = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
+            return [(name, head.get_dtype(), tuple(head.get_shape())) for name, head in heads], reader.metadata() or {}
+
+    described, metadata = _read(file, describe)
+    sizes = [_nbytes(file, kind, shape) for _, kind, shape in described]
+    start = total - sum(sizes)
+    tensors: dict[str, Tensor] = {}
+    for (name, kind, shape), nbytes in zip(described, sizes, strict=True):
+        tensors[name] = Tensor(kind, shape, start, nbytes)
+        start += nbytes
+    return tensors, metadata
+
+
+def _nbytes(file: Path, kind: str, shape: tuple[int, ...]) -> int:
+    bits = re.match(r"[A-Z]+(\d+)", kind.replace("BOOL", "U8"))
+    if bits is None:
+        raise ValueError(f"{shown(file)} holds a dtype of unknown size, {kind!r}. Read it with safetensors itself")
+    count = 1
+    for length in shape:
+        count *= length
+    return count * int(bits[1]) // 8
+
+
+def _dtype(file: Path, name: str, kind: str) -> np.dtype[Any]:
+    if kind in PLAIN:
+        return np.dtype(PLAIN[kind])
+    if kind not in EXTENSIONS:
+        raise TypeError(f"{shown(file)}: {name!r} is of dtype {kind}, whose items are no whole bytes. Leave it out with names=")
+    try:
+        import ml_dtypes
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{shown(file)}: {name!r} is of dtype {kind}, of ml_dtypes. {INSTALL}", name="ml_dtypes"
+        ) from error
+    return np.dtype(getattr(ml_dtypes, EXTENSIONS[kind]))  # type: ignore[no-any-return]  # getattr knows no type
+
+
+def _read(file: Path, read: Callable[[], T], name: str | None = None) -> T:
+    try:
+        return read()
+    except MemoryError:
+        raise
+    except HoldsObjects as error:
+        if name is None:
+            raise TypeError(f"{shown(file)} holds {error}") from None
+        raise TypeError(f"{shown(file)}: its member {name!r} holds {error}, or leave it out with names=") from None
+    except Exception as error:
+        # Whatever it is: parsers and decoders raise nearly everything if the bytes may be anything.
+        if isinstance(error, OSError) and error.errno not in OF_DAMAGE:
+            raise
+        raise ValueError(f"{shown(file)} is damaged, or no {file.suffix} file: {error}") from error
