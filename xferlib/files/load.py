@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final, overload
 
 import numpy as np
 
-from xferlib.errors import CapabilityError, XferError
+from xferlib.errors import AllocationError, CapabilityError, XferError
 from xferlib.files.dtypes import Conversions, DtypeRule
 from xferlib.files.names import Named, named
 from xferlib.files.progress import Tell, told
@@ -150,7 +150,7 @@ def load(
         if held.alone and names is not None:
             raise ValueError(f"{held.shown} holds one array, without a name. Leave names out")
         likes = {} if parts is None else _likes(held, parts)
-        tell = files.enter_context(told(progress, held.shown))
+        tell = files.enter_context(told(progress, held.readers[0].file.name if len(held.readers) == 1 else "files"))
         conversions.check(held.arrays)
         found = _Load(held, puts, conversions, trees, likes, tell).run()
         if parts is not None:
@@ -334,10 +334,13 @@ class _Load:
                 f"dtype: device arrays of backend {self._puts.backend.name!r} have no astype that would convert them. "
                 "Leave dtype out, and convert them with a kernel of yours, or convert the file"
             )
+        failed = f"{name!r} could not be converted to {dtype}"
         try:
             return astype(dtype)
+        except MemoryError as error:
+            raise AllocationError(f"{failed}: {error}") from error
         except self._puts.backend.failures as error:
-            raise XferError(f"{name!r} could not be converted to {dtype}: {error}") from error
+            raise XferError(f"{failed}: {error}") from error
 
     def _told(self) -> None:
         if self._tell is not None:

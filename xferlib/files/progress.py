@@ -34,8 +34,9 @@ def _bar(what: str) -> Iterator[Tell]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     # Names of files are no markup.
-    with Progress(*columns, console=Console(stderr=True, markup=False)) as bar:
+    name = TextColumn("{task.description}", markup=False)
+    columns = name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

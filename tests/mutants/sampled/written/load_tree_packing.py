@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LOAD, TREE, LAYOUT, FORMATS = "xferlib/files/load.py", "xferlib/tree.py", "xferlib/packing.py", "xferlib/files/formats.py"
-READERS, SHARDS = "xferlib/files/readers.py", "xferlib/files/shards.py"
+DTYPES, READERS, SHARDS = "xferlib/files/dtypes.py", "xferlib/files/readers.py", "xferlib/files/shards.py"
 
 MUTANTS = [
     (READERS, "suffix = file.suffix.lower()", "suffix = file.suffix"),
@@ -28,6 +28,9 @@ MUTANTS = [
     (LOAD, "        started.synchronize()\n        arrays = started.value", "        arrays = started.value"),
     (LOAD, "(1 if piece.reader.in_memory else AHEAD)", "AHEAD"),
     (LOAD, "return {name: self._found[name] for name in self._held.arrays}", "return self._found"),
+    (LOAD, "            for _, started in self._under_way:\n", "            for _, started in ():\n"),
+    (LOAD, "self._sizes[name] > SMALL, self._changes(reader, name)", "self._sizes[name] > SMALL, False"),
+    (DTYPES, 'dtype.kind == "f" or dtype.name in FLOATS', 'dtype.kind == "f"'),
     (FORMATS, '"C64": "complex64"', '"C64": "complex128"'),
     (FORMATS, '"F8_E4M3FNUZ": "float8_e4m3fnuz"', '"F8_E4M3FNUZ": "float8_e4m3fn"'),
     (

@@ -1,0 +1,161 @@
+"""Conversion on the device: what comes out is what the framework's `astype` makes, and no more memory is needed than is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from xferlib_host import open_stager
+
+import xferlib
+from xferlib.stager import Stager
+
+RANDOM = np.random.default_rng(3)
+ARRAYS: dict[str, Any] = {
+    "a.weight": RANDOM.random((300, 70)).astype(np.float32),
+    "a.bias": RANDOM.random(70).astype(np.float32),
+    "b.weight": RANDOM.random((40, 30)).astype(np.float16),
+    "ids": np.arange(7, dtype=np.int32),
+    "mask": np.array([True, False]),
+    "none": np.zeros((0, 3), np.float32),
+}
+
+
+@pytest.fixture
+def stager() -> Iterator[Stager]:
+    with xferlib.stager("host", strict=True) as stager:
+        yield stager
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    safetensors.numpy.save_file(ARRAYS, path)
+    return path
+
+
+def same(got: Any, want: Any) -> None:
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", ml_dtypes.bfloat16, np.float16, np.dtype(np.float64), "float8_e4m3fn"], ids=str)
+def test_one_dtype_is_that_of_all_arrays_of_floating_point(stager: Stager, path: Path, dtype: Any) -> None:
+    target = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) else dtype)
+    got = xferlib.load(path, stager, dtype=dtype)
+    assert set(got) == set(ARRAYS)
+    for name, array in ARRAYS.items():
+        same(got[name], array.astype(target) if array.dtype.kind == "f" else array)
+
+
+def test_what_ml_dtypes_adds_is_of_floating_point(stager: Stager, tmp_path: Path) -> None:
+    path = tmp_path / "half.safetensors"
+    half = RANDOM.random(50).astype(ml_dtypes.bfloat16)
+    xferlib.save(path, {"half": stager.put(half, borrow=True).value}, stager).result(60)
+    same(xferlib.load(path, stager, dtype=np.float32)["half"], half.astype(np.float32))
+
+
+def test_patterns_say_which_arrays_and_the_first_that_fits_counts(stager: Stager, path: Path) -> None:
+    got = xferlib.load(path, stager, dtype={"a.bias": "float64", "a.*": "float16", "ids": np.int8})
+    changed = {"a.bias": np.float64, "a.weight": np.float16, "ids": np.int8}
+    for name, array in ARRAYS.items():
+        same(got[name], array.astype(changed.get(name, array.dtype)))
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_other_formats_are_converted_too(stager: Stager, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    array = ARRAYS["a.weight"]
+    np.save(path, array) if suffix == ".npy" else np.savez(path, array=array)
+    got = xferlib.load(path, stager, dtype="float16")
+    same(got if suffix == ".npy" else got["array"], array.astype(np.float16))
+
+
+def test_a_tree_is_compared_with_what_comes_out(stager: Stager, path: Path) -> None:
+    like = {"a": {"bias": np.zeros(70, np.float16), "weight": np.zeros((300, 70), np.float16)}}
+    got: Any = xferlib.load(path, stager, like=like, dtype="float16")
+    same(got["a"]["weight"], ARRAYS["a.weight"].astype(np.float16))
+    with pytest.raises(ValueError, match=r"'a\.bias' is of shape \(70,\) and dtype float32, and like has \(70,\) and float16"):
+        xferlib.load(path, stager, like=like)
+    assert stager.stats().device_nbytes >= got["a"]["weight"].nbytes
+
+
+def test_a_pattern_that_no_name_has_is_refused_before_anything_is_put(stager: Stager, path: Path) -> None:
+    with pytest.raises(ValueError, match=r"dtype: none of the arrays has a name like 'a\.wieght'"):
+        xferlib.load(path, stager, dtype={"a.wieght": "float16"})
+    with pytest.raises(TypeError, match=r"dtype='flaot16': expected a dtype, or dtypes by patterns"):
+        xferlib.load(path, stager, dtype="flaot16")
+    with pytest.raises(TypeError, match="not dtype"):
+        xferlib.load(path, stager, dtype=object)
+    assert stager.stats().h2d_nbytes == 0
+
+
+def test_beside_the_result_the_device_has_two_pieces_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = {str(number): RANDOM.integers(0, 99, 1 << 18).astype(np.float32) for number in range(12)}
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+    monkeypatch.setattr("xferlib.files.load.PIECE", 1 << 20)
+    with xferlib.stager("host", strict=True) as stager:
+        got = xferlib.load(tmp_path / "a.safetensors", stager, dtype="float16")
+        # The results are the framework's own: of the stager's memory there is only what was converted.
+        assert stager.stats().device_peak_nbytes <= 3 << 20
+        for name, array in arrays.items():
+            same(got[name], array.astype(np.float16))
+
+
+class Bare:
+    """A device array that knows no conversion, as of some libraries."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.shape, self.dtype = array.shape, array.dtype
+
+
+class BareStager:
+    """The host backend with such arrays."""
+
+    name = "bare"
+
+    def __init__(self) -> None:
+        self.inner = open_stager()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def as_array(self, *args: Any, **options: Any) -> Bare:
+        return Bare(self.inner.as_array(*args, **options))
+
+
+def test_arrays_without_astype_are_refused_in_words_and_load_as_they_are(path: Path) -> None:
+    backend: Any = BareStager()
+    with xferlib.stager(backend) as stager:
+        with pytest.raises(xferlib.CapabilityError, match="arrays of backend 'bare' have no astype"):
+            xferlib.load(path, stager, dtype="float16")
+        got = xferlib.load(path, stager)
+        same(got["a.bias"].array, ARRAYS["a.bias"])
+        # Nothing is to be converted.
+        same(xferlib.load(path, stager, names=["ids"], dtype="float16")["ids"].array, ARRAYS["ids"])
+
+
+def test_a_conversion_that_fails_is_said_with_its_array(path: Path) -> None:
+    class Full(np.ndarray[Any, Any]):
+        def astype(self, *_: Any, **__: Any) -> Any:
+            raise MemoryError("the device is full")
+
+    class FullStager(BareStager):
+        name = "full"
+
+        def as_array(self, *args: Any, **options: Any) -> Any:
+            return self.inner.as_array(*args, **options).view(Full)
+
+    backend: Any = FullStager()
+    with xferlib.stager(backend) as stager:
+        with pytest.raises(xferlib.AllocationError, match=r"'a\.weight' could not be converted to float16: the device is full"):
+            xferlib.load(path, stager, names=["a.weight"], dtype="float16")
+        stager.trim()
+        assert stager.stats().device_nbytes == 0

@@ -1,0 +1,176 @@
+"""Progress: what is told is true, it is told on the calling thread, and what it raises ends the load and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import xferlib
+from tests.core.fakes import held, on_thread
+from xferlib.stager import Stager
+
+COUNT, NBYTES = 6, 1 << 20
+ARRAYS = {str(number): np.full(NBYTES, number, np.uint8) for number in range(COUNT)}
+
+
+@pytest.fixture
+def stager() -> Iterator[Stager]:
+    with xferlib.stager("host", strict=True, pinned_limit=16 << 20) as stager:
+        yield stager
+    calls = stager.backend.memory.calls()  # type: ignore[attr-defined]  # the host backend's own
+    assert calls.pinned_allocations == calls.pinned_frees
+    assert calls.device_allocations == calls.device_frees
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of six pieces."""
+    monkeypatch.setattr("xferlib.files.load.PIECE", NBYTES)
+    path = tmp_path / "weights.safetensors"
+    safetensors.numpy.save_file(ARRAYS, path)
+    return path
+
+
+def test_each_piece_is_told_of_from_none_to_all(stager: Stager, path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    threads: set[int] = set()
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+        threads.add(threading.get_ident())
+
+    xferlib.load(path, stager, progress=tell)
+    assert told == [(number * NBYTES, COUNT * NBYTES) for number in range(COUNT + 1)]
+    assert threads == {threading.get_ident()}
+    told.clear()
+    xferlib.load(path, stager, names=["2", "4"], progress=tell)
+    assert told == [(number * NBYTES, 2 * NBYTES) for number in range(3)]
+    told.clear()
+    xferlib.load(path, stager, names=[], progress=tell)
+    assert told == [(0, 0)]
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_other_formats_tell_as_well(stager: Stager, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    np.save(path, np.zeros(300)) if suffix == ".npy" else np.savez(path, a=np.zeros(100), b=np.zeros(200))
+    told: list[tuple[int, int]] = []
+    xferlib.load(path, stager, progress=lambda done, total: told.append((done, total)))
+    assert told == ([(0, 2400), (2400, 2400)] if suffix == ".npy" else [(0, 2400), (800, 2400), (2400, 2400)])
+
+
+def test_what_is_told_as_done_is_done(stager: Stager, path: Path) -> None:
+    told: list[int] = []
+    began = threading.Event()
+
+    def tell(done: int, total: int) -> None:
+        told.append(done)
+        began.set()
+
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's own
+        loading = on_thread(lambda: xferlib.load(path, stager, progress=tell))
+        assert began.wait(10)
+        # Two pieces are on their way, and neither can be done.
+        assert not loading.done()
+        assert told == [0]
+    assert sorted(loading.result(10)) == sorted(ARRAYS)
+
+
+@pytest.mark.parametrize("at", range(COUNT + 1))
+@pytest.mark.parametrize("error", [RuntimeError("enough"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_what_it_raises_is_raised_and_nothing_reads_the_file_any_more(
+    stager: Stager, path: Path, at: int, error: BaseException
+) -> None:
+    def tell(done: int, total: int) -> None:
+        if done == at * NBYTES:
+            raise error
+
+    before = descriptors(path)
+    with pytest.raises(type(error)) as caught:
+        xferlib.load(path, stager, progress=tell)
+    assert caught.value is error
+    stager._ledger.wait_all()
+    # The frames in its traceback hold arrays.
+    error.__traceback__ = None
+    del caught
+    assert descriptors(path) == before
+    stager.trim()
+    assert stager.stats().device_nbytes == 0
+
+
+class Noted:
+    """Stands in a stager's place, and notes which puts were waited for."""
+
+    whole = True
+
+    def __init__(self, stager: Stager) -> None:
+        self.backend = stager.backend
+        self._stager = stager
+        self.started: list[xferlib.Transfer[Any]] = []
+        self.likes: list[dict[str, Any]] = []
+
+    def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> xferlib.Transfer[Any]:
+        self.started.append(self._stager.put(arrays, borrow=True))
+        self.likes.append(like)
+        return self.started[-1]
+
+    def wait(self, arrays: list[Any]) -> None:
+        raise AssertionError("nothing is converted")
+
+
+@pytest.mark.parametrize("at", range(1, COUNT))
+def test_whatever_was_started_is_waited_for_before_the_error_is_raised(stager: Stager, path: Path, at: int) -> None:
+    noted = Noted(stager)
+
+    def tell(done: int, total: int) -> None:
+        if done == at * NBYTES:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        xferlib.load(path, noted, progress=tell)
+    assert len(noted.started) == min(at + 1, COUNT)
+    assert all(transfer._finished for transfer in noted.started)
+
+
+def test_what_stands_in_a_stagers_place_is_given_what_the_tree_has_for_each_array(stager: Stager, path: Path) -> None:
+    noted = Noted(stager)
+    like = {"2": ARRAYS["2"], "5": ARRAYS["5"]}
+    got = xferlib.load(path, noted, like=like)
+    assert {name: array.tobytes() for name, array in got.items()} == {name: ARRAYS[name].tobytes() for name in like}
+    assert [list(given) for given in noted.likes] == [["2"], ["5"]]
+    assert all(given[name] is like[name] for given in noted.likes for name in given)
+
+
+def descriptors(path: Path) -> int:
+    """Return how often this process has the file open, or mapped."""
+    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    opened = sum(os.path.exists(link) and os.path.samefile(link, path) for link in links)
+    return opened + Path("/proc/self/maps").read_text().count(str(path))
+
+
+def test_true_draws_a_bar_on_the_error_stream(stager: Stager, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    renamed = path.rename(path.with_name("[red]a.safetensors"))
+    xferlib.load(renamed, stager, progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "6.3/6.3 MB" in shown.err
+    assert "[red]a.safetensors" in shown.err
+
+
+@pytest.mark.parametrize("progress", [None, False])
+def test_nothing_is_drawn_unless_asked_for(stager: Stager, path: Path, capsys: pytest.CaptureFixture[str], progress: Any) -> None:
+    xferlib.load(path, stager, progress=progress)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_cannot_be_called_is_refused(stager: Stager, path: Path) -> None:
+    unfit: Any = 3
+    with pytest.raises(TypeError, match="progress=3: expected True, or a function"):
+        xferlib.load(path, stager, progress=unfit)
