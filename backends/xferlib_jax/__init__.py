@@ -1,7 +1,7 @@
 """JAX: arrays move between NumPy and JAX while the device computes, on NVIDIA GPUs and on the CPU.
 
-The entry point names `open_stager`; `prefetch` and what goes with it are for batches that several devices share. This file imports
-without JAX. What needs JAX is imported when a stager is opened, or when one of those names is asked for.
+The entry point names `open_stager`; `prefetch`, `load` and what goes with them are for arrays that several devices share. This file
+imports without JAX. What needs JAX is imported when a stager is opened, or when one of those names is asked for.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from xferlib.protocol import HostStager
 
 if TYPE_CHECKING:
+    from xferlib_jax._load import load
     from xferlib_jax._prefetch import ShardedPrefetch, prefetch, prefetch_to_device
     from xferlib_jax._stagers import local_stagers
 
-__all__ = ["ShardedPrefetch", "local_stagers", "open_stager", "prefetch", "prefetch_to_device"]
+__all__ = ["ShardedPrefetch", "load", "local_stagers", "open_stager", "prefetch", "prefetch_to_device"]
 
 
 def open_stager(*, device: int = 0) -> HostStager[Any]:
@@ -32,9 +33,10 @@ if not TYPE_CHECKING:
         from xferlib_jax._probe import _import_jax
 
         _import_jax()
-        from xferlib_jax import _prefetch, _stagers
+        from xferlib_jax import _load, _prefetch, _stagers
 
-        return getattr(_stagers if name == "local_stagers" else _prefetch, name)
+        homes: dict[str, Any] = {"load": _load, "local_stagers": _stagers}
+        return getattr(homes.get(name, _prefetch), name)
 
 
 def __dir__() -> list[str]:

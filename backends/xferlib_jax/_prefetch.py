@@ -25,7 +25,7 @@ from xferlib_jax._spread import local_devices_of
 from xferlib_jax._stagers import Device, Hold, given, hold
 from xferlib_jax._trees import with_records
 
-__all__ = ["ShardedPrefetch", "prefetch", "prefetch_to_device"]
+__all__ = ["ShardedPrefetch", "checked_devices", "prefetch", "prefetch_to_device"]
 
 Stagers: TypeAlias = Sequence[xferlib.Stager] | None
 
@@ -178,11 +178,12 @@ def _devices_of(sharding: Any) -> tuple[Device, ...]:
         raise ValueError(f"there is no sharding in {sharding!r}. Give one for all arrays, or a tree with one for each")
     devices: dict[Device, None] = {}
     for found in shardings:
-        devices |= dict.fromkeys(_checked_devices(found))
+        devices |= dict.fromkeys(checked_devices(found))
     return tuple(sorted(devices, key=lambda device: device.id))
 
 
-def _checked_devices(sharding: Any) -> tuple[Device, ...]:
+def checked_devices(sharding: Any) -> tuple[Device, ...]:
+    """Return the local devices of a sharding that arrays can be put over. Raises `TypeError` and `ValueError`."""
     if not isinstance(sharding, jax.sharding.Sharding):
         raise TypeError(f"expected a sharding, got {sharding!r}. Make one: jax.sharding.NamedSharding(mesh, PartitionSpec(...))")
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias, final
 
@@ -24,7 +24,7 @@ from xferlib_jax._spread import Array, LeafPlan, plan_leaf
 from xferlib_jax._stagers import Device, Hold
 from xferlib_jax._trees import with_records, without_records
 
-__all__ = ["ShardedPuts", "ShardedTransfer"]
+__all__ = ["BatchPlan", "ShardedPuts", "ShardedTransfer", "start", "wait_for_all"]
 
 KEPT_PLANS = 16
 
@@ -105,7 +105,7 @@ class ShardedTransfer:
 
     def synchronize(self) -> None:
         """See `Transfer.synchronize`."""
-        _wait_for_all(self._ends)
+        wait_for_all(self._ends)
         self._let_slot_go()
         for end in self._ends:
             end.synchronize()
@@ -170,13 +170,7 @@ class ShardedPuts:
         plan = self._plan(tree, arrays, frozenset(riders), has_records=recorded is not given)
         if self.first_nbytes is None:
             self.first_nbytes = plan.device_nbytes
-        transfers: dict[Device, xferlib.Transfer] = {}
-        try:
-            for device, views in plan.views(arrays).items():
-                transfers[device] = self._stagers[device].put(views, borrow=borrow)
-        except BaseException:
-            _wait_for_all(transfers.values())
-            raise
+        transfers = start(self._stagers, plan.views(arrays), borrow=borrow)
         return ShardedTransfer(plan, transfers, riders, slot)
 
     def in_place(self, batch: Any) -> bool:
@@ -228,6 +222,20 @@ class ShardedPuts:
         return leaves
 
 
+def start(
+    stagers: Mapping[Device, xferlib.Stager], views: Mapping[Device, list[Array]], *, borrow: bool | Literal["staged"]
+) -> dict[Device, xferlib.Transfer]:
+    """Start copying to each device what it pulls. If one cannot be started, those before it are done before that is raised."""
+    transfers: dict[Device, xferlib.Transfer] = {}
+    try:
+        for device, arrays in views.items():
+            transfers[device] = stagers[device].put(arrays, borrow=borrow)
+    except BaseException:
+        wait_for_all(transfers.values())
+        raise
+    return transfers
+
+
 def _checked(leaf: Any, tree: Any, number: int) -> Array:
     if isinstance(leaf, jax.core.Tracer):
         raise TypeError(
@@ -259,7 +267,8 @@ def _moved(array: Any, device: Device) -> Any:
     return array if array.device == device else jax.device_put(array, device)
 
 
-def _wait_for_all(ends: Iterable[Any]) -> None:
+def wait_for_all(ends: Iterable[Any]) -> None:
+    """Block until all are over, whether they failed or not."""
     for end in ends:
         # The thread that takes the batch is told.
         with suppress(XferError):

@@ -15,7 +15,7 @@ import numpy as np
 
 from xferlib_jax._stagers import Device
 
-__all__ = ["Group", "LeafPlan", "Parts", "local_devices_of", "plan_leaf"]
+__all__ = ["Group", "LeafPlan", "Parts", "local_devices_of", "plan_leaf", "plan_whole_leaf"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Shape: TypeAlias = tuple[int, ...]
@@ -103,9 +103,17 @@ def plan_leaf(sharding: Any, local_shape: Shape, dtype: np.dtype[Any]) -> LeafPl
 
     Raises `ValueError` where the sharding cannot divide it.
     """
-    shape = _global_shape(sharding, local_shape)
+    return _planned(sharding, _global_shape(sharding, local_shape), dtype, whole=False)
+
+
+def plan_whole_leaf(sharding: Any, shape: Shape, dtype: np.dtype[Any]) -> LeafPlan:
+    """Plan a leaf of which every process has the whole, and reads what its own devices need. Raises as `plan_leaf`."""
+    return _planned(sharding, shape, dtype, whole=True)
+
+
+def _planned(sharding: Any, shape: Shape, dtype: np.dtype[Any], *, whole: bool) -> LeafPlan:
     shard = _shard_shape(sharding, shape)
-    groups = _groups(sharding, shape, shard)
+    groups = _groups(sharding, shape, shard, whole=whole)
     sizes = {len(group.devices) for group in groups}
     parts = _parts(shard, dtype.itemsize, sizes.pop()) if len(sizes) == 1 else None
     return LeafPlan(shape, sharding, dtype, groups, parts)
@@ -126,7 +134,7 @@ def _shard_shape(sharding: Any, shape: Shape) -> Shape:
         ) from error
 
 
-def _groups(sharding: Any, shape: Shape, shard: Shape) -> tuple[Group, ...]:
+def _groups(sharding: Any, shape: Shape, shard: Shape, *, whole: bool) -> tuple[Group, ...]:
     where = {
         device: tuple(part.indices(length)[0] for part, length in zip(index, shape, strict=True))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
@@ -138,7 +146,7 @@ def _groups(sharding: Any, shape: Shape, shard: Shape) -> tuple[Group, ...]:
         members[where[device]].append(device)
     groups = []
     for place, devices in sorted(members.items(), key=lambda item: item[0]):
-        begins = (starts[axis].index(start) * shard[axis] for axis, start in enumerate(place))
+        begins = place if whole else tuple(starts[axis].index(start) * shard[axis] for axis, start in enumerate(place))
         index = tuple(slice(begin, begin + length) for begin, length in zip(begins, shard, strict=True))
         groups.append(Group(index, tuple(devices)))
     return tuple(groups)

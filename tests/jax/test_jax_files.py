@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import xferlib
+from tests import children
 from xferlib.stager import Stager
 
 jax = pytest.importorskip("jax")
@@ -144,3 +147,33 @@ def test_a_concrete_array_is_copied_where_a_function_is_traced(stager: Stager, t
 
     jax.jit(traced)(value)
     assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_all_that_holds_of_files_on_eight_devices(stager: Stager) -> None:
+    here = Path(__file__).resolve().parent
+    eight = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "eight_devices_load.py")]
+    child = children.run(command, seconds=300, cwd=here.parents[1], env=os.environ | eight)
+    assert child.returncode == 0, child.stdout + child.stderr
+
+
+def test_arrays_are_converted_on_the_device(stager: Stager, tmp_path: Path) -> None:
+    state = initial()
+    path = xferlib.save(tmp_path / "state.safetensors", state, stager).result(60)
+    got = xferlib.load(path, stager, dtype="bfloat16")
+    names = {name for name in got if got[name].dtype == jax.numpy.bfloat16}
+    assert names == {name for name in got if name != "step"}
+    same(np.asarray(got["params.dense.0"]), np.asarray(state.params["dense"][0].astype(jax.numpy.bfloat16)))
+    like = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf.astype(jax.numpy.float16) if leaf.ndim else leaf, initial()))
+    half = xferlib.load(path, stager, like=like, dtype=np.float16)
+    same(np.asarray(half.params["half"]), np.asarray(state.params["half"].astype(np.float16)))
+
+
+def test_a_dtype_that_jax_would_narrow_is_refused_before_anything_is_put(stager: Stager, tmp_path: Path) -> None:
+    if jax.config.jax_enable_x64:
+        pytest.skip("JAX keeps arrays of 64 bits here")
+    np.save(tmp_path / "a.npy", np.zeros(10, np.float32))
+    before = stager.stats().h2d_nbytes
+    with pytest.raises(TypeError, match="float64"):
+        xferlib.load(tmp_path / "a.npy", stager, dtype="float64")
+    assert stager.stats().h2d_nbytes == before

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -44,6 +46,25 @@ def check(mesh: Mesh, spec: Any, mine: Any) -> None:
         stager.close()
 
 
+def check_load(mesh: Mesh, spec: Any, nbytes: int) -> None:
+    """Load a file that both processes see. `nbytes`: so many of it does this process need."""
+    sharding = NamedSharding(mesh, spec)
+    whole = globals_of(9)[0]
+    stagers = xferlib_jax.local_stagers()
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder, "a.npy"), whole)
+        array = xferlib_jax.load(Path(folder, "a.npy"), sharding, dtype=np.int16, stagers=stagers)
+        array = xferlib_jax.load(Path(folder, "a.npy"), sharding, stagers=stagers)
+    assert array.shape == SHAPE
+    assert array.sharding.is_equivalent_to(sharding, 3)
+    for shard in array.addressable_shards:
+        assert np.array_equal(shard.data, whole[shard.index]), spec
+    pulled = sum(stager.stats().h2d_nbytes for stager in stagers)
+    assert pulled == 2 * nbytes, (pulled, spec)
+    for stager in stagers:
+        stager.close()
+
+
 def check_all() -> None:
     me = jax.process_index()
     # Each row is a process.
@@ -60,6 +81,12 @@ def check_all() -> None:
     # The devices of a process are not side by side: its data is, in the order of their places.
     rows = np.concatenate([np.arange(4) + 4 * me, np.arange(4) + 8 + 4 * me])
     check(Mesh(devices.T, ("device", "process")), PartitionSpec(("device", "process")), rows)
+
+    total = globals_of(9)[0].nbytes
+    check_load(by_process, PartitionSpec(("process", "device")), total // 2)
+    check_load(by_process, PartitionSpec("process"), total // 2)
+    check_load(by_process, PartitionSpec("device"), total)
+    check_load(by_process, PartitionSpec(None, "process"), total // 2)
 
     uneven = NamedSharding(Mesh(devices.ravel()[:3], ("x",)), PartitionSpec("x"))
     with pytest.raises(ValueError, match="cannot be told from the data of one"):

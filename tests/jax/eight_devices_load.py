@@ -1,0 +1,190 @@
+"""What holds of files that eight devices share. Not collected by itself: `test_jax_files.py` starts a child for it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import xferlib_jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from xferlib_jax import _load, _spread, _stagers
+
+import xferlib
+from xferlib.stager import Stager
+
+MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+RANDOM = np.random.default_rng(11)
+SPECS = [PartitionSpec(*axes) for axes in ((), ("a",), (("a", "b"),), (None, "b"), ("b", "a"), (None, ("a", "b")))]
+ARRAYS: dict[str, Any] = {
+    "embed": RANDOM.random((64, 512)).astype(np.float32),
+    "layers.0.kernel": RANDOM.random((512, 1024)).astype(ml_dtypes.bfloat16),
+    "layers.1.kernel": RANDOM.random((512, 1024)).astype(ml_dtypes.bfloat16),
+    "layers.0.bias": RANDOM.random(1024).astype(np.float32),
+    "layers.1.bias": RANDOM.random(1024).astype(np.float32),
+    "scale": np.float32(3).reshape(()),
+}
+
+
+def over(*axes: Any) -> NamedSharding:
+    return NamedSharding(MESH, PartitionSpec(*axes))
+
+
+RULES = {"*.kernel": over("a", "b"), "embed": over(("a", "b")), "*": over()}
+
+
+def assert_is(array: Any, expected: Any, sharding: Any) -> None:
+    assert array.shape == expected.shape
+    assert array.dtype == expected.dtype
+    assert array.sharding.is_equivalent_to(sharding, array.ndim)
+    for shard in array.addressable_shards:
+        assert shard.data.devices() == {shard.device}
+        assert np.array_equal(np.asarray(shard.data), expected[shard.index])
+
+
+@pytest.fixture
+def stagers() -> Iterator[tuple[Stager, ...]]:
+    opened = xferlib_jax.local_stagers()
+    yield opened
+    for stager in opened:
+        stager.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 20
+    while _stagers._SHARED._rows:
+        assert time.monotonic() < deadline, _stagers._SHARED._rows
+        gc.collect()
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    # By hand: the format's own writer takes no bfloat16 of NumPy in every version.
+    with xferlib.stager("host") as stager:
+        xferlib.save(path, dict(stager.put(ARRAYS, borrow=True).value), stager).result(60)
+    return path
+
+
+def pulled(stagers: tuple[Stager, ...]) -> int:
+    return sum(stager.stats().h2d_nbytes for stager in stagers)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_shard_is_right_and_crosses_the_bus_once(spec: Any, tmp_path: Path, stagers: tuple[Stager, ...]) -> None:
+    array = RANDOM.random((512, 1024)).astype(np.float32)
+    np.save(tmp_path / "a.npy", array)
+    found = xferlib_jax.load(tmp_path / "a.npy", over(*spec), stagers=stagers)
+    assert_is(found, array, over(*spec))
+    assert pulled(stagers) == array.nbytes
+
+
+def test_patterns_of_names_say_what_goes_where(path: Path) -> None:
+    found = xferlib_jax.load(path, RULES)
+    assert set(found) == set(ARRAYS)
+    for name, array in ARRAYS.items():
+        kind = "*.kernel" if name.endswith("kernel") else name if name == "embed" else "*"
+        assert_is(found[name], array, RULES[kind])
+
+
+def test_a_tree_of_shapes_says_what_goes_where(path: Path) -> None:
+    def shaped(name: str, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(ARRAYS[name].shape, ARRAYS[name].dtype, sharding=sharding)
+
+    like = {
+        "layers": [
+            {"kernel": shaped(f"layers.{n}.kernel", over("b", "a")), "bias": shaped(f"layers.{n}.bias", over("a"))} for n in (0, 1)
+        ]
+    }
+    found: Any = xferlib_jax.load(path, like=like)
+    for number in (0, 1):
+        assert_is(found["layers"][number]["kernel"], ARRAYS[f"layers.{number}.kernel"], over("b", "a"))
+        assert_is(found["layers"][number]["bias"], ARRAYS[f"layers.{number}.bias"], over("a"))
+    # What is given as an argument counts before the tree.
+    found = xferlib_jax.load(path, {"*.bias": over()}, like=like)
+    assert_is(found["layers"][0]["bias"], ARRAYS["layers.0.bias"], over())
+    assert_is(found["layers"][0]["kernel"], ARRAYS["layers.0.kernel"], over("b", "a"))
+    # Arrays that are spread are shapes with shardings, too.
+    again: Any = xferlib_jax.load(path, like=found)
+    assert_is(again["layers"][1]["kernel"], ARRAYS["layers.1.kernel"], over("b", "a"))
+
+
+def test_a_model_in_several_files_is_read_by_its_index(tmp_path: Path) -> None:
+    arrays = {name: ARRAYS[name] for name in ("embed", "layers.0.bias", "layers.1.bias")}
+    weights = {}
+    for number, (name, array) in enumerate(arrays.items()):
+        weights[name] = f"model-{number}.safetensors"
+        safetensors.numpy.save_file({name: array}, tmp_path / weights[name])
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
+    found = xferlib_jax.load(index, over("a"), names=["layers.", "embed"])
+    assert list(found) == ["layers.0.bias", "layers.1.bias", "embed"]
+    for name, array in arrays.items():
+        assert_is(found[name], array, over("a"))
+
+
+def test_shards_are_converted_where_they_are(path: Path) -> None:
+    found = xferlib_jax.load(path, RULES, dtype={"*.kernel": np.float32, "embed": jax.numpy.bfloat16})
+    assert_is(found["layers.0.kernel"], ARRAYS["layers.0.kernel"].astype(np.float32), over("a", "b"))
+    assert_is(found["embed"], ARRAYS["embed"].astype(ml_dtypes.bfloat16), over(("a", "b")))
+    assert_is(found["layers.0.bias"], ARRAYS["layers.0.bias"], over())
+
+
+def test_layers_that_are_alike_are_planned_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+
+    def noted(sharding: Any, shape: Any, dtype: Any) -> Any:
+        planned.append(shape)
+        return _spread.plan_whole_leaf(sharding, shape, dtype)
+
+    monkeypatch.setattr(_load, "plan_whole_leaf", noted)
+    xferlib_jax.load(path, RULES)
+    assert sorted(planned) == [(), (64, 512), (512, 1024), (1024,)]
+
+
+def test_progress_counts_what_the_file_has(path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    xferlib_jax.load(path, RULES, progress=lambda done, total: told.append((done, total)))
+    total = sum(array.nbytes for array in ARRAYS.values())
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+
+
+def test_what_fails_half_way_leaves_nothing(path: Path, stagers: tuple[Stager, ...]) -> None:
+    def tell(done: int, total: int) -> None:
+        if done:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        xferlib_jax.load(path, RULES, progress=tell, stagers=stagers)
+    for stager in stagers:
+        stager._ledger.wait_all()
+        assert not stager._ledger.busy
+
+
+def test_what_cannot_be_spread_is_refused_with_its_name(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no sharding for 'embed'\. Add a pattern"):
+        xferlib_jax.load(path, {"*.kernel": over("a")}, names=["embed"])
+    with pytest.raises(ValueError, match=r"has 1 axes, and .* names 2") as caught:
+        xferlib_jax.load(path, {"scale": over(), "*": over(None, ("a", "b"))}, names=["layers.0.bias", "scale"])
+    assert "at 'layers.0.bias'" in caught.value.__notes__
+    with pytest.raises(ValueError, match="there is no sharding: give one"):
+        xferlib_jax.load(path)
+    with pytest.raises(TypeError, match="expected a sharding"):
+        xferlib_jax.load(path, PartitionSpec("a"))
+    np.save(tmp_path / "wide.npy", np.zeros(16))
+    with pytest.raises(TypeError, match="float64"):
+        xferlib_jax.load(tmp_path / "wide.npy", over("a"))
+    with pytest.raises(FileNotFoundError):
+        xferlib_jax.load(tmp_path / "none.npy", over("a"))
