@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final, overload
 import numpy as np
 
 from xferlib.errors import AllocationError, CapabilityError, XferError
+from xferlib.files.ahead import ReadAhead
 from xferlib.files.dtypes import Conversions, DtypeRule
 from xferlib.files.names import Named, named
 from xferlib.files.progress import Tell, told
@@ -34,7 +35,8 @@ SMALL = 64 << 10
 PIECE = 128 << 20
 """Bytes of arrays that are put at once, unless one array has more: enough that nothing waits between two of them."""
 AHEAD = 2
-"""Pieces on their way at once; of arrays that are read into memory, one beside that which is being read."""
+"""Pieces on their way at once, and pieces that are read in front of these; of arrays that are read into memory, one beside that
+which is being read."""
 
 
 class Started(Protocol):
@@ -150,9 +152,10 @@ def load(
         if held.alone and names is not None:
             raise ValueError(f"{held.shown} holds one array, without a name. Leave names out")
         likes = {} if parts is None else _likes(held, parts)
+        ahead = files.enter_context(ReadAhead()) if puts.whole else None
         tell = files.enter_context(told(progress, held.readers[0].file.name if len(held.readers) == 1 else "files"))
         conversions.check(held.arrays)
-        found = _Load(held, puts, conversions, trees, likes, tell).run()
+        found = _Load(held, puts, conversions, trees, likes, tell).run(ahead)
         if parts is not None:
             return _rebuilt(held, parts, found)
     return next(iter(found.values())) if held.alone else found
@@ -203,11 +206,11 @@ class _Load:
         self._found: dict[str, Any] = {}
         self._under_way: deque[tuple[_Piece, Started]] = deque()
 
-    def run(self) -> dict[str, Any]:
+    def run(self, ahead: ReadAhead | None) -> dict[str, Any]:
         """Load, and return the arrays by name, in order."""
         self._told()
         try:
-            for piece in self._ahead(self._pieces()):
+            for piece in _ahead(self._pieces(), ahead):
                 arrays = {name: self._array(piece.reader, name) for name in piece.names}
                 while len(self._under_way) >= (1 if piece.reader.in_memory else AHEAD):
                     self._finish_oldest()
@@ -259,19 +262,6 @@ class _Load:
             nbytes += self._sizes[name]
         if taken:
             yield _Piece(reader, taken, nbytes)
-
-    def _ahead(self, pieces: Iterator[_Piece]) -> Iterator[_Piece]:
-        """Have the system read each piece while the one before it is put."""
-        waiting: _Piece | None = None
-        for piece in pieces:
-            if self._puts.whole:
-                for name in piece.names:
-                    piece.reader.read_ahead(name)
-            if waiting is not None:
-                yield waiting
-            waiting = piece
-        if waiting is not None:
-            yield waiting
 
     def _array(self, reader: Reader, name: str) -> Array:
         array = reader.array(name)
@@ -345,6 +335,18 @@ class _Load:
     def _told(self) -> None:
         if self._tell is not None:
             self._tell(self._done, self._total)
+
+
+def _ahead(pieces: Iterator[_Piece], ahead: ReadAhead | None) -> Iterator[_Piece]:
+    """Have each piece read while those before it are put."""
+    waiting: deque[_Piece] = deque()
+    for piece in pieces:
+        if ahead is not None:
+            ahead(stretch for stretch in map(piece.reader.stretch, piece.names) if stretch is not None)
+        waiting.append(piece)
+        if len(waiting) > AHEAD:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _likes(held: Held, parts: Named) -> dict[str, Any]:

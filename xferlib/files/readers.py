@@ -16,13 +16,14 @@ import re
 import stat
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar, final
 
 import numpy as np
 from numpy.lib import format as npy
 
+from xferlib.files.ahead import Stretch
 from xferlib.files.formats import EXTENSIONS, PLAIN, SUFFIXES, VALUES
 from xferlib.files.names import ALONE
 from xferlib.memory.arrays import Array
@@ -36,12 +37,12 @@ OF_DAMAGE = (None, errno.EINVAL)
 """Numbers of an `OSError` for which the file's content is to blame: a decoder has none, an impossible seek has this one."""
 LARGEST_DEFLATION = 1032
 """Bytes that one byte of a deflated member can stand for at most: https://zlib.net/zlib_tech.html. Other methods know no limit."""
+LENGTHS = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
+"""For each version of the `.npy` format, the bytes that have the length of the header."""
+LARGEST_HEADER = 10_000
+"""Bytes: NumPy reads no longer header unless it is told to trust the file."""
 LARGEST_INDEX = 32 << 20
 """Bytes. That of a model with a hundred thousand arrays has a third of it; parsed, it may take twenty times as many."""
-LOOK_EVERY = 4 << 20
-"""Bytes: one page in so many is asked whether it is in the system's cache."""
-ADVISED = 128 << 10
-"""Bytes that the system is asked to read ahead at a time. What is above its own limit it ignores; this is the usual one."""
 
 
 class HoldsObjects(Exception):
@@ -86,8 +87,8 @@ class Reader(Protocol):
         """Return an array, which outlives the reader. Raises `ValueError` where it is damaged, `TypeError` where it is no array
         that NumPy has."""
 
-    def read_ahead(self, name: str) -> None:
-        """Have the system begin to read an array's pages, without waiting for them."""
+    def stretch(self, name: str) -> Stretch | None:
+        """Return where in the file an array's pages are; None for one that is read from front to back."""
 
     def values(self) -> dict[str, Any]:
         """Return what rode along when the file was saved, by name."""
@@ -116,11 +117,11 @@ def opened(file: Path) -> Iterator[Reader]:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises `ValueError` for anything else, and for a name that is in it twice; `OSError`."""
     with _opened(file) as stream:
+        nbytes = os.fstat(stream.fileno()).st_size
+        if nbytes > LARGEST_INDEX:
+            raise ValueError(f"{shown(file)} has {nbytes} bytes, and an index has at most {LARGEST_INDEX}")
         # So much and no more, even if it grows.
-        text = stream.read(LARGEST_INDEX + 1)
-    if len(text) > LARGEST_INDEX:
-        raise ValueError(f"{shown(file)} has more than {LARGEST_INDEX} bytes, which no index has")
-    found = _read(file, lambda: json.loads(text, object_pairs_hook=_once))
+        found = _read(file, lambda: json.loads(stream.read(nbytes), object_pairs_hook=_once))
     if not isinstance(found, dict):
         raise ValueError(f"{shown(file)} is damaged, or no {file.suffix} file: expected an object, got {type(found).__name__}")
     return found
@@ -166,24 +167,8 @@ class _Pages:
             self._raw = np.frombuffer(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
         return self._raw[start : start + nbytes].view(dtype).reshape(shape, order=order)
 
-    def read_ahead(self, start: int, nbytes: int) -> None:
-        """Have the system begin to read what is not in its cache. Otherwise a few threads would wait for a page fault each.
-
-        Advice alone: nothing waits for what is read, and a file system that takes none is read as before.
-        """
-        with suppress(OSError):
-            for block in range(start, start + nbytes, LOOK_EVERY):
-                if not self._is_cached(block):
-                    for at in range(block, min(block + LOOK_EVERY, start + nbytes), ADVISED):
-                        os.posix_fadvise(self._descriptor, at, ADVISED, os.POSIX_FADV_WILLNEED)
-
-    def _is_cached(self, offset: int) -> bool:
-        try:
-            # Unlike mincore, it also tells those who may only read the file.
-            return bool(os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT))
-        except OSError:
-            # It is not, or the file system cannot tell.
-            return False
+    def stretch(self, start: int, nbytes: int) -> Stretch:
+        return Stretch(self._descriptor, start, nbytes)
 
 
 @final
@@ -207,8 +192,8 @@ class _Npy:
     def array(self, name: str) -> Array:
         return self._array
 
-    def read_ahead(self, name: str) -> None:
-        self._pages.read_ahead(self._start, self._array.nbytes)
+    def stretch(self, name: str) -> Stretch | None:
+        return self._pages.stretch(self._start, self._array.nbytes)
 
     def values(self) -> dict[str, Any]:
         return {}
@@ -240,8 +225,9 @@ class _Npz:
 
         return self._of_member(name, read)
 
-    def read_ahead(self, name: str) -> None:
-        """Do nothing: it is read from front to back, which the system reads ahead of by itself."""
+    def stretch(self, name: str) -> Stretch | None:
+        # The system reads ahead by itself.
+        return None
 
     def values(self) -> dict[str, Any]:
         return {}
@@ -270,7 +256,16 @@ def _header(stream: IO[bytes], total: int) -> Header:
     Raises `ValueError` if the header promises more than there is: NumPy would first allocate memory for it. Raises `HoldsObjects`
     where NumPy would ask whether the file may be executed.
     """
-    read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
+    version = npy.read_magic(stream)
+    if version not in LENGTHS:
+        raise ValueError(f"its version {version} is not known")
+    begin = stream.tell()
+    length = int.from_bytes(stream.read(LENGTHS[version]), "little")
+    if length > LARGEST_HEADER:
+        # NumPy would first read all of it, and then say whom to trust.
+        raise ValueError(f"its header says that it is {length} bytes long, and those of arrays have at most {LARGEST_HEADER}")
+    stream.seek(begin)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     try:
         shape, fortran_order, dtype = read(stream)
     except MemoryError as error:
@@ -304,9 +299,9 @@ class _Safetensors:
         dtype = _dtype(self.file, name, kind)
         return _read(self.file, lambda: self._pages.array(shape, dtype, start, nbytes))
 
-    def read_ahead(self, name: str) -> None:
+    def stretch(self, name: str) -> Stretch | None:
         tensor = self._tensors[name]
-        self._pages.read_ahead(tensor.start, tensor.nbytes)
+        return self._pages.stretch(tensor.start, tensor.nbytes)
 
     def values(self) -> dict[str, Any]:
         values = _read(self.file, lambda: json.loads(self._metadata.get(VALUES, "{}")))
@@ -377,5 +372,7 @@ def _read(file: Path, read: Callable[[], T], name: str | None = None) -> T:
     except Exception as error:
         # Whatever it is: parsers and decoders raise nearly everything if the bytes may be anything.
         if isinstance(error, OSError) and error.errno not in OF_DAMAGE:
+            if error.filename is None:
+                error.filename = str(file)
             raise
         raise ValueError(f"{shown(file)} is damaged, or no {file.suffix} file: {error}") from error

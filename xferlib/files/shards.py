@@ -149,7 +149,7 @@ def _lacking(names: Iterable[str], there: Iterable[str]) -> Iterator[str]:
 def _inside(index: Path, name: str, file: str) -> Path:
     """Return the path of a file that an index names. It may be a link, as in caches of downloads: the link is the user's own."""
     parts = PurePosixPath(file).parts
-    if not parts or parts[0].startswith("/") or ".." in parts or "\0" in file:
+    if not parts or parts[0].startswith("/") or ".." in parts or not _is_path(file):
         raise ValueError(
             f"{shown(index)} says that {name!r} is in {file!r}, which is outside of the index's folder. Do not trust it"
         )
@@ -157,6 +157,13 @@ def _inside(index: Path, name: str, file: str) -> Path:
     if place.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{shown(index)} says that {name!r} is in {file!r}, which is no .safetensors or .npz file")
     return _with_names(place)
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _chosen(said: str, found: Sequence[str], wanted: Sequence[str] | None) -> list[str]:

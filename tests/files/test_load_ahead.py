@@ -1,0 +1,128 @@
+"""Reading ahead: what is not in the system's cache is asked for, in front of the copies, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import xferlib
+from xferlib.stager import Stager
+
+MIB = 1 << 20
+SIZES = {"a": 5, "b": 3, "c": 3, "d": 9}
+
+
+@pytest.fixture
+def stager() -> Iterator[Stager]:
+    with xferlib.stager("host", strict=True) as stager:
+        yield stager
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    safetensors.numpy.save_file({name: np.full(size * MIB, size, np.uint8) for name, size in SIZES.items()}, path)
+    return path
+
+
+class Advised:
+    """What the system is asked to read of a file: where each stretch begins and ends."""
+
+    def __init__(self, end: int) -> None:
+        self.stretches: list[tuple[int, int]] = []
+        self._end = end
+        self._all = threading.Event()
+
+    def __call__(self, descriptor: int, offset: int, nbytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        self.stretches.append((offset, offset + nbytes))
+        if offset + nbytes >= self._end:
+            self._all.set()
+
+    def wait(self, done: int, total: int) -> None:
+        """Hold a load, as its progress, until the end of the file was asked for: it may be done before."""
+        assert done < total or self._all.wait(20)
+
+
+@pytest.fixture
+def advised(path: Path, monkeypatch: pytest.MonkeyPatch) -> Advised:
+    found = Advised(path.stat().st_size)
+    monkeypatch.setattr(os, "posix_fadvise", found)
+    return found
+
+
+def is_cold(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    def not_there(*_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(os, "preadv", not_there)
+
+
+def places(path: Path) -> dict[str, tuple[int, int]]:
+    """Where each array begins and ends: the writer has them by name, one behind the other."""
+    ends = np.cumsum([path.stat().st_size - sum(SIZES.values()) * MIB, *(size * MIB for size in SIZES.values())])
+    return {name: (int(start), int(end)) for name, start, end in zip(SIZES, ends[:-1], ends[1:], strict=True)}
+
+
+def covered(advised: Advised, start: int, end: int) -> bool:
+    for begin, until in sorted(advised.stretches):
+        if begin <= start:
+            start = max(start, until)
+    return start >= end
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(), OSError(95, "not supported")], ids=["cold", "nobody knows"])
+@pytest.mark.parametrize("names", [["a", "b", "c", "d"], ["d"]], ids=str)
+def test_what_is_not_in_the_cache_is_asked_for_and_nothing_else(
+    stager: Stager, path: Path, advised: Advised, monkeypatch: pytest.MonkeyPatch, error: OSError, names: list[str]
+) -> None:
+    is_cold(monkeypatch, error)
+    got = xferlib.load(path, stager, names=names, progress=advised.wait)
+    assert {name: int(array[-1]) for name, array in got.items()} == {name: SIZES[name] for name in names}
+    start, end = places(path)[names[0]][0], path.stat().st_size
+    assert covered(advised, start, end)
+    assert all(start <= begin and until < end + (128 << 10) for begin, until in advised.stretches)
+
+
+def test_what_is_in_the_cache_is_not_asked_for(stager: Stager, path: Path, advised: Advised) -> None:
+    path.read_bytes()
+    xferlib.load(path, stager)
+    assert advised.stretches == []
+
+
+def reads_ahead() -> bool:
+    return any(thread.name == "xferlib-read-ahead" for thread in threading.enumerate())
+
+
+def test_the_thread_is_gone_when_load_returns_or_raises(stager: Stager, path: Path) -> None:
+    seen: list[bool] = []
+    xferlib.load(path, stager, progress=lambda done, total: seen.append(reads_ahead()))
+    assert seen == [False, True]
+    assert not reads_ahead()
+
+    def tell(done: int, total: int) -> None:
+        if done:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        xferlib.load(path, stager, progress=tell)
+    assert not reads_ahead()
+
+
+def test_a_file_system_that_takes_no_advice_is_read_all_the_same(
+    stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_cold(monkeypatch, BlockingIOError())
+
+    def refused(*_: Any) -> None:
+        raise OSError(22, "no advice")
+
+    monkeypatch.setattr(os, "posix_fadvise", refused)
+    assert {name: int(array[0]) for name, array in xferlib.load(path, stager).items()} == SIZES
