@@ -222,6 +222,18 @@ def test_what_unpacks_to_more_than_its_array_is_not_unpacked(stager: Stager, tmp
     assert peak < MOST
 
 
+def test_an_array_that_memory_has_no_room_for_is_not_unpacked(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An archive of a megabyte may be sound, and hold a gigabyte."""
+    path = tmp_path / "a.npz"
+    path.write_bytes(npz(("a.npy", npy("'|u1'", f"({65 << 20},)") + bytes(65 << 20)), method=zipfile.ZIP_DEFLATED))
+    monkeypatch.setattr("xferlib.files.readers.available_memory", lambda: 1 << 20)
+    with pytest.raises(xferlib.AllocationError, match=r"member 'a' is unpacked .* takes 65\.0 MiB, and 1\.0 MiB are free\. Unpack"):
+        xferlib.load(path, stager)
+    assert stager.stats().h2d_nbytes == 0
+
+
 def linked_to_itself(path: Path) -> None:
     path.symlink_to(path.name)
 

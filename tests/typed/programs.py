@@ -7,6 +7,7 @@ __all__ = ["PROGRAMS"]
 HEADER = """
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, assert_type
 
 import numpy as np
@@ -138,6 +139,16 @@ def face(stager: xferlib.Stager, array: Array, pin: xferlib.Pin, memory: xferlib
     xferlib.prefecth  # E: attr-defined
     assert_type(xferlib.load("a.npz", stager, names=["a"]), dict[str, Any])
     xferlib.load("a.npy", stager).anything()
+
+def loads(stager: xferlib.Stager, batch: Batch) -> None:
+    xferlib.load(["a.safetensors", Path("b.safetensors")], stager, dtype={"*.bias": np.float32}, progress=True).anything()
+    assert_type(xferlib.load("a.npz", stager, names=["a."], dtype="float16", progress=told), dict[str, Any])
+    xferlib.load("a.npz", stager, progress=wrong)  # E: arg-type
+    assert_type(xferlib.load("a.npz", stager, like=batch), Batch)
+
+def told(done: int, total: int) -> None: ...
+
+def wrong(done: str) -> None: ...
 """,
     "sharded": """
 import xferlib_jax
@@ -146,6 +157,9 @@ def sharded(sharding: object) -> None:
     with xferlib_jax.prefetch(batches(), sharding) as loop:
         for batch in loop:
             batch["imgae"]  # E: typeddict-item
+    xferlib_jax.load("a.npz", sharding)["a"].anything()
+    assert_type(xferlib_jax.load("a.npz", sharding, names=["a"]), dict[str, Any])
+    assert_type(xferlib_jax.load("a.npz", like=next(batches())), Batch)
     mine: xferlib_jax.ShardedPrefetch[Batch] = xferlib_jax.prefetch_to_device(batches())
     xferlib_jax.prefecth  # E: attr-defined
 """,

@@ -23,10 +23,13 @@ from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar, final
 import numpy as np
 from numpy.lib import format as npy
 
+from xferlib.errors import AllocationError
 from xferlib.files.ahead import Stretch
 from xferlib.files.formats import EXTENSIONS, PLAIN, SUFFIXES, VALUES
 from xferlib.files.names import ALONE
 from xferlib.memory.arrays import Array
+from xferlib.memory.limits import available_memory
+from xferlib.words import in_words
 
 __all__ = ["INSTALL", "Reader", "opened", "read_json", "shown"]
 
@@ -37,6 +40,8 @@ OF_DAMAGE = (None, errno.EINVAL)
 """Numbers of an `OSError` for which the file's content is to blame: a decoder has none, an impossible seek has this one."""
 LARGEST_DEFLATION = 1032
 """Bytes that one byte of a deflated member can stand for at most: https://zlib.net/zlib_tech.html. Other methods know no limit."""
+WORTH_ASKING = 64 << 20
+"""Bytes: for so much the system is asked how much memory is free."""
 LENGTHS = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
 """For each version of the `.npy` format, the bytes that have the length of the header."""
 LARGEST_HEADER = 10_000
@@ -219,7 +224,7 @@ class _Npz:
 
     def array(self, name: str) -> Array:
         def read(stream: IO[bytes], nbytes: int) -> Array:
-            _header(stream, nbytes)
+            self._check_room(name, _header(stream, nbytes).nbytes)
             stream.seek(0)
             return npy.read_array(stream, allow_pickle=False)
 
@@ -231,6 +236,14 @@ class _Npz:
 
     def values(self) -> dict[str, Any]:
         return {}
+
+    def _check_room(self, name: str, nbytes: int) -> None:
+        if nbytes > WORTH_ASKING and nbytes > available_memory():
+            sizes = f"takes {in_words(nbytes)}, and {in_words(available_memory())} are free"
+            raise AllocationError(
+                f"{shown(self.file)}: its member {name!r} is unpacked in memory, where it {sizes}. "
+                "Unpack the archive, and load its .npy files, or save it as .safetensors"
+            )
 
     def _of_member(self, name: str, read: Callable[[IO[bytes], int], T]) -> T:
         member = self._members[name]
