@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,10 @@ import safetensors.numpy
 
 import xferlib
 from tests.core.fakes import held, on_thread
+from tests.core.points import interrupted_at
 from xferlib.stager import Stager
 
+WITHIN = tuple(f"files/{name}.py" for name in ("load", "ahead", "shards", "readers", "progress"))
 COUNT, NBYTES = 6, 1 << 20
 ARRAYS = {str(number): np.full(NBYTES, number, np.uint8) for number in range(COUNT)}
 
@@ -174,3 +179,31 @@ def test_what_cannot_be_called_is_refused(stager: Stager, path: Path) -> None:
     unfit: Any = 3
     with pytest.raises(TypeError, match="progress=3: expected True, or a function"):
         xferlib.load(path, stager, progress=unfit)
+
+
+def test_an_interrupt_at_any_point_leaves_nothing_behind(stager: Stager, path: Path) -> None:
+    """The largest part of the file is read ahead, so there is a thread as well."""
+    large = {"a": np.full(5 * NBYTES, 1, np.uint8), "b": np.full(100, 2, np.uint8)}
+    safetensors.numpy.save_file(large, path)
+    before = descriptors(path)
+    told: list[int] = []
+    points = 0
+    for point in itertools.count(1):
+        if not interrupted_at(
+            point, WITHIN, lambda: xferlib.load(path, stager, dtype={"b": np.int16}, progress=lambda done, total: told.append(done))
+        ):
+            break
+        points = point
+        # What was on its way when the interrupt came may still be, and its exception may be in a cycle.
+        stager._ledger.wait_all()
+        if descriptors(path) != before:
+            gc.collect()
+        assert descriptors(path) == before, point
+    assert points > 100
+    assert told[-1] == 5 * NBYTES + 100
+    deadline = time.monotonic() + 20
+    while any(thread.name == "xferlib-read-ahead" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    stager.trim()
+    assert stager.stats().device_nbytes == 0

@@ -13,6 +13,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, final
 
+from xferlib.tickets import ticket
+
 __all__ = ["ReadAhead", "Stretch"]
 
 LOOK_EVERY = 4 << 20
@@ -31,11 +33,13 @@ class Stretch(NamedTuple):
 
 @final
 class ReadAhead:
-    """Reads stretches ahead, in order, until its `with` ends. The files must be open until then."""
+    """Has stretches read ahead, in order, until its `with` ends, or it is dropped. The files must be open until then."""
 
     def __init__(self) -> None:
         self._asked: SimpleQueue[Stretch | None] = SimpleQueue()
-        self._over = False
+        self._over: list[None] = []
+        # An interrupt may keep the `with` from its end. The thread holds nothing of this object but these two.
+        self._ticket = ticket(self._asked.put, None)
         self._thread: threading.Thread | None = None
 
     def __call__(self, stretches: Iterable[Stretch]) -> None:
@@ -44,32 +48,36 @@ class ReadAhead:
             # The system's own reading ahead is as good for less.
             if stretch.nbytes >= LOOK_EVERY:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="xferlib-read-ahead", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=_run, args=(self._asked, self._over), name="xferlib-read-ahead", daemon=True)
+                    thread.start()
+                    self._thread = thread
                 self._asked.put(stretch)
-
-    def _run(self) -> None:
-        while (stretch := self._asked.get()) is not None:
-            # A file system may take no advice.
-            with suppress(OSError):
-                self._read(*stretch)
-
-    def _read(self, descriptor: int, start: int, nbytes: int) -> None:
-        for block in range(start, start + nbytes, LOOK_EVERY):
-            if self._over:
-                return
-            if not _is_cached(descriptor, block):
-                for at in range(block, min(block + LOOK_EVERY, start + nbytes), ADVISED):
-                    os.posix_fadvise(descriptor, at, ADVISED, os.POSIX_FADV_WILLNEED)
 
     def __enter__(self) -> ReadAhead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._over = True
+        self._over.append(None)
         self._asked.put(None)
         if self._thread is not None:
             self._thread.join()
+
+
+def _run(asked: SimpleQueue[Stretch | None], over: list[None]) -> None:
+    while (stretch := asked.get()) is not None:
+        # A file system may take no advice.
+        with suppress(OSError):
+            _read(stretch, over)
+
+
+def _read(stretch: Stretch, over: list[None]) -> None:
+    descriptor, start, nbytes = stretch
+    for block in range(start, start + nbytes, LOOK_EVERY):
+        if over:
+            return
+        if not _is_cached(descriptor, block):
+            for at in range(block, min(block + LOOK_EVERY, start + nbytes), ADVISED):
+                os.posix_fadvise(descriptor, at, ADVISED, os.POSIX_FADV_WILLNEED)
 
 
 def _joined(stretches: Iterable[Stretch]) -> Iterator[Stretch]:

@@ -210,21 +210,27 @@ class _Load:
         """Load, and return the arrays by name, in order."""
         self._told()
         try:
-            for piece in _ahead(self._pieces(), ahead):
-                arrays = {name: self._array(piece.reader, name) for name in piece.names}
-                while len(self._under_way) >= (1 if piece.reader.in_memory else AHEAD):
-                    self._finish_oldest()
-                self._under_way.append((piece, self._put(piece, arrays)))
-                # Otherwise the next one would be read while this name still has the last.
-                del arrays
-            while self._under_way:
-                self._finish_oldest()
+            self._load(ahead)
         finally:
-            for _, started in self._under_way:
-                # Until then it reads files that the caller may change once this has raised.
-                with suppress(Exception):
-                    started.synchronize()
+            self._settle()
         return {name: self._found[name] for name in self._held.arrays}
+
+    def _load(self, ahead: ReadAhead | None) -> None:
+        for piece in _ahead(self._pieces(), ahead):
+            arrays = {name: self._array(piece.reader, name) for name in piece.names}
+            while len(self._under_way) >= (1 if piece.reader.in_memory else AHEAD):
+                self._finish_oldest()
+            self._under_way.append((piece, self._put(piece, arrays)))
+            # Otherwise the next one would be read while this name still has the last.
+            del arrays
+        while self._under_way:
+            self._finish_oldest()
+
+    def _settle(self) -> None:
+        """Wait for what is under way: it reads files that the caller may change next."""
+        for _, started in self._under_way:
+            with suppress(Exception):
+                started.synchronize()
 
     def _pieces(self) -> Iterator[_Piece]:
         of_reader: dict[int, list[str]] = {id(reader): [] for reader in self._held.readers}

@@ -148,15 +148,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[IO[bytes]]:
-    with open(file, "rb", opener=_without_waiting) as stream:
-        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise ValueError(f"{shown(file)} is no file: a pipe or a device has no end. Write it to a file first")
+    # Looked at before, since a pipe would wait for whoever writes to it; and afterwards, since it may be another one by then.
+    _check_kind(file, file.stat().st_mode)
+    with file.open("rb") as stream:
+        _check_kind(file, os.fstat(stream.fileno()).st_mode)
         yield stream
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    # A pipe would otherwise wait for whoever writes to it.
-    return os.open(path, flags | os.O_NONBLOCK)
+def _check_kind(file: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{shown(file)} is no file: a pipe or a device has no end. Write it to a file first")
 
 
 @final

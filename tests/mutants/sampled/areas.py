@@ -69,8 +69,8 @@ def pipeline(*names: str) -> Targets:
 POOL = memory("pinned_pool", "pinned_pool_policies", "pinned_pool_failures", "pinned_pool_limit*")
 PUTS = (*core("stager_put", "put_into"), *staging("borrow", "pageable"))
 GETS = (*core("stager_get"), *staging("small_gets", "pageable"))
-LOAD = tuple(f"tests/files/test_load{name}.py" for name in ("", "_damaged", "_dtype", "_many", "_progress"))
-READING = tuple(f"xferlib/files/{name}.py" for name in ("dtypes", "load", "readers", "shards"))
+LOAD = tuple(f"tests/files/test_load{name}.py" for name in ("", "_ahead", "_damaged", "_dtype", "_hostile", "_many", "_progress"))
+READING = tuple(f"xferlib/files/{name}.py" for name in ("ahead", "dtypes", "load", "readers", "shards"))
 LAWS = ("tests/conformance/test_host.py::TestHost",)
 JOBS = folder("engine", "jobs")
 JAX = tuple(
@@ -229,7 +229,7 @@ AREAS = {
             *LAWS,
         ),
         {
-            **dict.fromkeys(("/dtypes.py", "/load.py", "/readers.py", "/shards.py"), LOAD),
+            **dict.fromkeys(("/ahead.py", "/dtypes.py", "/load.py", "/readers.py", "/shards.py"), LOAD),
             "/packing.py": core("packing"),
         },
     ),

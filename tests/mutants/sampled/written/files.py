@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 SAVE, TEMPORARY, FORMATS, NAMES, LOAD = (f"xferlib/files/{name}.py" for name in ("save", "temporary", "formats", "names", "load"))
+READERS = "xferlib/files/readers.py"
 READER, IN_FLIGHT, H2D = "xferlib/byte_reader.py", "xferlib/in_flight.py", "xferlib/h2d.py"
 
 MUTANTS = [
@@ -106,9 +107,9 @@ MUTANTS = [
     (LOAD, "        if got != expected:", "        if got[1] != expected[1]:"),
     (LOAD, "    if name not in values:", "    if False:"),
     (LOAD, "    if type(value) is not type(like):", "    if False:"),
-    (LOAD, "    if not isinstance(values, dict):", "    if False:"),
-    (LOAD, "            if parts.spec is not None:", "            if False:"),
-    (LOAD, 'yield Path(f"/proc/self/fd/{stream.fileno()}")', "yield file"),
+    (READERS, "        if not isinstance(values, dict):", "        if False:"),
+    (LOAD, "    if held.alone and parts.spec is not None:", "    if False:"),
+    (READERS, 'Path(f"/proc/self/fd/{descriptor}")', "file"),
     (READER, "        self.wait()\n        end = 0", "        end = 0"),
     (READER, "event = self._d2h.add(end, (out,), sources)", "event = self._d2h.add(end, (), sources)"),
     (READER, "event = self._d2h.add(end, (out,), sources)", "event = self._d2h.add(end, (out,))"),

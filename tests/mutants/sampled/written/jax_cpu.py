@@ -57,7 +57,7 @@ MUTANTS = [
         "            arrays = [array[: slot.rows] for array in arrays[:1]] + arrays[1:]",
     ),
     (SHARDED, "        if not all(end.done() for end in self._ends):", "        if not self._ends[0].done():"),
-    (SHARDED, "            wait_for_all(transfers.values())\n            raise", "            raise"),
+    (SHARDED, "        wait_for_all(transfers.values())\n        raise", "        raise"),
     (SHARDED, "            return batch.ring.slots <= self._depth", "            return batch.ring.slots < self._depth"),
     (
         SHARDED,
