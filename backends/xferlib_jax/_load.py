@@ -124,6 +124,10 @@ class _Puts:
     def wait(self, arrays: list[Any]) -> None:
         jax.block_until_ready(arrays)
 
+    def trim(self) -> None:
+        for stager in self._stagers.values():
+            stager.trim()
+
     def _plan(self, name: str, array: Array, like: Any) -> BatchPlan:
         """Plan an array by itself: layers are alike, and what gathers their parts is compiled once."""
         rule = next((rule for pattern, rule in self._rules.items() if fnmatchcase(name, pattern)), None)

@@ -345,7 +345,7 @@ def test_an_index_of_very_many_names_takes_no_longer_than_they_do(stager: Stager
         xferlib.load(index, stager)
 
 
-@pytest.mark.parametrize("values", ["[", "[]", "[" * 100_000, '{"step": "text"}', "{}", '{"step": 1e999}'])
+@pytest.mark.parametrize("values", ["[", "[]", "3", '"text"', "[" * 100_000, '{"step": "text"}', "{}", '{"step": 1e999}'])
 def test_what_rode_along_may_be_anything_and_is_refused(stager: Stager, tmp_path: Path, values: str) -> None:
     path = tmp_path / "state.safetensors"
     path.write_bytes(tensors({"__metadata__": {"xferlib.values": values}, "a": tensor()}))

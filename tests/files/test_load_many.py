@@ -52,13 +52,15 @@ def equal(found: Any, names: list[str] | None = None) -> None:
 def opened_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note the names of files that are opened to be read."""
     names: list[str] = []
-    real = os.open
+    real = open
 
-    def noted(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        names.append(os.path.basename(os.fspath(path)))
-        return real(path, flags, *args, **kwargs)
+    def noted(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, str | os.PathLike):
+            names.append(Path(file).name)
+        return real(file, *args, **kwargs)
 
-    monkeypatch.setattr(os, "open", noted)
+    monkeypatch.setattr("builtins.open", noted)
+    monkeypatch.setattr("io.open", noted)
     return names
 
 

@@ -129,6 +129,9 @@ class Noted:
     def wait(self, arrays: list[Any]) -> None:
         raise AssertionError("nothing is converted")
 
+    def trim(self) -> None:
+        raise AssertionError("nothing is converted")
+
 
 @pytest.mark.parametrize("at", range(1, COUNT))
 def test_whatever_was_started_is_waited_for_before_the_error_is_raised(stager: Stager, path: Path, at: int) -> None:

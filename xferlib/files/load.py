@@ -34,6 +34,9 @@ SMALL = 64 << 10
 """Bytes. So small ones are put together: some frameworks need a compilation for each group of them."""
 PIECE = 128 << 20
 """Bytes of arrays that are put at once, unless one array has more: enough that nothing waits between two of them."""
+GIVEN_BACK = 1 << 30
+"""Bytes of arrays that were converted: then their memory is given back. The next ones may be of another size, and the framework,
+which makes what they become, has a pool of its own."""
 AHEAD = 2
 """Pieces on their way at once, and pieces that are read in front of these; of arrays that are read into memory, one beside that
 which is being read."""
@@ -72,6 +75,9 @@ class Puts(Protocol):
 
     def wait(self, arrays: list[Any]) -> None:
         """Block until what computes these device arrays is done."""
+
+    def trim(self) -> None:
+        """Give the device the memory of arrays that are gone."""
 
 
 @overload
@@ -122,8 +128,8 @@ def load(
 
     `dtype`: what arrays of floating point are converted to, or a dict of dtypes by patterns of names ("*.bias"), of which the first
     that fits counts. The device converts, by `astype` of its arrays, on the calling thread's current stream: the arrays must cross
-    as they are first. Beside the result, the device has at most two pieces of 128 MiB more, or two arrays that are larger. Raises
-    `CapabilityError` where its arrays have no `astype`.
+    as they are first. Beside the result, the device has at most 1 GiB more at a time and two pieces of 128 MiB, or two arrays that
+    are larger. The stager is trimmed meanwhile. Raises `CapabilityError` where its arrays have no `astype`.
 
     `progress`: True for a bar on the standard error stream, or a function that is called with the bytes done and those of all, as
     the files have them, on the calling thread. What it raises ends the load.
@@ -179,6 +185,9 @@ class _Direct:
         with self._stager.reader(arrays) as reader:
             reader.wait()
 
+    def trim(self) -> None:
+        self._stager.trim()
+
 
 class _Piece(NamedTuple):
     """Arrays that are put at once, all of one file."""
@@ -205,6 +214,8 @@ class _Load:
         self._total, self._done = sum(self._sizes.values()), 0
         self._found: dict[str, Any] = {}
         self._under_way: deque[tuple[_Piece, Started]] = deque()
+        self._gone = 0
+        """Bytes of arrays that were converted since memory was given back."""
 
     def run(self, ahead: ReadAhead | None) -> dict[str, Any]:
         """Load, and return the arrays by name, in order."""
@@ -225,6 +236,8 @@ class _Load:
             del arrays
         while self._under_way:
             self._finish_oldest()
+        if self._gone:
+            self._puts.trim()
 
     def _settle(self) -> None:
         """Wait for what is under way: it reads files that the caller may change next."""
@@ -313,9 +326,13 @@ class _Load:
             if target != self._dtype(arrays[name]):
                 arrays[name] = self._as(name, arrays[name], target)
                 changed.append(arrays[name])
-        # The arrays that were converted are not referred to any more: their memory can be used for the pieces to come.
+                self._gone += self._sizes[name]
+        # Nothing refers to the arrays that were converted any more: their memory can be used for the pieces to come.
         if changed:
             self._puts.wait(changed)
+        if self._gone >= GIVEN_BACK:
+            self._puts.trim()
+            self._gone = 0
         return arrays
 
     def _dtype(self, array: Any) -> np.dtype[Any]:

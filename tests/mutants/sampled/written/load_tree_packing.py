@@ -33,6 +33,8 @@ MUTANTS = [
     (LOAD, "        for _, started in self._under_way:\n", "        for _, started in ():\n"),
     (AHEAD, "        self._ticket = ticket(self._asked.put, None)\n", ""),
     (LOAD, "self._sizes[name] > SMALL, self._changes(reader, name)", "self._sizes[name] > SMALL, False"),
+    (LOAD, "        if self._gone >= GIVEN_BACK:", "        if False:"),
+    (LOAD, "        if self._gone:\n", "        if False:\n"),
     (AHEAD, "if not _is_cached(descriptor, block):", "if True:"),
     (AHEAD, "        if self._thread is not None:\n            self._thread.join()", "        pass"),
     (AHEAD, "<= last.nbytes + ADVISED", "<= -1"),
