@@ -188,6 +188,8 @@ def _named(name: object) -> str:
 
 
 def _hint(name: object, found: Sequence[str]) -> str:
+    if any(other.startswith(f"{name}{SUBTREE}") for other in found):
+        return f"Did you mean {f'{name}{SUBTREE}'!r}, which stands for all below it?"
     close = difflib.get_close_matches(str(name), found, n=1)
     if close:
         return f"Did you mean {close[0]!r}?"
