@@ -50,11 +50,13 @@ nitpick_ignore_regex = [
     ("py:class", r"(.*\.)?(_\w+|\w*T|\w*T_co|\w*T_contra)"),
     # What checkers are told of, and nobody imports.
     ("py:class", r"xferlib\.typed\..*"),
+    # What an argument may be, which is said beside it.
+    ("py:class", r"(.*\.)?(DtypeRule|Paths|Tell)"),
 ]
 
 # JAX need not be installed for what is said of it.
 with mock(["jax"]):
-    for _module in ("_prefetch", "_stagers"):
+    for _module in ("_load", "_prefetch", "_stagers"):
         _found = import_module(f"xferlib_jax.{_module}")
         for _name in set(xferlib_jax.__all__) & set(_found.__all__):
             setattr(xferlib_jax, _name, getattr(_found, _name))

@@ -65,7 +65,7 @@ def load(
 ) -> Any:
     """Put what files hold over several devices, wait until it is there, and return it as global arrays.
 
-    `sharding`: one for all arrays, or a dict of them by patterns of names ("*.kernel"), of which the first that fits counts. An
+    `sharding`: one for all arrays, or a dict of them by patterns of names (`"*.kernel"`), of which the first that fits counts. An
     array that it says nothing of goes where that of `like` is, or is to be: a `jax.ShapeDtypeStruct` may have a sharding.
 
     Every byte is read once, and a process reads what its own devices need; under `jax.distributed` all processes see the files, and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import safetensors.numpy
 
 import xferlib
+from tests.core.fakes import on_thread
 from xferlib.stager import Stager
 
 MIB = 1 << 20
@@ -116,6 +118,26 @@ def test_the_thread_is_gone_when_load_returns_or_raises(stager: Stager, path: Pa
     assert not reads_ahead()
 
 
+def test_nothing_looks_at_a_file_that_is_closed(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies are done long before what is to be read ahead is asked for."""
+    is_cold(monkeypatch, BlockingIOError())
+    begun, goes_on, closed = threading.Event(), threading.Event(), []
+
+    def slow(descriptor: int, *_: Any) -> None:
+        begun.set()
+        goes_on.wait(20)
+        closed.append(not os.path.samefile(f"/proc/self/fd/{descriptor}", path))
+
+    monkeypatch.setattr(os, "posix_fadvise", slow)
+    loading = on_thread(lambda: xferlib.load(path, stager))
+    assert begun.wait(10)
+    assert not wait([loading], 0.3).done
+    goes_on.set()
+    assert {name: int(array[0]) for name, array in loading.result(20).items()} == SIZES
+    assert not any(closed)
+    assert not reads_ahead()
+
+
 def test_a_file_system_that_takes_no_advice_is_read_all_the_same(
     stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,3 +148,25 @@ def test_a_file_system_that_takes_no_advice_is_read_all_the_same(
 
     monkeypatch.setattr(os, "posix_fadvise", refused)
     assert {name: int(array[0]) for name, array in xferlib.load(path, stager).items()} == SIZES
+
+
+def test_where_not_all_bytes_are_needed_nothing_is_asked_for(
+    stager: Stager, path: Path, advised: Advised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Parts:
+        """Stands in the stager's place, as if another process needed a part of each array."""
+
+        whole = False
+        backend = stager.backend
+
+        def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> xferlib.Transfer[Any]:
+            return stager.put(arrays, borrow=True)
+
+        def wait(self, arrays: list[Any]) -> None: ...
+
+        def trim(self) -> None: ...
+
+    is_cold(monkeypatch, BlockingIOError())
+    got = xferlib.load(path, Parts())
+    assert {name: int(array[0]) for name, array in got.items()} == SIZES
+    assert advised.stretches == []

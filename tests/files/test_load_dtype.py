@@ -97,7 +97,7 @@ def test_a_pattern_that_no_name_has_is_refused_before_anything_is_put(stager: St
 
 def test_beside_the_result_the_device_has_no_more_than_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No two arrays are of one size, so no memory can be used twice."""
-    arrays = {str(number): RANDOM.integers(0, 99, (1 << 18) + 1000 * number).astype(np.float32) for number in range(12)}
+    arrays = {str(number): RANDOM.integers(0, 99, (1 << 18) + 50_000 * number).astype(np.float32) for number in range(12)}
     arrays |= {f"half {number}": np.zeros((1 << 19) + number, np.float16) for number in range(2)}
     safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
     largest = max(array.nbytes for array in arrays.values())
@@ -111,6 +111,18 @@ def test_beside_the_result_the_device_has_no_more_than_is_said(tmp_path: Path, m
         assert stager.stats().device_nbytes <= kept + (256 << 10)
         for name, array in arrays.items():
             same(got[name], array.astype(np.float16))
+
+
+def test_small_arrays_that_stay_keep_no_memory_of_those_that_are_converted(tmp_path: Path) -> None:
+    """Small ones that are put together share memory."""
+    arrays: dict[str, Any] = {f"bias {number}": np.full(1000, number, np.float32) for number in range(500)}
+    arrays["ids"] = np.arange(10, dtype=np.int32)
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+    with xferlib.stager("host", strict=True) as stager:
+        got = xferlib.load(tmp_path / "a.safetensors", stager, dtype="float16")
+        assert 0 < stager.stats().device_nbytes <= 256 << 10
+        same(got["bias 499"], arrays["bias 499"].astype(np.float16))
+        same(got["ids"], arrays["ids"])
 
 
 class Bare:

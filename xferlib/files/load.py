@@ -115,20 +115,20 @@ def load(
 ) -> Any:
     """Put what files hold, wait until it is on the device, and return it.
 
-    `path`: a file; several; a pattern such as "model-*.safetensors"; or the index of a model in several files, such as
-    "model.safetensors.index.json". `.npy` gives an array, in C order; all else a dict of arrays by name, in the order of the files
-    or of the index. Each name must be in one file only, and an index must fit its files, which are in its folder.
+    `path`: a file; several; a pattern such as `"model-*.safetensors"`; or the index of a model in several files, such as
+    `"model.safetensors.index.json"`. `.npy` gives an array, in C order; all else a dict of arrays by name, in the order of the
+    files or of the index. Each name must be in one file only, and an index must fit its files, which are in its folder.
 
-    `names`: the dict has only these, in their order. One that ends in "." stands for all that begin with it: "layers.0.". Nothing
-    else is read. By an index, only the files that hold them are opened; without one, the headers of all.
+    `names`: the dict has only these, in their order. One that ends in "." stands for all that begin with it: `"layers.0."`.
+    Nothing else is read. By an index, only the files that hold them are opened; without one, the headers of all.
 
     `like`: a tree of arrays, or of whatever has shapes and dtypes, as it was given to `save`: it comes back with what the files
     hold, text and numbers that rode along among it. The files may hold more. Raises `ValueError` where they lack an array, or have
     another shape or dtype.
 
-    `dtype`: what arrays of floating point are converted to, or a dict of dtypes by patterns of names ("*.bias"), of which the first
-    that fits counts. The device converts, by `astype` of its arrays, on the calling thread's current stream: the arrays must cross
-    as they are first. Beside the result, the device has at most 1 GiB more at a time and two pieces of 128 MiB, or two arrays that
+    `dtype`: what arrays of floating point are converted to, or a dict of dtypes by patterns of names (`"*.bias"`), of which the
+    first that fits counts. The device converts, by `astype` of its arrays, on the calling thread's current stream: first the arrays
+    cross as they are. Beside the result, the device has at most 1 GiB more at a time and two pieces of 128 MiB, or two arrays that
     are larger. The stager is trimmed meanwhile. Raises `CapabilityError` where its arrays have no `astype`.
 
     `progress`: True for a bar on the standard error stream, or a function that is called with the bytes done and those of all, as
