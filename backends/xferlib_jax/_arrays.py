@@ -208,6 +208,11 @@ def nbytes_of(array: JaxArray) -> int:
 
 def copies(arrays: Sequence[JaxArray], device: Any) -> list[JaxArray]:
     """Have JAX copy arrays on the device: it orders the copies behind what produces the arrays, and donations behind the copies."""
+    # JAX's allocator would ask for memory that others hold again and again, for ten seconds.
+    figures = device.memory_stats()
+    wanted = sum(map(nbytes_of, arrays))
+    if figures is not None and figures["bytes_in_use"] + wanted > figures["bytes_limit"]:
+        raise MemoryError(f"copies of {wanted} bytes do not fit beside the {figures['bytes_in_use']} of JAX's that are in use")
     # Not `array.copy()`, which compiles for each new shape. Inside a function that is being traced it would become a step of it.
     with jax.ensure_compile_time_eval():
         return list(jax.device_put(list(arrays), device, may_alias=False))
