@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from xferlib_jax._capsule import Capsules, Exporter
+from xferlib_jax._probe import memory_grows
 
 __all__ = [
     "FINALIZERS",
@@ -208,10 +209,12 @@ def nbytes_of(array: JaxArray) -> int:
 
 def copies(arrays: Sequence[JaxArray], device: Any) -> list[JaxArray]:
     """Have JAX copy arrays on the device: it orders the copies behind what produces the arrays, and donations behind the copies."""
-    # JAX's allocator would ask for memory that others hold again and again, for ten seconds.
-    figures = device.memory_stats()
+    # JAX's allocator would ask for memory that others hold again and again, for ten seconds. Where its memory grows, nobody can say
+    # whether there is room; and whoever asked would wait with the interpreter for a lock that is held inside the driver then.
+    figures = (None if memory_grows() else device.memory_stats()) or {}
     wanted = sum(map(nbytes_of, arrays))
-    if figures is not None and figures["bytes_in_use"] + wanted > figures["bytes_limit"]:
+    # Not every allocator of JAX's has a limit.
+    if figures.get("bytes_limit") and figures["bytes_in_use"] + wanted > figures["bytes_limit"]:
         raise MemoryError(f"copies of {wanted} bytes do not fit beside the {figures['bytes_in_use']} of JAX's that are in use")
     # Not `array.copy()`, which compiles for each new shape. Inside a function that is being traced it would become a step of it.
     with jax.ensure_compile_time_eval():

@@ -17,7 +17,7 @@ from xferlib.errors import BackendUnavailableError
 if TYPE_CHECKING:
     from xferlib.protocol import HostStager
 
-__all__ = ["ON_CPU", "ON_CUDA", "has_idle_gpu", "open_backend"]
+__all__ = ["ON_CPU", "ON_CUDA", "has_idle_gpu", "memory_grows", "open_backend"]
 
 ON_CUDA = 'Install it with: pip install "jax[cuda12]>=0.10.2" (CUDA 12) or "jax[cuda13]>=0.10.2" (CUDA 13)'
 ON_CPU = 'Install it with: pip install "jax[cuda12]>=0.10.2" (CUDA 12), "jax[cuda13]>=0.10.2" (CUDA 13) or "jax>=0.10.2" (CPU)'
@@ -112,3 +112,9 @@ def _open_cuda(device: Any) -> HostStager[Any]:
 
 def _refuse(reason: str, advice: str, cause: Exception | None = None) -> NoReturn:
     raise BackendUnavailableError(f"backend 'jax' cannot run here: {reason}. {advice}") from cause
+
+
+def memory_grows() -> str | None:
+    """Return the setting by which JAX takes memory of a device as it needs it; None: it takes its share at the start."""
+    value = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
+    return f"XLA_PYTHON_CLIENT_PREALLOCATE={value}" if value in ("0", "false") else None

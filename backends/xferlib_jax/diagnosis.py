@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib import metadata
 
-from xferlib_jax._probe import ON_CUDA, has_idle_gpu
+from xferlib_jax._probe import ON_CUDA, has_idle_gpu, memory_grows
 
 __all__ = ["findings", "versions"]
 
@@ -42,10 +42,10 @@ def findings() -> list[str]:
         found.append(
             "XLA_PYTHON_CLIENT_ALLOCATOR=platform makes JAX ask CUDA for every array, which waits for the device. Unset it"
         )
-    preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
-    if preallocates in ("0", "false") and any(name.endswith("-plugin") for name in installed):
+    setting = memory_grows()
+    if setting is not None and any(name.endswith("-plugin") for name in installed):
         found.append(
-            f"XLA_PYTHON_CLIENT_PREALLOCATE={preallocates} lets JAX's memory grow while it runs, by calls that may wait for the "
+            f"{setting} lets JAX's memory grow while it runs, by calls that may wait for the "
             "device: until it has grown, steps may stall. It is needed where other libraries share the GPU; else unset it"
         )
     return found

@@ -177,3 +177,24 @@ def test_a_dtype_that_jax_would_narrow_is_refused_before_anything_is_put(stager:
     with pytest.raises(TypeError, match="float64"):
         xferlib.load(tmp_path / "a.npy", stager, dtype="float64")
     assert stager.stats().h2d_nbytes == before
+
+
+def test_a_snapshot_that_does_not_fit_is_known_not_to(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX would ask for the memory for ten seconds. Where its memory grows, nobody can know."""
+    from xferlib_jax import _arrays
+
+    class Full:
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_in_use": 81, "bytes_limit": 100}
+
+    value = jax.numpy.arange(5, dtype="int32")
+    monkeypatch.setattr(_arrays, "memory_grows", lambda: None)
+    with pytest.raises(MemoryError, match="do not fit"):
+        _arrays.copies([value], Full())
+    monkeypatch.setattr(_arrays, "copies", lambda arrays, device, real=_arrays.copies: real(arrays, Full()))
+    for name in ("_cpu", "_cuda"):
+        if (module := sys.modules.get(f"xferlib_jax.{name}")) is not None:
+            monkeypatch.setattr(module, "copies", _arrays.copies)
+    save = xferlib.save(tmp_path / "a.npy", value, stager, snapshot=True)
+    assert save.held_nbytes == value.nbytes
+    assert np.load(save.result(60)).tolist() == [0, 1, 2, 3, 4]
