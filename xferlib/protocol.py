@@ -22,6 +22,7 @@ __all__ = [
     "LAWS",
     "Capabilities",
     "CombinesWrites",
+    "ConvertsArrays",
     "CopiesArrays",
     "DescribesArrays",
     "DeviceBlock",
@@ -369,6 +370,16 @@ class DescribesArrays(Protocol):
         Also None for an array whose dtype NumPy does not have: `as_source` then says what to do. If this returns None for an object
         that has a `shape` and a `dtype` that NumPy knows, the core takes those. Looks at no data. Static, as the
         methods of `TakesTreesApart` are.
+        """
+
+
+class ConvertsArrays(Protocol[ArrayT]):
+    """What a backend may offer in addition, if `astype(dtype)` of its arrays is not all that converts them on its device."""
+
+    def convert(self, array: ArrayT, dtype: np.dtype[Any]) -> ArrayT:
+        """Start making an array of another dtype, on the calling thread's current stream of this device, and return it.
+
+        It is in memory of the framework's own. Raises one of `failures`, or `MemoryError`.
         """
 
 

@@ -151,6 +151,11 @@ class CupyStager:
         memory = _MEMORY(block.address, block.nbytes, lease, self.ordinal)
         return [_NDARRAY(shape, dtype, _POINTER(memory, offset)) for offset, shape, dtype in places]
 
+    def convert(self, array: CupyArray, dtype: np.dtype[Any]) -> CupyArray:
+        # CuPy computes on the current device, which may be another one.
+        with cupy.cuda.Device(self.ordinal):
+            return array.astype(dtype)
+
     def as_mapped(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, stream: object | None, lease: object
     ) -> tuple[CupyArray, Stream | None]:

@@ -159,6 +159,21 @@ def test_arrays_without_astype_are_refused_in_words_and_load_as_they_are(path: P
         same(xferlib.load(path, stager, names=["ids"], dtype="float16")["ids"].array, ARRAYS["ids"])
 
 
+def test_a_backend_may_convert_by_itself(path: Path) -> None:
+    class Converting(BareStager):
+        name = "converting"
+
+        def convert(self, array: Bare, dtype: Any) -> Bare:
+            return Bare(array.array.astype(dtype))
+
+        def place(self, array: Bare, stream: object = None) -> Any:
+            return self.inner.place(array.array, stream)
+
+    backend: Any = Converting()
+    with xferlib.stager(backend) as stager:
+        same(xferlib.load(path, stager, dtype="float16")["a.bias"].array, ARRAYS["a.bias"].astype(np.float16))
+
+
 def test_a_conversion_that_fails_is_said_with_its_array(path: Path) -> None:
     class Full(np.ndarray[Any, Any]):
         def astype(self, *_: Any, **__: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, final, overload
 
 import numpy as np
@@ -127,9 +128,9 @@ def load(
     another shape or dtype.
 
     `dtype`: what arrays of floating point are converted to, or a dict of dtypes by patterns of names (`"*.bias"`), of which the
-    first that fits counts. The device converts, by `astype` of its arrays, on the calling thread's current stream: first the arrays
-    cross as they are. Beside the result, the device has at most 1 GiB more at a time and two pieces of 128 MiB, or two arrays that
-    are larger. The stager is trimmed meanwhile. Raises `CapabilityError` where its arrays have no `astype`.
+    first that fits counts. The device converts, as `astype` of its arrays does, on the calling thread's current stream: first the
+    arrays cross as they are. Beside the result, the device has at most 1 GiB more at a time and two pieces of 128 MiB, or two arrays
+    that are larger. The stager is trimmed meanwhile. Raises `CapabilityError` where its arrays have no `astype`.
 
     `progress`: True for a bar on the standard error stream, or a function that is called with the bytes done and those of all, as
     the files have them, on the calling thread. What it raises ends the load.
@@ -341,10 +342,12 @@ class _Load:
         return described[1]
 
     def _as(self, name: str, array: Any, dtype: np.dtype[Any]) -> Any:
-        astype: Callable[[Any], Any] | None = getattr(array, "astype", None)
+        backend = self._puts.backend
+        convert: Callable[..., Any] | None = getattr(backend, "convert", None)
+        astype: Callable[..., Any] | None = getattr(array, "astype", None) if convert is None else partial(convert, array)
         if astype is None:
             raise CapabilityError(
-                f"dtype: device arrays of backend {self._puts.backend.name!r} have no astype that would convert them. "
+                f"dtype: device arrays of backend {backend.name!r} have no astype that would convert them. "
                 "Leave dtype out, and convert them with a kernel of yours, or convert the file"
             )
         failed = f"{name!r} could not be converted to {dtype}"
@@ -352,7 +355,7 @@ class _Load:
             return astype(dtype)
         except MemoryError as error:
             raise AllocationError(f"{failed}: {error}") from error
-        except self._puts.backend.failures as error:
+        except backend.failures as error:
             raise XferError(f"{failed}: {error}") from error
 
     def _told(self) -> None:
