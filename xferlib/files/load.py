@@ -129,8 +129,8 @@ def load(
 
     `dtype`: what arrays of floating point are converted to, or a dict of dtypes by patterns of names (`"*.bias"`), of which the
     first that fits counts. The device converts, as `astype` of its arrays does, on the calling thread's current stream: first the
-    arrays cross as they are. Beside the result, the device has at most 1 GiB more at a time and two pieces of 128 MiB, or two arrays
-    that are larger. The stager is trimmed meanwhile. Raises `CapabilityError` where its arrays have no `astype`.
+    arrays cross as they are. Beside the result, the device has at most 1 GiB more at a time and two pieces of 128 MiB, or two
+    arrays that are larger. The stager is trimmed meanwhile. Raises `CapabilityError` where its arrays have no `astype`.
 
     `progress`: True for a bar on the standard error stream, or a function that is called with the bytes done and those of all, as
     the files have them, on the calling thread. What it raises ends the load.
