@@ -21,6 +21,8 @@ LOOK_EVERY = 4 << 20
 """Bytes: one page in so many is asked whether it is in the system's cache."""
 ADVISED = 128 << 10
 """Bytes that the system is asked to read at a time. What is above its own limit it ignores; this is the usual one."""
+NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+"""Where the C library has no such flag the page is read, and nothing is asked for."""
 
 
 class Stretch(NamedTuple):
@@ -97,7 +99,7 @@ def _joined(stretches: Iterable[Stretch]) -> Iterator[Stretch]:
 def _is_cached(descriptor: int, offset: int) -> bool:
     try:
         # Unlike mincore, it also tells those who may only read the file.
-        return bool(os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT))
+        return bool(os.preadv(descriptor, [bytearray(1)], offset, NOWAIT))
     except OSError:
         # It is not, or the file system cannot tell.
         return False

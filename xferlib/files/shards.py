@@ -24,6 +24,8 @@ Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 INDEX = ".json"
 WEIGHTS = "weight_map"
 """The entry of an index that has the file of each array."""
+PATTERN = frozenset("*?[")
+"""What is in the name of a file that stands for several."""
 SUBTREE = "."
 """What a name ends in that stands for all names that begin with it."""
 COMPARED = 2000
@@ -59,7 +61,7 @@ def hold(paths: Paths, names: Sequence[str] | None, files: ExitStack) -> Held:
             return _several("the files", [_one_of_several(path) for path in paths], names, files)
         case _:
             raise TypeError(f"{paths!r}: expected a path, or several")
-    if glob.has_magic(str(file)) and not file.exists():
+    if PATTERN & set(str(file)) and not file.exists():
         return _several(shown(file), _matching(file), names, files)
     if file.suffix.lower() == INDEX:
         return _indexed(file, names, files)

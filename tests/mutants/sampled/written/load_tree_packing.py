@@ -25,7 +25,7 @@ MUTANTS = [
     (SHARDS, '".." in parts', "False"),
     (SHARDS, "promised[said] if names is None else reader.names", "promised[said]"),
     (SHARDS, "promised[said] if names is None else reader.names", "reader.names"),
-    (SHARDS, "glob.has_magic(str(file)) and not file.exists()", "glob.has_magic(str(file))"),
+    (SHARDS, "PATTERN & set(str(file)) and not file.exists()", "PATTERN & set(str(file))"),
     (LOAD, "        started.synchronize()\n        arrays = started.value", "        arrays = started.value"),
     (LOAD, "(1 if piece.reader.in_memory else AHEAD)", "AHEAD"),
     (LOAD, "return {name: self._found[name] for name in self._held.arrays}", "return self._found"),
