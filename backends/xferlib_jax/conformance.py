@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import numpy as np
 
 from xferlib.conformance import Direction, HeldArray, Hold, StagerConformance, cuda, cupti
-from xferlib.conformance.gates import GATE_SECONDS, Gate
 from xferlib.conformance.values import others
+from xferlib.gates import GATE_SECONDS, Gate
 from xferlib.protocol import HostStager
 from xferlib_jax import open_stager
 

@@ -8,8 +8,8 @@ import pytest
 from tests.frameworks.kits.every import CUDA_KITS, given
 from tests.frameworks.kits.kit import CudaKit
 from xferlib.conformance import StagerConformance, cuda
-from xferlib.conformance.gates import gate_table
 from xferlib.conformance.values import assert_same, words
+from xferlib.gates import gate_table
 from xferlib.stager import Stager
 
 PAGE = 4096

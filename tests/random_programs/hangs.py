@@ -8,7 +8,7 @@ from __future__ import annotations
 import faulthandler
 import os
 
-from xferlib.conformance.gates import GATE_SECONDS
+from xferlib.gates import GATE_SECONDS
 
 __all__ = ["HANG_SECONDS", "begin_hold", "begin_program", "end_hold", "end_program"]
 

@@ -98,8 +98,8 @@ class Kit(ABC):
     def open_gates(self) -> None:
         """Release whatever is held on a GPU, of holds that are being entered as well."""
         if self.on_gpu:
-            from xferlib.conformance.gates import gate_table
-            from xferlib.conformance.watchdog import BY_TEST, OPEN, SHUT, SLOT_NBYTES, TABLE_NBYTES
+            from xferlib.gates import gate_table
+            from xferlib.watchdog import BY_TEST, OPEN, SHUT, SLOT_NBYTES, TABLE_NBYTES
 
             words = gate_table().words
             for word in range(0, TABLE_NBYTES // 4, SLOT_NBYTES // 4):

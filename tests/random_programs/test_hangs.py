@@ -11,7 +11,7 @@ import pytest
 from tests.children import run
 from tests.random_programs import hangs
 from tests.random_programs.hangs import HANG_SECONDS, begin_hold, begin_program, end_hold, end_program
-from xferlib.conformance.gates import GATE_SECONDS
+from xferlib.gates import GATE_SECONDS
 
 ENDS, TELLS = (HANG_SECONDS, True), (GATE_SECONDS - 1, False)
 """When, and whether the process ends then."""

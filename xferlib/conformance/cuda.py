@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, final
 
-from xferlib.conformance.gates import GATE_SECONDS, Gate, gate_table
-from xferlib.conformance.watchdog import OPEN, TABLE_NBYTES
+from xferlib.gates import GATE_SECONDS, Gate, gate_table
+from xferlib.watchdog import OPEN, TABLE_NBYTES
 
 __all__ = [
     "NO_DEVICE_MEMORY",

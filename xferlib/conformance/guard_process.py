@@ -22,7 +22,7 @@ GRACE_SECONDS = 5.0
 """The time that a run has to go on when its children are gone, and a process to show where it is."""
 MOST_SHOWN = 100_000
 """Bytes."""
-BESIDE = (b"conformance/guard_process.py", b"conformance/watchdog.py", b"multiprocessing.resource_tracker")
+BESIDE = (b"conformance/guard_process.py", b"xferlib/watchdog.py", b"multiprocessing.resource_tracker")
 """Programs that run beside a test run and hold nothing up."""
 
 

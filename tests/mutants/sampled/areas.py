@@ -79,7 +79,7 @@ JAX = tuple(
 )
 JAX_ON_CUDA = ("_cuda", "_driver", "_events", "_fence", "_pinning", "_blocks")
 SUITE = (
-    *("tests/conformance/test_suite_rules.py", "tests/conformance/test_suite_parts.py", "tests/conformance/test_gates.py"),
+    *("tests/conformance/test_suite_rules.py", "tests/conformance/test_suite_parts.py", "tests/test_gates.py"),
     *("tests/conformance/test_host.py", "tests/cli/test_conformance.py"),
 )
 
@@ -314,12 +314,18 @@ AREAS = {
         hang_seconds=180,
     ),
     "conformance": Area(
-        ("xferlib/conformance/*.py", "xferlib/conformance/laws/*.py", "backends/xferlib_host/conformance.py"),
+        (
+            "xferlib/conformance/*.py",
+            "xferlib/conformance/laws/*.py",
+            "xferlib/gates.py",
+            "xferlib/watchdog.py",
+            "backends/xferlib_host/conformance.py",
+        ),
         (*SUITE, "tests/mutants/laws/test_host_mutants.py"),
         {
-            "/gates.py": ("tests/conformance/test_gates.py",),
+            "/gates.py": ("tests/test_gates.py",),
             "/guard*.py": ("tests/conformance/test_guard.py",),
-            "/watchdog.py": ("tests/conformance/test_gates.py",),
+            "/watchdog.py": ("tests/test_gates.py",),
             "/laws/*.py": (*LAWS, "tests/mutants/laws/test_host_mutants.py"),
         },
         # What only runs on CUDA.

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from xferlib.conformance.gates import Gate, gate_table
+from xferlib.gates import Gate, gate_table
 
 LIMIT = 10.0
 """Seconds. How long a test looks before it fails; none needs a tenth of a second longer than what it waits for."""
@@ -77,7 +77,7 @@ def test_gates_are_refused_when_every_word_is_in_use() -> None:
 def test_the_watchdog_ends_with_its_process(ending: str) -> None:
     script = f"""
 import os
-from xferlib.conformance.gates import Gate, gate_table
+from xferlib.gates import Gate, gate_table
 
 Gate()
 print(gate_table().watchdog_pid, flush=True)

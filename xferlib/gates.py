@@ -1,4 +1,4 @@
-"""Gates: words of shared memory that work waits on, opened by the test or, when overdue, by the watchdog's process.
+"""Gates: words of shared memory that work waits on, opened by whoever shut them or, when overdue, by the watchdog's process.
 
 Invariants: one table per process, never unmapped (a device may have it registered); a slot is handed out again only after its gate
 was given back. This file does not make device work wait for a word.
@@ -18,7 +18,7 @@ from collections import deque
 from pathlib import Path
 from typing import Literal, final
 
-from xferlib.conformance.watchdog import BY_TEST, BY_WATCHDOG, OPEN, SHUT, SLOT_NBYTES, TABLE_NBYTES
+from xferlib.watchdog import BY_TEST, BY_WATCHDOG, OPEN, SHUT, SLOT_NBYTES, TABLE_NBYTES
 
 __all__ = ["GATE_SECONDS", "Gate", "GateTable", "gate_table"]
 
