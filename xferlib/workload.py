@@ -15,13 +15,16 @@ The edges of a frame, all arithmetic in integers unless said otherwise:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["EdgeJob", "EdgeSpec", "Workload"]
+__all__ = ["CopiesItself", "EdgeJob", "EdgeSpec", "FrameworkCopy", "Workload"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,3 +79,35 @@ class Workload(Protocol):
 
     def edge_job(self, spec: EdgeSpec, *, device: int = 0) -> EdgeJob:
         """Make a job. Raises `BackendUnavailableError`, with what to type, if this machine cannot compile or run it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameworkCopy:
+    """A copy by a call of the framework's own, as its users write it, for `measure_overlap` to set beside xferlib's."""
+
+    call: str
+    """The call, with what matters of its arguments: people read it in a table."""
+    direction: Literal["h2d", "d2h"]
+    why: str
+    """Said where the copy turns out not to overlap: the reason, and what to do instead."""
+    start: Callable[[], Any]
+    """Make the call and return what `finish` needs. May block; how long it does is measured."""
+    finish: Callable[[Any], object]
+    """Wait for the copy that `start` began, and make ready for the next."""
+    launch_on: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Makes the context in which compute is launched beside this copy, where that is another stream than the job's own."""
+    synchronize: Callable[[], object] | None = None
+    """Wait for compute that was launched in that context. None: the job's `synchronize` does."""
+
+
+class CopiesItself(Protocol):
+    """What the module may offer in addition: copies by the framework's own calls."""
+
+    def framework_copies(
+        self, pageable: npt.NDArray[np.uint8], pinned: npt.NDArray[np.uint8], array: Any
+    ) -> Sequence[FrameworkCopy]:
+        """Return ways to copy between these and the device, among them the usual ones that do not overlap.
+
+        All three have the same shape and size; `pinned` is page-locked where the backend can, and `array` is on the device. Called
+        by the thread that has entered a job of this workload, and so are the calls in what is returned.
+        """

@@ -11,11 +11,12 @@ from typing import Any, Self, final
 
 import cupy
 import numpy as np
+import numpy.typing as npt
 
 from xferlib.errors import BackendUnavailableError
-from xferlib.workload import EdgeSpec
+from xferlib.workload import EdgeSpec, FrameworkCopy
 
-__all__ = ["EdgeJob", "edge_job"]
+__all__ = ["EdgeJob", "edge_job", "framework_copies"]
 
 CTYPES = {"uint8": "unsigned char", "int16": "short", "uint16": "unsigned short", "float32": "float", "float64": "double"}
 THREADS = 256
@@ -139,3 +140,65 @@ def _compiled(spec: EdgeSpec) -> Any:
 
 def _grid(threads: int) -> tuple[int]:
     return (-(-threads // THREADS),)
+
+
+def framework_copies(pageable: npt.NDArray[np.uint8], pinned: npt.NDArray[np.uint8], array: Any) -> list[FrameworkCopy]:
+    """Return CuPy's own ways. See `xferlib.workload.CopiesItself`."""
+    null, blocking, own = cupy.cuda.Stream.null, cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+    current = cupy.cuda.get_current_stream()
+    # Written, so that no page is fetched under the clock.
+    touched = pageable.copy()
+    return [
+        FrameworkCopy(
+            call="array.set(pageable)",
+            direction="h2d",
+            why="It is on the stream of the compute, and pageable: the driver copies the source first, and keeps the caller for it",
+            start=lambda: array.set(pageable),
+            finish=lambda _: current.synchronize(),
+        ),
+        FrameworkCopy(
+            call="array.set(pageable, stream=own)",
+            direction="h2d",
+            why="The source is pageable: the call returns when the driver has staged it, so nothing is launched meanwhile. Fill "
+            "pinned memory",
+            start=lambda: array.set(pageable, stream=own),
+            finish=lambda _: own.synchronize(),
+        ),
+        FrameworkCopy(
+            call="array.set(pinned)",
+            direction="h2d",
+            why="It is on the current stream, which is that of the compute: name another, non-blocking one",
+            start=lambda: array.set(pinned),
+            finish=lambda _: current.synchronize(),
+        ),
+        FrameworkCopy(
+            call="array.set(pinned, stream=Stream()), compute on the NULL stream",
+            direction="h2d",
+            why="cupy.cuda.Stream() is blocking: it and the NULL stream wait for each other. Use Stream(non_blocking=True)",
+            start=lambda: array.set(pinned, stream=blocking),
+            finish=lambda _: blocking.synchronize(),
+            launch_on=lambda: null,
+            synchronize=null.synchronize,
+        ),
+        FrameworkCopy(
+            call="array.set(pinned, stream=Stream(non_blocking=True))",
+            direction="h2d",
+            why="",
+            start=lambda: array.set(pinned, stream=own),
+            finish=lambda _: own.synchronize(),
+        ),
+        FrameworkCopy(
+            call="array.get()",
+            direction="d2h",
+            why="It waits for the compute before it on the current stream, and keeps the caller until the copy is made",
+            start=array.get,
+            finish=lambda _: None,
+        ),
+        FrameworkCopy(
+            call="array.get(stream=Stream(non_blocking=True), out=pageable)",
+            direction="d2h",
+            why="The target is pageable: the call returns when the copy is made. Give pinned memory as out=",
+            start=lambda: array.get(stream=own, out=touched, blocking=False),
+            finish=lambda _: own.synchronize(),
+        ),
+    ]

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from xferlib.errors import BackendUnavailableError
-from xferlib.workload import EdgeSpec
+from xferlib.workload import EdgeSpec, FrameworkCopy
 from xferlib_host._stream import Stream
 
-__all__ = ["EdgeJob", "edge_job"]
+__all__ = ["EdgeJob", "edge_job", "framework_copies"]
 
 Pixels = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.int16]
@@ -27,6 +27,28 @@ def edge_job(spec: EdgeSpec, *, device: int = 0) -> EdgeJob:
     if device != 0:
         raise BackendUnavailableError(f"backend 'host' cannot run here: there is no device {device!r}. Use device=0")
     return EdgeJob(spec)
+
+
+def framework_copies(pageable: Pixels, pinned: Pixels, array: Pixels) -> list[FrameworkCopy]:
+    """Return NumPy's own ways: the calling thread copies. See `xferlib.workload.CopiesItself`."""
+    back = pageable.copy()
+    why = "The calling thread makes the copy and does nothing else meanwhile"
+    return [
+        FrameworkCopy(
+            call="np.copyto(array, batch)",
+            direction="h2d",
+            why=why,
+            start=lambda: np.copyto(array, pageable),
+            finish=lambda _: None,
+        ),
+        FrameworkCopy(
+            call="np.copyto(batch, array)",
+            direction="d2h",
+            why=why,
+            start=lambda: np.copyto(back, array),
+            finish=lambda _: None,
+        ),
+    ]
 
 
 @final

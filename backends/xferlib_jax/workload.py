@@ -16,13 +16,14 @@ from typing import Any, Self, final
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 from jax import numpy as jnp
 
 from xferlib.errors import BackendUnavailableError
-from xferlib.workload import EdgeSpec
+from xferlib.workload import EdgeSpec, FrameworkCopy
 
-__all__ = ["EdgeJob", "edge_job"]
+__all__ = ["EdgeJob", "edge_job", "framework_copies"]
 
 RED, GREEN, BLUE = 0.299, 0.587, 0.114
 
@@ -70,6 +71,51 @@ class EdgeJob:
         for result in last:
             if result is not None:
                 result.block_until_ready()
+
+
+def framework_copies(pageable: npt.NDArray[np.uint8], pinned: npt.NDArray[np.uint8], array: Any) -> list[FrameworkCopy]:
+    """Return JAX's own ways. See `xferlib.workload.CopiesItself`."""
+    (device,) = array.devices()
+    # An array keeps what was read of it, so each copy to the host is of another one.
+    fresh = [copied(array).block_until_ready()]
+
+    def renew() -> None:
+        fresh[0] = copied(array).block_until_ready()
+
+    def put(source: npt.NDArray[np.uint8]) -> FrameworkCopy:
+        return FrameworkCopy(
+            call=f"jax.device_put({'pinned' if source is pinned else 'pageable'})",
+            direction="h2d",
+            why="JAX allocates the target behind the compute that is enqueued by then, and the copy waits for that",
+            start=lambda: jax.device_put(source, device),
+            finish=lambda placed: placed.block_until_ready(),
+        )
+
+    def read() -> Any:
+        return np.asarray(fresh[0])
+
+    def arrived() -> None:
+        read()
+        renew()
+
+    return [
+        put(pageable),
+        put(pinned),
+        FrameworkCopy(
+            call="np.asarray(array)",
+            direction="d2h",
+            why="It keeps the caller until the copy is made, by way of JAX's own staging memory",
+            start=read,
+            finish=lambda _: renew(),
+        ),
+        FrameworkCopy(
+            call="array.copy_to_host_async()",
+            direction="d2h",
+            why="The copy goes by way of JAX's own staging memory, into pageable memory",
+            start=lambda: fresh[0].copy_to_host_async(),
+            finish=lambda _: arrived(),
+        ),
+    ]
 
 
 def _normalise_integers(frames: Any) -> Any:
@@ -143,6 +189,7 @@ def _neighbours(image: Any, axis: int) -> tuple[Any, Any]:
 
 
 # Compiled for each shape once, for all jobs. Not as decorators: JAX may be untyped to whoever checks types.
+copied = jax.jit(jnp.copy)
 normalise_integers = jax.jit(_normalise_integers)
 weighted = jax.jit(_weighted)
 halves = jax.jit(_halves)

@@ -13,15 +13,17 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, final
 
 import numpy as np
+import numpy.typing as npt
 
 from xferlib.errors import BackendUnavailableError
-from xferlib.workload import EdgeSpec
+from xferlib.workload import EdgeSpec, FrameworkCopy
 from xferlib_numba import _memory
 from xferlib_numba._arrays import as_array
 from xferlib_numba._memory import Block
+from xferlib_numba._module import load
 from xferlib_numba._probe import open_device
 
-__all__ = ["EdgeJob", "edge_job"]
+__all__ = ["EdgeJob", "edge_job", "framework_copies"]
 
 THREADS = 256
 TILE = (32, 8)
@@ -37,6 +39,44 @@ COMPILERS = ("nvvm", "nvrtc", "nvjitlink", "libdevice")
 def edge_job(spec: EdgeSpec, *, device: int = 0) -> EdgeJob:
     """Compile the kernels and make a job."""
     return EdgeJob(spec, device)
+
+
+def framework_copies(pageable: npt.NDArray[np.uint8], pinned: npt.NDArray[np.uint8], array: Any) -> list[FrameworkCopy]:
+    """Return Numba's own ways. See `xferlib.workload.CopiesItself`. The compute is on Numba's default stream, the NULL stream."""
+    cuda = load().cuda
+    default, other = cuda.default_stream(), cuda.stream()
+    return [
+        FrameworkCopy(
+            call="array.copy_to_device(pageable)",
+            direction="h2d",
+            why="It is on the default stream, behind the compute, and pageable: the driver copies the source first, and keeps the "
+            "caller for it",
+            start=lambda: array.copy_to_device(pageable),
+            finish=lambda _: default.synchronize(),
+        ),
+        FrameworkCopy(
+            call="array.copy_to_device(pinned)",
+            direction="h2d",
+            why="It is on the default stream, behind the compute, and keeps the caller until it is made",
+            start=lambda: array.copy_to_device(pinned),
+            finish=lambda _: default.synchronize(),
+        ),
+        FrameworkCopy(
+            call="array.copy_to_device(pinned, stream=cuda.stream())",
+            direction="h2d",
+            why="The streams that Numba makes are blocking: they wait for the default stream, where the compute is, and it for "
+            "them. Launch the kernels on a stream of their own as well",
+            start=lambda: array.copy_to_device(pinned, stream=other),
+            finish=lambda _: other.synchronize(),
+        ),
+        FrameworkCopy(
+            call="array.copy_to_host()",
+            direction="d2h",
+            why="It is on the default stream, behind the compute, and keeps the caller until it is made",
+            start=array.copy_to_host,
+            finish=lambda _: None,
+        ),
+    ]
 
 
 class Kernels(NamedTuple):

@@ -1,0 +1,127 @@
+"""`measure_overlap` and its report: what is measured, what is said of it, and what a CPU cannot say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import xferlib
+from xferlib.overlap.report import OverlapReport, OverlapRow, Spread
+
+NBYTES = 1 << 20
+
+
+def row(first: tuple[float, ...], behind: tuple[float, ...], *, call_seconds: float = 0.0, on_gpu: bool = True) -> OverlapRow:
+    return OverlapRow(
+        call="xferlib",
+        direction="h2d",
+        copy_seconds=Spread.of([1.0]),
+        compute_seconds=Spread.of([1.3]),
+        call_seconds=Spread.of([call_seconds]),
+        copy_first=Spread.of(first),
+        compute_first=Spread.of(behind),
+        on_gpu=on_gpu,
+        why="Because.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "behind", "verdict"),
+    [
+        ((0.97, 0.95, 0.99), (0.96, 0.93, 0.98), "overlaps"),
+        ((0.02, -0.1, 0.05), (0.0, 0.01, -0.02), "does not overlap"),
+        ((0.97, 0.95, 0.99), (0.02, 0.01, 0.03), "one order only"),
+        ((0.5, 0.45, 0.55), (0.5, 0.45, 0.55), "in part"),
+        ((0.97, 0.2, 0.99), (0.96, 0.93, 0.98), "cannot tell"),
+    ],
+)
+def test_the_verdict_is_of_the_medians_where_the_rounds_agree(first: Any, behind: Any, verdict: str) -> None:
+    found = row(first, behind)
+    assert found.verdict == verdict
+    assert ("Because." in found.words) is (verdict != "overlaps")
+
+
+def test_one_order_only_says_which() -> None:
+    assert "only if it is enqueued before the compute" in row((0.97,), (0.02,)).words
+    assert "only if it is enqueued after the compute" in row((0.02,), (0.97,)).words
+
+
+def test_a_call_that_keeps_its_caller_is_said_to() -> None:
+    assert "the call keeps its caller 900.0 ms of 1000.0" in row((0.97,), (0.97,), call_seconds=0.9).words
+    assert "keeps its caller" not in row((0.97,), (0.97,), call_seconds=0.1).words
+
+
+def test_on_a_cpu_there_is_no_verdict() -> None:
+    assert row((0.97,), (0.97,), on_gpu=False).verdict == "a CPU cannot tell"
+
+
+@pytest.fixture(scope="module", params=[name for name in xferlib.backends() if name in ("host", "jax")])
+def report(request: pytest.FixtureRequest) -> Iterator[OverlapReport]:
+    try:
+        stager = xferlib.stager(request.param)
+    except xferlib.BackendUnavailableError as error:
+        pytest.skip(str(error))
+    with stager:
+        before = stager.stats().pinned_nbytes
+        yield xferlib.measure_overlap(stager, nbytes=NBYTES, rounds=1)
+        stager.trim()
+        assert stager.stats().pinned_nbytes == before
+
+
+def test_each_way_is_measured_in_both_orders(report: OverlapReport) -> None:
+    assert [(found.call, found.direction) for found in report.rows[:3]] == [
+        ("xferlib", "h2d"),
+        ("xferlib", "d2h"),
+        ("xferlib", "both"),
+    ]
+    # What the framework itself offers, in either direction.
+    assert {found.direction for found in report.rows[3:]} == {"h2d", "d2h"}
+    for found in report.rows:
+        assert found.copy_seconds.least > 0
+        assert found.compute_seconds.least > 0
+        assert found.call_seconds.median <= found.copy_seconds.median
+    assert report.nbytes == NBYTES
+
+
+def test_the_report_is_a_table_and_json(report: OverlapReport) -> None:
+    lines = str(report).splitlines()
+    assert all(any(line.startswith(found.call) for line in lines) for found in report.rows)
+    told = json.loads(report.to_json())
+    assert told["backend"] == report.backend
+    assert [entry["verdict"] for entry in told["rows"]] == [found.verdict for found in report.rows]
+    assert told["rows"][0]["copy_seconds"] == dataclasses.asdict(report.rows[0].copy_seconds)
+    if not report.on_gpu:
+        assert "overlap needs a GPU" in lines[-1]
+
+
+def test_a_backend_without_device_work_is_refused() -> None:
+    with xferlib.stager("host") as stager, pytest.MonkeyPatch.context() as patched:
+
+        def missing(name: str, part: str) -> None:
+            raise ModuleNotFoundError(f"No module named 'toy.{part}'", name=f"toy.{part}")
+
+        patched.setattr("xferlib.overlap.measure.companion", missing)
+        with pytest.raises(xferlib.CapabilityError, match="ships no device work"):
+            xferlib.measure_overlap(stager)
+
+
+def test_bad_arguments_are_refused() -> None:
+    with xferlib.stager("host") as stager:
+        with pytest.raises(ValueError, match="rounds=0"):
+            xferlib.measure_overlap(stager, rounds=0)
+        with pytest.raises(ValueError, match="nbytes is a number of bytes greater than 0"):
+            xferlib.measure_overlap(stager, nbytes=0)
+    with pytest.raises(TypeError, match="expected a stager"):
+        xferlib.measure_overlap("host")  # type: ignore[arg-type]  # Refused.
+
+
+def test_the_command_prints_json() -> None:
+    command = [sys.executable, "-m", "xferlib", "overlap", "host", "--mib", "1", "--json"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(shown.stdout)["rows"][0]["call"] == "xferlib"

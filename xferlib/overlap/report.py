@@ -1,0 +1,162 @@
+"""What `measure_overlap` found, as values, as a table, and in words. Nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Literal, TypeAlias, final
+
+from xferlib.words import in_words
+
+__all__ = ["Direction", "OverlapReport", "OverlapRow", "Spread"]
+
+Direction: TypeAlias = Literal["h2d", "d2h", "both"]
+Verdict: TypeAlias = Literal["overlaps", "in part", "one order only", "does not overlap", "cannot tell", "a CPU cannot tell"]
+
+HIDDEN, SHOWN = 0.8, 0.25
+"""Shares from which on a copy counts as hidden, and up to which it does not."""
+WIDE = 0.5
+"""Between the least and the greatest share of several rounds: with more than this nothing can be said."""
+HOLDS = 0.5
+"""Share of the copy's time from which on its call counts as one that keeps its caller."""
+ON_A_CPU = (
+    "this is a CPU: its cores make the copies and the compute, so a share tells whether a core was free, not whether the program "
+    "overlaps. Order and starting without waiting can be tested here (xferlib conformance); overlap needs a GPU"
+)
+
+
+@final
+@dataclass(frozen=True)
+class Spread:
+    """The median of several rounds, the least and the greatest."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """Return that of at least one sample."""
+        return cls(median(samples), min(samples), max(samples))
+
+    @property
+    def width(self) -> float:
+        """How far the samples lie apart."""
+        return self.greatest - self.least
+
+    def percent(self) -> str:
+        """Return the shares for people: "97 % (95 to 98)"."""
+        # The sum makes 0 of what would be shown as -0.
+        middle, least, greatest = (round(share * 100) + 0 for share in (self.median, self.least, self.greatest))
+        return f"{middle} % ({least} to {greatest})"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OverlapRow:
+    """One way to copy, beside compute that takes longer.
+
+    Attributes:
+        call: "xferlib", or the framework's own call.
+        direction: To the device, to the host, or one of each at once.
+        copy_seconds: The copy alone; with "both", the two at once.
+        compute_seconds: The compute alone.
+        call_seconds: How long the call kept its caller, without compute.
+        copy_first: Share of `copy_seconds` that was hidden where the copy was enqueued before compute.
+        compute_first: The same where it was enqueued after.
+        on_gpu: Whether this was on a GPU: elsewhere the verdict says that nothing can be said.
+        why: Why this way may not overlap, and what to do; "": nothing is known.
+    """
+
+    call: str
+    direction: Direction
+    copy_seconds: Spread
+    compute_seconds: Spread
+    call_seconds: Spread
+    copy_first: Spread
+    compute_first: Spread
+    on_gpu: bool
+    why: str
+
+    @property
+    def keeps_caller(self) -> bool:
+        """Whether the call kept its caller for most of the copy."""
+        return self.call_seconds.median > HOLDS * self.copy_seconds.median
+
+    @property
+    def verdict(self) -> Verdict:
+        """Say whether it overlaps, from the medians; only where the rounds agree."""
+        if not self.on_gpu:
+            return "a CPU cannot tell"
+        orders = (self.copy_first, self.compute_first)
+        if any(order.width > WIDE for order in orders):
+            return "cannot tell"
+        hidden, shown = ([test(order.median) for order in orders] for test in (HIDDEN.__le__, SHOWN.__ge__))
+        if all(hidden):
+            return "overlaps"
+        if all(shown):
+            return "does not overlap"
+        return "one order only" if any(hidden) and any(shown) else "in part"
+
+    @property
+    def words(self) -> str:
+        """Return the verdict as a sentence."""
+        way = f"{self.call}, {_DIRECTIONS[self.direction]}"
+        figures = f"copy enqueued first {self.copy_first.percent()}, compute first {self.compute_first.percent()} hidden"
+        if self.verdict == "one order only":
+            order = "before" if self.copy_first.median >= HIDDEN else "after"
+            said = f"{way}: overlaps only if it is enqueued {order} the compute ({figures})"
+        else:
+            said = f"{way}: {self.verdict} ({figures})"
+        if self.on_gpu and self.keeps_caller:
+            said += f"; the call keeps its caller {self.call_seconds.median * 1e3:.1f} ms of {self.copy_seconds.median * 1e3:.1f}"
+        return f"{said}. {self.why}" if self.why and self.on_gpu and self.verdict != "overlaps" else said
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OverlapReport:
+    """What `measure_overlap` returns. `str()` of it is a table with the verdicts below, for people.
+
+    Attributes:
+        backend, device, on_gpu: As the stager gives them.
+        nbytes: Of one copy.
+        rows: The ways to copy, xferlib's first.
+    """
+
+    backend: str
+    device: str
+    on_gpu: bool
+    nbytes: int
+    rows: tuple[OverlapRow, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the verdicts, one for each row; on a CPU what a CPU can show."""
+        return tuple(row.words for row in self.rows) if self.on_gpu else (ON_A_CPU,)
+
+    def to_json(self) -> str:
+        """Return the report as a JSON object: the attributes, with a verdict in each row, and the words."""
+        rows: list[dict[str, Any]] = [asdict(row) | {"verdict": row.verdict, "words": row.words} for row in self.rows]
+        return json.dumps(asdict(self) | {"rows": rows, "words": self.words}, indent=2)
+
+    def __str__(self) -> str:
+        head = ("copied by", "", "copy", "compute", "call", "copy first", "compute first", "verdict")
+        lines = [head, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        title = (
+            f"{self.backend} on {self.device}: copies of {in_words(self.nbytes)} beside compute; share of the copy that was hidden"
+        )
+        return "\n".join([title, "", *table, "", *self.words])
+
+
+def _cells(row: OverlapRow) -> tuple[str, ...]:
+    times = (f"{spread.median * 1e3:.2f} ms" for spread in (row.copy_seconds, row.compute_seconds, row.call_seconds))
+    return (row.call, _SHORT[row.direction], *times, row.copy_first.percent(), row.compute_first.percent(), row.verdict)
+
+
+_DIRECTIONS = {"h2d": "host to device", "d2h": "device to host", "both": "both directions at once"}
+_SHORT = {"h2d": "H2D", "d2h": "D2H", "both": "both"}
