@@ -17,9 +17,10 @@ CORE = ROOT / "xferlib"
 # A module may import modules of the core that stand further up only.
 FLOORS = [
     {f"xferlib.{name}" for name in ("callers", "errors", "forks", "handles", "latch", "tickets", "words")},
-    {"xferlib.engine", "xferlib.sketch", "xferlib.tracing"},
+    {"xferlib.engine", "xferlib.sketch", "xferlib.tracing", "xferlib.watchdog"},
     {f"xferlib.tracing.{name}" for name in ("events", "intervals", "library")},
     {"xferlib.tracing.log", "xferlib.tracing.records", "xferlib.tracing.summary"},
+    {"xferlib.gates"},
     {"xferlib.engine.building"},
     {"xferlib.engine.native"},
     {"xferlib.reaper"},
@@ -70,7 +71,13 @@ FLOORS = [
     {"xferlib.files.load", "xferlib.files.plan", "xferlib.files.temporary", "xferlib.registry"},
     {"xferlib.files.writing"},
     {"xferlib.files.save"},
-    {"xferlib", "xferlib.workload"},
+    {"xferlib.workload", "xferlib.overlap"},
+    {"xferlib.overlap.report", "xferlib.overlap.calls"},
+    {"xferlib.overlap.measure", "xferlib.overlap.verdict", "xferlib.overlap.driver"},
+    {"xferlib.overlap.callbacks"},
+    {"xferlib.overlap.loops"},
+    {"xferlib"},
+    {"xferlib.overlap.plugin"},
 ]
 LIBRARIES = {"numpy", "optree", "psutil"}
 MORE_LIBRARIES = {
@@ -80,6 +87,8 @@ MORE_LIBRARIES = {
     "typed.py": {"typing_extensions"},
     "tracing": {"cuda", "matplotlib"},
     "conformance": {"pytest", "_pytest", "cuda", "cupti", "ml_dtypes"},
+    # Its plugin alone.
+    "overlap": {"pytest", "cuda"},
 }
 CUDA = {f"xferlib.cuda.{name}" for name in ("context", "driver", "events", "refusals", "streams")}
 """For backends: nothing else of the core uses it."""
@@ -129,6 +138,7 @@ def test_core_module_imports_only_what_stands_above_it(path: Path) -> None:
                 assert imported.split(".")[1] in {
                     "conformance",
                     "errors",
+                    "gates",
                     "protocol",
                     "reaper",
                     "registry",
@@ -136,6 +146,7 @@ def test_core_module_imports_only_what_stands_above_it(path: Path) -> None:
                     "stats",
                     "tracing",
                     "transfer",
+                    "watchdog",
                     "words",
                 }, imported
         elif package not in sys.stdlib_module_names:
@@ -178,7 +189,7 @@ def test_backend_imports_only_the_contract(path: Path) -> None:
     )
     allowed = {"xferlib", *(f"xferlib.{name}" for name in names), *CUDA}
     if path.stem == "conformance":
-        allowed |= {"xferlib.conformance"}
+        allowed |= {"xferlib.conformance", "xferlib.gates"}
     if path.stem == "workload":
         allowed |= {"xferlib.workload"}
     for imported in imports(path):

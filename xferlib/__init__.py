@@ -16,6 +16,8 @@ What there is, and `help` of each says the rest:
     Ring, SharedRing                    pinned slots that batches are written into: by you (a `Slot`), by processes (a `Run`)
     load(path, stager)                  files to the device
     save(path, tree, stager)            what is on the device to files, while the program goes on (a `Save`)
+    measure_overlap(stager)             how much of a copy is hidden under compute on this machine (an `OverlapReport`)
+    assert_overlaps(step)               whether a loop of yours overlaps, decided without a clock, or why it does not
     Report, Stats                       who waited for whom in a loop; what a stager has used
     trace(path)                         what copies and compute of the process did, and why they did not overlap (a `Trace`)
     XferError                           the root of what is raised
@@ -38,6 +40,12 @@ from xferlib.files.load import load as load
 from xferlib.files.save import Save as Save
 from xferlib.files.save import save as save
 from xferlib.memory.registered import Pin as Pin
+from xferlib.overlap.loops import UndecidedError as UndecidedError
+from xferlib.overlap.loops import assert_overlaps as assert_overlaps
+from xferlib.overlap.measure import measure_overlap as measure_overlap
+from xferlib.overlap.report import OverlapReport as OverlapReport
+from xferlib.overlap.report import OverlapRow as OverlapRow
+from xferlib.overlap.report import Spread as Spread
 from xferlib.pipeline.drain import Drain as Drain
 from xferlib.pipeline.drain import Results as Results
 from xferlib.pipeline.memory_estimate import MemoryEstimate as MemoryEstimate
@@ -76,6 +84,8 @@ __all__ = [
     "Event",
     "HostStager",
     "MemoryEstimate",
+    "OverlapReport",
+    "OverlapRow",
     "Pin",
     "Prefetch",
     "Report",
@@ -86,6 +96,7 @@ __all__ = [
     "SharedRing",
     "Slot",
     "SourceRewrittenError",
+    "Spread",
     "Stager",
     "StagingProfile",
     "Stats",
@@ -93,13 +104,16 @@ __all__ = [
     "Trace",
     "Transfer",
     "TransferError",
+    "UndecidedError",
     "UnknownBackendError",
     "WorkerDiedError",
     "WorkerError",
     "XferError",
+    "assert_overlaps",
     "backends",
     "drain",
     "load",
+    "measure_overlap",
     "prefetch",
     "save",
     "stager",

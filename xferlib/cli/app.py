@@ -147,6 +147,26 @@ def conformance(
     raise typer.Exit(run_suite(name, list(context.args)))
 
 
+@app.command()
+def overlap(
+    name: Annotated[str, typer.Argument(help="A backend that doctor lists, or auto.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Annotated[int, typer.Option(help="Which device of the backend.")] = 0,
+    mib: Annotated[int | None, typer.Option(min=1, help="Size of a copy. Default: 128 on a GPU, 16 without.")] = None,
+) -> None:
+    """Measure how much of a copy is hidden under compute on this machine, by xferlib and by the framework's own calls.
+
+    Each copy is timed alone, and beside compute that takes longer: enqueued before it, and after. The share is (copy + compute -
+    together) / copy: median, least and greatest of several rounds. It takes some seconds.
+    """
+    from xferlib.overlap.measure import measure_overlap
+    from xferlib.registry import stager
+
+    with stager(name, device=device) as opened:
+        report = measure_overlap(opened, device=device, nbytes=None if mib is None else mib << 20)
+    typer.echo(report.to_json() if as_json else str(report))
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def trace(
     command: Annotated[list[str], typer.Argument(help="The program: -- python train.py ..., or -- python -m package ...")],

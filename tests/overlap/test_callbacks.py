@@ -1,0 +1,191 @@
+"""What is made of CUPTI's callbacks: structures as CUDA's headers declare them, calls inside calls, and the line of the caller."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from typing import Any, cast
+
+import pytest
+
+from xferlib.overlap import callbacks
+from xferlib.overlap.callbacks import Recording, site_of
+from xferlib.overlap.calls import LEGACY, Call
+
+DRIVER, RUNTIME = 1, 2
+ENTER, EXIT = 0, 1
+DEVICE, PINNED, PAGEABLE = 0x7000, 0x8000, 0x9000
+U32, U64 = ctypes.c_uint32, ctypes.c_uint64
+SIX = [("g", U32 * 3), ("b", U32 * 3)]
+
+
+class Places:
+    """Stands for the driver: says which memory an address is in, and which streams are blocking or captured."""
+
+    captured = 99
+
+    def memory(self, address: int) -> str:
+        return {DEVICE: "device", PINNED: "pinned"}.get(address & ~0xFFF, "pageable")
+
+    def is_blocking(self, stream: int) -> bool:
+        return stream == 5
+
+    def is_capturing(self, stream: int) -> bool:
+        return stream == self.captured
+
+
+def struct(*fields: tuple[str, Any], **values: Any) -> ctypes.Structure:
+    kind = type("Parameters", (ctypes.Structure,), {"_fields_": list(fields)})
+    return cast("ctypes.Structure", kind(**values))
+
+
+def copy(to: int, of: int, nbytes: int, *rest: tuple[str, Any], **values: int) -> ctypes.Structure:
+    return struct(("dst", U64), ("src", U64), ("count", U64), *rest, dst=to, src=of, count=nbytes, **values)
+
+
+def tell(recording: Recording, site: int, domain: int, number: int, parameters: ctypes.Structure | None = None) -> None:
+    data = callbacks._CallbackData(site=site, function=b"cuSomething")
+    if parameters is not None:
+        data.parameters = ctypes.addressof(parameters)
+    recording.called(domain, number, ctypes.pointer(data))
+    if recording.failure is not None:
+        raise recording.failure
+
+
+def seen(domain: int, number: int, parameters: ctypes.Structure | None = None) -> Call:
+    recording = Recording(cast("Any", Places()))
+    tell(recording, ENTER, domain, number, parameters)
+    (call,) = recording.calls
+    return call
+
+
+@pytest.mark.parametrize(
+    ("domain", "number", "parameters", "stream"),
+    [
+        (DRIVER, 277, copy(DEVICE, PINNED, 9, ("hStream", U64), hStream=7), 7),
+        (DRIVER, 421, copy(DEVICE, PINNED, 9, ("hStream", U64), hStream=0), 2),
+        (DRIVER, 276, copy(DEVICE, PINNED, 9), LEGACY),
+        (DRIVER, 397, copy(DEVICE, PINNED, 9), 2),
+        (RUNTIME, 41, copy(DEVICE, PINNED, 9, ("kind", U32), ("stream", U64), kind=1, stream=7), 7),
+        (RUNTIME, 31, copy(DEVICE, PINNED, 9, ("kind", U32), kind=1), LEGACY),
+    ],
+)
+def test_copies_are_read_off_their_parameters(domain: int, number: int, parameters: ctypes.Structure, stream: int) -> None:
+    call = seen(domain, number, parameters)
+    assert (call.kind, call.direction, call.nbytes, call.address, call.pageable) == ("copy", "h2d", 9, DEVICE, False)
+    assert call.stream == stream
+
+
+def test_the_direction_and_the_host_memory_are_asked_of_the_driver() -> None:
+    stream = ("hStream", U64)
+    back = seen(DRIVER, 279, copy(PAGEABLE, DEVICE + 16, 9, stream, hStream=7))
+    assert (back.direction, back.address, back.pageable) == ("d2h", DEVICE + 16, True)
+    inside = seen(DRIVER, 306, copy(DEVICE, DEVICE, 9, stream, hStream=7))
+    assert inside.direction is None
+
+
+def test_rows_and_batches_are_added_up() -> None:
+    names = ("dst", "dpitch", "src", "spitch", "width", "height", "kind", "stream")
+    values = {"dst": DEVICE, "src": PINNED, "dpitch": 64, "spitch": 64, "width": 10, "height": 3, "kind": 1, "stream": 7}
+    rows = struct(*((name, U32 if name == "kind" else U64) for name in names), **values)
+    assert (seen(RUNTIME, 44, rows).nbytes, seen(RUNTIME, 44, rows).stream) == (30, 7)
+    targets, sources, sizes = (U64 * 2)(DEVICE, DEVICE), (U64 * 2)(PINNED, PINNED), (U64 * 2)(4, 5)
+    names = ("dsts", "srcs", "sizes", "count", "attrs", "indices", "attributes", "hStream")
+    batch = struct(
+        *((name, U64) for name in names),
+        dsts=ctypes.addressof(targets),
+        srcs=ctypes.addressof(sources),
+        sizes=ctypes.addressof(sizes),
+        count=2,
+        hStream=7,
+    )
+    call = seen(DRIVER, 796, batch)
+    assert (call.nbytes, call.direction, call.stream) == (9, "h2d", 7)
+
+
+def test_launches_give_their_stream() -> None:
+    config = struct(*SIX, ("shared", U32), ("hStream", U64), hStream=7)
+    by_config = struct(("config", U64), config=ctypes.addressof(config))
+    runtime = struct(("function", U64), *SIX, ("args", U64), ("shared", U64), ("stream", U64), stream=7)
+    runtime_config = struct(*SIX, ("shared", U64), ("stream", U64), stream=7)
+    driver = struct(("function", U64), *SIX, ("shared", U32), ("hStream", U64), hStream=7)
+    graph = struct(("graph", U64), ("hStream", U64), hStream=7)
+    in_runtime = struct(("config", U64), config=ctypes.addressof(runtime_config))
+    for domain, number, parameters in (
+        *((DRIVER, 307, driver), (DRIVER, 652, by_config), (DRIVER, 514, graph)),
+        *((RUNTIME, 211, runtime), (RUNTIME, 430, in_runtime), (RUNTIME, 311, graph)),
+    ):
+        call = seen(domain, number, parameters)
+        assert (call.kind, call.stream) == ("launch", 7)
+
+
+def test_events_and_waits_give_event_and_stream() -> None:
+    record = seen(DRIVER, 119, struct(("hEvent", U64), ("hStream", U64), hEvent=3, hStream=5))
+    assert (record.kind, record.event, record.stream, record.blocking) == ("record", 3, 5, True)
+    wait = seen(RUNTIME, 147, struct(("stream", U64), ("event", U64), ("flags", U32), stream=7, event=3))
+    assert (wait.kind, wait.event, wait.stream, wait.blocking) == ("wait", 3, 7, False)
+    assert seen(DRIVER, 121, struct(("hEvent", U64), hEvent=3)).event == 3
+    assert seen(DRIVER, 126, struct(("hStream", U64), hStream=0)).stream == LEGACY
+    assert seen(DRIVER, 17).kind == "sync device"
+    assert seen(RUNTIME, 22).kind == "memory"
+
+
+def test_what_is_captured_into_a_graph_is_no_work() -> None:
+    recording = Recording(cast("Any", Places()))
+    tell(recording, ENTER, DRIVER, 514, struct(("graph", U64), ("hStream", U64), hStream=Places.captured))
+    assert recording.calls == []
+
+
+def test_calls_inside_a_call_count_as_that_call() -> None:
+    recording = Recording(cast("Any", Places()))
+    runtime = copy(DEVICE, PINNED, 9, ("kind", U32), ("stream", U64), stream=7)
+    driver = copy(DEVICE, PINNED, 9, ("hStream", U64), hStream=7)
+    told: list[str] = []
+
+    class Listener:
+        def entered(self, call: Call) -> None:
+            told.append("entered")
+            # What is called in here is nobody's.
+            tell(recording, ENTER, DRIVER, 17)
+            tell(recording, EXIT, DRIVER, 17)
+
+        def left(self, call: Call) -> None:
+            told.append("left")
+
+    recording.listener = Listener()
+    for _ in range(2):
+        tell(recording, ENTER, RUNTIME, 41, runtime)
+        tell(recording, ENTER, DRIVER, 277, driver)
+        tell(recording, EXIT, DRIVER, 277, driver)
+        assert list(recording.open.values()) == recording.calls[-1:]
+        tell(recording, EXIT, RUNTIME, 41, runtime)
+    assert recording.open == {}
+    assert told == ["entered", "left"] * 2
+    assert [call.serial for call in recording.calls] == [1, 2]
+
+
+def test_the_line_is_that_of_the_users_code() -> None:
+    call = seen(DRIVER, 17)
+    assert call.site is not None
+    assert (call.site.file, call.site.function) == (__file__, "tell")
+    assert site_of(sys._getframe()) == (__file__, site_of(sys._getframe()).line, "test_the_line_is_that_of_the_users_code")  # type: ignore[union-attr]
+
+
+def test_a_thread_without_lines_of_the_user_says_where_the_loop_is() -> None:
+    recording = Recording(cast("Any", Places()))
+    # The loop is in nobody's code but this test's; the thread runs code of installed packages alone.
+    code = compile("call()", "/usr/lib/python3/dist-packages/framework.py", "exec")
+    data = callbacks._CallbackData(site=ENTER, function=b"cuSomething")
+
+    def call() -> None:
+        recording.called(DRIVER, 17, ctypes.pointer(data))
+
+    call.__code__ = call.__code__.replace(co_filename="/usr/lib/python3/dist-packages/framework.py")
+    thread = threading.Thread(target=exec, args=(code, {"call": call}))
+    thread.start()
+    thread.join()
+    (found,) = recording.calls
+    assert found.site is None
+    assert found.near is not None
+    assert found.near.function == "test_a_thread_without_lines_of_the_user_says_where_the_loop_is"

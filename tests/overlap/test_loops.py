@@ -1,0 +1,168 @@
+"""`assert_overlaps` from end to end, on a device of threads: it holds, watches, opens the gate, and says what it saw."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import xferlib
+from tests.overlap.played import COMPUTE, COPIES, Played
+from xferlib.gates import gate_table
+from xferlib.overlap import loops
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+    played = Played()
+    monkeypatch.setattr(loops, "Driver", lambda number: played)
+    monkeypatch.setattr(loops, "recorded", played.recorded)
+    monkeypatch.setattr(loops, "PATIENCE_SECONDS", 0.25)
+    free = len(gate_table().free)
+    yield played
+    assert len(gate_table().free) == free, "a gate was not given back"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("xferlib-overlap")]
+    played.close()
+
+
+def overlapping(device: Played) -> Callable[[], None]:
+    """The next batch is copied while this one is computed."""
+    state = {"n": 0}
+
+    def step() -> None:
+        n = state["n"]
+        state["n"] += 1
+        device.wait_event(20 + (n + 1) % 2, COPIES)
+        device.copy("h2d", address=(n + 1) % 2)
+        device.record_event(10 + (n + 1) % 2, COPIES)
+        device.wait_event(10 + n % 2, COMPUTE)
+        device.launch()
+        device.record_event(20 + n % 2, COMPUTE)
+
+    return step
+
+
+def test_a_loop_that_overlaps_passes(device: Played) -> None:
+    xferlib.assert_overlaps(overlapping(device))
+
+
+def test_a_copy_on_the_compute_stream_fails_with_its_line(device: Played) -> None:
+    def step() -> None:
+        device.launch()
+        device.copy("h2d", COMPUTE)
+
+    with pytest.raises(AssertionError, match=r"same stream: .*test_loops\.py:\d+ in .*step and the compute are on one stream"):
+        xferlib.assert_overlaps(step)
+
+
+def test_a_loop_that_waits_for_its_step_fails_with_the_line_of_the_wait(device: Played) -> None:
+    def step() -> None:
+        device.copy("h2d")
+        device.record_event(1, COPIES)
+        device.wait_event(1, COMPUTE)
+        device.launch()
+        device.sync_stream(COMPUTE)
+
+    with pytest.raises(AssertionError, match=r"host waits: the loop waits for compute in cu sync stream at .*test_loops\.py:\d+"):
+        xferlib.assert_overlaps(step)
+
+
+def test_a_wait_that_is_no_call_of_cuda_is_found_by_its_line(device: Played) -> None:
+    def step() -> None:
+        device.copy("h2d")
+        device.record_event(1, COPIES)
+        device.wait_event(1, COMPUTE)
+        ready = threading.Event()
+        device.launch(work=ready.set)
+        ready.wait(10)
+
+    with pytest.raises(AssertionError, match=r"host waits: the loop waits for compute at .*test_loops\.py:\d+ in .*step, inside"):
+        xferlib.assert_overlaps(step)
+
+
+def test_a_copy_that_keeps_its_caller_fails(device: Played) -> None:
+    def step() -> None:
+        device.copy("h2d", wait=True)
+        device.launch()
+
+    with pytest.raises(AssertionError, match=r"pageable memory: the copy of 1\.0 MiB host to device at"):
+        xferlib.assert_overlaps(step)
+
+
+def test_copies_of_a_thread_that_runs_ahead_count(device: Played) -> None:
+    places, batches = threading.Semaphore(2), threading.Semaphore(0)
+    ended = threading.Event()
+
+    def source() -> None:
+        while True:
+            places.acquire()
+            if ended.is_set():
+                return
+            device.copy("h2d")
+            batches.release()
+
+    def step() -> None:
+        assert batches.acquire(timeout=10)
+        device.launch()
+        places.release()
+
+    thread = threading.Thread(target=source)
+    thread.start()
+    try:
+        xferlib.assert_overlaps(step)
+    finally:
+        ended.set()
+        places.release()
+        thread.join()
+
+
+def test_what_the_step_raises_under_a_hold_is_raised_and_the_gate_is_opened(device: Played) -> None:
+    inner, count = overlapping(device), iter(range(100))
+
+    def step() -> None:
+        inner()
+        if next(count) == 7:
+            raise OSError("no more batches")
+
+    with pytest.raises(OSError, match="no more batches"):
+        xferlib.assert_overlaps(step)
+
+
+def test_a_slow_source_is_no_verdict(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop stands still, but not for what is held."""
+    monkeypatch.setattr(loops, "PATIENCE_SECONDS", 0.05)
+    count = iter(range(100))
+
+    def step() -> None:
+        if next(count) == 6:
+            # Under the first hold: longer than the gate is shut, and than anybody looks afterwards.
+            for thread in threading.enumerate():
+                if thread.name == "xferlib-overlap-referee":
+                    thread.join(10)
+        device.copy("h2d", COPIES)
+        device.record_event(1, COPIES)
+        device.wait_event(1, COMPUTE)
+        device.launch()
+
+    with pytest.raises(xferlib.UndecidedError, match="cannot be told"):
+        xferlib.assert_overlaps(step)
+
+
+def test_a_loop_that_copies_nothing_is_no_verdict(device: Played) -> None:
+    with pytest.raises(xferlib.UndecidedError, match=r"makes no copy of 64\.0 KiB or more"):
+        xferlib.assert_overlaps(device.launch)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [({"steps": 1}, "steps=1"), ({"warmup": 0}, "warmup=0"), ({"nbytes": 0}, "nbytes=0")]
+)
+def test_options_that_prove_nothing_are_refused(options: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        xferlib.assert_overlaps(lambda: None, **options)
+
+
+def test_without_a_gpu_it_says_that_a_cpu_has_nothing_to_prove(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xferlib.overlap.driver.LIBRARY", "libxferlib-there-is-none.so")
+    with pytest.raises(xferlib.BackendUnavailableError, match="A CPU has nothing to prove"):
+        xferlib.assert_overlaps(lambda: None)

@@ -1,0 +1,362 @@
+"""Record the calls of CUDA that a process makes, as CUPTI reports them, with the line of Python that made each.
+
+CUPTI calls back when a function of the driver or of the runtime is entered and left, on the thread that makes the call. The call of
+the runtime and those that it makes in the driver count as one. A process can have only one subscriber.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, final
+
+from xferlib.errors import BackendUnavailableError
+from xferlib.overlap.calls import LEGACY, Call, Direction, Kind, Site
+from xferlib.overlap.driver import Driver
+
+__all__ = ["Listener", "Recording", "recorded", "site_of"]
+
+DRIVER, RUNTIME = 1, 2
+ENTER = 0
+PER_THREAD = 2
+"""The handle of the calling thread's default stream."""
+INSTALL = (
+    "assert_overlaps sees the calls of a loop through CUPTI, which is not installed. Install it with: pip install nvidia-cuda-cupti"
+)
+TAKEN = (
+    "CUPTI refused ({reason}): only one tool of a process can use it. End the profiler, or run this test in a process of its own"
+)
+
+
+class _Fields(NamedTuple):
+    """Where a function's parameters lie, in bytes from the start of the structure that CUPTI shows. None: there is no such one."""
+
+    kind: Kind
+    stream: int | None = None
+    event: int | None = None
+    target: int | None = None
+    source: int | None = None
+    nbytes: int | None = None
+    rows: int | None = None
+    by_config: bool = False
+    """The stream lies at 32 in the structure to which the first parameter points."""
+    batch: bool = False
+    """Target, source and bytes are arrays, of the length at 24."""
+    per_thread: bool = False
+
+
+def _both(number: int, threaded: int | None, fields: _Fields) -> dict[int, _Fields]:
+    both = {number: fields}
+    if threaded is not None:
+        both[threaded] = fields._replace(per_thread=True)
+    return both
+
+
+_COPY = _Fields("copy", target=0, source=8, nbytes=16)
+# The numbers are from cupti_driver_cbid.h and cupti_runtime_cbid.h, where they are only ever added; the offsets from
+# generated_cuda_meta.h and generated_cuda_runtime_api_meta.h. Checked with the headers of CUDA 13.0.
+_DRIVER: dict[int, _Fields] = {
+    **_both(276, 397, _COPY),  # cuMemcpyHtoD_v2
+    **_both(278, 398, _COPY),  # cuMemcpyDtoH_v2
+    **_both(305, 408, _COPY),  # cuMemcpy
+    **_both(277, 421, _COPY._replace(stream=24)),  # cuMemcpyHtoDAsync_v2
+    **_both(279, 422, _COPY._replace(stream=24)),  # cuMemcpyDtoHAsync_v2
+    **_both(306, 418, _COPY._replace(stream=24)),  # cuMemcpyAsync
+    **_both(776, 777, _COPY._replace(stream=64, batch=True)),  # cuMemcpyBatchAsync
+    **_both(796, 797, _COPY._replace(stream=56, batch=True)),  # cuMemcpyBatchAsync_v2
+    **_both(307, 442, _Fields("launch", stream=40)),  # cuLaunchKernel
+    **_both(477, 478, _Fields("launch", stream=40)),  # cuLaunchCooperativeKernel
+    **_both(652, 653, _Fields("launch", by_config=True)),  # cuLaunchKernelEx
+    **_both(514, 515, _Fields("launch", stream=8)),  # cuGraphLaunch
+    **_both(119, 441, _Fields("record", event=0, stream=8)),  # cuEventRecord
+    **_both(587, 588, _Fields("record", event=0, stream=8)),  # cuEventRecordWithFlags
+    **_both(295, 436, _Fields("wait", stream=0, event=8)),  # cuStreamWaitEvent
+    **_both(126, 440, _Fields("sync stream", stream=0)),  # cuStreamSynchronize
+    121: _Fields("sync event", event=0),  # cuEventSynchronize
+    17: _Fields("sync device"),  # cuCtxSynchronize
+    800: _Fields("sync device"),  # cuCtxSynchronize_v2
+    # cuMemAlloc, AllocPitch, Free, AllocHost, FreeHost, HostAlloc, and their second versions.
+    **dict.fromkeys((29, 31, 33, 37, 38, 39, 243, 244, 245, 271, 294), _Fields("memory")),
+    # cuMemHostRegister, HostUnregister, HostRegister_v2, AllocManaged, Create, Release, Map, Unmap.
+    **dict.fromkeys((301, 302, 379, 371, 549, 550, 551, 552), _Fields("memory")),
+}
+_RUNTIME: dict[int, _Fields] = {
+    **_both(31, 215, _COPY),  # cudaMemcpy
+    **_both(41, 225, _COPY._replace(stream=32)),  # cudaMemcpyAsync
+    **_both(44, 228, _Fields("copy", target=0, source=16, nbytes=32, rows=40, stream=56)),  # cudaMemcpy2DAsync
+    **_both(482, 483, _COPY._replace(stream=64, batch=True)),  # cudaMemcpyBatchAsync
+    **_both(509, 510, _COPY._replace(stream=56, batch=True)),  # cudaMemcpyBatchAsync, from 13.0 on
+    **_both(211, 214, _Fields("launch", stream=48)),  # cudaLaunchKernel
+    **_both(269, 270, _Fields("launch", stream=48)),  # cudaLaunchCooperativeKernel
+    **_both(505, 506, _Fields("launch", stream=48)),  # __cudaLaunchKernel
+    **_both(430, 431, _Fields("launch", by_config=True)),  # cudaLaunchKernelExC
+    **_both(311, 312, _Fields("launch", stream=8)),  # cudaGraphLaunch
+    **_both(135, 242, _Fields("record", event=0, stream=8)),  # cudaEventRecord
+    **_both(370, 371, _Fields("record", event=0, stream=8)),  # cudaEventRecordWithFlags
+    **_both(147, 247, _Fields("wait", stream=0, event=8)),  # cudaStreamWaitEvent
+    **_both(131, 239, _Fields("sync stream", stream=0)),  # cudaStreamSynchronize
+    137: _Fields("sync event", event=0),  # cudaEventSynchronize
+    165: _Fields("sync device"),  # cudaDeviceSynchronize
+    # cudaMalloc, MallocPitch, Free, MallocHost, FreeHost, HostAlloc, Malloc3D, HostRegister, HostUnregister, MallocManaged.
+    **dict.fromkeys((20, 21, 22, 25, 26, 27, 140, 152, 153, 206), _Fields("memory")),
+}
+_TABLES = {DRIVER: _DRIVER, RUNTIME: _RUNTIME}
+
+
+class _CallbackData(ctypes.Structure):
+    """CUpti_CallbackData of cupti_callbacks.h."""
+
+    _fields_ = (
+        ("site", ctypes.c_int),
+        ("function", ctypes.c_char_p),
+        ("parameters", ctypes.c_void_p),
+        ("returned", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("context", ctypes.c_void_p),
+        ("context_uid", ctypes.c_uint32),
+        ("correlation_data", ctypes.c_void_p),
+        ("correlation", ctypes.c_uint32),
+    )
+
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_CallbackData))
+
+
+class Listener(Protocol):
+    """Is told of each call, on the thread that makes it. What it calls of CUDA is not recorded."""
+
+    def entered(self, call: Call) -> None: ...
+
+    def left(self, call: Call) -> None: ...
+
+
+@final
+class Recording:
+    """The calls of a process since this was made, in the order in which they were entered. Made by `recorded`.
+
+    Attributes:
+        calls: All of them. Other threads append to it.
+        step: The step of the loop that is under way. Set by whoever runs it.
+        loop: The thread that runs the loop.
+        listener: Told of each call; None: nobody is.
+        failure: What a callback raised, if one did: then what is recorded is not to be trusted.
+        open: By thread, the call that the thread is in.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.calls: list[Call] = []
+        self.step = 0
+        self.loop = threading.get_ident()
+        self.listener: Listener | None = None
+        self.failure: BaseException | None = None
+        self.open: dict[int, Call] = {}
+        self._driver = driver
+        self._ours: set[int] = set()
+        self._outer: dict[int, tuple[int, int]] = {}
+        self._blocking: dict[int, bool] = {}
+        self._number = 0
+        # Calls of several threads are numbered one after the other. Reentrant: a finalizer may call CUDA inside.
+        self._numbering = threading.RLock()
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Do not record what the calling thread calls inside."""
+        thread = threading.get_ident()
+        if thread in self._ours:
+            yield
+            return
+        self._ours.add(thread)
+        try:
+            yield
+        finally:
+            self._ours.discard(thread)
+
+    def called(self, domain: int, number: int, data: Any) -> None:
+        """Take a callback of CUPTI."""
+        thread = threading.get_ident()
+        if thread in self._ours:
+            return
+        try:
+            with self.ours():
+                self._called(thread, domain, number, data)
+        except BaseException as error:  # Nothing may be raised into C.
+            self.failure = self.failure or error
+
+    def _called(self, thread: int, domain: int, number: int, data: Any) -> None:
+        if data.contents.site == ENTER:
+            if thread in self._outer:
+                # Made inside another call, which stands for both.
+                return
+            self._outer[thread] = (domain, number)
+            call = self._decoded(thread, _TABLES[domain][number], data.contents)
+            if call is None:
+                return
+            self.open[thread] = call
+            with self._numbering:
+                self._number += 1
+                call.serial = self._number
+                # Before the call is seen, so that who sees it finds its stream held.
+                if self.listener is not None:
+                    self.listener.entered(call)
+                self.calls.append(call)
+        elif self._outer.get(thread) == (domain, number):
+            del self._outer[thread]
+            left = self.open.pop(thread, None)
+            if left is not None and self.listener is not None:
+                self.listener.left(left)
+
+    def _decoded(self, thread: int, fields: _Fields, data: Any) -> Call | None:
+        at = data.parameters
+        site = site_of(sys._getframe(2))
+        near = None
+        if site is None and thread != self.loop:
+            near = site_of(sys._current_frames().get(self.loop))
+        call = Call(
+            serial=0,
+            step=self.step,
+            in_loop=thread == self.loop,
+            kind=fields.kind,
+            function=(data.function or b"?").decode(),
+            site=site,
+            near=near,
+        )
+        if fields.event is not None:
+            call.event = _word(at + fields.event)
+        if fields.by_config:
+            call.stream = _handle(_word(_word(at) + 32), fields.per_thread)
+        elif fields.stream is not None:
+            call.stream = _handle(_word(at + fields.stream), fields.per_thread)
+        elif fields.kind == "copy":
+            call.stream = _handle(0, fields.per_thread)
+        if call.stream is not None:
+            if call.stream not in self._blocking:
+                self._blocking[call.stream] = self._driver.is_blocking(call.stream)
+            call.blocking = self._blocking[call.stream]
+            if fields.kind in ("launch", "copy", "record", "wait") and self._driver.is_capturing(call.stream):
+                return None
+        if fields.kind == "copy":
+            self._sizes(call, fields, at)
+        return call
+
+    def _sizes(self, call: Call, fields: _Fields, at: int) -> None:
+        assert fields.target is not None
+        assert fields.source is not None
+        assert fields.nbytes is not None
+        target, source, nbytes = _word(at + fields.target), _word(at + fields.source), _word(at + fields.nbytes)
+        if fields.batch:
+            sizes, count = nbytes, _word(at + 24)
+            if count == 0:
+                return
+            target, source = _word(target), _word(source)
+            nbytes = sum(_word(sizes + 8 * index) for index in range(count))
+        elif fields.rows is not None:
+            nbytes *= _word(at + fields.rows)
+        to, of = self._driver.memory(target), self._driver.memory(source)
+        call.nbytes = nbytes
+        direction: Direction
+        if to == "device" and of in ("pinned", "pageable"):
+            direction, call.address, call.pageable = "h2d", target, of == "pageable"
+        elif of == "device" and to in ("pinned", "pageable"):
+            direction, call.address, call.pageable = "d2h", source, to == "pageable"
+        else:
+            return
+        call.direction = direction
+
+
+_recording: Recording | None = None
+
+
+@contextmanager
+def recorded(driver: Driver) -> Iterator[Recording]:
+    """Record the calls of this process inside. Raises `BackendUnavailableError` where CUPTI is missing or taken."""
+    global _recording
+    cupti = _load()
+    recording = Recording(driver)
+    subscriber = ctypes.c_void_p()
+    status = cupti.cuptiSubscribe(ctypes.byref(subscriber), _CALLED_BACK, None)
+    if status != 0:
+        raise BackendUnavailableError(TAKEN.format(reason=_text(cupti, status)))
+    try:
+        _recording = recording
+        for domain, table in _TABLES.items():
+            for number in table:
+                # A function that this version does not have is not called either.
+                cupti.cuptiEnableCallback(ctypes.c_uint32(1), subscriber, domain, ctypes.c_uint32(number))
+        yield recording
+    finally:
+        _recording = None
+        cupti.cuptiUnsubscribe(subscriber)
+
+
+def site_of(frame: FrameType | None) -> Site | None:
+    """Return the line of the innermost frame that is not in an installed package, in Python itself or in xferlib."""
+    while frame is not None:
+        code = frame.f_code
+        if not _is_installed(code.co_filename):
+            return Site(code.co_filename, frame.f_lineno, code.co_qualname)
+        frame = frame.f_back
+    return None
+
+
+@functools.cache
+def _is_installed(filename: str) -> bool:
+    if filename.startswith("<"):
+        # Typed in, or passed with -c; or a module that is frozen into Python.
+        return filename.startswith("<frozen")
+    path = Path(os.path.realpath(filename))
+    # Our backends, too, where they are developed in place.
+    return path.parent.name.startswith("xferlib_") or not _PARTS.isdisjoint(path.parts) or any(map(path.is_relative_to, _roots()))
+
+
+@functools.cache
+def _roots() -> tuple[Path, ...]:
+    return Path(sysconfig.get_paths()["stdlib"]).resolve(), Path(__file__).resolve().parents[1]
+
+
+_PARTS = frozenset({"site-packages", "dist-packages"})
+
+
+def _called_back(_: int | None, domain: int, number: int, data: Any) -> None:
+    # Never freed: a thread may still be on its way here when the recording has ended.
+    recording = _recording
+    if recording is not None:
+        recording.called(domain, number, data)
+
+
+_CALLED_BACK = _CALLBACK(_called_back)
+
+
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
+
+
+def _handle(stream: int, per_thread: bool) -> int:
+    return stream or (PER_THREAD if per_thread else LEGACY)
+
+
+def _text(cupti: Any, status: int) -> str:
+    text = ctypes.c_char_p()
+    cupti.cuptiGetResultString(status, ctypes.byref(text))
+    return (text.value or b"?").decode()
+
+
+def _load() -> Any:
+    names = ["libcupti.so.13", "libcupti.so.12", "libcupti.so"]
+    with suppress(ImportError, RuntimeError):
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        names.insert(0, load_nvidia_dynamic_lib("cupti").abs_path)
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise BackendUnavailableError(INSTALL)
