@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -117,12 +118,58 @@ def test_copies_of_a_thread_that_runs_ahead_count(device: Played) -> None:
         thread.join()
 
 
-def test_what_the_step_raises_under_a_hold_is_raised_and_the_gate_is_opened(device: Played) -> None:
+def test_a_pool_that_grows_as_the_loop_runs_ahead_has_grown_before_anything_is_judged(device: Played) -> None:
+    """New memory is prepared by a copy behind all compute, as a framework does. At rest, two places are enough."""
+    preparing, copied = 1003, itertools.count(30)
+    places: list[tuple[int, threading.Event]] = []
+    batches: list[tuple[int, int]] = []
+    numbers = itertools.count()
+
+    def put() -> None:
+        free = next((place for place in places if place[1].is_set()), None)
+        if free is None:
+            address = next(numbers)
+            device.record_event(20, COMPUTE)
+            device.wait_event(20, preparing)
+            device.copy("h2d", preparing, address=address)
+            device.record_event(21, preparing)
+            device.wait_event(21, COPIES)
+        else:
+            places.remove(free)
+            address = free[0]
+        device.copy("h2d", address=address)
+        event = next(copied)
+        device.record_event(event, COPIES)
+        batches.append((address, event))
+
+    put()
+    put()
+    places.append((batches.pop()[0], threading.Event()))
+    places[0][1].set()
+    steps = itertools.count()
+
+    def step() -> None:
+        if next(steps) < 3:
+            # While it warms up, compute is quick.
+            assert all(read.wait(10) for _, read in places)
+        address, event = batches.pop(0)
+        read = threading.Event()
+        device.wait_event(event, COMPUTE)
+        device.launch(work=read.set)
+        put()
+        places.append((address, read))
+
+    xferlib.assert_overlaps(step)
+    assert next(numbers) > 2
+
+
+@pytest.mark.parametrize("at", [7, 10])
+def test_what_the_step_raises_under_a_hold_is_raised_and_the_gate_is_opened(device: Played, at: int) -> None:
     inner, count = overlapping(device), iter(range(100))
 
     def step() -> None:
         inner()
-        if next(count) == 7:
+        if next(count) == at:
             raise OSError("no more batches")
 
     with pytest.raises(OSError, match="no more batches"):
@@ -135,8 +182,8 @@ def test_a_slow_source_is_no_verdict(device: Played, monkeypatch: pytest.MonkeyP
     count = iter(range(100))
 
     def step() -> None:
-        if next(count) == 6:
-            # Under the first hold: longer than the gate is shut, and than anybody looks afterwards.
+        if next(count) == 9:
+            # Under the first hold that counts: longer than the gate is shut, and than anybody looks afterwards.
             for thread in threading.enumerate():
                 if thread.name == "xferlib-overlap-referee":
                     thread.join(10)

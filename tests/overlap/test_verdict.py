@@ -323,6 +323,52 @@ def test_a_loop_that_waits_for_something_else_is_not_judged() -> None:
     assert "nothing in the order of the calls says why" in found.undecided[0]
 
 
+def test_copies_that_prepare_memory_under_a_hold_are_not_taken_for_batches() -> None:
+    """Under the hold of compute no memory is free from the second step on. What is new is behind all compute."""
+
+    def loop(m: Machine, n: int) -> None:
+        m.wait(10, 100 + n, COMPUTE)
+        m.launch(11)
+        if n in (7, 8):
+            m.record(12, 200, COMPUTE)
+            m.in_loop = False
+            m.wait(13, 200, BACK)
+            m.copy(13, "h2d", BACK, address=n + 1)
+            m.record(13, 300, BACK)
+            m.in_loop = True
+            m.wait(14, 300, COPIES)
+        m.copy(14, "h2d", COPIES, address=n + 1)
+        m.record(15, 101 + n, COPIES)
+
+    found = verdict(loop)
+    assert not found.findings
+    assert "2.0 MiB host to device more than its batches" in found.undecided[0]
+
+
+def test_a_memory_call_that_comes_only_under_a_hold_is_no_cause() -> None:
+    def passes(m: Machine, n: int) -> None:
+        two_slots(m, n)
+        if n == 7:
+            m.free(30)
+
+    def is_not_judged(m: Machine, n: int) -> None:
+        m.launch(10)
+        if n == 6:
+            m.free(30)
+        m.copy(11, "h2d", COPIES)
+        m.record(12, 100, COPIES)
+        m.wait(13, 100, COMPUTE)
+
+    assert causes(verdict(passes)) == []
+    found = verdict(is_not_judged)
+    assert not found.findings
+    assert "stood in cumemory at loop.py:30" in found.undecided[0]
+
+
+def test_a_copy_of_a_framework_s_thread_says_where_the_loop_was_at_the_latest() -> None:
+    assert "own, asked at loop.py:11 in step or earlier" in verdict(framework_waits).findings[0].words
+
+
 def test_batches_of_different_sizes_are_not_judged() -> None:
     def loop(m: Machine, n: int) -> None:
         m.copy(10, "h2d", COPIES, nbytes=(n + 1) * MIB)

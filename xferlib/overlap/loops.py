@@ -33,6 +33,8 @@ SLOWEST_SECONDS = 2.0
 """Of a step."""
 ENOUGH = 2
 """Batches, or steps, that are done under a hold: more say nothing new."""
+MOST_REHEARSALS = 3
+"""Each but the first only because the one before took memory: the next shows whether it was enough."""
 MOST_EVENTS = 1024
 """Copies, and steps, that are looked at under a hold."""
 DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h")
@@ -48,10 +50,10 @@ def assert_overlaps(
     """Assert that the copies of a loop run beside its compute. Needs an NVIDIA GPU and CUPTI; works for loops of any framework.
 
     `step` runs one step of the loop and returns without waiting for it, as a training loop does: it launches work and starts the
-    copies that belong to it. It is called on this thread, `warmup` times and then `steps` times for a look, and as often again with
-    the compute held, with the copies to the device held, and with those to the host held. What is compiled, allocated or
-    page-locked in a step after the warm-up counts as part of the loop. Steps must copy the same number of bytes. Copies below
-    `nbytes` bytes are looked at as causes, but need not overlap.
+    copies that belong to it. It is called on this thread, `warmup` times and then `steps` times for a look, as often again with all
+    work held (up to three times, until pools of memory have grown), with the compute held, with the copies to the device held, and
+    with those to the host held. What is compiled, allocated or page-locked in each step after the warm-up counts as part of the
+    loop. Steps must copy the same number of bytes. Copies below `nbytes` bytes are looked at as causes, but need not overlap.
 
     Work on other devices than `device` is not looked at. Nothing else in the process may use CUPTI meanwhile (profilers do), and
     nothing else should use CUDA. A wait of the loop that would never end is ended from outside after some seconds.
@@ -71,6 +73,7 @@ def assert_overlaps(
         watch = _Watch(recording, driver, step, steps, nbytes)
         watch.warm_up(warmup)
         look = watch.look()
+        watch.rehearse(look)
         held = [watch.hold("compute", look)] if look.compute else []
         copied = [direction for direction in DIRECTIONS if any(look.nbytes[direction])]
         held += [watch.hold(direction, look) for direction in copied if held]
@@ -151,13 +154,61 @@ class _Watch:
             slots=places,
         )
 
+    def rehearse(self, look: Look) -> None:
+        """Run steps with all work held, unseen, until they do what they did in the look.
+
+        A loop that runs ahead has more batches at once than it had at rest, and a pool takes memory for them, once. To prepare that
+        may take copies, or calls that wait for all work: they would be taken for the loop's own.
+        """
+        recording = self._recording
+        step, start = recording.step, len(recording.calls)
+        for _ in range(MOST_REHEARSALS):
+            patience = self._patience()
+            # Who opens it does not matter here.
+            gate = Gate(2 * patience)
+            self._run(_Rehearsal(recording, self._driver, gate, self._smallest, patience), gate)
+            calls = recording.calls[start:]
+            del recording.calls[start:]
+            recording.step = step
+            if self._is_settled(look, calls, [call for call in recording.calls[self._first :] if call.kind == "memory"]):
+                return
+
+    def _is_settled(self, look: Look, calls: list[Call], in_look: list[Call]) -> bool:
+        """Tell whether the calls of a rehearsal are those of a loop that prepares no memory, or at least none beyond the look's."""
+        known = {call.function for call in in_look}
+        if any(call.kind == "memory" and call.function not in known for call in calls):
+            return False
+        return all(
+            sum(call.nbytes for call in calls if call.direction == direction and call.nbytes >= self._smallest)
+            <= self._steps * max(look.nbytes[direction])
+            for direction in DIRECTIONS
+        )
+
     def hold(self, what: Literal["compute", "h2d", "d2h"], look: Look) -> Held:
         """Run steps while the compute, or the copies of a direction, are held from their first on."""
-        patience = max(PATIENCE_SECONDS, 4 * self._slowest)
+        patience = self._patience()
         recording = self._recording
         first_step, start = recording.step, len(recording.calls)
         gate = Gate(3 * patience + 5)
         hold = _Hold(recording, self._driver, gate, what, look, patience, start)
+        self._run(hold, gate)
+        serials = [call.serial for call in recording.calls[start : hold.end]]
+        return Held(
+            what=what,
+            first_step=first_step,
+            start=serials[0] if serials else 0,
+            end=serials[-1] + 1 if serials else 0,
+            gates=dict(hold.gates),
+            steps=hold.steps,
+            launched=dict(hold.launched_then),
+            computed=frozenset(hold.computed),
+            stuck=hold.stuck,
+            overdue=gate.opened_by == "watchdog" or hold.blind,
+        )
+
+    def _run(self, hold: _Hold | _Rehearsal, gate: Gate) -> None:
+        """Run steps under a hold, and wait until all is at rest again. Raises what a step raises."""
+        recording = self._recording
         error: BaseException | None = None
         try:
             recording.listener = hold
@@ -185,19 +236,9 @@ class _Watch:
         gate.give_back()
         if error is not None:
             raise error
-        serials = [call.serial for call in recording.calls[start : hold.end]]
-        return Held(
-            what=what,
-            first_step=first_step,
-            start=serials[0] if serials else 0,
-            end=serials[-1] + 1 if serials else 0,
-            gates=dict(hold.gates),
-            steps=hold.steps,
-            launched=dict(hold.launched_then),
-            computed=frozenset(hold.computed),
-            stuck=hold.stuck,
-            overdue=gate.opened_by == "watchdog" or hold.blind,
-        )
+
+    def _patience(self) -> float:
+        return max(PATIENCE_SECONDS, 4 * self._slowest)
 
     def _numbers(self) -> range:
         return range(self._steps)
@@ -422,6 +463,52 @@ class _Hold:
                 self.stuck = Stuck(stuck.step, stuck.call, stuck.site, stuck.inside, freed=True)
                 return
             time.sleep(POLL_SECONDS)
+
+
+@final
+class _Rehearsal:
+    """Holds all that may be held, launches and large copies, until the loop has run ahead as far as it does. A `Listener`."""
+
+    def __init__(self, recording: Recording, driver: Driver, gate: Gate, smallest: int, patience: float) -> None:
+        self._recording = recording
+        self._driver = driver
+        self._gate = gate
+        self._smallest = smallest
+        self._patience = patience
+        self._held: set[int] = set()
+        self._referee = threading.Thread(target=self._watch, name="xferlib-overlap-rehearsal", daemon=True)
+        self.returned = 0
+        self.finished = False
+
+    def start(self) -> None:
+        self._referee.start()
+
+    def join(self) -> None:
+        self._referee.join()
+
+    def give_back(self) -> None:
+        """It has taken nothing."""
+
+    def entered(self, call: Call) -> None:
+        if call.stream is None or call.stream in self._held or not self._gate.shut:
+            return
+        is_large = call.kind == "copy" and call.direction is not None and call.nbytes >= self._smallest
+        if (is_large or call.kind == "launch") and self._driver.hold(call.stream, self._gate.address):
+            self._held.add(call.stream)
+
+    def left(self, call: Call) -> None: ...
+
+    def _watch(self) -> None:
+        since, before = time.monotonic(), self._state()
+        while self._gate.shut and time.monotonic() - since < (REST_SECONDS if self.finished else self._patience):
+            time.sleep(POLL_SECONDS)
+            state = self._state()
+            if state != before:
+                since, before = time.monotonic(), state
+        self._gate.open()
+
+    def _state(self) -> tuple[int, ...]:
+        return len(self._recording.calls), self.returned, int(self.finished)
 
 
 def _compute_streams(calls: Iterable[Call], large: Iterable[Call]) -> frozenset[int]:

@@ -99,15 +99,38 @@ class _Direction:
             return [], doubts
         findings = [*_kept(self.compute, self.calls, self.look), *_kept(self.copies, self.calls, self.look)]
         if self._sum() < -ROUNDING:
-            reasons = self._reasons()
+            # More copies than batches can only make the sum less, never greater: what was done counts on both sides.
+            grown = [*self._grown()]
+            reasons = [] if grown else self._reasons()
             # What was seen is only a reason if it says why.
-            if not reasons:
+            if grown:
+                doubts += grown
+            elif not reasons:
                 doubts.append(
                     f"no copy {_NAMES[self.direction]} was done beside compute, but nothing in the order of the calls says why. "
                     "The machine may be too busy, or the loop waits for something that is not CUDA's"
                 )
             findings = [*reasons, *(kept for kept in findings if kept.cause not in [reason.cause for reason in reasons])]
         return findings, doubts
+
+    def _grown(self) -> Iterator[str]:
+        """Say what the loop did to prepare memory while work was held: that is done once, and says nothing of the loop."""
+        name, batch = _NAMES[self.direction], self.look.nbytes[self.direction][0]
+        copied = sum(call.nbytes for call in self._copies() if call.serial < self.copies.start)
+        excess = copied - self.copies.first_step * batch
+        if excess > ROUNDING * batch:
+            yield (
+                f"while work was held, the loop copied {in_words(excess)} {name} more than its batches, perhaps to prepare memory "
+                "as it ran ahead, and which copies were its batches is not known. More of warmup= may settle it"
+            )
+        for hold in (self.compute, self.copies):
+            stuck = hold.stuck
+            call = next((call for call in self.calls if stuck is not None and call.serial == stuck.call), None)
+            if stuck is not None and call is not None and call.kind == "memory" and not _is_usual(call, self.calls, self.look):
+                yield (
+                    f"while work was held, the loop stood in {call.function} at {_where(call, stuck.site)}, which it does not call "
+                    "in each step: it took or gave back memory as it ran ahead. More of warmup= may settle it"
+                )
 
     def _doubts(self) -> Iterator[str]:
         name, sizes = _NAMES[self.direction], self.look.nbytes[self.direction]
@@ -245,7 +268,8 @@ class _Direction:
         by = "the call that makes it" if wait.site == copy.site else f"{wait.function} at {_where(wait)}"
         return Finding(
             "waits for compute",
-            f"{_copy(copy)} waits on the device for compute that was enqueued before it: {by} makes its stream wait",
+            f"{_copy(copy)} waits on the device for compute that was enqueued before it: {by} makes its stream wait. Enqueue it "
+            "before the compute, or a step earlier; if it waits only for the readers of memory that it writes again, give it more",
             copy.site or copy.near,
         )
 
@@ -289,9 +313,15 @@ def _kept(hold: Held, calls: Sequence[Call], look: Look) -> Iterator[Finding]:
     call = next(call for call in calls if call.serial == stuck.call)
     held = "compute" if hold.what == "compute" else f"the copy {_NAMES[hold.what]}"
     if call.kind == "memory":
-        yield _memory_call(call, held, stuck.site)
+        if _is_usual(call, calls, look):
+            yield _memory_call(call, held, stuck.site)
     elif call.kind == "copy" and hold.what == call.direction and call.pageable and call.nbytes >= look.smallest:
         yield _pageable(call, look, stuck.site)
+
+
+def _is_usual(call: Call, calls: Sequence[Call], look: Look) -> bool:
+    """Tell whether the loop makes this call when nothing is held, too."""
+    return any(other.function == call.function and other.step < look.steps for other in calls)
 
 
 def _both_directions(look: Look, held: Mapping[str, Held], calls: Sequence[Call]) -> Iterator[Finding]:
@@ -448,4 +478,5 @@ def _where(call: Call, at: Site | None = None) -> str:
     if call.site is not None:
         return str(call.site)
     near = at or call.near
-    return "an unknown place" if near is None else f"a thread of the framework's own, while the loop was at {near}"
+    # A thread may get to it late, when the loop has gone on.
+    return "an unknown place" if near is None else f"a thread of the framework's own, asked at {near} or earlier"
