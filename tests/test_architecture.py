@@ -88,7 +88,7 @@ MORE_LIBRARIES = {
     "tracing": {"cuda", "matplotlib"},
     "conformance": {"pytest", "_pytest", "cuda", "cupti", "ml_dtypes"},
     # Its plugin alone.
-    "overlap": {"pytest", "cuda"},
+    "overlap": {"pytest"},
 }
 CUDA = {f"xferlib.cuda.{name}" for name in ("context", "driver", "events", "refusals", "streams")}
 """For backends: nothing else of the core uses it."""

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from xferlib.errors import BackendUnavailableError
 from xferlib.overlap import callbacks
 from xferlib.overlap.callbacks import Recording, site_of
 from xferlib.overlap.calls import LEGACY, Call
@@ -189,3 +190,13 @@ def test_a_thread_without_lines_of_the_user_says_where_the_loop_is() -> None:
     assert found.site is None
     assert found.near is not None
     assert found.near.function == "test_a_thread_without_lines_of_the_user_says_where_the_loop_is"
+
+
+def test_without_cupti_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str, *_: object) -> ctypes.CDLL:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    with pytest.raises(BackendUnavailableError, match="pip install nvidia-cuda-cupti"), callbacks.recorded(cast("Any", Places())):
+        pass

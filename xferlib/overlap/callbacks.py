@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, final
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, final
 from xferlib.errors import BackendUnavailableError
 from xferlib.overlap.calls import LEGACY, Call, Direction, Kind, Site
 from xferlib.overlap.driver import Driver
+from xferlib.tracing.library import CuptiError, load
 
 __all__ = ["Listener", "Recording", "recorded", "site_of"]
 
@@ -32,7 +33,8 @@ INSTALL = (
     "assert_overlaps sees the calls of a loop through CUPTI, which is not installed. Install it with: pip install nvidia-cuda-cupti"
 )
 TAKEN = (
-    "CUPTI refused ({reason}): only one tool of a process can use it. End the profiler, or run this test in a process of its own"
+    "CUPTI refused ({reason}): only one tool of a process can use it. End the profiler or the trace, or run this test in a process "
+    "of its own"
 )
 
 
@@ -349,14 +351,7 @@ def _text(cupti: Any, status: int) -> str:
 
 
 def _load() -> Any:
-    names = ["libcupti.so.13", "libcupti.so.12", "libcupti.so"]
-    with suppress(ImportError, RuntimeError):
-        from cuda.pathfinder import load_nvidia_dynamic_lib
-
-        names.insert(0, load_nvidia_dynamic_lib("cupti").abs_path)
-    for name in names:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise BackendUnavailableError(INSTALL)
+    try:
+        return load()
+    except CuptiError as error:
+        raise BackendUnavailableError(INSTALL) from error
