@@ -211,6 +211,25 @@ def test_a_failure_behind_a_handle_that_is_gone_is_said_as_well(
     assert "nobody has asked" in said[0]
 
 
+def test_a_failure_wakes_those_that_wait_for_their_rate(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their turn comes in an hour."""
+    write = TemporaryFile.write
+
+    def failing(self: TemporaryFile, data: memoryview, offset: int) -> None:
+        if offset:
+            raise OSError(errno.EIO, "broken")
+        write(self, data, offset)
+
+    monkeypatch.setattr(TemporaryFile, "write", failing)
+    monkeypatch.setattr("xferlib.files.writing.usable_cores", lambda: 4)
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(MIB, np.uint8)), stager, memory=256 * 1024, rate_limit=10)
+    try:
+        with pytest.raises(OSError, match="broken"):
+            save.result(20)
+    finally:
+        save.cancel()
+
+
 def test_a_failure_keeps_no_memory_and_its_traceback_does_not_grow(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +260,9 @@ def test_no_descriptor_is_left_open(stager: Stager, tmp_path: Path) -> None:
         xferlib.save(tmp_path / f"a.{kind}", {"w": array} if kind == "npz" else array, stager).result(20)
         with pytest.raises(FileNotFoundError):
             xferlib.save(tmp_path / "none" / "a.npy", array, stager).result(20)
+        # What it removes of others is open for a moment, too.
+        (tmp_path / f".{kind}{SUFFIX}").write_bytes(b"half")
+    xferlib.save(tmp_path / "a.npy", array, stager).result(20)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
