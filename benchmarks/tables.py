@@ -306,6 +306,31 @@ def first_get(_: Results, h100: Results) -> Table:
     ]
 
 
+def saving(_: Results, h100: Results) -> Table:
+    def row(words: str, backend: str) -> list[str]:
+        record = h100.one("saving", backend, "d2h", 300 * ((4 * GIB) // 300 // 256 * 256), "300 arrays")
+        details = record["details"]
+        steps = [details[f"{name}_median_us"] / 1e6 for name in ("quiet_step", "step_beside_save", "step_beside_peer")]
+        return [
+            words,
+            digits(details["call_ms"]),
+            ms(record["seconds"]["median"]),
+            ms(record["peers_seconds"]["get, then safetensors"]),
+            ms(record["nbytes"] / record["limit_gbps"] / 1e9),
+            both(us, steps, " / "),
+        ]
+
+    return [
+        [
+            "ms, 4 GiB in 300 arrays to a file in memory",
+            *("`save`: the call", "the file is there", "`get`, then safetensors", "threads that only write"),
+            "median step of another thread, us: quiet / beside `save` / beside `get`",
+        ],
+        row("CuPy", "cupy"),
+        row("JAX", "jax"),
+    ]
+
+
 def overhead(h200: Results, _: Results) -> Table:
     def figures(records: Sequence[Record], peer: str | None) -> str:
         return both(us, [one["seconds"]["median"] if peer is None else one["peers_seconds"][peer] for one in records], " / ")
@@ -330,7 +355,7 @@ def overhead(h200: Results, _: Results) -> Table:
 
 
 TABLES: Mapping[str, Callable[[Results, Results], Table]] = {
-    table.__name__: table for table in (steps, loaders, pageable, calls, leaves, pinned, first_get, overhead)
+    table.__name__: table for table in (steps, loaders, pageable, calls, leaves, pinned, first_get, saving, overhead)
 }
 
 if __name__ == "__main__":
