@@ -56,6 +56,6 @@ def test_the_guide_names_what_is_asked_of_a_backend_beyond_its_methods() -> None
         "`dtype` that `numpy.dtype()` takes",
         "asked with `pinned` off",
         "`stream` stays usable",
-        "`xferlib demo` refuses",
+        "`xferlib demo` and `xferlib overlap` refuse",
     ):
         assert words in guide

@@ -30,7 +30,13 @@ ON_A_CPU = (
 @final
 @dataclass(frozen=True)
 class Spread:
-    """The median of several rounds, the least and the greatest."""
+    """What several rounds gave.
+
+    Attributes:
+        median: In the middle of them.
+        least: The smallest.
+        greatest: The largest.
+    """
 
     median: float
     least: float
@@ -121,7 +127,9 @@ class OverlapReport:
     """What `measure_overlap` returns. `str()` of it is a table with the verdicts below, for people.
 
     Attributes:
-        backend, device, on_gpu: As the stager gives them.
+        backend: The stager's name.
+        device: The device in words.
+        on_gpu: Whether that is a GPU.
         nbytes: Of one copy.
         rows: The ways to copy, xferlib's first.
     """
