@@ -252,6 +252,25 @@ def test_a_failure_keeps_no_memory_and_its_traceback_does_not_grow(
     assert stager._pool.usage().used == before
 
 
+def test_what_a_failed_copy_was_raised_from_keeps_no_memory(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = stager.backend
+
+    def broken(*_: object) -> None:
+        raise backend.failures[0]("broken")
+
+    array = there(stager, np.zeros(MIB, np.uint8))
+    stager.idle()
+    before = stager._pool.usage().used
+    monkeypatch.setattr(backend, "copy_d2h", broken)
+    save = xferlib.save(tmp_path / "a.npy", array, stager)
+    assert save._writing.ended.wait(20)
+    assert until(lambda: stager._pool.usage().used == before)
+    with pytest.raises(xferlib.XferError, match="broken"):
+        save.result(20)
+
+
 def test_no_descriptor_is_left_open(stager: Stager, tmp_path: Path) -> None:
     array = there(stager, np.arange(3))
     xferlib.save(tmp_path / "a.npy", array, stager).result(20)

@@ -267,8 +267,10 @@ class Writing:
 
     def _fail(self, error: BaseException) -> None:
         known = error if isinstance(error, Exception) else RuntimeError(f"the save was cut off: {error!r}")
-        # Its frames would hold memory for as long as the handle.
-        self._verdict.setdefault(None, known.with_traceback(None))
+        # Their frames would hold memory for as long as the handle.
+        for one in _chain(known):
+            one.__traceback__ = None
+        self._verdict.setdefault(None, known)
         self._stop.open()
 
     def _leave(self) -> None:
@@ -314,6 +316,14 @@ class Writing:
         for number in older:
             while self.error is None and _goes_on(number):
                 pass
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and those behind it: what it was raised from, and what was handled then."""
+    found = [error]
+    for one in found:
+        found += [behind for behind in (one.__cause__, one.__context__) if behind is not None and behind not in found]
+    return found
 
 
 def _found() -> list[Writing]:
