@@ -211,6 +211,34 @@ def test_a_failure_behind_a_handle_that_is_gone_is_said_as_well(
     assert "nobody has asked" in said[0]
 
 
+def test_a_failure_is_said_once_though_the_handle_goes_while_the_threads_end(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    failed, gate, close = threading.Event(), threading.Event(), TemporaryFile.close
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    def held_close(self: TemporaryFile) -> None:
+        failed.set()
+        gate.wait(20)
+        close(self)
+
+    monkeypatch.setattr(warnings, "warn", lambda words, *_: said.append(words))
+    monkeypatch.setattr(TemporaryFile, "write", broken)
+    monkeypatch.setattr(TemporaryFile, "close", held_close)
+    before = threading.active_count()
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(3)), stager)
+    assert failed.wait(20)
+    ended = save._writing.ended
+    del save
+    gate.set()
+    assert ended.wait(20)
+    assert until(lambda: threading.active_count() <= before)
+    assert len(said) == 1
+
+
 def test_a_failure_wakes_those_that_wait_for_their_rate(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their turn comes in an hour."""
     write = TemporaryFile.write

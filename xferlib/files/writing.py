@@ -123,6 +123,8 @@ class Writing:
         """Warn of a failure that nobody has asked about."""
         if self.error is None or self.told:
             return
+        # The handle may go while the last thread leaves, and both say it.
+        self.told = True
         said = f"the save to {str(self.file)!r} failed, and nobody has asked for its result: {self.error}"
         warnings.warn(said, RuntimeWarning, 2)
 
