@@ -74,7 +74,7 @@ def test_it_is_told_before_anything_is_written_where_the_disk_has_no_room(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Small:
-        f_bavail, f_frsize = 1, 4096
+        f_blocks, f_bavail, f_frsize = 9, 1, 4096
 
     monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Small)
     with pytest.raises(OSError, match="bytes are to be written, and 4096 are free"):
@@ -87,10 +87,20 @@ def test_a_disk_with_just_enough_room_will_do(stager: Stager, tmp_path: Path, mo
     size = xferlib.save(tmp_path / "a.npy", there(stager, array), stager).result(20).stat().st_size
 
     class Small:
-        f_bavail, f_frsize = size, 1
+        f_blocks, f_bavail, f_frsize = size, size, 1
 
     monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Small)
     xferlib.save(tmp_path / "a.npy", there(stager, array), stager).result(20)
+
+
+def test_a_file_system_that_does_not_say_how_large_it_is_will_do(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent:
+        f_blocks, f_bavail, f_frsize = 0, 0, 512
+
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Silent)
+    xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
 
 
 def test_a_folder_that_is_not_there_is_an_error_of_the_save(stager: Stager, tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ class TemporaryFile:
         """Raise `OSError` where so many bytes will not fit, before any is written."""
         found = os.fstatvfs(self._descriptor)
         free = found.f_bavail * found.f_frsize
-        if nbytes > free:
+        # A file system in user space that says nothing of itself has no blocks at all.
+        if found.f_blocks and nbytes > free:
             raise OSError(errno.ENOSPC, f"{nbytes} bytes are to be written, and {free} are free", str(self._target))
 
     def write(self, data: memoryview, offset: int) -> None:
