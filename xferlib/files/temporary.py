@@ -46,7 +46,12 @@ class TemporaryFile:
         while True:
             # Not the target's name and more: that may be as long as a name can be.
             self._path = target.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                # The caller knows no other name.
+                error.filename = str(target)
+                raise
             if _is_locked(self._descriptor) and _is_at(self._descriptor, self._path):
                 break
             # Another process takes it for one that was left, since it was not locked yet.
