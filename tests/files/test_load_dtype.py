@@ -90,6 +90,9 @@ def test_a_pattern_that_no_name_has_is_refused_before_anything_is_put(stager: St
         xferlib.load(path, stager, dtype={"a.wieght": "float16"})
     with pytest.raises(TypeError, match=r"dtype='flaot16': expected a dtype, or dtypes by patterns"):
         xferlib.load(path, stager, dtype="flaot16")
+    unsaid: Any = {"a.bias": None, "*": "float16"}
+    with pytest.raises(TypeError, match="dtype: None for a pattern"):
+        xferlib.load(path, stager, dtype=unsaid)
     with pytest.raises(TypeError, match="not dtype"):
         xferlib.load(path, stager, dtype=object)
     assert stager.stats().h2d_nbytes == 0

@@ -55,6 +55,9 @@ def _dtype(given: Any) -> np.dtype[Any]:
         import ml_dtypes
 
         given = getattr(ml_dtypes, given)
+    if given is None:
+        # NumPy takes it for float64.
+        raise TypeError("dtype: None for a pattern of names. Leave the pattern out: what no pattern fits stays as it is")
     try:
         found: np.dtype[Any] = np.dtype(given)
     except TypeError as error:
