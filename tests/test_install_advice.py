@@ -12,7 +12,7 @@ import xferlib_jax._probe
 import xferlib_numba._module
 
 from xferlib.cli.errors import INSTALL_PLOT
-from xferlib.files.readers import INSTALL as INSTALL_FILES
+from xferlib.files.formats import INSTALL as INSTALL_FILES
 
 ROOT = Path(__file__).resolve().parent.parent
 ADVICE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,13 @@ def test_a_pattern_that_no_name_has_is_refused_before_anything_is_put(stager: St
     with pytest.raises(TypeError, match="not dtype"):
         xferlib.load(path, stager, dtype=object)
     assert stager.stats().h2d_nbytes == 0
+
+
+def test_a_package_that_is_missing_is_named_with_what_to_type(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(ModuleNotFoundError, match=r"dtype='bfloat16' is of ml_dtypes\. Install it with: pip install") as caught:
+        xferlib.load(path, stager, dtype="bfloat16")
+    assert caught.value.name == "ml_dtypes"
 
 
 def test_beside_the_result_the_device_has_no_more_than_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

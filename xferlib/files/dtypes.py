@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.files.formats import EXTENSIONS
+from xferlib.files.formats import EXTENSIONS, INSTALL
 
 __all__ = ["Conversions", "DtypeRule"]
 
@@ -52,8 +52,10 @@ class Conversions:
 def _dtype(given: Any) -> np.dtype[Any]:
     if isinstance(given, str) and given in FLOATS:
         # NumPy knows these names once the package is imported.
-        import ml_dtypes
-
+        try:
+            import ml_dtypes
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"dtype={given!r} is of ml_dtypes. {INSTALL}", name="ml_dtypes") from error
         given = getattr(ml_dtypes, given)
     if given is None:
         # NumPy takes it for float64.

@@ -15,6 +15,7 @@ from xferlib.tree import Alike
 
 __all__ = [
     "EXTENSIONS",
+    "INSTALL",
     "PLAIN",
     "SUFFIXES",
     "VALUES",
@@ -25,6 +26,7 @@ __all__ = [
     "safetensors_layout",
 ]
 
+INSTALL = 'Install it with: pip install "safetensors>=0.8" "ml-dtypes>=0.5"'
 SUFFIXES = (".npy", ".npz", ".safetensors")
 PLAIN = {
     "BOOL": "bool",

@@ -25,17 +25,16 @@ from numpy.lib import format as npy
 
 from xferlib.errors import AllocationError
 from xferlib.files.ahead import Stretch
-from xferlib.files.formats import EXTENSIONS, PLAIN, SUFFIXES, VALUES
+from xferlib.files.formats import EXTENSIONS, INSTALL, PLAIN, SUFFIXES, VALUES
 from xferlib.files.names import ALONE
 from xferlib.memory.arrays import Array
 from xferlib.memory.limits import available_memory
 from xferlib.words import in_words
 
-__all__ = ["INSTALL", "Reader", "opened", "read_json", "shown"]
+__all__ = ["Reader", "opened", "read_json", "shown"]
 
 T = TypeVar("T")
 
-INSTALL = 'Install it with: pip install "safetensors>=0.8" "ml-dtypes>=0.5"'
 OF_DAMAGE = (None, errno.EINVAL)
 """Numbers of an `OSError` for which the file's content is to blame: a decoder has none, an impossible seek has this one."""
 LARGEST_DEFLATION = 1032
