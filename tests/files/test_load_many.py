@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,16 @@ def test_a_tree_that_was_saved_in_several_files_comes_back_with_what_rode_along(
     got = xferlib.load(sorted(tmp_path.glob("*")), stager, like=state)
     assert (got["step"], got["run"]) == (3, "first")
     assert got["params"]["w"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_value_that_two_files_have_differently_is_refused(stager: Stager, tmp_path: Path) -> None:
+    array = stager.put(np.arange(3.0), borrow=True).value
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path, name, step in zip(paths, "ab", (3, 4), strict=True):
+        xferlib.save(path, {name: array, "step": step, "run": "first", "loss": math.nan}, stager).result(60)
+    assert xferlib.load(paths, stager, like={"a": array, "b": array, "run": "", "loss": 0.0})["run"] == "first"
+    with pytest.raises(ValueError, match="'step' has one value in one file, and another in another"):
+        xferlib.load(paths, stager, like={"a": array, "b": array, "step": 0})
 
 
 def test_a_name_in_two_files_is_refused_with_both(stager: Stager, tmp_path: Path) -> None:

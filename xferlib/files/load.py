@@ -387,20 +387,22 @@ def _likes(held: Held, parts: Named) -> dict[str, Any]:
 
 
 def _rebuilt(held: Held, parts: Named, found: dict[str, Any]) -> Any:
-    values: dict[str, Any] = {}
-    if parts.riders:
-        for reader in held.readers:
-            values |= reader.values()
+    values = [reader.values() for reader in held.readers] if parts.riders else []
     riders = [_as(held.shown, name, values, value) for name, value in parts.riders.items()]
     return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
 
 
-def _as(said: str, name: str, values: dict[str, Any], like: Any) -> Any:
-    """Return a value that rode along when the file was saved. Raises `ValueError` for one that is not there, or of another type."""
-    if name not in values:
+def _as(said: str, name: str, values: list[dict[str, Any]], like: Any) -> Any:
+    """Return a value that rode along when the files were saved. Raises `ValueError` for one that is not there, or of another type,
+    and where two files do not agree."""
+    found = [of_file[name] for of_file in values if name in of_file]
+    if not found:
         raise ValueError(f"{said} has no value named {name!r}. Leave it out of like, and add it afterwards")
-    value = values[name]
-    if type(value) is not type(like):
-        kinds = type(value).__qualname__, type(like).__qualname__
-        raise ValueError(f"{said}: {name!r} is a {kinds[0]} there, and a {kinds[1]} in like")
-    return value
+    for value in found:
+        if type(value) is not type(like):
+            kinds = type(value).__qualname__, type(like).__qualname__
+            raise ValueError(f"{said}: {name!r} is a {kinds[0]} there, and a {kinds[1]} in like")
+    # Not a number is the same in both, too.
+    if any(repr(value) != repr(found[0]) for value in found):
+        raise ValueError(f"{said}: {name!r} has one value in one file, and another in another. Load one of them by itself")
+    return found[0]
