@@ -143,8 +143,11 @@ def test_a_value_that_two_files_have_differently_is_refused(stager: Stager, tmp_
     for path, name, step in zip(paths, "ab", (3, 4), strict=True):
         xferlib.save(path, {name: array, "step": step, "run": "first", "loss": math.nan}, stager).result(60)
     assert xferlib.load(paths, stager, like={"a": array, "b": array, "run": "", "loss": 0.0})["run"] == "first"
+    before = stager.stats().h2d_nbytes
     with pytest.raises(ValueError, match="'step' has one value in one file, and another in another"):
         xferlib.load(paths, stager, like={"a": array, "b": array, "step": 0})
+    # Before anything is put.
+    assert stager.stats().h2d_nbytes == before
 
 
 def test_a_name_in_two_files_is_refused_with_both(stager: Stager, tmp_path: Path) -> None:

@@ -162,9 +162,11 @@ def load(
         ahead = files.enter_context(ReadAhead()) if puts.whole else None
         tell = files.enter_context(told(progress, held.readers[0].file.name if len(held.readers) == 1 else "files"))
         conversions.check(held.arrays)
+        # Now: whatever is refused here would be refused behind all that was put.
+        riders = [] if parts is None else _riders(held, parts)
         found = _Load(held, puts, conversions, trees, likes, tell).run(ahead)
         if parts is not None:
-            return _rebuilt(held, parts, found)
+            return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
     return next(iter(found.values())) if held.alone else found
 
 
@@ -386,15 +388,14 @@ def _likes(held: Held, parts: Named) -> dict[str, Any]:
     return likes
 
 
-def _rebuilt(held: Held, parts: Named, found: dict[str, Any]) -> Any:
+def _riders(held: Held, parts: Named) -> list[Any]:
+    """Return what rode along when the files were saved, in the order of `like`."""
     values = [reader.values() for reader in held.readers] if parts.riders else []
-    riders = [_as(held.shown, name, values, value) for name, value in parts.riders.items()]
-    return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
+    return [_as(held.shown, name, values, value) for name, value in parts.riders.items()]
 
 
 def _as(said: str, name: str, values: list[dict[str, Any]], like: Any) -> Any:
-    """Return a value that rode along when the files were saved. Raises `ValueError` for one that is not there, or of another type,
-    and where two files do not agree."""
+    """Return one value. Raises `ValueError` if it is not there or of another type, and where two files do not agree."""
     found = [of_file[name] for of_file in values if name in of_file]
     if not found:
         raise ValueError(f"{said} has no value named {name!r}. Leave it out of like, and add it afterwards")
