@@ -183,6 +183,28 @@ def test_what_could_not_be_cut_off_a_mapping_is_an_allocation_error(backend: Loc
     assert [unmap(*room) for room in rooms] == [0]
 
 
+def test_what_is_cut_off_a_mapping_is_not_cut_off_twice(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may have it by then."""
+    unmap, calls = pages._munmap, 0
+    cut: list[range] = []
+
+    def refuse_second(address: int, nbytes: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            ctypes.set_errno(errno.ENOMEM)
+            return -1
+        assert not any(part.start < address + nbytes and address < part.stop for part in cut)
+        cut.append(range(address, address + nbytes))
+        return int(unmap(address, nbytes))
+
+    monkeypatch.setattr(pages, "_munmap", refuse_second)
+    with pytest.raises(xferlib.AllocationError, match="the system did not unmap the memory"):
+        HostPages(backend).map([3 * MIB, 5 * MIB])
+    # Reserved for both, in whole huge pages, and for the border of the first.
+    assert sum(map(len, cut)) == 4 * MIB + 6 * MIB + HUGE
+
+
 @pytest.mark.parametrize("error", [ArithmeticError("no"), KeyboardInterrupt()])
 def test_memory_that_could_not_be_locked_is_unmapped(backend: Locking, error: BaseException) -> None:
     seen: list[tuple[int, int]] = []

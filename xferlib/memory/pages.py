@@ -200,6 +200,10 @@ def _map(sizes: Sequence[int]) -> list[int]:
     reserved = _mapped(None, total + HUGE, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     first = -(-reserved // HUGE) * HUGE
     addresses = [first + offset for offset in itertools.accumulate(rooms[:-1], initial=0)]
+    ours = [(address, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE) for address, nbytes in zip(addresses, sizes, strict=True)]
+    ends = [reserved, *(address + nbytes for address, nbytes in ours)]
+    begins = [*addresses, reserved + total + HUGE]
+    holes = [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
     step = _step(sum(sizes))
     try:
         for address, nbytes in zip(addresses, sizes, strict=True):
@@ -207,16 +211,14 @@ def _map(sizes: Sequence[int]) -> list[int]:
                 _mapped(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
         # Refused where the kernel has no huge pages; then there are none.
         _madvise(first, total, mmap.MADV_HUGEPAGE)
-        end = reserved
-        for address, nbytes in zip(addresses, sizes, strict=True):
-            if address > end:
-                _unmap(end, address - end)
-            end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if reserved + total + HUGE > end:
-            _unmap(end, reserved + total + HUGE - end)
+        while holes:
+            _unmap(*holes[-1])
+            holes.pop()
     except BaseException:
-        with suppress(OSError):
-            _unmap(reserved, total + HUGE)
+        # Not as one: what is cut off already may be another thread's by now.
+        for start, size in [*ours, *holes]:
+            with suppress(OSError):
+                _unmap(start, size)
         raise
     return addresses
 
