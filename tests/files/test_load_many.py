@@ -92,6 +92,15 @@ def test_a_file_whose_name_is_a_pattern_is_that_file(stager: Stager, tmp_path: P
     assert list(xferlib.load(path, stager)) == ["a"]
 
 
+def test_a_folder_whose_name_is_a_pattern_is_that_folder(stager: Stager, tmp_path: Path) -> None:
+    folder = tmp_path / "lr=[1e-3]"
+    folder.mkdir()
+    array = stager.put(np.arange(3.0), borrow=True).value
+    xferlib.save(folder / "a_1.npz", {"a": array}, stager).result(60)
+    assert xferlib.load(folder / "a_*.npz", stager).keys() == {"a"}
+    assert xferlib.load(tmp_path / "lr=*" / "a_*.npz", stager).keys() == {"a"}
+
+
 def test_by_an_index_only_files_that_hold_what_is_asked_for_are_opened(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,9 @@ def _one_of_several(path: object) -> Path:
 
 
 def _matching(pattern: Path) -> list[Path]:
-    found = sorted(glob.glob(str(pattern)))
+    # A folder that is there is meant, whatever signs its own name has.
+    folder = pattern.parent
+    found = sorted(glob.glob(str((Path(glob.escape(str(folder))) if folder.exists() else folder) / pattern.name)))
     if not found:
         raise FileNotFoundError(errno.ENOENT, "no file has a name of this pattern", str(pattern))
     return [_one_of_several(path) for path in found]
