@@ -26,6 +26,7 @@ from tests.children import fork
 from tests.core.fakes import held, run_python, until
 from tests.core.points import interrupted_at
 from tests.files.saves import MIB, at_rest, bits, only, same, there
+from xferlib.byte_reader import ByteReader
 from xferlib.files import writing
 from xferlib.files.plan import Layout
 from xferlib.files.temporary import SUFFIX, TemporaryFile
@@ -508,6 +509,27 @@ def test_threads_that_the_system_has_not_are_done_without(
     assert save.done() or started >= 0
     same(np.load(save.result(20)), array)
     only(tmp_path, "a.npy")
+    at_rest(stager)
+
+
+def test_a_thread_that_is_interrupted_as_it_begins_to_read_reads_no_more(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join = ByteReader.join
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def interrupted(self: ByteReader) -> None:
+        join(self)
+        raise KeyboardInterrupt
+
+    array = there(stager, np.arange(1000))
+    monkeypatch.setattr(writing, "start_new_thread", refuse)
+    monkeypatch.setattr(ByteReader, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        xferlib.save(tmp_path / "a.npy", array, stager)
+    only(tmp_path)
     at_rest(stager)
 
 

@@ -160,8 +160,8 @@ class Writing:
 
     def _run(self, *, cut: bool = False) -> None:
         """Take part, and end the save if the others have. `cut`: an interrupt may come here, and ends the save."""
-        self._reader.join()
         try:
+            self._reader.join()
             self._take_part()
         except BaseException as error:
             self._fail(error)
