@@ -401,6 +401,19 @@ def test_it_reads_no_faster_than_it_may(stager: Stager, tmp_path: Path) -> None:
     same(np.load(path), array)
 
 
+def test_it_does_not_make_up_for_time_in_which_it_could_not_read(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = there(stager, bits((2 * MIB,), np.dtype(np.uint8)))
+    with held_files(monkeypatch) as gate:
+        save = xferlib.save(tmp_path / "slow.npy", array, stager, memory=256 * 1024, rate_limit=4 * MIB)
+        time.sleep(0.4)
+        began = time.monotonic()
+        gate.set()
+    save.result(20)
+    assert time.monotonic() - began >= (2 * MIB - 128 * 1024) / (4 * MIB)
+
+
 def test_it_takes_no_more_memory_than_it_may(stager: Stager, tmp_path: Path) -> None:
     # Nothing was put: there is nothing else in the pool. Requests below a MiB share segments of two.
     xferlib.save(tmp_path / "a.npy", bits((8 * MIB,), np.dtype(np.uint8)), stager, memory=MIB).result()

@@ -64,8 +64,9 @@ class Writing:
         self._layout: Layout | None = None
         self._pieces: Iterator[Piece] = iter(())
         self._lock = threading.Lock()
-        self._promised = self._issued = self._read = 0
-        self._began = time.monotonic()
+        self._issued = self._read = 0
+        self._due = 0.0
+        """When the next piece may be read, by the rate."""
         self._temporary: TemporaryFile | None = None
         self._handle: weakref.ref[Any] | None = None
         self._stop = Latch()
@@ -243,9 +244,11 @@ class Writing:
         """Return how long the next piece, of so many bytes, has to wait until it may be read."""
         if self._rate_limit is None:
             return 0.0
-        due = self._began + self._promised / self._rate_limit
-        self._promised += nbytes
-        return due - time.monotonic()
+        now = time.monotonic()
+        # Time in which nothing could be read is not made up for.
+        due = max(now, self._due)
+        self._due = due + nbytes / self._rate_limit
+        return due - now
 
     def _start_read(self, piece: Piece, memory: Array) -> Any:
         transfer = self._reader.read(piece.spans, memory)
