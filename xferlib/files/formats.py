@@ -65,8 +65,6 @@ class FileLayout(NamedTuple):
     header: bytes
     order: list[int]
     """The arrays' numbers, in the order of the file: each begins where the one before ends."""
-    nbytes: int
-    """Of the whole file."""
 
 
 def check_safetensors(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> None:
@@ -109,7 +107,7 @@ def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadat
     text += b" " * (-(8 + len(text)) % STEP)
     if len(text) > LARGEST_HEADER:
         raise ValueError(f"the names of {len(names)} arrays take {len(text)} bytes, more than a safetensors file may have for them")
-    return FileLayout(len(text).to_bytes(8, "little") + text, order, 8 + len(text) + end)
+    return FileLayout(len(text).to_bytes(8, "little") + text, order)
 
 
 def _kind(name: str, dtype: np.dtype[Any]) -> str:
