@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from datetime import date
 from enum import IntEnum
@@ -303,6 +304,25 @@ def test_whoever_could_read_the_earlier_file_can_read_the_new_one(stager: Stager
     path.chmod(0o640)
     xferlib.save(path, array, stager).result(20)
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_who_could_not_read_the_earlier_file_cannot_at_any_time(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.npy").write_bytes(b"")
+    (tmp_path / "a.npy").chmod(0o600)
+    modes: list[int] = []
+    opened = os.open
+
+    def note(path: Any, flags: int, mode: int = 0o777, **others: Any) -> int:
+        descriptor = opened(path, flags, mode, **others)
+        if flags & os.O_CREAT:
+            modes.append(os.fstat(descriptor).st_mode & 0o777)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", note)
+    xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
+    assert modes == [0o600]
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\nb", "x" * 70_000], ids=["nul", "line", "long"])

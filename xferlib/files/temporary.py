@@ -21,6 +21,7 @@ __all__ = ["TemporaryFile"]
 
 SUFFIX = ".xferlib-saving"
 DESCRIPTORS = "/proc/self/fd"
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 STEP_NANOSECONDS = 1_000_000
 """Between two files: file systems have times to the microsecond at least."""
 
@@ -43,11 +44,14 @@ class TemporaryFile:
     def _open(self) -> None:
         target = self._target
         _remove_left(target.parent)
+        mode = None
+        with suppress(OSError):
+            mode = target.stat().st_mode & 0o777
         while True:
             # Not the target's name and more: that may be as long as a name can be.
             self._path = target.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
             try:
-                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                self._descriptor = os.open(self._path, FLAGS, 0o666 if mode is None else mode)
             except OSError as error:
                 # The caller knows no other name.
                 error.filename = str(target)
@@ -56,9 +60,10 @@ class TemporaryFile:
                 break
             # Another process takes it for one that was left, since it was not locked yet.
             os.close(self._descriptor)
-        with suppress(OSError):
-            # Whoever could read the earlier file can read this one.
-            os.fchmod(self._descriptor, target.stat().st_mode & 0o777)
+        if mode is not None:
+            # Whoever could read the earlier file can read this one, and nobody else at any time.
+            with suppress(OSError):
+                os.fchmod(self._descriptor, mode)
 
     def check_room(self, nbytes: int) -> None:
         """Raise `OSError` where so many bytes will not fit, before any is written."""
