@@ -202,3 +202,19 @@ def test_a_conversion_that_fails_is_said_with_its_array(path: Path) -> None:
             xferlib.load(path, stager, names=["a.weight"], dtype="float16")
         stager.trim()
         assert stager.stats().device_nbytes == 0
+
+
+def test_a_conversion_that_fails_on_the_device_is_an_error_of_ours(stager: Stager, path: Path) -> None:
+    class Puts:
+        whole, backend = True, stager.backend
+
+        def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> xferlib.Transfer[Any]:
+            return stager.put(arrays, borrow=True)
+
+        def wait(self, arrays: list[Any]) -> None:
+            raise stager.backend.failures[0]("the device is full")
+
+        def trim(self) -> None: ...
+
+    with pytest.raises(xferlib.XferError, match="arrays could not be converted: the device is full"):
+        xferlib.load(path, Puts(), dtype="float16")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final, overload
 
 import numpy as np
 
+from xferlib.checks import translated
 from xferlib.errors import AllocationError, CapabilityError, XferError
 from xferlib.files.ahead import ReadAhead
 from xferlib.files.dtypes import Conversions, DtypeRule
@@ -75,7 +76,7 @@ class Puts(Protocol):
         """
 
     def wait(self, arrays: list[Any]) -> None:
-        """Block until what computes these device arrays is done."""
+        """Block until what computes these device arrays is done. Raises one of the backend's `failures`."""
 
     def trim(self) -> None:
         """Give the device the memory of arrays that are gone."""
@@ -332,7 +333,8 @@ class _Load:
                 self._gone += self._sizes[name]
         # Nothing refers to the arrays that were converted any more: their memory can be used for the pieces to come.
         if changed:
-            self._puts.wait(changed)
+            with translated(self._puts.backend.failures, "arrays could not be converted"):
+                self._puts.wait(changed)
         if self._gone >= GIVEN_BACK:
             self._puts.trim()
             self._gone = 0
