@@ -156,6 +156,13 @@ def test_what_stands_in_a_stagers_place_is_given_what_the_tree_has_for_each_arra
     assert all(given[name] is like[name] for given in noted.likes for name in given)
 
 
+def test_what_is_not_alike_is_refused_before_anything_is_put(stager: Stager, path: Path) -> None:
+    like = ARRAYS | {str(COUNT - 1): np.zeros(3, np.uint8)}
+    with pytest.raises(ValueError, match=r"'5' is of shape \(1048576,\) and dtype uint8, and like has \(3,\) and uint8"):
+        xferlib.load(path, stager, like=like)
+    assert stager.stats().h2d_nbytes == 0
+
+
 def descriptors(path: Path) -> int:
     """Return how often this process has the file open, or mapped."""
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]

@@ -223,6 +223,11 @@ class _Load:
 
     def run(self, ahead: ReadAhead | None) -> dict[str, Any]:
         """Load, and return the arrays by name, in order."""
+        if self._likes:
+            for name, reader in self._held.arrays.items():
+                if not reader.in_memory:
+                    # Now: it costs nothing, and what is refused last would be refused behind all that was put.
+                    self._check_alike(reader, name, reader.array(name))
         self._told()
         try:
             self._load(ahead)
@@ -288,7 +293,7 @@ class _Load:
 
     def _array(self, reader: Reader, name: str) -> Array:
         array = reader.array(name)
-        if self._likes:
+        if self._likes and reader.in_memory:
             self._check_alike(reader, name, array)
         return array
 
