@@ -765,12 +765,16 @@ TemporaryFile.as_file = lambda self: write(self, b"", os.dup(self._descriptor))
 stager = xferlib.stager("host")
 xferlib.save(sys.argv[1], {"w": np.zeros(1000)}, stager)
 begun.wait()
+forked, said = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(said, b"!")
     # Until whoever reads stdout has seen enough.
     sys.stdin.readline()
     print("alive", flush=True)
     os._exit(0)
+# The child has let go of the files before it comes to its own code.
+os.read(forked, 1)
 print(flush=True)
 os.kill(os.getpid(), 9)
 """
