@@ -38,6 +38,7 @@ def save(
 
     The file has what the arrays hold at this point of `stream` (None: the calling thread's current one). It is written under
     another name and renamed when the disk has all of it: under `path` is the earlier file, or the whole new one, whatever happens.
+    What a symbolic link leads to is replaced, and `keep` looks beside that.
     Files whose names differ in their last number alone, if at all, come into their folder in the order of the calls.
 
     The arrays are read until `Save.wait_read` returns: until then do not overwrite them by work of your own, nor donate or delete
