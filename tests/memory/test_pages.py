@@ -110,6 +110,20 @@ def test_memory_that_is_mapped_together_is_freed_one_by_one(backend: Locking) ->
     assert backend.locked == {}
 
 
+def test_memory_smaller_than_a_huge_page_asks_for_none(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[tuple[int, int]] = []
+    monkeypatch.setattr(pages, "_madvise", lambda address, nbytes, advice: advised.append((address, nbytes)))
+    host = HostPages(backend)
+    large, small, other = addresses = host.map([2 * HUGE, MIB, HUGE])
+    assert advised == [(large, 2 * HUGE), (other, HUGE)]
+    assert small not in dict(advised)
+    addresses += host.map([HUGE, 3 * HUGE])
+    # Together, where all of them do.
+    assert advised[2:] == [(addresses[3], 4 * HUGE)]
+    for address in addresses:
+        host.free(address)
+
+
 def test_memory_is_unlocked_before_it_is_unmapped(backend: Locking) -> None:
     host = HostPages(backend)
     address = host.allocate(3 * MIB)

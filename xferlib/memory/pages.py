@@ -209,8 +209,10 @@ def _map(sizes: Sequence[int]) -> list[int]:
         for address, nbytes in zip(addresses, sizes, strict=True):
             for start, size in _parts(address, nbytes, step):
                 _mapped(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
-        # Refused where the kernel has no huge pages; then there are none.
-        _madvise(first, total, mmap.MADV_HUGEPAGE)
+        # Refused where the kernel has no huge pages; then there are none. What is smaller must not get one.
+        for address, nbytes in [(first, total)] if min(sizes) >= HUGE else zip(addresses, sizes, strict=True):
+            if nbytes >= HUGE:
+                _madvise(address, nbytes, mmap.MADV_HUGEPAGE)
         while holes:
             _unmap(*holes[-1])
             holes.pop()
