@@ -6,6 +6,9 @@ doubles, so inside the job the calling thread's 64-bit types are on.
 Each operation on floats is rounded on its own. Compiled together, a product and a sum may become one operation that is rounded
 once, and a division by a value that is the same for a whole frame may become a product. So such pairs stand in functions of their
 own.
+
+How often a loop runs is known when it is compiled. Of any other loop XLA reads back, round by round, whether it goes on: such a
+small copy to the host stands behind the large ones that are to run beside the compute, and whoever launches the loop waits for it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from xferlib.workload import EdgeSpec, FrameworkCopy
 __all__ = ["EdgeJob", "edge_job", "framework_copies"]
 
 RED, GREEN, BLUE = 0.299, 0.587, 0.114
+BLURS = (64, 8, 1)
+"""Rounds of blur that are compiled as one. A launch is made of few, since JAX makes who launches wait beyond 32 at once."""
 
 
 def edge_job(spec: EdgeSpec, *, device: int = 0) -> EdgeJob:
@@ -47,6 +52,10 @@ class EdgeJob:
         with jax.enable_x64(True):
             self._normalise = _normalise_floats if spec.dtype.kind == "f" else normalise_integers
             frames = jax.device_put(np.zeros((spec.frames, *spec.frame_shape), spec.dtype), device)
+            images = self._normalise(frames)
+            for rounds in BLURS:
+                # Without a run: on a CPU many rounds take long.
+                blurred.lower(images, rounds).compile()
             self.launch(frames, 0, rounds=1).block_until_ready()
 
     def __enter__(self) -> Self:
@@ -62,7 +71,12 @@ class EdgeJob:
 
     def launch(self, frames: Any, slot: int, *, rounds: int) -> Any:
         """Do as the contract says, but the result is the caller's: the next launch into the slot returns another array."""
-        result = edges(self._normalise(frames), np.int32(rounds))
+        images = self._normalise(frames)
+        for compiled in BLURS:
+            times, rounds = divmod(rounds, compiled)
+            for _ in range(times):
+                images = blurred(images, compiled)
+        result = edges(images)
         self._last[slot] = result
         return result
 
@@ -162,10 +176,16 @@ def _stretched(parts: tuple[Any, Any, Any]) -> Any:
     return jnp.where(differ, values / spans * 255.0, 0.0).astype(jnp.uint8)
 
 
-def _edges(images: Any, rounds: Any) -> Any:
-    """Blur as often as said, then take the slopes. All in 32 bits, on bytes."""
-    blurred = lax.fori_loop(0, rounds, lambda _, image: (_smooth(_smooth(image, 2), 1) + 8) >> 4, images.astype(jnp.int32))
-    strength = jnp.abs(_slope(_smooth(blurred, 1), 2)) + jnp.abs(_slope(_smooth(blurred, 2), 1))
+def _blurred(images: Any, rounds: int) -> Any:
+    """Blur bytes, in 32 bits."""
+    wide = lax.fori_loop(0, rounds, lambda _, image: (_smooth(_smooth(image, 2), 1) + 8) >> 4, images.astype(jnp.int32))
+    return wide.astype(jnp.uint8)
+
+
+def _edges(images: Any) -> Any:
+    """Take the slopes of bytes, in 32 bits."""
+    wide = images.astype(jnp.int32)
+    strength = jnp.abs(_slope(_smooth(wide, 1), 2)) + jnp.abs(_slope(_smooth(wide, 2), 1))
     return jnp.minimum(strength, 255).astype(jnp.uint8)
 
 
@@ -194,4 +214,5 @@ normalise_integers = jax.jit(_normalise_integers)
 weighted = jax.jit(_weighted)
 halves = jax.jit(_halves)
 stretched = jax.jit(_stretched)
+blurred = jax.jit(_blurred, static_argnums=1)
 edges = jax.jit(_edges)
