@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import sys
@@ -180,6 +181,26 @@ def test_a_picture_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: py
 def test_there_is_one_trace_at_a_time() -> None:
     with trace(), pytest.raises(xferlib.XferError, match="a trace runs in this process already"), trace():
         pass
+    with trace():
+        pass
+
+
+def test_an_interrupt_while_it_begins_leaves_none_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    caught = threading.Event()
+    at_work: list[threading.Thread] = []
+
+    def interrupted() -> bool:
+        at_work.append(threading.current_thread())
+        _thread.interrupt_main()
+        assert caught.wait(60)
+        return False
+
+    monkeypatch.setattr("xferlib.tracing.trace.has_gpu", interrupted)
+    with pytest.raises(KeyboardInterrupt), xferlib.trace():
+        pass
+    caught.set()
+    at_work[0].join(60)
+    assert not LOG.on
     with trace():
         pass
 

@@ -52,6 +52,7 @@ class Trace:
         self._gpus: Gpus | None = None
         self._process = os.getpid()
         self._start = 0
+        self._begun = False
         self._left = False
         self._recording: Recording | None = None
 
@@ -60,14 +61,14 @@ class Trace:
             raise XferError("this trace was used already. Make another one with xferlib.trace(...)")
         if self._path is not None and not self._path.resolve().parent.is_dir():
             raise FileNotFoundError(f"the folder of {str(self._path)!r} is not there. Make it first, or choose another path")
-        if _running.setdefault(None, self) is not self:
-            raise XferError("a trace runs in this process already, and there is one at a time. End that one first")
         try:
             # An interrupt in the middle would leave CUPTI taken.
             uninterrupted(self._begin)
         except BaseException:
+            # An interrupt ends the wait, and not what is waited for: that gives back itself what it takes from here on.
             self._left = True
-            self._abandon()
+            if self._begun:
+                self._abandon()
             raise
         return self
 
@@ -114,15 +115,19 @@ class Trace:
         return "<Trace, under way>" if self._start else "<Trace, not entered>"
 
     def _begin(self) -> None:
-        if self._gpu or (self._gpu is None and has_gpu()):
-            self._gpus = Gpus()
-        LOG.start()
-        self._start = perf_counter_ns()
-        # Callbacks may not enter an interpreter that goes down.
-        atexit.register(self._abandon)
-        if self._left:
-            # An interrupt has ended the wait for this.
-            self._abandon()
+        try:
+            if _running.setdefault(None, self) is not self:
+                raise XferError("a trace runs in this process already, and there is one at a time. End that one first")
+            if self._gpu or (self._gpu is None and has_gpu()):
+                self._gpus = Gpus()
+            LOG.start()
+            self._start = perf_counter_ns()
+            # Callbacks may not enter an interpreter that goes down.
+            atexit.register(self._abandon)
+        finally:
+            self._begun = True
+            if self._left:
+                self._abandon()
 
     def _end(self) -> None:
         end = perf_counter_ns()
