@@ -133,6 +133,23 @@ def test_nothing_is_noted_without_a_trace(stager: xferlib.Stager) -> None:
     assert (LOG.events, LOG.jobs) == ([], [])
 
 
+def test_what_a_trace_has_noted_is_kept_by_it_alone(stager: xferlib.Stager) -> None:
+    with trace() as traced:
+        stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+    assert of_kind(traced, "h2d")
+    assert (LOG.events, LOG.jobs) == ([], [])
+
+
+def test_what_finds_no_room_is_counted(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xferlib.tracing.log.MOST_EVENTS", 1)
+    with trace() as traced:
+        for _ in range(2):
+            stager.put(np.ones(5 * NBYTES, np.uint8), borrow=True).result()
+        assert len(LOG.events) == len(LOG.jobs) == 1
+    (note,) = traced.recording.notes
+    assert "found no room" in note
+
+
 def test_what_ended_before_the_trace_is_not_in_it() -> None:
     with trace() as traced:
         # A copy that an earlier trace has seen begin tells the one that runs when it ends.

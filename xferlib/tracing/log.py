@@ -23,7 +23,7 @@ from xferlib.tracing.events import HOST, Event, Kind, Memory
 __all__ = ["LOG", "Job", "Log", "is_program", "shown"]
 
 MOST_EVENTS: Final = 2_000_000
-"""A gigabyte, at some hundreds of bytes each."""
+"""And jobs. A gigabyte, at some hundreds of bytes each."""
 MOST_AT_ONCE: Final = 256
 """How many jobs are taken to be under way at once, at most."""
 OURS: Final = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -64,9 +64,13 @@ class Log:
 
     def start(self) -> None:
         """Begin anew."""
+        self.drop()
+        self.on = True
+
+    def drop(self) -> None:
+        """Let go of what was noted."""
         self.events, self.jobs, self.lost = [], [], 0
         self.threads, self.streams, self.devices = {}, {}, {}
-        self.on = True
 
     def stop(self) -> None:
         """Note nothing more. Also in a forked child, whose parent's trace it is."""
@@ -111,6 +115,9 @@ class Log:
 
     def job(self, kind: Kind, pieces: Sequence[tuple[int, int, int, int]]) -> None:
         """Note what a lane is given; see `Lane.submit`."""
+        if len(self.jobs) >= MOST_EVENTS:
+            self.lost += 1
+            return
         self.jobs.append(Job(perf_counter_ns(), kind, tuple([(device, nbytes) for _, device, nbytes, _ in pieces]), self.site()))
 
     def site(self) -> str:

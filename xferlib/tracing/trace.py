@@ -153,6 +153,7 @@ class Trace:
         atexit.unregister(self._abandon)
         if _running.get(None) is self:
             LOG.stop()
+            LOG.drop()
             gpus, self._gpus = self._gpus, None
             if gpus is not None and os.getpid() == self._process:
                 with suppress(Exception):
