@@ -245,6 +245,14 @@ def test_a_folder_that_is_not_there_is_refused_before_the_block(tmp_path: Path) 
         pass
 
 
+def test_a_file_is_written_where_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with xferlib.trace("run.json", gpu=False):
+        os.chdir("elsewhere")
+    assert (tmp_path / "run.json").exists()
+
+
 def test_a_block_that_raises_is_written(stager: xferlib.Stager, tmp_path: Path) -> None:
     def fail() -> None:
         with xferlib.trace(tmp_path / "run.json", gpu=False):
@@ -257,13 +265,15 @@ def test_a_block_that_raises_is_written(stager: xferlib.Stager, tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_notes_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_forked_child_writes_nothing_and_may_trace_itself(tmp_path: Path) -> None:
     with xferlib.trace(tmp_path / "run.json", gpu=False) as traced:
         child = os.fork()
         if child == 0:
             status = 1
             try:
                 traced.__exit__(None, None, None)
+                with trace():
+                    pass
                 status = int(LOG.on or (tmp_path / "run.json").exists())
             finally:
                 os._exit(status)

@@ -21,7 +21,7 @@ def main(json_file: str, html: str, program: list[str]) -> None:
     # The program may change the folder.
     page = Path(html).resolve()
     try:
-        traced = trace(Path(json_file).resolve())
+        traced = trace(json_file)
         traced.__enter__()
     except XferError as error:
         raise SystemExit(f"xferlib: {error}") from error

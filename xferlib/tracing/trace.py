@@ -22,6 +22,8 @@ from xferlib.tracing.summary import Summary, summarize
 __all__ = ["Trace", "trace"]
 
 _running: dict[None, Trace] = {}
+# What runs in the parent of a forked child does not run there.
+os.register_at_fork(after_in_child=_running.clear)
 
 
 def trace(path: str | os.PathLike[str] | None = None, *, gpu: bool | None = None) -> Trace:
@@ -47,7 +49,8 @@ class Trace:
     """A recording, under way or over. A context manager, to be entered once; any thread may read it when the block has ended."""
 
     def __init__(self, path: Path | None, gpu: bool | None) -> None:
-        self._path = path
+        # The program may change the folder.
+        self._path = None if path is None else path.absolute()
         self._gpu = gpu
         self._gpus: Gpus | None = None
         self._process = os.getpid()
@@ -59,7 +62,7 @@ class Trace:
     def __enter__(self) -> Trace:
         if self._start:
             raise XferError("this trace was used already. Make another one with xferlib.trace(...)")
-        if self._path is not None and not self._path.resolve().parent.is_dir():
+        if self._path is not None and not self._path.parent.is_dir():
             raise FileNotFoundError(f"the folder of {str(self._path)!r} is not there. Make it first, or choose another path")
         try:
             # An interrupt in the middle would leave CUPTI taken.
