@@ -16,6 +16,7 @@ import pytest
 import xferlib_host
 
 import xferlib
+from xferlib.tracing import chrome
 from xferlib.tracing.events import CPU, HOST, Event, Recording
 from xferlib.tracing.log import LOG
 
@@ -251,6 +252,25 @@ def test_a_file_is_written_where_it_was_named(tmp_path: Path, monkeypatch: pytes
     with xferlib.trace("run.json", gpu=False):
         os.chdir("elsewhere")
     assert (tmp_path / "run.json").exists()
+
+
+def test_a_file_that_cannot_be_written_to_its_end_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("an earlier one")
+    recording = Recording(events=(Event("kernel", b"no text", 1, 2, 0, 7),), start=0, end=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        chrome.write(recording, tmp_path / "run.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert (tmp_path / "run.json").read_text() == "an earlier one"
+
+
+def test_a_pipe_can_be_written_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        chrome.write(Recording(events=(), start=0, end=3), tmp_path / "pipe")
+        assert json.loads(os.read(reader, 1 << 16))["traceEvents"] == []
+    finally:
+        os.close(reader)
 
 
 def test_a_block_that_raises_is_written(stager: xferlib.Stager, tmp_path: Path) -> None:

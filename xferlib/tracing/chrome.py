@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xferlib.tracing.events import HOST, Event, Recording
+from xferlib.tracing.whole import written
 
 __all__ = ["write"]
 
@@ -17,7 +18,7 @@ HOST_PROCESS = 1
 
 def write(recording: Recording, path: Path) -> None:
     """Write a file. Times are microseconds since the trace began."""
-    with path.open("w", encoding="utf-8") as file:
+    with written(path) as file:
         file.write('{"displayTimeUnit":"ms","otherData":')
         json.dump({"source": "xferlib", "notes": list(recording.notes)}, file)
         file.write(',"traceEvents":[\n')

@@ -11,6 +11,7 @@ from typing import Any
 from xferlib.tracing.events import Recording
 from xferlib.tracing.rows import MOST_ROWS, Row, rows, thinned
 from xferlib.tracing.summary import Gap, Link, gaps_of, summarize
+from xferlib.tracing.whole import written
 from xferlib.words import counted
 
 __all__ = ["MOST_NBYTES", "write"]
@@ -26,7 +27,9 @@ FIRST_APART = 1_000
 
 def write(recording: Recording, path: Path, *, most_nbytes: int = MOST_NBYTES) -> None:
     """Write a page of at most so many bytes. If not all events fit, those that lie close together are drawn as one."""
-    path.write_text(page(recording, most_nbytes=most_nbytes), encoding="utf-8")
+    text = page(recording, most_nbytes=most_nbytes)
+    with written(path) as file:
+        file.write(text)
 
 
 def page(recording: Recording, *, most_nbytes: int = MOST_NBYTES) -> str:

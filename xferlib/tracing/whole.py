@@ -1,0 +1,32 @@
+"""Text files that are whole, or as they were before: a JSON or a page that is cut short does not open."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from xferlib.files.temporary import TemporaryFile
+
+__all__ = ["written"]
+
+
+@contextmanager
+def written(path: Path) -> Iterator[TextIO]:
+    """Give a file to be written inside; it takes the place of `path` at the end. If anything is raised, what was there stays."""
+    # A link stays one.
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        # A pipe or a device, whose place nothing may take.
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+        return
+    temporary = TemporaryFile(target)
+    try:
+        with io.TextIOWrapper(temporary.as_file(), encoding="utf-8") as file:
+            yield file
+        temporary.publish()
+    finally:
+        temporary.close()
