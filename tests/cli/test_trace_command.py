@@ -57,6 +57,14 @@ def test_options_of_the_interpreter_stay_in_front() -> None:
     assert line[1:] == ["-u", "-W", "error", "-Xdev", "-m", "xferlib.tracing", "a.json", "a.html", "train.py", "-m", "x"]
 
 
+@pytest.mark.parametrize(
+    ("words", "flags"), [(["-mpytest"], []), (["-um", "pytest"], ["-u"]), (["-BIXdev", "-Ompytest"], ["-BIXdev", "-O"])]
+)
+def test_a_module_may_stand_beside_other_options(words: list[str], flags: list[str]) -> None:
+    line = command_line([sys.executable, *words, "tests"], *FILES)
+    assert line[1:] == [*flags, "-m", "xferlib.tracing", "a.json", "a.html", "-m", "pytest", "tests"]
+
+
 def test_a_file_is_run_by_this_interpreter() -> None:
     assert command_line(["train.py", "1"], *FILES) == [
         sys.executable,
@@ -73,6 +81,7 @@ def test_a_file_is_run_by_this_interpreter() -> None:
         ([sys.executable, "-u"], "no program is named"),
         ([sys.executable, "-m"], "no program is named"),
         ([sys.executable, "-c", "pass"], "cannot be traced. Put it into a file"),
+        ([sys.executable, "-ucpass"], "cannot be traced. Put it into a file"),
         (["/nowhere/python3", "train.py"], "there is no '/nowhere/python3'"),
     ],
 )

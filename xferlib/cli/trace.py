@@ -14,8 +14,10 @@ from xferlib.cli.errors import CommandError
 
 __all__ = ["command_line", "run"]
 
-WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+WITH_VALUE = ("--check-hash-based-pycs",)
 """Options of the interpreter whose value is the next word."""
+CLUSTER = re.compile(r"-[a-zA-Z]*?([cmWX])(.*)", re.DOTALL)
+"""Short options with one that takes a value, and what of that stands in the same word."""
 
 
 def run(command: Sequence[str], json_file: Path, html: Path) -> NoReturn:
@@ -44,9 +46,17 @@ def command_line(command: Sequence[str], json_file: Path, html: Path) -> list[st
         raise CommandError(f"there is no {words[0]!r} on this machine. Name the interpreter with its path")
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-"):
-        if words[at] == "-c":
+        # Letters without a value may stand together, and the last of them may have one, at once or as the next word.
+        cluster = CLUSTER.match(words[at])
+        letter, value = cluster.groups() if cluster else ("", "")
+        if letter == "c":
             raise CommandError("a program given by -c cannot be traced. Put it into a file")
-        at += 2 if words[at] in WITH_VALUE else 1
+        if letter == "m":
+            # So that it stands alone, as what runs the program expects it.
+            flags = words[at][: -len(value) - 1]
+            words[at : at + 1] = [*([flags] if flags != "-" else []), "-m", *([value] if value else [])]
+            continue
+        at += 2 if (letter and not value) or words[at] in WITH_VALUE else 1
     if at >= len(words) or words[at] == "-" or (words[at] == "-m" and at + 1 >= len(words)):
         raise CommandError("no program is named. Name its file, or its module after -m")
     return [found, *words[1:at], "-m", "xferlib.tracing", str(json_file), str(html), *words[at:]]
