@@ -52,6 +52,13 @@ def test_a_module_runs_and_one_that_fails_shows_its_traceback(tmp_path: Path) ->
     assert (tmp_path / "x.html").exists()
 
 
+def test_the_path_stays_as_it_is_where_the_folder_of_the_program_is_not_to_be_in_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; print(sys.path)")
+    plain = children.run([sys.executable, "-P", "train.py"], seconds=60, cwd=tmp_path).stdout
+    status, stdout, stderr = run("--", sys.executable, "-P", "train.py", cwd=tmp_path)
+    assert (status, stdout) == (0, plain), stderr
+
+
 def test_options_of_the_interpreter_stay_in_front() -> None:
     line = command_line([sys.executable, "-u", "-W", "error", "-Xdev", "train.py", "-m", "x"], *FILES)
     assert line[1:] == ["-u", "-W", "error", "-Xdev", "-m", "xferlib.tracing", "a.json", "a.html", "train.py", "-m", "x"]

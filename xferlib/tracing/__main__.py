@@ -44,7 +44,8 @@ def _run(program: list[str]) -> None:
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = program
-    sys.path[0] = str(Path(program[0]).resolve().parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(program[0]).resolve().parent)
     runpy.run_path(program[0], run_name="__main__")
 
 
