@@ -17,12 +17,19 @@ from xferlib.overlap.report import OverlapReport, OverlapRow, Spread
 NBYTES = 1 << 20
 
 
-def row(first: tuple[float, ...], behind: tuple[float, ...], *, call_seconds: float = 0.0, on_gpu: bool = True) -> OverlapRow:
+def row(
+    first: tuple[float, ...],
+    behind: tuple[float, ...],
+    *,
+    call_seconds: float = 0.0,
+    compute_seconds: float = 1.3,
+    on_gpu: bool = True,
+) -> OverlapRow:
     return OverlapRow(
         call="xferlib",
         direction="h2d",
         copy_seconds=Spread.of([1.0]),
-        compute_seconds=Spread.of([1.3]),
+        compute_seconds=Spread.of([compute_seconds]),
         call_seconds=Spread.of([call_seconds]),
         copy_first=Spread.of(first),
         compute_first=Spread.of(behind),
@@ -45,6 +52,10 @@ def test_the_verdict_is_of_the_medians_where_the_rounds_agree(first: Any, behind
     found = row(first, behind)
     assert found.verdict == verdict
     assert ("Because." in found.words) is (verdict != "overlaps")
+
+
+def test_beside_compute_that_is_too_short_to_hide_the_copy_there_is_no_verdict() -> None:
+    assert row((0.2,), (0.2,), compute_seconds=0.2).verdict == "cannot tell"
 
 
 def test_one_order_only_says_which() -> None:

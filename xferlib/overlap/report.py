@@ -97,7 +97,8 @@ class OverlapRow:
         if not self.on_gpu:
             return "a CPU cannot tell"
         orders = (self.copy_first, self.compute_first)
-        if any(order.width > WIDE for order in orders):
+        # Of a copy that takes longer than the compute, no more than that could be hidden.
+        if any(order.width > WIDE for order in orders) or self.compute_seconds.median < HIDDEN * self.copy_seconds.median:
             return "cannot tell"
         hidden, shown = ([test(order.median) for order in orders] for test in (HIDDEN.__le__, SHOWN.__ge__))
         if all(hidden):
