@@ -172,6 +172,7 @@ def test_the_events_are_written_for_perfetto(stager: xferlib.Stager, tmp_path: P
     assert copy["dur"] == (event.end - event.start) / 1e3
     assert copy["args"]["bytes"] == NBYTES
     assert copy["args"]["site"] == event.site
+    assert [entry["cat"] for entry in complete if "GB/s" in entry.get("args", {})] == ["h2d"]
     assert names[copy["pid"], 0] == "the CPU (host backend)"
     assert names[copy["pid"], copy["tid"]] == "xferlib-host-h2d"
     # Every row that is written to has a name.
@@ -184,6 +185,8 @@ def test_a_picture_is_drawn(stager: xferlib.Stager, tmp_path: Path) -> None:
         stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
     traced.png(tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    traced.png(tmp_path / "run.svg")
+    assert "no kernel was recorded" in (tmp_path / "run.svg").read_text()
 
 
 def test_a_picture_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

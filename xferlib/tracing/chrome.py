@@ -54,7 +54,8 @@ def _entry(event: Event, start: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
     if event.nbytes:
         told["bytes"] = event.nbytes
-        if event.end > event.start:
+        # A call has a time of its own, which is not the copy's.
+        if event.end > event.start and event.device != HOST:
             told["GB/s"] = round(event.nbytes / (event.end - event.start), 3)
     if event.memory:
         told["memory"] = event.memory

@@ -55,9 +55,7 @@ def write(recording: Recording, path: Path) -> None:
     axes.set_xlabel("ms since the trace began")
     axes.spines[["top", "right"]].set_visible(False)
     summary = summarize(recording)
-    axes.set_title(
-        "\n".join(finding.words for finding in summary.findings[:2]) or "nothing to mend was found", fontsize=9, loc="left"
-    )
+    axes.set_title("\n".join(finding.words for finding in summary.findings[:2]) or summary.verdict, fontsize=9, loc="left")
     if seen:
         handles = [Patch(color=color, label=kind) for kind, color in seen.items()]
         figure.legend(handles=handles, ncols=len(handles), fontsize=8, loc="outside lower center")
