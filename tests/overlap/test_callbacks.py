@@ -192,6 +192,44 @@ def test_a_thread_without_lines_of_the_user_says_where_the_loop_is() -> None:
     assert found.near.function == "test_a_thread_without_lines_of_the_user_says_where_the_loop_is"
 
 
+class Refusing:
+    """Stands for CUPTI: what it does when it is asked for a subscription, and whether that was given back."""
+
+    def __init__(self, status: int | KeyboardInterrupt) -> None:
+        self.status = status
+        self.subscribed = 0
+
+    def cuptiSubscribe(self, subscriber: Any, *_: object) -> int:  # noqa: N802
+        if not isinstance(self.status, int):
+            self.subscribed += 1
+            subscriber._obj.value = 7
+            raise self.status
+        return self.status
+
+    def cuptiUnsubscribe(self, subscriber: ctypes.c_void_p) -> None:  # noqa: N802
+        assert subscriber.value == 7
+        self.subscribed -= 1
+
+    def cuptiGetResultString(self, status: int, text: Any) -> None:  # noqa: N802
+        text._obj.value = b"CUPTI_ERROR"
+
+
+@pytest.mark.parametrize(("status", "advice"), [(39, "End it first"), (35, "ERR_NVGPUCTRPERM"), (999, "CUPTI_ERROR")])
+def test_what_cupti_refuses_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch, status: int, advice: str) -> None:
+    monkeypatch.setattr(callbacks, "load", lambda: Refusing(status))
+    with pytest.raises(BackendUnavailableError, match=advice) as raised, callbacks.recorded(cast("Any", Places())):
+        pass
+    assert ("profiler" in str(raised.value)) is (status == 39)
+
+
+def test_an_interrupt_on_the_way_in_leaves_cupti_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupti = Refusing(KeyboardInterrupt())
+    monkeypatch.setattr(callbacks, "load", lambda: cupti)
+    with pytest.raises(KeyboardInterrupt), callbacks.recorded(cast("Any", Places())):
+        pass
+    assert cupti.subscribed == 0
+
+
 def test_without_cupti_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str, *_: object) -> ctypes.CDLL:
         raise OSError(name)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, final
 from xferlib.errors import BackendUnavailableError
 from xferlib.overlap.calls import LEGACY, Call, Direction, Kind, Site
 from xferlib.overlap.driver import Driver
-from xferlib.tracing.library import CuptiError, load
+from xferlib.tracing.library import CuptiError, check, load
 
 __all__ = ["Listener", "Recording", "recorded", "site_of"]
 
@@ -29,13 +29,6 @@ DRIVER, RUNTIME = 1, 2
 ENTER = 0
 PER_THREAD = 2
 """The handle of the calling thread's default stream."""
-INSTALL = (
-    "assert_overlaps sees the calls of a loop through CUPTI, which is not installed. Install it with: pip install nvidia-cuda-cupti"
-)
-TAKEN = (
-    "CUPTI refused ({reason}): only one tool of a process can use it. End the profiler or the trace, or run this test in a process "
-    "of its own"
-)
 
 
 class _Fields(NamedTuple):
@@ -280,13 +273,14 @@ _recording: Recording | None = None
 def recorded(driver: Driver) -> Iterator[Recording]:
     """Record the calls of this process inside. Raises `BackendUnavailableError` where CUPTI is missing or taken."""
     global _recording
-    cupti = _load()
     recording = Recording(driver)
     subscriber = ctypes.c_void_p()
-    status = cupti.cuptiSubscribe(ctypes.byref(subscriber), _CALLED_BACK, None)
-    if status != 0:
-        raise BackendUnavailableError(TAKEN.format(reason=_text(cupti, status)))
     try:
+        try:
+            cupti = load()
+            check(cupti, "cuptiSubscribe", ctypes.byref(subscriber), _CALLED_BACK, None)
+        except CuptiError as error:
+            raise BackendUnavailableError(f"assert_overlaps sees the calls of a loop through CUPTI: {error}") from error
         _recording = recording
         for domain, table in _TABLES.items():
             for number in table:
@@ -294,8 +288,11 @@ def recorded(driver: Driver) -> Iterator[Recording]:
                 cupti.cuptiEnableCallback(ctypes.c_uint32(1), subscriber, domain, ctypes.c_uint32(number))
         yield recording
     finally:
-        _recording = None
-        cupti.cuptiUnsubscribe(subscriber)
+        if _recording is recording:
+            _recording = None
+        # Also where an interrupt came as soon as there was one.
+        if subscriber.value is not None:
+            cupti.cuptiUnsubscribe(subscriber)
 
 
 def site_of(frame: FrameType | None) -> Site | None:
@@ -342,16 +339,3 @@ def _word(address: int) -> int:
 
 def _handle(stream: int, per_thread: bool) -> int:
     return stream or (PER_THREAD if per_thread else LEGACY)
-
-
-def _text(cupti: Any, status: int) -> str:
-    text = ctypes.c_char_p()
-    cupti.cuptiGetResultString(status, ctypes.byref(text))
-    return (text.value or b"?").decode()
-
-
-def _load() -> Any:
-    try:
-        return load()
-    except CuptiError as error:
-        raise BackendUnavailableError(INSTALL) from error
