@@ -196,6 +196,25 @@ def test_a_slow_source_is_no_verdict(device: Played, monkeypatch: pytest.MonkeyP
         xferlib.assert_overlaps(step)
 
 
+def test_a_source_that_is_slow_once_is_no_finding(device: Played) -> None:
+    """It delivers as the gate is opened, as if it had waited for that."""
+    count, opened = itertools.count(), threading.Event()
+
+    def step() -> None:
+        n = next(count)
+        device.wait_event(10 + n % 2, COMPUTE)
+        device.launch(work=opened.set if n == 9 else lambda: None)
+        device.record_event(20 + n % 2, COMPUTE)
+        if n == 9:
+            # Under the first hold that counts.
+            assert opened.wait(60)
+        device.wait_event(20 + (n + 1) % 2, COPIES)
+        device.copy("h2d", address=(n + 1) % 2)
+        device.record_event(10 + (n + 1) % 2, COPIES)
+
+    xferlib.assert_overlaps(step)
+
+
 def test_a_loop_that_copies_nothing_is_no_verdict(device: Played) -> None:
     with pytest.raises(xferlib.UndecidedError, match=r"makes no copy of 64\.0 KiB or more"):
         xferlib.assert_overlaps(device.launch)

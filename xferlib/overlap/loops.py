@@ -186,6 +186,13 @@ class _Watch:
 
     def hold(self, what: Literal["compute", "h2d", "d2h"], look: Look) -> Held:
         """Run steps while the compute, or the copies of a direction, are held from their first on."""
+        held = self._hold(what, look)
+        # No call of CUDA says what the loop stood for: it may have been a slow disk, once. Who waits for what is held waits again.
+        if held.stuck is not None and held.stuck.call is None and held.stuck.freed:
+            held = self._hold(what, look)
+        return held
+
+    def _hold(self, what: Literal["compute", "h2d", "d2h"], look: Look) -> Held:
         patience = self._patience()
         recording = self._recording
         first_step, start = recording.step, len(recording.calls)
