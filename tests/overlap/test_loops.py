@@ -12,6 +12,7 @@ import xferlib
 from tests.overlap.played import COMPUTE, COPIES, Played
 from xferlib.gates import gate_table
 from xferlib.overlap import loops
+from xferlib.overlap.driver import DriverError
 
 
 @pytest.fixture
@@ -174,6 +175,22 @@ def test_what_the_step_raises_under_a_hold_is_raised_and_the_gate_is_opened(devi
 
     with pytest.raises(OSError, match="no more batches"):
         xferlib.assert_overlaps(step)
+
+
+def test_what_fails_before_a_hold_has_begun_is_raised_and_leaves_nothing(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = itertools.count()
+    destroyed: list[int] = []
+
+    def new_event() -> int:
+        if next(made) == 7:
+            raise DriverError("cuEventCreate", 2)
+        return 1
+
+    monkeypatch.setattr(device, "new_event", new_event)
+    monkeypatch.setattr(device, "destroy", destroyed.append)
+    with pytest.raises(DriverError, match="cuEventCreate failed with CUDA error 2"):
+        xferlib.assert_overlaps(overlapping(device))
+    assert len(destroyed) == 7
 
 
 def test_a_slow_source_is_no_verdict(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,16 +320,21 @@ class _Hold:
     def start(self) -> None:
         self._driver.enter()
         try:
-            self._spare.extend(self._driver.new_event() for _ in range(MOST_EVENTS))
+            for _ in range(MOST_EVENTS):
+                self._events.append(self._driver.new_event())
         finally:
             self._driver.leave()
-        self._events = list(self._spare)
+        self._spare.extend(self._events)
         self._asker.start()
         self._referee.start()
 
     def join(self) -> None:
-        self._referee.join()
-        self._asker.join()
+        # Not all was started if an error, or an interrupt, came before.
+        if self._referee.ident is not None:
+            self._referee.join()
+        self._over = True
+        if self._asker.ident is not None:
+            self._asker.join()
 
     def give_back(self) -> None:
         """Destroy the events. Nothing may be under way."""
@@ -491,7 +496,8 @@ class _Rehearsal:
         self._referee.start()
 
     def join(self) -> None:
-        self._referee.join()
+        if self._referee.ident is not None:
+            self._referee.join()
 
     def give_back(self) -> None:
         """It has taken nothing."""
