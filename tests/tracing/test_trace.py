@@ -179,6 +179,16 @@ def test_the_events_are_written_for_perfetto(stager: xferlib.Stager, tmp_path: P
     assert {(entry["pid"], entry["tid"]) for entry in complete} <= set(names)
 
 
+def test_ranges_that_overlap_in_part_are_written_as_such(tmp_path: Path) -> None:
+    ranges = (Event("range", "one", 1000, 3000), Event("range", "other", 2000, 4000))
+    chrome.write(Recording(events=ranges, start=0, end=5000), tmp_path / "run.json")
+    entries = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert [entry["args"]["name"] for entry in entries if entry["ph"] == "M"] == ["host", "named ranges"]
+    found = {(entry["name"], entry["ph"], entry["ts"]) for entry in entries if entry["ph"] != "M"}
+    assert found == {("one", "b", 1.0), ("one", "e", 3.0), ("other", "b", 2.0), ("other", "e", 4.0)}
+    assert len({(entry["name"], entry["id"]) for entry in entries if entry["ph"] != "M"}) == 2
+
+
 def test_a_picture_is_drawn(stager: xferlib.Stager, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with trace() as traced:

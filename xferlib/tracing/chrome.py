@@ -37,8 +37,15 @@ def _entries(recording: Recording) -> Iterator[dict[str, Any]]:
     for device, stream in lanes:
         name = recording.name_of(device, stream)
         yield {"ph": "M", "name": "thread_name", "pid": _process(device), "tid": stream, "args": {"name": name}}
-    for event in recording.events:
-        yield _entry(event, recording.start)
+    for number, event in enumerate(recording.events):
+        entry = _entry(event, recording.start)
+        if event.kind == "range":
+            # Those of several threads may overlap in part, which complete events of one row may not.
+            end = entry["ts"] + entry.pop("dur")
+            yield entry | {"ph": "b", "id": number}
+            yield entry | {"ph": "e", "id": number, "ts": end}
+        else:
+            yield entry
 
 
 def _entry(event: Event, start: int) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Recording:
     def name_of(self, device: int, stream: int) -> str:
         """Return the name of a stream, or of a thread of the host."""
         if device == HOST:
-            return self.threads.get(stream, f"thread {stream}")
+            # Of a range nobody knows the thread.
+            return self.threads.get(stream, f"thread {stream}") if stream else "named ranges"
         name = self.streams.get((device, stream), f"stream {stream}")
         return f"{name} (NULL stream)" if (device, stream) in self.null_streams else name
