@@ -27,19 +27,29 @@ class OnGpu(LockingBackend):
         super().__init__(open_stager(), {})
 
 
-def device(root: Path, *texts: str) -> Path:
-    folder = root / DEVICE
-    folder.mkdir()
-    for name, text in zip(
-        ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "numa_node"), texts, strict=True
-    ):
+def device(root: Path, *texts: str, port: tuple[str, str] | None = ("32.0 GT/s PCIe", "16")) -> Path:
+    """Lay out what the kernel tells. `port`: what the port can do that the device is plugged into."""
+    folder = root / "port" / DEVICE
+    folder.mkdir(parents=True)
+    (root / DEVICE).symlink_to(folder)
+    names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "numa_node")
+    for name, text in zip(names, texts, strict=True):
         (folder / name).write_text(f"{text}\n")
+    for name, text in zip(("max_link_speed", "max_link_width"), port or (), strict=False):
+        (folder.parent / name).write_text(f"{text}\n")
     return root
 
 
 def test_a_link_is_read_as_the_kernel_tells_it(tmp_path: Path) -> None:
     device(tmp_path, "16.0 GT/s PCIe", "8", "32.0 GT/s PCIe", "16", "-1")
     assert link_of("00000000:3B:00.0", tmp_path) == (16.0, 8, 32.0, 16)
+
+
+@pytest.mark.parametrize("port", [("16.0 GT/s PCIe", "8"), ("Unknown", "16"), None])
+def test_a_link_can_do_what_both_of_its_ends_can(tmp_path: Path, port: tuple[str, str] | None) -> None:
+    """A fast card in a slower slot is at its best, and so is one whose slot nobody knows, as far as anybody knows."""
+    device(tmp_path, "16.0 GT/s PCIe", "8", "32.0 GT/s PCIe", "16", "-1", port=port)
+    assert link_of(DEVICE, tmp_path) == (16.0, 8, 16.0, 8)
 
 
 @pytest.mark.parametrize(

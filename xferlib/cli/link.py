@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 
@@ -104,15 +104,31 @@ def measured_link(stager: Stager, devices: Path = DEVICES) -> Link | None:
 
 
 def link_of(pci_bus_id: str | None, devices: Path = DEVICES) -> tuple[float, int, float, int] | None:
-    """Return speed and width of a link as they are now, and as they can be at most; None: the system does not tell."""
+    """Return speed and width of a link as they are now, and as both of its ends can do at most; None: the system does not tell.
+
+    What is above the device may be hidden, as it is in virtual machines: then nobody knows that the link could do more.
+    """
     try:
         device = devices / pci_name(pci_bus_id or "")
-        speed, most_speed = (_speed((device / f"{kind}_link_speed").read_text()) for kind in ("current", "max"))
-        width, most_width = (int((device / f"{kind}_link_width").read_text()) for kind in ("current", "max"))
+        speed, width = _told(device, "current")
+        ends = [_told(device, "max")]
     except (OSError, ValueError):
         return None
-    # Width 0, or 255 at most, is how the kernel says that it does not know.
-    return (speed, width, most_speed, most_width) if width and most_width <= 32 else None
+    try:
+        # The kernel has devices inside of the port that they are plugged into, and tells of each what it can do by itself.
+        ends.append(_told(device.resolve().parent, "max"))
+    except (OSError, ValueError):
+        ends.append((speed, width))
+    return speed, width, min(most for most, _ in ends), min(most for _, most in ends)
+
+
+def _told(end: Path, kind: Literal["current", "max"]) -> tuple[float, int]:
+    """Return speed and width. Raises `OSError` or `ValueError` where they are not known."""
+    width = int((end / f"{kind}_link_width").read_text())
+    # How the kernel says that it does not know.
+    if not 0 < width <= 32:
+        raise ValueError(f"no width of a link: {width}")
+    return _speed((end / f"{kind}_link_speed").read_text()), width
 
 
 def _speed(text: str) -> float:
