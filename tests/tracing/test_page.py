@@ -123,6 +123,20 @@ def test_a_page_keeps_the_size_that_is_asked_for(tmp_path: Path) -> None:
     assert sum(mark["nbytes"] for mark in copies) == 600 << 20
 
 
+def test_no_text_of_all_events_is_made_where_they_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[int] = []
+
+    def dumps(*values: Any, **options: Any) -> str:
+        text = json_dumps(*values, **options)
+        texts.append(len(text))
+        return text
+
+    json_dumps = json.dumps
+    monkeypatch.setattr("xferlib.tracing.page.json.dumps", dumps)
+    write(large(), tmp_path / "small.html", most_nbytes=60_000)
+    assert max(texts) < 200_000
+
+
 def test_events_that_overlap_in_a_row_are_in_lanes() -> None:
     told = data_of(page(recording(call("put", 0, 10), call("issue", 1, 3), call("issue", 4, 6), call("wait", 4, 5), kernel(0, 1))))
     (host,) = [row for row in told["rows"] if row["group"] == "host"]

@@ -21,6 +21,8 @@ MOST_NAME = 120
 """Characters. Names of kernels that are templates have thousands."""
 MOST_LINES = 40
 """Of a table."""
+MARK_NBYTES = 20
+"""A mark takes ten numbers, and so many bytes at least."""
 FIRST_APART = 1_000
 """Nanoseconds."""
 
@@ -40,11 +42,15 @@ def page(recording: Recording, *, most_nbytes: int = MOST_NBYTES) -> str:
     room = most_nbytes - len(_template())
     while True:
         notes = [*recording.notes, *_thinning(recording, everything, drawn, apart)]
-        text = json.dumps({**told, **_encoded(drawn), "notes": notes}, separators=(",", ":"))
-        # Nothing of the data may end the element that it is in.
-        text = text.replace("<", "\\u003c")
-        if len(text) <= room or not any(len(lane) > 1 for row in drawn for lane in row.lanes):
-            return _template().replace("__DATA__", text)
+        lanes = [len(lane) for row in drawn for lane in row.lanes]
+        is_least = max(lanes, default=0) <= 1
+        # Of a long trace all marks would be a text of gigabytes.
+        if is_least or sum(lanes) * MARK_NBYTES <= room:
+            text = json.dumps({**told, **_encoded(drawn), "notes": notes}, separators=(",", ":"))
+            # Nothing of the data may end the element that it is in.
+            text = text.replace("<", "\\u003c")
+            if is_least or len(text) <= room:
+                return _template().replace("__DATA__", text)
         apart = 4 * apart if apart else FIRST_APART
         drawn = thinned(everything, apart)
 

@@ -32,8 +32,8 @@ MUTANTS = [
     (LOG, "        os.register_at_fork(after_in_child=self.stop)\n", ""),
     (ROWS, "nbytes=last.nbytes + mark.nbytes,\n            waited", "nbytes=last.nbytes,\n            waited"),
     (ROWS, "if lane[-1].end <= mark.start:", "if True:"),
-    (PAGE, '        text = text.replace("<", "\\\\u003c")\n', ""),
-    (PAGE, "len(text) <= room or", "True or"),
+    (PAGE, '            text = text.replace("<", "\\\\u003c")\n', ""),
+    (PAGE, "is_least or len(text) <= room", "True"),
     (TRACE, "        if os.getpid() != self._process:\n            return  # It is the parent's.\n", ""),
     (TRACE, "if event.end >= self._start]", "]"),
 ]
