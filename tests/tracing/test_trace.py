@@ -297,7 +297,8 @@ def test_a_block_that_raises_is_written(stager: xferlib.Stager, tmp_path: Path) 
     assert '"cat":"h2d"' in (tmp_path / "run.json").read_text()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# Python warns of forking a process with threads, and JAX, if another test has loaded it, of any fork.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
 def test_a_forked_child_writes_nothing_and_may_trace_itself(tmp_path: Path) -> None:
     with xferlib.trace(tmp_path / "run.json", gpu=False) as traced:
         child = os.fork()
