@@ -19,7 +19,7 @@ from _thread import start_new_thread
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import IO, Any, Literal, final
 
 from xferlib.byte_reader import ByteReader
 from xferlib.engine.cores import usable_cores
@@ -150,14 +150,20 @@ class Writing:
         wanted = max(1, min(most, MOST_THREADS, self._memory // self._piece_nbytes, max(2, usable_cores())))
         started, self._left = 0, wanted
         # Those that run do what others do not, but slower.
-        with suppress(RuntimeError, MemoryError):
-            while started < wanted:
-                threading.Thread(target=self._run, name="xferlib-save", daemon=False).start()
-                started += 1
+        while started < wanted and self._start_one():
+            started += 1
         for _ in range(wanted - max(1, started)):
             self._leave()
         if not started:
             self._run()
+
+    def _start_one(self) -> bool:
+        """Start a thread; False: the system has none."""
+        try:
+            threading.Thread(target=self._run, name="xferlib-save", daemon=False).start()
+        except (RuntimeError, MemoryError):
+            return False
+        return True
 
     def _run(self, *, cut: bool = False) -> None:
         """Take part, and end the save if the others have. `cut`: an interrupt may come here, and ends the save."""
@@ -213,15 +219,23 @@ class Writing:
                 self._note_written(data.nbytes)
             return
         with self._temporary.as_file() as stream, zipfile.ZipFile(stream, "w") as archive:
-            for member, header, pieces in zip(layout.members, layout.headers, layout.by_member(memory.nbytes), strict=True):
-                self._pieces = iter(pieces)
-                with archive.open(member, "w", force_zip64=True) as entry:
-                    entry.write(header)
-                    for _, data in self._data(memory):
-                        entry.write(data)
-                        self._note_written(data.nbytes)
-                if self.error is not None:
-                    return
+            self._write_members(archive, layout, memory)
+
+    # Loops in functions of their own: an interrupt must come to what is around them.
+
+    def _write_members(self, archive: zipfile.ZipFile, layout: Layout, memory: Array) -> None:
+        for member, header, pieces in zip(layout.members, layout.headers, layout.by_member(memory.nbytes), strict=True):
+            self._pieces = iter(pieces)
+            with archive.open(member, "w", force_zip64=True) as entry:
+                self._write_member(entry, header, memory)
+            if self.error is not None:
+                return
+
+    def _write_member(self, entry: IO[bytes], header: bytes, memory: Array) -> None:
+        entry.write(header)
+        for _, data in self._data(memory):
+            entry.write(data)
+            self._note_written(data.nbytes)
 
     def _data(self, memory: Array) -> Iterator[tuple[int, memoryview]]:
         """Iterate what this thread is to write, and where: the next pieces that no other has taken, read into this memory."""

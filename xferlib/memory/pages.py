@@ -21,7 +21,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, final
@@ -204,18 +204,11 @@ def _map(sizes: Sequence[int]) -> list[int]:
     ends = [reserved, *(address + nbytes for address, nbytes in ours)]
     begins = [*addresses, reserved + total + HUGE]
     holes = [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
-    step = _step(sum(sizes))
     try:
-        for address, nbytes in zip(addresses, sizes, strict=True):
-            for start, size in _parts(address, nbytes, step):
-                _mapped(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
+        _fill(addresses, sizes)
         # Refused where the kernel has no huge pages; then there are none. What is smaller must not get one.
-        for address, nbytes in [(first, total)] if min(sizes) >= HUGE else zip(addresses, sizes, strict=True):
-            if nbytes >= HUGE:
-                _madvise(address, nbytes, mmap.MADV_HUGEPAGE)
-        while holes:
-            _unmap(*holes[-1])
-            holes.pop()
+        _ask_for_huge_pages([(first, total)] if min(sizes) >= HUGE else zip(addresses, sizes, strict=True))
+        _cut_off(holes)
     except BaseException:
         # Not as one: what is cut off already may be another thread's by now.
         for start, size in [*ours, *holes]:
@@ -223,6 +216,30 @@ def _map(sizes: Sequence[int]) -> list[int]:
                 _unmap(start, size)
         raise
     return addresses
+
+
+# Functions of their own: an interrupt that comes in a loop must come to what is around it.
+
+
+def _fill(addresses: Sequence[int], sizes: Sequence[int]) -> None:
+    """Map pages over a reserved range."""
+    step = _step(sum(sizes))
+    for address, nbytes in zip(addresses, sizes, strict=True):
+        for start, size in _parts(address, nbytes, step):
+            _mapped(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
+
+
+def _ask_for_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
+    for address, nbytes in ranges:
+        if nbytes >= HUGE:
+            _madvise(address, nbytes, mmap.MADV_HUGEPAGE)
+
+
+def _cut_off(holes: list[tuple[int, int]]) -> None:
+    """Unmap ranges, each taken out of the list only then."""
+    while holes:
+        _unmap(*holes[-1])
+        holes.pop()
 
 
 def _mapped(at: int | None, nbytes: int, protection: int, flags: int) -> int:

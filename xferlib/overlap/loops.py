@@ -70,19 +70,23 @@ def assert_overlaps(
         raise ValueError(f"nbytes={nbytes!r}: expected at least 1")
     driver = Driver(device)
     with recorded(driver) as recording:
-        watch = _Watch(recording, driver, step, steps, nbytes)
-        watch.warm_up(warmup)
-        look = watch.look()
-        watch.rehearse(look)
-        held = [watch.hold("compute", look)] if look.compute else []
-        copied = [direction for direction in DIRECTIONS if any(look.nbytes[direction])]
-        held += [watch.hold(direction, look) for direction in copied if held]
-        calls = watch.calls
-    verdict = judge(look, held, calls)
+        found = _watched(_Watch(recording, driver, step, steps, nbytes), warmup)
+    verdict = judge(*found)
     if verdict.findings:
         raise AssertionError("the loop does not overlap its copies with its compute:\n" + _listed(verdict.findings))
     if verdict.undecided:
         raise UndecidedError("it cannot be told whether the loop overlaps:\n" + _listed(verdict.undecided))
+
+
+def _watched(watch: _Watch, warmup: int) -> tuple[Look, list[Held], list[Call]]:
+    """Return what the steps did, unheld and held. A function of its own: an interrupt in its loops ends the recording."""
+    watch.warm_up(warmup)
+    look = watch.look()
+    watch.rehearse(look)
+    held = [watch.hold("compute", look)] if look.compute else []
+    copied = [direction for direction in DIRECTIONS if any(look.nbytes[direction])]
+    held += [watch.hold(direction, look) for direction in copied if held]
+    return look, held, watch.calls
 
 
 def _listed(lines: Iterable[object]) -> str:
@@ -391,22 +395,25 @@ class _Hold:
         self._driver.enter()
         try:
             self._driver.relax()
-            while not self._over:
-                for serial, (event, call) in list(self._marks.items()):
-                    if self._is_reached(event):
-                        call.done = True
-                        self._marks.pop(serial, None)
-                for key, event in list(self._steps.items()):
-                    # Recorded again between the two, it would stand for more launches than were asked about.
-                    with self._marking:
-                        if key not in self._reached and self._is_reached(event):
-                            self._reached.add(key)
-                time.sleep(POLL_SECONDS)
+            self._ask_on()
         except DriverError:
             self.blind = True
         finally:
             with suppress(DriverError):
                 self._driver.leave()
+
+    def _ask_on(self) -> None:
+        while not self._over:
+            for serial, (event, call) in list(self._marks.items()):
+                if self._is_reached(event):
+                    call.done = True
+                    self._marks.pop(serial, None)
+            for key, event in list(self._steps.items()):
+                # Recorded again between the two, it would stand for more launches than were asked about.
+                with self._marking:
+                    if key not in self._reached and self._is_reached(event):
+                        self._reached.add(key)
+            time.sleep(POLL_SECONDS)
 
     def _is_reached(self, event: int) -> bool:
         # In this order: what is reached while the gate is shut was not behind it.

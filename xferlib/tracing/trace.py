@@ -137,18 +137,7 @@ class Trace:
         LOG.stop()
         try:
             traced = Traced([], {}, set(), {}, []) if self._gpus is None else self._gpus.finish(LOG)
-            names = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
-            events = [event for event in [*LOG.events, *traced.events] if event.end >= self._start]
-            self._recording = Recording(
-                events=tuple(sorted(events, key=lambda event: event.start)),
-                start=self._start,
-                end=end,
-                devices={**LOG.devices, **traced.devices},
-                streams=dict(LOG.streams),
-                null_streams=frozenset(traced.null_streams),
-                threads={**names, **LOG.threads},
-                notes=(*traced.notes, *([f"{LOG.lost} events of ours found no room. Trace fewer steps"] if LOG.lost else [])),
-            )
+            self._recording = _recording(traced, self._start, end)
         finally:
             self._abandon()
 
@@ -162,3 +151,19 @@ class Trace:
                 with suppress(Exception):
                     gpus.abandon()
             _running.pop(None, None)
+
+
+def _recording(traced: Traced, start: int, end: int) -> Recording:
+    """Put together what the devices and code of ours have noted."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
+    events = [event for event in [*LOG.events, *traced.events] if event.end >= start]
+    return Recording(
+        events=tuple(sorted(events, key=lambda event: event.start)),
+        start=start,
+        end=end,
+        devices={**LOG.devices, **traced.devices},
+        streams=dict(LOG.streams),
+        null_streams=frozenset(traced.null_streams),
+        threads={**names, **LOG.threads},
+        notes=(*traced.notes, *([f"{LOG.lost} events of ours found no room. Trace fewer steps"] if LOG.lost else [])),
+    )
