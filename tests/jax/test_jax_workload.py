@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
-from xferlib_jax import workload
+import pytest
 
 from xferlib.workload import EdgeSpec
+
+jax = pytest.importorskip("jax")
+workload = pytest.importorskip("xferlib_jax.workload")
 
 SPEC = EdgeSpec(frames=2, height=16, width=24, channels=None, dtype=np.dtype(np.uint8), slots=1)
 
