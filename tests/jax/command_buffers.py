@@ -19,7 +19,7 @@ import numpy as np
 
 import xferlib
 from xferlib.conformance import cupti
-from xferlib.tracing.library import CuptiError, load
+from xferlib.tracing.library import CALLBACK, CuptiError, load
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -64,7 +64,7 @@ class GraphCalls:
     def __init__(self) -> None:
         self.seen: Counter[int] = Counter()
         self._library = load()
-        self._callback = cupti.CALLBACK(self._entered)
+        self._callback = CALLBACK(self._entered)
         self._subscriber = ctypes.c_void_p()
         status = self._library.cuptiSubscribe(ctypes.byref(self._subscriber), self._callback, None)
         if status != 0:

@@ -1,11 +1,10 @@
 """What holds of files that eight devices share. Not collected by itself: `test_jax_files.py` starts a child for it."""
 
+# ruff: noqa: F811  # A fixture that is imported stands in the parameters of tests.
+
 from __future__ import annotations
 
-import gc
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import pytest
 import safetensors.numpy
 import xferlib_jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from xferlib_jax import _load, _spread, _stagers
+from xferlib_jax import _load, _spread
 
 import xferlib
+from tests.jax.eight_devices import assert_is, nothing_left, stagers  # noqa: F401  # Fixtures.
 from xferlib.stager import Stager
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
@@ -39,33 +39,6 @@ def over(*axes: Any) -> NamedSharding:
 
 
 RULES = {"*.kernel": over("a", "b"), "embed": over(("a", "b")), "*": over()}
-
-
-def assert_is(array: Any, expected: Any, sharding: Any) -> None:
-    assert array.shape == expected.shape
-    assert array.dtype == expected.dtype
-    assert array.sharding.is_equivalent_to(sharding, array.ndim)
-    for shard in array.addressable_shards:
-        assert shard.data.devices() == {shard.device}
-        assert np.array_equal(np.asarray(shard.data), expected[shard.index])
-
-
-@pytest.fixture
-def stagers() -> Iterator[tuple[Stager, ...]]:
-    opened = xferlib_jax.local_stagers()
-    yield opened
-    for stager in opened:
-        stager.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    yield
-    deadline = time.monotonic() + 20
-    while _stagers._SHARED._rows:
-        assert time.monotonic() < deadline, _stagers._SHARED._rows
-        gc.collect()
-        time.sleep(0.001)
 
 
 @pytest.fixture

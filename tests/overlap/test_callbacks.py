@@ -13,6 +13,7 @@ from xferlib.errors import BackendUnavailableError
 from xferlib.overlap import callbacks
 from xferlib.overlap.callbacks import Recording, site_of
 from xferlib.overlap.calls import LEGACY, Call
+from xferlib.tracing.library import CallbackData
 
 DRIVER, RUNTIME = 1, 2
 ENTER, EXIT = 0, 1
@@ -46,7 +47,7 @@ def copy(to: int, of: int, nbytes: int, *rest: tuple[str, Any], **values: int) -
 
 
 def tell(recording: Recording, site: int, domain: int, number: int, parameters: ctypes.Structure | None = None) -> None:
-    data = callbacks._CallbackData(site=site, function=b"cuSomething")
+    data = CallbackData(site=site, function=b"cuSomething")
     if parameters is not None:
         data.parameters = ctypes.addressof(parameters)
     recording.called(domain, number, ctypes.pointer(data))
@@ -177,7 +178,7 @@ def test_a_thread_without_lines_of_the_user_says_where_the_loop_is() -> None:
     recording = Recording(cast("Any", Places()))
     # The loop is in nobody's code but this test's; the thread runs code of installed packages alone.
     code = compile("call()", "/usr/lib/python3/dist-packages/framework.py", "exec")
-    data = callbacks._CallbackData(site=ENTER, function=b"cuSomething")
+    data = CallbackData(site=ENTER, function=b"cuSomething")
 
     def call() -> None:
         recording.called(DRIVER, 17, ctypes.pointer(data))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from xferlib.conformance import cuda
-from xferlib.tracing.library import CuptiError, check, load
+from xferlib.tracing.library import CALLBACK, CuptiError, check, load
 
 __all__ = ["CallLog", "CuptiError", "driver_calls"]
 
@@ -36,26 +36,6 @@ RUNTIME_FUNCTIONS = (
     *(140, 141, 152, 153, 206),  # cudaMalloc3D, Malloc3DArray, HostRegister, HostUnregister, MallocManaged
     *(373, 374, 375, 376, 391, 392),  # cudaMallocAsync, FreeAsync, MallocFromPoolAsync
 )
-
-
-@final
-class CallbackData(ctypes.Structure):
-    """CUpti_CallbackData of cupti_callbacks.h."""
-
-    _fields_ = (
-        ("site", ctypes.c_int),
-        ("function", ctypes.c_char_p),
-        ("parameters", ctypes.c_void_p),
-        ("returned", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("context", ctypes.c_void_p),
-        ("context_uid", ctypes.c_uint32),
-        ("correlation_data", ctypes.c_void_p),
-        ("correlation", ctypes.c_uint32),
-    )
-
-
-CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(CallbackData))
 
 
 @final

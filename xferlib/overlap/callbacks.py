@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, final
 from xferlib.errors import BackendUnavailableError
 from xferlib.overlap.calls import LEGACY, Call, Direction, Kind, Site
 from xferlib.overlap.driver import Driver
-from xferlib.tracing.library import CuptiError, check, load
+from xferlib.tracing.library import CALLBACK, CuptiError, check, load
 
 __all__ = ["Listener", "Recording", "recorded", "site_of"]
 
@@ -104,25 +104,6 @@ _RUNTIME: dict[int, _Fields] = {
     **dict.fromkeys((20, 21, 22, 25, 26, 27, 140, 152, 153, 206), _Fields("memory")),
 }
 _TABLES = {DRIVER: _DRIVER, RUNTIME: _RUNTIME}
-
-
-class _CallbackData(ctypes.Structure):
-    """CUpti_CallbackData of cupti_callbacks.h."""
-
-    _fields_ = (
-        ("site", ctypes.c_int),
-        ("function", ctypes.c_char_p),
-        ("parameters", ctypes.c_void_p),
-        ("returned", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("context", ctypes.c_void_p),
-        ("context_uid", ctypes.c_uint32),
-        ("correlation_data", ctypes.c_void_p),
-        ("correlation", ctypes.c_uint32),
-    )
-
-
-_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_CallbackData))
 
 
 class Listener(Protocol):
@@ -330,7 +311,7 @@ def _called_back(_: int | None, domain: int, number: int, data: Any) -> None:
         recording.called(domain, number, data)
 
 
-_CALLED_BACK = _CALLBACK(_called_back)
+_CALLED_BACK = CALLBACK(_called_back)
 
 
 def _word(address: int) -> int:

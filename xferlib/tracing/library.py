@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 from xferlib.errors import XferError
 
-__all__ = ["TAKEN", "CuptiError", "check", "load"]
+__all__ = ["CALLBACK", "TAKEN", "CallbackData", "CuptiError", "check", "load"]
 
 TAKEN = 39
 """`CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED`."""
 NO_RIGHTS = 35
 """`CUPTI_ERROR_INSUFFICIENT_PRIVILEGES`."""
+
+
+@final
+class CallbackData(ctypes.Structure):
+    """CUpti_CallbackData of cupti_callbacks.h."""
+
+    _fields_ = (
+        ("site", ctypes.c_int),
+        ("function", ctypes.c_char_p),
+        ("parameters", ctypes.c_void_p),
+        ("returned", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("context", ctypes.c_void_p),
+        ("context_uid", ctypes.c_uint32),
+        ("correlation_data", ctypes.c_void_p),
+        ("correlation", ctypes.c_uint32),
+    )
+
+
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(CallbackData))
 
 
 class CuptiError(XferError):
