@@ -303,6 +303,7 @@ typedef struct {
 } bench;
 
 static atomic_uint_fast64_t next_row = 1;
+static size_t together = 1;          // So many chunks of a bench lie side by side in a block.
 
 // Take back what can be, of the chunks with the first numbers, and return how many those were.
 static int take_idle(uint32_t lane, uint64_t numbers) {
@@ -323,7 +324,7 @@ static bench *new_bench(uint32_t number, int direction, const xe_calls *calls, s
     b->memory = aligned_alloc(4096, chunks * nbytes);
     CHECK(xe_open_lane(number, direction, calls, b->stream) == XE_OK);
     for (size_t n = 0; n < chunks; n++)
-        CHECK(xe_add_chunk(number, n, b->memory + n * nbytes, nbytes, calls ? &b->events[n] : NULL) == XE_OK);
+        CHECK(xe_add_chunk(number, n, b->memory + n * nbytes, nbytes, n / together, calls ? &b->events[n] : NULL) == XE_OK);
     return b;
 }
 
@@ -463,6 +464,7 @@ static const size_t SIZES[] = {1, 255, 256, 257, 4 * KIB, 64 * KIB, 256 * KIB - 
 
 static void moves(const xe_calls *calls, int threads, bool slow) {
     xe_start(threads);
+    together = 3;
     bench *both[2] = {new_bench(1, XE_H2D, calls, 4, MIB, slow), new_bench(2, XE_D2H, calls, 4, MIB, slow)};
     pthread_t owner;
     if (!calls) {
@@ -1115,8 +1117,8 @@ static void fails_when_its_chunks_are_lost(void) {
     int lost;
     CHECK(xe_error(late->row, &why, &what, &lost) == XE_OK && why == ENOBUFS && !lost);
     // The same one is not given twice.
-    for (uint64_t n = 0; n < 3; n++) CHECK(xe_add_chunk(1, n, b->memory, 256 * KIB, &b->events[n]) == XE_BUSY);
-    CHECK(xe_add_chunk(1, 3, b->memory, 256 * KIB, &b->events[3]) == XE_OK);
+    for (uint64_t n = 0; n < 3; n++) CHECK(xe_add_chunk(1, n, b->memory, 256 * KIB, n, &b->events[n]) == XE_BUSY);
+    CHECK(xe_add_chunk(1, 3, b->memory, 256 * KIB, 3, &b->events[3]) == XE_OK);
     transfer *next = of_one(b, MIB, 2);
     start(next, NULL, NULL);
     finish(next);
@@ -1331,13 +1333,153 @@ static void rests_behind_a_copy(int direction) {
     CHECK(xe_wait(700, XE_FINISHED, PATIENCE) == XE_FAILED);
     xe_figures figures;
     xe_read_figures(&figures);
-    CHECK(atomic_load(&trapped) == 1 && figures.copied_nbytes == 256 * KIB);
+    // Nor the rest of that part.
+    CHECK(atomic_load(&trapped) == 1 && figures.copied_nbytes == 128 * KIB);
     free(device);
     end_bench(b);
 }
 
 static void rests_behind_a_copy_to_the_device(void) { rests_behind_a_copy(XE_H2D); }
 static void rests_behind_a_copy_to_the_host(void) { rests_behind_a_copy(XE_D2H); }
+
+// Several threads copy a part together, and it is done when the last of them is.
+static void copies_together(int direction) {
+    xe_start(2);
+    bench *b = new_bench(1, direction, &DEVICE, 1, MIB, false);
+    set_trap();
+    // But its first page.
+    mprotect(trap + 4 * KIB, MIB - 4 * KIB, PROT_READ | PROT_WRITE);
+    char *device = calloc(1, MIB);
+    xe_piece piece = {trap, (uint64_t)device, MIB, 0};
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    xe_figures figures = {0};
+    for (double until = seconds() + PATIENCE_SECONDS; figures.copied_nbytes < 768 * KIB && seconds() < until; xe_read_figures(&figures)) pause_for(100);
+    CHECK(atomic_load(&trapped) == 1 && figures.copied_nbytes == 768 * KIB);
+    CHECK(xe_wait(700, XE_FINISHED, 10000) == XE_NOT_YET);
+    if (direction == XE_H2D) CHECK(xe_wait(700, XE_STAGED, 0) == XE_NOT_YET && b->stream->count == 0);
+    CHECK(xe_take_chunk(1, 0) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    CHECK(xe_wait(700, XE_FINISHED, PATIENCE) == XE_OK);
+    take_trap_away();
+    free(device);
+    end_bench(b);
+}
+
+static void copies_together_to_the_device(void) { copies_together(XE_H2D); }
+static void copies_together_to_the_host(void) { copies_together(XE_D2H); }
+
+// A thread that fails ends the job, and the chunk comes back when the others are through with it.
+static void fails_while_others_copy(void) {
+    xe_start(2);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 1, MIB, false);
+    set_trap();
+    mprotect(trap + 4 * KIB, MIB - 4 * KIB, PROT_READ | PROT_WRITE);
+    char *device = calloc(1, MIB);
+    xe_piece piece = {trap, (uint64_t)device, MIB, 0};
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    while (atomic_load(&trapped) == 0) pause_for(100);
+    CHECK(xe_abandon(700) == XE_OK);
+    CHECK(xe_wait(700, XE_FINISHED, 10000) == XE_NOT_YET && xe_take_chunk(1, 0) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    CHECK(xe_wait(700, XE_STAGED, PATIENCE) == XE_FAILED && xe_wait(700, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_take_chunk(1, 0) == XE_OK && b->stream->count == 0);
+    take_trap_away();
+    free(device);
+    end_bench(b);
+}
+
+static size_t copies_in(const bench *b) {
+    size_t count = 0;
+    for (size_t n = 0; n < b->stream->count; n++) count += b->stream->kinds[n] == COPY;
+    return count;
+}
+
+// Chunks that lie side by side are copied from as one, and no others. The first part is one chunk, and so is the last.
+static void joins_chunks(void) {
+    xe_start(1);
+    together = 16;
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 16, 64 * KIB, false);
+    transfer *t = of_one(b, 2 * MIB, 5);
+    start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    const void *copies[32];
+    size_t count = copies_in(b), found = 0;
+    CHECK(count < 32);
+    for (size_t n = 0; n < b->stream->count; n++)
+        if (b->stream->kinds[n] == COPY) copies[found++] = b->stream->which[n];
+    CHECK(copies[0] == t->device && copies[1] == t->device + 64 * KIB && copies[found - 1] == t->device + 2 * MIB - 64 * KIB);
+    finish(t);
+    CHECK(take_idle(1, 16) == 16);
+    end_bench(b);
+}
+
+static void joins_no_blocks(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 16, 64 * KIB, false);
+    transfer *t = of_one(b, 2 * MIB, 5);
+    start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK && copies_in(b) == 32);
+    finish(t);
+    end_bench(b);
+}
+
+// Of chunks that are used as one, each is lost with the others.
+static void loses_what_it_joined(void) {
+    xe_start(0);
+    together = 16;
+    bench *b = new_bench(1, XE_D2H, &DEVICE, 16, 64 * KIB, false);
+    transfer *t = of_one(b, 512 * KIB, 5);
+    atomic_store(&copies_fail_unseen, true);
+    start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    atomic_store(&copies_fail_unseen, false);
+    int lost = 0, idle = 0;
+    for (uint64_t n = 0; n < 16; n++) {
+        int status = xe_take_chunk(1, n);
+        lost += status == XE_BUSY;
+        idle += status == XE_OK;
+    }
+    CHECK(lost >= 4 && lost + idle == 16);
+    drain(b->stream);
+    end_transfer(t);
+    end_bench(b);
+}
+
+// What fits is in the stream though the copies are held, in parts however short. What does not fit waits for longer ones.
+static void waits_for_longer_runs(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_D2H, &DEVICE, 0, 64 * KIB, false);
+    char *memory = aligned_alloc(4096, 16 * 64 * KIB);
+    for (size_t n = 0; n < 16; n++)
+        CHECK(xe_add_chunk(1, n, memory + n * 64 * KIB, 64 * KIB, n < 8 ? 0 : n, &b->events[n]) == XE_OK);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    transfer *first = of_one(b, 512 * KIB, 1), *fits = of_one(b, 512 * KIB, 2);
+    start(first, NULL, NULL);
+    CHECK(xe_wait(first->row, XE_ISSUED, PATIENCE) == XE_OK);
+    start(fits, NULL, NULL);
+    CHECK(xe_wait(fits->row, XE_ISSUED, PATIENCE) == XE_OK);
+    atomic_store(&gate, true);
+    finish(first);
+    finish(fits);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    transfer *again = of_one(b, 512 * KIB, 3), *large = of_one(b, 2 * MIB, 4);
+    start(again, NULL, NULL);
+    CHECK(xe_wait(again->row, XE_ISSUED, PATIENCE) == XE_OK);
+    xe_figures before, after;
+    xe_read_figures(&before);
+    start(large, NULL, NULL);
+    CHECK(xe_wait(large->row, XE_ISSUED, 50000) == XE_NOT_YET);
+    xe_read_figures(&after);
+    CHECK(after.chunks - before.chunks == 1);
+    atomic_store(&gate, true);
+    finish(again);
+    finish(large);
+    CHECK(take_idle(1, 16) == 16);
+    end_bench(b);
+    free(memory);
+}
 
 // What was abandoned is not at rest while the device is called for it, and nothing of it comes into the stream behind that call.
 static void rests_behind_a_call(int direction) {
@@ -1474,7 +1616,7 @@ static void leaves_chunks_to_jobs_that_want_them(void) {
     transfer *each[2] = {small, large};
     for (uint64_t n = 0; n < 2; n++) {
         start(each[n], NULL, NULL);
-        CHECK(xe_add_chunk(1, n, memory + n * 256 * KIB, 256 * KIB, &b->events[n]) == XE_OK);
+        CHECK(xe_add_chunk(1, n, memory + n * 256 * KIB, 256 * KIB, n, &b->events[n]) == XE_OK);
         CHECK(xe_take_chunk(1, n) == XE_NOT_YET);
         finish(each[n]);
         CHECK(xe_take_chunk(1, n) == XE_OK);
@@ -1502,7 +1644,7 @@ static void takes_back_by_number(void) {
     // Nothing is left to begin with until one is given again.
     start(t = of_one(b, 100, 2), NULL, NULL);
     CHECK(xe_wait(t->row, XE_STAGED, 1000) == XE_NOT_YET);
-    CHECK(xe_add_chunk(1, 1, b->memory, 256 * KIB, &b->events[1]) == XE_OK);
+    CHECK(xe_add_chunk(1, 1, b->memory, 256 * KIB, 1, &b->events[1]) == XE_OK);
     finish(t);
     end_bench(b);
 }
@@ -1548,7 +1690,7 @@ static void wakes_whoever_waits(int direction) {
     for (int stage = 0; stage <= XE_FINISHED; stage++) start_waiter(&w[stage], t->row, stage);
     // They are asleep.
     pause_for(50000);
-    CHECK(xe_add_chunk(1, 0, memory, 256 * KIB, &b->events[0]) == XE_OK);
+    CHECK(xe_add_chunk(1, 0, memory, 256 * KIB, 0, &b->events[0]) == XE_OK);
     if (direction == XE_H2D) end_waiter(&w[XE_STAGED], XE_OK);
     while (atomic_load(&b->stream->inside) == 0) pause_for(100);
     CHECK(!atomic_load(&w[XE_ISSUED].over));
@@ -1685,7 +1827,7 @@ static void may_be_called_again(void) {
     CHECK(xe_start(1) == 2);
     bench *b = new_bench(1, XE_H2D, &DEVICE, 2, 256 * KIB, false);
     CHECK(xe_open_lane(1, XE_H2D, &DEVICE, b->stream) == XE_OK);
-    CHECK(xe_add_chunk(1, 0, b->memory, 256 * KIB, &b->events[0]) == XE_OK);
+    CHECK(xe_add_chunk(1, 0, b->memory, 256 * KIB, 0, &b->events[0]) == XE_OK);
     transfer *t = of_one(b, MIB, 1);
     for (int n = 0; n < 5; n++) start(t, NULL, NULL);
     CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
@@ -1710,7 +1852,7 @@ static void may_be_called_again(void) {
     CHECK(xe_open_lane(5, XE_H2D, &older, NULL) == XE_WRONG);
     CHECK(xe_open_lane(5, XE_H2D, NULL, NULL) == XE_OK && xe_submit(900, 5, &piece, 1, &e, NULL) == XE_WRONG);
     CHECK(xe_close_lane(5) == XE_OK && xe_close_lane(5) == XE_UNKNOWN);
-    CHECK(xe_add_chunk(5, 1, host, 256, NULL) == XE_UNKNOWN && xe_add_chunk(1, 1, host, 8, NULL) == XE_WRONG);
+    CHECK(xe_add_chunk(5, 1, host, 256, 1, NULL) == XE_UNKNOWN && xe_add_chunk(1, 1, host, 8, 1, NULL) == XE_WRONG);
     CHECK(xe_answer(1, 77, 0, 1) == XE_UNKNOWN && xe_reached(1, 77, 0) == XE_UNKNOWN);
     end_bench(b);
     // Of a lane with calls nobody tells what is reached.
@@ -1907,7 +2049,7 @@ static void *rush(void *which) {
         }
         uint64_t chunk = dice(&seed, (uint32_t)b->chunks);
         if (dice(&seed, 2) && xe_take_chunk(b->number, chunk) == XE_OK)
-            CHECK(xe_add_chunk(b->number, chunk, b->memory + chunk * b->nbytes, b->nbytes, &b->events[chunk]) == XE_OK);
+            CHECK(xe_add_chunk(b->number, chunk, b->memory + chunk * b->nbytes, b->nbytes, chunk / together, &b->events[chunk]) == XE_OK);
         for (size_t n = count; n--;) {
             if (xe_drop(t[n]->row) != XE_OK) {
                 CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_OK);
@@ -1923,6 +2065,7 @@ static void *rush(void *which) {
 
 static void stands_a_rush(void) {
     xe_start(3);
+    together = 4;
     pthread_t threads[6];
     for (uintptr_t n = 0; n < 6; n++) CHECK(pthread_create(&threads[n], NULL, rush, (void *)n) == 0);
     for (uintptr_t n = 0; n < 6; n++) pthread_join(threads[n], NULL);
@@ -2081,7 +2224,9 @@ static void asks_in_whatever_mode_it_gets(void) {
 #define TEST(name) {#name, name}
 static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
-    TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together), TEST(waits_for_no_lane), TEST(asks_every_lane),
+    TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together),
+    TEST(joins_chunks), TEST(joins_no_blocks), TEST(loses_what_it_joined), TEST(waits_for_longer_runs),
+    TEST(copies_together_to_the_device), TEST(copies_together_to_the_host), TEST(fails_while_others_copy), TEST(waits_for_no_lane), TEST(asks_every_lane),
     TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(works_while_it_waits_to_the_device),
     TEST(works_while_it_waits_to_the_host), TEST(leaves_what_it_began), TEST(leaves_what_it_began_before_there_were_threads),
     TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),

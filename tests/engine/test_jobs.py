@@ -346,7 +346,7 @@ def test_a_chunk_that_is_being_given_to_the_engine_is_not_taken_for_one_that_is_
             return self.block.address  # type: ignore[no-any-return]
 
     number = 1 << 40
-    there._add(number, Block(stager._pool.take(there.nbytes)))
+    there._add(number, Block(stager._pool.take(there.nbytes)), number)
     releases[0].result(WATCHDOG)
     # Whoever has the number says where it is.
     assert number not in there._blocks

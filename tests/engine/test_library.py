@@ -160,7 +160,7 @@ def test_a_device_is_called_by_its_struct() -> None:
     assert engine.xe_start(1) >= 1
     assert engine.xe_open_lane(lane, H2D, calls, None) == OK
     memory, here, there = (np.full(4096, value, np.uint8) for value in (0, 7, 0))
-    assert engine.xe_add_chunk(lane, 1, memory.ctypes.data, memory.nbytes, None) == OK
+    assert engine.xe_add_chunk(lane, 1, memory.ctypes.data, memory.nbytes, 1, None) == OK
     assert engine.xe_submit(row, lane, Piece(here.ctypes.data, there.ctypes.data, here.nbytes, 0), 1, 1, 2) == OK
     # Asked: whoever waits calls the device as well, and has a context of its own to go back to.
     assert until(lambda: engine.xe_wait(row, FINISHED, 0) == OK)
@@ -241,7 +241,7 @@ def test_bytes_cross_for_a_backend_in_python(owner: Owner, direction: int) -> No
     assert engine.xe_open_lane(lane, direction, None, None) == OK
     memory = np.zeros((3, 1 << 20), np.uint8)
     for number, chunk in enumerate(memory):
-        assert engine.xe_add_chunk(lane, number, chunk.ctypes.data, chunk.nbytes, None) == OK
+        assert engine.xe_add_chunk(lane, number, chunk.ctypes.data, chunk.nbytes, number, None) == OK
     sizes = [5, 3 << 20, 700]
     here = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in sizes]
     there = [np.zeros(size, np.uint8) for size in sizes]

@@ -295,7 +295,7 @@ def test_staging_page_locks_nothing_for_what_it_has_carried_before() -> None:
 
     backend.copy_h2d = copy_at_once
     with xferlib.stager(backend, pinned_limit=128 * MIB, staging=StagingProfile(1, MIB, MIB // 2)) as stager:
-        source = numbers(16 * MIB)
+        source = numbers(40 * MIB)
         stager.put(source).synchronize()
         misses = stager.stats().pool_misses
         at_once = False

@@ -86,11 +86,3 @@ def test_a_shape_that_is_none_is_refused(wrong: dict[str, Any], words: str) -> N
 def test_the_default_has_no_more_threads_than_there_are_cores() -> None:
     with xferlib.stager("host") as stager:
         assert 1 <= stager.staging.threads <= usable_cores()
-
-
-@pytest.mark.parametrize(("limit", "larger"), [(1 << 30, 2), (32 * MIB, 1)], ids=["room for many", "for few"])
-def test_chunks_to_the_host_are_larger_where_the_limit_has_room_for_many(limit: int, larger: int) -> None:
-    """Where it has not, a transfer would have fewer parts under way."""
-    with xferlib.stager("host", pinned_limit=limit) as stager:
-        to_device, to_host = stager._staging._lanes
-        assert (to_device.nbytes, to_host.nbytes) == (MIB, larger * MIB)

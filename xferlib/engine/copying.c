@@ -72,31 +72,35 @@ int touch_pages(char *memory, size_t nbytes) {
 }
 
 // Memory that was never touched comes page by page, each with a fault. Where the first page is not there, mostly none is.
-static void populate(char *dst, size_t nbytes) {
+static bool populate(char *dst, size_t nbytes) {
     uintptr_t page = PAGE, first = ((uintptr_t)dst + page - 1) & -page, end = ((uintptr_t)dst + nbytes) & -page;
     unsigned char there = 1;
     // Older systems refuse, and nothing is lost.
-    if (first < end && mincore((void *)first, page, &there) == 0 && !(there & 1)) madvise((void *)first, end - first, POPULATE_WRITE);
+    if (first >= end || mincore((void *)first, page, &there) || there & 1) return false;
+    madvise((void *)first, end - first, POPULATE_WRITE);
+    return true;
 }
 
-void copy_bytes(void *dst, const void *src, size_t nbytes, bool aside) {
+// Tells whether pages had to be found.
+static bool copy_bytes(void *dst, const void *src, size_t nbytes, bool aside) {
 #if defined(__x86_64__)
     if (aside && nbytes >= ASIDE_FROM) {
         char *to = dst;
         const char *from = src;
-        populate(to, nbytes);
+        bool fresh = populate(to, nbytes);
         size_t head = -(uintptr_t)to & 63;
         memcpy(to, from, head);
         size_t stored = head + store(to + head, from + head, nbytes - head);
         memcpy(to + stored, from + stored, nbytes - stored);
         // Such stores are not ordered by anything else: before anybody is told, they are there.
         _mm_sfence();
-        return;
+        return fresh;
     }
 #else
     (void)aside;
 #endif
     memcpy(dst, src, nbytes);
+    return false;
 }
 
 // A mapping whose file was cut off raises SIGBUS on the thread that touches it.
@@ -135,11 +139,11 @@ static void listen(void) {
 
 void survive_bus_errors(void) { pthread_once(&once, listen); }
 
-bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside) {
+bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside, bool *fresh) {
     // The mask is not kept: SIGBUS is not blocked by its handler.
     if (sigsetjmp(back, 0)) return false;
     guarded = 1;
-    copy_bytes(dst, src, nbytes, aside);
+    *fresh = copy_bytes(dst, src, nbytes, aside);
     guarded = 0;
     return true;
 }

@@ -4,10 +4,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-// `aside`: past the caches, for memory that the CPU does not read again soon.
-void copy_bytes(void *dst, const void *src, size_t nbytes, bool aside);
-// The same; false where the memory is a file's that has become shorter. Needs `survive_bus_errors`, once in the process.
-bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside);
+// `aside`: past the caches, for memory that the CPU does not read again soon; then `*fresh` tells whether pages had to be found for it.
+// False where the memory is a file's that has become shorter. Needs `survive_bus_errors`, once in the process.
+bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside, bool *fresh);
 void survive_bus_errors(void);
 // Have the system put pages under a range, whose contents stay. Returns 0, or why it has none (errno).
 int touch_pages(char *memory, size_t nbytes);

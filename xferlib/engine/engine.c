@@ -5,15 +5,22 @@
 //
 // A chunk's states, and who takes it from one to the next:
 //
-//   FREE ----> FILLING ----> READY ----> ISSUING ----> COPYING ----> FREE                       to the device
-//   FREE ------------------> READY ----> ISSUING ----> COPYING ----> LANDED ----> LANDING ----> FREE     to the host
-//    start_part     fill_part     issue_ready,     issued     reached       step      land_part
+//   FREE ----> FILLING ----> READY ----> ISSUING ----> COPYING ----> FREE              to the device
+//   FREE ------------------> READY ----> ISSUING ----> COPYING ----> LANDING ----> FREE     to the host
+//    start_part    copy_slice     issue_ready,     issued     reached     copy_slice
 //                                 xe_requests
 //
 //   ISSUING --> FREE   nothing of it was enqueued (issued)
 //   ISSUING, COPYING --> LOST   nobody can know when the device is done with it, and nobody gets it any more (issued, ask)
-//   READY, LANDED --> FREE   the job fails (fail), so that no chunk of a failed job is in these lists
-//   FILLING, COPYING --> FREE   it has failed meanwhile
+//   READY, FILLING, LANDING --> FREE   the job fails (fail), so that no chunk of a failed job is in these lists; where threads copy
+//                                      from or to it, the last of them gives it back (copy_slice)
+//   COPYING --> FREE   it has failed meanwhile
+//
+//   FREE --> JOINED --> FREE, LOST   its memory follows that of another one, and lengthens it (take_run, let_go)
+//
+// Several threads fill or empty a part together, a slice each, and a part may have several chunks that lie side by side: so it may be
+// large, which is few calls of the device. Each of these takes a lock that whoever launches work wants, too. Small parts take little
+// memory all the same.
 //
 // The turn: of a lane's READY chunks one thread at a time issues (`issuing`), in their order, and whoever adds one meanwhile leaves
 // it to that thread. So what the stream is to wait for comes directly before a job's first copy, and its event directly behind
@@ -37,7 +44,12 @@
 
 enum {
     ALIGNMENT = 256,             // Between pieces that may be copied as one. The core's.
-    LEAST_PART = 128 << 10,      // Bytes. Less would be more calls than copying.
+    LEAST_SLICE = 128 << 10,     // Bytes. Less would be more locking than copying.
+    MOST_SLICE = 1 << 20,        // Likewise: half of a core's second-level cache, on the processors beside these devices.
+    FRESH_SLICE = 2 << 20,       // Likewise, into memory without pages: those that ask for the same huge page wait for each other.
+    MOST_PART = 8 << 20,         // Likewise: between two copies the link rests for a microsecond or two.
+    SHARES = 4,                  // Parts of a lane's memory: one is filled or emptied while others wait for the device.
+    SMALL_JOB = 4 << 20,         // Likewise, at most: it need not wait for larger ones.
     MOST_THREADS = 64,
     MOST_NODES = 1024,           // The kernel's.
     MOST_LANES_ASKED = 32,       // How many events are asked for in one round.
@@ -48,11 +60,13 @@ enum {
     MOST_ISSUED = 8,             // Chunks that a thread which waits issues before it looks whether it waits any more.
     AWAKE = 400,                 // Microseconds: longer than most programs need from one batch to the next.
     GLANCE = 5,                  // Microseconds between two questions of a thread that waits.
-    PAUSE = 10,                  // Microseconds between two questions of who asks: half of what a chunk of a mebibyte takes.
+    PAUSE = 10,                  // Microseconds between two questions of who asks, for each mebibyte of a chunk: half of what it takes.
+    MOST_PAUSES = 4,
+    TRIES = 200,                 // To get the lock: some microseconds.
     BREATHS = 32,                // Between two looks at the clock: about a microsecond.
 };
 
-typedef enum { FREE, FILLING, READY, ISSUING, COPYING, LANDED, LANDING, LOST } state;
+typedef enum { FREE, FILLING, READY, ISSUING, COPYING, LANDING, JOINED, LOST } state;
 
 typedef struct job job;
 typedef struct lane lane;
@@ -60,15 +74,19 @@ typedef struct lane lane;
 typedef struct chunk {
     struct chunk *next;          // In the list that its state stands for.
     struct chunk *other;         // Of the same lane, in any state.
+    struct chunk *before, *behind;     // In memory, in the same block.
+    struct chunk *joined;        // Behind it in memory, and lengthens it.
     lane *lane;
     job *job;
-    uint64_t number;
+    uint64_t number, block;
     char *memory;
     size_t nbytes;
     void *event;
     state state;
     size_t piece, offset;        // Where its part of the job begins.
     size_t part_nbytes;          // How much of its memory is used.
+    size_t begun;                // So much of that, from the front, have threads begun to copy.
+    size_t hands;                // So many do it now.
     bool last;                   // Of a lane without calls: its owner was asked for the job's event, too.
 } chunk;
 
@@ -83,13 +101,15 @@ struct job {
     xe_piece *pieces;
     size_t count;
     size_t piece, offset;        // Where the next part begins.
-    size_t part_nbytes;
+    size_t left;                 // Bytes that are in no part yet.
     void *after, *done;
     size_t started, issued, out; // Parts that were given a chunk; whose copies are in the stream; whose chunk is not back.
-    size_t touched;              // Of those, how many are copied from or to the caller's memory now.
-    size_t calling;              // Of those, for how many a device is called now, or its owner is.
+    size_t filling;              // Of those, how many are not filled yet.
+    size_t touched;              // How many threads copy from or to the caller's memory now.
+    size_t calling;              // Of the parts, for how many a device is called now, or its owner is.
+    bool fresh;                  // Where it was last written to, memory had no pages.
     int come;                    // How many stages it has reached, as those who wait were told.
-    bool small;                  // It has one part.
+    bool small;                  // A chunk has room for it.
     bool queued, ordered, last_issued, finished, listed, lost;
     int32_t status;
     const char *at;              // Where it failed; NULL: it has not.
@@ -103,10 +123,12 @@ struct lane {
     int direction;
     const xe_calls *calls;
     void *stream;
-    chunk *all, *idle;           // Idle ones: the last one first, which is warm.
+    chunk *all, *idle;
     chunks ready, copying;
     jobs small, large;
     size_t open;                 // Jobs that have not finished.
+    size_t nbytes, longest;      // Of its chunks in all, and of those that lie side by side; but for those that are lost.
+    size_t under_way;            // Of that, what the parts use that have a chunk.
     bool issuing, large_next;
 };
 
@@ -116,17 +138,18 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static lane *lanes;              // The one to be looked at first stands first.
 static job *buckets[BUCKETS];
 static job *finished_first, *finished_last;
-static chunks landed;
+static chunks uncopied;          // Chunks that are to be filled or emptied, as long as there is a slice that nobody has begun.
 static int threads, idle_threads;
 static int near[MOST_NODES];     // Of the threads, those that were started for each node.
 static size_t touching, copying;       // Threads that copy or call a device; chunks whose events are the engine's to ask for.
+static int64_t rest_between = PAUSE;     // Microseconds between two questions.
 static unsigned quiet;           // Rounds of asking in a row that found nothing.
 static size_t rounds;            // Of asking some of the lanes.
 static bool polling, dozing, stopping;      // A thread asks; it sleeps between two rounds.
 static xe_figures figures;
 static _Atomic unsigned work_told;     // How often there was something new to do.
 static _Atomic unsigned news_told;     // How often a job has come further.
-static bool spares_cores;        // There are twice as many as threads.
+static _Atomic bool spares_cores;      // There are twice as many as threads.
 // Where this thread is, for the device.
 static _Thread_local struct {
     bool guest;                  // It is not the engine's, and goes back to where it was.
@@ -136,6 +159,23 @@ static _Thread_local struct {
     int mode_before;
     int (*capture_mode)(int *mode);    // By which it was relaxed; NULL: it was not.
 } here;
+
+static void take_breath(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+// Where there are cores to spare, whoever has the lock lets it go before a thread would have fallen asleep.
+static void lock(void) {
+    for (int n = 0; spares_cores && n < TRIES; n++) {
+        if (pthread_mutex_trylock(&mu) == 0) return;
+        take_breath();
+    }
+    pthread_mutex_lock(&mu);
+}
 
 // Lists.
 
@@ -288,7 +328,7 @@ static bool has_come(const job *j, int stage) {
     switch (stage) {
     case XE_STAGED:
         if (has_failed(j)) return true;
-        if (j->lane->direction == XE_H2D) return j->touched == 0 && all_started(j);
+        if (j->lane->direction == XE_H2D) return j->filling == 0 && all_started(j);
         // fall through
     case XE_ISSUED:
         return j->finished || j->last_issued;
@@ -323,23 +363,44 @@ static void unqueue(job *j) {
     dequeue(j->small ? &j->lane->small : &j->lane->large, j);
 }
 
-static void give_back(chunk *c) {
-    job *j = c->job;
-    c->job = NULL;
+// The last one first, which is warm.
+static void put_aside(chunk *c) {
     c->state = FREE;
     c->next = c->lane->idle;
     c->lane->idle = c;
+}
+
+// With those that lengthen it.
+static void let_go(chunk *c, state now) {
+    job *j = c->job;
+    c->job = NULL;
+    c->lane->under_way -= c->part_nbytes;
+    j->filling -= c->state == FILLING;
     j->out--;
+    while (c) {
+        chunk *next = c->joined;
+        c->joined = NULL;
+        c->state = now;
+        if (now == FREE) put_aside(c);
+        c = next;
+    }
+}
+
+static void give_back(chunk *c) {
+    job *j = c->job;
+    let_go(c, FREE);
     look_at(j);
 }
 
-// Give back a job's chunks out of a list, and return how many those are.
+// Give back a job's chunks out of a list, and return how many those are. Where threads copy, nothing more is begun.
 static size_t clear(chunks *list, const job *j) {
     size_t count = 0;
     chunks rest = {0};
     for (chunk *c; (c = pop(list));) {
         if (c->job != j) {
             push(&rest, c);
+        } else if (c->hands) {
+            c->begun = c->part_nbytes;
         } else {
             give_back(c);
             count++;
@@ -355,7 +416,7 @@ static void fail(job *j, int32_t status, const char *at) {
     j->at = at;
     unqueue(j);
     // Others may wait for its chunks.
-    wake(clear(&j->lane->ready, j) + clear(&landed, j));
+    wake(clear(&j->lane->ready, j) + clear(&uncopied, j));
     look_at(j);
 }
 
@@ -367,39 +428,93 @@ static void fail_without_chunks(lane *l) {
     while (wants_chunks(l)) fail(l->small.first ? l->small.first : l->large.first, ENOBUFS, "every chunk of the lane is lost");
 }
 
+static void measure(lane *l) {
+    l->nbytes = l->longest = 0;
+    for (const chunk *c = l->all; c; c = c->other) {
+        size_t run = 0;
+        for (const chunk *each = c; each && each->state != LOST; each = each->behind) run += each->nbytes;
+        if (run > l->longest) l->longest = run;
+        if (c->state != LOST) l->nbytes += c->nbytes;
+    }
+}
+
 static void lose(chunk *c) {
     job *j = c->job;
-    c->job = NULL;
-    c->state = LOST;
+    let_go(c, LOST);
     j->lost = true;
-    j->out--;
+    measure(c->lane);
     look_at(j);
     fail_without_chunks(c->lane);
 }
 
 // Starting parts.
 
-static job *pick(lane *l) {
-    // A small job need not wait for a large one, nor the large one for ever for small ones.
-    job *j = l->small.first && !(l->large.first && l->large_next) ? l->small.first : l->large.first;
-    l->large_next = j && j->small;
-    return j;
+// How much the next part of a job should carry, in whole chunks. Copies to the device begin small, so that the link does not wait for the
+// first of them, and become as large as what is on its way. Where nothing follows, they end small, so that little is left to do behind
+// the last.
+static size_t wanted(const lane *l, const job *j) {
+    size_t chunk_nbytes = l->all->nbytes, most = l->nbytes / SHARES;
+    if (most > l->longest) most = l->longest;
+    if (most > MOST_PART) most = MOST_PART;
+    if (l->direction == XE_H2D && l->under_way < most) most = l->under_way;
+    bool alone = (l->small.first == NULL) != (l->large.first == NULL) && !j->next;
+    if (alone && j->left / 2 < most) most = j->left / 2;
+    return most < chunk_nbytes ? chunk_nbytes : most / chunk_nbytes * chunk_nbytes;
+}
+
+// Take idle chunks that lie side by side, as many as so many bytes want, and no more: the shortest run that is long enough, or the
+// longest. Return the first. NULL: what there is is short, longer runs will come back, and the job, of which so much is `left`, has to
+// wait for them in any case. Otherwise parts would become shorter and shorter.
+static chunk *take_run(lane *l, size_t nbytes, size_t left, size_t *found) {
+    chunk *best = NULL;
+    size_t best_run = 0, idle = 0;
+    for (chunk *c = l->idle; c; c = c->next) {
+        idle += c->nbytes;
+        if (c->before && c->before->state == FREE) continue;
+        size_t run = 0;
+        for (const chunk *each = c; each && each->state == FREE; each = each->behind) run += each->nbytes;
+        if (best && (best_run < nbytes ? run <= best_run : run < nbytes || run >= best_run)) continue;
+        best = c;
+        best_run = run;
+    }
+    if (best_run < nbytes / 2 && l->under_way >= l->nbytes / 2 && left > idle) return NULL;
+    chunk *last = NULL;
+    *found = 0;
+    for (chunk *c = best; c && c->state == FREE && (!last || *found < nbytes); last = c, c = c->behind) {
+        chunk **place = &l->idle;
+        while (*place != c) place = &(*place)->next;
+        *place = c->next;
+        *found += c->nbytes;
+        c->state = JOINED;
+        if (last) last->joined = c;
+    }
+    return best;
+}
+
+static walk fill_walk(job *j, size_t capacity) {
+    walk w = {.piece = j->piece, .offset = j->offset};
+    segment s;
+    while (next_segment(j, &w, capacity, &s)) {}
+    return w;
 }
 
 static chunk *start_part(lane *l) {
     if (!l->idle || !wants_chunks(l)) return NULL;
-    job *j = pick(l);
-    chunk *c = l->idle;
-    l->idle = c->next;
+    // A small job need not wait for a large one, nor the large one for ever for small ones.
+    job *j = l->small.first && !(l->large.first && l->large_next) ? l->small.first : l->large.first;
+    size_t capacity;
+    walk w = fill_walk(j, wanted(l, j));
+    chunk *c = take_run(l, w.end, j->left, &capacity);
+    if (!c) return NULL;
+    if (capacity < w.end) w = fill_walk(j, capacity);
+    l->large_next = j->small;
     c->job = j;
     c->piece = j->piece;
     c->offset = j->offset;
-    walk w = walk_of(c);
-    segment s;
-    size_t capacity = c->nbytes < j->part_nbytes ? c->nbytes : j->part_nbytes;
-    while (next_segment(j, &w, capacity, &s)) {}
     c->part_nbytes = w.end;
-    j->piece = w.piece;
+    l->under_way += w.end;
+    for (; j->piece < w.piece; j->piece++, j->offset = 0) j->left -= j->pieces[j->piece].nbytes - j->offset;
+    j->left -= w.offset - j->offset;
     j->offset = w.offset;
     j->started++;
     j->out++;
@@ -418,46 +533,72 @@ static void leave(void) {
 }
 
 static void come_back(void) {
-    pthread_mutex_lock(&mu);
+    lock();
     if (--touching == 0 && stopping) pthread_cond_broadcast(&news);
 }
 
-static bool copy_part(chunk *c) {
-    job *j = c->job;
+static size_t slices(const chunk *c, size_t *nbytes) {
+    // All threads have one, and none of them ends with more than half of another one's.
+    size_t share = threads ? c->part_nbytes / (2 * (size_t)threads) : MOST_SLICE;
+    *nbytes = c->job->fresh ? FRESH_SLICE : share < LEAST_SLICE ? LEAST_SLICE : share > MOST_SLICE ? MOST_SLICE : share;
+    return (c->part_nbytes + *nbytes - 1) / *nbytes;
+}
+
+// For all threads, of which this is one.
+static void have_copied(chunk *c) {
+    size_t unused;
+    c->begun = 0;
+    push(&uncopied, c);
+    wake(slices(c, &unused) - 1);
+}
+
+// Without `mu`.
+static bool copy_range(const chunk *c, size_t from, size_t to, bool *fresh) {
     bool to_device = c->lane->direction == XE_H2D, whole = true;
-    j->touched++;
-    leave();
     walk w = walk_of(c);
     segment s;
-    while (whole && next_segment(j, &w, c->part_nbytes, &s)) {
+    while (whole && next_segment(c->job, &w, c->part_nbytes, &s) && s.at < to) {
+        size_t begin = s.at < from ? from : s.at, end = s.at + s.nbytes < to ? s.at + s.nbytes : to;
+        if (begin >= end) continue;
+        char *host = s.host + (begin - s.at), *there = c->memory + begin;
         // What is read by a copy engine next stays in a cache; the caller's memory is read by nobody knows whom.
-        whole = to_device ? copy_guarded(c->memory + s.at, s.host, s.nbytes, false)
-                          : copy_guarded(s.host, c->memory + s.at, s.nbytes, true);
+        whole = to_device ? copy_guarded(there, host, end - begin, false, fresh)
+                          : copy_guarded(host, there, end - begin, true, fresh);
     }
-    come_back();
-    j->touched--;
-    figures.copied_nbytes += c->part_nbytes;
     return whole;
 }
 
-static void fill_part(chunk *c) {
+// Of a chunk that is in `uncopied`.
+static void copy_slice(chunk *c) {
     job *j = c->job;
-    c->state = FILLING;
-    if (!copy_part(c)) fail(j, SIGBUS, "reading the source");
-    if (has_failed(j)) {
+    size_t nbytes;
+    slices(c, &nbytes);
+    size_t from = c->begun, to = c->part_nbytes - from < nbytes ? c->part_nbytes : from + nbytes;
+    c->begun = to;
+    if (to == c->part_nbytes) take_out(&uncopied, c);
+    c->hands++;
+    j->touched++;
+    leave();
+    bool fresh = false, whole = copy_range(c, from, to, &fresh);
+    come_back();
+    j->touched--;
+    j->fresh = fresh;
+    figures.copied_nbytes += to - from;
+    if (!whole) fail(j, SIGBUS, c->lane->direction == XE_H2D ? "reading the source" : "writing the destination");
+    if (--c->hands || c->begun < c->part_nbytes) {
+        // Of one that has failed, this may have been what it was waited for.
+        if (has_failed(j)) look_at(j);
+        return;
+    }
+    if (has_failed(j) || c->state == LANDING) {
         give_back(c);
         return;
     }
     c->state = READY;
+    j->filling--;
     push(&c->lane->ready, c);
     look_at(j);
     if (!c->lane->calls) pthread_cond_signal(&asked);
-}
-
-static void land_part(chunk *c) {
-    c->state = LANDING;
-    if (!copy_part(c)) fail(c->job, SIGBUS, "writing the destination");
-    give_back(c);
 }
 
 // Where a thread is, all without `mu`. Other functions are those of another device's library, and what was exchanged by them is set
@@ -592,8 +733,8 @@ static void reached(chunk *c) {
     if (c->lane->direction == XE_H2D || has_failed(c->job)) {
         give_back(c);
     } else {
-        c->state = LANDED;
-        push(&landed, c);
+        c->state = LANDING;
+        have_copied(c);
     }
 }
 
@@ -611,6 +752,10 @@ static size_t ask(void) {
         for (lane *l = lanes; l && count < MOST_LANES_ASKED; l = l->next)
             if (l->calls && l->copying.first && (number++ < skipped) == again) oldest[count++] = l->copying.first;
     }
+    size_t least = MOST_PAUSES << 20;
+    for (size_t n = 0; n < count; n++)
+        if (oldest[n]->part_nbytes < least) least = oldest[n]->part_nbytes;
+    rest_between = PAUSE / 2 + (int64_t)(PAUSE * least >> 20);
     figures.polls++;
     leave();
     for (size_t n = 0; n < count; n++) {
@@ -639,7 +784,10 @@ static size_t ask(void) {
 
 static void begin_part(chunk *c) {
     if (c->lane->direction == XE_H2D) {
-        fill_part(c);
+        c->state = FILLING;
+        c->job->filling++;
+        have_copied(c);
+        copy_slice(c);
         return;
     }
     c->state = READY;
@@ -649,18 +797,18 @@ static void begin_part(chunk *c) {
 
 // Do something that can be done now. False: there is nothing but to ask.
 static bool step(void) {
-    chunk *c = pop(&landed);
-    if (c) {
-        land_part(c);
-        return true;
-    }
     for (lane *l = lanes; l; l = l->next) {
         if (!l->calls || l->issuing || !l->ready.first) continue;
         issue_ready(l, SIZE_MAX);
         return true;
     }
+    if (uncopied.first) {
+        copy_slice(uncopied.first);
+        return true;
+    }
     for (lane *l = lanes; l; l = l->next) {
-        if (!(c = start_part(l))) continue;
+        chunk *c = start_part(l);
+        if (!c) continue;
         rotate(l);
         begin_part(c);
         return true;
@@ -681,15 +829,14 @@ static bool ask_meanwhile(void) {
 // them would have to be woken first.
 static bool help(job *j) {
     lane *l = j->lane;
-    chunk *c = landed.first;
-    while (c && c->job != j) c = c->next;
-    if (c) {
-        take_out(&landed, c);
-        land_part(c);
-        return true;
-    }
     if (l->calls && !l->issuing && l->ready.first) {
         issue_ready(l, MOST_ISSUED);
+        return true;
+    }
+    chunk *c = uncopied.first;
+    while (c && c->job != j) c = c->next;
+    if (c) {
+        copy_slice(c);
         return true;
     }
     if ((c = start_part(l))) {
@@ -701,7 +848,7 @@ static bool help(job *j) {
     size_t found = ask(), mine = 0;
     polling = false;
     // None of this job's had landed before. The rest is for others.
-    for (c = landed.first; c; c = c->next) mine += c->job == j;
+    for (c = uncopied.first; c; c = c->next) mine += c->job == j;
     if (found > mine) wake(found - mine);
     return found > 0;
 }
@@ -724,14 +871,6 @@ static void sleep_for(pthread_cond_t *condition, int64_t microseconds) {
     pthread_cond_timedwait(condition, &mu, &until);
 }
 
-static void take_breath(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 // Look out for a moment whether there is more: waking up takes longer than the next part needs to come. Not where the cores are
 // wanted. `told` counts what is looked out for. Lets go of `mu` meanwhile.
 static bool stays_awake(_Atomic unsigned *told, int64_t microseconds) {
@@ -743,7 +882,7 @@ static bool stays_awake(_Atomic unsigned *told, int64_t microseconds) {
     do
         for (int n = 0; n < BREATHS && atomic_load_explicit(told, memory_order_relaxed) == seen; n++) take_breath();
     while (atomic_load_explicit(told, memory_order_relaxed) == seen && since(&began) < microseconds);
-    pthread_mutex_lock(&mu);
+    lock();
     // Asked again: what was told since the last look has woken nobody, and nobody will be woken for it.
     return stopping || atomic_load_explicit(told, memory_order_relaxed) != seen;
 }
@@ -771,7 +910,7 @@ static void rest(void) {
     } else if (copying > 1) {
         // Each question takes a lock of the driver's, which whoever launches work wants, too. Meanwhile the device goes on with the
         // next one.
-        stays_awake(&work_told, PAUSE);
+        stays_awake(&work_told, rest_between);
     }
     polling = false;
     // One of them is this thread's.
@@ -782,7 +921,7 @@ static void *run(void *unused) {
     (void)unused;
     // For whoever lists the threads of the process.
     pthread_setname_np(pthread_self(), "xferlib-engine");
-    pthread_mutex_lock(&mu);
+    lock();
     while (!stopping)
         if (!step()) rest();
     pthread_mutex_unlock(&mu);
@@ -814,7 +953,7 @@ const char *xe_source_hash(void) { return XE_SOURCE_HASH; }
 // `started`: how many there are of those that are wanted. `where`: NULL for the CPUs of the caller.
 static int start(int wanted, int *started, const pthread_attr_t *where) {
     pthread_once(&once, set_up);
-    pthread_mutex_lock(&mu);
+    lock();
     while (!stopping && *started < wanted && threads < MOST_THREADS) {
         sigset_t all, old;
         pthread_t thread;
@@ -859,7 +998,7 @@ int xe_open_lane(uint32_t number, int direction, const xe_calls *calls, void *st
     lane *l = calloc(1, sizeof *l);
     if (!l) return XE_NO_MEMORY;
     *l = (lane){.number = number, .direction = direction, .calls = calls, .stream = stream};
-    pthread_mutex_lock(&mu);
+    lock();
     int status = stopping ? XE_STOPPED : XE_OK;
     if (!stopping && !find_lane(number)) {
         l->next = lanes;
@@ -872,7 +1011,7 @@ int xe_open_lane(uint32_t number, int direction, const xe_calls *calls, void *st
 }
 
 int xe_close_lane(uint32_t number) {
-    pthread_mutex_lock(&mu);
+    lock();
     lane *l = find_lane(number);
     int status = l == NULL ? XE_UNKNOWN : l->open || l->issuing ? XE_BUSY : XE_OK;
     if (status == XE_OK) {
@@ -891,21 +1030,26 @@ int xe_close_lane(uint32_t number) {
     return XE_OK;
 }
 
-int xe_add_chunk(uint32_t number, uint64_t which, void *memory, size_t nbytes, void *event) {
+int xe_add_chunk(uint32_t number, uint64_t which, void *memory, size_t nbytes, uint64_t block, void *event) {
     if (!memory || nbytes < ALIGNMENT) return XE_WRONG;
     chunk *c = calloc(1, sizeof *c);
     if (!c) return XE_NO_MEMORY;
-    *c = (chunk){.number = which, .memory = memory, .nbytes = nbytes, .event = event};
-    pthread_mutex_lock(&mu);
+    *c = (chunk){.number = which, .block = block, .memory = memory, .nbytes = nbytes, .event = event};
+    lock();
     lane *l = find_lane(number);
     const chunk *there = l ? find_chunk(l, which) : NULL;
     int status = !l ? XE_UNKNOWN : stopping ? XE_STOPPED : there && there->state == LOST ? XE_BUSY : XE_OK;
     if (status == XE_OK && !there) {
         c->lane = l;
+        for (chunk *each = l->all; each; each = each->other) {
+            if (each->block != block) continue;
+            if (each->memory + each->nbytes == c->memory) (c->before = each)->behind = c;
+            if (c->memory + nbytes == each->memory) (c->behind = each)->before = c;
+        }
         c->other = l->all;
         l->all = c;
-        c->next = l->idle;
-        l->idle = c;
+        put_aside(c);
+        measure(l);
         c = NULL;
         wake(wants_chunks(l));
     }
@@ -915,7 +1059,7 @@ int xe_add_chunk(uint32_t number, uint64_t which, void *memory, size_t nbytes, v
 }
 
 int xe_take_chunk(uint32_t number, uint64_t which) {
-    pthread_mutex_lock(&mu);
+    lock();
     lane *l = find_lane(number);
     chunk *c = l ? find_chunk(l, which) : NULL;
     // One that is wanted stays, be it that nobody has got to it yet.
@@ -929,39 +1073,26 @@ int xe_take_chunk(uint32_t number, uint64_t which) {
         chunk **place = &l->all;
         while (*place != c) place = &(*place)->other;
         *place = c->other;
+        if (c->before) c->before->behind = NULL;
+        if (c->behind) c->behind->before = NULL;
         free(c);
+        measure(l);
     }
     pthread_mutex_unlock(&mu);
     return !c ? XE_UNKNOWN : idle ? XE_OK : lost ? XE_BUSY : XE_NOT_YET;
 }
 
 static size_t least_chunk(const lane *l) {
-    size_t least = SIZE_MAX;
+    size_t least = SMALL_JOB;
     for (const chunk *c = l->all; c; c = c->other)
         if (c->nbytes < least) least = c->nbytes;
     return least;
 }
 
-static size_t part_of(size_t nbytes) {
-    // All threads begin, and none of them ends with more than half of another one's part.
-    size_t share = nbytes / (threads ? 2 * (size_t)threads : 1);
-    // Rounded up, or one would be left over, and all would wait for it.
-    return (share / LEAST_PART + 1) * LEAST_PART;
-}
-
-size_t xe_part_nbytes(size_t nbytes) {
-    pthread_mutex_lock(&mu);
-    size_t part = part_of(nbytes);
-    pthread_mutex_unlock(&mu);
-    return part;
-}
-
-static void shape(job *j, size_t nbytes) {
-    j->part_nbytes = part_of(nbytes);
-    size_t least = least_chunk(j->lane), capacity = least < j->part_nbytes ? least : j->part_nbytes;
+static void shape(job *j) {
     walk w = {0};
     segment s;
-    while (next_segment(j, &w, capacity, &s)) {}
+    while (next_segment(j, &w, least_chunk(j->lane), &s)) {}
     j->small = w.piece == j->count;
 }
 
@@ -980,21 +1111,21 @@ int xe_submit(uint64_t row, uint32_t number, const xe_piece *pieces, size_t coun
         return XE_NO_MEMORY;
     }
     memcpy(kept, pieces, count * sizeof *kept);
-    *j = (job){.row = row, .pieces = kept, .count = count, .after = after, .done = done, .queued = true};
-    pthread_mutex_lock(&mu);
+    *j = (job){.row = row, .pieces = kept, .count = count, .left = nbytes, .after = after, .done = done, .queued = true};
+    lock();
     lane *l = find_lane(number);
     job **place = place_of(row);
     int status = !l ? XE_UNKNOWN : stopping ? XE_STOPPED : !l->calls && (after || done) ? XE_WRONG : XE_OK;
     if (status == XE_OK && !*place) {
         j->lane = l;
-        shape(j, nbytes);
+        shape(j);
         *place = j;
         l->open++;
         enqueue(j->small ? &l->small : &l->large, j);
         figures.jobs++;
         quiet = 0;
-        // As many as there are parts; the first of them may ask in the end.
-        wake(1 + nbytes / j->part_nbytes);
+        // As many as there are slices of the first parts; the first of them may ask in the end.
+        wake(1 + nbytes / LEAST_SLICE);
         fail_without_chunks(l);
         j = NULL;
         kept = NULL;
@@ -1006,7 +1137,7 @@ int xe_submit(uint64_t row, uint32_t number, const xe_piece *pieces, size_t coun
 }
 
 int xe_drop(uint64_t row) {
-    pthread_mutex_lock(&mu);
+    lock();
     job *j = *place_of(row);
     int status = !j ? XE_UNKNOWN : j->started || j->finished ? XE_NOT_YET : XE_OK;
     if (status == XE_OK) fail(j, ECANCELED, "dropped before it had begun");
@@ -1015,7 +1146,7 @@ int xe_drop(uint64_t row) {
 }
 
 int xe_abandon(uint64_t row) {
-    pthread_mutex_lock(&mu);
+    lock();
     job *j = *place_of(row);
     if (j && !j->finished) fail(j, ECANCELED, "abandoned");
     pthread_mutex_unlock(&mu);
@@ -1029,7 +1160,7 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
     here.guest = true;
     bool worked = false;
     int status, questions = 1;
-    pthread_mutex_lock(&mu);
+    lock();
     for (;;) {
         job *j = *place_of(row);
         if (!j) {
@@ -1086,7 +1217,7 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
 }
 
 int xe_error(uint64_t row, int32_t *status, const char **at, int *lost) {
-    pthread_mutex_lock(&mu);
+    lock();
     job *j = *place_of(row);
     int known = !j ? XE_UNKNOWN : has_failed(j) ? XE_OK : XE_NOT_YET;
     if (known == XE_OK) {
@@ -1100,7 +1231,7 @@ int xe_error(uint64_t row, int32_t *status, const char **at, int *lost) {
 
 size_t xe_finished(uint64_t *rows, size_t count) {
     size_t found = 0;
-    pthread_mutex_lock(&mu);
+    lock();
     while (found < count && finished_first) {
         job *j = finished_first;
         finished_first = j->finished_next;
@@ -1113,7 +1244,7 @@ size_t xe_finished(uint64_t *rows, size_t count) {
 }
 
 int xe_forget(uint64_t row) {
-    pthread_mutex_lock(&mu);
+    lock();
     job **place = place_of(row), *j = *place;
     int status = !j ? XE_UNKNOWN : !j->finished || j->listed ? XE_BUSY : XE_OK;
     if (status == XE_OK) *place = j->other;
@@ -1164,7 +1295,7 @@ static size_t next_requests(xe_request *requests, size_t count) {
 
 size_t xe_requests(xe_request *requests, size_t count, int64_t microseconds) {
     pthread_once(&once, set_up);
-    pthread_mutex_lock(&mu);
+    lock();
     size_t found = stopping ? 0 : next_requests(requests, count);
     if (!found && !stopping && microseconds > 0) {
         sleep_for(&asked, microseconds);
@@ -1183,7 +1314,7 @@ static int with_chunk(uint32_t number, uint64_t which, state wanted, chunk **fou
 
 int xe_answer(uint32_t number, uint64_t which, int32_t status, int recorded) {
     chunk *c;
-    pthread_mutex_lock(&mu);
+    lock();
     int known = with_chunk(number, which, ISSUING, &c);
     if (known == XE_OK) {
         job *j = c->job;
@@ -1196,7 +1327,7 @@ int xe_answer(uint32_t number, uint64_t which, int32_t status, int recorded) {
 
 int xe_reached(uint32_t number, uint64_t which, int32_t status) {
     chunk *c;
-    pthread_mutex_lock(&mu);
+    lock();
     int known = with_chunk(number, which, COPYING, &c);
     if (known == XE_OK) {
         take_out(&c->lane->copying, c);
@@ -1210,7 +1341,7 @@ int xe_reached(uint32_t number, uint64_t which, int32_t status) {
 
 int xe_stop(int64_t microseconds) {
     pthread_once(&once, set_up);
-    pthread_mutex_lock(&mu);
+    lock();
     stopping = true;
     pthread_cond_broadcast(&work);
     pthread_cond_broadcast(&doze);
@@ -1225,7 +1356,7 @@ int xe_stop(int64_t microseconds) {
 }
 
 void xe_read_figures(xe_figures *found) {
-    pthread_mutex_lock(&mu);
+    lock();
     *found = figures;
     found->threads = (uint64_t)threads;
     pthread_mutex_unlock(&mu);
@@ -1233,7 +1364,8 @@ void xe_read_figures(xe_figures *found) {
 
 int xe_copy(void *dst, const void *src, size_t nbytes, int aside) {
     pthread_once(&once, set_up);
-    return copy_guarded(dst, src, nbytes, aside != 0) ? XE_OK : XE_WRONG;
+    bool unused;
+    return copy_guarded(dst, src, nbytes, aside != 0, &unused) ? XE_OK : XE_WRONG;
 }
 
 int xe_touch(void *memory, size_t nbytes) { return touch_pages(memory, nbytes); }

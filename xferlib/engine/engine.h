@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define XE_VERSION 3
+#define XE_VERSION 4
 
 enum { XE_H2D, XE_D2H };
 
@@ -96,10 +96,9 @@ int xe_open_lane(uint32_t lane, int direction, const xe_calls *calls, void *stre
 // XE_BUSY while a job is on it. Take every chunk back first: those that are left are lost, and a copy may be under way in them.
 int xe_close_lane(uint32_t lane);
 
-// Give a lane pinned memory to copy through, and for lanes with calls an event of its own. XE_BUSY: the chunk of this number is lost.
-int xe_add_chunk(uint32_t lane, uint64_t chunk, void *memory, size_t nbytes, void *event);
-// How much of a job of so many bytes one chunk carries, if it is as large: what the job gains from more of them.
-size_t xe_part_nbytes(size_t nbytes);
+// Give a lane pinned memory to copy through, and for lanes with calls an event of its own. Chunks with the same `block` whose memory
+// lies side by side may be copied from or to as one. XE_BUSY: the chunk of this number is lost.
+int xe_add_chunk(uint32_t lane, uint64_t chunk, void *memory, size_t nbytes, uint64_t block, void *event);
 // Take back a chunk. XE_NOT_YET: it is in use, or a job of the lane wants chunks. XE_UNKNOWN: it was taken back already. XE_BUSY: it
 // is lost, and taken back, but a copy may be under way in its memory for ever.
 int xe_take_chunk(uint32_t lane, uint64_t chunk);

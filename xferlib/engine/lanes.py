@@ -136,9 +136,9 @@ class Lane:
 
     def feed(self, job: Job, nbytes: int, blocks: int) -> None:
         """Get chunks for a job of so many bytes, as far as the pool has room, and at least one. Raises `AllocationError`."""
-        # As many as it has parts, so that all its copies can be in the stream before the first is done; and as many as earlier jobs
-        # have, which keep their chunks while they are held. To the device, a part ends where its piece of device memory ends.
-        job.parts = -(-nbytes // min(self.nbytes, quick().xe_part_nbytes(nbytes))) + blocks - 1
+        # As many as it fills, so that all its copies can be in the stream before the first is done; and as many as earlier jobs have,
+        # which keep their chunks while they are held. To the device, a part ends where its piece of device memory ends.
+        job.parts = -(-nbytes // self.nbytes) + blocks - 1
         goal = min(self._most, sum([other.parts for other in list(self.jobs.values())]))
         if len(self._blocks) + len(self._growing) < goal:
             uninterrupted(partial(self._grow_to, goal))
@@ -192,7 +192,7 @@ class Lane:
 
     def _note_lost(self) -> None:
         for number, block in list(self._blocks.items()):
-            if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, None) == BUSY:
+            if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, 0, None) == BUSY:
                 self._leaving[number] = block
                 self._blocks.pop(number, None)
 
@@ -245,7 +245,7 @@ class Lane:
                     block = self._pool.try_take(count * self.nbytes)
                     if block is not None:
                         for number, part in zip(numbers, block.parts(self.nbytes), strict=False):
-                            self._add(number, part)
+                            self._add(number, part, numbers[0])
                         return True
         finally:
             for number in numbers:
@@ -253,16 +253,17 @@ class Lane:
         return False
 
     def _ask(self) -> None:
-        self._add(next(_chunks), self._pool.take(self.nbytes))
+        number = next(_chunks)
+        self._add(number, self._pool.take(self.nbytes), number)
 
-    def _add(self, number: int, block: HostBlock) -> None:
+    def _add(self, number: int, block: HostBlock, whole: int) -> None:
         event = None
         if self._calls is not None:
             self._events[number], event = self._calls.new_event()
         # Otherwise whoever releases meanwhile would hear that the engine has no such chunk, and take it for one that is back.
         with self._releasing:
             self._blocks[number] = block
-            if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, event) != OK:
+            if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, whole, event) != OK:
                 self._blocks.pop(number, None)
                 raise XferError("the engine has no memory, or the interpreter ends")
 

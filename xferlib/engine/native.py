@@ -46,7 +46,7 @@ OK, NOT_YET, FAILED, UNKNOWN, STOPPED, BUSY = 1, 0, -1, -2, -4, -5
 MOST_PIECES = 256
 """`XE_MOST_PIECES`."""
 
-VERSION = 3
+VERSION = 4
 FOLDER = Path(__file__).parent
 REBUILD = "Rebuild it: pip install -e . in a checkout, else pip install --force-reinstall xferlib"
 
@@ -180,8 +180,7 @@ _SIGNATURES = {
     "xe_start_near": (_I, (_I, _I, ctypes.c_char_p, _N)),
     "xe_open_lane": (_I, (_U32, _I, ctypes.POINTER(Calls), _P)),
     "xe_close_lane": (_I, (_U32,)),
-    "xe_add_chunk": (_I, (_U32, _U64, _P, _N, _P)),
-    "xe_part_nbytes": (_N, (_N,)),
+    "xe_add_chunk": (_I, (_U32, _U64, _P, _N, _U64, _P)),
     "xe_take_chunk": (_I, (_U32, _U64)),
     "xe_submit": (_I, (_U64, _U32, ctypes.POINTER(Piece), _N, _P, _P)),
     "xe_abandon": (_I, (_U64,)),

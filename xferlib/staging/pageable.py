@@ -32,9 +32,7 @@ __all__ = ["BorrowedCopy", "Staging"]
 BUDGET = 64 << 20
 """The most bytes that the chunks of one stager take: enough for the rate of the link, few enough for the processor's cache."""
 CHUNK = 1 << 20
-"""Bytes of a chunk to the device: half of a core's second-level cache, on the processors beside these devices."""
-LARGER = 2
-"""Chunks to the host are so many times as large: past the caches long copies are faster."""
+"""Bytes of a chunk: as little as a small transfer takes. The engine copies from and to several at once that lie side by side."""
 LEAST_CHUNKS = 2
 """Chunks of one direction: the CPU copies one while the device copies the other."""
 
@@ -46,8 +44,7 @@ class Staging:
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger, profile: StagingProfile | None = None) -> None:
         self.leaves = 0
         self._ledger = ledger
-        given = profile or given_profile()
-        self.profile = given or StagingProfile(usual_threads(), CHUNK)
+        self.profile = profile or given_profile() or StagingProfile(usual_threads(), CHUNK)
         room = max(PAGE, pool.limit // 2)
         self._bounce_nbytes = min(self.profile.hand_off_nbytes, room)
         # The caller copies so many bytes of a larger array at a time, while the device copies those before.
@@ -60,11 +57,9 @@ class Staging:
         self._counting = threading.RLock()
         start_threads(self.profile.threads, backend.pci_bus_id)
         most = max(LEAST_CHUNKS, min(BUDGET // nbytes, pool.limit // 2 // nbytes) // 2)
-        # They are not larger where there are few of them: each part of a job takes one.
-        larger = LARGER if given is None and most == BUDGET // nbytes // 2 else 1
         self._lanes = (
             Lane(H2D, backend, pool, ledger.jobs.h2d, nbytes=nbytes, most=most),
-            Lane(D2H, backend, pool, ledger.jobs.d2h, nbytes=larger * nbytes, most=most // larger),
+            Lane(D2H, backend, pool, ledger.jobs.d2h, nbytes=nbytes, most=most),
         )
 
     def stage(self, leaves: Sequence[Placed], fills: list[Fill]) -> None:

@@ -27,7 +27,7 @@ STAYS_AWAKE = """    if (!spares_cores) return false;
     do
         for (int n = 0; n < BREATHS && atomic_load_explicit(told, memory_order_relaxed) == seen; n++) take_breath();
     while (atomic_load_explicit(told, memory_order_relaxed) == seen && since(&began) < microseconds);
-    pthread_mutex_lock(&mu);
+    lock();
     // Asked again: what was told since the last look has woken nobody, and nobody will be woken for it.
     return stopping || atomic_load_explicit(told, memory_order_relaxed) != seen;
 """
@@ -196,23 +196,120 @@ MUTANTS = (
     # How far a job has come.
     Mutant(
         "the source is free while it is read",
-        "return j->touched == 0 && all_started(j);",
+        "return j->filling == 0 && all_started(j);",
         "return all_started(j);",
         "frees_its_source",
         "threads",
     ),
     Mutant(
         "the source is free before all parts have begun",
-        "j->touched == 0 && all_started(j);",
-        "j->touched == 0 && j->started;",
+        "j->filling == 0 && all_started(j);",
+        "j->filling == 0 && j->started;",
         "frees_its_source",
     ),
     Mutant("a job has finished while a chunk is out", "!j->finished && j->out == 0 &&", "!j->finished &&", "stands_a_rush"),
     Mutant(
         "what lands is not copied",
-        'if (!copy_part(c)) fail(c->job, SIGBUS, "writing the destination");',
-        "",
+        "bool fresh = false, whole = copy_range(c, from, to, &fresh);",
+        "bool fresh = false, whole = c->state == LANDING || copy_range(c, from, to, &fresh);",
         "moves_by_one_thread",
+    ),
+    Mutant(
+        "a part is copied when its last slice has begun",
+        "    if (--c->hands || c->begun < c->part_nbytes) {\n",
+        "    if (--c->hands, c->begun < c->part_nbytes) {\n",
+        "copies_together_to_the_device",
+    ),
+    Mutant(
+        "a chunk is free when its last slice has begun",
+        "    if (--c->hands || c->begun < c->part_nbytes) {\n",
+        "    if (--c->hands, c->begun < c->part_nbytes) {\n",
+        "copies_together_to_the_host",
+    ),
+    Mutant(
+        "a part is copied when its first slice is",
+        "    if (--c->hands || c->begun < c->part_nbytes) {\n",
+        "    if (--c->hands) {\n",
+        "moves_by_one_thread",
+    ),
+    Mutant(
+        "one thread copies a part",
+        "*nbytes = c->job->fresh ?",
+        "*nbytes = true ? c->part_nbytes : c->job->fresh ?",
+        "copies_together_to_the_device",
+    ),
+    Mutant(
+        "slices are copied twice",
+        "        size_t begin = s.at < from ? from : s.at,",
+        "        size_t begin = s.at,",
+        "copies_together_to_the_device",
+    ),
+    Mutant(
+        "a slice ends with the part",
+        "end = s.at + s.nbytes < to ? s.at + s.nbytes : to;",
+        "end = s.at + s.nbytes;",
+        "survives_a_file_that_is_cut_off",
+    ),
+    Mutant(
+        "a chunk comes back while others copy",
+        "        } else if (c->hands) {\n            c->begun = c->part_nbytes;\n",
+        "        } else if (false) {\n",
+        "fails_while_others_copy",
+    ),
+    Mutant(
+        "more of what failed is copied",
+        "            c->begun = c->part_nbytes;\n        } else {\n",
+        "        } else {\n",
+        "fails_while_others_copy",
+    ),
+    Mutant(
+        "who waits for what failed is not told of the last slice",
+        "        if (has_failed(j)) look_at(j);\n",
+        "",
+        "fails_while_others_copy",
+    ),
+    Mutant(
+        "chunks of two blocks are joined",
+        "            if (each->block != block) continue;\n",
+        "",
+        "joins_no_blocks",
+    ),
+    Mutant("no chunks are joined", "    if (most > l->longest) most = l->longest;\n", "    most = 0;\n", "joins_chunks"),
+    Mutant(
+        "the first part is a large one",
+        "    if (l->direction == XE_H2D && l->under_way < most) most = l->under_way;\n",
+        "",
+        "joins_chunks",
+    ),
+    Mutant(
+        "the last part is a large one",
+        "    if (alone && j->left / 2 < most) most = j->left / 2;\n",
+        "",
+        "joins_chunks",
+    ),
+    Mutant(
+        "what was joined stays so",
+        "        if (now == FREE) put_aside(c);\n",
+        "        if (now == FREE && c->state == FREE) put_aside(c), now = JOINED;\n",
+        "joins_chunks",
+    ),
+    Mutant(
+        "one of what was joined is lost",
+        "    let_go(c, LOST);\n",
+        "    if (c->joined) c->joined->job = j, j->out++, let_go(c->joined, FREE), c->joined = NULL;\n    let_go(c, LOST);\n",
+        "loses_what_it_joined",
+    ),
+    Mutant(
+        "what fits waits for longer runs",
+        " && left > idle) return NULL;",
+        ") return NULL;",
+        "waits_for_longer_runs",
+    ),
+    Mutant(
+        "parts become shorter and shorter",
+        " && left > idle) return NULL;",
+        " && left > idle && false) return NULL;",
+        "waits_for_longer_runs",
     ),
     Mutant(
         "a job may be forgotten before it was told of",
@@ -260,14 +357,14 @@ MUTANTS = (
     ),
     Mutant(
         "what had landed stays so",
-        "clear(&j->lane->ready, j) + clear(&landed, j)",
+        "clear(&j->lane->ready, j) + clear(&uncopied, j)",
         "clear(&j->lane->ready, j)",
         "abandons_what_has_landed",
     ),
     Mutant(
         "what is ready stays so",
-        "clear(&j->lane->ready, j) + clear(&landed, j)",
-        "clear(&landed, j)",
+        "clear(&j->lane->ready, j) + clear(&uncopied, j)",
+        "clear(&uncopied, j)",
         "abandons_what_is_ready_to_the_device",
     ),
     Mutant(
@@ -278,8 +375,8 @@ MUTANTS = (
     ),
     Mutant(
         "chunks come back and nobody is told",
-        "    wake(clear(&j->lane->ready, j) + clear(&landed, j));",
-        "    (void)(clear(&j->lane->ready, j) + clear(&landed, j));",
+        "    wake(clear(&j->lane->ready, j) + clear(&uncopied, j));",
+        "    (void)(clear(&j->lane->ready, j) + clear(&uncopied, j));",
         "leaves_others_their_chunks",
     ),
     Mutant(
@@ -315,8 +412,8 @@ MUTANTS = (
     ),
     Mutant(
         "another chunk is taken back than was asked for",
-        "        while (*place != c) place = &(*place)->next;\n",
-        "        c = *place;\n",
+        "        while (*place != c) place = &(*place)->next;\n        *place = c->next;\n    }\n",
+        "        c = *place;\n        *place = c->next;\n    }\n",
         "takes_back_by_number",
     ),
     Mutant(
@@ -333,8 +430,8 @@ MUTANTS = (
     ),
     Mutant(
         "a chunk that was taken back is the lane's",
-        "        while (*place != c) place = &(*place)->other;\n        *place = c->other;\n        free(c);\n",
-        "        (void)place;\n        free(c);\n",
+        "        while (*place != c) place = &(*place)->other;\n        *place = c->other;\n",
+        "        (void)place;\n",
         "takes_back_by_number",
         "addresses",
     ),
@@ -378,8 +475,8 @@ MUTANTS = (
     ),
     Mutant(
         "a source that was cut off counts as read",
-        '    if (!copy_part(c)) fail(j, SIGBUS, "reading the source");\n',
-        "    copy_part(c);\n",
+        "    if (!whole) fail(j, SIGBUS,",
+        "    if (false) fail(j, SIGBUS,",
         "survives_a_file_that_is_cut_off",
     ),
     Mutant(
@@ -545,8 +642,8 @@ MUTANTS = (
     ),
     Mutant(
         "whoever waits lands nothing",
-        "    if (c) {\n        take_out(&landed, c);\n",
-        "    if (c && false) {\n        take_out(&landed, c);\n",
+        "    while (c && c->job != j) c = c->next;\n    if (c) {\n",
+        "    while (c && c->job != j) c = c->next;\n    if (false) {\n",
         "works_while_it_waits_to_the_host",
     ),
     Mutant(
