@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import xferlib
 from xferlib.overlap.report import OverlapReport, OverlapRow, Spread
@@ -46,12 +48,55 @@ def row(
         ((0.97, 0.95, 0.99), (0.02, 0.01, 0.03), "one order only"),
         ((0.5, 0.45, 0.55), (0.5, 0.45, 0.55), "in part"),
         ((0.97, 0.2, 0.99), (0.96, 0.93, 0.98), "cannot tell"),
+        # Once of seven times something came between.
+        ((0.97, 0.95, 0.99, -3.0, 0.96, 0.98, 0.97), (0.96, 0.93, 0.98, 0.95, 0.94, 0.97, 4.0), "overlaps"),
+        ((0.02, -0.1, 0.05, 0.9, 0.01, 0.0, 0.03), (0.0, 0.01, -0.02, 0.02, 0.0, 0.01, -5.0), "does not overlap"),
+        # Twice is no accident, and nobody can tell what the next time gives.
+        ((0.97, 0.95, 0.99, 0.1, 0.1, 0.98, 0.97), (0.96,) * 7, "cannot tell"),
+        ((0.96,) * 7, (0.05, 0.9, 0.1, 0.95, 0.02, 0.97, 0.93), "cannot tell"),
     ],
 )
 def test_the_verdict_is_of_the_medians_where_the_rounds_agree(first: Any, behind: Any, verdict: str) -> None:
     found = row(first, behind)
     assert found.verdict == verdict
     assert ("Because." in found.words) is (verdict != "overlaps")
+
+
+class_of = {"overlaps": (0.8, 1.0), "does not overlap": (-0.05, 0.25)}
+anything = st.floats(-50, 50)
+
+
+@given(data=st.data(), verdict=st.sampled_from(sorted(class_of)), at=st.integers(0, 6), outlier=anything)
+def test_one_of_seven_rounds_changes_no_verdict(data: st.DataObject, verdict: str, at: int, outlier: float) -> None:
+    six = data.draw(st.lists(st.floats(*class_of[verdict]), min_size=6, max_size=6))
+    seven = [*six[:at], outlier, *six[at:]]
+    assert row(tuple(seven), tuple(six)).verdict == verdict
+    assert row(tuple(six), tuple(seven)).verdict == verdict
+
+
+@given(order=st.permutations(range(7)), many=st.integers(2, 5), low=st.floats(-0.5, 0.2), high=st.floats(0.85, 1.0))
+def test_rounds_of_two_kinds_are_no_verdict(order: list[int], many: int, low: float, high: float) -> None:
+    """Two or more of seven are hidden, and two or more are not: a spread, and no outlier."""
+    rounds = tuple(low if number < many else high for number in order)
+    assert row(rounds, (0.97,) * 7).verdict == "cannot tell"
+    assert row((0.0,) * 7, rounds).verdict == "cannot tell"
+
+
+@given(samples=st.lists(anything, min_size=1, max_size=12))
+def test_a_spread_is_in_order_and_knows_no_order_of_its_samples(samples: list[float]) -> None:
+    found = Spread.of(samples)
+    assert min(samples) == found.least <= found.lower <= found.median <= found.upper <= found.greatest == max(samples)
+    assert found == Spread.of(sorted(samples, reverse=True))
+    # A quarter of the samples, rounded down, is on either side.
+    quarter = (len(samples) - 1) // 4
+    assert sum(sample <= found.lower for sample in samples) > quarter
+    assert sum(sample >= found.upper for sample in samples) > quarter
+
+
+def test_outliers_are_shown() -> None:
+    found = Spread.of([0.97, 0.95, 0.99, -3.0, 0.96, 0.98, 0.97])
+    assert found.percent() == "97 % (96 to 98; -300 to 99)"
+    assert "97 % (96 to 98; -300 to 99)" in row((0.97, 0.95, 0.99, -3.0, 0.96, 0.98, 0.97), (0.9,)).words
 
 
 def test_beside_compute_that_is_too_short_to_hide_the_copy_there_is_no_verdict() -> None:

@@ -157,7 +157,7 @@ def overlap(
     """Measure how much of a copy is hidden under compute on this machine, by xferlib and by the framework's own calls.
 
     Each copy is timed alone, and beside compute that takes longer: enqueued before it, and after. The share is (copy + compute -
-    together) / copy: median, least and greatest of several rounds. It takes some seconds.
+    together) / copy: median, quartiles, least and greatest of several rounds. It takes some seconds.
     """
     from xferlib.overlap.measure import measure_overlap
     from xferlib.registry import stager

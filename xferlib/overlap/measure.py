@@ -32,7 +32,8 @@ LONGER = 1.3
 """How many times as long as the copy compute is made to take: then all of the copy can be hidden."""
 MOST_LAUNCHED = 4000
 """Rounds of blur in one launch, at most."""
-ENOUGH_SECONDS, FEWEST = 1.5, 3
+ENOUGH_SECONDS, FEWEST = 1.5, 5
+"""Of fewer samples one would move a quartile."""
 GET_AFTER_LAUNCH = (
     "a get waits for all that was enqueued before it on its stream. Start it before the next launch, as xferlib.drain does, or "
     "name the stream that made the array, as stream="
@@ -55,7 +56,7 @@ def measure_overlap(stager: Stager, *, device: int = 0, nbytes: int | None = Non
     """Measure how much of a copy is hidden under compute, by xferlib and by the framework's own calls, on this machine, now.
 
     `device` is the number that the stager was opened with. `nbytes`: bytes of a copy (None: 128 MiB on a GPU, 16 MiB on a CPU),
-    rounded to frames of 256 KiB. `rounds`: how often each thing is timed, fewer if it is slow, at least three times. It takes some
+    rounded to frames of 256 KiB. `rounds`: how often each thing is timed, fewer if it is slow, at least five times. It takes some
     seconds, pinned memory of twice and device memory of some five times `nbytes`; nobody else should use the device meanwhile.
 
     Raises `CapabilityError` for a backend without a `workload`, `BackendUnavailableError` where that cannot run, `AllocationError`.

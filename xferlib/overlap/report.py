@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any, Literal, TypeAlias, final
 
 from xferlib.words import in_words
@@ -17,8 +16,8 @@ Verdict: TypeAlias = Literal["overlaps", "in part", "one order only", "does not 
 
 HIDDEN, SHOWN = 0.8, 0.25
 """Shares from which on a copy counts as hidden, and up to which it does not."""
-WIDE = 0.5
-"""Between the least and the greatest share of several rounds: with more than this nothing can be said."""
+WIDE = 0.3
+"""Between the quartiles of the shares of several rounds: with more than this nothing can be said."""
 HOLDS = 0.5
 """Share of the copy's time from which on its call counts as one that keeps its caller."""
 ON_A_CPU = (
@@ -36,27 +35,33 @@ class Spread:
         median: In the middle of them.
         least: The smallest.
         greatest: The largest.
+        lower, upper: The quartiles.
     """
 
     median: float
     least: float
     greatest: float
+    lower: float
+    upper: float
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
         """Return that of at least one sample."""
-        return cls(median(samples), min(samples), max(samples))
+        ordered = sorted(samples)
+        least, lower, middle, upper, greatest = (_at(ordered, quarter) for quarter in range(5))
+        return cls(middle, least, greatest, lower, upper)
 
     @property
     def width(self) -> float:
-        """How far the samples lie apart."""
-        return self.greatest - self.least
+        """How far the middle half of the samples lies apart. One sample of five or more, wherever it lies, does not count."""
+        return self.upper - self.lower
 
     def percent(self) -> str:
-        """Return the shares for people: "97 % (95 to 98)"."""
+        """Return the shares for people, as median, quartiles, least and greatest: "97 % (95 to 98; 12 to 99)"."""
+        shares = (self.median, self.lower, self.upper, self.least, self.greatest)
         # The sum makes 0 of what would be shown as -0.
-        middle, least, greatest = (round(share * 100) + 0 for share in (self.median, self.least, self.greatest))
-        return f"{middle} % ({least} to {greatest})"
+        middle, lower, upper, least, greatest = (round(share * 100) + 0 for share in shares)
+        return f"{middle} % ({lower} to {upper}; {least} to {greatest})"
 
 
 @final
@@ -93,7 +98,7 @@ class OverlapRow:
 
     @property
     def verdict(self) -> Verdict:
-        """Say whether it overlaps, from the medians; only where the rounds agree."""
+        """Say whether it overlaps, from the medians; only where the middle half of the rounds agrees."""
         if not self.on_gpu:
             return "a CPU cannot tell"
         orders = (self.copy_first, self.compute_first)
@@ -157,9 +162,18 @@ class OverlapReport:
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         title = (
-            f"{self.backend} on {self.device}: copies of {in_words(self.nbytes)} beside compute; share of the copy that was hidden"
+            f"{self.backend} on {self.device}: copies of {in_words(self.nbytes)} beside compute; share of the copy that was "
+            "hidden, as median (quartiles; least to greatest)"
         )
         return "\n".join([title, "", *table, "", *self.words])
+
+
+def _at(ordered: Sequence[float], quarter: int) -> float:
+    """Return the value a number of quarters into the samples, between the two next to it."""
+    whole, rest = divmod(quarter * (len(ordered) - 1), 4)
+    below, above = ordered[whole], ordered[min(whole + 1, len(ordered) - 1)]
+    # Rounded, it may come to lie beyond them.
+    return min(max(below + (above - below) * rest / 4, below), above)
 
 
 def _cells(row: OverlapRow) -> tuple[str, ...]:
