@@ -76,7 +76,6 @@ FLOORS = [
     {"xferlib.overlap.callbacks"},
     {"xferlib.overlap.loops"},
     {"xferlib"},
-    {"xferlib.overlap.plugin"},
 ]
 LIBRARIES = {"numpy", "optree", "psutil"}
 MORE_LIBRARIES = {
@@ -86,8 +85,6 @@ MORE_LIBRARIES = {
     "typed.py": {"typing_extensions"},
     "tracing": {"cuda", "matplotlib"},
     "conformance": {"pytest", "_pytest", "cuda", "cupti", "ml_dtypes"},
-    # Its plugin alone.
-    "overlap": {"pytest"},
 }
 CUDA = {f"xferlib.cuda.{name}" for name in ("context", "driver", "events", "refusals", "streams")}
 """For backends: nothing else of the core uses it."""
@@ -270,6 +267,15 @@ def test_importing_the_package_loads_no_framework_no_backend_and_no_pytest() -> 
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_the_plugin_of_pytest_imports_pytest_alone_until_a_fixture_is_asked_for() -> None:
+    for node in ast.parse((ROOT / "_xferlib_pytest.py").read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            for name in names:
+                assert name is not None
+                assert name == "pytest" or name.split(".")[0] in sys.stdlib_module_names, name
 
 
 def test_package_exports_what_it_imports_and_nothing_else() -> None:

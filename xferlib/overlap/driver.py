@@ -12,10 +12,11 @@ from xferlib.errors import BackendUnavailableError
 from xferlib.gates import gate_table
 from xferlib.watchdog import OPEN, TABLE_NBYTES
 
-__all__ = ["Driver", "DriverError"]
+__all__ = ["Driver", "DriverError", "NoGpuError"]
 
 LIBRARY = "libcuda.so.1"
 NOT_READY, ALREADY_REGISTERED = 600, 712
+STUB_LIBRARY, NO_DEVICE = 34, 100
 HOST_MEMORY, DEVICE_MEMORY, UNIFIED_MEMORY = 1, 2, 4
 ATTRIBUTE_MEMORY_TYPE, ATTRIBUTE_IS_MANAGED = 2, 8
 PORTABLE_AND_MAPPED = 1 | 2
@@ -24,6 +25,10 @@ NO_GPU = (
     "assert_overlaps holds work on an NVIDIA GPU, and {reason}. A CPU has nothing to prove here: its cores make copies and compute "
     "alike. Run this test where a GPU is, or skip it"
 )
+
+
+class NoGpuError(BackendUnavailableError):
+    """Raised where there is no NVIDIA GPU; not where there is one that does not work."""
 
 
 class DriverError(RuntimeError):
@@ -36,7 +41,7 @@ class DriverError(RuntimeError):
 
 @final
 class Driver:
-    """The driver on one device, by its number. Raises `BackendUnavailableError` where there is none.
+    """The driver on one device, by its number. Raises `NoGpuError` where there is none, `BackendUnavailableError` if CUDA fails.
 
     Frameworks share the primary context of a device, and so does this.
     """
@@ -45,10 +50,17 @@ class Driver:
         try:
             self._library: Any = ctypes.CDLL(LIBRARY)
         except OSError as error:
-            raise BackendUnavailableError(NO_GPU.format(reason="there is no NVIDIA driver (libcuda.so.1)")) from error
+            raise NoGpuError(NO_GPU.format(reason="there is no NVIDIA driver (libcuda.so.1)")) from error
         count = ctypes.c_int()
-        if self._library.cuInit(0) != 0 or self._library.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
-            raise BackendUnavailableError(NO_GPU.format(reason="CUDA finds none"))
+        status = self._library.cuInit(0) or self._library.cuDeviceGetCount(ctypes.byref(count))
+        if status in (STUB_LIBRARY, NO_DEVICE) or (status == 0 and count.value == 0):
+            raise NoGpuError(NO_GPU.format(reason="CUDA finds none"))
+        if status != 0:
+            # As with a driver that does not fit its module of the kernel, or in the child of a process that used CUDA.
+            raise BackendUnavailableError(
+                f"there is an NVIDIA driver, and it cannot begin: CUDA error {status}. See whether nvidia-smi works, and whether "
+                "this process was forked by one that had used CUDA: spawn it instead"
+            )
         if not 0 <= device < count.value:
             raise ValueError(f"device={device!r}: CUDA shows {count.value}, counted from 0")
         self._context = ctypes.c_void_p()

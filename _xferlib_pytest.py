@@ -4,7 +4,8 @@
         loop = Training(...)
         assert_overlaps(loop.step)
 
-Where there is no GPU or no CUPTI the test is skipped; it fails there if `XFERLIB_REQUIRE` is set, as in CI with a GPU.
+pytest imports this module in every run of the environment, so it stands beside the package and not in it: neither xferlib nor NumPy
+is loaded before a test asks for the fixture. Nobody imports it by name: to pytest the plugin is `xferlib`, as in `-p no:xferlib`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ REQUIRE = "XFERLIB_REQUIRE"
 
 @pytest.fixture(name="assert_overlaps")
 def assert_overlaps() -> Callable[..., None]:
-    """Give `xferlib.assert_overlaps`, which skips the test where it cannot run."""
-    # Here, so that a test run without it imports nothing more.
-    from xferlib.errors import BackendUnavailableError
+    """Give `xferlib.assert_overlaps`, which skips the test where there is no GPU.
+
+    If `XFERLIB_REQUIRE` is set, as in CI with a GPU, the test fails instead. Where there is a GPU, and CUPTI is missing or another
+    tool has it, nothing is skipped: `BackendUnavailableError` says what to do.
+    """
+    from xferlib.overlap.driver import NoGpuError
     from xferlib.overlap.loops import assert_overlaps as checked
 
     def check(step: Callable[[], object], **options: int) -> None:
         __tracebackhide__ = True
         try:
             checked(step, **options)
-        except BackendUnavailableError as error:
+        except NoGpuError as error:
             if os.environ.get(REQUIRE):
                 pytest.fail(f"{REQUIRE}={os.environ[REQUIRE]} forbids to skip this: {error}")
             pytest.skip(str(error))
