@@ -6,7 +6,7 @@ import pytest
 
 from tests.tracing.tables import COMPUTE, MIB, NULL, call, copy, kernel, ms, recording
 from xferlib.tracing.events import Recording
-from xferlib.tracing.summary import Gaps, gaps_of, summarize
+from xferlib.tracing.summary import Gaps, all_gaps, summarize
 
 
 def causes(table: Recording) -> dict[tuple[str, str], float]:
@@ -146,13 +146,24 @@ def test_every_moment_of_a_gap_has_one_cause() -> None:
         call("wait", 3, 18),
         kernel(20, 30),
     )
-    gaps = gaps_of(table, 0)
+    gaps = all_gaps(table)[0]
     assert [(gap.cause, gap.start, gap.end) for gap in gaps] == [
         ("same stream", ms(10), ms(13)),
         ("pageable", ms(13), ms(14)),
         ("allocation", ms(14), ms(17)),
         ("wait", ms(17), ms(20)),
     ]
+
+
+def test_an_event_that_began_long_before_a_gap_counts_there_and_not_beyond_its_end() -> None:
+    """Among many that are shorter: who looks only at those that began shortly before does not see it."""
+    kernels = [kernel(at, at + 0.5) for at in range(200)]
+    long = copy(0.75, 150, stream=3, site="train.py:1")
+    short = [copy(at + 0.625, at + 0.75, site="train.py:2") for at in range(199)]
+    gaps = [gap for gap in all_gaps(recording(*kernels, long, *short))[0] if gap.cause == "late"]
+    assert {gap.site for gap in gaps if gap.start < ms(0.75)} == {"train.py:2"}
+    assert {gap.site for gap in gaps if ms(0.75) <= gap.start < ms(150)} == {"train.py:1"}
+    assert {gap.site for gap in gaps if gap.start >= ms(150)} == {"train.py:2"}
 
 
 def test_short_gaps_are_no_finding() -> None:

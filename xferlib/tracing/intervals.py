@@ -44,16 +44,7 @@ def inside(intervals: Sequence[Interval], start: int, end: int) -> list[Interval
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Return the times that lie in both sets."""
-    found: list[Interval] = []
-    at = 0
-    for start, end in one:
-        while at < len(other) and other[at][1] <= start:
-            at += 1
-        look = at
-        while look < len(other) and other[look][0] < end:
-            found.append((max(start, other[look][0]), min(end, other[look][1])))
-            look += 1
-    return found
+    return [(max(start, first), min(end, last)) for start, end in one for first, last in overlapping(other, start, end)]
 
 
 def without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:

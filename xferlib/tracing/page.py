@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from xferlib.tracing.events import Recording
-from xferlib.tracing.rows import MOST_ROWS, Row, rows, thinned
-from xferlib.tracing.summary import Gap, Link, gaps_of, summarize
+from xferlib.tracing.rows import MOST_ROWS, Row, least_apart, rows, thinned
+from xferlib.tracing.summary import Gap, Link, all_gaps, summarize
 from xferlib.tracing.whole import written
 from xferlib.words import counted
 
@@ -36,31 +36,36 @@ def write(recording: Recording, path: Path, *, most_nbytes: int = MOST_NBYTES) -
 
 def page(recording: Recording, *, most_nbytes: int = MOST_NBYTES) -> str:
     """Return the text of the page."""
-    told = _told(recording)
-    everything = rows(recording)
+    gaps = all_gaps(recording)
+    told = _told(recording, gaps)
+    everything = rows(recording, gaps)
     drawn, apart = everything[:MOST_ROWS], 0
     room = most_nbytes - len(_template())
+    # Of a long trace all marks would be a text of gigabytes, and to try one distance after the other would take long.
+    least = least_apart(drawn, room // MARK_NBYTES)
+    if least:
+        apart = max(FIRST_APART, least)
+        drawn = thinned(drawn, apart)
     while True:
         notes = [*recording.notes, *_thinning(recording, everything, drawn, apart)]
         lanes = [len(lane) for row in drawn for lane in row.lanes]
         is_least = max(lanes, default=0) <= 1
-        # Of a long trace all marks would be a text of gigabytes.
         if is_least or sum(lanes) * MARK_NBYTES <= room:
             text = json.dumps({**told, **_encoded(drawn), "notes": notes}, separators=(",", ":"))
             # Nothing of the data may end the element that it is in.
             text = text.replace("<", "\\u003c")
             if is_least or len(text) <= room:
                 return _template().replace("__DATA__", text)
-        apart = 4 * apart if apart else FIRST_APART
-        drawn = thinned(everything, apart)
+        apart = 2 * apart if apart else FIRST_APART
+        drawn = thinned(drawn, apart)
 
 
-def _told(recording: Recording) -> dict[str, Any]:
+def _told(recording: Recording, all_of_them: Mapping[int, Sequence[Gap]]) -> dict[str, Any]:
     """Return the tables."""
-    summary = summarize(recording)
+    summary = summarize(recording, all_of_them)
     longest: dict[tuple[int, str, str, str], Gap] = {}
     for device in summary.devices:
-        for gap in gaps_of(recording, device.number):
+        for gap in all_of_them[device.number]:
             key = (device.number, gap.cause, gap.direction, gap.site)
             if key not in longest or gap.end - gap.start > longest[key].end - longest[key].start:
                 longest[key] = gap

@@ -9,7 +9,7 @@ from typing import Any
 from xferlib.errors import XferError
 from xferlib.tracing.events import Recording
 from xferlib.tracing.rows import rows, thinned
-from xferlib.tracing.summary import summarize
+from xferlib.tracing.summary import all_gaps, summarize
 
 __all__ = ["write"]
 
@@ -39,7 +39,8 @@ def write(recording: Recording, path: Path) -> None:
         from matplotlib.patches import Patch
     except ModuleNotFoundError as error:
         raise XferError("drawing needs Matplotlib. Install it with: pip install matplotlib") from error
-    drawn = thinned(rows(recording), (recording.end - recording.start) // MARKS_ACROSS)
+    gaps = all_gaps(recording)
+    drawn = thinned(rows(recording, gaps), (recording.end - recording.start) // MARKS_ACROSS)
     lanes = [(row, level, lane) for row in drawn for level, lane in enumerate(row.lanes)]
     figure = Figure(figsize=(12, 1.6 + 0.24 * len(lanes)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -54,7 +55,7 @@ def write(recording: Recording, path: Path) -> None:
     axes.set_ylim(len(lanes) - 0.4 if lanes else 1, -0.6)
     axes.set_xlabel("ms since the trace began")
     axes.spines[["top", "right"]].set_visible(False)
-    summary = summarize(recording)
+    summary = summarize(recording, gaps)
     axes.set_title("\n".join(finding.words for finding in summary.findings[:2]) or summary.verdict, fontsize=9, loc="left")
     if seen:
         handles = [Patch(color=color, label=kind) for kind, color in seen.items()]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, final
 
 from xferlib.tracing.events import HOST, Recording
-from xferlib.tracing.summary import cause_words, gaps_of
+from xferlib.tracing.summary import Gap, cause_words
 
-__all__ = ["Mark", "Row", "rows", "thinned"]
+__all__ = ["Mark", "Row", "least_apart", "rows", "thinned"]
 
 MOST_LEVELS = 6
 MOST_ROWS = 120
@@ -44,8 +45,11 @@ class Row:
     lanes: tuple[tuple[Mark, ...], ...]
 
 
-def rows(recording: Recording) -> list[Row]:
-    """Return the rows: those of devices first, in each the gaps of compute, then compute, then copies; the host's last."""
+def rows(recording: Recording, gaps: Mapping[int, Sequence[Gap]]) -> list[Row]:
+    """Return the rows: those of devices first, in each the gaps of compute, then compute, then copies; the host's last.
+
+    `gaps`: what `all_gaps` returns.
+    """
     marks: dict[tuple[int, int], list[Mark]] = defaultdict(list)
     for event in recording.events:
         start, end = event.start - recording.start, event.end - recording.start
@@ -60,8 +64,8 @@ def rows(recording: Recording) -> list[Row]:
         group = "host" if device == HOST else recording.devices.get(device, f"device {device}")
         row = Row(group, recording.name_of(device, stream), _lanes(of_stream))
         found.append(((device == HOST, device, rank, -len(of_stream) if device == HOST else stream), row))
-    for device in sorted({device for device, _ in marks if device != HOST}):
-        gaps = [
+    for device, of_device in gaps.items():
+        idle = [
             Mark(
                 gap.start - recording.start,
                 gap.end - recording.start,
@@ -74,12 +78,12 @@ def rows(recording: Recording) -> list[Row]:
                 1,
                 gap.end - gap.start,
             )
-            for gap in gaps_of(recording, device)
+            for gap in of_device
             if gap.cause != "short"
         ]
-        if gaps:
+        if idle:
             group = recording.devices.get(device, f"device {device}")
-            found.append(((False, device, 0, 0), Row(group, "compute idle, why", _lanes(gaps))))
+            found.append(((False, device, 0, 0), Row(group, "compute idle, why", _lanes(idle))))
     return [row for _, row in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -106,24 +110,50 @@ def _lanes(marks: Iterable[Mark]) -> tuple[tuple[Mark, ...], ...]:
     return tuple([tuple(lane) for lane in lanes])
 
 
+def least_apart(all_rows: Sequence[Row], most: int) -> int:
+    """Return how many nanoseconds apart marks must be drawn as one, at least, so that no more than `most` marks are left."""
+    distances = sorted(
+        [mark.start - before.end for row in all_rows for lane in row.lanes for before, mark in pairwise(lane)],
+        reverse=True,
+    )
+    lanes = sum([len(row.lanes) for row in all_rows])
+    # The first of each lane has none before it.
+    left = max(0, most - lanes)
+    return distances[left] if left < len(distances) else 0
+
+
 def _joined(lane: Sequence[Mark], apart: int) -> list[Mark]:
     joined: list[Mark] = []
-    for mark in lane:
-        last = joined[-1] if joined else None
-        alike = last is not None and (last.kind, last.memory, last.site) == (mark.kind, mark.memory, mark.site)
-        # Of what is that short, nobody sees the kind.
-        tiny = last is not None and mark.end - last.start <= apart
-        if last is None or mark.start - last.end > apart or not (alike or tiny):
-            joined.append(mark)
-            continue
-        longer = max(last, mark, key=lambda one: one.busy)
-        joined[-1] = longer._replace(
-            start=last.start,
-            end=max(last.end, mark.end),
-            name=last.name if last.name == mark.name else f"{longer.name.removesuffix(' ...')} ...",
-            nbytes=last.nbytes + mark.nbytes,
-            waited=0,
-            events=last.events + mark.events,
-            busy=last.busy + mark.busy,
-        )
+    if not lane:
+        return joined
+    longest, end = lane[0], lane[0].end
+    group = [longest]
+    for mark in lane[1:]:
+        if mark.start - end <= apart:
+            alike = (longest.kind, longest.memory, longest.site) == (mark.kind, mark.memory, mark.site)
+            # Of what is that short, nobody sees the kind.
+            if alike or mark.end - group[0].start <= apart:
+                group.append(mark)
+                end = max(end, mark.end)
+                longest = mark if mark.busy > longest.busy else longest
+                continue
+        joined.append(_one(group, longest, end))
+        group, longest, end = [mark], mark, mark.end
+    joined.append(_one(group, longest, end))
     return joined
+
+
+def _one(group: Sequence[Mark], longest: Mark, end: int) -> Mark:
+    """Return the mark that stands for several, as one of the kind of the longest."""
+    if len(group) == 1:
+        return longest
+    alike = len({mark.name for mark in group}) == 1
+    return longest._replace(
+        start=group[0].start,
+        end=end,
+        name=longest.name if alike else f"{longest.name.removesuffix(' ...')} ...",
+        nbytes=sum([mark.nbytes for mark in group]),
+        waited=0,
+        events=sum([mark.events for mark in group]),
+        busy=sum([mark.busy for mark in group]),
+    )

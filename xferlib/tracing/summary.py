@@ -23,7 +23,7 @@ from xferlib.tracing.events import HOST, Event, Recording
 from xferlib.tracing.intervals import Interval, common, inside, length, union, without
 from xferlib.words import counted, in_words
 
-__all__ = ["Cause", "Device", "Gap", "Gaps", "Link", "Pageable", "Summary", "cause_words", "gaps_of", "summarize"]
+__all__ = ["Cause", "Device", "Gap", "Gaps", "Link", "Pageable", "Summary", "all_gaps", "cause_words", "summarize"]
 
 Cause: TypeAlias = Literal[
     "pageable",
@@ -207,10 +207,10 @@ class Summary:
         return f"compute stood still for {first.share:.0%} of the time: {first.words}"
 
 
-def summarize(recording: Recording) -> Summary:
-    """Say what a recording shows. It is not changed, and nothing else is looked at."""
-    numbers = sorted({event.device for event in recording.events if event.device != HOST})
-    devices = tuple([_device(recording, number) for number in numbers])
+def summarize(recording: Recording, gaps: Mapping[int, Sequence[Gap]] | None = None) -> Summary:
+    """Say what a recording shows. It is not changed, and nothing else is looked at. `gaps`: of `all_gaps`, if it was asked."""
+    known = all_gaps(recording) if gaps is None else gaps
+    devices = tuple([_device(recording, number, of_device) for number, of_device in known.items()])
     findings = sorted([gaps for device in devices for gaps in device.gaps if gaps.is_finding], key=lambda gaps: -gaps.seconds)
     return Summary(
         seconds=(recording.end - recording.start) / 1e9,
@@ -221,9 +221,10 @@ def summarize(recording: Recording) -> Summary:
     )
 
 
-def gaps_of(recording: Recording, device: int) -> list[Gap]:
-    """Return the gaps of a device, in their order, each moment with its cause."""
-    return _Gaps(recording, device).found()
+def all_gaps(recording: Recording) -> dict[int, list[Gap]]:
+    """Return, for each device that did anything, the gaps between its kernels, in their order, each moment with its cause."""
+    devices = sorted({event.device for event in recording.events if event.device != HOST})
+    return {device: _Gaps(recording, device).found() for device in devices}
 
 
 def cause_words(gap: Gap | Gaps) -> str:
@@ -231,14 +232,14 @@ def cause_words(gap: Gap | Gaps) -> str:
     return _WORDS[gap.cause].format(copies=f"copies {_TO[gap.direction]}" if gap.direction else "")
 
 
-def _device(recording: Recording, number: int) -> Device:
+def _device(recording: Recording, number: int, gaps: Iterable[Gap]) -> Device:
     events = [event for event in recording.events if event.device == number]
     span = max(event.end for event in events) - min(event.start for event in events)
     kernels = union((event.start, event.end) for event in events if event.kind == "kernel")
     grouped: dict[tuple[Cause, str, str], list[Gap]] = defaultdict(list)
-    for gap in gaps_of(recording, number):
+    for gap in gaps:
         grouped[gap.cause, gap.direction, gap.site].append(gap)
-    groups = [_group(key, gaps, span) for key, gaps in grouped.items()]
+    groups = [_group(key, alike, span) for key, alike in grouped.items()]
     return Device(
         number=number,
         name=recording.devices.get(number, f"device {number}"),
@@ -247,7 +248,7 @@ def _device(recording: Recording, number: int) -> Device:
         compute_seconds=length(kernels) / 1e9,
         h2d=_link("h2d", events, kernels, span),
         d2h=_link("d2h", events, kernels, span),
-        gaps=tuple(sorted(groups, key=lambda gaps: -gaps.seconds)),
+        gaps=tuple(sorted(groups, key=lambda group: -group.seconds)),
     )
 
 
@@ -298,21 +299,26 @@ def _pageable(events: Iterable[Event]) -> tuple[Pageable, ...]:
 
 
 class _Layer:
-    """Events of one kind, by start, for "which of them was under way when"."""
+    """Events of one kind, for "which of them was under way when". Those of like length are together, so few are looked at."""
 
     def __init__(self, events: Iterable[Event]) -> None:
-        self._events = sorted(events, key=lambda event: event.start)
-        self._starts = [event.start for event in self._events]
-        # The latest end up to each: among those before a time, none can be under way where this is not after it.
-        self._ends: list[int] = []
-        for event in self._events:
-            self._ends.append(max(event.end, self._ends[-1]) if self._ends else event.end)
+        alike: dict[int, list[Event]] = defaultdict(list)
+        for event in events:
+            alike[(event.end - event.start).bit_length()].append(event)
+        self._alike = [(1 << bits, sorted(group, key=_start_of)) for bits, group in alike.items()]
 
     def under_way(self, start: int, end: int) -> list[Event]:
         """Return those that share any time with (start, end), by start."""
-        first = bisect_right(self._ends, start)
-        last = bisect_left(self._starts, end)
-        return [event for event in self._events[first:last] if event.end > start]
+        found: list[Event] = []
+        for longest, group in self._alike:
+            first = bisect_right(group, start - longest, key=_start_of)
+            last = bisect_left(group, end, lo=first, key=_start_of)
+            found.extend([event for event in group[first:last] if event.end > start])
+        return sorted(found, key=_start_of)
+
+
+def _start_of(event: Event) -> int:
+    return event.start
 
 
 class _Gaps:
