@@ -39,3 +39,5 @@ def cupti(built_cupti: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes
     # Whatever the test did, nothing of the trace is left in it.
     assert ctypes.c_int.in_dll(library, "subscribers").value == 0
     assert ctypes.c_int.in_dll(library, "enabled").value == 0
+    assert ctypes.c_int.in_dll(library, "zeroed").value == 0
+    assert ctypes.c_uint64.in_dll(library, "dirty").value == 0

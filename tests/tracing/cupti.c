@@ -25,7 +25,8 @@ typedef void (*completed)(void *, uint32_t, uint8_t *, size_t, size_t);
 
 OUT uint32_t version = 130401;
 OUT uint32_t kernel_nbytes = 248;
-OUT int subscribers = 0, registered = 0, enabled = 0;
+OUT int subscribers = 0, registered = 0, enabled = 0, zeroed = 0;
+OUT uint64_t dirty = 0;  // Bytes of buffers that were said to be zeroes, and were not.
 OUT int64_t dropped = 0;
 
 static called callback;
@@ -59,6 +60,10 @@ OUT int cuptiEnableCallback(uint32_t on, void *subscriber, int domain, uint32_t 
     return (void)subscriber, wanted[domain][number] = (uint8_t)on, 0;
 }
 OUT int cuptiActivityRegisterTimestampCallback(uint64_t (*with)(void)) { return now = with, 0; }
+OUT int cuptiActivitySetAttribute(int attribute, size_t *nbytes, uint8_t *value) {
+    if (attribute != 5 || *nbytes != 1) return 1;
+    return zeroed = *value, 0;
+}
 OUT uint64_t standin_clock(void) { return now(); }
 OUT int cuptiActivityRegisterCallbacks(requested one, completed other) { return request = one, complete = other, registered = 1, 0; }
 OUT int cuptiActivityDisable(int kind) { return (void)kind, enabled--, 0; }
@@ -69,6 +74,7 @@ static uint8_t *record(size_t nbytes) {
         size_t most;
         request(&buffer, &room, &most);
         used = 0;
+        for (size_t at = 0; zeroed && buffer && at < room; at++) dirty += buffer[at] != 0;
     }
     if (buffer == 0 || used + nbytes > room) return 0;
     uint8_t *made = memset(buffer + used, 0, nbytes);

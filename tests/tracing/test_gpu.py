@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import xferlib
+from xferlib.engine.native import library
 from xferlib.tracing.events import Event
 from xferlib.tracing.log import LOG
 
@@ -225,3 +226,35 @@ def test_cupti_has_its_own_clock_again(cupti: Any) -> None:
     with xferlib.trace():
         assert abs(cupti.standin_clock() - time.perf_counter_ns()) < 1e9
     assert abs(cupti.standin_clock() - time.time_ns()) < 60e9
+
+
+# Python warns of forking a process with threads, and JAX, if another test has loaded it, of any fork.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
+def test_a_forked_child_begins_with_nothing_of_its_parents(cupti: Any) -> None:
+    with xferlib.trace() as trace:
+        cupti.standin_call(1, 3)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                engine = library()
+                # The parent's trace runs, and has noted calls: to begin another one would be refused there.
+                begun = engine.xe_activity_start(4096, 2, 2, None, None)
+                count = ctypes.c_size_t()
+                engine.xe_activity_calls(ctypes.byref(count))
+                status = int(begun != 1 or count.value != 0)
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        cupti.standin_call(1, 3)
+    assert len(of_kind(trace, "wait")) == 2
+
+
+def test_the_line_of_a_call_is_right_in_a_function_of_many_lines(cupti: Any) -> None:
+    lines = ["def long(call):", *(f"    x{number} = {number}" for number in range(300)), "    call(1, 3)", "    return x0"]
+    space: dict[str, Any] = {}
+    exec(compile("\n".join(lines), "<string>", "exec"), space)
+    with xferlib.trace() as trace:
+        space["long"](cupti.standin_call)
+    assert [event.site for event in of_kind(trace, "wait")] == ["<string>:302"]

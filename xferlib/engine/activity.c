@@ -1,6 +1,10 @@
 // What a trace collects; see activity.h.
 //
-// One lock guards the lists. It is held for some instructions, and never while the interpreter is asked for frames.
+// One lock guards the lists. It is held for some instructions, and never while the interpreter is asked for frames. A forked child begins
+// with nothing: what its parent has collected is the parent's.
+//
+// CUPTI asks for buffers on the thread that launches, and writes the records of its kernels there. So buffers are made ready before they
+// are asked for: zeroed, and with all their pages.
 #define _GNU_SOURCE
 #include "activity.h"
 
@@ -9,11 +13,12 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { ALIGNMENT = 8, ENTER = 0, RUNTIME = 2 };
+enum { ENTER = 0, RUNTIME = 2, READY = 2, PAGE = 4096 };
 
 // CUpti_CallbackData of cupti_callbacks.h.
 typedef struct {
@@ -37,6 +42,8 @@ typedef struct full {
 static pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool running;
 static size_t buffer_nbytes, most_buffers, buffers, most_calls;
+static uint8_t *ready[READY];
+static size_t ready_count;
 static full *oldest, **newest = &oldest;
 static xe_call *calls;
 static size_t call_count, call_room;
@@ -69,8 +76,63 @@ uint64_t xe_activity_usual(void) {
     return time_of(CLOCK_REALTIME);
 }
 
-int xe_activity_start(size_t nbytes, size_t most, size_t most_of_calls, const uint8_t *wanted, const xe_python *with) {
+static void lock(void) {
     pthread_mutex_lock(&mu);
+}
+
+static void unlock(void) {
+    pthread_mutex_unlock(&mu);
+}
+
+// The memory stays as it is: some of it may be under a call that another thread of the parent was in.
+static void forget(void) {
+    pthread_mutex_init(&mu, NULL);
+    atomic_store(&running, false);
+    atomic_store(&has_python, false);
+    buffers = ready_count = call_count = call_room = frame_count = frame_room = 0;
+    oldest = NULL, newest = &oldest, calls = NULL, frames = NULL;
+    depth = 0, inner_count = 0, current.start = 0;
+}
+
+static void survive_forks(void) {
+    pthread_atfork(lock, unlock, forget);
+}
+
+// A buffer of zeroes whose pages are there. Its own size is in the page before it. Null: there is no memory.
+static uint8_t *made(size_t nbytes) {
+    size_t all = PAGE + nbytes;
+    void *memory = mmap(NULL, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (memory == MAP_FAILED) return NULL;
+    *(size_t *)memory = all;
+    return (uint8_t *)memory + PAGE;
+}
+
+static void unmade(uint8_t *buffer) {
+    void *memory = buffer - PAGE;
+    munmap(memory, *(size_t *)memory);
+}
+
+// Keep a buffer for who asks next, if one may be asked for and fewer are kept than should be.
+static void make_ready(void) {
+    for (;;) {
+        lock();
+        int wanted = atomic_load(&running) && ready_count < READY && buffers + ready_count < most_buffers;
+        size_t nbytes = buffer_nbytes;
+        unlock();
+        uint8_t *buffer = wanted ? made(nbytes) : NULL;
+        if (buffer == NULL) return;
+        lock();
+        int kept = atomic_load(&running) && ready_count < READY && nbytes == buffer_nbytes;
+        if (kept) ready[ready_count++] = buffer;
+        unlock();
+        if (!kept) unmade(buffer);
+    }
+}
+
+int xe_activity_start(size_t nbytes, size_t most, size_t most_of_calls, const uint8_t *wanted, const xe_python *with) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, survive_forks);
+    lock();
     int fits = !atomic_load(&running) && oldest == NULL && calls == NULL;
     if (fits) {
         buffer_nbytes = nbytes, most_buffers = most, most_calls = most_of_calls;
@@ -82,41 +144,48 @@ int xe_activity_start(size_t nbytes, size_t most, size_t most_of_calls, const ui
         atomic_fetch_add(&traces, 1);
         atomic_store(&running, true);
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
+    if (fits) make_ready();
     return fits;
 }
 
 void xe_activity_stop(void) {
-    pthread_mutex_lock(&mu);
+    lock();
     atomic_store(&running, false);
     atomic_store(&has_python, false);
-    pthread_mutex_unlock(&mu);
+    uint8_t *unused[READY];
+    size_t count = ready_count;
+    memcpy(unused, ready, sizeof unused);
+    ready_count = 0;
+    unlock();
+    while (count) unmade(unused[--count]);
 }
 
 void xe_activity_requested(uint8_t **buffer, size_t *size, size_t *most_records) {
     *buffer = NULL, *size = 0, *most_records = 0;
-    pthread_mutex_lock(&mu);
+    lock();
     int given = atomic_load(&running) && buffers < most_buffers;
     buffers += given;
     lost += !given && atomic_load(&running);
     size_t nbytes = buffer_nbytes;
-    pthread_mutex_unlock(&mu);
+    if (given && ready_count) *buffer = ready[--ready_count];
+    unlock();
     if (!given) return;
-    *buffer = aligned_alloc(ALIGNMENT, nbytes);
+    if (*buffer == NULL) *buffer = made(nbytes);
     if (*buffer != NULL) {
         *size = nbytes;
         return;
     }
-    pthread_mutex_lock(&mu);
+    lock();
     buffers--, lost++;
-    pthread_mutex_unlock(&mu);
+    unlock();
 }
 
 void xe_activity_completed(void *context, uint32_t stream, uint8_t *buffer, size_t size, size_t valid) {
     (void)context, (void)stream, (void)size;
     if (buffer == NULL) return;
     full *entry = valid ? malloc(sizeof *entry) : NULL;
-    pthread_mutex_lock(&mu);
+    lock();
     int kept = entry != NULL && atomic_load(&running);
     if (kept) {
         *entry = (full){NULL, buffer, valid};
@@ -126,15 +195,17 @@ void xe_activity_completed(void *context, uint32_t stream, uint8_t *buffer, size
         buffers -= buffers > 0;
         lost += valid != 0 && atomic_load(&running);
     }
-    pthread_mutex_unlock(&mu);
-    if (!kept) free(entry), free(buffer);
+    unlock();
+    if (!kept) free(entry), unmade(buffer);
+    // On a thread of CUPTI's own.
+    make_ready();
 }
 
 uint8_t *xe_activity_take(size_t *valid) {
-    pthread_mutex_lock(&mu);
+    lock();
     full *entry = oldest;
     if (entry != NULL && (oldest = entry->next) == NULL) newest = &oldest;
-    pthread_mutex_unlock(&mu);
+    unlock();
     if (entry == NULL) return NULL;
     uint8_t *buffer = entry->buffer;
     *valid = entry->valid;
@@ -143,10 +214,10 @@ uint8_t *xe_activity_take(size_t *valid) {
 }
 
 void xe_activity_free(uint8_t *buffer) {
-    free(buffer);
-    pthread_mutex_lock(&mu);
+    unmade(buffer);
+    lock();
     buffers -= buffers > 0;
-    pthread_mutex_unlock(&mu);
+    unlock();
 }
 
 // Collect the frames of the calling thread, if it runs Python. No Python code runs meanwhile, not even a finalizer: the collector, which
@@ -159,7 +230,7 @@ static void note_frames(void) {
     void *frame = python.frame();
     int owned = 0;
     while (frame != NULL && inner_count < XE_MOST_FRAMES) {
-        inner[inner_count++] = (xe_frame){python.code(frame), python.line(frame), 0};
+        inner[inner_count++] = (xe_frame){python.code(frame), python.at(frame), 0};
         void *outer = python.back(frame);
         if (owned) python.decref(frame);
         frame = outer, owned = 1;
@@ -210,7 +281,7 @@ void xe_activity_called(void *user, int domain, uint32_t function, const void *t
     if (depth || current.start == 0) return;
     current.end = xe_activity_now();
     current.thread = (uint32_t)syscall(SYS_gettid);
-    pthread_mutex_lock(&mu);
+    lock();
     int noted = atomic_load(&running) && call_count < most_calls && grown((void **)&calls, &call_room, call_count + 1, sizeof *calls) &&
                 grown((void **)&frames, &frame_room, frame_count + inner_count, sizeof *frames);
     if (noted) {
@@ -222,7 +293,7 @@ void xe_activity_called(void *user, int domain, uint32_t function, const void *t
     } else {
         lost += atomic_load(&running);
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     if (!noted) let_go();
     current.start = 0;
 }
@@ -238,16 +309,16 @@ const xe_frame *xe_activity_frames(size_t *count) {
 }
 
 void xe_activity_drop(void) {
-    pthread_mutex_lock(&mu);
+    lock();
     free(calls), free(frames);
     calls = NULL, frames = NULL;
     call_count = call_room = frame_count = frame_room = 0;
-    pthread_mutex_unlock(&mu);
+    unlock();
 }
 
 uint64_t xe_activity_lost(void) {
-    pthread_mutex_lock(&mu);
+    lock();
     uint64_t found = lost;
-    pthread_mutex_unlock(&mu);
+    unlock();
     return found;
 }

@@ -17,14 +17,14 @@ enum {
     XE_COPIES = 2,             // its parameters begin with a destination, a source and a size, of 64 bits each.
 };
 
-// Functions of the interpreter's stable ABI.
+// Functions of the interpreter.
 typedef struct xe_python {
     void *(*this_thread)(void);  // PyGILState_GetThisThreadState: null on a thread that has run no Python.
     int (*ensure)(void);         // PyGILState_Ensure
     void (*release)(int);        // PyGILState_Release
     void *(*frame)(void);        // PyEval_GetFrame: borrowed.
     void *(*code)(void *);       // PyFrame_GetCode
-    int (*line)(void *);         // PyFrame_GetLineNumber
+    int (*at)(void *);           // PyFrame_GetLasti: to find the line takes longer, and is done later.
     void *(*back)(void *);       // PyFrame_GetBack
     void (*decref)(void *);      // Py_DecRef
     int (*gc_disable)(void);     // PyGC_Disable
@@ -44,13 +44,13 @@ typedef struct xe_call {
 
 typedef struct xe_frame {
     void *code;  // A reference, which whoever takes it owns.
-    int32_t line;
+    int32_t at;  // The instruction, in bytes.
     int32_t reserved;
 } xe_frame;
 
 #pragma GCC visibility push(default)
 
-// Start collecting: at most `most_buffers` buffers of `nbytes` each, and `most_calls` calls. `wanted`: XE_MOST_FUNCTIONS flags of each of
+// Start collecting, with buffers of zeroes: at most `most_buffers` buffers of `nbytes` each, and `most_calls` calls. `wanted`: XE_MOST_FUNCTIONS flags of each of
 // domains 1 and 2, or null. `python` may be null: then no frames are noted. What an earlier trace left must have been taken. 0: refused.
 int xe_activity_start(size_t nbytes, size_t most_buffers, size_t most_calls, const uint8_t *wanted, const xe_python *python);
 // Stop: calls that are noted from here on are dropped, and so are buffers that are handed out.

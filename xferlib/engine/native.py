@@ -142,7 +142,7 @@ class Python(ctypes.Structure):
         ("release", _P),
         ("frame", _P),
         ("code", _P),
-        ("line", _P),
+        ("at", _P),
         ("back", _P),
         ("decref", _P),
         ("gc_disable", _P),
@@ -172,7 +172,7 @@ class Call(ctypes.Structure):
 class Frame(ctypes.Structure):
     """`xe_frame`."""
 
-    _fields_ = (("code", _P), ("line", _I32), ("reserved", _I32))
+    _fields_ = (("code", _P), ("at", _I32), ("reserved", _I32))
 
 
 _SIGNATURES = {

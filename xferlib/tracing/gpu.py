@@ -43,6 +43,8 @@ MOST_FUNCTIONS: Final = 4096
 """`XE_MOST_FUNCTIONS`."""
 WANTED, COPIES = 1, 2
 FORCED = 1
+ZEROED_BUFFERS = 5
+"""`CUPTI_ACTIVITY_ATTR_ZEROED_OUT_ACTIVITY_BUFFER`."""
 OLDEST, NEWEST = 18, 139999
 """`CUPTI_API_VERSION` of CUDA 12.0, and the last that CUDA 13 can have. Of those between, sizes tell."""
 
@@ -86,6 +88,7 @@ class Gpus:
         self._names: dict[tuple[int, int], str] = {}
         self._environment = False
         self._clock = False
+        self._zeroed = False
         self._began = False
         self._version = self._checked_version()
         engine = library()
@@ -100,6 +103,7 @@ class Gpus:
             self._began = True
             self._call("cuptiActivityRegisterTimestampCallback", _address(engine, "now"))
             self._clock = True
+            self._say_zeroed(True)
             self._call("cuptiActivityRegisterCallbacks", requested, completed)
             # Streams that are there are told of, too. Without this the NULL stream looks like any other.
             with suppress(CuptiError):
@@ -163,6 +167,8 @@ class Gpus:
             # Whoever uses CUPTI next expects its own.
             self._cupti.cuptiActivityRegisterTimestampCallback(_address(engine, "usual"))
             self._clock = False
+        if self._zeroed:
+            self._say_zeroed(False)
         if self._subscriber.value is not None:
             self._cupti.cuptiUnsubscribe(self._subscriber)
             self._subscriber = ctypes.c_void_p()
@@ -191,6 +197,13 @@ class Gpus:
     def _disable(self) -> None:
         while self._enabled:
             self._cupti.cuptiActivityDisable(self._enabled.pop())
+
+    def _say_zeroed(self, zeroed: bool) -> None:
+        """Tell CUPTI whether buffers are zeroed when they are given, so that it does not do so on the thread that launches."""
+        nbytes, value = ctypes.c_size_t(1), ctypes.c_uint8(zeroed)
+        # One that does not know of it zeroes them again.
+        status = self._cupti.cuptiActivitySetAttribute(ZEROED_BUFFERS, ctypes.byref(nbytes), ctypes.byref(value))
+        self._zeroed = zeroed and status == 0
 
     def _wanted(self) -> bytes:
         """Return the flags of all functions, and enter the names of those that count."""
@@ -301,14 +314,19 @@ def _placed(event: Event, activity: Activity, call: tuple[Event, int, int] | Non
 def _places(frames: Iterable[Any]) -> list[tuple[CodeType, int]]:
     """Return code and line of frames, which no longer have to be given back."""
     kept: dict[int, CodeType] = {}
+    lines: dict[tuple[int, int], int] = {}
     places = []
+    line_of = ctypes.pythonapi.PyCode_Addr2Line
     decref = ctypes.pythonapi.Py_DecRef
     for frame in frames:
-        code = kept.get(frame.code)
+        key = address, _ = frame.code, frame.at
+        code = kept.get(address)
         if code is None:
-            code = kept[frame.code] = ctypes.cast(ctypes.c_void_p(frame.code), ctypes.py_object).value
-        places.append((code, frame.line))
-        decref(ctypes.c_void_p(frame.code))
+            code = kept[address] = ctypes.cast(ctypes.c_void_p(address), ctypes.py_object).value
+        if key not in lines:
+            lines[key] = line_of(ctypes.py_object(code), ctypes.c_int(frame.at))
+        places.append((code, lines[key]))
+        decref(ctypes.c_void_p(address))
     return places
 
 
@@ -324,7 +342,7 @@ def _python() -> Python:
         "release": "PyGILState_Release",
         "frame": "PyEval_GetFrame",
         "code": "PyFrame_GetCode",
-        "line": "PyFrame_GetLineNumber",
+        "at": "PyFrame_GetLasti",
         "back": "PyFrame_GetBack",
         "decref": "Py_DecRef",
         "gc_disable": "PyGC_Disable",
