@@ -19,7 +19,7 @@ FLOORS = [
     {f"xferlib.{name}" for name in ("callers", "errors", "forks", "handles", "latch", "tickets", "words")},
     {"xferlib.engine", "xferlib.files", "xferlib.sketch", "xferlib.tracing", "xferlib.watchdog"},
     {"xferlib.files.temporary"} | {f"xferlib.tracing.{name}" for name in ("events", "intervals", "library")},
-    {f"xferlib.tracing.{name}" for name in ("log", "records", "summary", "whole")},
+    {f"xferlib.tracing.{name}" for name in ("log", "records", "summary", "termination", "whole")},
     {"xferlib.gates"},
     {"xferlib.engine.building"},
     {"xferlib.engine.native"},

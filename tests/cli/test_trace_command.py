@@ -102,3 +102,45 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     status, stdout, stderr = run("--html", "missing/run.html", "--", sys.executable, "train.py", cwd=tmp_path)
     assert (status, stdout) == (1, "")
     assert "the folder of 'missing/run.html' is not there" in stderr
+
+
+TERMINATED = """
+import os, signal, sys, time
+
+if "own" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
+else:
+    # Children are ended as ever, even before they are children to Python.
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("words", "status"), [([], 143), (["own"], 7)])
+def test_a_program_that_is_terminated_leaves_both_files(tmp_path: Path, words: list[str], status: int) -> None:
+    (tmp_path / "train.py").write_text(TERMINATED)
+    found, _, stderr = run("--", sys.executable, "-W", "ignore", "train.py", *words, cwd=tmp_path)
+    assert found == status, stderr
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"] == []
+    assert (tmp_path / "run.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [("", 1, ""), ("raise ValueError('in the program')", 1, "ValueError: in the"), ("raise SystemExit(5)", 5, "")],
+)
+def test_what_cannot_be_written_is_said_and_the_program_ends_as_it_ends(tmp_path: Path, end: str, status: int, said: str) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "train.py").write_text(f"import os\nos.rmdir('gone')\n{end}\n")
+    found, _, stderr = run("--json", "gone/run.json", "--", sys.executable, "train.py", cwd=tmp_path)
+    assert found == status
+    assert "xferlib: gone/run.json was not written: [Errno 2]" in stderr
+    assert said in stderr
+    assert (tmp_path / "run.html").exists()

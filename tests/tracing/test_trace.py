@@ -5,8 +5,10 @@ from __future__ import annotations
 import _thread
 import json
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -295,6 +297,74 @@ def test_a_block_that_raises_is_written(stager: xferlib.Stager, tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt):
         fail()
     assert '"cat":"h2d"' in (tmp_path / "run.json").read_text()
+
+
+def test_what_cannot_be_written_does_not_hide_why_the_block_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="in the program") as caught, xferlib.trace(folder / "run.json", gpu=False):
+        folder.rmdir()
+        raise ValueError("in the program")
+    assert [note for note in caught.value.__notes__ if "the trace was lost: FileNotFoundError" in note]
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError), xferlib.trace(folder / "run.json", gpu=False):
+        folder.rmdir()
+    with trace():
+        pass
+
+
+def test_a_program_that_is_terminated_leaves_its_trace(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as caught, xferlib.trace(tmp_path / "run.json", gpu=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        assert caught.value.code == 143
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"] == []
+
+
+def test_a_file_that_is_being_written_is_finished_before_the_program_is_terminated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = chrome.write
+
+    def terminated(recording: Recording, path: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(recording, path)
+
+    monkeypatch.setattr(chrome, "write", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit), xferlib.trace(tmp_path / "run.json", gpu=False):
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (tmp_path / "run.json").exists()
+
+
+def test_a_handler_of_the_programs_own_is_left_alone(tmp_path: Path) -> None:
+    came: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        came.append(number)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        with xferlib.trace(tmp_path / "run.json", gpu=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+        # One that is set in the block stays after it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with xferlib.trace(tmp_path / "run.json", gpu=False):
+            signal.signal(signal.SIGTERM, handle)
+        assert signal.getsignal(signal.SIGTERM) is handle
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == [signal.SIGTERM]
 
 
 # Python warns of forking a process with threads, and JAX, if another test has loaded it, of any fork.

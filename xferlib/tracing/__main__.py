@@ -11,30 +11,59 @@ import sys
 from pathlib import Path
 
 from xferlib.errors import XferError
-from xferlib.tracing.trace import trace
+from xferlib.tracing.termination import Termination
+from xferlib.tracing.trace import Trace, trace
 
 __all__: list[str] = []
 
 
 def main(json_file: str, html: str, program: list[str]) -> None:
-    """Run the program, then write what was recorded, however the program ended."""
+    """Run the program, then write what was recorded, however the program ended. SIGTERM ends it as `sys.exit` does."""
     # The program may change the folder.
     page = Path(html).resolve()
+    traced = trace()
     try:
-        traced = trace(json_file)
         traced.__enter__()
     except XferError as error:
         raise SystemExit(f"xferlib: {error}") from error
     process = os.getpid()
-    try:
-        _run(program)
-    finally:
-        # Not in what the program has forked.
+    events = Path(json_file).resolve()
+    with Termination() as termination:
+        try:
+            _run(program)
+        except BaseException:
+            # The program's own end is the end, whatever becomes of the files. Not in what the program has forked.
+            if os.getpid() == process:
+                with termination.later():
+                    _write(traced, events, page, json_file, html)
+            raise
         if os.getpid() == process:
-            traced.__exit__(None, None, None)
-            traced.html(page)
-            sys.stdout.flush()
-            print(f"\n{traced.summary()}\nwritten: {json_file} and {html}", file=sys.stderr)
+            with termination.later():
+                written = _write(traced, events, page, json_file, html)
+            if not written:
+                raise SystemExit(1)
+
+
+def _write(traced: Trace, events: Path, page: Path, json_file: str, html: str) -> bool:
+    """End the trace, write both files and print the summary; tell whether all of that worked."""
+    sys.stdout.flush()
+    try:
+        traced.__exit__(None, None, None)
+        summary = str(traced.summary())
+    except XferError as error:
+        print(f"xferlib: the trace was lost: {error}", file=sys.stderr)
+        return False
+    print(f"\n{summary}", file=sys.stderr)
+    failed = False
+    for write, path, name in ((traced.json, events, json_file), (traced.html, page, html)):
+        try:
+            write(path)
+        except OSError as error:
+            print(f"xferlib: {name} was not written: {error}", file=sys.stderr)
+            failed = True
+    if not failed:
+        print(f"written: {json_file} and {html}", file=sys.stderr)
+    return not failed
 
 
 def _run(program: list[str]) -> None:

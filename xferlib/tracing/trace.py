@@ -18,6 +18,7 @@ from xferlib.tracing.events import Recording
 from xferlib.tracing.gpu import Gpus, Traced, has_gpu
 from xferlib.tracing.log import LOG
 from xferlib.tracing.summary import Summary, summarize
+from xferlib.tracing.termination import Termination
 
 __all__ = ["Trace", "trace"]
 
@@ -38,6 +39,10 @@ def trace(path: str | os.PathLike[str] | None = None, *, gpu: bool | None = None
     not go together with a profiler. What a device has not finished at the end of the block is not in the trace: wait for it before.
     A trace holds some 300 bytes for each event until it is dropped. A process that is forked meanwhile is not traced.
 
+    If the block raises, what was recorded is written all the same; if it cannot be, the block's error says so in a note. With a
+    `path`, and on the main thread, SIGTERM ends the block as `sys.exit(143)` would, so that the file is written, unless the program
+    has a handler of its own.
+
     Raises `XferError`, before the block is entered, if another trace runs, another tool has CUPTI, or CUPTI is not installed or not
     known; `FileNotFoundError` if the folder of `path` is not there.
     """
@@ -57,6 +62,7 @@ class Trace:
         self._start = 0
         self._begun = False
         self._left = False
+        self._termination = Termination()
         self._recording: Recording | None = None
 
     def __enter__(self) -> Trace:
@@ -73,14 +79,18 @@ class Trace:
             if self._begun:
                 self._abandon()
             raise
+        if self._path is not None:
+            self._termination.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if os.getpid() != self._process:
             return  # It is the parent's.
-        uninterrupted(self._end)
-        if self._path is not None:
-            self.json(self._path)
+        try:
+            with self._termination.later():
+                self._finish(error)
+        finally:
+            self._termination.__exit__(None, None, None)
 
     @property
     def recording(self) -> Recording:
@@ -131,6 +141,17 @@ class Trace:
             self._begun = True
             if self._left:
                 self._abandon()
+
+    def _finish(self, error: BaseException | None) -> None:
+        """End the trace and write it. What fails here is a note of the block's own error, if there is one."""
+        try:
+            uninterrupted(self._end)
+            if self._path is not None:
+                self.json(self._path)
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"xferlib: the trace was lost: {type(failed).__name__}: {failed}")
 
     def _end(self) -> None:
         end = perf_counter_ns()
