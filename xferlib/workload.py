@@ -93,11 +93,13 @@ class FrameworkCopy:
     start: Callable[[], Any]
     """Make the call and return what `finish` needs. May block; how long it does is measured."""
     finish: Callable[[Any], object]
-    """Wait for the copy that `start` began, and make ready for the next."""
+    """Wait for the copy that `start` began."""
     launch_on: Callable[[], AbstractContextManager[object]] = nullcontext
     """Makes the context in which compute is launched beside this copy, where that is another stream than the job's own."""
     synchronize: Callable[[], object] | None = None
     """Wait for compute that was launched in that context. None: the job's `synchronize` does."""
+    renew: Callable[[], object] = lambda: None
+    """Make ready for the next copy, when this one and the compute beside it are done. Not timed."""
 
 
 class CopiesItself(Protocol):

@@ -108,10 +108,6 @@ def framework_copies(pageable: npt.NDArray[np.uint8], pinned: npt.NDArray[np.uin
     def read() -> Any:
         return np.asarray(fresh[0])
 
-    def arrived() -> None:
-        read()
-        renew()
-
     return [
         put(pageable),
         put(pinned),
@@ -120,14 +116,16 @@ def framework_copies(pageable: npt.NDArray[np.uint8], pinned: npt.NDArray[np.uin
             direction="d2h",
             why="It keeps the caller until the copy is made, by way of JAX's own staging memory",
             start=read,
-            finish=lambda _: renew(),
+            finish=lambda _: None,
+            renew=renew,
         ),
         FrameworkCopy(
             call="array.copy_to_host_async()",
             direction="d2h",
             why="The copy goes by way of JAX's own staging memory, into pageable memory",
             start=lambda: fresh[0].copy_to_host_async(),
-            finish=lambda _: arrived(),
+            finish=lambda _: read(),
+            renew=renew,
         ),
     ]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import json
 import platform
 import resource
 import subprocess
 import sys
+import time
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import xferlib_cupy.diagnosis
@@ -34,7 +36,7 @@ def test_json_has_this_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["auto"] in xferlib.backends()
     assert tuple(state["name"] for state in report["backends"]) == xferlib.backends()
     for state in report["backends"]:
-        opened = {"device", "on_gpu", "capabilities", "link", "pin", "staging"}
+        opened = {"device", "on_gpu", "capabilities", "link", "pin", "wall_nbytes", "paths", "staging"}
         assert set(state) == {"name", "ready", "reason", "versions", "findings"} | opened
         assert state["ready"] is (state["reason"] is None)
 
@@ -145,9 +147,12 @@ def test_without_a_gpu_it_says_what_that_means(
     devices: list[str], on_gpu: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(glob, "glob", lambda pattern: devices)
-    found = doctor._no_gpu([{"on_gpu": None}, {"on_gpu": on_gpu}])
-    assert len(found) == bool(words)
+    found = doctor._no_gpu([{"name": "one", "ready": False, "on_gpu": None}, {"name": "two", "ready": True, "on_gpu": on_gpu}])
     assert words in "".join(found)
+    if words:
+        assert "not looked at, for want of a GPU: the link, what page-locking costs, and which copies of one are" in found[-1]
+    else:
+        assert found == []
 
 
 def test_little_pinned_memory_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +163,90 @@ def test_little_pinned_memory_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_linux_inside_windows_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._wsl() == []
+    assert doctor._wsl([]) == []
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
-    (finding,) = doctor._wsl()
+    (finding,) = doctor._wsl([{"wall_nbytes": None}])
     assert "pinned_limit=" in finding
+    assert doctor._wsl([{"wall_nbytes": 512 << 20}]) == []
+
+
+class Walled:
+    """A stager on a GPU whose driver page-locks no more than `wall` bytes. `sticky`: the error is raised once more, later."""
+
+    name, on_gpu = "walled", True
+
+    def __init__(self, inner: xferlib.Stager, wall: int, *, sticky: bool) -> None:
+        self._inner, self._left, self._sticky, self._pending = inner, wall, sticky, False
+        self.capabilities = dataclasses.replace(inner.capabilities, pinned=True)
+        self.trimmed = 0
+
+    def stats(self) -> Any:
+        return dataclasses.replace(self._inner.stats(), pinned_limit_nbytes=1 << 40)
+
+    def empty_pinned(self, nbytes: int, dtype: Any) -> Any:
+        if nbytes < doctor.WALL_STEP:
+            return self._inner.empty_pinned(nbytes, dtype)
+        self._left -= nbytes
+        if self._left < 0:
+            self._pending = self._sticky
+            raise xferlib.AllocationError("the driver refused to page-lock memory")
+        return object()
+
+    def trim(self) -> None:
+        self.trimmed += 1
+
+    def put(self, source: Any) -> Any:
+        if self._pending:
+            raise RuntimeError("out of memory")
+        return self._inner.put(source)
+
+    def get(self, array: Any) -> Any:
+        return self._inner.get(array)
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+def test_a_wall_of_pinned_memory_is_found_and_what_it_leaves_behind_is_told(sticky: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with xferlib.stager("host") as inner:
+        walled = Walled(inner, 700 << 20, sticky=sticky)
+        # Elsewhere nobody looks for one.
+        assert doctor._wall(cast("xferlib.Stager", walled)) == (None, [])
+        monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+        wall, findings = doctor._wall(cast("xferlib.Stager", walled))
+        assert wall == 640 << 20
+        assert walled.trimmed == 1
+        assert "page-locked 640.0 MiB here and refused more. Pass pinned_limit=640 << 20 or less" in findings[0]
+        assert len(findings) == 1 + sticky
+        assert not sticky or "the refusal left an error behind, so that the next copy failed (RuntimeError: out of" in findings[1]
+        # Without a wall there is nothing to say.
+        assert doctor._wall(cast("xferlib.Stager", Walled(inner, 1 << 40, sticky=False))) == (None, [])
+
+
+def test_what_the_frameworks_own_copies_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: on a CPU nothing is said of them."""
+    monkeypatch.setattr(doctor, "PATHS_NBYTES", 1 << 20)
+    with xferlib.stager("host") as opened:
+        end = time.monotonic() + 3600
+        assert doctor._paths(opened, end) == (None, [])
+        monkeypatch.setattr(type(opened), "on_gpu", property(lambda self: True))
+        paths, _ = doctor._paths(opened, end)
+        assert paths is not None
+        assert {path["direction"] for path in paths} == {"h2d", "d2h"}
+        assert all(path["gbps"] > 0 and path["call"] in path["words"] for path in paths)
+        json.dumps(paths)
+
+        def broken(stager: xferlib.Stager, **options: int) -> None:
+            raise AttributeError("no row_stack")
+
+        monkeypatch.setattr(doctor, "measure_overlap", broken)
+        assert doctor._paths(opened, end) == (None, ["copies of host could not be looked at: AttributeError: no row_stack"])
+
+
+def test_what_would_take_too_long_is_not_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with xferlib.stager("host") as inner:
+        walled = cast("xferlib.Stager", Walled(inner, 1 << 40, sticky=False))
+        paths, (finding,) = doctor._paths(walled, time.monotonic() - 1)
+        assert paths is None
+        assert "were not looked at, since this page takes at most 20 s: xferlib overlap walled does" in finding
 
 
 def test_the_limit_on_locked_memory_is_named_where_there_is_one(

@@ -1,7 +1,7 @@
 """What this machine has: backends, ready or not and why, versions, memory, and settings that break overlap.
 
-Backends are opened, one after the other, and closed again. Whatever a backend raises when it is opened is a finding, never the end
-of the page.
+Backends are opened, one after the other, looked at for some seconds, and closed again. Whatever a backend raises when it is opened
+is a finding, never the end of the page.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import json
 import os
 import platform
 import resource
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import numpy as np
 import psutil
 from rich.console import Console
 from rich.markup import escape
@@ -24,9 +26,11 @@ from rich.table import Table
 from xferlib.cli.breakeven import BreakEven, break_even
 from xferlib.cli.companions import diagnosis, own_versions
 from xferlib.cli.link import Link, measured_link
+from xferlib.cli.paths import findings_of, paths_of, slow_of_ours, unknown
 from xferlib.debug import wanted
-from xferlib.errors import BackendUnavailableError, XferError
+from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, XferError
 from xferlib.memory.limits import default_pinned_limit, memory_limit
+from xferlib.overlap.measure import measure_overlap
 from xferlib.registry import backends, stager
 from xferlib.stager import Stager
 from xferlib.staging.profile import VARIABLE, StagingProfile, given_profile
@@ -38,15 +42,21 @@ Report = dict[str, Any]
 
 LITTLE = 256 << 20
 """Bytes. Less pinned memory than this soon becomes a limit."""
+SECONDS, OF_PATHS = 20.0, 6.0
+"""What the page may take in all, and what the paths of one backend take at most: what would not fit is not measured."""
+PATHS_NBYTES, PATHS_ROUNDS = 64 << 20, 3
+WALL_STEP, HIGHEST_WALL = 128 << 20, 4 << 30
+"""Bytes. How much more is asked for at a time, and up to where."""
 
 
 def examine() -> Report:
-    """Return the findings as plain values: the schema of `doctor --json`."""
+    """Return the findings as plain values: the schema of `doctor --json`. Takes at most some 20 s."""
+    end = time.monotonic() + SECONDS - OF_PATHS
     memory = psutil.virtual_memory()
     unreadable = _unreadable()
     # A backend must not be blamed for what is not its fault.
     instead: Report = {"staging": StagingProfile(1, 1 << 20), "debug": False} if unreadable else {}
-    states = [_backend(name, instead) for name in backends()]
+    states = [_backend(name, instead, end) for name in backends()]
     return {
         "versions": own_versions(),
         "platform": platform.platform(),
@@ -60,7 +70,7 @@ def examine() -> Report:
         },
         "auto": _auto(instead),
         "backends": states,
-        "findings": [*_settings(), *unreadable, *_little_memory(), *_wsl(), *_no_gpu(states)],
+        "findings": [*_settings(), *unreadable, *_little_memory(), *_wsl(states), *_no_gpu(states)],
     }
 
 
@@ -99,6 +109,8 @@ def show(report: Report) -> None:
         if state["link"] is not None:
             words = f"could not be measured: {state['link']['error']}" if "error" in state["link"] else str(Link(**state["link"]))
             console.print(f"[bold]link[/bold]      {escape(state['name'])}: {escape(words)}", highlight=False)
+        for path in state["paths"] or []:
+            console.print(f"[bold]copy[/bold]      {escape(state['name'])}: {escape(path['words'])}", highlight=False)
         if state["ready"]:
             console.print(f"[bold]pin[/bold]       {escape(state['name'])}: {escape(_pays(state))}", highlight=False)
             shape = f"{state['name']}: {state['staging'] or 'unknown'}, threads x chunk, for pageable memory. {VARIABLE} sets it"
@@ -107,15 +119,19 @@ def show(report: Report) -> None:
         console.print(f"[yellow]note[/yellow]      {escape(line)}", highlight=False)
 
 
-def _backend(name: str, instead: Report) -> Report:
+def _backend(name: str, instead: Report, end: float) -> Report:
+    """Return what is known of a backend. `end`: when, by `time.monotonic`, nothing long may begin any more."""
     slow: list[str] = []
-    unknown = dict.fromkeys(("reason", "device", "on_gpu", "capabilities", "link", "pin", "staging"))
-    state: Report = {"name": name, "ready": False} | unknown
+    nothing = dict.fromkeys(("reason", "device", "on_gpu", "capabilities", "link", "pin", "wall_nbytes", "paths", "staging"))
+    state: Report = {"name": name, "ready": False} | nothing
     try:
         with stager(name, **instead) as opened:
             state |= {"ready": True, "device": opened.device, "on_gpu": opened.on_gpu, "capabilities": asdict(opened.capabilities)}
             state["link"], slow = _link(opened)
             state["pin"] = _measured(opened)
+            state["paths"], held_up = _paths(opened, end)
+            state["wall_nbytes"], refused = _wall(opened)
+            slow += [*held_up, *refused]
             state["staging"] = None if instead else str(opened.staging)
     except XferError as error:
         state["reason"] = str(error)
@@ -142,6 +158,62 @@ def _measured(opened: Stager) -> Report | None:
         # The backend is ready; the device may be full just now.
         return {"error": str(error)}
     return None if found is None else asdict(found) | {"transfers": found.transfers}
+
+
+def _paths(opened: Stager, end: float) -> tuple[list[Report] | None, list[str]]:
+    """Return which way the framework's own copies go, and a sentence for each that holds something up."""
+    if not opened.on_gpu:
+        return None, []
+    if time.monotonic() > end:
+        return None, [
+            f"its copies were not looked at, since this page takes at most {SECONDS:g} s: xferlib overlap {opened.name} does"
+        ]
+    try:
+        report = measure_overlap(opened, nbytes=PATHS_NBYTES, rounds=PATHS_ROUNDS)
+    except CapabilityError:
+        # A backend may ship no device work.
+        return None, []
+    except Exception as error:
+        # The backend is ready; what computes beside its copies may be broken, or the device full.
+        return None, [f"copies of {opened.name} could not be looked at: {type(error).__name__}: {error}"]
+    finally:
+        opened.trim()
+    paths = paths_of(report)
+    told = [asdict(path) | {"staged": path.staged, "words": path.words} for path in paths]
+    return told, [*slow_of_ours(report), *findings_of(paths, opened.name)]
+
+
+def _wall(opened: Stager) -> tuple[int | None, list[str]]:
+    """Return how many bytes the driver page-locks, where it is known for a wall far below the machine's memory, and what to do."""
+    if not (_is_wsl() and opened.on_gpu and opened.capabilities.pinned):
+        return None, []
+    held: list[Any] = []
+    most = min(HIGHEST_WALL, opened.stats().pinned_limit_nbytes) - opened.stats().pinned_nbytes
+    try:
+        while len(held) * WALL_STEP + WALL_STEP <= most:
+            held.append(opened.empty_pinned(WALL_STEP, np.uint8))
+        return None, []
+    except AllocationError:
+        wall = len(held) * WALL_STEP
+    finally:
+        held.clear()
+        opened.trim()
+    found = [
+        f"{opened.name}: the driver page-locked {in_words(wall)} here and refused more. Pass pinned_limit={wall >> 20} << 20 or "
+        "less to xferlib.stager, so that it is not asked"
+    ]
+    try:
+        # What was refused is over; a framework that keeps the error would raise it at the next call, whatever that is.
+        source = opened.empty_pinned(1 << 16, np.uint8)
+        source[:] = 7
+        if not (opened.get(opened.put(source).value).result() == 7).all():
+            found.append(f"{opened.name}: a copy after that refusal brought wrong bytes. Report this, with `xferlib doctor --json`")
+    except Exception as error:
+        found.append(
+            f"{opened.name}: the refusal left an error behind, so that the next copy failed ({type(error).__name__}: {error}). "
+            "Stay below that limit, and start the program anew if memory was refused"
+        )
+    return wall, found
 
 
 def _pays(state: Report) -> str:
@@ -201,8 +273,13 @@ def _little_memory() -> list[str]:
     ]
 
 
-def _wsl() -> list[str]:
-    if "microsoft" not in platform.release().lower():
+def _is_wsl() -> bool:
+    return "microsoft" in platform.release().lower()
+
+
+def _wsl(states: Sequence[Report]) -> list[str]:
+    # What was measured says more.
+    if not _is_wsl() or any(state["wall_nbytes"] for state in states):
         return []
     return [
         "this is Linux inside Windows (WSL): its driver page-locks 0.5 to 1 GiB, whatever the machine has. Pass "
@@ -213,11 +290,13 @@ def _wsl() -> list[str]:
 def _no_gpu(states: Sequence[Report]) -> list[str]:
     if any(state["on_gpu"] for state in states):
         return []
+    missed = unknown([state["name"] for state in states if not state["ready"]])
     if glob.glob("/dev/nvidia[0-9]*"):
-        return ["there is an NVIDIA GPU, and no backend is ready on it: install one as its row in the table says"]
+        return ["there is an NVIDIA GPU, and no backend is ready on it: install one as its row in the table says", missed]
     return [
         "no NVIDIA GPU is to be seen here. Programs and their tests run on the CPU, and how fast they are, or how much overlaps, "
-        "tells nothing of a GPU"
+        "tells nothing of a GPU",
+        missed,
     ]
 
 

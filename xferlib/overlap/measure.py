@@ -50,6 +50,7 @@ class _Copy(NamedTuple):
     finish: Callable[[Any], object]
     launch_on: Callable[[], AbstractContextManager[object]] = nullcontext
     synchronize: Callable[[], object] | None = None
+    renew: Callable[[], object] = lambda: None
 
 
 def measure_overlap(stager: Stager, *, device: int = 0, nbytes: int | None = None, rounds: int = 7) -> OverlapReport:
@@ -135,7 +136,7 @@ def _copies(bench: _Bench, work: Workload) -> Iterator[_Copy]:
     yield _Copy("xferlib", "both", why, lambda: (put(), get()), lambda both: [transfer.synchronize() for transfer in both])
     if hasattr(work, "framework_copies"):
         for own in cast("CopiesItself", work).framework_copies(bench.pageable, bench.pinned, bench.array):
-            yield _Copy(own.call, own.direction, own.why, own.start, own.finish, own.launch_on, own.synchronize)
+            yield _Copy(own.call, own.direction, own.why, own.start, own.finish, own.launch_on, own.synchronize, own.renew)
 
 
 def _row(bench: _Bench, copy: _Copy, rounds: int, on_gpu: bool) -> OverlapRow:
@@ -175,7 +176,9 @@ def _alone(copy: _Copy) -> tuple[float, float]:
     started = copy.start()
     returned = time.perf_counter()
     copy.finish(started)
-    return time.perf_counter() - began, returned - began
+    ended = time.perf_counter()
+    copy.renew()
+    return ended - began, returned - began
 
 
 def _together(bench: _Bench, copy: _Copy, blur: int, *, copy_first: bool) -> float:
@@ -188,7 +191,9 @@ def _together(bench: _Bench, copy: _Copy, blur: int, *, copy_first: bool) -> flo
         started = copy.start()
     copy.finish(started)
     bench.wait(copy)
-    return time.perf_counter() - began
+    ended = time.perf_counter()
+    copy.renew()
+    return ended - began
 
 
 def _workload(name: str) -> Workload:
