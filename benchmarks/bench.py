@@ -43,6 +43,10 @@ class Bench:
     done: Collection[Key] = ()
     """Rows that need not be measured again."""
 
+    def count(self, quick: int, full: int, fewest: int = 2) -> int:
+        """Return how many of something to make: `quick`, `full`, or of that the part that the effort says, at least `fewest`."""
+        return quick if self.quick else max(min(fewest, full), round(full * self.effort.part))
+
     def open_peers(self, names: Iterable[str]) -> list[Peer]:
         """Open those of these peers that the device knows; the reasons of those that cannot run are noted."""
         peers = []
@@ -107,3 +111,5 @@ class Case:
     name: str
     summary: str
     run: Callable[[Bench], Iterator[Record]]
+    seconds: float = 40.0
+    """About what it takes with a GPU at brief effort: its share of a run that is limited."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +17,21 @@ from rich.console import Console
 import xferlib
 from benchmarks import machine, records, report
 from benchmarks.bench import Bench, Case, OpenStager
+from benchmarks.budget import Budget, Teller
 from benchmarks.cases import CASES
 from benchmarks.devices import open_device
-from benchmarks.harness import FULL, QUICK, Absences
+from benchmarks.harness import BRIEF, FULL, QUICK, Absences
 from benchmarks.records import Record
 from benchmarks.ways import Corrupted, Device
 
 __all__ = ["main", "run"]
 
-RESULTS = Path(__file__).resolve().parent / "results"
-TO_RESULTS = "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, SCRATCH = ROOT / "benchmarks" / "results", ROOT / "build" / "benchmarks"
+"""What the pages are written from, which is in version control, and what nobody keeps."""
+TO_SCRATCH, TO_RESULTS = "scratch", "results"
+MINUTES = 7.5
+"""The row that is measured when they are over is measured to its end."""
 TO_STDOUT = "-"
 LOG_WIDTH = 200
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -39,9 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.resume and options.json == TO_STDOUT:
         parser.error("--resume goes on with a file, and --json - writes none")
+    if options.record and options.json is not None:
+        parser.error("--record and --json each say where the records go. Give one of them")
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error(f"--minutes {options.minutes:g}: expected more than 0. --full has no limit")
     if options.list:
         for case in CASES.values():
-            print(f"{case.name:10s} {case.summary}")
+            print(f"{case.name:12s} {case.seconds:4.0f} s  {case.summary}")
         return 0
     if options.compare:
         report.show_ratios(_console(sys.stdout), *map(records.read, options.compare))
@@ -59,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device,
         cases,
         quick=options.quick,
-        json_file=options.json,
+        full=options.full or options.record,
+        minutes=options.minutes,
+        json_file=TO_RESULTS if options.record else options.json,
         resume=options.resume,
         sizes=options.size,
     )
@@ -72,57 +82,80 @@ def run(
     *,
     quick: bool,
     json_file: str | None,
+    full: bool = False,
+    minutes: float | None = None,
     resume: bool = False,
     sizes: Sequence[int] = (),
 ) -> int:
     """Run the cases, write the records of each when it has ended, and print the table. Wrong bytes end the run with status 1.
 
+    `minutes`: what the run may take (None: `MINUTES`, and no limit with `full` or `quick`). `full`: make all samples and steps.
+
     `json_file` "-": the records are all that goes to the standard output, at the end; the table goes to the standard error.
     `resume`: where the case can do so, write each record at once and leave out rows that the file has already.
     """
     file = _file(json_file, machine.slug(device.name))
-    bench = _bench(open_stager, device, quick=quick, sizes=sizes)
+    limited = MINUTES if minutes is None and not (full or quick) else minutes
+    budget = Budget(None if limited is None else 60 * limited, cases)
+    teller = Teller(budget, Console(stderr=True))
+    bench = _bench(open_stager, device, teller, quick=quick, full=full, sizes=sizes)
     if resume and file is not None:
         bench = replace(bench, done=records.keys_of(file, bench))
     shown: list[Record] = []
-    for case in cases:
-        try:
-            shown += _measure(bench, case, file, at_once=resume)
-        except Corrupted as error:
-            print(f"case {case.name!r} failed: {error}", file=sys.stderr)
-            return 1
+    with teller.drawn():
+        for number, case in enumerate(cases, 1):
+            teller.begin(case, number, len(cases), budget.begin(case))
+            try:
+                shown += _measure(bench, case, budget, file, at_once=resume)
+            except Corrupted as error:
+                print(f"case {case.name!r} failed: {error}", file=sys.stderr)
+                return 1
     to_stdout = json_file == TO_STDOUT
-    report.show(_console(sys.stderr if to_stdout else sys.stdout), shown, bench.absences.reasons)
+    console = _console(sys.stderr if to_stdout else sys.stdout)
+    report.show(console, shown, bench.absences.reasons)
+    if budget.ended:
+        console.print(
+            f"ended by the clock: {'; '.join(budget.ended)}. --minutes says how long a run may take, and --full measures all"
+        )
+    if file is not None and shown:
+        print(f"written: {file}", file=sys.stderr)
     if to_stdout:
         records.write(sys.stdout, shown)
     return 0
 
 
-def _bench(open_stager: OpenStager, device: Device, *, quick: bool, sizes: Sequence[int]) -> Bench:
+def _bench(open_stager: OpenStager, device: Device, teller: Teller, *, quick: bool, full: bool, sizes: Sequence[int]) -> Bench:
     return Bench(
         open_stager=open_stager,
         device=device,
         machine=machine.machine(device),
         versions=machine.versions(device),
-        effort=QUICK if quick else FULL,
+        effort=QUICK if quick else FULL if full else BRIEF,
         quick=quick,
         absences=Absences(),
-        say=_say_when(),
+        say=teller.say,
         sizes=sizes,
     )
 
 
-def _measure(bench: Bench, case: Case, file: Path | None, *, at_once: bool) -> list[Record]:
-    """Return the records of a case. They are then in the file; if bytes were wrong, none is."""
+def _measure(bench: Bench, case: Case, budget: Budget, file: Path | None, *, at_once: bool) -> list[Record]:
+    """Return the records of a case, as far as its time goes. They are then in the file; if bytes were wrong, none is."""
     measured: list[Record] = []
+    rows = case.run(bench)
     try:
         with warnings.catch_warnings():
             # It warns of puts that wait; what these cost is the question.
             warnings.simplefilter("ignore", xferlib.SynchronousTransferWarning)
-            for record in case.run(bench):
+            while not budget.is_over(case, len(measured)):
+                record = next(rows, None)
+                if record is None:
+                    break
                 measured.append(record)
                 if at_once and file is not None:
                     records.merge(file, [record])
+            if isinstance(rows, Generator):
+                # What it has open is closed now, and not when the next case has begun.
+                rows.close()
     except Corrupted:
         if at_once and file is not None:
             records.forget(file, measured)
@@ -130,12 +163,6 @@ def _measure(bench: Bench, case: Case, file: Path | None, *, at_once: bool) -> l
     if file is not None:
         records.merge(file, measured)
     return measured
-
-
-def _say_when() -> Callable[[str], None]:
-    """Return what prints a line to the standard error, after the seconds since now."""
-    begin = time.perf_counter()
-    return lambda line: print(f"{time.perf_counter() - begin:6.1f} s  {line}", file=sys.stderr, flush=True)
 
 
 def _console(stream: TextIO) -> Console:
@@ -146,7 +173,7 @@ def _console(stream: TextIO) -> Console:
 def _file(asked: str | None, stem: str) -> Path | None:
     if asked is None or asked == TO_STDOUT:
         return None
-    return RESULTS / f"{stem}.json" if asked == TO_RESULTS else Path(asked)
+    return (SCRATCH if asked == TO_SCRATCH else RESULTS) / f"{stem}.json" if asked in (TO_SCRATCH, TO_RESULTS) else Path(asked)
 
 
 def _size(text: str) -> int:
@@ -172,10 +199,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json",
         nargs="?",
-        const=TO_RESULTS,
+        const=TO_SCRATCH,
         metavar="FILE",
-        help="merge the records into FILE (default: benchmarks/results/<gpu>.json); -: print them instead, and the table to stderr",
+        help="merge the records into FILE (default: build/benchmarks/<gpu>.json); -: print them instead, and the table to stderr",
     )
+    parser.add_argument(
+        "--record", action="store_true", help="measure in full, and merge the records into benchmarks/results/, as the pages need"
+    )
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help=f"what the run may take (default: {MINUTES:g}; no limit with --full or --quick)"
+    )
+    parser.add_argument("--full", action="store_true", help="all sizes, samples and steps, however long that takes")
     parser.add_argument(
         "--resume", action="store_true", help="write each row at once, and skip those FILE has of this machine and these versions"
     )

@@ -18,7 +18,7 @@ from typing import TypeVar
 from benchmarks.arena import Arena, Batch
 from benchmarks.ways import Call, Corrupted, Way
 
-__all__ = ["FULL", "QUICK", "Absences", "Contender", "Effort", "Timing", "able", "sample", "time_bandwidth", "time_calls"]
+__all__ = ["BRIEF", "FULL", "QUICK", "Absences", "Contender", "Effort", "Timing", "able", "sample", "time_bandwidth", "time_calls"]
 
 T = TypeVar("T")
 
@@ -40,6 +40,8 @@ class Effort:
     """Calls between two synchronizations: enough to run back to back, and fewer than a queue holds."""
     row_seconds: float = 0.06
     """About how long a row of steps or copies lasts that is timed by itself."""
+    part: float = 1.0
+    """Of the steps, samples and rounds that a case makes at full effort."""
     same: bool = False
     """Whether all calls of a chunk move the same array; otherwise each has memory of its own, as in a loop over many arrays."""
 
@@ -49,6 +51,8 @@ class Effort:
 
 
 FULL = Effort(samples=7, sample_seconds=0.0045, chunks=100)
+BRIEF = Effort(samples=3, sample_seconds=0.0045, chunks=25, row_seconds=0.03, part=0.2)
+"""For a look at everything in minutes. Medians of fewer samples, of which one that was disturbed still does not count."""
 QUICK = Effort(samples=3, sample_seconds=0.0005, chunks=4, row_seconds=0.0002)
 MOST = 8192
 """Transfers in a sample."""

@@ -86,7 +86,7 @@ class _Staging:
 def run(bench: Bench) -> Iterator[Record]:
     """Yield a record per kind of step and switch interval."""
     nbytes = QUICK_NBYTES if bench.quick else NBYTES
-    turns, seconds = (QUICK_TURNS, QUICK_TURN_SECONDS) if bench.quick else (TURNS, TURN_SECONDS)
+    turns, seconds = bench.count(QUICK_TURNS, TURNS), QUICK_TURN_SECONDS if bench.quick else TURN_SECONDS
     compute = bench.device.compute(COMPUTE_NBYTES, bench.device.streams[0])
     with bench.open_stager() as stager, compute.current():
         pageable = pipeline.random_batches(empty_pageable, nbytes, BATCHES, SEED)
@@ -249,4 +249,6 @@ def _histogram(values: Sequence[float]) -> dict[str, int]:
     return {f"{2 ** (number / BINS_PER_OCTAVE):.1f}": bins[number] for number in sorted(bins)}
 
 
-CASE = Case(name=NAME, summary="step time of a Python thread beside staging of pageable memory, and beside pinned", run=run)
+CASE = Case(
+    name=NAME, summary="step time of a Python thread beside staging of pageable memory, and beside pinned", run=run, seconds=35.0
+)

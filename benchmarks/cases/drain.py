@@ -62,11 +62,11 @@ def _measure(
     with compute.current():
         alone = Alone(bench.device, compute, targets, "d2h", count=bench.effort.row(nbytes), repeats=3)
         rounds = pipeline.tune(alone)
-        frames = alone.steps(QUICK_FRAMES if bench.quick else FRAMES)
+        frames = alone.steps(bench.count(QUICK_FRAMES, FRAMES, 60))
         pairs = [(values, bench.device.upload(values)) for values in bases]
         drains = [ours.drain(stager, compute), *(way for peer in peers for way in peer.drains("pinned", compute))]
         pipes = [Pipe(way.name, partial(pipeline.drain, compute, way, pairs, targets, rounds), way.share) for way in drains]
-        result = pipeline.measure(bench.able_pipes(pipes), alone, steps=frames, samples=QUICK_SAMPLES if bench.quick else SAMPLES)
+        result = pipeline.measure(bench.able_pipes(pipes), alone, steps=frames, samples=bench.count(QUICK_SAMPLES, SAMPLES, 3))
     timing = result.timings.pop(ours.NAME)
     return records.make(
         bench,
@@ -82,4 +82,6 @@ def _measure(
     )
 
 
-CASE = Case(name=NAME, summary="time of a frame whose output goes to the host over the longer of compute and copy", run=run)
+CASE = Case(
+    name=NAME, summary="time of a frame whose output goes to the host over the longer of compute and copy", run=run, seconds=45.0
+)

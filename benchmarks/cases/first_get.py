@@ -56,7 +56,7 @@ def run(bench: Bench) -> Iterator[Record]:
         quiet = steps.beside(lambda: time.sleep(QUICK_QUIET_SECONDS if bench.quick else QUIET_SECONDS))
         beside: list[float] = []
         results: list[Any] = []
-        for index in range(QUICK_ROUNDS if bench.quick else ROUNDS):
+        for index in range(bench.count(QUICK_ROUNDS, ROUNDS)):
             bench.say(f"{NAME}: {count} arrays, round {index + 1}")
             stager.trim()
             beside += steps.beside(lambda: first.add([_get(stager, tree, results, calls["first"], calls["idle"])]))
@@ -101,4 +101,9 @@ def _verify(results: list[Any], sources: list[Any]) -> None:
     results.clear()
 
 
-CASE = Case(name=NAME, summary="the first get of 4 GiB in 300 arrays, for which the pool has to grow, beside the second", run=run)
+CASE = Case(
+    name=NAME,
+    summary="the first get of 4 GiB in 300 arrays, for which the pool has to grow, beside the second",
+    run=run,
+    seconds=20.0,
+)

@@ -168,7 +168,7 @@ def _measure(bench: Bench, stager: Stager, loop: _Loop, regime: str) -> Iterator
     mine = [pipe(f"{ours.NAME}, {name}", source, 1.0) for name, source in loop.mine.items()]
     rivals = [pipe(loader.name, loader.open, SHARE) for loader in loop.peers]
     _, *present = bench.able_pipes([mine[0], *rivals])
-    steps, samples = (QUICK_STEPS, QUICK_SAMPLES) if bench.quick else (STEPS, SAMPLES)
+    steps, samples = bench.count(QUICK_STEPS, STEPS, 20), bench.count(QUICK_SAMPLES, SAMPLES)
     result = pipeline.measure([*mine, *present], loop.alone, steps=loop.alone.steps(steps), samples=samples)
     timings = {name: result.timings.pop(one.name) for name, one in zip(loop.mine, mine, strict=True)}
     writers = median(loop.writers(steps) for _ in range(samples))
@@ -201,4 +201,9 @@ def _beside(timing: Timing, result: Result) -> dict[str, Any]:
     return {"best_peer": best, "best_peer_over_ours": round(timing.share_of(result.timings[best]), 4)}
 
 
-CASE = Case(name=NAME, summary="step time on batches from Flax's, Grain's and PyTorch's loaders and ours, two regimes", run=run)
+CASE = Case(
+    name=NAME,
+    summary="step time on batches from Flax's, Grain's and PyTorch's loaders and ours, two regimes",
+    run=run,
+    seconds=60.0,
+)

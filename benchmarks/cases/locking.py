@@ -174,4 +174,4 @@ def _record(bench: Bench, stager: Stager, label: str, nbytes: int, ours: Timing,
     )
 
 
-CASE = Case(name=NAME, summary="page-locking 8 GiB, and a million arrays of pinned memory", run=run)
+CASE = Case(name=NAME, summary="page-locking 8 GiB, and a million arrays of pinned memory", run=run, seconds=25.0)

@@ -64,10 +64,10 @@ def _measure(bench: Bench, stager: Stager, peers: Sequence[Peer], slots: Sequenc
     with compute.current():
         alone = Alone(bench.device, compute, slots, "h2d", count=bench.effort.row(nbytes), repeats=3)
         rounds = pipeline.tune(alone)
-        steps = alone.steps(QUICK_STEPS if bench.quick else STEPS)
+        steps = alone.steps(bench.count(QUICK_STEPS, STEPS, 60))
         feeds = [ours.feed(stager, compute), *(feed for peer in peers for feed in peer.feeds("pinned", compute))]
         pipes = bench.able_pipes([_pipe(compute, feed, slots, rounds) for feed in feeds])
-        result = pipeline.measure(pipes, alone, steps=steps, samples=QUICK_SAMPLES if bench.quick else SAMPLES)
+        result = pipeline.measure(pipes, alone, steps=steps, samples=bench.count(QUICK_SAMPLES, SAMPLES, 3))
     timing = result.timings.pop(ours.NAME)
     return records.make(
         bench,
@@ -87,4 +87,6 @@ def _pipe(compute: Compute, feed: Feed, batches: Sequence[Bytes], rounds: int) -
     return Pipe(feed.name, partial(pipeline.train, compute, feed, batches, rounds), feed.share)
 
 
-CASE = Case(name=NAME, summary="step time of a training loop from pinned slots over the longer of compute and copy", run=run)
+CASE = Case(
+    name=NAME, summary="step time of a training loop from pinned slots over the longer of compute and copy", run=run, seconds=50.0
+)

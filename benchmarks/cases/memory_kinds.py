@@ -116,4 +116,9 @@ def _measure(bench: Bench, stager: Stager, kind: _Kind, pinned: Arena) -> Record
     )
 
 
-CASE = Case(name=NAME, summary="64 MiB to the device from pinned, write-combined, pageable, mapped and unified memory", run=run)
+CASE = Case(
+    name=NAME,
+    summary="64 MiB to the device from pinned, write-combined, pageable, mapped and unified memory",
+    run=run,
+    seconds=15.0,
+)

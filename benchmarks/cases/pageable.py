@@ -95,7 +95,7 @@ def _time(bench: Bench, row: _Row, peers: Sequence[Peer], pageable: Arena, pinne
     rivals = [(way,) for way in ways_of(peers, row.kind, row.direction)]
     bare, nbytes = bench.device.raw(row.direction), pageable.nbytes
     contenders = bench.able_contenders((row.mine,), (bare,), rivals, arena=pageable, pinned=pinned, nbytes=nbytes)
-    effort = bench.effort if bench.quick else replace(bench.effort, samples=SAMPLES)
+    effort = bench.effort if bench.quick else replace(bench.effort, samples=bench.count(QUICK_SAMPLES, SAMPLES, 3))
     return time_bandwidth(contenders, nbytes=nbytes, effort=effort, level=False, warm=True)
 
 
@@ -106,7 +106,7 @@ def _loop(bench: Bench, stager: Stager, peers: Sequence[Peer], nbytes: int, stre
         slots = pipeline.random_batches(lambda n: stager.empty_pinned(n, np.uint8), nbytes, SLOTS, SEED)
         alone = Alone(bench.device, compute, slots, "h2d", count=bench.effort.row(nbytes), repeats=3)
         rounds = pipeline.tune(alone)
-        steps = alone.steps(QUICK_STEPS if bench.quick else STEPS)
+        steps = alone.steps(bench.count(QUICK_STEPS, STEPS, 24))
         feeds = [feed for peer in peers for feed in peer.feeds("pageable", compute)]
         expected = pipeline.checksums(compute, batches)
         pipes = [
@@ -117,7 +117,7 @@ def _loop(bench: Bench, stager: Stager, peers: Sequence[Peer], nbytes: int, stre
             ),
             *(Pipe(feed.name, partial(pipeline.train, compute, feed, batches, rounds), feed.share) for feed in feeds),
         ]
-        samples = QUICK_SAMPLES if bench.quick else SAMPLES
+        samples = bench.count(QUICK_SAMPLES, SAMPLES, 3)
         result = pipeline.measure(bench.able_pipes(pipes), alone, steps=steps, samples=samples)
     timing = result.timings.pop(ours.NAME)
     details = {**result.details(timing, rounds=rounds), "copy_gbps": rates, "staging": str(stager.staging)}
@@ -149,4 +149,6 @@ def _record(
     )
 
 
-CASE = Case(name=NAME, summary="1 GiB of pageable memory each way, and a training loop from pageable batches", run=run)
+CASE = Case(
+    name=NAME, summary="1 GiB of pageable memory each way, and a training loop from pageable batches", run=run, seconds=70.0
+)

@@ -80,7 +80,7 @@ def run(bench: Bench) -> Iterator[Record]:
 
         quiet = steps.beside(lambda: time.sleep(QUICK_QUIET_SECONDS if bench.quick else QUIET_SECONDS))
         pinned = 0
-        for index in range(QUICK_ROUNDS if bench.quick else ROUNDS):
+        for index in range(bench.count(QUICK_ROUNDS, ROUNDS)):
             bench.say(f"{NAME}: {count} arrays, round {index + 1}")
             before = stager.stats().pinned_nbytes
             beside["save"] += steps.beside(save)
@@ -156,4 +156,4 @@ def _verify(found: dict[str, Any], sources: dict[str, Any]) -> None:
         raise Corrupted(f"{ours.NAME!r} said it was done, but the d2h target does not hold the source's bytes")
 
 
-CASE = Case(name=NAME, summary="a save of 4 GiB in 300 arrays beside a loop, and threads that only write", run=run)
+CASE = Case(name=NAME, summary="a save of 4 GiB in 300 arrays beside a loop, and threads that only write", run=run, seconds=35.0)

@@ -1,0 +1,104 @@
+"""How long a run may take, and who gets how much of it: cases take turns, and what one does not need goes to those behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from benchmarks.bench import Case
+
+__all__ = ["Budget", "Teller"]
+
+
+class Budget:
+    """The seconds of a run over its cases, in their order. Rows are whole: a case ends with the row that its time runs out in.
+
+    `seconds`: None: there is no limit.
+    """
+
+    def __init__(self, seconds: float | None, cases: Sequence[Case], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begin = clock()
+        self._seconds = seconds
+        self._waiting = list(cases)
+        self._end = self._begin
+        self.ended: list[str] = []
+        """What was ended by the clock, in words."""
+
+    @property
+    def gone(self) -> float:
+        """Seconds since the run began."""
+        return self._clock() - self._begin
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that the run may still take; None: there is no limit."""
+        return None if self._seconds is None else max(0.0, self._seconds - self.gone)
+
+    def begin(self, case: Case) -> float | None:
+        """Begin a case, the next one, and return the seconds that it may take; None: there is no limit."""
+        share = case.seconds / sum([one.seconds for one in self._waiting])
+        self._waiting.remove(case)
+        if self.left is None:
+            return None
+        allowed = self.left * share
+        self._end = self._clock() + allowed
+        return allowed
+
+    def is_over(self, case: Case, rows: int) -> bool:
+        """Tell whether the case that was begun has had its time, and note where it ended."""
+        if self._seconds is None or self._clock() < self._end:
+            return False
+        self.ended.append(f"{case.name} after {rows} rows" if rows else f"{case.name}, of which nothing was measured")
+        return True
+
+
+class Teller:
+    """Says on stderr what is measured and how much time is left: one line that changes in a terminal, lines elsewhere.
+
+    Nothing is drawn while anything is timed: a thread that draws would take the interpreter from what is measured.
+    """
+
+    def __init__(self, budget: Budget, console: Console) -> None:
+        self._budget = budget
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"), console=console, auto_refresh=False
+        )
+        self._task = self._bar.add_task("", total=None, left="")
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Draw the line inside, where there is a terminal."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with self._bar:
+            yield
+
+    def begin(self, case: Case, number: int, count: int, allowed: float | None) -> None:
+        """Say that a case begins."""
+        most = "" if allowed is None else f", up to {_clock(allowed)}"
+        self.say(f"{case.name}: case {number} of {count}{most}{self._left()}")
+
+    def say(self, line: str) -> None:
+        """Say what is measured next."""
+        if not self._console.is_terminal:
+            self._console.print(f"{self._budget.gone:6.1f} s  {line}", highlight=False, markup=False, soft_wrap=True)
+            return
+        left = self._budget.left
+        total = None if left is None else self._budget.gone + left
+        self._bar.update(self._task, description=line, completed=self._budget.gone, total=total, left=self._left().lstrip(", "))
+        self._bar.refresh()
+
+    def _left(self) -> str:
+        left = self._budget.left
+        return "" if left is None else f", at most {_clock(left)} left"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,0 +1,151 @@
+"""How the time of a benchmark's run is shared out, and where its records go."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import xferlib
+
+# Last: what is installed comes before the clone.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import command
+from benchmarks.bench import Bench, Case
+from benchmarks.budget import Budget, Teller
+from benchmarks.cases import CASES
+from benchmarks.devices import open_device
+from benchmarks.harness import BRIEF, FULL, Absences
+from benchmarks.records import Record
+
+CLOCK = [0.0]
+
+
+@pytest.fixture(autouse=True)
+def clock() -> list[float]:
+    CLOCK[:] = [100.0]
+    return CLOCK
+
+
+def now() -> float:
+    return CLOCK[0]
+
+
+def case(name: str, seconds: float) -> Case:
+    return Case(name=name, summary="", run=lambda _: iter(()), seconds=seconds)
+
+
+def test_cases_share_the_time_and_leave_what_they_do_not_need() -> None:
+    one, two, three = case("one", 10), case("two", 20), case("three", 10)
+    budget = Budget(80, [one, two, three], now)
+    assert budget.begin(one) == 20
+    CLOCK[0] += 5
+    assert not budget.is_over(one, 3)
+    # 75 s are left for two and three.
+    assert budget.begin(two) == 50
+    CLOCK[0] += 49
+    assert not budget.is_over(two, 1)
+    CLOCK[0] += 1
+    assert budget.is_over(two, 2)
+    assert budget.begin(three) == budget.left == 25
+    CLOCK[0] += 1000
+    assert budget.is_over(three, 0)
+    assert budget.left == 0
+    assert budget.ended == ["two after 2 rows", "three, of which nothing was measured"]
+
+
+def test_without_a_limit_nothing_ends() -> None:
+    one = case("one", 10)
+    budget = Budget(None, [one], now)
+    assert budget.begin(one) is None
+    CLOCK[0] += 1e6
+    assert not budget.is_over(one, 0)
+    assert (budget.left, budget.ended) == (None, [])
+
+
+def test_progress_says_how_much_time_is_left() -> None:
+    one = case("one", 10)
+    budget = Budget(150, [one], now)
+    for terminal in (False, True):
+        shown = io.StringIO()
+        teller = Teller(budget, Console(file=shown, force_terminal=terminal, width=120))
+        with teller.drawn():
+            teller.begin(one, 3, 13, 61.0)
+            CLOCK[0] += 5
+            teller.say("one: 64 bytes")
+        assert "one: 64 bytes" in shown.getvalue()
+        assert "one: case 3 of 13, up to 1:01" in shown.getvalue()
+        assert ("at most 2:30 left" if not terminal else "at most 2:20 left") in shown.getvalue()
+
+
+def test_a_brief_effort_makes_a_part_and_never_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(
+        open_stager=partial(xferlib.stager, "host"),
+        device=open_device("host"),
+        machine={},
+        versions={},
+        effort=FULL,
+        quick=False,
+        absences=Absences(),
+        say=print,
+    )
+    assert bench.count(12, 500, 60) == 500
+    brief = replace(bench, effort=BRIEF)
+    assert (brief.count(12, 500, 60), brief.count(2, 5, 3), brief.count(2, 2, 3)) == (100, 3, 2)
+    assert replace(brief, quick=True).count(12, 500, 60) == 12
+
+
+def test_a_run_that_is_out_of_time_ends_with_its_row_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed: list[str] = []
+    whole = CASES["overhead"]
+
+    def rows(bench: Bench) -> Iterator[Record]:
+        try:
+            for record in whole.run(bench):
+                yield record
+                CLOCK[0] += 1000
+        finally:
+            closed.append("overhead")
+
+    monkeypatch.setattr(command, "Budget", partial(Budget, clock=now))
+    monkeypatch.setattr(command, "SCRATCH", tmp_path)
+    cases = [Case(name="overhead", summary="", run=rows), CASES["leaves"]]
+    status = command.run(
+        partial(xferlib.stager, "host"), open_device("host"), cases, quick=True, minutes=1, json_file=command.TO_SCRATCH
+    )
+    assert status == 0
+    shown = capsys.readouterr()
+    assert "ended by the clock: overhead after 2 rows; leaves, of which nothing was measured" in " ".join(shown.out.split())
+    assert closed == ["overhead"]
+    (file,) = tmp_path.iterdir()
+    assert f"written: {file}" in shown.err
+
+
+def test_only_who_asks_for_it_writes_into_what_the_pages_are_made_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[object, object, object]] = []
+
+    def run(*arguments: object, json_file: object, full: object, minutes: object, **rest: object) -> int:
+        asked.append((json_file, full, minutes))
+        return 0
+
+    monkeypatch.setattr(command, "run", run)
+    for words in (["--json"], ["--record"], ["--json", "x.json", "--minutes", "2"]):
+        assert command.main(["--backend", "host", *words]) == 0
+    assert asked == [(command.TO_SCRATCH, False, None), (command.TO_RESULTS, True, None), ("x.json", False, 2.0)]
+    assert command._file(command.TO_SCRATCH, "a-gpu") == command.ROOT / "build" / "benchmarks" / "a-gpu.json"
+    assert command._file(command.TO_RESULTS, "a-gpu") == command.ROOT / "benchmarks" / "results" / "a-gpu.json"
+    for wrong in (["--record", "--json"], ["--minutes", "0"]):
+        with pytest.raises(SystemExit):
+            command.main(wrong)
+    assert "expected more than 0" in capsys.readouterr().err
