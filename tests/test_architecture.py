@@ -74,6 +74,7 @@ FLOORS = [
     {"xferlib.overlap.report", "xferlib.overlap.calls"},
     {"xferlib.overlap.measure", "xferlib.overlap.verdict", "xferlib.overlap.driver"},
     {"xferlib.overlap.callbacks"},
+    {"xferlib.overlap.hold"},
     {"xferlib.overlap.loops"},
     {"xferlib"},
 ]

@@ -45,6 +45,9 @@ class Machine:
     def launch(self, line: int, stream: int = COMPUTE) -> None:
         self._enqueue("launch", line, stream)
 
+    def set(self, line: int, stream: int) -> None:
+        self._enqueue("set", line, stream)
+
     def copy(
         self,
         line: int,
@@ -223,4 +226,4 @@ class Machine:
 
 
 def _enqueued(calls: list[Call]) -> list[Call]:
-    return [call for call in calls if call.kind in ("launch", "copy", "record", "wait")]
+    return [call for call in calls if call.kind in ("launch", "copy", "set", "record", "wait")]

@@ -106,6 +106,99 @@ def test_rows_and_batches_are_added_up() -> None:
     assert (call.nbytes, call.direction, call.stream) == (9, "h2d", 7)
 
 
+END_2D = ("kind", U32), ("host", U64), ("device", U64), ("array", U64), ("pitch", U64)
+
+
+def ends(corner: tuple[str, ...], middle: tuple[tuple[str, Any], ...]) -> list[tuple[str, Any]]:
+    """Return the fields of a structure of the driver: the source's, the target's, and the size."""
+    one = [*((name, U64) for name in corner), *middle]
+    return [(f"{end}_{name}", kind) for end in ("src", "dst") for name, kind in one]
+
+
+def two_dimensions(**values: int) -> ctypes.Structure:
+    return struct(*ends(("x", "y"), END_2D), ("width", U64), ("height", U64), **values)
+
+
+def three_dimensions(**values: int) -> ctypes.Structure:
+    middle = (*END_2D[:4], ("reserved", U64), ("pitch", U64), ("rows", U64))
+    return struct(*ends(("x", "y", "z", "lod"), middle), ("width", U64), ("height", U64), ("depth", U64), **values)
+
+
+def runtime_dimensions(**values: int) -> ctypes.Structure:
+    fields = ("array", "x", "y", "z", "device", "pitch", "xsize", "rows")
+    return struct(
+        *((f"{end}_{name}", U64) for end in ("src", "dst") for name in fields),
+        ("width", U64),
+        ("height", U64),
+        ("depth", U64),
+        **values,
+    )
+
+
+def pointing(box: ctypes.Structure, stream: int = 7) -> ctypes.Structure:
+    return struct(("box", U64), ("stream", U64), box=ctypes.addressof(box), stream=stream)
+
+
+@pytest.mark.parametrize(("number", "stream"), [(289, 7), (424, 7), (287, LEGACY), (288, LEGACY), (405, 2)])
+def test_copies_of_rows_by_the_driver_are_read_off_their_structure(number: int, stream: int) -> None:
+    place = {"dst_kind": 2, "dst_device": DEVICE, "dst_host": 1, "dst_pitch": 32, "dst_x": 4, "dst_y": 3}
+    there = two_dimensions(src_kind=1, src_host=PINNED, src_pitch=64, src_device=1, width=10, height=5, **place)
+    call = seen(DRIVER, number, pointing(there))
+    assert (call.kind, call.direction, call.nbytes, call.pageable, call.stream) == ("copy", "h2d", 50, False, stream)
+    assert call.address == DEVICE + 3 * 32 + 4
+    # Memory of either kind, as the driver finds out.
+    back = two_dimensions(src_kind=4, src_device=DEVICE, dst_kind=4, dst_device=PAGEABLE, width=10, height=5)
+    call = seen(DRIVER, number, pointing(back))
+    assert (call.direction, call.nbytes, call.pageable, call.address) == ("d2h", 50, True, DEVICE)
+
+
+@pytest.mark.parametrize("number", [290, 291, 407, 425])
+def test_copies_of_boxes_by_the_driver_are_read_off_their_structure(number: int) -> None:
+    place = {"dst_kind": 2, "dst_device": DEVICE, "dst_x": 1, "dst_y": 2, "dst_z": 3, "dst_pitch": 16, "dst_rows": 4}
+    there = three_dimensions(src_kind=1, src_host=PINNED, width=10, height=5, depth=2, **place)
+    call = seen(DRIVER, number, pointing(there))
+    assert (call.direction, call.nbytes, call.address) == ("h2d", 100, DEVICE + (3 * 4 + 2) * 16 + 1)
+    assert call.stream == {290: LEGACY, 291: 7, 407: 2, 425: 7}[number]
+    # An array has no address: it is a copy, and nobody knows which way.
+    call = seen(
+        DRIVER,
+        number,
+        pointing(three_dimensions(src_kind=1, src_host=PINNED, dst_kind=3, dst_array=9, width=10, height=5, depth=2)),
+    )
+    assert (call.kind, call.direction) == ("copy", None)
+
+
+def test_copies_of_boxes_by_the_runtime_are_read_off_their_structure() -> None:
+    back = runtime_dimensions(src_device=DEVICE, src_y=1, src_pitch=32, src_rows=4, dst_device=PINNED, width=10, height=5, depth=2)
+    for number, stream in ((144, LEGACY), (145, 7), (246, 7)):
+        call = seen(RUNTIME, number, pointing(back))
+        assert (call.direction, call.nbytes, call.address, call.stream) == ("d2h", 100, DEVICE + 32, stream)
+    names = ("dst", "dpitch", "src", "spitch", "width", "height")
+    rows = struct(*((name, U64) for name in names), dst=DEVICE, src=PAGEABLE, width=10, height=3)
+    call = seen(RUNTIME, 32, rows)
+    assert (call.direction, call.nbytes, call.pageable, call.stream) == ("h2d", 30, True, LEGACY)
+
+
+def test_memory_that_is_set_is_work_on_its_stream() -> None:
+    flat = struct(("dst", U64), ("value", U32), ("count", U64), ("stream", U64), stream=7)
+    rows = struct(("dst", U64), ("pitch", U64), ("value", U32), ("width", U64), ("height", U64), ("stream", U64), stream=7)
+    box = struct(("dst", U64 * 4), ("value", U32), ("extent", U64 * 3), ("stream", U64), stream=7)
+    for domain, number, parameters in (
+        *((DRIVER, 216, flat), (DRIVER, 430, flat), (DRIVER, 222, rows), (DRIVER, 226, rows)),
+        *((RUNTIME, 51, flat), (RUNTIME, 52, rows), (RUNTIME, 143, box)),
+    ):
+        call = seen(domain, number, parameters)
+        assert (call.kind, call.stream) == ("set", 7), number
+    for domain, number in ((DRIVER, 249), (DRIVER, 254), (RUNTIME, 49), (RUNTIME, 50), (RUNTIME, 142)):
+        call = seen(domain, number, flat)
+        assert (call.kind, call.stream) == ("set", LEGACY), number
+
+
+def test_copies_inside_the_device_are_work_and_go_nowhere() -> None:
+    call = seen(DRIVER, 281, copy(DEVICE, DEVICE, 9, ("hStream", U64), hStream=7))
+    assert (call.kind, call.direction, call.nbytes, call.stream) == ("copy", None, 9, 7)
+
+
 def test_launches_give_their_stream() -> None:
     config = struct(*SIX, ("shared", U32), ("hStream", U64), hStream=7)
     by_config = struct(("config", U64), config=ctypes.addressof(config))

@@ -158,6 +158,14 @@ def blocking_beside_the_null_stream(m: Machine, n: int) -> None:
     m.launch(11, LEGACY)
 
 
+def sets_memory_on_the_null_stream(m: Machine, n: int) -> None:
+    """A framework clears a counter, on no stream by name: that stands between the streams that wait for it."""
+    m.launch(10, OTHER)
+    m.set(11, LEGACY)
+    m.copy(12, "h2d", BLOCKING, address=n % 2)
+    m.set(13, LEGACY)
+
+
 def null_between_blocking_streams(m: Machine, n: int) -> None:
     m.launch(10, OTHER)
     m.launch(11, OTHER)
@@ -242,6 +250,7 @@ def pageable(m: Machine, n: int) -> None:
         (all_on_the_null_stream, "same stream", 10),
         (blocking_beside_the_null_stream, "NULL stream", 10),
         (null_between_blocking_streams, "NULL stream", 12),
+        (sets_memory_on_the_null_stream, "NULL stream", 12),
         (waits_for_the_step, "host waits", 14),
         (reads_the_loss_before_the_next_copy, "host waits", 11),
         (stands_in_the_framework, "host waits", 14),
@@ -259,6 +268,11 @@ def test_a_loop_that_does_not_overlap_fails_for_its_cause(loop: Loop, cause: str
     assert site is not None
     assert site.line == line
     assert f"loop.py:{line}" in found.findings[0].words
+
+
+def test_memory_that_is_set_on_the_null_stream_is_named_by_its_line() -> None:
+    (finding,) = verdict(sets_memory_on_the_null_stream).findings
+    assert "cuset at loop.py:11 in step is on the NULL stream" in finding.words
 
 
 def test_pageable_memory_is_named_beside_the_stream() -> None:

@@ -16,6 +16,7 @@ import pytest
 import xferlib
 from xferlib.engine.native import library
 from xferlib.tracing.events import Event
+from xferlib.tracing.gpu import Gpus
 from xferlib.tracing.log import LOG
 
 PAGEABLE, PINNED = 1, 2
@@ -129,6 +130,21 @@ def test_code_is_let_go_of(cupti: Any) -> None:
         counts.append(sys.getrefcount(call.__code__))
     # The interpreter itself may keep it for the first time.
     assert counts[0] == counts[1] == counts[2] < 50
+
+
+def test_code_is_let_go_of_where_nothing_is_read(cupti: Any) -> None:
+    def call() -> None:
+        cupti.standin_call(1, 3)
+
+    before = sys.getrefcount(call.__code__)
+    for _ in range(3):
+        gpus = Gpus()
+        for _ in range(50):
+            call()
+        gpus.abandon()
+    gc.collect()
+    # The interpreter itself may keep it.
+    assert sys.getrefcount(call.__code__) < before + 10
 
 
 def test_a_call_whose_end_is_not_told_hides_none_of_the_next_trace(cupti: Any) -> None:

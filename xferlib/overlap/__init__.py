@@ -1,4 +1,5 @@
-"""Proof of overlap for users: `measure` times a stager beside compute, `loops` holds the work of a loop that knows nothing of us.
+"""Proof of overlap for users: `measure` times a stager beside compute; `loops` runs a loop that knows nothing of us, while `hold`
+holds its work.
 
 `calls` and `verdict` are pure; `driver` and `callbacks` are all that touches CUDA, through ctypes.
 """

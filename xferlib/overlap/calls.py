@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias, final
 __all__ = ["LEGACY", "Call", "Direction", "Held", "Kind", "Look", "Site", "Stuck"]
 
 Direction: TypeAlias = Literal["h2d", "d2h"]
-Kind: TypeAlias = Literal["launch", "copy", "record", "wait", "sync stream", "sync event", "sync device", "memory"]
+Kind: TypeAlias = Literal["launch", "copy", "set", "record", "wait", "sync stream", "sync event", "sync device", "memory"]
 
 LEGACY = 1
 """The handle of the NULL stream, CUDA's legacy default stream. 0 means the same where programs are not compiled otherwise."""

@@ -1,43 +1,32 @@
 """Run steps of somebody's loop while its compute, or its copies, are held at a gate, and say whether it overlaps, or why not.
 
-The loop knows nothing of this: calls of CUDA are seen through CUPTI, and a wait for the gate is put in front of the first launch,
-or copy, on each stream. What is done while the gate is shut does not stand behind it. A clock only ends the waiting for what does
-not come, and a loop fails only if the order of its calls says why it did not come; see `verdict`.
+The loop knows nothing of this: calls of CUDA are seen through CUPTI, and held by `hold`. A loop fails only if work was seen not to
+be done while other work was held, and the order of its calls says why; see `verdict`.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Literal, final
 
 from xferlib.errors import XferError
 from xferlib.gates import Gate
-from xferlib.overlap.callbacks import Recording, recorded, site_of
-from xferlib.overlap.calls import Call, Direction, Held, Look, Site, Stuck
+from xferlib.overlap.callbacks import Recording, recorded
+from xferlib.overlap.calls import Call, Direction, Held, Look
 from xferlib.overlap.driver import Driver, DriverError
+from xferlib.overlap.hold import DIRECTIONS, ENOUGH, REST_SECONDS, Hold, Rehearsal
 from xferlib.overlap.verdict import judge
 
 __all__ = ["UndecidedError", "assert_overlaps"]
 
-POLL_SECONDS = 0.001
-REST_SECONDS = 0.03
-"""Without a call for so long, threads that run ahead of the loop count as waiting for it."""
 MOST_REST_SECONDS = 2.0
 PATIENCE_SECONDS = 1.0
 """How long nothing may happen under a hold before the waiting is ended. Longer for slow steps."""
 SLOWEST_SECONDS = 2.0
 """Of a step."""
-ENOUGH = 2
-"""Batches, or steps, that are done under a hold: more say nothing new."""
 MOST_REHEARSALS = 3
 """Each but the first only because the one before took memory: the next shows whether it was enough."""
-MOST_EVENTS = 1024
-"""Copies, and steps, that are looked at under a hold."""
-DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h")
 
 
 class UndecidedError(XferError):
@@ -170,7 +159,7 @@ class _Watch:
             patience = self._patience()
             # Who opens it does not matter here.
             gate = Gate(2 * patience)
-            self._run(_Rehearsal(recording, self._driver, gate, self._smallest, patience), gate)
+            self._run(Rehearsal(recording, self._driver, gate, self._smallest, patience), gate)
             calls = recording.calls[start:]
             del recording.calls[start:]
             recording.step = step
@@ -201,7 +190,7 @@ class _Watch:
         recording = self._recording
         first_step, start = recording.step, len(recording.calls)
         gate = Gate(3 * patience + 5)
-        hold = _Hold(recording, self._driver, gate, what, look, patience, start)
+        hold = Hold(recording, self._driver, gate, what, look, patience, start)
         self._run(hold, gate)
         serials = [call.serial for call in recording.calls[start : hold.end]]
         return Held(
@@ -217,7 +206,7 @@ class _Watch:
             overdue=gate.opened_by == "watchdog" or hold.blind,
         )
 
-    def _run(self, hold: _Hold | _Rehearsal, gate: Gate) -> None:
+    def _run(self, hold: Hold | Rehearsal, gate: Gate) -> None:
         """Run steps under a hold, and wait until all is at rest again. Raises what a step raises."""
         recording = self._recording
         error: BaseException | None = None
@@ -273,262 +262,6 @@ class _Watch:
             time.sleep(REST_SECONDS)
             if len(recording.calls) == before or time.monotonic() > end:
                 return
-
-
-@final
-class _Hold:
-    """Holds work, marks what is enqueued meanwhile, and watches until there is nothing more to come. A `Listener`.
-
-    Two threads: one asks the events, which may have to wait for a call that keeps the driver; the other looks at the time.
-    """
-
-    def __init__(
-        self,
-        recording: Recording,
-        driver: Driver,
-        gate: Gate,
-        what: Literal["compute", "h2d", "d2h"],
-        look: Look,
-        patience: float,
-        start: int,
-    ) -> None:
-        self._recording = recording
-        self._driver = driver
-        self._gate = gate
-        self._what = what
-        self._look = look
-        self._patience = patience
-        self._start = start
-        self._events: list[int] = []
-        self._spare: list[int] = []
-        self._marks: dict[int, tuple[int, Call]] = {}
-        self._steps: dict[tuple[int, int], int] = {}
-        self._launched: dict[int, int] = {}
-        self._reached: set[tuple[int, int]] = set()
-        # Reentrant: a finalizer may call CUDA inside.
-        self._marking = threading.RLock()
-        self._asker = threading.Thread(target=self._ask, name="xferlib-overlap-events", daemon=True)
-        self._referee = threading.Thread(target=self._watch, name="xferlib-overlap-referee", daemon=True)
-        self._over = False
-        self.gates: dict[int, int] = {}
-        self.returned = 0
-        self.finished = False
-        # What was so when the gate was opened.
-        self.end = start
-        self.steps = 0
-        self.launched_then: dict[int, int] = {}
-        self.computed: set[int] = set()
-        self.stuck: Stuck | None = None
-        self.blind = False
-
-    def start(self) -> None:
-        self._driver.enter()
-        try:
-            for _ in range(MOST_EVENTS):
-                self._events.append(self._driver.new_event())
-        finally:
-            self._driver.leave()
-        self._spare.extend(self._events)
-        self._asker.start()
-        self._referee.start()
-
-    def join(self) -> None:
-        # Not all was started if an error, or an interrupt, came before.
-        if self._referee.ident is not None:
-            self._referee.join()
-        self._over = True
-        if self._asker.ident is not None:
-            self._asker.join()
-
-    def give_back(self) -> None:
-        """Destroy the events. Nothing may be under way."""
-        for event in self._events:
-            self._driver.destroy(event)
-
-    def entered(self, call: Call) -> None:
-        if self._over or call.stream is None or call.stream in self.gates or not self._is_to_be_held(call):
-            return
-        if self._driver.hold(call.stream, self._gate.address):
-            self.gates[call.stream] = call.serial
-        else:
-            self.blind = True
-
-    def left(self, call: Call) -> None:
-        if self._over:
-            return
-        call.returned = True
-        if call.stream is None:
-            return
-        with self._marking:
-            self._mark(call, call.stream)
-
-    def _mark(self, call: Call, stream: int) -> None:
-        """Record an event behind what the call has enqueued, if it is one that matters."""
-        if call.kind == "copy" and call.nbytes >= self._look.smallest and call.direction is not None:
-            event = self._new_event()
-            if event is not None and self._driver.record(event, stream):
-                self._marks[call.serial] = event, call
-        elif call.kind == "launch" and stream in self._look.compute:
-            # One event for a step and stream: recorded again, it stands behind the last launch.
-            key = call.step, stream
-            event = self._steps.get(key) or self._new_event()
-            if event is not None and self._driver.record(event, stream):
-                self._steps[key] = event
-                self._reached.discard(key)
-                self._launched[call.step] = self._launched.get(call.step, 0) + 1
-
-    def _is_to_be_held(self, call: Call) -> bool:
-        if self._what == "compute":
-            return call.kind == "launch" and call.stream in self._look.compute
-        return call.kind == "copy" and call.direction == self._what and call.nbytes >= self._look.smallest
-
-    def _new_event(self) -> int | None:
-        try:
-            return self._spare.pop()
-        except IndexError:
-            # More copies than anybody needs to look at: what has none counts as not done, which is no verdict by itself.
-            self.blind = True
-            return None
-
-    def _ask(self) -> None:
-        """Ask the events until the hold is over."""
-        self._driver.enter()
-        try:
-            self._driver.relax()
-            self._ask_on()
-        except DriverError:
-            self.blind = True
-        finally:
-            with suppress(DriverError):
-                self._driver.leave()
-
-    def _ask_on(self) -> None:
-        while not self._over:
-            for serial, (event, call) in list(self._marks.items()):
-                if self._is_reached(event):
-                    call.done = True
-                    self._marks.pop(serial, None)
-            for key, event in list(self._steps.items()):
-                # Recorded again between the two, it would stand for more launches than were asked about.
-                with self._marking:
-                    if key not in self._reached and self._is_reached(event):
-                        self._reached.add(key)
-            time.sleep(POLL_SECONDS)
-
-    def _is_reached(self, event: int) -> bool:
-        # In this order: what is reached while the gate is shut was not behind it.
-        return self._driver.reached(event) and self._gate.shut and not self._over
-
-    def _watch(self) -> None:
-        """Wait until enough is done, or nothing happens any more; note how things stand, and open the gate."""
-        since, before = time.monotonic(), self._state()
-        still = False
-        while self._gate.shut and not still and not self._enough():
-            time.sleep(POLL_SECONDS)
-            state = self._state()
-            if state != before:
-                since, before = time.monotonic(), state
-            still = time.monotonic() - since > self._patience
-        self._note(still)
-        self._gate.open()
-        if self.stuck is not None:
-            self._see_whether_freed(self.stuck)
-
-    def _state(self) -> tuple[int, ...]:
-        return len(self._recording.calls), len(self._marks), len(self._reached), self.returned, int(self.finished)
-
-    def _enough(self) -> bool:
-        if self._what == "compute":
-            for direction in DIRECTIONS:
-                batch = max(self._look.nbytes[direction])
-                done = sum(
-                    call.nbytes for call in self._recording.calls[self._start :] if call.direction == direction and call.done
-                )
-                if batch and done < ENOUGH * batch:
-                    return False
-            return self.returned >= ENOUGH
-        return self.returned >= ENOUGH and len(self._computed()) >= ENOUGH
-
-    def _computed(self) -> set[int]:
-        """Return the steps whose launches are all done, as far as they were made."""
-        return {step for step, _ in self._steps if all(key in self._reached for key in list(self._steps) if key[0] == step)}
-
-    def _note(self, still: bool) -> None:
-        """Note how things stand. `still`: nothing has happened for long."""
-        recording = self._recording
-        self._over = True
-        self.end = len(recording.calls)
-        self.steps = self.returned
-        self.launched_then = dict(self._launched)
-        self.computed = self._computed()
-        if not still or self.finished or not self._gate.shut:
-            return
-        call = recording.open.get(recording.loop)
-        frame = sys._current_frames().get(recording.loop)
-        inside = (
-            "an unknown function" if frame is None else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        )
-        self.stuck = Stuck(recording.step, None if call is None else call.serial, site_of(frame), inside, freed=False)
-
-    def _see_whether_freed(self, stuck: Stuck) -> None:
-        """Note whether the loop went on once the gate was open."""
-        recording = self._recording
-        end = time.monotonic() + self._patience
-        while time.monotonic() < end:
-            call = recording.open.get(recording.loop)
-            site: Site | None = site_of(sys._current_frames().get(recording.loop))
-            left = stuck.call is not None and (call is None or call.serial != stuck.call)
-            if left or self.finished or recording.step != stuck.step or (stuck.call is None and site != stuck.site):
-                self.stuck = Stuck(stuck.step, stuck.call, stuck.site, stuck.inside, freed=True)
-                return
-            time.sleep(POLL_SECONDS)
-
-
-@final
-class _Rehearsal:
-    """Holds all that may be held, launches and large copies, until the loop has run ahead as far as it does. A `Listener`."""
-
-    def __init__(self, recording: Recording, driver: Driver, gate: Gate, smallest: int, patience: float) -> None:
-        self._recording = recording
-        self._driver = driver
-        self._gate = gate
-        self._smallest = smallest
-        self._patience = patience
-        self._held: set[int] = set()
-        self._referee = threading.Thread(target=self._watch, name="xferlib-overlap-rehearsal", daemon=True)
-        self.returned = 0
-        self.finished = False
-
-    def start(self) -> None:
-        self._referee.start()
-
-    def join(self) -> None:
-        if self._referee.ident is not None:
-            self._referee.join()
-
-    def give_back(self) -> None:
-        """It has taken nothing."""
-
-    def entered(self, call: Call) -> None:
-        if call.stream is None or call.stream in self._held or not self._gate.shut:
-            return
-        is_large = call.kind == "copy" and call.direction is not None and call.nbytes >= self._smallest
-        if (is_large or call.kind == "launch") and self._driver.hold(call.stream, self._gate.address):
-            self._held.add(call.stream)
-
-    def left(self, call: Call) -> None: ...
-
-    def _watch(self) -> None:
-        since, before = time.monotonic(), self._state()
-        while self._gate.shut and time.monotonic() - since < (REST_SECONDS if self.finished else self._patience):
-            time.sleep(POLL_SECONDS)
-            state = self._state()
-            if state != before:
-                since, before = time.monotonic(), state
-        self._gate.open()
-
-    def _state(self) -> tuple[int, ...]:
-        return len(self._recording.calls), self.returned, int(self.finished)
 
 
 def _compute_streams(calls: Iterable[Call], large: Iterable[Call]) -> frozenset[int]:

@@ -429,7 +429,7 @@ class _Order:
 
 
 def _enqueues(call: Call) -> bool:
-    return call.kind in ("launch", "copy", "record", "wait") and call.stream is not None
+    return call.kind in ("launch", "copy", "set", "record", "wait") and call.stream is not None
 
 
 def _computed(hold: Held, look: Look) -> int:

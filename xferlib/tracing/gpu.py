@@ -90,6 +90,7 @@ class Gpus:
         self._clock = False
         self._zeroed = False
         self._began = False
+        self._owns_frames = False
         self._version = self._checked_version()
         engine = library()
         called, requested, completed = (_address(engine, name) for name in ("called", "requested", "completed"))
@@ -100,7 +101,7 @@ class Gpus:
             self._python = _python()
             if not engine.xe_activity_start(BUFFER_NBYTES, MOST_BUFFERS, MOST_CALLS, flags, ctypes.byref(self._python)):
                 raise CuptiError("another trace runs in this process, or its buffers were not taken")
-            self._began = True
+            self._began = self._owns_frames = True
             self._call("cuptiActivityRegisterTimestampCallback", _address(engine, "now"))
             self._clock = True
             self._say_zeroed(True)
@@ -161,6 +162,10 @@ class Gpus:
             engine.xe_activity_stop()
             for _ in self._buffers():
                 pass
+            if self._owns_frames:
+                # Nobody has read them; each holds its code.
+                _places(_frames())
+                self._owns_frames = False
             engine.xe_activity_drop()
             self._began = False
         if self._clock:
@@ -246,10 +251,9 @@ class Gpus:
         count = ctypes.c_size_t()
         start = engine.xe_activity_calls(ctypes.byref(count))
         calls: Any = (Call * count.value).from_address(start) if count.value else ()
-        start = engine.xe_activity_frames(ctypes.byref(count))
-        frames: Any = (Frame * count.value).from_address(start) if count.value else ()
-        places = _places(frames)
+        places = _places(_frames())
         found: list[tuple[Event, int, int, int]] = []
+        self._owns_frames = False
         for call in calls:
             name = self._names.get((call.domain, call.function), "")
             kind = kind_of_call(name)
@@ -309,6 +313,13 @@ def _placed(event: Event, activity: Activity, call: tuple[Event, int, int] | Non
     issue, target, source = call
     event = event._replace(site=issue.site, issued=issue.start)
     return event._replace(site=log.asked_at(event, target if event.kind == "h2d" else source))
+
+
+def _frames() -> Any:
+    """Return the frames of all calls, where they lie."""
+    count = ctypes.c_size_t()
+    start = library().xe_activity_frames(ctypes.byref(count))
+    return (Frame * count.value).from_address(start) if count.value else ()
 
 
 def _places(frames: Iterable[Any]) -> list[tuple[CodeType, int]]:
