@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from types import CodeType
 from typing import Any, Final, Literal, NamedTuple, final
 
@@ -85,7 +86,7 @@ class Gpus:
         self._cupti = load()
         self._subscriber = ctypes.c_void_p()
         self._enabled: list[int] = []
-        self._names: dict[tuple[int, int], str] = {}
+        self._names: Mapping[tuple[int, int], str] = {}
         self._environment = False
         self._clock = False
         self._zeroed = False
@@ -97,7 +98,7 @@ class Gpus:
         # First: if another tool has CUPTI, nothing of it is touched.
         self._call("cuptiSubscribe", ctypes.byref(self._subscriber), called, None)
         try:
-            flags = self._wanted()
+            flags, self._names = _wanted(self._cupti._handle)
             self._python = _python()
             if not engine.xe_activity_start(BUFFER_NBYTES, MOST_BUFFERS, MOST_CALLS, flags, ctypes.byref(self._python)):
                 raise CuptiError("another trace runs in this process, or its buffers were not taken")
@@ -210,20 +211,6 @@ class Gpus:
         status = self._cupti.cuptiActivitySetAttribute(ZEROED_BUFFERS, ctypes.byref(nbytes), ctypes.byref(value))
         self._zeroed = zeroed and status == 0
 
-    def _wanted(self) -> bytes:
-        """Return the flags of all functions, and enter the names of those that count."""
-        flags = bytearray(2 * MOST_FUNCTIONS)
-        text = ctypes.c_char_p()
-        for domain in (DRIVER, RUNTIME):
-            for function in range(1, MOST_FUNCTIONS):
-                if self._cupti.cuptiGetCallbackName(domain, ctypes.c_uint32(function), ctypes.byref(text)) != 0 or not text.value:
-                    continue
-                name = text.value.decode()
-                if kind_of_call(name) is not None:
-                    self._names[domain, function] = name
-                    flags[(domain - 1) * MOST_FUNCTIONS + function] = WANTED | (COPIES if _PLAIN_COPY.match(name) else 0)
-        return bytes(flags)
-
     def _buffers(self) -> Iterator[Iterator[bytes]]:
         """Take all buffers; each is the bytes of its records."""
         engine = library()
@@ -267,6 +254,27 @@ class Gpus:
 
     def _call(self, function: str, *arguments: Any) -> None:
         check(self._cupti, function, *arguments)
+
+
+@cache
+def _wanted(handle: int) -> tuple[bytes, Mapping[tuple[int, int], str]]:
+    """Return the flags of all functions, and the names of those that count. To ask for thousands of names takes milliseconds.
+
+    `handle`: of CUPTI, which is the same however often it is loaded.
+    """
+    cupti = ctypes.CDLL("libcupti", handle=handle)
+    flags = bytearray(2 * MOST_FUNCTIONS)
+    names: dict[tuple[int, int], str] = {}
+    text = ctypes.c_char_p()
+    for domain in (DRIVER, RUNTIME):
+        for function in range(1, MOST_FUNCTIONS):
+            if cupti.cuptiGetCallbackName(domain, ctypes.c_uint32(function), ctypes.byref(text)) != 0 or not text.value:
+                continue
+            name = text.value.decode()
+            if kind_of_call(name) is not None:
+                names[domain, function] = name
+                flags[(domain - 1) * MOST_FUNCTIONS + function] = WANTED | (COPIES if _PLAIN_COPY.match(name) else 0)
+    return bytes(flags), names
 
 
 def kind_of_call(name: str) -> Literal["issue", "wait", "allocation"] | None:
