@@ -62,7 +62,7 @@ FLOORS = [
     {"xferlib.pipeline.background"},
     {"xferlib.pipeline.prefetch"},
     {"xferlib.pipeline.stream"},
-    {"xferlib.files.names"},
+    {"xferlib.files.names", "xferlib.files.patterns"},
     {"xferlib.files.formats", "xferlib.files.series"},
     {"xferlib.files.ahead", "xferlib.files.dtypes", "xferlib.files.progress"},
     {"xferlib.files.readers"},

@@ -65,15 +65,16 @@ def load(
 ) -> Any:
     """Put what files hold over several devices, wait until it is there, and return it as global arrays.
 
-    `sharding`: one for all arrays, or a dict of them by patterns of names (`"*.kernel"`), of which the first that fits counts. An
-    array that it says nothing of goes where that of `like` is, or is to be: a `jax.ShapeDtypeStruct` may have a sharding.
+    `sharding`: one for all arrays, or a dict of them by patterns of names (`"*.kernel"`), of which the first that fits counts. A
+    pattern without effect is refused: one that no name in the files has, or that stands behind a wider one. An array that it says
+    nothing of goes where that of `like` is, or is to be: a `jax.ShapeDtypeStruct` may have a sharding.
 
     Every byte is read once, and a process reads what its own devices need; under `jax.distributed` all processes see the files, and
     all of them load. What several devices of a process need crosses the bus once, as `prefetch` says, which needs a compilation for
     each shape that is replicated. Parts that are no rows are copied by the calling thread alone.
 
     `stagers` as for `prefetch`, all else as for `xferlib.load`: `.npy` gives an array. Raises as these do, and `ValueError` for an
-    array that has no sharding, or one that cannot divide it.
+    array that has no sharding, or one that cannot divide it, and for a pattern without effect.
     """
     rules = _rules(sharding)
     devices: dict[Device, None] = {}
@@ -90,7 +91,8 @@ def load(
     ordered = sorted(devices, key=lambda device: device.id)
     held = hold(ordered) if stagers is None else given(stagers, ordered)
     try:
-        return xferlib.load(path, _Puts(held, rules), names=names, like=like, dtype=dtype, progress=progress)
+        puts = _Puts(held, rules, list(rules) if isinstance(sharding, Mapping) else [])
+        return xferlib.load(path, puts, names=names, like=like, dtype=dtype, progress=progress)
     finally:
         held.release()
 
@@ -105,12 +107,13 @@ def _rules(sharding: Any) -> dict[str, Any]:
 class _Puts:
     """See `xferlib.files.load.Puts`."""
 
-    def __init__(self, held: Hold, rules: Mapping[str, Any]) -> None:
+    def __init__(self, held: Hold, rules: Mapping[str, Any], patterns: Sequence[str]) -> None:
         self._stagers = held.stagers
         self._rules = rules
         self.backend = next(iter(held.stagers.values())).backend
         # Otherwise other processes need a part of each array.
         self.whole = jax.process_count() == 1
+        self.patterns = {"sharding": patterns}
         self._plans: dict[Key, BatchPlan] = {}
 
     def put(self, arrays: dict[str, Array], like: dict[str, Any]) -> _Started:

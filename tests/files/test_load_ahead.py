@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -162,6 +162,7 @@ def test_where_not_all_bytes_are_needed_nothing_is_asked_for(
         """Stands in the stager's place, as if another process needed a part of each array."""
 
         whole = False
+        patterns: ClassVar[dict[str, list[str]]] = {}
         backend = stager.backend
 
         def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> xferlib.Transfer[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -89,6 +89,8 @@ def test_a_tree_is_compared_with_what_comes_out(stager: Stager, path: Path) -> N
 def test_a_pattern_that_no_name_has_is_refused_before_anything_is_put(stager: Stager, path: Path) -> None:
     with pytest.raises(ValueError, match=r"dtype: none of the arrays has a name like 'a\.wieght'"):
         xferlib.load(path, stager, dtype={"a.wieght": "float16"})
+    with pytest.raises(ValueError, match=r"dtype: 'a\.\*' comes behind '\*', which fits all of its names"):
+        xferlib.load(path, stager, dtype={"*": "float32", "a.*": "float16"})
     with pytest.raises(TypeError, match=r"dtype='flaot16': expected a dtype, or dtypes by patterns"):
         xferlib.load(path, stager, dtype="flaot16")
     unsaid: Any = {"a.bias": None, "*": "float16"}
@@ -207,6 +209,7 @@ def test_a_conversion_that_fails_is_said_with_its_array(path: Path) -> None:
 def test_a_conversion_that_fails_on_the_device_is_an_error_of_ours(stager: Stager, path: Path) -> None:
     class Puts:
         whole, backend = True, stager.backend
+        patterns: ClassVar[dict[str, list[str]]] = {}
 
         def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> xferlib.Transfer[Any]:
             return stager.put(arrays, borrow=True)

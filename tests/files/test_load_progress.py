@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -114,6 +114,7 @@ class Noted:
     """Stands in a stager's place, and notes which puts were waited for."""
 
     whole = True
+    patterns: ClassVar[dict[str, list[str]]] = {}
 
     def __init__(self, stager: Stager) -> None:
         self.backend = stager.backend

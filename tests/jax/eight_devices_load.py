@@ -146,6 +146,25 @@ def test_what_fails_half_way_leaves_nothing(path: Path, stagers: tuple[Stager, .
         assert not stager._ledger.busy
 
 
+def test_a_pattern_without_effect_is_refused_before_anything_is_put(path: Path, stagers: tuple[Stager, ...]) -> None:
+    typo = {"*.kernal": over("a", "b"), "*": over()}
+    with pytest.raises(ValueError, match=r"sharding: none of the arrays has a name like '\*\.kernal'") as caught:
+        xferlib_jax.load(path, typo, stagers=stagers)
+    # Layers are alike: one of them stands for all.
+    assert "'layers.0.kernel'" in str(caught.value)
+    assert "layers.1.kernel" not in str(caught.value)
+    hidden = {"layers.*": over(), "*.kernel": over("a", "b"), "*": over()}
+    with pytest.raises(ValueError, match=r"sharding: '\*\.kernel' comes behind 'layers\.\*'"):
+        xferlib_jax.load(path, hidden, stagers=stagers)
+    assert pulled(stagers) == 0
+    # Of a whole model's patterns each need have an effect in the files, and not on what is chosen.
+    found = xferlib_jax.load(path, RULES, names=["embed"], stagers=stagers)
+    assert_is(found["embed"], ARRAYS["embed"], RULES["embed"])
+    # What is left for the last one may be nothing.
+    exact = {"embed": over(), "scale": over(), "layers.*": over(), "*": over("a")}
+    assert_is(xferlib_jax.load(path, exact, names=["scale"])["scale"], ARRAYS["scale"], over())
+
+
 def test_what_cannot_be_spread_is_refused_with_its_name(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no sharding for 'embed'\. Add a pattern"):
         xferlib_jax.load(path, {"*.kernel": over("a")}, names=["embed"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from xferlib.files.formats import EXTENSIONS, INSTALL
+from xferlib.files.patterns import check_patterns, first_fit
 
 __all__ = ["Conversions", "DtypeRule"]
 
@@ -35,18 +35,16 @@ class Conversions:
         """All that may come out."""
         return {*self._by_pattern.values(), *(() if self._of_floats is None else (self._of_floats,))}
 
-    def check(self, names: Iterable[str]) -> None:
-        """Raise `ValueError` for a pattern that none of the names has."""
-        known = list(names)
-        for pattern in self._by_pattern:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                raise ValueError(f"dtype: none of the arrays has a name like {pattern!r}. Leave the pattern out, or mend it")
+    def check(self, names: Sequence[str]) -> None:
+        """Raise `ValueError` for a pattern that has no effect on any of the names."""
+        check_patterns("dtype", self._by_pattern, names)
 
     def of(self, name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Return what an array of this name and dtype is to have."""
         if self._of_floats is not None:
             return self._of_floats if dtype.kind == "f" or dtype.name in FLOATS else dtype
-        return next((target for pattern, target in self._by_pattern.items() if fnmatchcase(name, pattern)), dtype)
+        found = first_fit(self._by_pattern, name)
+        return dtype if found is None else found
 
 
 def _dtype(given: Any) -> np.dtype[Any]:

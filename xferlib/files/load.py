@@ -7,10 +7,10 @@ are put piece by piece: while one is on its way, the system reads those behind i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, final, overload
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, final, overload
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from xferlib.errors import AllocationError, CapabilityError, XferError
 from xferlib.files.ahead import ReadAhead
 from xferlib.files.dtypes import Conversions, DtypeRule
 from xferlib.files.names import Named, named
+from xferlib.files.patterns import check_patterns
 from xferlib.files.progress import Tell, told
 from xferlib.files.readers import Reader, shown
 from xferlib.files.shards import Held, Paths, hold
@@ -61,6 +62,7 @@ class Puts(Protocol):
     Attributes:
         backend: Says which dtypes there are, and what the device arrays are.
         whole: Whether all bytes of the arrays are read. If so, the system is told to read ahead.
+        patterns: Patterns of names that the caller gave, by the argument, in order: each must have an effect.
     """
 
     @property
@@ -68,6 +70,9 @@ class Puts(Protocol):
 
     @property
     def whole(self) -> bool: ...
+
+    @property
+    def patterns(self) -> Mapping[str, Collection[str]]: ...
 
     def put(self, arrays: dict[str, Array], like: dict[str, Any]) -> Started:
         """Start copying host arrays that nobody writes to, and hold them. `like`: what the caller's tree has for each, or nothing.
@@ -129,9 +134,10 @@ def load(
     another shape or dtype.
 
     `dtype`: what arrays of floating point are converted to, or a dict of dtypes by patterns of names (`"*.bias"`), of which the
-    first that fits counts. The device converts, as `astype` of its arrays does, on the calling thread's current stream: first the
-    arrays cross as they are. Beside the result, the device has at most 1 GiB more at a time and two pieces of 128 MiB, or two
-    arrays that are larger. The stager is trimmed meanwhile. Raises `CapabilityError` where its arrays have no `astype`.
+    first that fits counts; a pattern without effect is refused. The device converts, as `astype` of its arrays does, on the calling
+    thread's current stream: first the arrays cross as they are. Beside the result, the device has at most 1 GiB more at a time and
+    two pieces of 128 MiB, or two arrays that are larger. The stager is trimmed meanwhile. Raises `CapabilityError` where its arrays
+    have no `astype`.
 
     `progress`: True for a bar on the standard error stream, or a function that is called with the bytes done and those of all, as
     the files have them, on the calling thread. What it raises ends the load.
@@ -162,7 +168,9 @@ def load(
         likes = {} if parts is None else _likes(held, parts)
         ahead = files.enter_context(ReadAhead()) if puts.whole else None
         tell = files.enter_context(told(progress, held.readers[0].file.name if len(held.readers) == 1 else "files"))
-        conversions.check(held.arrays)
+        conversions.check(held.known)
+        for argument, patterns in puts.patterns.items():
+            check_patterns(argument, patterns, held.known)
         # Now: whatever is refused here would be refused behind all that was put.
         riders = [] if parts is None else _riders(held, parts)
         found = _Load(held, puts, conversions, trees, likes, tell).run(ahead)
@@ -176,6 +184,7 @@ class _Direct:
     """A stager, which puts onto its device."""
 
     whole = True
+    patterns: ClassVar[Mapping[str, Collection[str]]] = {}
 
     def __init__(self, stager: Stager) -> None:
         self.backend = stager.backend

@@ -36,7 +36,7 @@ SHOWN = 8
 
 @final
 class Held(NamedTuple):
-    """What is to be loaded. `shown`: what the caller called all of it, as errors show it."""
+    """What is to be loaded. `shown`: what the caller called all of it, as errors show it. `known`: the names of all there is."""
 
     shown: str
     arrays: dict[str, Reader]
@@ -44,6 +44,7 @@ class Held(NamedTuple):
     readers: list[Reader]
     alone: bool
     """Whether it is one array without a name."""
+    known: Sequence[str]
 
 
 def hold(paths: Paths, names: Sequence[str] | None, files: ExitStack) -> Held:
@@ -70,8 +71,8 @@ def hold(paths: Paths, names: Sequence[str] | None, files: ExitStack) -> Held:
         raise IsADirectoryError(errno.EISDIR, f"it is a folder. {advice}", str(file))
     reader = files.enter_context(opened(file))
     if file.suffix.lower() == ".npy":
-        return Held(shown(file), dict.fromkeys(reader.names, reader), [reader], True)
-    return Held(shown(file), dict.fromkeys(_chosen(shown(file), reader.names, names), reader), [reader], False)
+        return Held(shown(file), dict.fromkeys(reader.names, reader), [reader], True, reader.names)
+    return Held(shown(file), dict.fromkeys(_chosen(shown(file), reader.names, names), reader), [reader], False, reader.names)
 
 
 def _one_of_several(path: object) -> Path:
@@ -104,7 +105,7 @@ def _several(said: str, paths: Sequence[Path], names: Sequence[str] | None, file
                     f"{name!r} is in {shown(found[name].file)} and in {shown(reader.file)}. Load one of them by itself"
                 )
             found[name] = reader
-    return Held(said, {name: found[name] for name in _chosen(said, list(found), names)}, readers, False)
+    return Held(said, {name: found[name] for name in _chosen(said, list(found), names)}, readers, False, list(found))
 
 
 def _with_names(file: Path) -> Path:
@@ -137,7 +138,8 @@ def _indexed(file: Path, names: Sequence[str] | None, files: ExitStack) -> Held:
         # Whoever names what to load need not care for the rest.
         for name in _lacking(reader.names, promised[said] if names is None else reader.names):
             raise ValueError(f"{shown(reader.file)} has {name!r}, which {shown(file)} {_said_of(name, weights)}. {UNINDEXED}")
-    return Held(shown(file), {name: readers[weights[name]] for name in wanted}, list(readers.values()), False)
+    arrays = {name: readers[weights[name]] for name in wanted}
+    return Held(shown(file), arrays, list(readers.values()), False, list(weights))
 
 
 UNINDEXED = "Say with names= what to load, or load the files by a pattern"
