@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias, final
 
 import jax
@@ -15,7 +15,6 @@ import ml_dtypes
 import numpy as np
 
 from xferlib_jax._capsule import Capsules, Exporter
-from xferlib_jax._probe import memory_grows
 
 __all__ = [
     "FINALIZERS",
@@ -25,7 +24,6 @@ __all__ = [
     "JaxArray",
     "adopt",
     "check_dtype",
-    "copies",
     "dlpack_code",
     "kind_of",
     "nbytes_of",
@@ -205,20 +203,6 @@ def nbytes_of(array: JaxArray) -> int:
     """Return how many bytes an array has. `array.nbytes` says the same, in three times the time."""
     nbytes: int = math.prod(array.shape) * array.dtype.itemsize
     return nbytes
-
-
-def copies(arrays: Sequence[JaxArray], device: Any) -> list[JaxArray]:
-    """Have JAX copy arrays on the device: it orders the copies behind what produces the arrays, and donations behind the copies."""
-    # JAX's allocator would ask for memory that others hold again and again, for ten seconds. Where its memory grows, nobody can say
-    # whether there is room; and whoever asked would wait with the interpreter for a lock that is held inside the driver then.
-    figures = (None if memory_grows() else device.memory_stats()) or {}
-    wanted = sum(map(nbytes_of, arrays))
-    # Not every allocator of JAX's has a limit.
-    if figures.get("bytes_limit") and figures["bytes_in_use"] + wanted > figures["bytes_limit"]:
-        raise MemoryError(f"copies of {wanted} bytes do not fit beside the {figures['bytes_in_use']} of JAX's that are in use")
-    # Not `array.copy()`, which compiles for each new shape. Inside a function that is being traced it would become a step of it.
-    with jax.ensure_compile_time_eval():
-        return list(jax.device_put(list(arrays), device, may_alias=False))
 
 
 def kind_of(thing: object) -> str:

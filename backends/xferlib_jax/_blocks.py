@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from xferlib.protocol import Event
-from xferlib_jax._capsule import exported
 from xferlib_jax._events import EventPool
+from xferlib_jax._exports import exported
 
 __all__ = ["Block", "BlockMaker", "PoolError"]
 

@@ -29,14 +29,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 
-__all__ = ["Capsules", "Exporter", "Tensor", "capsules", "exported"]
+__all__ = ["LAYOUT", "MOST_SHAPES", "NAME", "Capsules", "Exporter", "capsules", "pointer"]
 
 # DLManagedTensor of DLPack before version 1, the only one that JAX takes: data, device type and number, ndim, dtype code, bits and
 # lanes, shape, strides, byte offset, context, deleter.
 LAYOUT = struct.Struct("<QiiiBBHQQQQQ")
 NBYTES = LAYOUT.size
-_BYTES = ctypes.c_char * NBYTES
-_WORD = 8
 NAME = b"dltensor"
 CHUNK = 512
 MOST_SHAPES = 1024
@@ -48,8 +46,8 @@ BIAS = 128
 
 _new = ctypes.pythonapi.PyCapsule_New
 _new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+pointer = ctypes.pythonapi.PyCapsule_GetPointer
+pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 _is_valid = ctypes.pythonapi.PyCapsule_IsValid
 _is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
 
@@ -229,40 +227,6 @@ class Exporter:
         if self._order is not None:
             self._order(stream)
         return self._capsule
-
-
-class Tensor(NamedTuple):
-    """What a capsule says of memory. `strides`: bytes, or None where it lies in C order."""
-
-    address: int
-    strides: tuple[int, ...] | None
-
-
-def exported(capsule: Any) -> Tensor:
-    """Return where, and how, the tensor in a capsule that nobody has imported lies."""
-    raw = _BYTES.from_address(_pointer(capsule, NAME)).raw
-    data, _, _, ndim, _, bits, lanes, shape, strides, offset, _, _ = LAYOUT.unpack(raw)
-    if ndim < 2 or not strides:
-        return Tensor(data + offset, None)
-    numbers = ctypes.c_char * (ndim * _WORD)
-    if numbers.from_address(strides).raw == _steps_in_order(numbers.from_address(shape).raw):
-        return Tensor(data + offset, None)
-    lengths, steps = ((ctypes.c_int64 * ndim).from_address(where)[:] for where in (shape, strides))
-    expected, in_order = 1, True
-    for length, step in zip(reversed(lengths), reversed(steps), strict=True):
-        in_order = in_order and (length <= 1 or step == expected)
-        expected *= length
-    itemsize = bits * lanes // 8
-    return Tensor(data + offset, None if in_order or expected == 0 else tuple(step * itemsize for step in steps))
-
-
-@functools.lru_cache(maxsize=MOST_SHAPES)
-def _steps_in_order(shape: bytes) -> bytes:
-    """Return the strides of C order, in elements, for a shape. Both are in the form that structs have."""
-    lengths = memoryview(shape).cast("q")[1:]
-    steps = itertools.accumulate(reversed(lengths), operator.mul, initial=1)
-    # For an array without elements they may be longer than a word.
-    return b"".join(reversed([(step % (1 << 8 * _WORD)).to_bytes(_WORD, sys.byteorder) for step in steps]))
 
 
 @functools.lru_cache(maxsize=MOST_SHAPES)

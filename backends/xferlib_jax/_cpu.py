@@ -15,9 +15,11 @@ import numpy as np
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError
-from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, check_dtype, copies, nbytes_of
-from xferlib_jax._capsule import capsules, exported
+from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, check_dtype, nbytes_of
+from xferlib_jax._capsule import capsules
+from xferlib_jax._copies import copies
 from xferlib_jax._engine import CopyError, CpuEvent, Engine
+from xferlib_jax._exports import address_in_order, exported, exporter
 from xferlib_jax._imports import Imports
 from xferlib_jax._memory import Block, Memory, MemoryCallError
 from xferlib_jax._promise import Promises
@@ -58,6 +60,7 @@ class CpuStager:
         self.jax_device: Final = device
         self.memory: Final = Memory()
         self._check_array = ArrayCheck(device)
+        self._export = exporter(device)
         self._readings = readings()
         self._promises = Promises(self._readings)
         self._capsules = capsules()
@@ -137,9 +140,11 @@ class CpuStager:
             self.check_stream(stream)
         capsule = None
         if array.is_ready():
-            capsule = array.__dlpack__()
-            address, strides = exported(capsule)
-            if strides is None:
+            capsule = self._export(array, stream=None)
+            address = address_in_order(capsule, array.shape)
+            if address is None and exported(capsule).strides is None:
+                address = exported(capsule).address
+            if address is not None:
                 return protocol.Source(address, nbytes_of(array), self._readings.make(array, capsule))
         promise = self._promises.make(array, capsule)
         return protocol.Source(promise.start, nbytes_of(array), promise)

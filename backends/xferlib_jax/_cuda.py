@@ -24,11 +24,13 @@ from xferlib.cuda.driver import EngineCalls
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
 from xferlib_jax import _arrays
-from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, copies, nbytes_of
+from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, nbytes_of
 from xferlib_jax._blocks import Block, BlockMaker, PoolError
-from xferlib_jax._capsule import capsules, exported
+from xferlib_jax._capsule import capsules
+from xferlib_jax._copies import copies
 from xferlib_jax._driver import CudaError, Driver
 from xferlib_jax._events import CudaEvent, event_pool
+from xferlib_jax._exports import address_in_order, exported, exporter
 from xferlib_jax._fence import Fences
 from xferlib_jax._imports import Imports
 from xferlib_jax._layouts import laid_out
@@ -71,6 +73,7 @@ class CudaStager:
         self._capsules = capsules()
         self._imports = Imports(device, (CUDA, driver.ordinal), self._capsules, driver)
         self._check_array = ArrayCheck(device, HOST_KINDS)
+        self._export = exporter(device)
         self._readings = readings()
         self._origin = zero(device)
         self._streams: list[c_void_p] = []
@@ -209,12 +212,14 @@ class CudaStager:
         self._check_array(array)
         if stream is not None:
             self.check_stream(stream)
-        capsule = array.__dlpack__(stream=waiting)
-        address, strides = exported(capsule)
-        if strides is not None:
-            array = laid_out(array)
-            capsule = array.__dlpack__(stream=waiting)
-            address, _ = exported(capsule)
+        capsule = self._export(array, stream=waiting)
+        address = address_in_order(capsule, array.shape)
+        if address is None:
+            address, strides = exported(capsule)
+            if strides is not None:
+                array = laid_out(array)
+                capsule = self._export(array, stream=waiting)
+                address = exported(capsule).address
         return Source(address, nbytes_of(array), self._readings.make(array, capsule))
 
     def _add_stream(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, final
 import numpy as np
 
 from xferlib.tickets import Returns
-from xferlib_jax._capsule import Tensor, exported
+from xferlib_jax._exports import Tensor, exported
 from xferlib_jax._reading import Reading, Readings
 
 __all__ = ["ComputeError", "Promise", "Promises"]

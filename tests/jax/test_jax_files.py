@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,56 @@ def test_a_snapshot_may_be_donated_at_once(stager: Stager, tmp_path: Path) -> No
             same(np.asarray(one), other)
 
 
+def test_a_state_of_many_arrays_is_copied_by_one_call_once_that_is_compiled(stager: Stager, tmp_path: Path) -> None:
+    from xferlib_jax import _copies
+
+    def state(start: int) -> list[Any]:
+        return [jax.device_put(np.full((3, number % 7), start + number, np.int32), jax.devices()[0]) for number in range(71)]
+
+    def saved(arrays: list[Any]) -> None:
+        save = xferlib.save(tmp_path / "a.safetensors", arrays, stager, snapshot=True)
+        assert save.held_nbytes == 0
+        want = [np.asarray(array) for array in arrays]
+        for array in arrays:
+            array.delete()
+        got = xferlib.load(save.result(60), stager)
+        assert all(np.array_equal(np.asarray(got[str(number)]), array) for number, array in enumerate(want))
+
+    def compiled() -> list[Any]:
+        for thread in threading.enumerate():
+            if thread.name == _copies.THREAD:
+                thread.join()
+        return [function for function in _copies._of_process.values() if function is not None]
+
+    before = len(compiled())
+    saved(state(1))
+    assert len(compiled()) == before + 1
+    saved(state(2))
+
+    def traced(other: Any) -> Any:
+        saved(arrays)
+        return other + 1
+
+    # A traced function has concrete arrays, too.
+    arrays = state(3)
+    jax.jit(traced)(1)
+    assert len(compiled()) == before + 1
+
+
+def test_copies_by_one_call_are_in_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xferlib_jax import _copies
+
+    monkeypatch.setattr(_copies, "_of_process", {})
+    arrays = [jax.numpy.full((3, 1 + number), number, "float32") for number in range(_copies.FEWEST)]
+    key = (jax.devices()[0], tuple([(array.shape, array.dtype) for array in arrays]))
+    _copies._compile(key)
+    # Nothing else copies them.
+    monkeypatch.setattr(jax, "device_put", None)
+    for array, copy in zip(arrays, _copies.copies(arrays, jax.devices()[0]), strict=True):
+        assert copy.unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
+        same(np.asarray(copy), np.asarray(array))
+
+
 def test_a_snapshot_of_what_was_deleted_is_refused(stager: Stager, tmp_path: Path) -> None:
     value = jax.numpy.arange(5)
     value.delete()
@@ -181,20 +232,20 @@ def test_a_dtype_that_jax_would_narrow_is_refused_before_anything_is_put(stager:
 
 def test_a_snapshot_that_does_not_fit_is_known_not_to(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX would ask for the memory for ten seconds. Where its memory grows, nobody can know."""
-    from xferlib_jax import _arrays
+    from xferlib_jax import _copies
 
     class Full:
         def memory_stats(self) -> dict[str, int]:
             return {"bytes_in_use": 81, "bytes_limit": 100}
 
     value = jax.numpy.arange(5, dtype="int32")
-    monkeypatch.setattr(_arrays, "memory_grows", lambda: None)
+    monkeypatch.setattr(_copies, "memory_grows", lambda: None)
     with pytest.raises(MemoryError, match="do not fit"):
-        _arrays.copies([value], Full())
-    monkeypatch.setattr(_arrays, "copies", lambda arrays, device, real=_arrays.copies: real(arrays, Full()))
+        _copies.copies([value], Full())
+    monkeypatch.setattr(_copies, "copies", lambda arrays, device, real=_copies.copies: real(arrays, Full()))
     for name in ("_cpu", "_cuda"):
         if (module := sys.modules.get(f"xferlib_jax.{name}")) is not None:
-            monkeypatch.setattr(module, "copies", _arrays.copies)
+            monkeypatch.setattr(module, "copies", _copies.copies)
     save = xferlib.save(tmp_path / "a.npy", value, stager, snapshot=True)
     assert save.held_nbytes == value.nbytes
     assert np.load(save.result(60)).tolist() == [0, 1, 2, 3, 4]
