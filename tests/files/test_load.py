@@ -115,9 +115,9 @@ def test_load_returns_when_the_arrays_are_there_whatever_stream_is_current(stage
     same(got if suffix == ".npy" else got["a"], np.arange(100))
 
 
-def test_no_more_than_two_members_are_in_memory(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_two_large_members_are_in_memory(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "many.npz"
-    np.savez(path, **{str(index): np.full(100, index) for index in range(5)})  # type: ignore[arg-type]
+    np.savez(path, **{str(index): np.full(10_000, index) for index in range(5)})  # type: ignore[arg-type]
     read: list[int] = []
     second = threading.Event()
     read_array = npy.read_array

@@ -65,10 +65,11 @@ def test_each_piece_is_told_of_from_none_to_all(stager: Stager, path: Path) -> N
 @pytest.mark.parametrize("suffix", [".npy", ".npz"])
 def test_other_formats_tell_as_well(stager: Stager, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a{suffix}"
-    np.save(path, np.zeros(300)) if suffix == ".npy" else np.savez(path, a=np.zeros(100), b=np.zeros(200))
+    np.save(path, np.zeros(30_000)) if suffix == ".npy" else np.savez(path, a=np.zeros(10_000), b=np.zeros(20_000))
     told: list[tuple[int, int]] = []
     xferlib.load(path, stager, progress=lambda done, total: told.append((done, total)))
-    assert told == ([(0, 2400), (2400, 2400)] if suffix == ".npy" else [(0, 2400), (800, 2400), (2400, 2400)])
+    total = 240_000
+    assert told == ([(0, total), (total, total)] if suffix == ".npy" else [(0, total), (80_000, total), (total, total)])
 
 
 def test_what_is_told_as_done_is_done(stager: Stager, path: Path) -> None:
@@ -218,3 +219,23 @@ def test_an_interrupt_at_any_point_leaves_nothing_behind(stager: Stager, path: P
         time.sleep(0.001)
     stager.trim()
     assert stager.stats().device_nbytes == 0
+
+
+def test_small_members_of_an_archive_are_put_together(stager: Stager, tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {f"small.{number}": np.full((3, number % 5), number, np.float32) for number in range(300)}
+    arrays |= {f"large.{number}": np.full(70_000, number, np.int32) for number in range(2)}
+    np.savez(tmp_path / "many.npz", **arrays)
+    noted = Noted(stager)
+    found = xferlib.load(tmp_path / "many.npz", noted, like=arrays)
+    assert [len(like) for like in noted.likes] == [300, 1, 1]
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(stager.get(found[name]).result(), array)
+    # A damaged one is named all the same, and nothing is put.
+    raw = bytearray((tmp_path / "many.npz").read_bytes())
+    start = raw.index(np.full((3, 4), 299, np.float32).tobytes())
+    raw[start] ^= 1
+    (tmp_path / "damaged.npz").write_bytes(raw)
+    again = Noted(stager)
+    with pytest.raises(ValueError, match=r"damaged\.npz' is damaged.*'small\.299\.npy'"):
+        xferlib.load(tmp_path / "damaged.npz", again)
+    assert not again.started

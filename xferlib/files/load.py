@@ -37,6 +37,8 @@ SMALL = 64 << 10
 """Bytes. So small ones are put together: some frameworks need a compilation for each group of them."""
 PIECE = 128 << 20
 """Bytes of arrays that are put at once, unless one array has more: enough that nothing waits between two of them."""
+TOGETHER = 8 << 20
+"""Bytes of small arrays that are read into memory, and put at once."""
 GIVEN_BACK = 1 << 30
 """Bytes of arrays that were converted: then their memory is given back. The next ones may be of another size, and the framework,
 which makes what they become, has a pool of its own."""
@@ -142,8 +144,9 @@ def load(
     `progress`: True for a bar on the standard error stream, or a function that is called with the bytes done and those of all, as
     the files have them, on the calling thread. What it raises ends the load.
 
-    Members of an `.npz` pass through host memory one by one; files of the other formats are never read as a whole, and must not be
-    changed meanwhile. Whatever is raised, nothing reads the files any more, unless an interrupt came between two lines.
+    Members of an `.npz` pass through host memory one by one, small ones 8 MiB at a time; files of the other formats are never read
+    as a whole, and must not be changed meanwhile. Whatever is raised, nothing reads the files any more, unless an interrupt came
+    between two lines.
 
     Raises `ValueError` for files that are damaged or of another format, `TypeError` for dtypes that the backend does not have and
     for Python objects, `ImportError` with what to type where a package is missing or too old, and as `Stager.put` does.
@@ -269,9 +272,6 @@ class _Load:
             of_reader[id(reader)].append(name)
         for reader in self._held.readers:
             names = of_reader[id(reader)]
-            if reader.in_memory:
-                yield from (_Piece(reader, [name], self._sizes[name]) for name in names)
-                continue
             # In the order of the file, whatever the caller's.
             wanted = set(names)
             kinds: dict[tuple[bool, bool], list[str]] = {(False, False): [], (False, True): [], (True, False): [], (True, True): []}
@@ -279,20 +279,21 @@ class _Load:
                 if name in wanted:
                     kinds[self._sizes[name] > SMALL, self._changes(reader, name)].append(name)
             # Small ones that stay share memory on the device, and would keep that of those that are converted.
-            for alike in kinds.values():
-                yield from self._cut(reader, alike)
+            for (large, _), alike in kinds.items():
+                yield from self._cut(reader, alike, (0 if large else TOGETHER) if reader.in_memory else PIECE)
 
     def _changes(self, reader: Reader, name: str) -> bool:
         if not self._conversions.targets:
             return False
-        dtype = reader.array(name).dtype
+        dtype = reader.dtype(name)
         return self._conversions.of(name, dtype) != dtype
 
-    def _cut(self, reader: Reader, names: list[str]) -> Iterator[_Piece]:
+    def _cut(self, reader: Reader, names: list[str], most: int) -> Iterator[_Piece]:
+        """Iterate pieces of at most so many bytes, unless one array has more."""
         taken: list[str] = []
         nbytes = 0
         for name in names:
-            if taken and nbytes + self._sizes[name] > PIECE:
+            if taken and nbytes + self._sizes[name] > most:
                 yield _Piece(reader, taken, nbytes)
                 taken, nbytes = [], 0
             taken.append(name)
@@ -322,7 +323,7 @@ class _Load:
         try:
             return self._puts.put(arrays, {name: self._likes[name] for name in arrays if name in self._likes})
         except (TypeError, ValueError) as error:
-            where = f"at {piece.names[0]!r} in" if piece.reader.in_memory else "in"
+            where = f"at {piece.names[0]!r} in" if len(piece.names) == 1 and piece.reader.in_memory else "in"
             error.add_note(f"{where} {shown(piece.reader.file)}")
             raise
 

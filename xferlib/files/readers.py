@@ -87,6 +87,9 @@ class Reader(Protocol):
     def nbytes(self, name: str) -> int:
         """Return the size of an array. Raises as `array`."""
 
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Return the dtype of an array. Raises as `array`."""
+
     def array(self, name: str) -> Array:
         """Return an array, which outlives the reader. Raises `ValueError` where it is damaged, `TypeError` where it is no array
         that NumPy has."""
@@ -196,6 +199,9 @@ class _Npy:
     def nbytes(self, name: str) -> int:
         return self._array.nbytes
 
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return self._array.dtype
+
     def array(self, name: str) -> Array:
         return self._array
 
@@ -220,9 +226,13 @@ class _Npz:
                 raise ValueError(f"{shown(file)} is damaged, or no .npz file: it has two members named {name!r}")
             self._members[name] = member
         self.names: Sequence[str] = tuple(self._members)
+        self._headers: dict[str, Header] = {}
 
     def nbytes(self, name: str) -> int:
-        return self._of_member(name, lambda stream, nbytes: _header(stream, nbytes).nbytes)
+        return self._header(name).nbytes
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return self._header(name).dtype
 
     def array(self, name: str) -> Array:
         def read(stream: IO[bytes], nbytes: int) -> Array:
@@ -238,6 +248,11 @@ class _Npz:
 
     def values(self) -> dict[str, Any]:
         return {}
+
+    def _header(self, name: str) -> Header:
+        if name not in self._headers:
+            self._headers[name] = self._of_member(name, _header)
+        return self._headers[name]
 
     def _check_room(self, name: str, nbytes: int) -> None:
         if nbytes > WORTH_ASKING and nbytes > available_memory():
@@ -308,6 +323,9 @@ class _Safetensors:
 
     def nbytes(self, name: str) -> int:
         return self._tensors[name].nbytes
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return _dtype(self.file, name, self._tensors[name].kind)
 
     def array(self, name: str) -> Array:
         kind, shape, start, nbytes = self._tensors[name]
