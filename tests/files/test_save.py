@@ -353,3 +353,14 @@ def test_parts_of_a_named_tuple_have_their_names(stager: Stager, tmp_path: Path)
     path = xferlib.save(tmp_path / "b.safetensors", mixed, stager).result(20)
     assert sorted(xferlib.load(path, stager)) == names
     assert (back["opt"][0].nu == 1).all()
+
+
+def test_its_path_is_right_where_the_program_has_gone_elsewhere(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    save = xferlib.save("a.npy", there(stager, np.arange(3)), stager)
+    monkeypatch.chdir("elsewhere")
+    assert np.load(save.result(20)).tolist() == [0, 1, 2]
+    assert save.path == tmp_path / "a.npy"

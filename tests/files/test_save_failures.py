@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -459,6 +460,32 @@ def test_what_cannot_be_removed_is_said_and_the_file_is_there(
     only(tmp_path, "s_0.npy", "s_1.npy", "s_2.npy")
 
 
+def test_what_is_said_of_older_files_is_no_failure_where_warnings_are_errors(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        (tmp_path / f"s_{number}.npy").write_bytes(b"old")
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "s_0.npy":
+            raise PermissionError("not yours")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    save = xferlib.save(tmp_path / "s_3.npy", there(stager, np.zeros(3)), stager, keep=1)
+    with pytest.raises(RuntimeWarning, match="could not be removed: not yours"):
+        save.result(20)
+    with pytest.raises(RuntimeWarning, match="could not be removed: not yours"):
+        save.done()
+    # The file is there, and so nothing can be cancelled any more. The others are removed all the same.
+    assert not save.cancel()
+    assert "done" in repr(save)
+    monkeypatch.undo()
+    only(tmp_path, "s_0.npy", "s_3.npy")
+    same(np.load(tmp_path / "s_3.npy"), np.zeros(3))
+
+
 def test_an_older_file_that_another_process_has_removed_is_no_matter(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -579,6 +606,47 @@ def test_an_interrupt_at_any_point_of_the_call_leaves_nothing(stager: Stager, tm
         only(tmp_path)
     assert until(ended)
     assert point > 20
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz"])
+def test_an_interrupt_at_any_point_of_a_save_that_the_call_writes_leaves_nothing(
+    stager: Stager, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No temporary file, no descriptor, nobody who waits; and the file is the old one or the whole new one."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def descriptors() -> list[str]:
+        """Of the folder, and of what is in it, there or deleted."""
+        found = []
+        for number in os.listdir("/proc/self/fd"):
+            # The one of the listing is closed by now.
+            with suppress(OSError):
+                found.append(os.readlink(f"/proc/self/fd/{number}"))
+        return [path for path in found if path.startswith(str(tmp_path))]
+
+    monkeypatch.setattr(writing, "start_new_thread", refuse)
+    array = there(stager, np.arange(1000))
+    path = tmp_path / f"a.{kind}"
+    tree = {"a": array} if kind == "npz" else array
+    old = b"old"
+    within = ("files/save.py", "files/writing.py", "files/temporary.py", "byte_reader.py")
+    for point in itertools.count(1):
+        path.write_bytes(old)
+        if not interrupted_at(point, within, lambda: xferlib.save(path, tree, stager)):
+            break
+        gc.collect()
+        stager._ledger.reap()
+        assert not [save for save in writing._under_way.values() if not save.is_dropped]
+        assert not stager._ledger.jobs.readings
+        assert not descriptors()
+        only(tmp_path, path.name)
+        if path.read_bytes() != old:
+            found = xferlib.load(path, stager)
+            same(found["a"] if kind == "npz" else found, array)
+    assert point > 150
+    at_rest(stager)
 
 
 def test_an_interrupt_while_the_threads_start_leaves_the_save_going_on(

@@ -65,7 +65,8 @@ def save(
     """
     refuse_late()
     check_stager(stager, path, comes="third")
-    file = Path(path)
+    # The working directory may be another one when somebody asks.
+    file = Path(path).absolute()
     if file.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{str(file)!r}: expected a name that ends in .safetensors, .npz or .npy, which says how to write it")
     memory = min(positive_nbytes(memory, "memory"), stager.stats().pinned_limit_nbytes // 2)
@@ -95,7 +96,7 @@ class Save:
     Any thread. If the save failed and nobody was told of it, a `RuntimeWarning` says so when the last reference goes.
 
     Attributes:
-        path: Where the file is going to be.
+        path: Where the file is going to be, absolute.
         nbytes: Bytes of all arrays.
         held_nbytes: Bytes that are read from the arrays themselves, which must stay as they are until `wait_read` has returned: 0
             for a snapshot, else all of them.
@@ -126,7 +127,8 @@ class Save:
         """Block until the file is there and return its path.
 
         Raises `TimeoutError` after `timeout` seconds, and why the save failed: `OSError` for what the system refuses, `XferError`
-        for the device and after `cancel`. The earlier file is there then.
+        for the device and after `cancel`. The earlier file is there then. Where warnings are errors it also raises the
+        `RuntimeWarning` of `keep`: the file is there then.
         """
         self._refuse_children()
         if not self._writing.ended.wait(timeout):
@@ -153,7 +155,7 @@ class Save:
         return self._writing.cancel()
 
     def _raise_failure(self) -> None:
-        error = self._writing.error
+        error = self._writing.error or self._writing.warned
         if error is not None:
             self._writing.told = True
             # Without the frames of whoever was told before.

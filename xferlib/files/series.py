@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,8 +21,8 @@ def series_of(name: str) -> str:
     return name if not numbers else f"{stem[: numbers[-1].start()]}*{stem[numbers[-1].end() :]}.{suffix}"
 
 
-def remove_older(file: Path, keep: int) -> None:
-    """Remove all files of a series but the newest, of which this is one. One that cannot be removed is said, and stays."""
+def remove_older(file: Path, keep: int) -> list[str]:
+    """Remove all files of a series but the newest, of which this is one. Return what to say of those that cannot be removed."""
 
     def changed(path: Path) -> int:
         # Another save may have removed it.
@@ -35,14 +34,15 @@ def remove_older(file: Path, keep: int) -> None:
     try:
         others = [path for path in file.parent.iterdir() if path != file and series_of(path.name) == series and path.is_file()]
     except OSError as error:
-        warnings.warn(f"older files than {str(file)!r} could not be looked for, and stay: {error}", RuntimeWarning, 2)
-        return
+        return [f"older files than {str(file)!r} could not be looked for, and stay: {error}"]
+    said: list[str] = []
     others.sort(key=changed)
     for path in others[: max(0, len(others) - (keep - 1))]:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            warnings.warn(f"{str(path)!r} is older than is to be kept, and could not be removed: {error}", RuntimeWarning, 2)
+            said.append(f"{str(path)!r} is older than is to be kept, and could not be removed: {error}")
+    return said
 
 
 def _numbers(stem: str) -> list[re.Match[str]]:

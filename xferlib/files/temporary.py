@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import itertools
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, final
 
@@ -21,28 +24,35 @@ __all__ = ["TemporaryFile"]
 
 SUFFIX = ".xferlib-saving"
 DESCRIPTORS = "/proc/self/fd"
-FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 STEP_NANOSECONDS = 1_000_000
 """Between two files: file systems have times to the microsecond at least."""
 
 
 @final
 class TemporaryFile:
-    """An empty file beside `target`, which is to take its place. One thread; `write` also from several at once."""
+    """An empty file beside `target`, which is to take its place. One thread; `write` also from several at once.
 
-    def __init__(self, target: Path) -> None:
+    Where an interrupt may come, make it with `begin=False`, keep it, and begin it then: whatever cuts a method off, `close` leaves
+    nothing.
+    """
+
+    def __init__(self, target: Path, *, begin: bool = True) -> None:
         self._target = target
         self._number = next(_numbers)
+        self._path: Path | None = None
+        self._file: io.FileIO | None = None
+        if begin:
+            try:
+                self.begin()
+            except BaseException:
+                self.close()
+                raise
+
+    def begin(self) -> None:
+        """Make the file. Raises `OSError`."""
+        target = self._target
         # First: whoever forks from here on looks for descriptors.
         _begun[self._number] = None
-        try:
-            self._open()
-        except BaseException:
-            _begun.pop(self._number, None)
-            raise
-
-    def _open(self) -> None:
-        target = self._target
         _remove_left(target.parent)
         mode = None
         with suppress(OSError):
@@ -51,7 +61,8 @@ class TemporaryFile:
             # Not the target's name and more: that may be as long as a name can be.
             self._path = target.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
             try:
-                self._descriptor = os.open(self._path, FLAGS, 0o666 if mode is None else mode)
+                # A call in C, which an interrupt does not cut: either nobody has the descriptor, or the object that closes it.
+                self._file = io.FileIO(str(self._path), "x+", opener=partial(os.open, mode=0o666 if mode is None else mode))
             except OSError as error:
                 # The caller knows no other name.
                 error.filename = str(target)
@@ -59,11 +70,16 @@ class TemporaryFile:
             if _is_locked(self._descriptor) and _is_at(self._descriptor, self._path):
                 break
             # Another process takes it for one that was left, since it was not locked yet.
-            os.close(self._descriptor)
+            self._file.close()
         if mode is not None:
             # Whoever could read the earlier file can read this one, and nobody else at any time.
             with suppress(OSError):
                 os.fchmod(self._descriptor, mode)
+
+    @property
+    def _descriptor(self) -> int:
+        assert self._file is not None, "it was begun"
+        return self._file.fileno()
 
     def check_room(self, nbytes: int) -> None:
         """Raise `OSError` where so many bytes will not fit, before any is written."""
@@ -81,42 +97,53 @@ class TemporaryFile:
 
     def as_file(self) -> IO[bytes]:
         """Return the file, from its beginning, for a writer that goes from front to back. To be closed before `publish`."""
-        return os.fdopen(os.dup(self._descriptor), "wb")
+        return open(self._descriptor, "wb", closefd=False)
 
     def publish(self) -> None:
         """Wait until the disk has the bytes, and give the file its name: from here on it is there, whatever happens."""
         # It is as new as it is published: series of files are told apart by that.
         _stamp(self._descriptor)
         os.fsync(self._descriptor)
+        assert self._path is not None
         self._path.replace(self._target)
         # Not every file system can, and the file is there in any case.
         with suppress(OSError):
-            folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            _with_open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY, os.fsync)
 
     def close(self) -> None:
-        """Remove the file unless it has its name."""
+        """Remove the file unless it has its name. Twice is fine, and goes on where the first was cut."""
         try:
-            self._path.unlink(missing_ok=True)
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
         finally:
-            os.close(self._descriptor)
+            if self._file is not None:
+                self._file.close()
             _begun.pop(self._number, None)
+
+
+def _with_open(path: Path, flags: int, use: Callable[[int], object]) -> None:
+    """Call with the descriptor of an open file, and close it."""
+    held: list[int] = []
+    try:
+        # One call, which an interrupt does not cut.
+        held.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,)))
+        use(held[0])
+    finally:
+        if held:
+            os.close(held[0])
 
 
 def _remove_left(folder: Path) -> None:
     """Remove what killed processes left in a folder."""
     for path in folder.glob(f".*{SUFFIX}"):
+
+        def remove(descriptor: int, path: Path = path) -> None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
         # Somebody else may have removed it, or may own it.
         with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(descriptor)
+            _with_open(path, os.O_RDWR, remove)
 
 
 def _let_go() -> None:

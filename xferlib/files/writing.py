@@ -49,6 +49,8 @@ class Writing:
         self.written = 0
         self.told = False
         """Whether somebody knows of the failure."""
+        self.warned: Warning | None = None
+        """What was to be said of older files, where warnings are errors. The file is there."""
         self.was_read, self.ended = Latch(), Latch()
         # Now: the working directory may be another one when the threads come to it. And what a symbolic link leads to is replaced.
         self._target = Path(os.path.realpath(file))
@@ -122,12 +124,12 @@ class Writing:
 
     def say_failed(self) -> None:
         """Warn of a failure that nobody has asked about."""
-        if self.error is None or self.told:
+        if self.told or (self.error is None and self.warned is None):
             return
         # The handle may go while the last thread leaves, and both say it.
         self.told = True
-        said = f"the save to {str(self.file)!r} failed, and nobody has asked for its result: {self.error}"
-        warnings.warn(said, RuntimeWarning, 2)
+        failed = f"the save to {str(self.file)!r} failed, and nobody has asked for its result: {self.error}"
+        warnings.warn(str(self.warned) if self.error is None else failed, RuntimeWarning, 2)
 
     def _on_threads(self) -> bool:
         """Have a thread start the others: it takes one call in C, which an interrupt does not cut. False: the system has none."""
@@ -138,9 +140,16 @@ class Writing:
         return True
 
     def _alone(self) -> None:
-        """Write the file on the calling thread."""
-        if self._fate.setdefault(None, "started") == "started":
-            self._run(cut=True)
+        """Write the file on the calling thread, to which an interrupt may come at any point."""
+        try:
+            if self._fate.setdefault(None, "started") == "started":
+                self._run(cut=True)
+        except BaseException as error:
+            # It may have cut off what ends a save.
+            self._fail(error)
+            self.told = True
+            self._end()
+            raise
 
     def _start_threads(self) -> None:
         """They are no daemons: while the interpreter ends, it waits for them."""
@@ -192,8 +201,8 @@ class Writing:
     def _begin(self) -> Array:
         """Begin the file, and return memory to read into: less than was thought of, where the pool has no more."""
         self._layout = layout = self.plan.laid_out()
-        temporary = TemporaryFile(self._target)
-        self._temporary = temporary
+        self._temporary = temporary = TemporaryFile(self._target, begin=False)
+        temporary.begin()
         temporary.check_room(self.plan.nbytes + sum(map(len, layout.headers)))
         memory = None
         while memory is None:
@@ -304,16 +313,25 @@ class Writing:
             self._publish()
         except BaseException as error:
             self._fail(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
-            with suppress(OSError):
-                if self._temporary is not None:
-                    self._temporary.close()
-            self._temporary = None
-            _under_way.pop(self._number, None)
-            self.ended.open()
+            self._end()
         handle = self._handle
         if handle is None or handle() is None:
             self.say_failed()
+
+    def _end(self) -> None:
+        """Leave nothing behind, and let everybody pass who waits. Twice is fine."""
+        self._reader.close()
+        self._reader.let_go()
+        self.was_read.open()
+        with suppress(OSError):
+            if self._temporary is not None:
+                self._temporary.close()
+        self._temporary = None
+        _under_way.pop(self._number, None)
+        self.ended.open()
 
     def _publish(self) -> None:
         self._wait_for_older()
@@ -322,12 +340,14 @@ class Writing:
             return
         try:
             self._temporary.publish()
-            if self._keep is not None:
-                # What this says is an error where warnings are.
-                remove_older(self._target, self._keep)
         except BaseException:
             del self._verdict[None]
             raise
+        for words in [] if self._keep is None else remove_older(self._target, self._keep):
+            try:
+                warnings.warn(words, RuntimeWarning, 2)
+            except RuntimeWarning as warned:
+                self.warned = warned
 
     def _wait_for_older(self) -> None:
         """Wait for the saves of the same series that were started before this one: they must not come behind it."""
