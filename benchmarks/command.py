@@ -214,7 +214,12 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="write each row at once, and skip those FILE has of this machine and these versions"
     )
     parser.add_argument(
-        "--size", action="append", type=_size, default=[], metavar="SIZE", help="of the case 'sizes', as 16MiB; may be repeated"
+        "--size",
+        action="append",
+        type=_size,
+        default=[],
+        metavar="SIZE",
+        help="of 'sizes', 'saving' and 'loading', as 16MiB; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="few sizes and repeats: shows that it runs, not how fast")
     return parser

@@ -30,6 +30,8 @@ PACKAGES = (
     "cuda-bindings",
     "flax",
     "grain",
+    "safetensors",
+    "orbax-checkpoint",
 )
 
 

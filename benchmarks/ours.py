@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import xferlib
 from benchmarks import memory
+from benchmarks.peers.state_calls import Loader, State
 from benchmarks.steps import Bytes, Compute, Drain, Feed
 from benchmarks.ways import Call, Direction, Way
 from xferlib import Stager
 
-__all__ = ["NAME", "drain", "feed", "fresh", "into", "made", "prefetched", "source", "untouched", "value"]
+__all__ = ["NAME", "drain", "feed", "fresh", "into", "loader", "made", "prefetched", "source", "untouched", "value"]
 
 NAME = "xferlib"
 
@@ -116,6 +117,16 @@ def drain(stager: Stager, compute: Compute) -> Drain:
         name=NAME,
         start=lambda output, target: stager.get(output, out=target, **options),
         finish=lambda transfer: cast("Bytes", transfer.result()),
+    )
+
+
+def loader(stager: Stager) -> Loader:
+    """Return `xferlib.load`."""
+    return Loader(
+        name=NAME,
+        kind="safetensors",
+        load=lambda path: cast("State", xferlib.load(path, stager)),
+        host=lambda array: stager.get(array).result(),
     )
 
 

@@ -25,6 +25,8 @@ Key: TypeAlias = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
 
 FEWEST = 64
 """Arrays for which a compilation pays."""
+INLINE_NBYTES = 64 << 10
+"""Bytes of each array, on average. On the CPU a compiled function runs in the call, and JAX copies larger ones beside it."""
 MOST = 32
 """Functions that are compiled. They are kept: to give a compiled one back waits for all work on the device."""
 THREAD: Final = "xferlib-jax-copies"
@@ -40,7 +42,7 @@ def copies(arrays: Sequence[JaxArray], device: Any) -> list[JaxArray]:
     key: Key | None = None
     # Inside a function that is being traced it would become a step of that.
     with jax.ensure_compile_time_eval():
-        if len(arrays) >= FEWEST:
+        if len(arrays) >= FEWEST and (device.platform != "cpu" or sum(map(nbytes_of, arrays)) <= len(arrays) * INLINE_NBYTES):
             key = (device, tuple([(array.shape, array.dtype) for array in arrays]))
             compiled = _of_process.get(key)
             if compiled is not None:

@@ -9,6 +9,7 @@ from benchmarks.cases import (
     leaves,
     link,
     loaders,
+    loading,
     locking,
     loop,
     memory_kinds,
@@ -20,5 +21,20 @@ from benchmarks.cases import (
 
 __all__ = ["CASES"]
 
-MODULES = (link, overhead, loop, drain, pageable, sizes, leaves, loaders, memory_kinds, locking, first_get, saving, bystander)
+MODULES = (
+    link,
+    overhead,
+    loop,
+    drain,
+    pageable,
+    sizes,
+    leaves,
+    loaders,
+    memory_kinds,
+    locking,
+    first_get,
+    saving,
+    loading,
+    bystander,
+)
 CASES = {module.CASE.name: module.CASE for module in MODULES}

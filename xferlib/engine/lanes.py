@@ -136,8 +136,8 @@ class Lane:
 
     def feed(self, job: Job, nbytes: int, blocks: int) -> None:
         """Get chunks for a job of so many bytes, as far as the pool has room, and at least one. Raises `AllocationError`."""
-        # As many as it fills, so that all its copies can be in the stream before the first is done; and as many as earlier jobs have,
-        # which keep their chunks while they are held. To the device, a part ends where its piece of device memory ends.
+        # As many as it fills, so that all its copies can be in the stream before the first is done; and as many as earlier jobs
+        # have, since they keep theirs while they are held. To the device, a part ends where its piece of device memory ends.
         job.parts = -(-nbytes // self.nbytes) + blocks - 1
         goal = min(self._most, sum([other.parts for other in list(self.jobs.values())]))
         if len(self._blocks) + len(self._growing) < goal:
