@@ -27,7 +27,8 @@ Export: TypeAlias = Callable[..., Any]
 # The head of a DLManagedTensor: data, ndim, shape, strides, byte offset.
 _HEAD = struct.Struct("<QxxxxxxxxixxxxQQQ")
 _WORD = 8
-_read = ctypes.string_at
+# What `ctypes.string_at` does, without its frame.
+_read = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(("PyBytes_FromStringAndSize", ctypes.pythonapi))
 
 
 class Tensor(NamedTuple):

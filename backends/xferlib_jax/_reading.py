@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, final
 
-from xferlib.tickets import Returns
+from xferlib.tickets import Returns, ticket
 
 __all__ = ["Reading", "Readings", "readings"]
 
@@ -45,10 +45,11 @@ class Readings:
         """
         self._numbers = itertools.count()
         self._ended = Returns()
+        self._put = self._ended.put
         self._look = look
 
     def make(self, array: Any, capsule: Any) -> Reading:
-        return Reading(array, capsule, self._ended.ticket(next(self._numbers)))
+        return Reading(array, capsule, ticket(self._put, next(self._numbers)))
 
     def let_go(self) -> None:
         """Have JAX let go of what was read, if there was anything since the last call."""
