@@ -80,7 +80,8 @@ class _Loads:
     def measured(self, labels: list[str], on_disk: bool) -> Iterator[Record]:
         """Write the files, and yield a record for each label."""
         contenders = [ours.loader(self._stager), *self._peers()]
-        with tempfile.TemporaryDirectory(dir=states.folder_with(2 * self._nbytes, on_disk=on_disk)) as place:
+        kinds = len({one.kind for one in contenders})
+        with tempfile.TemporaryDirectory(dir=states.folder_with((kinds + 1) * self._nbytes, on_disk=on_disk)) as place:
             files = self._written(Path(place), contenders)
             for label in labels:
                 if label == "cold":

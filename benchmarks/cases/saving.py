@@ -99,7 +99,9 @@ def _measured(bench: Bench, stager: Stager, count: int, size: int, label: str) -
         "folder": place.rpartition("/")[0],
         **{f"quiet_step_{name}_us": value for name, value in figures(quiet).items()},
         **{f"step_beside_save_{name}_us": value for name, value in figures(mine.beside).items()},
-        **{f"step_beside_peer_{name}_us": value for name, value in figures(runs[1].beside).items()},
+        **{
+            f"step_beside_peer_{name}_us": value for run in runs if run.name == WAITS for name, value in figures(run.beside).items()
+        },
         "beside_peers": {run.name: run.figures() for run in runs[1:]},
     }
     return records.make(
