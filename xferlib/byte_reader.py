@@ -71,6 +71,7 @@ class ByteReader:
         self._copied = copied
         self._failures = backend.failures
         self._copy_d2h = backend.copy_d2h
+        self._sweep = backend.sweep
         self._pool = pool
         self._d2h = ledger.d2h
         self._jobs = ledger.jobs
@@ -158,8 +159,10 @@ class ByteReader:
         self._reading.threads.pop(threading.get_ident(), None)
 
     def let_go(self) -> None:
-        """Let go of arrays whose copies are done. Waits for none."""
+        """Let go of arrays whose copies are done, and have the framework do so. Waits for none."""
         self._d2h.reap()
+        # Otherwise some keep the memory until they are called for something else.
+        self._sweep()
 
     def close(self) -> None:
         """Read no more. What was started goes on. Twice is fine; any thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import xferlib
@@ -177,6 +179,27 @@ def test_copies_by_one_call_are_in_memory_of_their_own(monkeypatch: pytest.Monke
     for array, copy in zip(arrays, _copies.copies(arrays, jax.devices()[0]), strict=True):
         assert copy.unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
         same(np.asarray(copy), np.asarray(array))
+
+
+def test_a_snapshots_memory_is_free_when_its_file_is_there(stager: Stager, tmp_path: Path) -> None:
+    """JAX keeps what was read until it is asked for something else, which may be never."""
+
+    def used() -> int:
+        figure = jax.devices()[0].memory_stats()["bytes_in_use"] if stager.on_gpu else psutil.Process().memory_info().rss
+        return int(figure)
+
+    nbytes = 64 << 20
+    array = jax.device_put(np.ones(nbytes, np.uint8), jax.devices()[0]).block_until_ready()
+    # The first time other memory is taken, which is kept.
+    xferlib.save(tmp_path / "a.npy", array, stager, snapshot=True).result(60)
+    gc.collect()
+    gc.disable()
+    try:
+        before = used()
+        xferlib.save(tmp_path / "a.npy", array, stager, snapshot=True).result(60)
+        assert used() - before < nbytes // 2
+    finally:
+        gc.enable()
 
 
 def test_a_snapshot_of_what_was_deleted_is_refused(stager: Stager, tmp_path: Path) -> None:

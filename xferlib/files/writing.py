@@ -284,10 +284,11 @@ class Writing:
     def _note_read(self, nbytes: int) -> None:
         with self._lock:
             self._read += nbytes
-            if self._read == self.plan.nbytes:
-                # Else they are held until somebody transfers something.
-                self._reader.let_go()
-                self.was_read.open()
+            is_all = self._read == self.plan.nbytes
+        if is_all:
+            # Else they are held until somebody transfers something.
+            self._reader.let_go()
+            self.was_read.open()
 
     def _note_written(self, nbytes: int) -> None:
         with self._lock:
