@@ -7,6 +7,7 @@ when arrays of these shapes are first seen, and until it is there they are copie
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,7 +52,7 @@ def copies(arrays: Sequence[JaxArray], device: Any) -> list[JaxArray]:
                     return list(compiled(list(arrays)))
         # Not `array.copy()`, which compiles for each new shape, while the caller waits.
         copied = list(jax.device_put(list(arrays), device, may_alias=False))
-    if key is not None and key not in _of_process and len(_of_process) < MOST:
+    if key is not None and key not in _of_process and len(_of_process) < MOST and not _over:
         _start_compiling(key)
     return copied
 
@@ -69,8 +70,10 @@ def _check_room(arrays: Sequence[JaxArray], device: Any) -> None:
 def _start_compiling(key: Key) -> None:
     _of_process[key] = None
     # No daemon: a thread that is inside JAX does not survive the end of the interpreter. A program that ends is given no more.
+    thread = threading.Thread(target=_compile, args=(key,), name=THREAD, daemon=False)
     with suppress(RuntimeError):
-        threading.Thread(target=_compile, args=(key,), name=THREAD, daemon=False).start()
+        thread.start()
+        _threads.append(thread)
 
 
 def _compile(key: Key) -> None:
@@ -88,3 +91,17 @@ def _copied(arrays: list[Any]) -> list[Any]:
 
 _of_process: dict[Key, Any] = {}
 """The functions of this process, by what they copy; None: not compiled yet, or it failed."""
+_threads: list[threading.Thread] = []
+"""At most `MOST`."""
+_over: list[None] = []
+"""Not empty: the interpreter ends, and waits for no more threads."""
+
+
+def _wait_for_all() -> None:
+    """Those that are started in handlers of `atexit` the interpreter does not wait for."""
+    _over.append(None)
+    for thread in _threads:
+        thread.join()
+
+
+atexit.register(_wait_for_all)

@@ -202,6 +202,28 @@ def test_a_snapshots_memory_is_free_when_its_file_is_there(stager: Stager, tmp_p
         gc.enable()
 
 
+def test_a_program_that_saves_a_snapshot_as_it_ends_comes_to_its_end(tmp_path: Path) -> None:
+    """The thread that compiles for the next one is not cut off inside JAX."""
+    program = f"""
+import atexit
+import jax
+import numpy as np
+import xferlib
+
+stager = xferlib.stager("jax")
+atexit.register(stager.close)
+
+@atexit.register
+def last():
+    state = [jax.device_put(np.full((3, 1 + number), number, np.int32), jax.devices()[0]) for number in range(300)]
+    xferlib.save({str(tmp_path / "a.safetensors")!r}, state, stager, snapshot=True).result(60)
+"""
+    done = children.run([sys.executable, "-c", program], seconds=100, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "a.safetensors").exists()
+
+
 def test_a_snapshot_of_what_was_deleted_is_refused(stager: Stager, tmp_path: Path) -> None:
     value = jax.numpy.arange(5)
     value.delete()
