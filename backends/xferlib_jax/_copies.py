@@ -43,7 +43,7 @@ def copies(arrays: Sequence[JaxArray], device: Any) -> list[JaxArray]:
     key: Key | None = None
     # Inside a function that is being traced it would become a step of that.
     with jax.ensure_compile_time_eval():
-        if len(arrays) >= FEWEST and (device.platform != "cpu" or sum(map(nbytes_of, arrays)) <= len(arrays) * INLINE_NBYTES):
+        if _pays(arrays, device):
             key = (device, tuple([(array.shape, array.dtype) for array in arrays]))
             compiled = _of_process.get(key)
             if compiled is not None:
@@ -55,6 +55,14 @@ def copies(arrays: Sequence[JaxArray], device: Any) -> list[JaxArray]:
     if key is not None and key not in _of_process and len(_of_process) < MOST and not _over:
         _start_compiling(key)
     return copied
+
+
+def _pays(arrays: Sequence[JaxArray], device: Any) -> bool:
+    """Tell whether a compiled function is to copy them."""
+    if len(arrays) < FEWEST or jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+        # What a state holds is not for a copy to judge.
+        return False
+    return device.platform != "cpu" or sum(map(nbytes_of, arrays)) <= len(arrays) * INLINE_NBYTES
 
 
 def _check_room(arrays: Sequence[JaxArray], device: Any) -> None:

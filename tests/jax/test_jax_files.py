@@ -131,9 +131,17 @@ def test_a_snapshot_may_be_donated_at_once(stager: Stager, tmp_path: Path) -> No
             same(np.asarray(one), other)
 
 
-def test_a_state_of_many_arrays_is_copied_by_one_call_once_that_is_compiled(stager: Stager, tmp_path: Path) -> None:
+def copies_are_compiled() -> int:
+    """Wait until what copies many arrays is compiled, and return for how many states."""
     from xferlib_jax import _copies
 
+    for thread in threading.enumerate():
+        if thread.name == _copies.THREAD:
+            thread.join()
+    return len([function for function in _copies._of_process.values() if function is not None])
+
+
+def test_a_state_of_many_arrays_is_copied_by_one_call_once_that_is_compiled(stager: Stager, tmp_path: Path) -> None:
     def state(start: int) -> list[Any]:
         return [jax.device_put(np.full((3, number % 7), start + number, np.int32), jax.devices()[0]) for number in range(71)]
 
@@ -146,15 +154,9 @@ def test_a_state_of_many_arrays_is_copied_by_one_call_once_that_is_compiled(stag
         got = xferlib.load(save.result(60), stager)
         assert all(np.array_equal(np.asarray(got[str(number)]), array) for number, array in enumerate(want))
 
-    def compiled() -> list[Any]:
-        for thread in threading.enumerate():
-            if thread.name == _copies.THREAD:
-                thread.join()
-        return [function for function in _copies._of_process.values() if function is not None]
-
-    before = len(compiled())
+    before = copies_are_compiled()
     saved(state(1))
-    assert len(compiled()) == before + 1
+    assert copies_are_compiled() == before + 1
     saved(state(2))
 
     def traced(other: Any) -> Any:
@@ -164,7 +166,7 @@ def test_a_state_of_many_arrays_is_copied_by_one_call_once_that_is_compiled(stag
     # A traced function has concrete arrays, too.
     arrays = state(3)
     jax.jit(traced)(1)
-    assert len(compiled()) == before + 1
+    assert copies_are_compiled() == before + 1
 
 
 def test_copies_by_one_call_are_in_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +202,46 @@ def test_a_snapshots_memory_is_free_when_its_file_is_there(stager: Stager, tmp_p
         assert used() - before < nbytes // 2
     finally:
         gc.enable()
+
+
+def test_a_state_of_many_arrays_may_be_donated_before_it_is_computed(stager: Stager, tmp_path: Path) -> None:
+    def stepped(state: list[Any]) -> list[Any]:
+        return [jax.numpy.sin(array * 1.5 + 1) @ array for array in state]
+
+    def first() -> list[Any]:
+        return [jax.numpy.full((50, 50), 0.001 * number, "float32") for number in range(70)]
+
+    step, donating = jax.jit(stepped), jax.jit(stepped, donate_argnums=0)
+    xferlib.save(tmp_path / "0.safetensors", step(first()), stager, snapshot=True).result(60)
+    copies_are_compiled()
+    want, state = [], first()
+    for _ in range(4):
+        state = step(state)
+        want.append([np.asarray(array) for array in state])
+    saves, state = [], first()
+    for number in range(4):
+        before, state = state, donating(state)
+        assert before[0].is_deleted()
+        saves.append(xferlib.save(tmp_path / f"{number}.safetensors", state, stager, snapshot=True))
+        assert saves[-1].held_nbytes == 0
+    donating(state)
+    for save, arrays in zip(saves, want, strict=True):
+        got = xferlib.load(save.result(60), stager)
+        for number, array in enumerate(arrays):
+            same(np.asarray(got[str(number)]), array)
+
+
+@pytest.mark.parametrize("switch", ["jax_debug_nans", "jax_debug_infs"])
+def test_a_state_of_many_arrays_is_saved_whatever_it_holds(stager: Stager, tmp_path: Path, switch: str) -> None:
+    state = [jax.device_put(np.full((3, number % 7), np.nan, np.float32), jax.devices()[0]) for number in range(72)]
+    xferlib.save(tmp_path / "a.safetensors", state, stager, snapshot=True).result(60)
+    copies_are_compiled()
+    jax.config.update(switch, True)
+    try:
+        save = xferlib.save(tmp_path / "a.safetensors", state, stager, snapshot=True)
+    finally:
+        jax.config.update(switch, False)
+    assert np.isnan(np.asarray(xferlib.load(save.result(60), stager)["6"])).all()
 
 
 def test_a_program_that_saves_a_snapshot_as_it_ends_comes_to_its_end(tmp_path: Path) -> None:
