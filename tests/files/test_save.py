@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from enum import IntEnum
@@ -19,6 +22,7 @@ import safetensors.numpy
 import xferlib
 from tests.files.saves import DTYPES, MIB, bits, only, same, there
 from xferlib.files import formats
+from xferlib.files.temporary import SUFFIX
 from xferlib.stager import Stager
 
 
@@ -364,3 +368,67 @@ def test_its_path_is_right_where_the_program_has_gone_elsewhere(
     monkeypatch.chdir("elsewhere")
     assert np.load(save.result(20)).tolist() == [0, 1, 2]
     assert save.path == tmp_path / "a.npy"
+
+
+@pytest.fixture
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder whose files lie in memory, and are mapped however few threads write."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("there is no file system in memory")
+    monkeypatch.setattr("xferlib.files.writing.THREADS_TO_MAP", 1)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+def test_a_file_in_memory_is_written_through_a_mapping(
+    stager: Stager, in_memory: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise AssertionError("it is written by calls")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    # Pieces that begin and end within pages.
+    array = bits((300_001,), np.dtype(np.uint8))
+    tree = there(stager, array if suffix == ".npy" else {"a": array, "empty": np.zeros((0, 3)), "b": np.arange(7)})
+    path = xferlib.save(in_memory / f"a{suffix}", tree, stager, memory=50_000).result(20)
+    monkeypatch.undo()
+    got = xferlib.load(path, stager)
+    same(stager.get(got if suffix == ".npy" else got["a"]).result(), array)
+    only(in_memory, path.name)
+    assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if SUFFIX in line]
+
+
+def test_a_file_in_memory_for_which_there_is_no_room_is_an_error_and_no_end_of_the_process(
+    stager: Stager, in_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, times = os.posix_fallocate, iter(range(100))
+
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        if next(times) >= 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken(descriptor, offset, nbytes)
+
+    (in_memory / "a.npy").write_bytes(b"old")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    save = xferlib.save(in_memory / "a.npy", there(stager, np.zeros(1 << 20, np.uint8)), stager, memory=100_000)
+    with pytest.raises(OSError, match="No space left"):
+        save.result(20)
+    monkeypatch.undo()
+    only(in_memory, "a.npy")
+    assert (in_memory / "a.npy").read_bytes() == b"old"
+
+
+def test_a_file_on_a_disk_is_written_by_calls(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xferlib.files.writing.THREADS_TO_MAP", 1)
+    monkeypatch.setattr("xferlib.files.temporary._lies_in_memory", lambda descriptor: False)
+    write, calls = os.pwrite, list[int]()
+
+    def counted(descriptor: int, data: memoryview, offset: int) -> int:
+        calls.append(offset)
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.arange(1000)), stager)
+    assert np.array_equal(np.load(save.result(20)), np.arange(1000))
+    assert calls == [0, 128]

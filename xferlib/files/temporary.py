@@ -7,10 +7,12 @@ them.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import io
 import itertools
+import mmap
 import os
 import secrets
 import time
@@ -20,10 +22,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, final
 
+import numpy as np
+
 __all__ = ["TemporaryFile"]
 
 SUFFIX = ".xferlib-saving"
 DESCRIPTORS = "/proc/self/fd"
+TMPFS = 0x01021994
+"""The first word of the system's `struct statfs`: https://man7.org/linux/man-pages/man2/statfs.2.html"""
+STATFS_WORDS = 32
+"""More than the struct has."""
 STEP_NANOSECONDS = 1_000_000
 """Between two files: file systems have times to the microsecond at least."""
 
@@ -41,6 +49,7 @@ class TemporaryFile:
         self._number = next(_numbers)
         self._path: Path | None = None
         self._file: io.FileIO | None = None
+        self._mapped: mmap.mmap | None = None
         if begin:
             try:
                 self.begin()
@@ -89,8 +98,29 @@ class TemporaryFile:
         if found.f_blocks and nbytes > free:
             raise OSError(errno.ENOSPC, f"{nbytes} bytes are to be written, and {free} are free", str(self._target))
 
+    def map(self, nbytes: int) -> None:
+        """Have `write` go through a mapping of so many bytes, if the file lies in memory. No more may be written then.
+
+        Writes to one file are made one after the other there, and each finds the pages that it needs. Into a mapping many threads
+        copy side by side: sixteen write two to three times as much as by calls, two write less.
+        """
+        # Otherwise it is written by calls.
+        with suppress(OSError, ValueError):
+            if _lies_in_memory(self._descriptor):
+                os.ftruncate(self._descriptor, nbytes)
+                mapped = mmap.mmap(self._descriptor, nbytes)
+                # A child would keep the memory of a file that is removed.
+                mapped.madvise(mmap.MADV_DONTFORK)
+                self._mapped = mapped
+
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of it at an offset."""
+        mapped = self._mapped
+        if mapped is not None and data:
+            # First: where there is no room for its pages, a mapping does not raise, it ends the process.
+            os.posix_fallocate(self._descriptor, offset, data.nbytes)
+            np.copyto(np.frombuffer(mapped, np.uint8, data.nbytes, offset), np.frombuffer(data, np.uint8))
+            return
         while data:
             written = os.pwrite(self._descriptor, data, offset)
             data, offset = data[written:], offset + written
@@ -116,9 +146,16 @@ class TemporaryFile:
             if self._path is not None:
                 self._path.unlink(missing_ok=True)
         finally:
+            self._mapped = None
             if self._file is not None:
                 self._file.close()
             _begun.pop(self._number, None)
+
+
+def _lies_in_memory(descriptor: int) -> bool:
+    """Tell whether a file is one of tmpfs."""
+    found = (ctypes.c_long * STATFS_WORDS)()
+    return not ctypes.CDLL(None).fstatfs(descriptor, found) and found[0] == TMPFS
 
 
 def _with_open(path: Path, flags: int, use: Callable[[int], object]) -> None:

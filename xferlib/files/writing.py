@@ -36,6 +36,8 @@ PIECE_NBYTES = 16 << 20
 """Bytes: many times what a write and a copy cost beside their bytes."""
 LEAST_NBYTES = 4 << 10
 MOST_THREADS = 16
+THREADS_TO_MAP = 8
+"""From so many on they write more into a mapping than by calls."""
 
 
 @final
@@ -203,7 +205,10 @@ class Writing:
         self._layout = layout = self.plan.laid_out()
         self._temporary = temporary = TemporaryFile(self._target, begin=False)
         temporary.begin()
-        temporary.check_room(self.plan.nbytes + sum(map(len, layout.headers)))
+        nbytes = self.plan.nbytes + sum(map(len, layout.headers))
+        temporary.check_room(nbytes)
+        if not layout.members and self._left >= THREADS_TO_MAP:
+            temporary.map(nbytes)
         memory = None
         while memory is None:
             smallest = self._piece_nbytes // 2 < LEAST_NBYTES
