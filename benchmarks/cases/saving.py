@@ -5,9 +5,10 @@ much memory does it take?
 
 Isolated: `xferlib.save`. 300 arrays, 4 GiB together, are on the device; with `--size` other states, of 2,000 arrays above 4 GiB.
 They go to a file in /dev/shm where that has room for two, so that no disk is measured (XFERLIB_BENCHMARK_FOLDER names another).
-Another thread launches a short step, waits for the step before, and goes on. The limit is what as many threads write by calls to the same
-folder from memory that is there. The peers are what a loop does otherwise: `get` of all, handed to safetensors; the framework's own
-copies to the host, handed to safetensors; Orbax, which goes on in the background as a save does; `torch.save` of the same memory.
+Another thread launches a short step, waits for the step before, and goes on. The limit is what as many threads write by calls to
+the same folder from memory that is there. The peers are what a loop does otherwise: `get` of all, handed to safetensors; the
+framework's own copies to the host, handed to safetensors; Orbax, which goes on in the background as a save does; `torch.save` of
+the same memory.
 
 Method: three rounds of each, one above 4 GiB, from the call until the file has its name. This is `seconds`. Every byte of the first
 file of each is compared, and of each of ours. `details` has the time of the call itself, for which the loop is held up, also for a
