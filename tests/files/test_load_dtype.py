@@ -93,6 +93,9 @@ def test_a_pattern_that_no_name_has_is_refused_before_anything_is_put(stager: St
         xferlib.load(path, stager, dtype={"*": "float32", "a.*": "float16"})
     with pytest.raises(TypeError, match=r"dtype='flaot16': expected a dtype, or dtypes by patterns"):
         xferlib.load(path, stager, dtype="flaot16")
+    number: Any = {1: "float16"}
+    with pytest.raises(TypeError, match="dtype: 1 is no pattern of names: expected text"):
+        xferlib.load(path, stager, dtype=number)
     unsaid: Any = {"a.bias": None, "*": "float16"}
     with pytest.raises(TypeError, match="dtype: None for a pattern"):
         xferlib.load(path, stager, dtype=unsaid)

@@ -27,11 +27,15 @@ def first_fit(rules: Mapping[str, T], name: str) -> T | None:
 
 
 def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise `ValueError` for a pattern that fits none of these names, or only names that an earlier, wider one takes all of.
+    """Raise `ValueError` for a pattern that has no effect on these names, and `TypeError` for what is no text.
 
-    A last pattern that is wider than those before it, such as "*", may be left without a name.
+    That is one that fits none of them, or only such as an earlier, wider one takes all of. One that is wider than those before it,
+    such as a last "*", may be left without a name.
     """
     known = list(patterns)
+    for pattern in known:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{argument}: {pattern!r} is no pattern of names: expected text, such as '*.bias'")
     idle = set(known if names else ())
     for name in names:
         if not idle:
