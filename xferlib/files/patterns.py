@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import TypeVar
 
 __all__ = ["check_patterns", "first_fit"]
 
@@ -62,5 +62,12 @@ def _advice(pattern: str, names: Sequence[str]) -> str:
         # Layers have the same names but for their numbers.
         kinds.setdefault(re.sub(r"\d+", "0", name), name)
     literal = re.sub(r"[*?\[\]]", "", pattern)
-    close: list[Any] = difflib.get_close_matches(literal, list(kinds.values())[:COMPARED], n=NEAREST, cutoff=0.0)
-    return f"The nearest names are {', '.join(map(repr, close))}. Mend the pattern, or leave it out"
+    # What a star stands for says nothing of whether the rest is near.
+    begins, ends = pattern.startswith("*"), pattern.endswith("*")
+    part = slice(-len(literal), None) if begins and not ends else slice(len(literal)) if ends and not begins else slice(None)
+    parts: dict[str, list[str]] = {}
+    for name in list(kinds.values())[:COMPARED]:
+        parts.setdefault(name[part], []).append(name)
+    close = difflib.get_close_matches(literal, parts, n=NEAREST) or difflib.get_close_matches(literal, parts, n=NEAREST, cutoff=0.0)
+    nearest = [name for found in close for name in parts[found]][:NEAREST]
+    return f"The nearest names are {', '.join(map(repr, nearest))}. Mend the pattern, or leave it out"
