@@ -18,7 +18,7 @@ from _thread import get_ident, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, TypeVarTuple, final
 
 from xferlib.latch import Latch
 from xferlib.tickets import ticket
@@ -39,6 +39,7 @@ LOOK_SECONDS = 0.2
 """How often the reaper looks while a closed stager's memory is still held."""
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class Remains(Protocol):
@@ -138,23 +139,23 @@ def closed_when_dropped(thing: Closable) -> object:
     return ticket(_dropped.put, thing)
 
 
-def uninterrupted(call: Callable[[], T]) -> T:
+def uninterrupted(call: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
     """Call, and return what it returns, or raise what it raises. If the caller is interrupted, the call still goes on to its end.
 
     In a finalizer that the collector runs, the call is made at once, on this thread. Another thread could wait for a lock of
     whatever the main thread was doing when the collection began; and no interrupt gets out of a finalizer.
     """
     if _over or get_ident() != _main or collects():
-        return call()
+        return call(*arguments)
     # Both threads let go of what the call holds before anyone is told.
-    calls = [call]
-    del call
+    calls = [(call, arguments)]
+    del call, arguments
     outcome: list[tuple[T | None, BaseException | None]] = []
     ended = Latch()
 
     def run() -> None:
         try:
-            outcome.append((calls.pop()(), None))
+            outcome.append((_called(*calls.pop()), None))
         except BaseException as error:
             outcome.append((None, error))
         finally:
@@ -170,6 +171,10 @@ def uninterrupted(call: Callable[[], T]) -> T:
     finally:
         # Its traceback leads to this frame, and back.
         del error
+
+
+def _called(call: Callable[[*Arguments], T], arguments: tuple[*Arguments]) -> T:
+    return call(*arguments)
 
 
 @final

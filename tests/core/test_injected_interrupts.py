@@ -140,7 +140,7 @@ class Blocks:
         assert sorted(map(id, idle + leased + doomed)) == sorted(map(id, cache._rows.values()))
         assert [row.block for row in leased] == [self.held[0]]
         assert {place: row for place, row in cache._places.items() if not row.doomed} == {row.address: row for row in idle + leased}
-        assert not cache._allocating
+        assert not cache._growing
         assert cache.nbytes == sum(block.nbytes for block in device.made if block not in device.freed)
         assert cache.lease(4 * MIB, {})[0].nbytes == 4 * MIB
         assert cache.lease(MIB, {})[0] is not self.held[0]
@@ -224,7 +224,6 @@ class Pool:
         pool, driver = self.pool, self.driver
         assert until(lambda: not pool._at_work)
         pool._alone(bool)
-        assert not pool._allocating
         assert not pool._growing
         reserved = sum(pool._reserved.values())
         assert pool.nbytes - reserved == sum(driver.live.values())

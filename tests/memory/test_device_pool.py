@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, Slab, off_main, on_thread, until
 from xferlib.errors import AllocationError, CapabilityError
-from xferlib.memory import device_pool
+from xferlib.memory import device_pool, table
 from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING, DevicePool, Lease, note_reader, size_class
 from xferlib.protocol import DeviceBlock, Source, Stream
 from xferlib.reaper import start_reaper
@@ -744,9 +745,9 @@ def test_a_put_that_comes_too_early_at_the_limit_takes_nothing_more(monkeypatch:
     put_late(blocks)
     helpers = []
 
-    def counted(call: Any) -> Any:
+    def counted(call: Any, *arguments: Any) -> Any:
         helpers.append(call)
-        return call()
+        return call(*arguments)
 
     monkeypatch.setattr(device_pool, "uninterrupted", counted)
     for _ in range(100):
@@ -768,7 +769,7 @@ def test_a_put_that_takes_what_a_copy_held_that_is_done_wants_no_spare(monkeypat
     blocks = cache(Device(), holders=Done())
     under_way.append(blocks.lease(256, {}))
     helpers: list[Any] = []
-    monkeypatch.setattr(device_pool, "uninterrupted", helpers.append)
+    monkeypatch.setattr(device_pool, "uninterrupted", lambda *called: helpers.append(called))
     assert blocks.lease(256, {})[0].nbytes == 256
     assert not helpers
 
@@ -784,7 +785,7 @@ def test_a_put_that_waited_for_a_transfer_wants_no_spare(monkeypatch: pytest.Mon
     blocks = cache(Device(), limit=256, holders=Slow())
     under_way.append(blocks.lease(256, {}))
     helpers: list[Any] = []
-    monkeypatch.setattr(device_pool, "uninterrupted", helpers.append)
+    monkeypatch.setattr(device_pool, "uninterrupted", lambda *called: helpers.append(called))
     assert blocks.lease(256, {})[0].nbytes == 256
     assert not helpers
 
@@ -805,7 +806,7 @@ def test_who_finds_no_room_because_of_a_spare_waits_until_it_is_there(monkeypatc
         # The block is the first put's still, and the rest of the limit the spare's.
         monkeypatch.setattr(time, "sleep", noted)
         second = on_thread(lambda: blocks.lease(256, {}))
-        assert until(lambda: second.done() or slept.count(device_pool.LOOK_SECONDS) > 3)
+        assert until(lambda: second.done() or slept.count(table.LOOK_SECONDS) > 3)
         assert not second.done()
     finally:
         gate.set()
@@ -820,7 +821,7 @@ def test_no_spare_is_taken_when_the_stager_was_closed_meanwhile(monkeypatch: pyt
     blocks = cache(device, holders=JustDone(device))
     put_late(blocks)
     later: list[Any] = []
-    monkeypatch.setattr(device_pool, "uninterrupted", later.append)
+    monkeypatch.setattr(device_pool, "uninterrupted", lambda *called: later.append(partial(*called)))
     put_late(blocks)
     monkeypatch.undo()
     blocks.close()

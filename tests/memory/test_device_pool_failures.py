@@ -277,9 +277,9 @@ def test_a_spare_that_is_interrupted_before_it_is_asked_for_counts_as_nothing(mo
     device.fresh_is_ready = False
     calls = iter([uninterrupted])  # Of the block itself.
 
-    def interrupted_the_second_time(call: Callable[[], Any]) -> Any:
+    def interrupted_the_second_time(*called: Any) -> Any:
         for uncut in calls:
-            return uncut(call)
+            return uncut(*called)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

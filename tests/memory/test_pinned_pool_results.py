@@ -893,7 +893,6 @@ def test_an_interrupt_at_any_point_loses_no_memory_that_is_locked_later() -> Non
         on_thread(pool.idle).result(WATCHDOG)
         pool.trim()
         assert not pool._growing
-        assert not pool._allocating
         assert len(pool._rows) == len(pool._segments) == 1
         assert list(driver.live.values()) == [LEAF]
         assert pool.nbytes == pool.used_nbytes == LEAF
@@ -958,7 +957,6 @@ def test_what_the_system_has_not_to_be_locked_later_is_asked_for_as_ever() -> No
     assert sorted(array.ctypes.data for array in found) == sorted(driver.live)
     assert pool.nbytes == COUNT * LEAF
     assert not pool._growing
-    assert not pool._allocating
 
 
 def test_nobody_who_keeps_the_lock_from_being_made_waits_for_it(backend: Gated, stager: xferlib.Stager) -> None:

@@ -11,9 +11,7 @@ derived from the rows, and are derived anew after a call that did not come to it
 from __future__ import annotations
 
 import gc
-import itertools
 import os
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -25,9 +23,9 @@ from typing import Any, Protocol, TypeAlias, final
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import is_copy_thread
-from xferlib.memory.table import Table
+from xferlib.memory.table import Growth, Table
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
-from xferlib.reaper import AtWork, uninterrupted, watch
+from xferlib.reaper import uninterrupted, watch
 from xferlib.tickets import ticket
 from xferlib.words import in_words
 
@@ -40,9 +38,6 @@ WORTH_WAITING = 64 << 20
 
 SPARES, SPARE_NBYTES = 16, 256 << 10
 """Most blocks, and most bytes, that are taken in addition to one that is wanted: while readers are behind, more will be wanted."""
-
-LOOK_SECONDS = 0.0005
-"""How often a waiting thread looks whether another one is done with a block that it gets or frees."""
 
 Streams: TypeAlias = dict[int, Stream]
 """By handle: the streams that were told to wait for a transfer, and so may read its arrays."""
@@ -144,14 +139,7 @@ class DevicePool(Table):
         self._failures = backend.failures
         self._lost, self._retire = backend.lost, backend.retire
         self._reclaimer = reclaimer
-        self._count = itertools.count().__next__
-        self._changes = 0
         self._rows: dict[int, _Row] = {}
-        self._growing: dict[int, int] = {}
-        """Bytes that are about to be allocated, by the number of the lease."""
-        self._allocating: dict[int, bool] = {}
-        """For those whose allocation has begun: False if the lease has ended meanwhile."""
-        self._at_work = AtWork()
         self._late: defaultdict[int, int] = defaultdict(int)
         """By size, how often a spare was attempted after a put that came only just too early."""
         # Derived from the rows.
@@ -167,7 +155,7 @@ class DevicePool(Table):
     @property
     def nbytes(self) -> int:
         """Bytes taken from the framework, in use or idle."""
-        return sum([row.nbytes for row in list(self._rows.values())]) + sum(list(self._growing.values()))
+        return sum([row.nbytes for row in list(self._rows.values())]) + self._growing_nbytes
 
     def lease(self, nbytes: int, streams: Streams) -> Lease:
         """Lease a block of at least `nbytes` that copies started from now on may write. Raises `AllocationError`."""
@@ -217,11 +205,6 @@ class DevicePool(Table):
                 return row
         return None
 
-    def trim(self) -> None:
-        """Free every idle block. May wait for kernels."""
-        if not self.entered:
-            uninterrupted(self._trim)
-
     def close(self) -> None:
         """Free what is idle; a block that an array still reaches is freed when its lease ends.
 
@@ -262,10 +245,8 @@ class DevicePool(Table):
             if row is not None and row.lease == number:
                 self._end(row)
                 del leased[number]
-            elif number in self._allocating:
-                self._allocating[number] = False
             else:
-                self._growing.pop(number, None)
+                self._give_up(number)
             # Only now: a number that an interrupt leaves in the middle comes again.
             pending.popleft()
 
@@ -334,11 +315,7 @@ class DevicePool(Table):
                 return self._grow(size, number, streams)
             if self._doomed:
                 uninterrupted(self._free_doomed)
-            elif self._reclaimer.wait_oldest():
-                continue
-            elif self._at_work.is_more_to_come():
-                time.sleep(LOOK_SECONDS)
-            elif changes != self._changes or self._returns:
+            elif self._reclaimer.wait_oldest() or self._is_more_to_come(changes):
                 continue
             elif collected:
                 raise self._full(size)
@@ -428,11 +405,11 @@ class DevicePool(Table):
         except self._failures:
             return None
 
-    def _reserve(self, size: int, number: int) -> bool:
+    def _reserve(self, size: int, number: int, *, wanted: bool = True) -> bool:
         """Count a block to be allocated, if the limit has room."""
         if self.limit is not None and self.nbytes + size > self.limit:
             return False
-        self._growing[number] = size
+        self._growing[number] = Growth(size, wanted=wanted)
         return True
 
     def _doom_others(self, size: int, *, reached: bool) -> bool:
@@ -511,7 +488,7 @@ class DevicePool(Table):
             self._changes += 1
 
     def _grow(self, size: int, number: int, streams: Streams) -> _Row:
-        row = uninterrupted(lambda: self._grown(size, number, streams))
+        row = uninterrupted(self._allocate, size, number, streams)
         if row.fence is not None:
             self._backend.order_h2d(row.fence)
             row.fence = None
@@ -519,73 +496,51 @@ class DevicePool(Table):
             # needed.
             if not self._idle.get(size):
                 with suppress(*self._failures):
-                    uninterrupted(lambda: self._add_spare(size))
+                    uninterrupted(self._add_spare, size)
         return row
 
-    def _grown(self, size: int, number: int, streams: Streams) -> _Row:
+    def _allocate(self, size: int, number: int, streams: Streams) -> _Row:
         """Allocate a block that was counted, and spares where readers are behind. On a thread that no interrupt comes to."""
-        with self._at_work:
-            if not self._alone(self._begin, number):
-                # The caller was interrupted before: nobody will look at what is returned.
-                raise AllocationError("nobody waits for this memory any more")
-            try:
-                block = self._allocated(size)
-            except BaseException as error:
-                self._allocating.pop(number, None)
-                self._growing.pop(number, None)
-                self._changes += 1
-                if not isinstance(error, self._failures):
-                    raise
-                raise AllocationError(
-                    f"the device has no {in_words(size)} left ({in_words(self.nbytes)} are taken by puts): {error}. Drop arrays, "
-                    "use smaller batches, or free memory that other libraries hold"
-                ) from error
-            row = self._enter(_Row(number, block), number, streams)
+        with self._grows(number):
+            row = self._enter(_Row(number, self._allocated(size)), streams)
             # If there are no more, whoever needs one is told.
             with suppress(*self._failures):
                 self._add_spares(size)
             return row
 
-    def _begin(self, number: int) -> bool:
-        """Begin an allocation that was counted; False: its lease has ended."""
-        if number not in self._growing:
-            return False
-        self._allocating[number] = True
-        return True
-
-    def _enter(self, row: _Row, number: int | None, streams: Streams) -> _Row:
-        """Enter a new block, leased or, where nobody waits for it any more, idle."""
-
-        def step() -> None:
-            self._rows[row.key] = row
-            self._growing.pop(row.key, None)
-            self._places[row.address] = row
-            if number is not None and self._allocating.pop(number, False):
-                row.lease, row.streams = number, streams
-                self._leased[number] = row
-            else:
-                self._idle[row.nbytes].append(row)
-                self._changes += 1
-            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-
+    def _enter(self, row: _Row, streams: Streams) -> _Row:
+        """Enter a new block, leased or, where nobody waits for it, idle."""
         try:
-            self._alone(step)
+            self._alone(self._entered, row, streams)
         except BaseException:
             # What ended meanwhile could not be settled. The block is there all the same: the next step finds it idle.
             self._rows.setdefault(row.key, row)
-            self._growing.pop(row.key, None)
-            if number is not None:
-                self._allocating.pop(number, None)
             raise
         return row
 
+    def _entered(self, row: _Row, streams: Streams) -> None:
+        self._rows[row.key] = row
+        self._places[row.address] = row
+        if self._grown(row.key):
+            row.lease, row.streams = row.key, streams
+            self._leased[row.key] = row
+        else:
+            self._idle[row.nbytes].append(row)
+            self._changes += 1
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
     def _allocated(self, size: int) -> DeviceBlock:
+        with suppress(*self._failures):
+            return self._backend.alloc_device(size)
+        # Idle blocks of other sizes may be all that stands in the way.
+        self._trim()
         try:
             return self._backend.alloc_device(size)
-        except self._failures:
-            # Idle blocks of other sizes may be all that stands in the way.
-            self._trim()
-            return self._backend.alloc_device(size)
+        except self._failures as error:
+            raise AllocationError(
+                f"the device has no {in_words(size)} left ({in_words(self.nbytes - size)} are taken by puts): {error}. Drop "
+                "arrays, use smaller batches, or free memory that other libraries hold"
+            ) from error
 
     def _add_spares(self, size: int) -> None:
         """Take as many spares as blocks wait for their readers, but only a few: each one costs more than a small put does."""
@@ -604,26 +559,23 @@ class DevicePool(Table):
             self._late[size] = attempts + 1
             # The put has its block, so it does not matter to it what happens to the spare.
             with suppress(Exception):
-                uninterrupted(lambda: self._add_spare(size))
+                uninterrupted(self._add_spare, size)
 
     def _add_spare(self, size: int) -> bool:
         """Allocate a block that nobody needs yet, if the limit has room. On a thread that no interrupt comes to."""
         # Whoever finds no room because of it waits until it is there.
         with self._at_work:
-            number = self._count()
             # Counted and taken back on this thread: no lease has this number, so no lease's end would settle it.
+            number = self._count()
             if not self._alone(self._reserve_spare, size, number):
                 return False
-            try:
-                self._enter(_Row(number, self._backend.alloc_device(size)), None, {})
-            finally:
-                self._growing.pop(number, None)
-                self._changes += 1
+            with self._grows(number):
+                self._enter(_Row(number, self._backend.alloc_device(size)), {})
             return True
 
     def _reserve_spare(self, size: int, number: int) -> bool:
         # Whoever wanted it may have been interrupted since, and have closed the stager.
-        return not self._closed and self._reserve(size, number)
+        return not self._closed and self._reserve(size, number, wanted=False)
 
     def _full(self, size: int) -> AllocationError:
         if is_copy_thread():

@@ -16,13 +16,12 @@ anew after a call that did not come to its end.
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -36,8 +35,8 @@ from xferlib.memory.blocks import HostBlock, PoolRequest, Reclaimer, Usage, When
 from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, start_locker
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
-from xferlib.memory.table import Table
-from xferlib.reaper import AtWork, collects, uninterrupted, watch
+from xferlib.memory.table import LOOK_SECONDS, Growth, Table
+from xferlib.reaper import collects, uninterrupted, watch
 from xferlib.tickets import ticket
 from xferlib.tree import Alike
 from xferlib.words import in_words
@@ -51,8 +50,6 @@ PAGE = 4096
 SHARED_SEGMENT = 2 << 20
 """Bytes. Small requests share segments of this size: a page-lock costs milliseconds and whole pages."""
 SMALL = 1 << 20
-LOOK_SECONDS = 0.0005
-"""How often a waiting thread looks whether another one is done with memory that it gets or gives back."""
 STAGING_SHARE = 64 << 20
 """Bytes, or half of the limit where that is less. Arrays leave so much to staging where they give way to it."""
 UNLOCKED_FROM = 8 << 20
@@ -147,22 +144,14 @@ class PinnedPool(Table):
         self._unlocked = unlocked
         self._free = free
         self._reclaimer = reclaimer
-        self._count = itertools.count().__next__
-        self._changes = 0
-        """How often there was more room than before. A request that found none looks again if this has changed meanwhile."""
         self._segments: dict[int, _Segment] = {}
         """By a number, not by address: an address may be another segment's as soon as the driver has freed it."""
         self._rows: dict[int, _Row] = {}
-        self._growing: dict[int, int] = {}
-        """Bytes that are about to be page-locked, by the number of the request."""
-        self._allocating: dict[int, bool] = {}
-        """For those whose page-locking has begun: False if the request was given up meanwhile."""
         self._reserved: dict[int, int] = {}
         """Bytes that are locked beside the pool, by their address."""
         self._reserved_asked = 0
         self._freeing = threading.RLock()
         """Held while the driver unlocks, by threads that no interrupt comes to."""
-        self._at_work = AtWork()
         # Derived from segments and rows.
         self._large, self._small, self._write_combined, self._pageable = Ranges(), Ranges(), Ranges(), Ranges()
         """Free ranges of segments that are locked; the last, of segments that are not locked yet."""
@@ -178,7 +167,7 @@ class PinnedPool(Table):
     def nbytes(self) -> int:
         """Bytes that are page-locked, or about to be."""
         segments = sum([segment.nbytes for segment in list(self._segments.values())])
-        return segments + sum([*self._growing.values(), *self._reserved.values()])
+        return segments + self._growing_nbytes + sum(list(self._reserved.values()))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, write_combined: bool = False) -> Array:
         """Return an array in pinned memory, contents undefined; see `WhenFull`. Raises `AllocationError`, saying what to do."""
@@ -221,7 +210,7 @@ class PinnedPool(Table):
         if counted:
             time.sleep(GIVE_WAY_SECONDS)
             # If this call is interrupted, all rows go back with their tickets.
-            rows = uninterrupted(lambda: self._grown_unlocked(lacking))
+            rows = uninterrupted(self._map_unlocked, lacking)
             time.sleep(GIVE_WAY_SECONDS)
             for result, row in zip(lacking, rows, strict=False):
                 found[result.place] = _array(row, result.ticket, *wanted[result.place])
@@ -279,11 +268,7 @@ class PinnedPool(Table):
                 # Memory that is only kept for later is given back before any wait.
                 self._reclaimer.yield_idle()
                 yielded = True
-            elif waits and self._wait():
-                pass
-            elif self._at_work.is_more_to_come():
-                time.sleep(LOOK_SECONDS)
-            elif changes != self._changes or self._returns:
+            elif (waits and self._wait()) or self._is_more_to_come(changes):
                 pass
             elif collected or (request.for_array and self.when_full == "stage"):
                 raise self._full(request.asked, waits=waits)
@@ -304,9 +289,7 @@ class PinnedPool(Table):
                     return
                 if self._freeable():
                     uninterrupted(self._release)
-                elif self._at_work.is_more_to_come():
-                    time.sleep(LOOK_SECONDS)
-                elif changes == self._changes:
+                elif not self._is_more_to_come(changes):
                     break
             if make_room is not None:
                 make_room()
@@ -404,13 +387,8 @@ class PinnedPool(Table):
         reserved = sum(list(self._reserved.values()))
         # Looked at once, or what goes meanwhile would be taken off twice.
         segments = sum([segment.nbytes for segment in list(self._segments.values()) if not segment.refused])
-        pinned = segments + sum([*self._growing.values(), *self._reserved.values()])
+        pinned = segments + self._growing_nbytes + reserved
         return Usage(pinned, self.peak_nbytes, self.used_nbytes, self._asked + reserved, self._asked_peak)
-
-    def trim(self) -> None:
-        """Unpin every segment that is wholly idle. May wait for kernels."""
-        if not self.entered:
-            uninterrupted(self._trim)
 
     def close(self) -> None:
         """Unpin what is idle now; what arrays still hold is unpinned when the last of them is gone. No interrupt comes here."""
@@ -477,10 +455,8 @@ class PinnedPool(Table):
                 if row.for_array:
                     self._arrays -= row.size
                 row.ranges.give_back(row.address, row.size)
-            elif number in self._allocating:
-                self._allocating[number] = False
             else:
-                self._growing.pop(number, None)
+                self._give_up(number)
             # Only now: a number that an interrupt leaves in the middle comes again.
             pending.popleft()
             self._changes += 1
@@ -512,7 +488,7 @@ class PinnedPool(Table):
         for nbytes in (SHARED_SEGMENT, exact) if ranges is self._small else (exact,):
             excess = self.nbytes + nbytes - self.limit
             if excess <= 0:
-                self._growing[number] = nbytes
+                self._growing[number] = Growth(nbytes)
                 return None, (ranges, nbytes)
             if may_evict and self._evict(excess):
                 break
@@ -553,25 +529,18 @@ class PinnedPool(Table):
         if total < UNLOCKED_FROM or not room or self._closed:
             return False
         for result, size in zip(lacking, sizes, strict=True):
-            self._growing[result.number] = size
+            self._growing[result.number] = Growth(size)
         return True
 
-    def _grown_unlocked(self, lacking: list[_Result]) -> list[_Row]:
+    def _map_unlocked(self, lacking: list[_Result]) -> list[_Row]:
         """Map the segments that were counted, and enter the rows; none where the system refuses. No interrupt comes here."""
         assert self._unlocked is not None
         _mapping[id(self)] = self
-        with self._at_work:
-            sizes = [self._growing.get(result.number, 0) for result in lacking]
-            # If a caller was interrupted before, nobody will look at what is returned.
-            begun = all(sizes) and self._alone(self._begin_all, [result.number for result in lacking])
-            starts: list[int] = []
-            with suppress(AllocationError):
-                starts = self._unlocked.map(sizes) if begun else []
-            if not starts:
-                for result in lacking:
-                    self._allocating.pop(result.number, None)
-                    self._growing.pop(result.number, None)
-                self._changes += 1
+        with self._grows(*[result.number for result in lacking]):
+            sizes = [self._growing[result.number].nbytes for result in lacking]
+            try:
+                starts = self._unlocked.map(sizes)
+            except AllocationError:
                 return []
             rows = self._alone(self._all_entered, lacking, starts, sizes)
         lock_later(self)
@@ -612,34 +581,14 @@ class PinnedPool(Table):
 
     def _grow(self, request: PoolRequest, number: int, ranges: Ranges, nbytes: int) -> _Row:
         # Outside the lock: page-locking takes milliseconds, and other threads may find idle memory meanwhile.
-        return uninterrupted(lambda: self._grown(request, number, ranges, nbytes))
+        return uninterrupted(self._lock_new, request, number, ranges, nbytes)
 
-    def _grown(self, request: PoolRequest, number: int, ranges: Ranges, nbytes: int) -> _Row:
+    def _lock_new(self, request: PoolRequest, number: int, ranges: Ranges, nbytes: int) -> _Row:
         """Page-lock a segment that was counted, and enter the row at its start. On a thread that no interrupt comes to."""
-        with self._at_work:
-            if not self._alone(self._begin, number):
-                # The caller was interrupted before: nobody will look at what is returned.
-                raise AllocationError("nobody waits for this memory any more")
-            try:
-                allocate = self._allocate_write_combined if ranges is self._write_combined else self._allocate
-                assert allocate is not None
-                start = allocate(nbytes)
-            except BaseException:
-                self._allocating.pop(number, None)
-                self._growing.pop(number, None)
-                self._changes += 1
-                raise
-            return self._alone(self._entered, _Segment(number, start, nbytes, ranges), request, number)
-
-    def _begin_all(self, numbers: Sequence[int]) -> bool:
-        return all(self._begin(number) for number in numbers)
-
-    def _begin(self, number: int) -> bool:
-        """Begin to page-lock what was counted; False: the request was given up."""
-        if number not in self._growing:
-            return False
-        self._allocating[number] = True
-        return True
+        allocate = self._allocate_write_combined if ranges is self._write_combined else self._allocate
+        assert allocate is not None
+        with self._grows(number):
+            return self._alone(self._entered, _Segment(number, allocate(nbytes), nbytes, ranges), request, number)
 
     def _all_entered(self, lacking: Sequence[_Result], starts: Sequence[int], sizes: Sequence[int]) -> list[_Row]:
         """Enter the segments of results, which are not locked yet, and the rows."""
@@ -659,12 +608,12 @@ class PinnedPool(Table):
 
     def _entered_one(self, segment: _Segment, request: PoolRequest, number: int) -> _Row:
         self._segments[segment.number] = segment
-        self._growing.pop(number, None)
+        wanted = self._grown(number)
         # Only now: a segment that was refused never counts.
         self.misses += 1
         segment.ranges.add_segment(segment.start, segment.nbytes)
         self._changes += 1
-        if not self._allocating.pop(number, False):
+        if not wanted:
             return _Row(segment.start, 0, 0, False, segment.ranges)
         # Out of the new segment, not the best fit: another thread may have asked meanwhile.
         segment.ranges.take_at(segment.start, request.size)

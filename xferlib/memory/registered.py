@@ -127,7 +127,7 @@ class Pins:
                 raise ValueError("this memory is pinned already. Keep the first pin open for as long as any part is needed")
             self._rows[number] = row
             self._sort()
-        uninterrupted(lambda: self._locked(number, row))
+        uninterrupted(self._locked, number, row)
         return Pin(self, array, number, ticket)
 
     def _locked(self, number: int, row: _Row) -> None:
@@ -173,7 +173,7 @@ class Pins:
             return
         self._ledger.wait_all()
         verify_done()
-        uninterrupted(lambda: self._unlocked(number))
+        uninterrupted(self._unlocked, number)
 
     def _unlocked(self, number: int) -> None:
         """Unlock a range that nothing uses. On a thread that no interrupt comes to."""

@@ -1,25 +1,47 @@
-"""What tables of memory have in common: who may come in, and what happens to a step that is cut short.
+"""What tables of memory have in common: who may come in, what happens to a step that is cut short, and how a table grows.
 
 A table owns memory, and tickets name its rows. Its steps come one at a time. Each first settles what was posted since: the rows
 that nobody holds any more. If the garbage collector runs a finalizer in the middle of a step, on the same thread, the finalizer is
 refused: the rows are not in order then. An interrupt, or an error, may cut a step short: whatever is derived from the rows is
 derived anew by the next one.
+
+A table grows outside of its steps, since drivers take milliseconds. One step counts the memory, so that the limit holds. Then a
+thread that no interrupt comes to asks the driver, and enters the row in another step. Until then the request may be given up.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NoReturn, TypeVar, TypeVarTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError
+from xferlib.reaper import AtWork, uninterrupted
 from xferlib.tickets import Returns
 
-__all__ = ["Table"]
+__all__ = ["LOOK_SECONDS", "Growth", "Table"]
+
+LOOK_SECONDS = 0.0005
+"""How often a waiting thread looks whether another one is done with memory that it takes or gives back."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
+
+
+@final
+class Growth:
+    """Memory that is counted, and has no row yet. `begun`: the driver is being asked for it. `wanted`: somebody waits for it."""
+
+    __slots__ = ("begun", "nbytes", "wanted")
+
+    def __init__(self, nbytes: int, *, wanted: bool = True) -> None:
+        self.nbytes = nbytes
+        self.wanted = wanted
+        self.begun = False
 
 
 class Table(ABC):
@@ -32,6 +54,12 @@ class Table(ABC):
         self._sweep = sweep
         self._torn = self._closed = False
         """Torn: a step was begun, and has not come to its end."""
+        self._count = itertools.count().__next__
+        self._changes = 0
+        """How often there was more room than before. A request that found none looks again if this has changed meanwhile."""
+        self._growing: dict[int, Growth] = {}
+        """By the number of the row to come."""
+        self._at_work = AtWork()
         self._renew()
 
     def _renew(self) -> None:
@@ -69,6 +97,68 @@ class Table(ABC):
 
     def _refuse(self) -> NoReturn:
         raise AllocationError(f"{self._memory} asked by a finalizer that ran inside another request. Ask from ordinary code")
+
+    def trim(self) -> None:
+        """Give all memory back to the driver that nobody holds. May wait for kernels."""
+        if not self.entered:
+            uninterrupted(self._trim)
+
+    @property
+    def _growing_nbytes(self) -> int:
+        return sum([growth.nbytes for growth in list(self._growing.values())])
+
+    @contextmanager
+    def _grows(self, *numbers: int) -> Iterator[None]:
+        """Ask the driver, inside of this, for memory that was counted, and enter it. On a thread that no interrupt comes to.
+
+        What is not entered at the end counts no more. Raises `AllocationError` if the request was given up meanwhile.
+        """
+        with self._at_work:
+            try:
+                if not self._alone(self._begin, numbers):
+                    # The caller was interrupted: nobody will look at what is raised, either.
+                    raise AllocationError("nobody waits for this memory any more")
+                yield
+            finally:
+                for number in numbers:
+                    self._growing.pop(number, None)
+                self._changes += 1
+
+    def _begin(self, numbers: tuple[int, ...]) -> bool:
+        if not all(number in self._growing for number in numbers):
+            return False
+        for number in numbers:
+            self._growing[number].begun = True
+        return True
+
+    def _give_up(self, number: int) -> None:
+        """Note, in a step, that nobody waits for some memory any more. If the driver is being asked for it, it will be entered."""
+        growth = self._growing.get(number)
+        if growth is None:
+            return
+        if growth.begun:
+            growth.wanted = False
+        else:
+            del self._growing[number]
+
+    def _grown(self, number: int) -> bool:
+        """Count the growth no more, in the step that enters its memory; tell whether anybody still waits for it."""
+        growth = self._growing.pop(number, None)
+        return growth is not None and growth.wanted
+
+    def _is_more_to_come(self, changes: int) -> bool:
+        """Tell, after a look that found no room, whether another one may find some. `changes`: how many there were before it.
+
+        Sleeps for a moment where another thread takes memory or gives it back.
+        """
+        if self._at_work.is_more_to_come():
+            time.sleep(LOOK_SECONDS)
+            return True
+        return changes != self._changes or bool(self._returns)
+
+    @abstractmethod
+    def _trim(self) -> None:
+        """See `trim`. On a thread that no interrupt comes to."""
 
     @abstractmethod
     def _mend(self) -> None:

@@ -10,7 +10,7 @@ TABLE = "xferlib/memory/table.py"
 MUTANTS = [
     (
         DEVICE,
-        "return sum([row.nbytes for row in list(self._rows.values())]) + sum(list(self._growing.values()))",
+        "return sum([row.nbytes for row in list(self._rows.values())]) + self._growing_nbytes",
         "return sum([row.nbytes for row in list(self._rows.values())])",
     ),
     (DEVICE, "            if self.settle():\n                watch(self)\n", "            self.settle()\n"),
@@ -28,7 +28,14 @@ MUTANTS = [
     ),
     (DEVICE, "                if self._places.get(row.address) is row:\n                    del self._places[row.address]\n", ""),
     (DEVICE, "            if row is not None and row.lease == number:", "            if row is not None:"),
-    (DEVICE, "                self._allocating[number] = False\n", "                pass\n"),
+    (TABLE, "            growth.wanted = False\n", "            pass\n"),
+    (TABLE, "        if growth.begun:\n            growth.wanted = False\n        else:\n    ", ""),
+    (TABLE, "return growth is not None and growth.wanted", "return growth is not None"),
+    (
+        TABLE,
+        "                if not self._alone(self._begin, numbers):",
+        "                if not self._alone(self._begin, numbers) and False:",
+    ),
     (DEVICE, "        if row.fence is None and (streams or not doomed):", "        if row.fence is None:"),
     (DEVICE, "                elif reached:\n", "                elif True:\n"),
     (DEVICE, "            if reached and not self._lost(row.block):", "            if reached:"),
@@ -57,7 +64,7 @@ MUTANTS = [
         "        # Copies that are done may hold the last reference to an array, and so to its block.\n        self._reclaimer.reap()\n",
         "",
     ),
-    (DEVICE, "elif changes != self._changes or self._returns:", "elif changes != self._changes:"),
+    (TABLE, "return changes != self._changes or bool(self._returns)", "return changes != self._changes"),
     (
         DEVICE,
         "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:",
@@ -105,15 +112,17 @@ MUTANTS = [
     ),
     (DEVICE, "        if excess > 0:\n            return False\n", ""),
     (DEVICE, "                if row.fence is not None:\n                    row.fence.synchronize()\n", "                pass\n"),
-    (
-        DEVICE,
-        "                self._growing.pop(number, None)\n                self._changes += 1\n                if not",
-        "                if not",
-    ),
-    (DEVICE, "            # Idle blocks of other sizes may be all that stands in the way.\n            self._trim()\n", ""),
+    (TABLE, "                for number in numbers:\n                    self._growing.pop(number, None)\n", ""),
+    (TABLE, "                self._changes += 1\n", ""),
+    (DEVICE, "        # Idle blocks of other sizes may be all that stands in the way.\n        self._trim()\n", ""),
+    (DEVICE, "self.nbytes - size", "self.nbytes"),
     (DEVICE, "    power = nbytes.bit_length() - 4", "    power = nbytes.bit_length() - 3"),
     (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
-    (REAPER, "    if _over or get_ident() != _main or collects():\n        return call()\n", "    return call()\n"),
+    (
+        REAPER,
+        "    if _over or get_ident() != _main or collects():\n        return call(*arguments)\n",
+        "    return call(*arguments)\n",
+    ),
     (DEVICE, "min(behind, SPARES, SPARE_NBYTES // size)", "min(SPARES, SPARE_NBYTES // size)"),
     (DEVICE, "min(behind, SPARES, SPARE_NBYTES // size)", "min(behind, SPARES)"),
     (
@@ -137,10 +146,14 @@ MUTANTS = [
     ),
     (
         DEVICE,
-        "            with suppress(Exception):\n                uninterrupted(lambda: self._add_spare(size))",
+        "            with suppress(Exception):\n                uninterrupted(self._add_spare, size)",
         "            with suppress(Exception):\n                self._add_spare(size)",
     ),
-    (DEVICE, "        return not self._closed and self._reserve(size, number)", "        return self._reserve(size, number)"),
+    (
+        DEVICE,
+        "return not self._closed and self._reserve(size, number, wanted=False)",
+        "return self._reserve(size, number, wanted=False)",
+    ),
     (DEVICE, "        self._late.clear()\n", ""),
     (
         DEVICE,
