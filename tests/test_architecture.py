@@ -35,6 +35,7 @@ FLOORS = [
     {"xferlib.cuda", "xferlib.cuda.driver", "xferlib.cuda.refusals", "xferlib.cuda.streams"},
     {"xferlib.cuda.context", "xferlib.cuda.events"},
     {"xferlib.debug", "xferlib.typed"} | {f"xferlib.memory.{name}" for name in ("blocks", "numa", "proc_maps", "table")},
+    {"xferlib.memory.segments"},
     {"xferlib.memory.locker", "xferlib.memory.pages"},
     {"xferlib.checks", "xferlib.memory.device_pool", "xferlib.memory.pinned_pool", "xferlib.stats"},
     {"xferlib.memory.host"},

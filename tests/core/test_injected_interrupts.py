@@ -30,6 +30,7 @@ KIB, MIB = 1 << 10, 1 << 20
 TABLES = (
     "xferlib/memory/device_pool.py",
     "memory/pinned_pool.py",
+    "memory/segments.py",
     "memory/ranges.py",
     "memory/blocks.py",
     "memory/table.py",
@@ -227,9 +228,9 @@ class Pool:
         assert not pool._growing
         reserved = sum(pool._reserved.values())
         assert pool.nbytes - reserved == sum(driver.live.values())
-        assert pool.used_nbytes == pool._arrays == 100 * KIB
-        assert pool._asked == 100 * KIB
-        assert len(pool._rows) == 1
+        assert pool.used_nbytes == pool._segments.arrays_nbytes == 100 * KIB
+        assert pool._segments.asked_nbytes == 100 * KIB
+        assert len(pool._segments.rows) == 1
         # Who reserves takes it back himself.
         for address in list(pool._reserved):
             pool.unreserve(address)

@@ -460,7 +460,7 @@ def test_what_arrays_have_is_counted_anew_after_an_interrupt() -> None:
     pool = Driver().pool(8 * MIB, "stage")
     array = pool.empty((4 * MIB,), U8)
     assert pool.has_arrays
-    pool._rows, interrupts = Cut(pool._rows), [KeyboardInterrupt()]
+    pool._segments.rows, interrupts = Cut(pool._segments.rows), [KeyboardInterrupt()]
     del array
     with pytest.raises(KeyboardInterrupt):
         pool.usage()
@@ -479,7 +479,7 @@ def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) ->
     asked: list[None] = []
     refused: list[str] = []
 
-    def reindex(done: Callable[[], None] = pool._reindex) -> None:
+    def reindex(done: Callable[[], None] = pool._segments._reindex) -> None:
         done()
         ask()
 
@@ -495,7 +495,7 @@ def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) ->
             refused.append(str(error))
 
     if where in ("trim", "grow"):
-        pool._reindex = reindex  # type: ignore[method-assign]  # stands in for the collector
+        pool._segments._reindex = reindex  # type: ignore[method-assign]  # stands in for the collector
     else:
         pool._take_back = take_back  # type: ignore[method-assign]  # stands in for the collector
     calls: dict[str, Callable[[], object]] = {
@@ -507,7 +507,7 @@ def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) ->
     calls[where]()
     assert len(refused) == len(asked) > 0
     assert all("finalizer" in error for error in refused)
-    vars(pool).pop("_reindex" if where in ("trim", "grow") else "_take_back")
+    vars(pool._segments if where in ("trim", "grow") else pool).pop("_reindex" if where in ("trim", "grow") else "_take_back")
     assert pool.usage()[:3] == (sum(driver.live.values()), driver.peak, kept.nbytes)
     assert pool.take(4 * MIB).nbytes == 4 * MIB
 

@@ -31,15 +31,16 @@ from xferlib.latch import note_copy_thread
 from xferlib.memory import locker, pages, pinned_pool
 from xferlib.memory.locker import lock_later
 from xferlib.memory.pages import HostPages, Unlocked
-from xferlib.memory.pinned_pool import SMALL, UNLOCKED_FROM, PinnedPool, _Segment
+from xferlib.memory.pinned_pool import SMALL, UNLOCKED_FROM, PinnedPool
 from xferlib.memory.proc_maps import mappings
+from xferlib.memory.segments import Segment, Segments
 
 MIB = 1 << 20
 LEAF = 3 * MIB
 COUNT = 4
 ALONE = UNLOCKED_FROM + 4096
 ROOM = 256 * MIB
-TABLES = ("memory/pinned_pool.py", "memory/ranges.py", "memory/blocks.py", "tickets.py")
+TABLES = ("memory/pinned_pool.py", "memory/segments.py", "memory/table.py", "memory/ranges.py", "memory/blocks.py", "tickets.py")
 Tree = list[Any]
 
 
@@ -630,19 +631,19 @@ def test_a_thread_that_did_not_start_is_started_by_the_next_stager(monkeypatch: 
 def test_a_segment_that_is_freed_meanwhile_does_not_disturb_whoever_looks_for_one_to_lock(
     backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segments = stager._pool._segments
+    segments = stager._pool._segments.by_number
     stager.empty_pinned(SMALL, np.uint8)
     number = next(iter(segments))
-    lost: list[_Segment] = []
-    awaited: Any = _Segment.awaited
+    lost: list[Segment] = []
+    awaited: Any = Segment.awaited
 
-    def look(self: _Segment) -> bool:
+    def look(self: Segment) -> bool:
         if threading.current_thread().name == "xferlib-locker":
             # As who frees one does, without the lock.
             lost.extend(segments.pop(number) for _ in range(1 - len(lost)))
         return bool(awaited.fget(self))
 
-    monkeypatch.setattr(_Segment, "awaited", property(look))
+    monkeypatch.setattr(Segment, "awaited", property(look))
     found = stager.get(device_tree(stager, values(1))).result()
     backend.gate.set()
     on_thread(stager.idle).result(WATCHDOG)
@@ -677,14 +678,14 @@ def test_a_stager_that_is_opened_as_the_interpreter_ends_has_nothing_locked_behi
 def test_who_finds_no_room_but_what_is_claimed_sees_that_somebody_is_at_it(
     backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim = PinnedPool._claim
+    claim = Segments.claim
     looks: list[bool] = []
 
-    def look(self: PinnedPool) -> Any:
-        looks.append(bool(self._at_work))
+    def look(self: Segments) -> Any:
+        looks.append(bool(stager._pool._at_work))
         return claim(self)
 
-    monkeypatch.setattr(PinnedPool, "_claim", look)
+    monkeypatch.setattr(Segments, "claim", look)
     backend.gate.set()
     found = stager.get(device_tree(stager, values(1))).result()
     stager.idle()
@@ -753,7 +754,7 @@ def test_where_staging_has_no_room_beside_it_idle_memory_that_is_not_locked_is_l
         stager._staging.release()
         until(lambda: stager.stats().pinned_used_nbytes == 0)
         backend.locks_by_name = True
-        kept = [stager.empty_pinned(nbytes, np.uint8) for _, nbytes in pool._large.whole()]
+        kept = [stager.empty_pinned(nbytes, np.uint8) for _, nbytes in pool._segments.large.whole()]
         while pool.nbytes < pool.limit:
             kept.append(stager.empty_pinned(min(2 * MIB, pool.limit - pool.nbytes), np.uint8))
         got = on_thread(lambda: stager.get(device).result())
@@ -772,7 +773,11 @@ def room_taken(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, then: Ca
 
     def late(*arguments: Any, **options: Any) -> Any:
         staging.release()
-        taken.extend(stager.empty_pinned(nbytes, np.uint8) for ranges in (pool._large, pool._small) for _, nbytes in ranges.whole())
+        taken.extend(
+            stager.empty_pinned(nbytes, np.uint8)
+            for ranges in (pool._segments.large, pool._segments.small)
+            for _, nbytes in ranges.whole()
+        )
         while pool.nbytes < pool.limit:
             taken.append(stager.empty_pinned(min(2 * MIB, pool.limit - pool.nbytes), np.uint8))
         then()
@@ -893,7 +898,7 @@ def test_an_interrupt_at_any_point_loses_no_memory_that_is_locked_later() -> Non
         on_thread(pool.idle).result(WATCHDOG)
         pool.trim()
         assert not pool._growing
-        assert len(pool._rows) == len(pool._segments) == 1
+        assert len(pool._segments.rows) == len(pool._segments.by_number) == 1
         assert list(driver.live.values()) == [LEAF]
         assert pool.nbytes == pool.used_nbytes == LEAF
         pool.close()
@@ -1005,8 +1010,8 @@ def test_what_is_about_to_be_given_back_is_not_locked_first(monkeypatch: pytest.
     pool = later(driver, limit=ROOM)
     pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)
     assert len(driver.live) == COUNT
-    assert pool._alone(pool._evict, None)
-    assert pool._alone(pool._claim) is None
+    assert pool._alone(pool._segments.evict, None)
+    assert pool._alone(pool._segments.claim) is None
     # Nobody waits for it, either.
     on_thread(pool.idle).result(WATCHDOG)
     pool.trim()

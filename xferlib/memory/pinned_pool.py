@@ -8,9 +8,8 @@ by `close()`, and to make room under the limit; never by a timer. Nobody waits i
 Whoever asks for pinned memory by name waits for its page-lock. Results of gets come at once: new memory for them is mapped, and
 locked later by a thread for that (`locker`). Until then it is pageable, and counts as pinned.
 
-A `HostBlock` holds a ticket, whose end posts a number; the next request takes the memory back. An interrupt may come anywhere. So
-the tables of segments and rows say what is true, and change in one step. Free ranges and sums are derived from them, and derived
-anew after a call that did not come to its end.
+A `HostBlock` holds a ticket, whose end posts a number; the next request takes the memory back. An interrupt may come anywhere: what
+is true stands in `segments`.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ import gc
 import math
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -35,6 +32,7 @@ from xferlib.memory.blocks import HostBlock, PoolRequest, Reclaimer, Usage, When
 from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, start_locker
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
+from xferlib.memory.segments import Row, Segment, Segments
 from xferlib.memory.table import LOOK_SECONDS, Growth, Table
 from xferlib.reaper import collects, uninterrupted, watch
 from xferlib.tickets import ticket
@@ -60,47 +58,16 @@ GIVE_WAY_SECONDS = 0.0001
 turn only after the switch interval, 5 ms, and behind each of its calls again."""
 
 
-_Growth: TypeAlias = tuple[Ranges, int]
-
-
-@final
-class _Segment:
-    """A range of memory that is page-locked, or will be: `locked` tells. `refused`: the driver would not lock it. `tried_again`: it
-    was asked once more, or will be.
-
-    `freeing`: it is about to be unlocked, and nothing is handed out of it. `claimed`: somebody is locking or unlocking it.
-    """
-
-    __slots__ = ("claimed", "freeing", "locked", "nbytes", "number", "ranges", "refused", "start", "tried_again")
-
-    def __init__(self, number: int, start: int, nbytes: int, ranges: Ranges, *, locked: bool = True) -> None:
-        self.number = number
-        self.start = start
-        self.nbytes = nbytes
-        self.ranges = ranges
-        self.locked = locked
-        self.freeing = self.claimed = self.refused = self.tried_again = False
-
-    @property
-    def awaited(self) -> bool:
-        """Whether somebody will lock it, or is at it."""
-        return not (self.locked or self.refused or self.freeing)
-
-
-@final
-class _Row(NamedTuple):
-    """What is handed out."""
-
-    address: int
-    size: int
-    asked: int
-    for_array: bool
-    ranges: Ranges
-    """The ranges of its segment."""
-
-
 _NEW = tuple.__new__
 """Takes a third of the time of a named tuple's constructor."""
+
+
+@final
+class _Fresh(NamedTuple):
+    """A segment that is counted and not there yet."""
+
+    ranges: Ranges
+    nbytes: int
 
 
 @final
@@ -144,20 +111,14 @@ class PinnedPool(Table):
         self._unlocked = unlocked
         self._free = free
         self._reclaimer = reclaimer
-        self._segments: dict[int, _Segment] = {}
-        """By a number, not by address: an address may be another segment's as soon as the driver has freed it."""
-        self._rows: dict[int, _Row] = {}
+        self._segments = Segments()
+        self.contains = self._segments.contains
+        """Tells whether a range, given as address and bytes, lies inside one segment that is locked. Takes no lock."""
         self._reserved: dict[int, int] = {}
         """Bytes that are locked beside the pool, by their address."""
         self._reserved_asked = 0
         self._freeing = threading.RLock()
         """Held while the driver unlocks, by threads that no interrupt comes to."""
-        # Derived from segments and rows.
-        self._large, self._small, self._write_combined, self._pageable = Ranges(), Ranges(), Ranges(), Ranges()
-        """Free ranges of segments that are locked; the last, of segments that are not locked yet."""
-        self._index: tuple[list[int], list[int], list[_Segment]] = ([], [], [])
-        """Starts and ends of the segments, in order, and the segments."""
-        self.used_nbytes = self._asked = self._arrays = 0
         self.hits = self.misses = self.waits = self.fallbacks = 0
         self.wait_seconds = 0.0
         self.peak_nbytes = self._asked_peak = 0
@@ -166,8 +127,12 @@ class PinnedPool(Table):
     @property
     def nbytes(self) -> int:
         """Bytes that are page-locked, or about to be."""
-        segments = sum([segment.nbytes for segment in list(self._segments.values())])
-        return segments + self._growing_nbytes + sum(list(self._reserved.values()))
+        return self._segments.nbytes + self._growing_nbytes + sum(list(self._reserved.values()))
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes that are handed out."""
+        return self._segments.used_nbytes
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, write_combined: bool = False) -> Array:
         """Return an array in pinned memory, contents undefined; see `WhenFull`. Raises `AllocationError`, saying what to do."""
@@ -201,7 +166,7 @@ class PinnedPool(Table):
                     request = _NEW(PoolRequest, (round_up(nbytes, ALIGNMENT), nbytes, None, False, True))
                     number = self._count()
                     asked.append(_Result(index, request, number, ticket(self._returns.put, number)))
-            for result, row in zip(asked, self._alone(self._looked_idle, asked) if asked else (), strict=True):
+            for result, row in zip(asked, self._alone(self._reuse_for_results, asked) if asked else (), strict=True):
                 if row is None:
                     lacking.append(result)
                 else:
@@ -228,10 +193,10 @@ class PinnedPool(Table):
         request = PoolRequest(round_up(nbytes, ALIGNMENT), nbytes, taken, False, False)
         number = self._count()
         held = ticket(self._returns.put, number)
-        row, growth = self._alone(self._looked, request, number, True, False)
-        if growth is not None:
-            row = self._grow(request, number, *growth)
-        return None if row is None else HostBlock(row.address, row.size, held)
+        found = self._alone(self._reuse_or_count, request, number, False)
+        if isinstance(found, _Fresh):
+            found = self._grow(request, number, found)
+        return None if found is None else HostBlock(found.address, found.size, held)
 
     def _take(self, nbytes: int, taken: Callable[[], None] | None, *, write_combined: bool, for_array: bool) -> HostBlock:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -244,12 +209,12 @@ class PinnedPool(Table):
         number = self._count()
         # First: whatever happens from here on, the row goes back.
         held = ticket(self._returns.put, number)
-        row, _ = self._alone(self._looked, request, number, False)
+        row = self._alone(self._reuse, request, number)
         if row is None:
-            row = self._found(request, number)
+            row = self._find(request, number)
         return HostBlock(row.address, size, held)
 
-    def _found(self, request: PoolRequest, number: int) -> _Row:
+    def _find(self, request: PoolRequest, number: int) -> Row:
         """Make room, step by step, after a first look has found no idle memory."""
         # Copies that are done may hold the last reference to what is asked for.
         self._reclaimer.reap()
@@ -257,12 +222,12 @@ class PinnedPool(Table):
         yielded = collected = False
         while True:
             changes = self._changes
-            row, growth = self._alone(self._looked, request, number, True)
-            if row is not None:
-                return row
-            if growth is not None:
-                return self._grow(request, number, *growth)
-            if self._freeable():
+            found = self._alone(self._reuse_or_count, request, number, True)
+            if isinstance(found, _Fresh):
+                return self._grow(request, number, found)
+            if found is not None:
+                return found
+            if self._segments.freeable():
                 uninterrupted(self._release)
             elif not yielded:
                 # Memory that is only kept for later is given back before any wait.
@@ -287,7 +252,7 @@ class PinnedPool(Table):
                 changes = self._changes
                 if self._alone(self._try_reserve, address, nbytes):
                     return
-                if self._freeable():
+                if self._segments.freeable():
                     uninterrupted(self._release)
                 elif not self._is_more_to_come(changes):
                     break
@@ -311,39 +276,26 @@ class PinnedPool(Table):
     @property
     def has_arrays(self) -> bool:
         """Whether any array over this pool may be alive."""
-        return self._arrays > 0
-
-    def contains(self, address: int, nbytes: int) -> bool:
-        """Tell whether the range lies inside one segment of this pool. Takes no lock."""
-        starts, ends, _ = self._index
-        index = bisect_right(starts, address) - 1
-        return index >= 0 and address + nbytes <= ends[index]
+        return self._segments.arrays_nbytes > 0
 
     def owns(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside one segment, even one that is not locked. Takes no lock."""
-        return self.contains(address, nbytes) or self._around(address, nbytes) is not None
+        return self.contains(address, nbytes) or self._segments.around(address, nbytes) is not None
 
     def awaits(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside a segment that is pageable now, and pinned soon. Takes no lock."""
-        segment = self._around(address, nbytes)
+        segment = self._segments.around(address, nbytes)
         return segment is not None and segment.awaited
 
     def promises(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside a segment that is pinned, now or soon. Takes no lock."""
-        segment = self._around(address, nbytes)
+        segment = self._segments.around(address, nbytes)
         return segment is not None and not segment.refused
-
-    def _around(self, address: int, nbytes: int) -> _Segment | None:
-        """Return the segment, locked or not, that has the range. A segment that is being locked is found at every moment."""
-        for segment in list(self._segments.values()):
-            if segment.start <= address and address + nbytes <= segment.start + segment.nbytes and not segment.freeing:
-                return segment
-        return None
 
     def idle(self) -> None:
         """Block until all is locked that is to be. Raises `AllocationError` in a finalizer that would wait for ever."""
         told = False
-        while not (self._closed or is_over()) and any(segment.awaited for segment in list(self._segments.values())):
+        while not (self._closed or is_over()) and any(segment.awaited for segment in list(self._segments.by_number.values())):
             if is_locker() or collects() or self.entered:
                 raise AllocationError(
                     "a finalizer would wait until memory is page-locked, perhaps by the call that it runs inside of. "
@@ -363,13 +315,13 @@ class PinnedPool(Table):
             return 0
         # From before it is claimed: whoever finds no room except what is claimed waits for this.
         with self._at_work:
-            segment = self._alone(self._claim)
+            segment = self._alone(self._segments.claim)
             if segment is None:
                 return 0
             assert self._unlocked is not None
             try:
                 self._unlocked.lock(segment.start)
-                self._alone(self._enter_locked, segment)
+                self._alone(self._segments.note_locked, segment)
             except BaseException as error:
                 # Whoever has it now has pageable memory, as good as any.
                 segment.refused = True
@@ -386,9 +338,9 @@ class PinnedPool(Table):
             self._alone(bool)
         reserved = sum(list(self._reserved.values()))
         # Looked at once, or what goes meanwhile would be taken off twice.
-        segments = sum([segment.nbytes for segment in list(self._segments.values()) if not segment.refused])
+        segments = sum([segment.nbytes for segment in list(self._segments.by_number.values()) if not segment.refused])
         pinned = segments + self._growing_nbytes + reserved
-        return Usage(pinned, self.peak_nbytes, self.used_nbytes, self._asked + reserved, self._asked_peak)
+        return Usage(pinned, self.peak_nbytes, self.used_nbytes, self._segments.asked_nbytes + reserved, self._asked_peak)
 
     def close(self) -> None:
         """Unpin what is idle now; what arrays still hold is unpinned when the last of them is gone. No interrupt comes here."""
@@ -398,7 +350,7 @@ class PinnedPool(Table):
             self._trim()
         except BaseException:
             # The caller is told what was refused. It is tried again only where the reaper is needed anyway, for what is still held.
-            if self._rows or self._growing:
+            if self._segments.rows or self._growing:
                 watch(self)
             raise
         if self._is_left:
@@ -412,7 +364,7 @@ class PinnedPool(Table):
             self._trim()
         except Exception:
             # Raised only when nothing else is left: an exception ends the looking.
-            if self._rows or self._growing:
+            if self._segments.rows or self._growing:
                 return True
             raise
         return self._is_left
@@ -420,7 +372,7 @@ class PinnedPool(Table):
     @property
     def _is_left(self) -> bool:
         # Not the rows: whoever asks for figures takes back rows that come back after a look, but unpins nothing.
-        return bool(self._segments or self._growing)
+        return bool(self._segments.by_number or self._growing)
 
     def forget(self) -> None:
         """See `Forgetful`."""
@@ -430,32 +382,13 @@ class PinnedPool(Table):
         self._renew()
 
     def _mend(self) -> None:
-        """Derive anew what follows from the segments and the rows."""
-        rows = sorted(self._rows.copy().values())
-        self.used_nbytes = sum([row.size for row in rows])
-        self._asked = sum([row.asked for row in rows])
-        self._arrays = sum([row.size for row in rows if row.for_array])
-        for ranges in (self._large, self._small, self._write_combined, self._pageable):
-            ranges.clear()
-        for segment in list(self._segments.values()):
-            if not segment.freeing:
-                end = segment.start + segment.nbytes
-                used = [(row.address, row.size) for row in rows if segment.start <= row.address < end]
-                segment.ranges.add_used_segment(segment.start, segment.nbytes, used)
-        self._reindex()
+        self._segments.derive()
 
     def _take_back(self) -> None:
         pending = self._returns.pending()
         while pending:
             number = pending[0]
-            row = self._rows.pop(number, None)
-            if row is not None:
-                self.used_nbytes -= row.size
-                self._asked -= row.asked
-                if row.for_array:
-                    self._arrays -= row.size
-                row.ranges.give_back(row.address, row.size)
-            else:
+            if not self._segments.take_back(number):
                 self._give_up(number)
             # Only now: a number that an interrupt leaves in the middle comes again.
             pending.popleft()
@@ -470,50 +403,64 @@ class PinnedPool(Table):
         self.wait_seconds += time.perf_counter() - start
         return True
 
-    def _looked(
-        self, request: PoolRequest, number: int, may_grow: bool, may_evict: bool = True
-    ) -> tuple[_Row | None, _Growth | None]:
-        """Enter a row in idle memory, or count a new segment and return that. If neither, idle segments may be freeable now."""
-        if request.for_array and self._arrays + request.size > self._arrays_limit:
-            return None, None
-        ranges = self._write_combined if request.write_combined else self._class_of(request.size)
+    def _reuse(self, request: PoolRequest, number: int) -> Row | None:
+        """Enter a row in idle memory."""
+        if request.for_array and not self._fits_arrays(request.size):
+            return None
+        ranges = self._ranges_for(request)
         address = ranges.take(request.size)
-        if address is not None:
-            self.hits += 1
-            return self._handed_out(address, ranges, request, number), None
-        if not may_grow or (self._closed and not may_evict):
+        if address is None:
+            return None
+        self.hits += 1
+        return self._hand_out(address, ranges, request, number)
+
+    def _reuse_or_count(self, request: PoolRequest, number: int, may_evict: bool) -> Row | _Fresh | None:
+        """Enter a row in idle memory, or count a new segment. None: neither; idle segments may be freeable now."""
+        row = self._reuse(request, number)
+        if row is not None:
+            return row
+        if request.for_array and not self._fits_arrays(request.size):
+            return None
+        if self._closed and not may_evict:
             # An interrupted call may have left work running: nobody would take back the chunks that a closed pool gave it.
-            return None, None
-        exact = round_up(request.size, PAGE)
-        for nbytes in (SHARED_SEGMENT, exact) if ranges is self._small else (exact,):
+            return None
+        ranges, exact = self._ranges_for(request), round_up(request.size, PAGE)
+        for nbytes in (SHARED_SEGMENT, exact) if ranges is self._segments.small else (exact,):
             excess = self.nbytes + nbytes - self.limit
             if excess <= 0:
                 self._growing[number] = Growth(nbytes)
-                return None, (ranges, nbytes)
-            if may_evict and self._evict(excess):
+                return _Fresh(ranges, nbytes)
+            if may_evict and self._segments.evict(excess):
                 break
-        return None, None
+        return None
 
-    def _looked_idle(self, asked: Sequence[_Result]) -> list[_Row | None]:
+    def _ranges_for(self, request: PoolRequest) -> Ranges:
+        if request.write_combined:
+            return self._segments.write_combined
+        return self._segments.small if request.size < SMALL and self.limit >= 2 * SHARED_SEGMENT else self._segments.large
+
+    def _fits_arrays(self, nbytes: int) -> bool:
+        return self._segments.arrays_nbytes + nbytes <= self._arrays_limit
+
+    def _reuse_for_results(self, asked: Sequence[_Result]) -> list[Row | None]:
         """Enter rows of results in idle memory, locked or not; if staging has no room beside it, only in locked memory."""
-        kinds = (self._large, self._pageable) if self.nbytes + STAGING_SHARE <= self.limit else (self._large,)
-        return [self._idle_row(result.request, result.number, kinds) for result in asked]
+        large, pageable = self._segments.large, self._segments.pageable
+        kinds = (large, pageable) if self.nbytes + STAGING_SHARE <= self.limit else (large,)
+        return [self._reuse_for_result(result.request, result.number, kinds) for result in asked]
 
-    def _idle_row(self, request: PoolRequest, number: int, kinds: tuple[Ranges, ...]) -> _Row | None:
-        if self._arrays + request.size > self._arrays_limit:
-            return None
-        for ranges in kinds:
+    def _reuse_for_result(self, request: PoolRequest, number: int, kinds: tuple[Ranges, ...]) -> Row | None:
+        for ranges in kinds if self._fits_arrays(request.size) else ():
             address = ranges.take(request.size)
             if address is not None:
                 self.hits += 1
-                if ranges is self._pageable:
+                if ranges is self._segments.pageable:
                     self._try_again(address)
-                return self._handed_out(address, ranges, request, number)
+                return self._hand_out(address, ranges, request, number)
         return None
 
     def _try_again(self, address: int) -> None:
         """If memory is handed out again that the driver refused once, have it locked: it may have been short of memory then."""
-        segment = self._around(address, 1)
+        segment = self._segments.around(address, 1)
         if segment is not None and segment.refused and not segment.tried_again:
             # In this order: an interrupt in between leaves it refused.
             segment.tried_again = True
@@ -524,15 +471,15 @@ class PinnedPool(Table):
         """Count what is to be mapped for these. False: so little that it is locked at once, or the limit has no room."""
         sizes = [round_up(result.request.size, PAGE) for result in lacking]
         total = sum(sizes)
-        arrays = self._arrays + sum([result.request.size for result in lacking])
-        room = self.nbytes + total + STAGING_SHARE <= self.limit and arrays <= self._arrays_limit
+        fits = self._fits_arrays(sum([result.request.size for result in lacking]))
+        room = fits and self.nbytes + total + STAGING_SHARE <= self.limit
         if total < UNLOCKED_FROM or not room or self._closed:
             return False
         for result, size in zip(lacking, sizes, strict=True):
             self._growing[result.number] = Growth(size)
         return True
 
-    def _map_unlocked(self, lacking: list[_Result]) -> list[_Row]:
+    def _map_unlocked(self, lacking: list[_Result]) -> list[Row]:
         """Map the segments that were counted, and enter the rows; none where the system refuses. No interrupt comes here."""
         assert self._unlocked is not None
         _mapping[id(self)] = self
@@ -542,128 +489,70 @@ class PinnedPool(Table):
                 starts = self._unlocked.map(sizes)
             except AllocationError:
                 return []
-            rows = self._alone(self._all_entered, lacking, starts, sizes)
+            pageable = self._segments.pageable
+            fresh = [
+                (Segment(result.number, start, nbytes, pageable, locked=False), result.request)
+                for result, start, nbytes in zip(lacking, starts, sizes, strict=True)
+            ]
+            rows = self._alone(self._enter, fresh)
         lock_later(self)
         return rows
-
-    def _claim(self) -> _Segment | None:
-        """Take a segment to lock: the newest of those that wait, since copies come to the oldest first."""
-        if self._closed:
-            return None
-        # A list: whoever has freed a segment takes it out without the lock.
-        for segment in reversed(list(self._segments.values())):
-            if segment.awaited and not segment.claimed:
-                segment.claimed = True
-                return segment
-        return None
-
-    def _enter_locked(self, segment: _Segment) -> None:
-        """Let everybody find the free parts of a segment: it is locked now."""
-        end = segment.start + segment.nbytes
-        numbers = [number for number, row in self._rows.items() if segment.start <= row.address < end]
-        self._pageable.remove_used_segment(segment.start)
-        segment.ranges, segment.locked = self._large, True
-        for number in numbers:
-            self._rows[number] = self._rows[number]._replace(ranges=self._large)
-        used = sorted((self._rows[number].address, self._rows[number].size) for number in numbers)
-        self._large.add_used_segment(segment.start, segment.nbytes, used)
-        self._reindex()
-        self._changes += 1
 
     def _try_reserve(self, address: int, nbytes: int) -> bool:
         """Reserve, or else have idle segments freed, if they are enough."""
         excess = self.nbytes + nbytes - self.limit
         if excess > 0:
-            self._evict(excess)
+            self._segments.evict(excess)
             return False
         self._reserved[address] = nbytes
         return True
 
-    def _grow(self, request: PoolRequest, number: int, ranges: Ranges, nbytes: int) -> _Row:
+    def _grow(self, request: PoolRequest, number: int, fresh: _Fresh) -> Row:
         # Outside the lock: page-locking takes milliseconds, and other threads may find idle memory meanwhile.
-        return uninterrupted(self._lock_new, request, number, ranges, nbytes)
+        return uninterrupted(self._lock_new, request, number, fresh)
 
-    def _lock_new(self, request: PoolRequest, number: int, ranges: Ranges, nbytes: int) -> _Row:
+    def _lock_new(self, request: PoolRequest, number: int, fresh: _Fresh) -> Row:
         """Page-lock a segment that was counted, and enter the row at its start. On a thread that no interrupt comes to."""
-        allocate = self._allocate_write_combined if ranges is self._write_combined else self._allocate
+        ranges, nbytes = fresh
+        allocate = self._allocate_write_combined if ranges is self._segments.write_combined else self._allocate
         assert allocate is not None
         with self._grows(number):
-            return self._alone(self._entered, _Segment(number, allocate(nbytes), nbytes, ranges), request, number)
+            (row,) = self._alone(self._enter, [(Segment(number, allocate(nbytes), nbytes, ranges), request)])
+            return row
 
-    def _all_entered(self, lacking: Sequence[_Result], starts: Sequence[int], sizes: Sequence[int]) -> list[_Row]:
-        """Enter the segments of results, which are not locked yet, and the rows."""
-        rows = []
-        for result, start, nbytes in zip(lacking, starts, sizes, strict=True):
-            segment = _Segment(result.number, start, nbytes, self._pageable, locked=False)
-            rows.append(self._entered_one(segment, result.request, result.number))
+    def _enter(self, fresh: Sequence[tuple[Segment, PoolRequest]]) -> list[Row]:
+        """Enter new segments, and at the start of each the row, where somebody still waits for it."""
+        rows = [self._enter_one(segment, request) for segment, request in fresh]
         self._note_peaks()
         return rows
 
-    def _entered(self, segment: _Segment, request: PoolRequest, number: int) -> _Row:
-        """Enter a new segment, which is locked, and at its start the row, where somebody still waits for it."""
-        row = self._entered_one(segment, request, number)
-        self._note_peaks()
-        self._reindex()
-        return row
-
-    def _entered_one(self, segment: _Segment, request: PoolRequest, number: int) -> _Row:
-        self._segments[segment.number] = segment
-        wanted = self._grown(number)
+    def _enter_one(self, segment: Segment, request: PoolRequest) -> Row:
+        self._segments.add(segment)
         # Only now: a segment that was refused never counts.
         self.misses += 1
-        segment.ranges.add_segment(segment.start, segment.nbytes)
         self._changes += 1
-        if not wanted:
-            return _Row(segment.start, 0, 0, False, segment.ranges)
+        if not self._grown(segment.number):
+            return Row(segment.start, 0, 0, False, segment.ranges)
         # Out of the new segment, not the best fit: another thread may have asked meanwhile.
         segment.ranges.take_at(segment.start, request.size)
-        return self._handed_out(segment.start, segment.ranges, request, number)
+        return self._hand_out(segment.start, segment.ranges, request, segment.number)
 
-    def _handed_out(self, address: int, ranges: Ranges, request: PoolRequest, number: int) -> _Row:
-        size, asked, taken, _, for_array = request
-        row: _Row = _NEW(_Row, (address, size, asked, for_array, ranges))
-        self._rows[number] = row
-        self.used_nbytes += size
-        self._asked += asked
-        if for_array:
-            self._arrays += size
-        if self._asked + self._reserved_asked > self._asked_peak:
-            self._asked_peak = self._asked + self._reserved_asked
-        if taken is not None:
-            taken()
+    def _hand_out(self, address: int, ranges: Ranges, request: PoolRequest, number: int) -> Row:
+        row = self._segments.hand_out(address, ranges, request, number)
+        if self._segments.asked_nbytes + self._reserved_asked > self._asked_peak:
+            self._asked_peak = self._segments.asked_nbytes + self._reserved_asked
+        if request.taken is not None:
+            request.taken()
         return row
 
     def _note_peaks(self) -> None:
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         self._reserved_asked = sum(list(self._reserved.values()))
-        self._asked_peak = max(self._asked_peak, self._asked + self._reserved_asked)
-
-    def _class_of(self, size: int) -> Ranges:
-        return self._small if size < SMALL and self.limit >= 2 * SHARED_SEGMENT else self._large
-
-    def _evict(self, excess: int | None) -> bool:
-        """Have idle segments freed until so many bytes are gone (None: all). False: all would not be enough, and none is freed."""
-        segments = {segment.start: segment for segment in list(self._segments.values()) if not segment.freeing}
-        kinds = (self._large, self._small, self._write_combined, self._pageable)
-        idle = [(ranges, *whole) for ranges in kinds for whole in ranges.whole() if not segments[whole[0]].claimed]
-        if excess is not None and excess > sum([nbytes for _, _, nbytes in idle]):
-            return False
-        for ranges, start, nbytes in idle:
-            if excess is not None:
-                if excess <= 0:
-                    break
-                excess -= nbytes
-            segments[start].freeing = True
-            ranges.remove_segment(start)
-        self._reindex()
-        return bool(idle)
+        self._asked_peak = max(self._asked_peak, self._segments.asked_nbytes + self._reserved_asked)
 
     def _trim(self) -> None:
-        self._alone(self._evict, None)
+        self._alone(self._segments.evict, None)
         self._release(pauses=self._reclaimer.busy)
-
-    def _freeable(self) -> list[_Segment]:
-        return [segment for segment in list(self._segments.values()) if segment.freeing and not segment.claimed]
 
     def _release(self, *, pauses: bool = False) -> None:
         """Unpin the segments to be freed, each of them whatever the others raise. On a thread without interrupts.
@@ -671,12 +560,12 @@ class PinnedPool(Table):
         `pauses`: others are at work, and get their turn in between.
         """
         with ExitStack() as steps:
-            for segment in self._freeable():
+            for segment in self._segments.freeable():
                 if pauses:
                     steps.callback(pause_after, segment.nbytes)
                 steps.callback(self._unpin, segment)
 
-    def _unpin(self, segment: _Segment) -> None:
+    def _unpin(self, segment: Segment) -> None:
         """Unpin a segment, and only then take it off the account: the limit holds at every moment."""
         with self._at_work, self._freeing:
             if segment.claimed or not segment.freeing:
@@ -695,23 +584,16 @@ class PinnedPool(Table):
                 raise
             self._forget(segment)
 
-    def _forget(self, segment: _Segment) -> None:
-        self._segments.pop(segment.number, None)
+    def _forget(self, segment: Segment) -> None:
+        self._segments.forget(segment)
         self._changes += 1
 
-    def _restore(self, segment: _Segment) -> None:
+    def _restore(self, segment: Segment) -> None:
         segment.freeing = segment.claimed = False
         with self._lock:
             # What is free follows from the segments.
             self._torn = True
         self._changes += 1
-
-    def _reindex(self) -> None:
-        segments = [segment for segment in list(self._segments.values()) if segment.locked and not segment.freeing]
-        segments.sort(key=attrgetter("start"))
-        ends = [segment.start + segment.nbytes for segment in segments]
-        # One assignment: `contains` reads without the lock.
-        self._index = [segment.start for segment in segments], ends, segments
 
     def _in_use(self) -> str:
         reserved = sum(list(self._reserved.values()))
@@ -728,7 +610,7 @@ class PinnedPool(Table):
         )
 
 
-def _array(row: _Row, ticket: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def _array(row: Row, ticket: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return np.ndarray(shape, dtype, buffer=np.asarray(HostBlock(row.address, row.size, ticket)))
 
 

@@ -154,7 +154,7 @@ def unlocks_under_views(patch: pytest.MonkeyPatch) -> None:
 
     def close_at_all_events(pool: PinnedPool) -> None:
         close(pool)
-        for start in list(pool._index[0]):
+        for start in list(pool._segments._index[0]):
             pool._free(start)
         # Not once more when the views are gone.
         pool._free = lambda address: None
@@ -207,6 +207,6 @@ def mixes_its_memory(patch: pytest.MonkeyPatch) -> None:
 
     def set_up_mixed(pool: PinnedPool, **arguments: Any) -> None:
         set_up(pool, **arguments)
-        pool._large = pool._write_combined
+        pool._segments.large = pool._segments.write_combined
 
     patch.setattr(PinnedPool, "__init__", set_up_mixed)

@@ -245,7 +245,7 @@ class PinsInWordsOnly(BrokenBackend):
 @broken_core("test_law09_pinned_memory_is_moved_without_staging", hooks=LockingHost)
 def stages_everything(patch: pytest.MonkeyPatch) -> None:
     """The core takes all memory for pageable."""
-    patch.setattr("xferlib.memory.pinned_pool.PinnedPool.contains", lambda pool, address, nbytes: False)
+    patch.setattr("xferlib.memory.segments.Segments.contains", lambda segments, address, nbytes: False)
     patch.setattr(LockingBackend, "is_pinned", lambda backend, address, nbytes: False)
 
 

@@ -162,7 +162,7 @@ MUTANTS = (
         "memory of a closed stager is unlocked under its arrays",
         "xferlib/memory/pinned_pool.py",
         "        try:\n            self._trim()\n        except BaseException:\n            # The caller is told",
-        "        self._rows.clear()\n        self._torn = True\n"
+        "        self._segments.rows.clear()\n        self._torn = True\n"
         "        try:\n            self._trim()\n        except BaseException:\n            # The caller is told",
     ),
     Mutant(

@@ -103,6 +103,7 @@ AREAS = {
             ),
             "/limits.py": memory("limits", "pages"),
             "/ranges.py": (*memory("ranges", "pinned_pool_results"), *POOL),
+            "/segments.py": (*memory("segments"), *POOL, *memory("pinned_pool_results"), *core("stager_lifetime")),
             "/pages.py": memory("pages", "registered", "pinned_pool_results"),
             "/numa.py": memory("pages"),
             "/proc_maps.py": memory("pages", "registered"),

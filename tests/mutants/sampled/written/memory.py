@@ -8,7 +8,7 @@ POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, PROC_MAPS, NUMA = (
     f"xferlib/memory/{name}.py"
     for name in ("pinned_pool", "host", "arrays", "blocks", "ranges", "limits", "pages", "proc_maps", "numa")
 )
-REGISTERED = "xferlib/memory/registered.py"
+REGISTERED, SEGMENTS = "xferlib/memory/registered.py", "xferlib/memory/segments.py"
 
 MUTANTS = [
     (POOL, "if size > self.limit // PAGE * PAGE:", "if size > self.limit:"),
@@ -20,19 +20,19 @@ MUTANTS = [
     ),
     (
         POOL,
-        "        if request.for_array and self._arrays + request.size > self._arrays_limit:",
-        "        if request.for_array and self._arrays + request.size >= self._arrays_limit:",
+        "self._segments.arrays_nbytes + nbytes <= self._arrays_limit",
+        "self._segments.arrays_nbytes + nbytes < self._arrays_limit",
     ),
     (POOL, "limit - min(STAGING_SHARE, limit // 2) if", "limit - STAGING_SHARE if"),
     (
-        POOL,
-        "kinds = (self._large, self._small, self._write_combined, self._pageable)",
-        "kinds = (self._large, self._small, self._pageable)",
+        SEGMENTS,
+        "kinds = (self.large, self.small, self.write_combined, self.pageable)",
+        "kinds = (self.large, self.small, self.pageable)",
     ),
     (
         POOL,
-        "        segment.ranges.take_at(segment.start, request.size)\n        return self._handed_out(segment.start",
-        "        start = segment.ranges.take(request.size)\n        assert start is not None\n        return self._handed_out(start",
+        "        segment.ranges.take_at(segment.start, request.size)\n        return self._hand_out(segment.start",
+        "        start = segment.ranges.take(request.size)\n        assert start is not None\n        return self._hand_out(start",
     ),
     (
         POOL,
@@ -40,13 +40,13 @@ MUTANTS = [
         "",
     ),
     (POOL, "waits = not request.for_array or self.when_full", "waits = self.when_full"),
-    (POOL, "            self._arrays += size", "            self._arrays += asked"),
-    (POOL, " if not segments[whole[0]].claimed]", "]"),
-    (POOL, "return index >= 0 and address + nbytes <= ends[index]", "return index >= 0 and address < ends[index]"),
+    (SEGMENTS, "            self.arrays_nbytes += size", "            self.arrays_nbytes += asked"),
+    (SEGMENTS, " if not segments[whole[0]].claimed]", "]"),
+    (SEGMENTS, "return index >= 0 and address + nbytes <= ends[index]", "return index >= 0 and address < ends[index]"),
     (
         POOL,
-        "ranges = self._write_combined if request.write_combined else self._class_of(request.size)",
-        "ranges = self._write_combined if request.write_combined and request.size >= SMALL else self._class_of(request.size)",
+        "        if request.write_combined:\n            return",
+        "        if request.write_combined and request.size >= SMALL:\n            return",
     ),
     (POOL, "                gc.collect()\n                collected = True", "                collected = True"),
     (RANGES, "if after is not None and end not in self.segments:", "if after is not None:"),
