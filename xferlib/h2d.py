@@ -15,8 +15,9 @@ from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalize
 from xferlib.errors import CapabilityError
 from xferlib.in_flight import Fill, Ledger, all_ledgers, uses
 from xferlib.memory.arrays import Array
-from xferlib.memory.device_pool import DevicePool, Lease, Streams, note_reader
+from xferlib.memory.device_pool import DevicePool, Lease, note_reader
 from xferlib.memory.host import HostLeaf, HostMemory
+from xferlib.memory.idle_blocks import Streams
 from xferlib.packing import Packing, Packings
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream

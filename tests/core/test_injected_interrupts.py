@@ -29,6 +29,7 @@ from xferlib.staging.profile import StagingProfile
 KIB, MIB = 1 << 10, 1 << 20
 TABLES = (
     "xferlib/memory/device_pool.py",
+    "memory/idle_blocks.py",
     "memory/pinned_pool.py",
     "memory/segments.py",
     "memory/ranges.py",
@@ -519,6 +520,7 @@ STAGER = (
     "xferlib/reaper.py",
     "xferlib/in_flight.py",
     "memory/device_pool.py",
+    "memory/idle_blocks.py",
     "memory/registered.py",
     "engine/lanes.py",
 )

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, Slab, off_main, on_thread, until
 from xferlib.errors import AllocationError, CapabilityError
-from xferlib.memory import device_pool, table
-from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING, DevicePool, Lease, note_reader, size_class
+from xferlib.memory import device_pool, idle_blocks, table
+from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING, DevicePool, Lease, note_reader
+from xferlib.memory.idle_blocks import size_class
 from xferlib.protocol import DeviceBlock, Source, Stream
 from xferlib.reaper import start_reaper
 
@@ -52,7 +53,7 @@ def test_a_table_that_is_mended_while_its_blocks_are_taken_to_be_freed_frees_eac
     blocks = Blocks(device)
     others: list[Future[None]] = []
 
-    class Row(device_pool._Row):  # type: ignore[misc]  # Final, but for this one test of what comes between two steps of it.
+    class Row(idle_blocks.Row):  # type: ignore[misc]  # Final, but for this one test of what comes between two steps of it.
         __slots__ = ("taken",)
 
         @property
@@ -71,7 +72,7 @@ def test_a_table_that_is_mended_while_its_blocks_are_taken_to_be_freed_frees_eac
         def freed(self, value: bool) -> None:
             self.taken = value
 
-    monkeypatch.setattr(device_pool, "_Row", Row)
+    monkeypatch.setattr(device_pool, "Row", Row)
     blocks.give_back(blocks.take(MIB))
     blocks.cache.trim()
     others[0].result(10)
@@ -182,7 +183,7 @@ def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:
 def test_a_question_about_memory_may_come_while_blocks_are_leased(monkeypatch: pytest.MonkeyPatch, question: str) -> None:
     taken: list[Lease] = []
 
-    class Row(device_pool._Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
+    class Row(idle_blocks.Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
         __slots__ = ("_address",)
 
         @property
@@ -197,7 +198,7 @@ def test_a_question_about_memory_may_come_while_blocks_are_leased(monkeypatch: p
         def address(self, value: int) -> None:
             self._address = value
 
-    monkeypatch.setattr(device_pool, "_Row", Row)
+    monkeypatch.setattr(device_pool, "Row", Row)
     asking: list[str] = []
     blocks = cache(Device())
     streams: dict[int, Stream] = {}
@@ -217,7 +218,7 @@ def test_a_question_about_memory_may_come_while_the_table_is_mended(monkeypatch:
     """It takes no lock, so other threads ask meanwhile; a stream that is not noted then reads memory that is written anew."""
     answers: list[tuple[bool, bool]] = []
 
-    class Row(device_pool._Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
+    class Row(idle_blocks.Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
         __slots__ = ("_doomed",)
 
         @property
@@ -231,7 +232,7 @@ def test_a_question_about_memory_may_come_while_the_table_is_mended(monkeypatch:
         def doomed(self, value: bool) -> None:
             self._doomed = value
 
-    monkeypatch.setattr(device_pool, "_Row", Row)
+    monkeypatch.setattr(device_pool, "Row", Row)
     blocks = cache(Device())
     streams: dict[int, Stream] = {}
     leases = [blocks.lease(MIB, streams), blocks.lease(MIB, {})]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, TypeAlias, final, get_args
+from typing import Literal, NamedTuple, TypeAlias, final, get_args
 
-__all__ = ["HostBlock", "PoolRequest", "Reclaimer", "Usage", "WhenFull", "check_when_full", "round_up"]
+__all__ = ["HostBlock", "PoolRequest", "Usage", "WhenFull", "check_when_full", "round_up"]
 
 WhenFull: TypeAlias = Literal["wait", "raise", "stage"]
 """What happens to an array for which the limit has no room. "wait": it waits while transfers in flight will make room, and fails if
@@ -49,23 +49,6 @@ class PoolRequest(NamedTuple):
     """Called before any other thread can find the memory gone."""
     write_combined: bool
     for_array: bool
-
-
-class Reclaimer(Protocol):
-    """What the pool asks to give pinned memory back: it knows what is in flight, and what is only kept for later."""
-
-    def reap(self) -> bool:
-        """Let go of what is done, and tell whether anything was. Never blocks."""
-
-    def yield_idle(self) -> bool:
-        """Give memory back that is kept for later, and tell whether there was any. Never blocks."""
-
-    def wait_oldest(self) -> bool:
-        """Block until something has ended. Returns False if nothing was in flight."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything of the process may be in flight."""
 
 
 @final

@@ -13,23 +13,22 @@ from __future__ import annotations
 import gc
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from functools import lru_cache
 from itertools import chain
-from operator import attrgetter
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import is_copy_thread
-from xferlib.memory.table import Growth, Table
+from xferlib.memory.idle_blocks import NOBODY, IdleBlocks, Row, Streams, size_class
+from xferlib.memory.table import Growth, Reclaimer, Table
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 from xferlib.reaper import uninterrupted, watch
 from xferlib.tickets import ticket
 from xferlib.words import in_words
 
-__all__ = ["DevicePool", "Lease", "Streams", "note_reader"]
+__all__ = ["DevicePool", "Lease", "note_reader"]
 
 READERS_BEHIND = 8
 """Blocks of one size that may wait for their readers. If there are so many, a put waits for the oldest and takes no further one."""
@@ -39,87 +38,8 @@ WORTH_WAITING = 64 << 20
 SPARES, SPARE_NBYTES = 16, 256 << 10
 """Most blocks, and most bytes, that are taken in addition to one that is wanted: while readers are behind, more will be wanted."""
 
-Streams: TypeAlias = dict[int, Stream]
-"""By handle: the streams that were told to wait for a transfer, and so may read its arrays."""
 Lease: TypeAlias = tuple[DeviceBlock, object]
 """A block, and the right to it while an array may reach it, which ends when the last reference to the right is gone."""
-
-
-class DeviceReclaimer(Protocol):
-    """What is in flight: it may hold leases that end when it is done."""
-
-    def reap(self) -> bool: ...
-
-    def wait_oldest(self) -> bool: ...
-
-
-_NOBODY: tuple[int, ...] = ()
-
-
-@final
-class _Row:
-    """A block: leased, or idle, or about to be freed."""
-
-    __slots__ = ("address", "block", "doomed", "fence", "freed", "key", "lease", "nbytes", "readers", "since", "streams")
-
-    def __init__(self, key: int, block: DeviceBlock) -> None:
-        self.key = key
-        self.block = block
-        self.address, self.nbytes = block.address, block.nbytes
-        self.fence = block.ready
-        """The event before which the block may not be written. None: it may be written at once."""
-        self.lease: int | None = None
-        self.streams: Streams = {}
-        self.readers = _NOBODY
-        """The handles of the streams that the fence stands for."""
-        self.since = 0
-        """When it became idle: less is longer ago. While it is idle, this, its fence and its readers stay as they are."""
-        self.doomed = self.freed = False
-
-
-_SINCE = attrgetter("since")
-
-
-@final
-class _Cell:
-    """Idle blocks of one size."""
-
-    __slots__ = ("behind", "free")
-
-    def __init__(self) -> None:
-        self.free: deque[_Row] = deque()
-        """Those that may be written at once, the oldest first."""
-        self.behind: dict[tuple[int, ...], deque[_Row]] = {}
-        """The others, by their readers. Of those that the same streams read, the oldest comes first and answers for all."""
-
-    def __bool__(self) -> bool:
-        return bool(self.free) or any(self.behind.values())
-
-    def __len__(self) -> int:
-        return len(self.free) + sum(map(len, self.behind.values()))
-
-    def __iter__(self) -> Iterator[_Row]:
-        return chain(self.free, *self.behind.values())
-
-    def append(self, row: _Row) -> None:
-        if row.fence is None:
-            self.free.append(row)
-            return
-        group = self.behind.get(row.readers)
-        if group is None:
-            # Empty groups are removed here, because streams may come and go. Mostly an empty one stays, for the next block that the
-            # same streams read.
-            for readers in [readers for readers, rows in self.behind.items() if not rows]:
-                del self.behind[readers]
-            self.behind[row.readers] = deque((row,))
-        else:
-            group.append(row)
-
-    def remove(self, row: _Row) -> None:
-        (self.free if row.fence is None else self.behind[row.readers]).remove(row)
-
-    def oldest(self) -> _Row:
-        return self.free[0] if self.free else min([group[0] for group in self.behind.values() if group], key=_SINCE)
 
 
 @final
@@ -127,11 +47,10 @@ class DevicePool(Table):
     """Blocks by size class. Any thread.
 
     It takes the first idle block whose readers are done, or else grows. At the limit, or if many blocks wait for their readers, it
-    makes the H2D stream, not the host, wait for the oldest. Classes are an eighth apart, so at most an eighth of a block is unused
-    and batches of near sizes share blocks.
+    makes the H2D stream, not the host, wait for the oldest.
     """
 
-    def __init__(self, backend: HostStager[Any], reclaimer: DeviceReclaimer, limit: int | None) -> None:
+    def __init__(self, backend: HostStager[Any], reclaimer: Reclaimer, limit: int | None) -> None:
         super().__init__("device memory", backend.sweep)
         self.limit = limit
         self.peak_nbytes = self.waits = 0
@@ -139,16 +58,16 @@ class DevicePool(Table):
         self._failures = backend.failures
         self._lost, self._retire = backend.lost, backend.retire
         self._reclaimer = reclaimer
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
         self._late: defaultdict[int, int] = defaultdict(int)
         """By size, how often a spare was attempted after a put that came only just too early."""
         # Derived from the rows.
-        self._leased: dict[int, _Row] = {}
-        self._places: dict[int, _Row] = {}
+        self._leased: dict[int, Row] = {}
+        self._places: dict[int, Row] = {}
         """By address, what is there: leased or idle."""
-        self._idle: defaultdict[int, _Cell] = defaultdict(_Cell)
+        self._idle: defaultdict[int, IdleBlocks] = defaultdict(IdleBlocks)
         """By size."""
-        self._doomed: deque[_Row] = deque()
+        self._doomed: deque[Row] = deque()
         _open[id(self)] = self
         forget_in_child(self)
 
@@ -195,7 +114,7 @@ class DevicePool(Table):
         row.streams[stream.handle] = stream
         return True
 
-    def _found(self, address: int) -> _Row | None:
+    def _found(self, address: int) -> Row | None:
         """Return the leased block that has this address."""
         row = self._places.get(address)
         if row is not None and row.lease is not None:
@@ -232,7 +151,7 @@ class DevicePool(Table):
         leave(self._rows, self._idle, self._doomed, self._returns)
         self._closed = True
         self._rows, self._growing, self._leased, self._places = {}, {}, {}, {}
-        self._idle = defaultdict(_Cell)
+        self._idle = defaultdict(IdleBlocks)
         self._doomed = deque()
         self._renew()
 
@@ -252,9 +171,9 @@ class DevicePool(Table):
 
     def _mend(self) -> None:
         """Derive anew what follows from the rows."""
-        leased: dict[int, _Row] = {}
-        places: dict[int, _Row] = {}
-        self._idle, self._doomed = defaultdict(_Cell), deque()
+        leased: dict[int, Row] = {}
+        places: dict[int, Row] = {}
+        self._idle, self._doomed = defaultdict(IdleBlocks), deque()
         for row in list(self._rows.values()):
             if row.doomed:
                 self._doomed.append(row)
@@ -267,9 +186,9 @@ class DevicePool(Table):
         # Only when they are whole: whoever asks about memory takes no lock.
         self._leased, self._places = leased, places
 
-    def _end(self, row: _Row) -> None:
+    def _end(self, row: Row) -> None:
         streams: Sequence[Stream] = ()
-        readers, doomed = _NOBODY, self._closed
+        readers, doomed = NOBODY, self._closed
         # Mostly no stream was named, and the two are in the path of every small put.
         if row.streams:
             streams, readers = list(row.streams.values()), tuple(row.streams)
@@ -291,7 +210,7 @@ class DevicePool(Table):
         else:
             self._idle[row.nbytes].append(row)
 
-    def _find(self, size: int, number: int, streams: Streams) -> _Row:
+    def _find(self, size: int, number: int, streams: Streams) -> Row:
         """Lease a block when no idle one could be used: wait for one, make room, or allocate."""
         # Whether there are idle ones whose readers were not done just now.
         behind = bool(self._idle.get(size))
@@ -323,7 +242,7 @@ class DevicePool(Table):
                 gc.collect()
                 collected = True
 
-    def _make_room(self, size: int, number: int, streams: Streams) -> tuple[_Row | None, bool]:
+    def _make_room(self, size: int, number: int, streams: Streams) -> tuple[Row | None, bool]:
         """Lease a block whose readers the H2D stream waits for; or say whether one may be allocated; or doom others first."""
         behind = len(self._idle.get(size, ()))
         if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:
@@ -339,7 +258,7 @@ class DevicePool(Table):
             self._doom_others(size, reached=False)
         return row, False
 
-    def _reuse(self, size: int, number: int, streams: Streams) -> _Row | None:
+    def _reuse(self, size: int, number: int, streams: Streams) -> Row | None:
         """Lease an idle block whose readers are done. Oldest first: those are the likeliest."""
         cell = self._idle.get(size)
         if cell is None:
@@ -359,16 +278,16 @@ class DevicePool(Table):
                 rows.popleft()
                 self._leased[number] = row
                 return row
-            useless: list[_Row] = []
+            useless: list[Row] = []
             found = self._first_reached(cell, row, reached, useless)
             self._doom(useless)
             return None if found is None else self._leased_to(found, cell, number, streams)
         return None
 
-    def _first_reached(self, cell: _Cell, first: _Row, told: bool | None, useless: list[_Row]) -> _Row | None:
+    def _first_reached(self, cell: IdleBlocks, first: Row, told: bool | None, useless: list[Row]) -> Row | None:
         """Find an idle block whose readers are done. `told` says whether those of `first` are. Enter in `useless` what nobody can
         use."""
-        for readers, group in chain([(_NOBODY, cell.free)], cell.behind.items()):
+        for readers, group in chain([(NOBODY, cell.free)], cell.behind.items()):
             for row in group:
                 reached = told if row is first else self._reached(row.fence)
                 if reached is None or self._lost(row.block):
@@ -381,7 +300,7 @@ class DevicePool(Table):
                     break
         return None
 
-    def _oldest(self, size: int, number: int, streams: Streams) -> _Row | None:
+    def _oldest(self, size: int, number: int, streams: Streams) -> Row | None:
         """Lease the oldest idle block of this size, and make the H2D stream wait for its readers."""
         cell = self._idle.get(size)
         if not cell:
@@ -392,7 +311,7 @@ class DevicePool(Table):
             self.waits += 1
         return self._leased_to(row, cell, number, streams)
 
-    def _leased_to(self, row: _Row, cell: _Cell, number: int, streams: Streams) -> _Row:
+    def _leased_to(self, row: Row, cell: IdleBlocks, number: int, streams: Streams) -> Row:
         cell.remove(row)
         row.fence, row.lease, row.streams = None, number, streams
         self._leased[number] = row
@@ -416,7 +335,7 @@ class DevicePool(Table):
         """Have idle blocks of other sizes freed, enough to make room under the limit; tell whether there were enough."""
         assert self.limit is not None
         excess = self.nbytes + size - self.limit
-        chosen: list[_Row] = []
+        chosen: list[Row] = []
         for other, cell in self._idle.items():
             for row in cell if other != size else ():
                 if excess > 0 and (not reached or self._reached(row.fence)):
@@ -427,7 +346,7 @@ class DevicePool(Table):
         self._doom(chosen)
         return True
 
-    def _doom(self, rows: list[_Row]) -> None:
+    def _doom(self, rows: list[Row]) -> None:
         for row in rows:
             row.doomed = True
             self._idle[row.nbytes].remove(row)
@@ -443,7 +362,7 @@ class DevicePool(Table):
 
     def _free_doomed(self) -> None:
         """Wait for the readers of doomed blocks and free them, without the lock held. On a thread that no interrupt comes to."""
-        rows: list[_Row] = []
+        rows: list[Row] = []
         with self._at_work:
             # With the lock: otherwise a thread that mends the table could list rows again that are taken, and each is freed only
             # once.
@@ -455,7 +374,7 @@ class DevicePool(Table):
                     steps.callback(self._free, row)
                 self._wait_for_users(rows)
 
-    def _take_doomed(self, rows: list[_Row]) -> None:
+    def _take_doomed(self, rows: list[Row]) -> None:
         while self._doomed:
             row = self._doomed.popleft()
             if not row.freed:
@@ -465,7 +384,7 @@ class DevicePool(Table):
                 if self._places.get(row.address) is row:
                     del self._places[row.address]
 
-    def _wait_for_users(self, rows: list[_Row]) -> None:
+    def _wait_for_users(self, rows: list[Row]) -> None:
         if not rows:
             return
         if not self._closed:
@@ -478,7 +397,7 @@ class DevicePool(Table):
                 if row.fence is not None:
                     row.fence.synchronize()
 
-    def _free(self, row: _Row) -> None:
+    def _free(self, row: Row) -> None:
         try:
             # What the framework refuses to free is its own again, or nobody's.
             with suppress(*self._failures):
@@ -487,7 +406,7 @@ class DevicePool(Table):
             self._rows.pop(row.key, None)
             self._changes += 1
 
-    def _grow(self, size: int, number: int, streams: Streams) -> _Row:
+    def _grow(self, size: int, number: int, streams: Streams) -> Row:
         row = uninterrupted(self._allocate, size, number, streams)
         if row.fence is not None:
             self._backend.order_h2d(row.fence)
@@ -499,16 +418,16 @@ class DevicePool(Table):
                     uninterrupted(self._add_spare, size)
         return row
 
-    def _allocate(self, size: int, number: int, streams: Streams) -> _Row:
+    def _allocate(self, size: int, number: int, streams: Streams) -> Row:
         """Allocate a block that was counted, and spares where readers are behind. On a thread that no interrupt comes to."""
         with self._grows(number):
-            row = self._enter(_Row(number, self._allocated(size)), streams)
+            row = self._enter(Row(number, self._allocated(size)), streams)
             # If there are no more, whoever needs one is told.
             with suppress(*self._failures):
                 self._add_spares(size)
             return row
 
-    def _enter(self, row: _Row, streams: Streams) -> _Row:
+    def _enter(self, row: Row, streams: Streams) -> Row:
         """Enter a new block, leased or, where nobody waits for it, idle."""
         try:
             self._alone(self._entered, row, streams)
@@ -518,7 +437,7 @@ class DevicePool(Table):
             raise
         return row
 
-    def _entered(self, row: _Row, streams: Streams) -> None:
+    def _entered(self, row: Row, streams: Streams) -> None:
         self._rows[row.key] = row
         self._places[row.address] = row
         if self._grown(row.key):
@@ -570,7 +489,7 @@ class DevicePool(Table):
             if not self._alone(self._reserve_spare, size, number):
                 return False
             with self._grows(number):
-                self._enter(_Row(number, self._backend.alloc_device(size)), {})
+                self._enter(Row(number, self._backend.alloc_device(size)), {})
             return True
 
     def _reserve_spare(self, size: int, number: int) -> bool:
@@ -587,14 +506,6 @@ class DevicePool(Table):
             f"device memory is full: {in_words(size)} asked, {in_words(self.nbytes)} of device_limit={self.limit} taken by "
             "arrays that can still be reached. Raise device_limit, or drop arrays that earlier puts returned"
         )
-
-
-@lru_cache
-def size_class(nbytes: int) -> int:
-    """Round up to a multiple of an eighth of the power of two below, at least 256."""
-    power = nbytes.bit_length() - 4
-    step = 1 << power if power > 8 else 256
-    return -(-nbytes // step) * step or step
 
 
 _open: dict[int, DevicePool] = {}

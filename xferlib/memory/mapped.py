@@ -37,7 +37,7 @@ class View:
 
 @final
 class Views:
-    """The views of one stager. Any thread. Whoever waits for memory asks it what is in flight, as the pool asks its `Reclaimer`."""
+    """The views of one stager. Any thread. Whoever waits for memory asks it what is in flight, as a table asks its `Reclaimer`."""
 
     def __init__(self, backend: HostStager[Any]) -> None:
         self._backend = backend

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 
@@ -28,12 +28,12 @@ from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.latch import is_copy_thread
 from xferlib.memory.arrays import Array
-from xferlib.memory.blocks import HostBlock, PoolRequest, Reclaimer, Usage, WhenFull, check_when_full, round_up
+from xferlib.memory.blocks import HostBlock, PoolRequest, Usage, WhenFull, check_when_full, round_up
 from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, start_locker
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
 from xferlib.memory.segments import Row, Segment, Segments
-from xferlib.memory.table import LOOK_SECONDS, Growth, Table
+from xferlib.memory.table import LOOK_SECONDS, Growth, Reclaimer, Table
 from xferlib.reaper import collects, uninterrupted, watch
 from xferlib.tickets import ticket
 from xferlib.tree import Alike
@@ -80,6 +80,17 @@ class _Result(NamedTuple):
     ticket: object
 
 
+class PinnedReclaimer(Reclaimer, Protocol):
+    """It knows as well what is only kept for later."""
+
+    def yield_idle(self) -> bool:
+        """Give memory back that is kept for later, and tell whether there was any. Never blocks."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything of the process may be in flight."""
+
+
 @final
 class PinnedPool(Table):
     """Hands out pinned memory as NumPy arrays. Any thread. `allocate` and `free` are the backend's.
@@ -93,7 +104,7 @@ class PinnedPool(Table):
         *,
         allocate: Callable[[int], int],
         free: Callable[[int], None],
-        reclaimer: Reclaimer,
+        reclaimer: PinnedReclaimer,
         limit: int,
         allocate_write_combined: Callable[[int], int] | None = None,
         unlocked: Unlocked | None = None,

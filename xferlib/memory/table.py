@@ -17,19 +17,29 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar, TypeVarTuple, final
+from typing import NoReturn, Protocol, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError
 from xferlib.reaper import AtWork, uninterrupted
 from xferlib.tickets import Returns
 
-__all__ = ["LOOK_SECONDS", "Growth", "Table"]
+__all__ = ["LOOK_SECONDS", "Growth", "Reclaimer", "Table"]
 
 LOOK_SECONDS = 0.0005
 """How often a waiting thread looks whether another one is done with memory that it takes or gives back."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
+
+
+class Reclaimer(Protocol):
+    """What a full table asks for memory: what is in flight may hold tickets that end when it is done."""
+
+    def reap(self) -> bool:
+        """Let go of what is done, and tell whether anything was. Never blocks."""
+
+    def wait_oldest(self) -> bool:
+        """Block until something has ended. Returns False if nothing was in flight."""
 
 
 @final

@@ -20,7 +20,7 @@ import numpy as np
 from xferlib.checks import check_iterable, uncopied, whole_number
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.memory.arrays import Array, address_of
-from xferlib.memory.device_pool import size_class
+from xferlib.memory.idle_blocks import size_class
 from xferlib.packing import Packing
 from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.ends import End, Started, end_of

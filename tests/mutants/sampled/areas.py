@@ -113,7 +113,7 @@ AREAS = {
             "/blocks.py": (*core("bad_input"), *POOL, *core("stager_lifetime")),
         },
         # Of other areas.
-        but=("*/device_pool.py", "*/table.py"),
+        but=("*/device_pool.py", "*/idle_blocks.py", "*/table.py"),
     ),
     "transfers": Area(
         tuple(f"xferlib/{name}.py" for name in ("h2d", "d2h", "transfer", "stager", "checks", "pageable_warning", "registry")),
@@ -186,7 +186,11 @@ AREAS = {
         hang_seconds=120,
     ),
     "device": Area(
-        ("xferlib/memory/device_pool.py", "xferlib/memory/table.py", "xferlib/tickets.py", "xferlib/reaper.py"),
+        (
+            *(f"xferlib/memory/{name}.py" for name in ("device_pool", "idle_blocks", "table")),
+            "xferlib/tickets.py",
+            "xferlib/reaper.py",
+        ),
         (
             *memory("device_pool", "device_pool_failures"),
             *core("injected_interrupts"),

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 DEVICE, TICKETS, REAPER = "xferlib/memory/device_pool.py", "xferlib/tickets.py", "xferlib/reaper.py"
-TABLE = "xferlib/memory/table.py"
+TABLE, IDLE = "xferlib/memory/table.py", "xferlib/memory/idle_blocks.py"
 
 MUTANTS = [
     (
@@ -48,7 +48,7 @@ MUTANTS = [
         "        row.lease, row.streams = number, streams\n        self",
     ),
     (DEVICE, "                    break\n        return None\n", "                    pass\n        return None\n"),
-    (DEVICE, "list(row.streams.values()), tuple(row.streams)\n", "list(row.streams.values()), _NOBODY\n"),
+    (DEVICE, "list(row.streams.values()), tuple(row.streams)\n", "list(row.streams.values()), NOBODY\n"),
     (
         DEVICE,
         "                row.fence = self._retire(streams)",
@@ -89,16 +89,16 @@ MUTANTS = [
     ),
     (DEVICE, "            if not rows:\n                continue\n", "            if not rows:\n                break\n"),
     (
-        DEVICE,
+        IDLE,
         "            for readers in [readers for readers, rows in self.behind.items() if not rows]:\n                del self.behind[readers]\n",
         "",
     ),
     (DEVICE, "                elif readers:\n", "                else:\n"),
     (DEVICE, "                elif readers:\n", "                elif not readers:\n"),
-    (DEVICE, "min([group[0] for group in", "max([group[0] for group in"),
-    (DEVICE, "min([group[0] for group in", "min([group[-1] for group in"),
+    (IDLE, "min([group[0] for group in", "max([group[0] for group in"),
+    (IDLE, "min([group[0] for group in", "min([group[-1] for group in"),
     (DEVICE, "row.streams, row.since = None, readers, {}, self._changes", "row.streams = None, readers, {}"),
-    (DEVICE, "            self.behind[row.readers] = deque((row,))", "            self.behind[row.readers] = deque()"),
+    (IDLE, "            self.behind[row.readers] = deque((row,))", "            self.behind[row.readers] = deque()"),
     (
         DEVICE,
         "            self._backend.order_h2d(row.fence)\n            self.waits += 1\n",
@@ -116,7 +116,7 @@ MUTANTS = [
     (TABLE, "                self._changes += 1\n", ""),
     (DEVICE, "        # Idle blocks of other sizes may be all that stands in the way.\n        self._trim()\n", ""),
     (DEVICE, "self.nbytes - size", "self.nbytes"),
-    (DEVICE, "    power = nbytes.bit_length() - 4", "    power = nbytes.bit_length() - 3"),
+    (IDLE, "    power = nbytes.bit_length() - 4", "    power = nbytes.bit_length() - 3"),
     (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
     (
         REAPER,
