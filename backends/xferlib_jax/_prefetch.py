@@ -101,17 +101,7 @@ class ShardedPrefetch(Generic[TreeT_co]):
         self._hold = held
         try:
             self._puts = puts = ShardedPuts(sharding, held, depth=depth, rewrites=rewrites)
-            waits = puts.device_waits()
-            self._loop: xferlib.Prefetch[TreeT_co] = xferlib.Prefetch(
-                batches,
-                puts.put,
-                depth=depth,
-                borrow=puts.borrow,
-                in_place=puts.in_place,
-                nbytes=puts.nbytes,
-                device_waits=lambda: puts.device_waits() - waits,
-                rewrites=rewrites,
-            )
+            self._loop: xferlib.Prefetch[TreeT_co] = xferlib.Prefetch(batches, puts, depth)
         except BaseException:
             held.release()
             raise

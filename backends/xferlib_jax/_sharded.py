@@ -123,35 +123,32 @@ class ShardedTransfer:
 
 @final
 class ShardedPuts:
-    """Starts batches: `put` and `in_place` are what `xferlib.Prefetch` asks for. One thread at a time."""
+    """Puts batches over several stagers, for a `xferlib.Prefetch`. One thread at a time starts them."""
 
     def __init__(self, sharding: Any, hold: Hold, *, depth: int, rewrites: bool) -> None:
         self.first_nbytes: int | None = None
         """What the first batch takes on all local devices together."""
+        self.rewrites = rewrites
         self._sharding = with_records(sharding)
         # Held as long as somebody may put, even if that is only a thread whose loop was dropped.
         self._hold = hold
         self._stagers = hold.stagers
         self._depth = depth
-        self._rewrites = rewrites
         self._plans: Plans = OrderedDict()
         # Reentrant: a finalizer that ends the loop may run inside a put of its own thread.
         self._putting = threading.RLock()
         self._over = False
+        self._waits_before = self._waits()
 
-    def put(self, batch: Any) -> ShardedTransfer:
-        """Start the copies of a batch: a tree of arrays, or a slot of any ring. Raises as `Stager.put`."""
-        return self._start(batch, borrow="staged" if self._rewrites else True)
+    def put(self, batch: Any, *, unshared: bool) -> ShardedTransfer:
+        """Start the copies of a batch: a tree of arrays, or a slot of any ring. Raises as `Stager.put`.
 
-    def borrow(self, batch: Any) -> ShardedTransfer:
-        """Start the copies of a tree of arrays that nobody writes to any more."""
-        return self._start(batch, borrow=True)
-
-    def _start(self, batch: Any, *, borrow: bool | Literal["staged"]) -> ShardedTransfer:
+        `unshared`: nobody else can write to it.
+        """
         with self._putting:
             if self._over:
                 raise ClosedError("this loop has ended")
-            return self._put(batch, borrow=borrow)
+            return self._put(batch, borrow="staged" if self.rewrites and not unshared else True)
 
     def end(self) -> None:
         """Refuse to start anything from now on. Waits for a batch that is being started."""
@@ -178,7 +175,7 @@ class ShardedPuts:
         if isinstance(batch, xferlib.Slot):
             # Slots are found to be free when later batches are started. With so few slots that would be too late.
             return batch.ring.slots <= self._depth
-        if not self._rewrites:
+        if not self.rewrites:
             return False
         return any(self._is_pinned(leaf) for leaf in jax.tree.leaves(with_records(batch)))
 
@@ -186,8 +183,18 @@ class ShardedPuts:
         """Return the bytes of a batch's arrays. What is no array counts for nothing."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(with_records(batch)) if isinstance(leaf, np.ndarray | np.generic))
 
+    def check_room(self, batch: Any, depth: int, count: int) -> None:
+        """Do nothing: each stager has a limit of its own, and refuses by itself."""
+
+    def take(self, started: ShardedTransfer) -> Any:
+        """Return the global arrays of a batch. On the consumer's thread: it may launch a gather."""
+        return started.value
+
     def device_waits(self) -> int:
-        """Return how many puts of all stagers have waited on their device so far."""
+        """Return how many puts of all stagers have waited on their device since this was made."""
+        return self._waits() - self._waits_before
+
+    def _waits(self) -> int:
         return sum(stager.stats().device_waits for stager in self._stagers.values())
 
     def _is_pinned(self, leaf: Any) -> bool:

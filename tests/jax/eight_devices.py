@@ -328,7 +328,7 @@ def test_a_batch_is_done_when_every_device_has_pulled_its_part(held: int, stager
         slot = ring.acquire()
         slot["x"][:] = random((64, 1024))
         stagers[held].backend.h2d.submit(gate.wait)  # type: ignore[attr-defined]  # Of the backend on the CPU, for tests.
-        transfer = loop._puts.put(slot)
+        transfer = loop._puts.put(slot, unshared=False)
         passed = [threading.Event() for _ in others]
         for stager, event in zip(others, passed, strict=True):
             stager.backend.h2d.submit(event.set)  # type: ignore[attr-defined]  # As above. It comes behind the copy.
@@ -649,7 +649,7 @@ def test_what_comes_behind_the_end_of_a_loop_starts_nothing(stagers: tuple[Stage
     before = pulled(stagers)
     # As the loop's thread does where it is late: the stagers are the caller's, and open.
     with pytest.raises(xferlib.ClosedError, match="this loop has ended"):
-        puts.put(batch)
+        puts.put(batch, unshared=False)
     assert pulled(stagers) == before
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import xferlib
+from xferlib.pipeline.memory_estimate import tree_nbytes
 
 PATIENCE = 20.0
 """Seconds after which a wait for something that must come is a failure."""
@@ -67,6 +69,28 @@ def busy(lock: Any) -> bool:
         lock.release()
         return False
     return True
+
+
+@dataclass
+class PutBy:
+    """Puts each batch by a function: what a `Prefetch` is made of, for tests that play a part of it."""
+
+    start: Callable[[Any], Any]
+    take: Callable[[Any], Any] = lambda transfer: transfer.value
+    device_waits: Callable[[], int] = lambda: 0
+    rewrites: bool = True
+
+    def put(self, batch: Any, *, unshared: bool) -> Any:
+        return self.start(batch)
+
+    def in_place(self, batch: Any) -> bool:
+        return False
+
+    def nbytes(self, batch: Any) -> int:
+        return tree_nbytes(batch)
+
+    def check_room(self, batch: Any, depth: int, count: int) -> None:
+        return
 
 
 def part(pipeline: xferlib.Prefetch) -> str | None:

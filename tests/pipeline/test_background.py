@@ -15,7 +15,7 @@ import pytest
 import xferlib
 from tests.core.fakes import on_thread
 from tests.pipeline.failing import Lost
-from tests.pipeline.steps import PATIENCE, batch, thread_of, until
+from tests.pipeline.steps import PATIENCE, PutBy, batch, thread_of, until
 from xferlib.pipeline import background, source_thread
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.wakeup import Wakeup
@@ -33,7 +33,7 @@ def test_a_stager_that_closes_waits_for_a_put_that_a_dropped_iterator_is_startin
         return transfer
 
     with xferlib.stager("host") as stager:
-        batches = xferlib.Prefetch([batch(0)], slow_put)
+        batches = xferlib.Prefetch([batch(0)], PutBy(slow_put))
         thread = thread_of(batches)
         assert inside.wait(PATIENCE)
         shared = batches._background._shared

@@ -13,7 +13,7 @@ import pytest
 import xferlib
 from tests.core.fakes import on_thread
 from tests.pipeline.failing import Lost, failing_copies, outcomes
-from tests.pipeline.steps import PATIENCE, Source, part, thread_of, until
+from tests.pipeline.steps import PATIENCE, PutBy, Source, part, thread_of, until
 from xferlib.pipeline.stream import Drained
 
 Loop = xferlib.Prefetch | Drained
@@ -244,7 +244,7 @@ def test_a_batch_that_cannot_be_taken_costs_itself_alone_and_nothing_is_begun_me
         begun.append(int(tree[0]))
         return stager.put(tree)
 
-    loop = xferlib.Prefetch([np.full(3, number) for number in range(9)], put, depth=2, take=take)
+    loop = xferlib.Prefetch([np.full(3, number) for number in range(9)], PutBy(put, take))
     assert next(loop)[0] == 0
     until(lambda: begun == [0, 1, 2])
     with pytest.raises(Lost):
@@ -272,7 +272,7 @@ def test_a_batch_that_the_source_gives_after_a_take_failed_is_put_when_it_is_ask
         return stager.put(tree)
 
     failed: list[bool] = []
-    with xferlib.Prefetch(source, noted, depth=2, take=take) as loop:
+    with xferlib.Prefetch(source, PutBy(noted, take)) as loop:
         with pytest.raises(Lost):
             next(loop)
         source.gate.set()
@@ -296,7 +296,7 @@ def test_a_consumer_whose_take_failed_is_told_when_nobody_is_inside_a_put(stager
         assert inside.wait(PATIENCE)
         raise Lost
 
-    with xferlib.Prefetch([np.full(3, number) for number in range(3)], put, depth=2, take=take) as loop:
+    with xferlib.Prefetch([np.full(3, number) for number in range(3)], PutBy(put, take)) as loop:
         taker = on_thread(lambda: next(loop))
         shared = loop._background._shared
         until(lambda: shared.paused and (shared.changed.sleepers or taker.done()))
@@ -342,7 +342,7 @@ def test_an_error_that_looks_like_the_end_is_none(stager: xferlib.Stager) -> Non
 
     source = [np.full(3, number) for number in range(3)]
     assert outcomes(xferlib.stream_map(fn, source, stager)) == [0, "RuntimeError", 2]
-    assert outcomes(xferlib.Prefetch(source, lambda tree: stager.put(fn(tree)))) == [0, "RuntimeError", 2]
+    assert outcomes(xferlib.Prefetch(source, PutBy(lambda tree: stager.put(fn(tree))))) == [0, "RuntimeError", 2]
 
 
 def test_slots_of_batches_that_are_refused_go_back_to_their_ring(stager: xferlib.Stager) -> None:

@@ -13,7 +13,7 @@ from xferlib_host import Stream
 
 import xferlib
 from tests.core.fakes import held, on_thread
-from tests.pipeline.steps import PATIENCE, batch, h2d, part, until
+from tests.pipeline.steps import PATIENCE, PutBy, batch, h2d, part, until
 from xferlib.pipeline import phase_timer as clock_module
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import of_drain, of_prefetch, of_stream
@@ -105,7 +105,7 @@ def test_what_the_first_batch_pays_for_all_is_left_out(stager: xferlib.Stager, t
     def settled(batches: xferlib.Prefetch, count: int) -> None:
         until(lambda: len(put) == count and part(batches) in ("place", None))
 
-    batches = xferlib.Prefetch((batch(number) for number in range(6)), slow_once, device_waits=lambda: len(put))
+    batches = xferlib.Prefetch((batch(number) for number in range(6)), PutBy(slow_once, device_waits=lambda: len(put)))
     taker = on_thread(lambda: next(batches))
     until(lambda: batches._background._shared.takers)
     asked.set()

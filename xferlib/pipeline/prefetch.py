@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import repeat
 from operator import call
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, final, overload
+from typing import Any, Generic, NamedTuple, Protocol, final, overload
 
 import numpy as np
 
@@ -34,7 +33,7 @@ from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
 
-__all__ = ["Prefetch", "known_count", "no_deeper", "prefetch"]
+__all__ = ["Prefetch", "Puts", "known_count", "no_deeper", "prefetch"]
 
 
 @overload
@@ -91,41 +90,47 @@ def prefetch(
     check_stager(stager, batches)
     if stream is not None:
         stager.check_stream(stream)
-    putter = _Putter(stager, rewrites=getattr(batches, "rewrites", True) if rewrites is None else rewrites)
-    waits = stager.stats().device_waits
-    return Prefetch(
-        batches,
-        putter.put,
-        depth=depth,
-        borrow=putter.borrow,
-        in_place=putter.in_place,
-        nbytes=putter.nbytes,
-        check_room=putter.check_room,
-        device_waits=lambda: stager.stats().device_waits - waits,
-        rewrites=putter.rewrites,
-        take=_value if stream is None else partial(_value_on, stream),
-    )
+    if rewrites is None:
+        rewrites = getattr(batches, "rewrites", True)
+    return Prefetch(batches, _StagerPuts(stager, rewrites=rewrites, stream=stream), depth)
 
 
-def _value(transfer: Started) -> Any:
-    return transfer.value
+class Puts(Protocol):
+    """How a prefetch puts batches. Called on its thread, except `take` and `device_waits`."""
 
+    @property
+    def rewrites(self) -> bool:
+        """Whether the source may write to the arrays of a batch after it has given it."""
 
-def _value_on(stream: object, transfer: Transfer) -> Any:
-    return transfer.value_on(stream)
+    def put(self, batch: Any, *, unshared: bool) -> Started:
+        """Start the copies of a batch, and return without waiting for them.
+
+        `unshared`: nothing but the loop refers to it, so nobody writes to it before they are done.
+        """
+
+    def in_place(self, batch: Any) -> bool:
+        """Tell, of a batch that others refer to, whether the source may be asked for the next one only when its copies are done.
+
+        Otherwise it may be when the batch is staged, or at once if the source never `rewrites` what it has given.
+        """
+
+    def nbytes(self, batch: Any) -> int:
+        """Return the bytes of a batch's arrays, for the bill."""
+
+    def check_room(self, batch: Any, depth: int, count: int) -> None:
+        """Raise `AllocationError` if the device has no room for `count` batches like this one, the first, at a time."""
+
+    def take(self, started: Any) -> Any:
+        """Return the batch on the device. On the consumer's thread."""
+
+    def device_waits(self) -> int:
+        """Return how many puts of the loop have waited on the device for work that still read an older batch. Any thread."""
 
 
 @final
 class Prefetch(Generic[TreeT_co]):
     """Device trees that are put ahead of time, on a thread, for one pass: `for batch in loop`, or `next(loop)`. Made by `prefetch`.
 
-    `put(batch)` is called on that thread for each item of `batches`, and returns a transfer; `take(transfer)` is called on the
-    consumer's thread and returns what it gets. `borrow(batch)` is called instead of `put` for a batch that nothing but the loop
-    refers to: nobody writes to it before its transfer is done. After any other batch, if the source `rewrites` what it has given,
-    it is asked for the next one only when the batch is staged; if `in_place(batch)` is true, only when its transfer is done.
-    `nbytes(batch)` is for the bill. `check_room(batch, depth, count)` is called before the first batch is put. It raises
-    `AllocationError` if the device has no room for `count` batches like the first, which are there at a time. `device_waits` counts
-    the puts that waited on the device for work that still read an older batch.
     Batches may be kept for as long as wanted; a consumer that never waits for its own work on the device runs ahead of it, and
     `device_limit` of the stager then bounds the memory.
 
@@ -144,20 +149,7 @@ class Prefetch(Generic[TreeT_co]):
 
     __reduce_ex__ = uncopied("Begin another with xferlib.prefetch(...)")
 
-    def __init__(
-        self,
-        batches: Iterable[Any],
-        put: Callable[[Any], Started],
-        *,
-        depth: int = 2,
-        borrow: Callable[[Any], Started] | None = None,
-        in_place: Callable[[Any], bool] = lambda batch: False,
-        nbytes: Callable[[Any], int] = tree_nbytes,
-        check_room: Callable[[Any, int, int], None] = lambda batch, depth, count: None,
-        device_waits: Callable[[], int] = lambda: 0,
-        rewrites: bool = True,
-        take: Callable[[Any], TreeT_co] = _value,
-    ) -> None:
+    def __init__(self, batches: Iterable[Any], puts: Puts, depth: int = 2) -> None:
         if isinstance(batches, Mapping):
             raise TypeError(
                 f"batches is a {type(batches).__qualname__}, of which only the keys would be iterated: expected an iterable of "
@@ -167,16 +159,12 @@ class Prefetch(Generic[TreeT_co]):
         whole_number(depth, "depth", least=1)
         most = known_count(batches)
         depth = no_deeper(depth, most)
-        count = at_a_time(depth, most)
-        self._device_waits = device_waits
-        self._value = take
+        self._puts = puts
         self._clock = PhaseTimer()
         self._taken = self._late = 0
         self._first: _Mark | None = None
         """What the first batch took, which pays for what is done once."""
-        self._starter = starter = _Starter(
-            put, put if borrow is None else borrow, in_place, nbytes, check_room, depth, count, rewrites
-        )
+        self._starter = starter = _Starter(puts, depth, at_a_time(depth, most))
         self._background: BackgroundIterator[Started] = BackgroundIterator(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
@@ -196,7 +184,7 @@ class Prefetch(Generic[TreeT_co]):
             taker=self._clock.since(first.taker),
             thread=self._background.clock.since(first.thread),
             first=sum(first.taker.values()),
-            reader_waits=self._device_waits() - first.device_waits,
+            reader_waits=self._puts.device_waits() - first.device_waits,
         )
 
     def close(self) -> None:
@@ -220,7 +208,7 @@ class Prefetch(Generic[TreeT_co]):
 
     def __next__(self) -> TreeT_co:
         if self._first is None and self._taken:
-            self._first = _Mark(self._clock.read(), self._background.clock.read(), self._late, self._device_waits())
+            self._first = _Mark(self._clock.read(), self._background.clock.read(), self._late, self._puts.device_waits())
         self._clock.turn("wait")
         try:
             value = self._next()
@@ -252,7 +240,7 @@ class Prefetch(Generic[TreeT_co]):
         transfer = self._background.take()
         try:
             late = waiting and not transfer.done()
-            value = self._value(transfer)
+            value: TreeT_co = self._puts.take(transfer)
         except Exception:
             # Many consumers go no further, and close the stager: then nobody may be inside one of its puts.
             self._background.pause()
@@ -290,24 +278,10 @@ class _Mark(NamedTuple):
 class _Starter:
     """Starts the items of one prefetch, on its thread: no more than `depth` copies are under way."""
 
-    def __init__(
-        self,
-        put: Callable[[Any], Started],
-        borrow: Callable[[Any], Started],
-        in_place: Callable[[Any], bool],
-        nbytes: Callable[[Any], int],
-        check_room: Callable[[Any, int, int], None],
-        depth: int,
-        count: int,
-        rewrites: bool,
-    ) -> None:
+    def __init__(self, puts: Puts, depth: int, count: int) -> None:
+        """`count`: how many batches there are at a time."""
         self.bill = MemoryEstimate()
-        self._rewrites = rewrites
-        self._put = put
-        self._borrow = borrow
-        self._in_place = in_place
-        self._nbytes = nbytes
-        self._check_room = check_room
+        self._puts = puts
         self._read: tuple[Callable[[], None], Any] | None = None
         """What waits until the source may write to the batch that it gave last; and that batch, since its memory may go with it."""
         self._depth = depth
@@ -331,8 +305,8 @@ class _Starter:
                 _wait_for(self._recent[0].synchronize)
                 self._recent.popleft()
             clock.turn("start")
-            in_place = not unshared and self._in_place(batch)
-            started = (self._borrow if unshared else self._put)(batch)
+            in_place = not unshared and self._puts.in_place(batch)
+            started = self._puts.put(batch, unshared=unshared)
         except Exception as error:
             if isinstance(batch, Slot):
                 # Whoever keeps the error would keep the slot from its ring.
@@ -347,7 +321,7 @@ class _Starter:
         self._recent.append(end)
         if in_place:
             self._read = end.synchronize, batch
-        elif self._rewrites and not unshared and not isinstance(batch, Slot):
+        elif self._puts.rewrites and not unshared and not isinstance(batch, Slot):
             self._read = end.wait_staged, batch
         return started
 
@@ -368,17 +342,17 @@ class _Starter:
         """Say what the loop costs if all batches are like this one. Raises `AllocationError` where so much can never be had."""
         slot = isinstance(batch, Slot)
         tree = batch.tree if slot else batch
-        nbytes = self._nbytes(tree)
+        nbytes = self._puts.nbytes(tree)
         device = Charge("device", self._count, nbytes, "batches")
         if slot:
             self.bill = batch.ring.bill + MemoryEstimate((device,))
-        elif self._in_place(batch):
+        elif self._puts.in_place(batch):
             self.bill = MemoryEstimate(
                 (Charge("pinned", min(self._depth + 1, self._count), nbytes, "batches of the source's own"), device)
             )
         else:
             self.bill = MemoryEstimate((device,))
-        self._check_room(tree, self._depth, self._count)
+        self._puts.check_room(tree, self._depth, self._count)
         self._fits = True
 
 
@@ -389,15 +363,17 @@ def _wait_for(wait: Callable[[], None]) -> None:
 
 
 @final
-class _Putter:
-    """Puts batches by one stager, and keeps the source from what a copy still reads."""
+class _StagerPuts:
+    """Puts by one stager: see `Puts`. Batches are used on `stream`; None: on the consumer's current one."""
 
-    def __init__(self, stager: Stager, *, rewrites: bool) -> None:
-        self._stager = stager
+    def __init__(self, stager: Stager, *, rewrites: bool, stream: object | None) -> None:
         self.rewrites = rewrites
+        self._stager = stager
+        self._stream = stream
+        self._waits_before = stager.stats().device_waits
 
-    def put(self, batch: Any) -> Transfer:
-        """Put one batch, on the source's thread."""
+    def put(self, batch: Any, *, unshared: bool) -> Transfer:
+        """See `Puts`."""
         if isinstance(batch, Slot):
             if batch.ring.stager is not self._stager:
                 raise ValueError(
@@ -405,18 +381,14 @@ class _Putter:
                     f"that prefetch was given, {self._stager!r}. Make the ring with that"
                 )
             return batch.put()
-        return self._stager.put(batch, borrow="staged" if self.rewrites else True)
-
-    def borrow(self, batch: Any) -> Transfer:
-        """Put one that nothing but the pipeline refers to, on the source's thread."""
-        return self._stager.put(batch, borrow=True)
+        return self._stager.put(batch, borrow="staged" if self.rewrites and not unshared else True)
 
     def nbytes(self, batch: Any) -> int:
-        """Return the bytes of a batch's arrays."""
+        """See `Puts`."""
         return tree_nbytes(batch, trees_of(self._stager.backend))
 
     def check_room(self, batch: Any, depth: int, count: int) -> None:
-        """Raise `AllocationError` where device_limit has no room for so many such batches."""
+        """See `Puts`. The room is what `device_limit` leaves."""
         limit = self._stager.stats().device_limit_nbytes
         if limit is None:
             return
@@ -425,11 +397,19 @@ class _Putter:
         check_room("device", depth, count, sum(map(size_class, sizes)), limit, "batches")
 
     def in_place(self, batch: Any) -> bool:
-        """Tell whether a copy reads the memory of a batch that the source may rewrite."""
+        """See `Puts`. So it is for pinned memory, which copies read where it is."""
         if not self.rewrites or isinstance(batch, Slot):
             return False
         leaves, _ = trees_of(self._stager.backend).flatten(batch)
         return any(self._is_pinned(leaf) for leaf in leaves if isinstance(leaf, np.ndarray))
+
+    def take(self, started: Transfer) -> Any:
+        """See `Puts`."""
+        return started.value if self._stream is None else started.value_on(self._stream)
+
+    def device_waits(self) -> int:
+        """See `Puts`."""
+        return self._stager.stats().device_waits - self._waits_before
 
     def _is_pinned(self, array: Array) -> bool:
         return array.nbytes > 0 and self._stager.backend.is_pinned(address_of(array), array.nbytes)

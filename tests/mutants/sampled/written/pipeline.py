@@ -76,7 +76,7 @@ MUTANTS = [
     ),
     (BILL, "    if count * nbytes <= limit:", "    if count * nbytes < limit:"),
     (BILL, "    fit = limit // nbytes - BESIDE_DEPTH", "    fit = limit // nbytes"),
-    (PREFETCH, "        self._check_room(tree, self._depth, self._count)\n", ""),
+    (PREFETCH, "        self._puts.check_room(tree, self._depth, self._count)\n", ""),
     (PREFETCH, "sum(map(size_class, sizes))", "sum(sizes)"),
     (DRAIN, '        if self._stager.when_full != "stage":\n', "        if True:\n"),
     (
@@ -107,6 +107,6 @@ MUTANTS = [
         "        unshared = is_unshared(box)\n        (batch,) = box\n",
         "        (batch,) = box\n        unshared = is_unshared(box)\n",
     ),
-    (PREFETCH, "in_place = not unshared and self._in_place(batch)", "in_place = not unshared"),
-    (PREFETCH, "(self._borrow if unshared else self._put)(batch)", "self._borrow(batch)"),
+    (PREFETCH, "in_place = not unshared and self._puts.in_place(batch)", "in_place = not unshared"),
+    (PREFETCH, "put(batch, unshared=unshared)", "put(batch, unshared=True)"),
 ]
