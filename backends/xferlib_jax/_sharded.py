@@ -73,7 +73,7 @@ class BatchPlan:
 
 @final
 class ShardedTransfer:
-    """The transfers of one batch, one for each device. See `xferlib.pipeline.ends.Started`.
+    """The transfers of one batch, one for each device. See `xferlib.pipeline.ends.End`.
 
     Once `value` was taken, a thread that waits for the transfer holds no arrays. The slot that it reads goes back to its ring when
     `done` or `synchronize` has found the transfer done.

@@ -14,7 +14,7 @@ from xferlib_host import Stream
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, tampered, until
 from xferlib.engine.native import ISSUED
-from xferlib.pipeline.ends import Ends, users_of
+from xferlib.pipeline.ends import Users
 from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20
@@ -177,7 +177,7 @@ def test_pinned_leaves_beside_lent_ones_are_in_use_until_their_copies_are_done()
     with xferlib.stager(gated.backend, staging=RING) as stager, held(gated.backend.inner.h2d) as gate:
         pinned = stager.empty_pinned(100, np.uint8)
         transfer = stager.put([pinned, np.ones(2 * MIB, np.uint8)], borrow=True)
-        users = Ends(users_of(pinned.ctypes.data, pinned.nbytes))
+        users = Users(pinned.ctypes.data, pinned.nbytes)
         gated.gate.set()
         assert until(lambda: all(job.has_come(ISSUED) for job in stager._ledger.jobs.h2d.values()))
         assert not users.done()

@@ -1,4 +1,4 @@
-"""What the pinned pool is asked for and what it returns: requests, blocks, figures. No policy."""
+"""What is asked for pinned memory, and what is returned: requests, blocks, figures. No policy."""
 
 from __future__ import annotations
 
@@ -53,16 +53,19 @@ class PoolRequest(NamedTuple):
 
 @final
 class HostBlock:
-    """Pinned bytes, given back to the pool when the last array over them is gone."""
+    """Bytes for arrays to be based on.
 
-    __slots__ = ("__array_interface__", "_ticket", "address", "nbytes")
+    `held` goes with the last array over them: a ticket, by which their owner takes them back, and perhaps what keeps them alive.
+    """
 
-    def __init__(self, address: int, nbytes: int, ticket: object) -> None:
+    __slots__ = ("__array_interface__", "_held", "address", "nbytes")
+
+    def __init__(self, address: int, nbytes: int, held: object) -> None:
         self.address = address
         self.nbytes = nbytes
-        self._ticket = ticket
+        self._held = held
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
     def parts(self, nbytes: int) -> list[HostBlock]:
         """Return blocks of so many bytes each, side by side: this one is given back when the last of them is gone."""
-        return [HostBlock(self.address + start, nbytes, self._ticket) for start in range(0, self.nbytes - nbytes + 1, nbytes)]
+        return [HostBlock(self.address + start, nbytes, self._held) for start in range(0, self.nbytes - nbytes + 1, nbytes)]

@@ -5,15 +5,14 @@ Whoever only waits must not hold the device arrays: their memory could not be us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 from xferlib.in_flight import all_ledgers
 from xferlib.memory.mapped import Views
 from xferlib.transfer import Transfer
 
-__all__ = ["End", "Ends", "Pending", "Started", "end_of", "users_of"]
+__all__ = ["End", "Users", "end_of"]
 
 
 class Pending(Protocol):
@@ -31,29 +30,20 @@ class End(Pending, Protocol):
         """Block until pageable sources are free. Says nothing of a failure."""
 
 
-class Started(End, Protocol):
-    """What putting a batch returns: a `Transfer`, or several that look like one."""
-
-    @property
-    def value(self) -> Any: ...
-
-
-def end_of(started: Started) -> End:
+def end_of(transfer: End) -> End:
     """Return the end of a transfer, which holds no arrays; of anything else that looks like one, the thing itself."""
-    if isinstance(started, Transfer):
-        return started.end
-    return started
+    return transfer.end if isinstance(transfer, Transfer) else transfer
 
 
 @final
-class Ends:
-    """The end of several things at once, failed or not."""
+class Users:
+    """What uses some host memory when this is made: copies of any stager, and device views of it."""
 
-    def __init__(self, ends: Sequence[Pending]) -> None:
-        self._left = list(ends)
+    def __init__(self, address: int, nbytes: int) -> None:
+        self._left = _users_of(address, nbytes)
 
     def done(self) -> bool:
-        """Tell whether all of them are over. Never blocks."""
+        """Tell whether none of them uses it any more, failed or not. Never blocks."""
         while self._left:
             # Whoever holds the transfer is told of its failure.
             with suppress(Exception):
@@ -77,10 +67,10 @@ class _Use:
         return not self._views.held(self._address, self._nbytes)
 
 
-def users_of(address: int, nbytes: int) -> list[Pending]:
-    """Return what may still use this host memory: copies of any stager, and device views of it.
+def _users_of(address: int, nbytes: int) -> list[Pending]:
+    """Return copies and views, each of which is done no sooner than its use is over.
 
-    Each is done no sooner than its use is over. A view that lives is not done, and nobody can wait for it.
+    A view that lives is not done, and nobody can wait for it.
     """
     users: list[Pending] = []
     for ledger in all_ledgers():

@@ -22,7 +22,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.idle_blocks import size_class
 from xferlib.packing import Packing
 from xferlib.pipeline.background import BackgroundIterator
-from xferlib.pipeline.ends import End, Started, end_of
+from xferlib.pipeline.ends import End, end_of
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import Report, of_prefetch
@@ -102,7 +102,7 @@ class Puts(Protocol):
     def rewrites(self) -> bool:
         """Whether the source may write to the arrays of a batch after it has given it."""
 
-    def put(self, batch: Any, *, unshared: bool) -> Started:
+    def put(self, batch: Any, *, unshared: bool) -> End:
         """Start the copies of a batch, and return without waiting for them.
 
         `unshared`: nothing but the loop refers to it, so nobody writes to it before they are done.
@@ -165,7 +165,7 @@ class Prefetch(Generic[TreeT_co]):
         self._first: _Mark | None = None
         """What the first batch took, which pays for what is done once."""
         self._starter = starter = _Starter(puts, depth, at_a_time(depth, most))
-        self._background: BackgroundIterator[Started] = BackgroundIterator(
+        self._background: BackgroundIterator[End] = BackgroundIterator(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
 
@@ -289,7 +289,7 @@ class _Starter:
         self._fits = False
         self._recent: deque[End] = deque()
 
-    def start(self, box: list[Any], clock: PhaseTimer) -> Started:
+    def start(self, box: list[Any], clock: PhaseTimer) -> End:
         """Put a batch. The clock is with the source's thread."""
         # Before it has a name here.
         unshared = is_unshared(box)

@@ -27,7 +27,8 @@ from xferlib.debug import verify_done
 from xferlib.errors import AllocationError, ClosedError, TransferError
 from xferlib.in_flight import reap_all
 from xferlib.memory.arrays import Array, address_of
-from xferlib.pipeline.ends import End, Ends, end_of, users_of
+from xferlib.memory.blocks import HostBlock
+from xferlib.pipeline.ends import End, Users, end_of
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate
 from xferlib.pipeline.workers.layout import SlotLayout
 from xferlib.sketch import sketched
@@ -89,7 +90,7 @@ class Ring(Generic[TreeT_co]):
         """The slots that are acquired or put, by the numbers under which they are."""
         self._put: dict[int, End] = {}
         """The copies of those that are put, in this order."""
-        self._used: dict[int, Ends] = {}
+        self._used: dict[int, Users] = {}
         """For slots that come back when nobody uses their memory: what used it when this was last asked."""
         self._numbers = itertools.count()
         self._returns = Returns()
@@ -123,11 +124,11 @@ class Ring(Generic[TreeT_co]):
         with self._waiting:
             while True:
                 self._check_open()
-                lease = self._taken()
-                if lease is not None:
+                taken = self._taken()
+                if taken is not None:
                     # Whoever gets it may write to it.
                     verify_done()
-                    return Slot(self, self._layout, lease, time.perf_counter() - began if waited else 0.0)
+                    return Slot(self, self._layout, *taken, time.perf_counter() - began if waited else 0.0)
                 waited = True
                 if self._put:
                     self._wait_oldest()
@@ -159,8 +160,8 @@ class Ring(Generic[TreeT_co]):
             self._land(number)
             self._returns.post()
 
-    def _taken(self) -> _Lease | None:
-        """Take an idle slot; None if there is none."""
+    def _taken(self) -> tuple[int, HostBlock] | None:
+        """Take an idle slot, and return the number under which it is out, and its bytes; None if there is none."""
         self._reap()
         if not self._idle:
             return None
@@ -174,7 +175,7 @@ class Ring(Generic[TreeT_co]):
         if index is None or memory is None:
             return None
         self._acquired_by[index] = threading.get_ident()
-        return _Lease(number, memory, ticket)
+        return number, HostBlock(address_of(memory), memory.nbytes, (memory, ticket))
 
     def _come_back(self, number: int) -> None:
         with suppress(KeyError):
@@ -199,19 +200,19 @@ class Ring(Generic[TreeT_co]):
                 # It reads no more. Whoever holds the transfer is told.
                 pass
             self._land(number)
-        for number, ends in self._used.copy().items():
-            if ends.done():
+        for number, users in self._used.copy().items():
+            if users.done():
                 self._land(number)
 
     def _land(self, number: int) -> None:
         """Take a slot back whose own copy is done, or note what else uses its memory."""
         index = self._out.get(number)
         memory = None if index is None else self._memory.get(index)
-        users = [] if memory is None else users_of(address_of(memory), memory.nbytes)
-        if not users:
+        users = None if memory is None else Users(address_of(memory), memory.nbytes)
+        if users is None or users.done():
             self._come_back(number)
             return
-        self._used[number] = Ends(users)
+        self._used[number] = users
         self._put.pop(number, None)
 
     def _wait_oldest(self) -> None:
@@ -289,17 +290,20 @@ class Slot(Generic[TreeT_co]):
     """
 
     # So a misspelt name, for example of `rows`, is refused.
-    __slots__ = ("__weakref__", "_acquired_by", "_done", "_lease", "_rows", "_tree", "_trees", "_waited_seconds", "ring")
+    __slots__ = ("__weakref__", "_acquired_by", "_block", "_done", "_number", "_rows", "_tree", "_trees", "_waited_seconds", "ring")
 
     __reduce_ex__ = uncopied("Copy its arrays, or acquire another slot")
 
-    def __init__(self, ring: Ring[TreeT_co], layout: SlotLayout, lease: _Lease, waited_seconds: float) -> None:
+    def __init__(self, ring: Ring[TreeT_co], layout: SlotLayout, number: int, block: HostBlock, waited_seconds: float) -> None:
         self.ring = ring
         self._waited_seconds = waited_seconds
         self._acquired_by = threading.get_ident()
-        self._lease: _Lease | None = lease
+        self._number = number
+        """Under which its ring has it out."""
+        self._block: HostBlock | None = block
+        """Its bytes, while somebody may write them."""
         self._trees = trees_of(ring.stager.backend)
-        self._tree: TreeT_co = layout.views(np.asarray(lease))
+        self._tree: TreeT_co = layout.views(np.asarray(block))
         self._rows: int | None = None
         self._done = "put"
 
@@ -345,33 +349,32 @@ class Slot(Generic[TreeT_co]):
         Its own arrays are made read-only. Views that were taken of them before are not: do not write through those any more. What
         was put beside them is yours, and read until the transfer is done if it is pinned.
         """
-        lease = self._check()
+        block = self._check()
         leaves, spec = self._trees.arrays(self._tree)
         sent = leaves if self._rows is None else [leaf[: self._rows] for leaf in leaves]
         transfer = self.ring.stager.put(unflatten(spec, sent), stream=stream)
         # Let go of first: what is interrupted here comes back when the copy does.
-        self._lease = None
-        _freeze(leaves, lease)
+        self._block = None
+        _freeze(leaves, block)
         del self._tree
-        self.ring._in_flight(lease.number, end_of(transfer))
+        self.ring._in_flight(self._number, end_of(transfer))
         return transfer
 
     def release(self) -> None:
         """Give the slot back. Does nothing if it was put or given back before."""
-        if self._lease is None:
+        if self._block is None:
             return
-        _freeze(self._trees.arrays(self._tree)[0], self._lease)
-        number = self._lease.number
-        self._lease = None
+        _freeze(self._trees.arrays(self._tree)[0], self._block)
+        self._block = None
         self._done = "given back"
         del self._tree
         # Its arrays may be held by somebody who is told not to write to them any more, or by copies that `put` did not start.
-        self.ring._let_go(number)
+        self.ring._let_go(self._number)
 
-    def _check(self) -> _Lease:
-        if self._lease is None:
+    def _check(self) -> HostBlock:
+        if self._block is None:
             raise RuntimeError(f"this slot was {self._done} already, and its memory belongs to the next batch. Acquire another one")
-        return self._lease
+        return self._block
 
     def __enter__(self) -> Slot[TreeT_co]:
         return self
@@ -385,23 +388,8 @@ class Slot(Generic[TreeT_co]):
         return f"<Slot: {self.ring._words if tree is None else sketched(tree)}, {self._done if tree is None else 'acquired'}>"
 
 
-def _freeze(arrays: Sequence[Array], lease: _Lease) -> None:
+def _freeze(arrays: Sequence[Array], block: HostBlock) -> None:
     """Make those arrays read-only that lie in the slot; others are the caller's."""
-    start, _ = lease.__array_interface__["data"]
-    end = start + lease.__array_interface__["shape"][0]
     for array in arrays:
-        if isinstance(array, np.ndarray) and start <= address_of(array) < end:
+        if isinstance(array, np.ndarray) and block.address <= address_of(array) < block.address + block.nbytes:
             array.flags.writeable = False
-
-
-@final
-class _Lease:
-    """The bytes of a slot while somebody may write them, for arrays to be based on. With the last array the ticket goes."""
-
-    __slots__ = ("__array_interface__", "_memory", "_ticket", "number")
-
-    def __init__(self, number: int, memory: Array, ticket: object) -> None:
-        self.number = number
-        self._memory = memory
-        self._ticket = ticket
-        self.__array_interface__ = {"shape": memory.shape, "typestr": "|u1", "data": (memory.ctypes.data, False), "version": 3}

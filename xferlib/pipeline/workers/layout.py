@@ -16,6 +16,7 @@ import numpy.typing as npt
 import optree
 
 from xferlib.memory.arrays import Array, check_dtype
+from xferlib.memory.blocks import round_up
 from xferlib.sketch import sketched
 from xferlib.tree import PLAIN, Trees, flatten, path, unflatten
 from xferlib.words import counted
@@ -73,13 +74,13 @@ class SlotLayout:
                 where = path(structure, index)
                 raise TypeError(f"{where}: expected an array, or a pair (shape, dtype) such as ((8, 3), 'float32'), got {leaf!r}")
             parts.append(Part(end, leaf.shape, None, leaf.dtype))
-            end += _round_up(math.prod(leaf.shape) * leaf.dtype.itemsize, ALIGNMENT)
+            end += round_up(math.prod(leaf.shape) * leaf.dtype.itemsize, ALIGNMENT)
         if not end:
             raise ValueError(f"every array in {spec!r} is empty: there is no memory to share")
         self.structure = structure
         self.whole = Parts(unflatten(structure, range(len(parts))), tuple(parts))
         """The full batch."""
-        self.nbytes = _round_up(end, PAGE)
+        self.nbytes = round_up(end, PAGE)
         """Bytes of one slot."""
 
     @property
@@ -170,7 +171,3 @@ def _part(leaf: Any, slot: Bytes, where: str) -> Part:
         f"fill returned an array that is not in its slot ({where}: shape {leaf.shape}, {leaf.dtype}). "
         "Write into the arrays of the slot and return views of them"
     )
-
-
-def _round_up(nbytes: int, to: int) -> int:
-    return -(-nbytes // to) * to

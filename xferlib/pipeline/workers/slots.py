@@ -12,6 +12,8 @@ from typing import Any, final
 
 import numpy as np
 
+from xferlib.memory.arrays import address_of
+from xferlib.memory.blocks import HostBlock
 from xferlib.pipeline.workers.layout import Bytes, Parts, SlotLayout
 from xferlib.tickets import Returns
 
@@ -54,9 +56,10 @@ class Slots:
     def lease(self, index: int, parts: Parts | None) -> Any:
         """Return the tree of arrays in a filled slot. The slot is free when none of them, and no view of any, is left."""
         number = next(self._numbers)
-        lease = _Lease(self._bytes[index], self._returns.ticket(number))
+        raw = self._bytes[index]
+        block = HostBlock(address_of(raw), raw.nbytes, (raw, self._returns.ticket(number)))
         self._holders[index] = number
-        return (parts or self._layout.whole).views(np.asarray(lease))
+        return (parts or self._layout.whole).views(np.asarray(block))
 
     @property
     def all_held(self) -> bool:
@@ -73,15 +76,3 @@ class Slots:
             if number in self._holders:
                 self._holders[self._holders.index(number)] = FREE
             self._returns.settled(number)
-
-
-@final
-class _Lease:
-    """The bytes of one slot, for arrays to be based on."""
-
-    __slots__ = ("__array_interface__", "_raw", "_ticket")
-
-    def __init__(self, raw: Bytes, ticket: object) -> None:
-        self._raw = raw
-        self._ticket = ticket
-        self.__array_interface__ = {"shape": raw.shape, "typestr": "|u1", "data": (raw.ctypes.data, False), "version": 3}

@@ -24,10 +24,10 @@ MUTANTS = [
     (RING, "        if self.slots > fit:", "        if self.slots >= fit:"),
     (
         RING,
-        "        _freeze(leaves, lease)\n        del self._tree\n        self.ring._in_flight(",
+        "        _freeze(leaves, block)\n        del self._tree\n        self.ring._in_flight(",
         "        del self._tree\n        self.ring._in_flight(",
     ),
-    (RING, "        self.ring._in_flight(lease.number, end_of(transfer))", "        self.ring._in_flight(lease.number, transfer)"),
+    (RING, "        self.ring._in_flight(self._number, end_of(transfer))", "        self.ring._in_flight(self._number, transfer)"),
     (
         RING,
         "                # It reads no more. Whoever holds the transfer is told.\n                pass\n",
