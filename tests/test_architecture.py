@@ -50,7 +50,7 @@ FLOORS = [
     {"xferlib.byte_reader"},
     {"xferlib.d2h", "xferlib.h2d"},
     {"xferlib.stager"},
-    {"xferlib.pipeline.failed", "xferlib.pipeline.unshared", "xferlib.pipeline.wakeup"},
+    {f"xferlib.pipeline.{name}" for name in ("failed", "one_pass", "unshared", "wakeup")},
     {
         f"xferlib.pipeline{part}"
         for part in ("", ".memory_estimate", ".phase_timer", ".ends", ".report", ".output_writer", ".workers.layout")

@@ -135,6 +135,14 @@ class ShardedPrefetch(Generic[TreeT_co]):
         self._puts.end()
         self._hold.release()
 
+    def __len__(self) -> int:
+        """See `xferlib.Prefetch`."""
+        return len(self._loop)
+
+    def __bool__(self) -> bool:
+        """Say yes, whatever the length, as other iterators do."""
+        return True
+
     def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
         iter(self._loop)

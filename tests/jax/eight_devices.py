@@ -641,6 +641,16 @@ def test_a_loop_says_which_stagers_it_uses_in_the_order_of_their_devices(stagers
     assert loop.stagers == stagers
 
 
+def test_a_loop_is_as_long_as_its_source_says(stagers: tuple[Stager, ...]) -> None:
+    with xferlib_jax.prefetch([random((16, 4))] * 3, over("a"), stagers=stagers) as loop:
+        assert len(loop) == len(list(loop)) == 3
+    with xferlib_jax.prefetch(iter([random((16, 4))]), over("a"), stagers=stagers) as loop:
+        with pytest.raises(TypeError, match="this loop has no length"):
+            len(loop)
+        assert loop
+        assert len(list(loop)) == 1
+
+
 def test_what_comes_behind_the_end_of_a_loop_starts_nothing(stagers: tuple[Stager, ...]) -> None:
     batch = random((16, 4))
     with xferlib_jax.prefetch([batch], over("a"), stagers=stagers) as loop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -382,3 +383,60 @@ def test_a_generator_that_another_loop_is_inside_of_is_asked_again(stager: xferl
     source.gate.set()
     found = [*outcomes(tree["label"][:1] for tree in first), *outcomes(tree["label"][:1] for tree in second)]
     assert sorted(map(int, found)) == [0, 1, 2]
+
+
+class Loader:
+    """Gives so many batches, as loaders do that say how many."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return (np.full(3, number) for number in range(self.count))
+
+
+class Streaming(Loader):
+    def __len__(self) -> int:
+        raise NotImplementedError("it streams")
+
+
+def lengthy(kind: str, source: Any, stager: xferlib.Stager) -> Loop:
+    if kind == "drain":
+        return xferlib.drain(source, stager)
+    return xferlib.prefetch(source, stager) if kind == "prefetch" else xferlib.stream_map(lambda batch: batch, source, stager)
+
+
+@pytest.mark.parametrize("kind", ["prefetch", "stream_map", "drain"])
+def test_a_loop_is_as_long_as_its_source_says_whatever_was_taken(kind: str, stager: xferlib.Stager) -> None:
+    source: Any = Loader(4)
+    if kind == "drain":
+        source = [stager.put(batch).result() for batch in source]
+    with lengthy(kind, source, stager) as loop:
+        assert len(loop) == 4
+        next(loop)
+        assert len(loop) == 4
+        assert len(list(loop)) == 3
+    assert len(loop) == 4
+
+
+@pytest.mark.parametrize("kind", ["prefetch", "stream_map", "drain"])
+@pytest.mark.parametrize("has_len", [False, True], ids=["generator", "len raises"])
+def test_a_loop_whose_source_tells_no_length_has_none_and_can_be_listed(kind: str, has_len: bool, stager: xferlib.Stager) -> None:
+    source: Any = Streaming(3) if has_len else iter(Loader(3))
+    if kind == "drain" and not has_len:
+        source = (stager.put(batch).result() for batch in source)
+    with lengthy(kind, source, stager) as loop:
+        with pytest.raises(TypeError, match=r"this loop has no length, as len\(\) of its source tells none"):
+            len(loop)
+        assert operator.length_hint(loop, 7) == 7
+        assert len(list(loop)) == 3
+
+
+@pytest.mark.parametrize("kind", ["prefetch", "stream_map", "drain"])
+@pytest.mark.parametrize("source", [[], iter(())], ids=["empty", "no length"])
+def test_a_loop_is_true_as_iterators_are(kind: str, source: Any, stager: xferlib.Stager) -> None:
+    with lengthy(kind, source, stager) as loop:
+        assert loop

@@ -456,6 +456,14 @@ def test_a_depth_that_is_no_whole_number_is_refused_in_words(stager: xferlib.Sta
             begin()
 
 
+def test_every_epoch_uses_the_memory_of_those_before(stager: xferlib.Stager) -> None:
+    source = [np.full(4 << 20, number, np.uint8) for number in range(6)]
+    for _ in range(8):
+        with xferlib.prefetch(source, stager, rewrites=False) as loop:
+            assert [int(batch[-1]) for batch in loop] == list(range(6))
+            assert stager.stats().device_peak_nbytes <= loop.bill.device_nbytes
+
+
 def test_what_is_raised_while_a_loop_waits_has_nothing_before_it(stager: xferlib.Stager) -> None:
     """An interrupt of the wait is no consequence of an empty queue, and is not told as one."""
     ready, gate, main = threading.Event(), threading.Event(), threading.get_ident()

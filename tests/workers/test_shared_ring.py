@@ -123,6 +123,17 @@ def test_a_ring_feeds_a_prefetch(stager: xferlib.Stager, pair: SharedRing, rewri
     assert stager.stats().synchronous == before
 
 
+def test_a_run_is_as_long_as_its_tasks_say_and_so_is_the_prefetch_of_it(stager: xferlib.Stager, pair: SharedRing) -> None:
+    with xferlib.prefetch(pair.run(fills.number, range(5), workers=2), stager) as loop:
+        assert len(loop) == 5
+        assert len(list(loop)) == 5
+    with pair.run(fills.number, iter(range(5)), workers=2) as run:
+        with pytest.raises(TypeError, match="this loop has no length"):
+            len(run)
+        assert run
+        assert [first(batch) for batch in run] == list(range(5))
+
+
 def test_an_error_in_fill_comes_through_a_prefetch_at_its_place(stager: xferlib.Stager, pair: SharedRing) -> None:
     batches = xferlib.prefetch(pair.run(fills.fail, ["none", "own", "none"], workers=2), stager, rewrites=False)
     assert first(next(batches)) == 1

@@ -12,8 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import repeat
-from operator import call
 from types import TracebackType
 from typing import Any, Generic, NoReturn, final
 
@@ -22,6 +20,7 @@ from xferlib.d2h import pinned_nbytes
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
+from xferlib.pipeline.one_pass import steps
 from xferlib.pipeline.output_writer import OutputWriter
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import Stager, check_stager
@@ -320,8 +319,7 @@ class Results(Generic[TreeT_co]):
     def __iter__(self) -> Iterator[TreeT_co]:
         if self._spent:
             raise ClosedError("these results are spent: all were taken, and none comes a second time. Make another Drain for more")
-        # Not itself: code that takes results in groups asks its iterator for an iterator once more after the last one.
-        return map(call, repeat(self.__next__))
+        return steps(self)
 
     def __next__(self) -> TreeT_co:
         try:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import repeat
-from operator import call
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, final, overload
 
@@ -24,6 +22,7 @@ from xferlib.packing import Packing
 from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.ends import End, end_of
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
+from xferlib.pipeline.one_pass import capped_depth, known_length, steps, told_length
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
@@ -33,7 +32,7 @@ from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
 
-__all__ = ["Prefetch", "Puts", "known_count", "no_deeper", "prefetch"]
+__all__ = ["Prefetch", "Puts", "prefetch"]
 
 
 @overload
@@ -157,14 +156,14 @@ class Prefetch(Generic[TreeT_co]):
             )
         check_iterable(batches, "batches")
         whole_number(depth, "depth", least=1)
-        most = known_count(batches)
-        depth = no_deeper(depth, most)
+        self._length = length = known_length(batches)
+        depth = capped_depth(depth, length)
         self._puts = puts
         self._clock = PhaseTimer()
         self._taken = self._late = 0
         self._first: _Mark | None = None
         """What the first batch took, which pays for what is done once."""
-        self._starter = starter = _Starter(puts, depth, at_a_time(depth, most))
+        self._starter = starter = _Starter(puts, depth, at_a_time(depth, length))
         self._background: BackgroundIterator[End] = BackgroundIterator(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
@@ -194,6 +193,14 @@ class Prefetch(Generic[TreeT_co]):
         if not self._background.forked:
             self._starter.settle()
 
+    def __len__(self) -> int:
+        """How many batches the source has in all, taken or not. Raises `TypeError` where its own `len()` did not say so."""
+        return told_length(self._length)
+
+    def __bool__(self) -> bool:
+        """Say yes, whatever the length, as other iterators do."""
+        return True
+
     def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
         if self._background.spent:
@@ -203,8 +210,7 @@ class Prefetch(Generic[TreeT_co]):
             )
         if self._background.closed:
             raise ClosedError("this prefetch is closed. Make another one")
-        # Not itself: code that takes batches in groups asks its iterator for an iterator once more after the last one.
-        return map(call, repeat(self.__next__))
+        return steps(self)
 
     def __next__(self) -> TreeT_co:
         if self._first is None and self._taken:
@@ -248,20 +254,6 @@ class Prefetch(Generic[TreeT_co]):
         self._late += late
         self._taken += 1
         return value
-
-
-def known_count(batches: Any) -> int | None:
-    """Return how many batches a source has, where it says so."""
-    try:
-        # Some loaders raise here, such as those whose data has no length.
-        return len(batches)
-    except Exception:
-        return None
-
-
-def no_deeper(depth: int, most: int | None) -> int:
-    """Return the depth that a source of so many can fill: what lies ahead costs memory, on the device and in the bill."""
-    return depth if most is None else min(depth, max(1, most))
 
 
 @final

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import repeat
-from operator import call
 from types import TracebackType
 from typing import Any, Generic, final, overload
 
@@ -14,8 +12,9 @@ from xferlib.errors import ClosedError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.drain import Drain
 from xferlib.pipeline.memory_estimate import MemoryEstimate
+from xferlib.pipeline.one_pass import capped_depth, known_length, steps, told_length
 from xferlib.pipeline.phase_timer import PhaseTimer
-from xferlib.pipeline.prefetch import Prefetch, known_count, no_deeper, prefetch
+from xferlib.pipeline.prefetch import Prefetch, prefetch
 from xferlib.pipeline.report import Report, of_drain, of_stream
 from xferlib.stager import Stager, check_stager
 from xferlib.typed import HasDtype, KeyT, NamedT, Sequences, TreeT, TreeT_co
@@ -58,7 +57,7 @@ def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = 
     `stream`: the one whose work makes the results. None: the consumer's current one. Results come out typed as by `Stager.get`.
     """
     check_stager(stager, results)
-    return Drained(results, stager, depth, out=out, most=known_count(results), stream=stream)
+    return Drained(results, stager, depth, out=out, length=known_length(results), stream=stream)
 
 
 @overload
@@ -148,7 +147,7 @@ def stream_map(
         raise TypeError(f"fn={reprlib.repr(fn)}: expected a function, before the batches: stream_map(fn, batches, stager)")
     source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
-        return Drained(_Mapped(fn, source), stager, depth, out=out, most=known_count(batches), stream=stream, source=source)
+        return Drained(_Mapped(fn, source), stager, depth, out=out, length=known_length(batches), stream=stream, source=source)
     except BaseException:
         source.close()
         raise
@@ -193,7 +192,7 @@ class Drained(Generic[TreeT_co]):
         depth: int,
         *,
         out: TreeT_co | None,
-        most: int | None = None,
+        length: int | None = None,
         stream: object | None = None,
         source: Prefetch[Any] | None = None,
     ) -> None:
@@ -204,8 +203,9 @@ class Drained(Generic[TreeT_co]):
         self._results = iter(results)
         self._source = source
         whole_number(depth, "depth", least=1)
-        self._drain: Drain[TreeT_co] = Drain(stager, no_deeper(depth, most), out=out)
-        self._drain.expect(most)
+        self._drain: Drain[TreeT_co] = Drain(stager, capped_depth(depth, length), out=out)
+        self._drain.expect(length)
+        self._length = length
         self._clock = PhaseTimer()
         self._exhausted = self._spent = self._closed = self._inside = False
         self._taken = self._late = 0
@@ -241,14 +241,21 @@ class Drained(Generic[TreeT_co]):
             if self._source is not None:
                 self._source.close()
 
+    def __len__(self) -> int:
+        """How many results there are in all, taken or not. Raises `TypeError` where `len()` of the source did not say so."""
+        return told_length(self._length)
+
+    def __bool__(self) -> bool:
+        """Say yes, whatever the length, as other iterators do."""
+        return True
+
     def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
         if self._spent:
             raise ClosedError("this loop is spent: it gives each result once, and all were taken. Make a new one for another pass")
         if self._closed:
             raise ClosedError("this loop is closed. Make another one")
-        # Not itself: code that takes results in groups asks its iterator for an iterator once more after the last one.
-        return map(call, repeat(self.__next__))
+        return steps(self)
 
     def __next__(self) -> TreeT_co:
         if self._spent:

@@ -24,6 +24,7 @@ from xferlib.checks import uncopied, whole_number
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.memory.registered import Pin
+from xferlib.pipeline.one_pass import known_length
 from xferlib.pipeline.workers.crew import Crew
 from xferlib.pipeline.workers.executor import Executor
 from xferlib.pipeline.workers.layout import SlotLayout
@@ -205,6 +206,7 @@ class SharedRing(Generic[TreeT_co]):
             iterator,
             # More would have nothing to write into.
             workers=min(workers, self.slots),
+            length=known_length(tasks),
             ordered=ordered,
             on_death=on_death,
             retries=retries,

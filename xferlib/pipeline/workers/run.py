@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 from xferlib.checks import uncopied
 from xferlib.in_flight import reap_all
+from xferlib.pipeline.one_pass import told_length
 from xferlib.pipeline.workers.crew import Answer, Crew, Death
 from xferlib.pipeline.workers.failures import WorkerDiedError, WorkerError, WorkerTraceback
 from xferlib.pipeline.workers.layout import Parts
@@ -84,6 +85,7 @@ class Run(Iterator[TreeT_co]):
         tasks: Iterator[Any],
         *,
         workers: int,
+        length: int | None,
         ordered: bool,
         on_death: OnDeath,
         retries: int,
@@ -94,6 +96,7 @@ class Run(Iterator[TreeT_co]):
         self._begin = begin
         self._tasks = tasks
         self._workers = workers
+        self._length = length
         self._ordered = ordered
         self._retries = retries if on_death == "replace" else 0
         self._ended: Exception | None = None
@@ -108,6 +111,14 @@ class Run(Iterator[TreeT_co]):
         self._starved = False
         self._starved_since = 0.0
         self._nap = FIRST_NAP
+
+    def __len__(self) -> int:
+        """How many tasks there are in all, and so batches. Raises `TypeError` where their own `len()` did not say so."""
+        return told_length(self._length)
+
+    def __bool__(self) -> bool:
+        """Say yes, whatever the length, as other iterators do."""
+        return True
 
     def __next__(self) -> TreeT_co:
         while True:
