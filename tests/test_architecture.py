@@ -57,7 +57,7 @@ FLOORS = [
     },
     {f"xferlib.pipeline.workers{part}" for part in ("", ".channel", ".failures", ".memory", ".messages", ".executor", ".slots")},
     {"xferlib.pipeline.workers.process"},
-    {"xferlib.pipeline.workers.crew", "xferlib.pipeline.workers.worker"},
+    {"xferlib.pipeline.workers.pool", "xferlib.pipeline.workers.worker"},
     {"xferlib.pipeline.workers.run"},
     {"xferlib.pipeline.workers.ring"},
     {"xferlib.pipeline.drain", "xferlib.pipeline.ring", "xferlib.pipeline.source_thread"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -48,6 +49,11 @@ def ring(stager: xferlib.Stager) -> Iterator[SharedRing]:
 def gate(tmp_path: Path) -> Callable[[int], Gate]:
     """Make a gate by its number."""
     return lambda index: Gate(tmp_path / f"gate{index}").make()
+
+
+def shared_names() -> set[str]:
+    """Return the names of shared memory and semaphores that Python's own modules have given, in whatever program of this machine."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "wnsm_", "sem.", "pym-", "xferlib"))}
 
 
 def first(array: Any) -> int:

@@ -41,7 +41,7 @@ def value(batch: dict[str, Any]) -> int:
 
 def worker(ring: SharedRing) -> Any:
     """Return the one worker of a ring as its parent sees it."""
-    (worker,) = ring._crew._workers
+    (worker,) = ring._pool._workers
     return worker
 
 
@@ -113,7 +113,7 @@ def test_the_rest_of_a_task_goes_out_while_batches_come_that_were_there_already(
         for pid in ring.pids:
             os.kill(pid, signal.SIGSTOP)
         assert value(next(run)) == 1
-        (busy,) = [worker for worker in ring._crew._workers if worker.channel.pending]
+        (busy,) = [worker for worker in ring._pool._workers if worker.channel.pending]
         for pid in ring.pids:
             os.kill(pid, signal.SIGCONT)
         assert select.select([], [busy.channel.fileno()], [], 20)[1]

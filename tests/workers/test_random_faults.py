@@ -28,6 +28,7 @@ import pytest
 import xferlib
 from tests.core.fakes import on_thread
 from tests.pipeline.steps import PATIENCE, until
+from tests.workers.conftest import shared_names
 from tests.workers.faults import MARK, ROWS, SHARES, WORKERS, Boom, Pass, Scenario, planned, same
 from tests.workers.fills import STAMPED, OwnError, Stamp, stamp
 from xferlib.conformance.guard import allow
@@ -50,7 +51,7 @@ def test_faults_at_random_moments_hang_nothing_leave_nothing_and_give_no_wrong_b
     # It comes with the first spawned process, and stays.
     resource_tracker.ensure_running()
     before = footprint()
-    names = set(os.listdir("/dev/shm"))
+    names = shared_names()
     plan = planned(seed, FAULTS)
     with warnings_kept() as heard, xferlib.stager("host", pinned_limit=64 << 20) as stager:
         ground = Ground(stager, tmp_path, heard)
@@ -61,7 +62,7 @@ def test_faults_at_random_moments_hang_nothing_leave_nothing_and_give_no_wrong_b
         allow(3 * PATIENCE)
         ground.close()
     until(lambda: footprint() == before)
-    assert set(os.listdir("/dev/shm")) <= names
+    assert shared_names() <= names
     print(f"seed {seed}: {dict(sorted(ground.tally.items()))}, workers killed: {len(ground.killed)}")
     assert {kind: ground.tally[kind] for kind in SHARES} == {kind: [each.kind for each in plan].count(kind) for kind in SHARES}
 

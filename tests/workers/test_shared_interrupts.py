@@ -27,7 +27,7 @@ from tests.workers.test_worker_deaths import descriptors
 from xferlib.pipeline.workers.process import Worker
 from xferlib.pipeline.workers.ring import SharedRing
 
-SHARED = tuple(f"workers/{name}.py" for name in ("channel", "crew", "memory", "process", "ring", "run", "executor", "slots"))
+SHARED = tuple(f"workers/{name}.py" for name in ("channel", "pool", "memory", "process", "ring", "run", "executor", "slots"))
 SPEC = (64, np.int64)
 ALARMS = int(os.environ.get("XFERLIB_ALARMS", "12"))
 """Each costs a process."""
@@ -57,7 +57,7 @@ def is_whole(ring: SharedRing) -> bool:
 
 
 def judge(ring: SharedRing, before: Any) -> None:
-    assert not busy(ring._crew.lock)
+    assert not busy(ring._pool.lock)
     assert is_whole(ring)
     assert len(ring.pids) == len(psutil.Process().children()) - before[1]
 

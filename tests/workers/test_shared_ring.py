@@ -541,14 +541,14 @@ def test_closing_wakes_an_iteration_on_another_thread(ring: SharedRing, gate: Ca
 def test_a_ring_that_was_never_closed_says_so_and_is_closed(stager: xferlib.Stager) -> None:
     ring = SharedRing(stager, (64, np.int64), slots=2)
     next(ring.run(fills.number, [1], workers=1))
-    crew = weakref.ref(ring._crew)
+    pool = weakref.ref(ring._pool)
     pids = ring.pids
     rings = [ring]
     del ring
 
     def gone() -> bool:
         rings.clear()
-        return crew() is None
+        return pool() is None
 
     with pytest.warns(ResourceWarning, match=r"<SharedRing of 2 slots: int64\[64\], 512 bytes> was never closed"):
         until(gone)

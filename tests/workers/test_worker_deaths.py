@@ -27,7 +27,7 @@ import xferlib
 from tests import children
 from tests.core.fakes import on_thread
 from tests.workers import fills
-from tests.workers.conftest import first
+from tests.workers.conftest import first, shared_names
 from tests.workers.fills import Gate
 from xferlib.pipeline.workers.failures import WorkerDiedError
 from xferlib.pipeline.workers.ring import SharedRing
@@ -230,7 +230,7 @@ def test_workers_killed_at_random_moments_cost_no_batch_and_leave_nothing(stager
 
 @pytest.mark.parametrize("pidfd", [True, False], ids=["", "without process descriptors"])
 def test_killing_the_parent_leaves_no_worker_and_no_memory(tmp_path: Path, pidfd: bool) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = shared_names()
     if not pidfd:
         (tmp_path / "sitecustomize.py").write_text(NO_PIDFD)
     gate = Gate(tmp_path / "gate").make()
@@ -259,7 +259,7 @@ next(run)
     assert all(ended(number) for number in watched)
     for number in watched:
         os.close(number)
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert shared_names() <= before
 
 
 def test_workers_outlive_the_thread_that_started_them(ring: SharedRing) -> None:
@@ -287,14 +287,14 @@ def test_an_interrupt_of_the_consumer_ends_the_run_and_the_ring_goes_on(
     kept = next(run)
 
     pid = slow.arrived()
-    listen = ring._crew.listen
+    listen = ring._pool.listen
 
     def interrupted(timeout: float | None) -> object:
         on_thread(lambda: os.kill(os.getpid(), signal.SIGINT))
         return listen(timeout)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ring._crew, "listen", interrupted)
+        patch.setattr(ring._pool, "listen", interrupted)
         next(run)
     assert not psutil.pid_exists(pid)
     for _ in range(2):
@@ -408,7 +408,7 @@ def test_a_forked_child_has_nothing_by_which_a_ring_and_its_workers_talk(stager:
         run = ring.run(fills.number, range(2), workers=1)
         assert first(next(run)) == 0
         ours = talk() - before
-        # A bell, the worker's socket, and what tells of its end, where the system knows descriptors of processes.
+        # What wakes the iteration, the worker's socket, and what tells of its end, where the system knows descriptors of processes.
         assert len(ours) in (2, 3)
         pid = children.fork()
         if pid == 0:

@@ -52,7 +52,7 @@ class Worker:
         self.channel = Channel(ours)
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self.death = io.FileIO(watch(self.pid, self._process.sentinel))
+        self.exit_file = io.FileIO(watch(self.pid, self._process.sentinel))
         """Readable when the process has ended."""
 
     def _start(self) -> None:
@@ -86,13 +86,13 @@ class Worker:
                 answered.append((self.assigned.popleft(), reply))
         return answered
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Let it end when it has finished what it is doing. Twice is fine."""
         self.channel.close()
 
     def end(self, patience: float) -> int | None:
         """Hang up, wait so many seconds for it to end, kill it if it does not, and return its exit code, if anybody knows it."""
-        self.hang_up()
+        self.disconnect()
         self._process.join(patience)
         if self._process.exitcode is None:
             self._process.kill()
@@ -101,7 +101,7 @@ class Worker:
         # Refused where somebody else has waited for the process.
         with suppress(ValueError):
             self._process.close()
-        self.death.close()
+        self.exit_file.close()
         return code
 
 

@@ -25,11 +25,11 @@ from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
 from xferlib.forks import forget_in_child, leave
 from xferlib.memory.registered import Pin
 from xferlib.pipeline.one_pass import known_length
-from xferlib.pipeline.workers.crew import Crew
 from xferlib.pipeline.workers.executor import Executor
 from xferlib.pipeline.workers.layout import SlotLayout
 from xferlib.pipeline.workers.memory import SharedMemory
 from xferlib.pipeline.workers.messages import Begin
+from xferlib.pipeline.workers.pool import WorkerPool
 from xferlib.pipeline.workers.process import Worker
 from xferlib.pipeline.workers.run import OnDeath, Run
 from xferlib.pipeline.workers.slots import Slots
@@ -52,13 +52,13 @@ class _Holdings:
         self.words = ""
         """The ring in words, for a warning."""
         self.memory: SharedMemory | None = None
-        self.crew: Crew | None = None
+        self.pool: WorkerPool | None = None
         self._stager = stager
         self._layout = layout
         self._slots = slots
         self._pin: Pin | None = None
 
-    def open(self, executor: Executor) -> tuple[Crew, Slots]:
+    def open(self, executor: Executor) -> tuple[WorkerPool, Slots]:
         """Take everything but the workers. Raises `AllocationError`; `close` must follow then, too."""
         layout, slots = self._layout, self._slots
         self.memory = memory = SharedMemory(slots * layout.nbytes)
@@ -68,8 +68,8 @@ class _Holdings:
             except AllocationError as error:
                 error.add_note(f"for {counted(slots, 'slot')} of {in_words(layout.nbytes)}. Use fewer or smaller slots")
                 raise
-        self.crew = crew = Crew(partial(Worker, serve, (memory.descriptor, layout, slots)), executor)
-        return crew, Slots(memory.raw, layout, slots)
+        self.pool = pool = WorkerPool(partial(Worker, serve, (memory.descriptor, layout, slots)), executor)
+        return pool, Slots(memory.raw, layout, slots)
 
     def close(self) -> None:
         """Give everything back. Twice is fine; what was refused may be tried again."""
@@ -79,14 +79,14 @@ class _Holdings:
                 steps.callback(self.memory.close)
             if self._pin is not None:
                 steps.callback(self._pin.close)
-            if self.crew is not None:
-                steps.callback(self.crew.close, FINISHING)
-        self.memory = self.crew = self._pin = None
+            if self.pool is not None:
+                steps.callback(self.pool.close, FINISHING)
+        self.memory = self.pool = self._pin = None
 
     def dropped(self) -> None:
         """Close what nobody has closed, and say so."""
         try:
-            if self.crew is not None:
+            if self.pool is not None:
                 warnings.warn(f"{self.words} was never closed. Use it as a context manager", ResourceWarning, 2)
         finally:
             self.close()
@@ -96,8 +96,8 @@ class _Holdings:
         leave(self._pin)
         if self.memory is not None:
             self.memory.close()
-        if self.crew is not None:
-            self.crew.forget()
+        if self.pool is not None:
+            self.pool.forget()
 
 
 @final
@@ -135,7 +135,7 @@ class SharedRing(Generic[TreeT_co]):
         self._executor = executor = Executor(holdings.dropped)
         self._ticket = executor.start()
         try:
-            self._crew, self._places = executor.call(partial(holdings.open, executor))
+            self._pool, self._places = executor.call(partial(holdings.open, executor))
         except BaseException:
             executor.call(holdings.close)
             executor.end()
@@ -150,7 +150,7 @@ class SharedRing(Generic[TreeT_co]):
     @property
     def pids(self) -> tuple[int, ...]:
         """The worker processes."""
-        return self._crew.pids
+        return self._pool.pids
 
     def run(
         self,
@@ -197,10 +197,10 @@ class SharedRing(Generic[TreeT_co]):
         begin = Begin(next(self._runs), _pickled(fill))
         # Not refused: the run before may have ended in an exception whose traceback still holds it.
         self._end_run(RuntimeError("a later run of this ring has begun. Use another ring for two at a time"))
-        self._crew.bell.ring()
+        self._pool.wakeup.wake()
         run: Run[TreeT_co] = Run(
             self,
-            self._crew,
+            self._pool,
             self._places,
             begin,
             iterator,
@@ -223,8 +223,8 @@ class SharedRing(Generic[TreeT_co]):
         if isinstance(self._refusal, BackendUnavailableError):
             return
         self._end(ClosedError("this ring is closed. Make another SharedRing"))
-        self._crew.bell.ring()
-        with self._crew.lock:
+        self._pool.wakeup.wake()
+        with self._pool.lock:
             self._executor.call(self._holdings.close)
             self._executor.end()
 

@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 from xferlib.checks import uncopied
 from xferlib.in_flight import reap_all
 from xferlib.pipeline.one_pass import told_length
-from xferlib.pipeline.workers.crew import Answer, Crew, Death
 from xferlib.pipeline.workers.failures import WorkerDiedError, WorkerError, WorkerTraceback
 from xferlib.pipeline.workers.layout import Parts
 from xferlib.pipeline.workers.messages import Begin, Failed, Filled, Order
+from xferlib.pipeline.workers.pool import Answer, Exit, WorkerPool
 from xferlib.pipeline.workers.process import Assignment
 from xferlib.pipeline.workers.slots import Slots
 from xferlib.typed import TreeT_co
@@ -79,7 +79,7 @@ class Run(Iterator[TreeT_co]):
     def __init__(
         self,
         owner: object,
-        crew: Crew,
+        pool: WorkerPool,
         slots: Slots,
         begin: Begin,
         tasks: Iterator[Any],
@@ -91,7 +91,7 @@ class Run(Iterator[TreeT_co]):
         retries: int,
     ) -> None:
         self._owner = owner
-        self._crew = crew
+        self._pool = pool
         self._slots = slots
         self._begin = begin
         self._tasks = tasks
@@ -134,19 +134,19 @@ class Run(Iterator[TreeT_co]):
                 del outcome
 
     def _step(self) -> _Outcome:
-        with self._crew.lock:
-            if self._crew.cut:
+        with self._pool.lock:
+            if self._pool.torn:
                 self._mend()
             if self._ended is not None:
                 return _Raised(self._refusal())
-            self._crew.cut = True
+            self._pool.torn = True
             try:
                 outcome = self._advance()
             except BaseException:
-                # An interrupt. If another one comes in here, the next step finds the crew cut.
+                # An interrupt. If another one comes in here, the next step finds the pool torn.
                 self._mend()
                 raise
-            self._crew.cut = False
+            self._pool.torn = False
             try:
                 return outcome
             finally:
@@ -155,10 +155,10 @@ class Run(Iterator[TreeT_co]):
 
     def _mend(self) -> None:
         """Bring things in order after an interrupt of a step, of this run or of one before it."""
-        self._crew.mend()
+        self._pool.mend()
         if self._begun:
             self.end(RuntimeError("this run was interrupted, and batches of it are lost. Begin another run"))
-        self._crew.cut = False
+        self._pool.torn = False
 
     def close(self) -> None:
         """End the iteration. Workers finish what they are filling; nobody will see it. Twice is fine."""
@@ -182,7 +182,7 @@ class Run(Iterator[TreeT_co]):
 
     def _advance(self) -> _Outcome:
         if not self._begun:
-            self._slots.keep_only(self._crew.taken())
+            self._slots.keep_only(self._pool.taken())
             self._begun = True
         while True:
             if self._ended is not None:
@@ -190,14 +190,14 @@ class Run(Iterator[TreeT_co]):
             if self._unsaid:
                 return _Words(self._unsaid.pop(0))
             try:
-                self._crew.enlist(self._workers)
+                self._pool.start_up_to(self._workers)
             except WorkerDiedError as error:
                 self.close()
                 return _Raised(error)
             except Exception as error:
                 # The system has no further process now.
                 return _Raised(error)
-            self._crew.flush()
+            self._pool.flush()
             self._deal()
             number = self._next_answered()
             if number is not None:
@@ -209,7 +209,7 @@ class Run(Iterator[TreeT_co]):
 
     def _deal(self) -> None:
         was_starved, self._starved = self._starved, False
-        while (worker := self._crew.pick(self._workers)) is not None:
+        while (worker := self._pool.pick(self._workers)) is not None:
             assignment = self._next_assignment()
             if assignment is None:
                 break
@@ -275,11 +275,11 @@ class Run(Iterator[TreeT_co]):
             # No worker has anything to fill, and so nothing to say.
             self._slots.wait(patience)
             patience = 0.0
-        for heard in self._crew.listen(patience):
+        for heard in self._pool.listen(patience):
             if isinstance(heard, Answer):
                 self._answered(heard)
             else:
-                self._died(heard)
+                self._exited(heard)
 
     def _patience(self) -> float | None:
         """Return how long to listen: until somebody speaks; but while there is no slot, only until a copy may be done."""
@@ -307,20 +307,20 @@ class Run(Iterator[TreeT_co]):
             self._slots.give_back(order.slot)
             self._outcomes[order.number] = _error(reply, assignment.words)
 
-    def _died(self, death: Death) -> None:
-        lost = death.lost
+    def _exited(self, ended: Exit) -> None:
+        lost = ended.lost
         if lost is not None and lost.order.run != self._begin.run:
             self._slots.give_back(lost.order.slot)
             lost = None
-        for assignment in death.waiting:
+        for assignment in ended.waiting:
             if assignment.order.run == self._begin.run:
                 self._again.append(assignment)
             else:
                 self._slots.give_back(assignment.order.slot)
         if lost is None:
-            self._unsaid.append(f"{death.words} while it had nothing to fill. Another takes its place")
+            self._unsaid.append(f"{ended.words} while it had nothing to fill. Another takes its place")
         else:
-            self._lose(lost, death.words)
+            self._lose(lost, ended.words)
         self._again.sort(key=lambda assignment: assignment.order.number)
 
     def _lose(self, lost: Assignment, words: str) -> None:

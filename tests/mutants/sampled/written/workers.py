@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-RUN, RING, SLOTS, CREW, WORKER, PROCESS, LAYOUT, MEMORY = (
-    f"xferlib/pipeline/workers/{name}.py" for name in ("run", "ring", "slots", "crew", "worker", "process", "layout", "memory")
+RUN, RING, SLOTS, POOL, WORKER, PROCESS, LAYOUT, MEMORY = (
+    f"xferlib/pipeline/workers/{name}.py" for name in ("run", "ring", "slots", "pool", "worker", "process", "layout", "memory")
 )
 
 MUTANTS = [
     (RUN, "        self._again.sort(key=lambda assignment: assignment.order.number)\n", ""),
     (RUN, "        if tries <= self._retries:", "        if tries < self._retries:"),
-    (RUN, "            self._slots.keep_only(self._crew.taken())\n", ""),
+    (RUN, "            self._slots.keep_only(self._pool.taken())\n", ""),
     (RUN, 'self._retries = retries if on_death == "replace" else 0', "self._retries = retries"),
     (
         RUN,
@@ -39,8 +39,8 @@ MUTANTS = [
     (RUN, "        if self._ended is None:\n            self._ended = reason", "        self._ended = reason"),
     (
         RUN,
-        "                # An interrupt. If another one comes in here, the next step finds the crew cut.\n                self._mend()\n                raise",
-        "                self._crew.cut = False\n                raise",
+        "                # An interrupt. If another one comes in here, the next step finds the pool torn.\n                self._mend()\n                raise",
+        "                self._pool.torn = False\n                raise",
     ),
     (RING, "        if self.nbytes > limit:", "        if self.nbytes >= limit:"),
     (RING, 'whole_number(slots, "slots", least=2)', 'whole_number(slots, "slots", least=1)'),
@@ -61,15 +61,15 @@ MUTANTS = [
         "        return all(holder > FREE for holder in self._holders)",
         "        return all(holder != FREE for holder in self._holders)",
     ),
-    (CREW, "        if worker.ready:\n            self._stillborn = 0\n", ""),
+    (POOL, "        if worker.ready:\n            self._failed_starts = 0\n", ""),
     (
-        CREW,
-        "            if self._stillborn >= STILLBORN or (code is not None and code >= 0):",
-        "            if self._stillborn > STILLBORN * STILLBORN or (code is not None and code >= 0):",
+        POOL,
+        "            if self._failed_starts >= MOST_FAILED_STARTS or (code is not None and code >= 0):",
+        "            if self._failed_starts > MOST_FAILED_STARTS * MOST_FAILED_STARTS or (code is not None and code >= 0):",
     ),
-    (CREW, "for worker in self._workers[:count] if worker.ready", "for worker in self._workers if worker.ready"),
+    (POOL, "for worker in self._workers[:count] if worker.ready", "for worker in self._workers if worker.ready"),
     (
-        CREW,
+        POOL,
         "        lost = worker.assigned.popleft() if worker.assigned else None",
         "        lost = worker.assigned.pop() if worker.assigned else None",
     ),

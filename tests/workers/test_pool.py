@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from xferlib.pipeline.workers.crew import STILLBORN, Crew
 from xferlib.pipeline.workers.failures import WorkerDiedError
+from xferlib.pipeline.workers.pool import MOST_FAILED_STARTS, WorkerPool
 
 
 class Played:
@@ -25,7 +25,7 @@ class Played:
 
     def flush(self) -> None: ...
 
-    def hang_up(self) -> None: ...
+    def disconnect(self) -> None: ...
 
     def replies(self) -> list[Any]:
         return []
@@ -42,30 +42,30 @@ class Executor:
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
+def pool() -> Iterator[WorkerPool]:
     played: Any = Executor()
-    crew = Crew(lambda: pytest.fail("nobody is to be started"), played)
-    with closing(crew.bell):
-        yield crew
+    pool = WorkerPool(lambda: pytest.fail("nobody is to be started"), played)
+    with closing(pool.wakeup):
+        yield pool
 
 
-def hear(crew: Crew, *, ready: bool) -> None:
+def hear(pool: WorkerPool, *, ready: bool) -> None:
     worker: Any = Played(ready=ready)
-    crew._workers.append(worker)
-    crew._heard(worker, dead=not ready)
+    pool._workers.append(worker)
+    pool._heard(worker, dead=not ready)
 
 
-def test_a_crew_gives_up_when_so_many_in_a_row_do_not_get_through_their_start(crew: Crew) -> None:
-    for _ in range(STILLBORN - 1):
-        hear(crew, ready=False)
-        crew.enlist(0)
-    hear(crew, ready=False)
+def test_a_pool_gives_up_when_so_many_in_a_row_do_not_get_through_their_start(pool: WorkerPool) -> None:
+    for _ in range(MOST_FAILED_STARTS - 1):
+        hear(pool, ready=False)
+        pool.start_up_to(0)
+    hear(pool, ready=False)
     with pytest.raises(WorkerDiedError, match="could not start: it was killed by SIGKILL"):
-        crew.enlist(0)
+        pool.start_up_to(0)
 
 
-def test_those_before_one_that_has_started_do_not_count(crew: Crew) -> None:
-    for _ in range(STILLBORN):
-        hear(crew, ready=False)
-        hear(crew, ready=True)
-        crew.enlist(0)
+def test_those_before_one_that_has_started_do_not_count(pool: WorkerPool) -> None:
+    for _ in range(MOST_FAILED_STARTS):
+        hear(pool, ready=False)
+        hear(pool, ready=True)
+        pool.start_up_to(0)

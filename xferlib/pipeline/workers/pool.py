@@ -1,4 +1,4 @@
-"""The worker processes of one ring: start them, order, listen, replace the dead.
+"""The worker processes of one ring: start them, order, listen, replace those that have ended.
 
 Each has a socket of its own, so a killed one breaks no other's. What became of a task is the run's business.
 """
@@ -18,18 +18,18 @@ from xferlib.pipeline.workers.failures import WorkerDiedError
 from xferlib.pipeline.workers.messages import Reply
 from xferlib.pipeline.workers.process import Assignment, Worker, ended
 
-__all__ = ["Answer", "Bell", "Crew", "Death"]
+__all__ = ["Answer", "Exit", "WakeupFd", "WorkerPool"]
 
 AHEAD = 2
 """Orders that one worker has at most: the one it fills, and the next, so that it need not wait for the consumer in between."""
-STILLBORN = 8
+MOST_FAILED_STARTS = 8
 """Workers in a row that may be killed before they have started."""
-DYING = 1.0
+EXIT_SECONDS = 1.0
 """Seconds from a worker's last word to its end."""
 
 
 @final
-class Bell:
+class WakeupFd:
     """Wakes whoever waits for `number` to be readable. Any thread, but no finalizer."""
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class Bell:
         # A number that is closed may be somebody else's by the time it is written to.
         self._lock = threading.Lock()
 
-    def ring(self) -> None:
-        """Have it readable. Nothing, if it is closed."""
+    def wake(self) -> None:
+        """Have it readable. Does nothing if it is closed."""
         with self._lock:
             if self.number >= 0:
                 os.eventfd_write(self.number, 1)
 
-    def hush(self) -> None:
-        """Be silent until rung again."""
+    def clear(self) -> None:
+        """Have it not readable until it is woken again."""
         try:
             os.eventfd_read(self.number)
         except BlockingIOError:
@@ -66,7 +66,7 @@ class Answer(NamedTuple):
     reply: Reply
 
 
-class Death(NamedTuple):
+class Exit(NamedTuple):
     """A worker that has ended: what it may have been filling, and the orders it had not begun."""
 
     words: str
@@ -75,21 +75,21 @@ class Death(NamedTuple):
 
 
 @final
-class Crew:
+class WorkerPool:
     """Worker processes. One thread at a time, the one that has `lock`; what starts and ends them runs on the executor.
 
-    If `cut` is true, a thread was interrupted while it had the lock: then nothing here is known to be whole, and `mend` must
+    If `torn` is true, a thread was interrupted while it had the lock: then nothing here is known to be whole, and `mend` must
     follow.
     """
 
     def __init__(self, start: Callable[[], Worker], executor: Executor) -> None:
         self.lock = threading.Lock()
-        self.cut = False
-        self.bell = Bell()
+        self.torn = False
+        self.wakeup = WakeupFd()
         self._start = start
         self._executor = executor
         self._workers: list[Worker] = []
-        self._stillborn = 0
+        self._failed_starts = 0
         self._cannot_start: str | None = None
 
     @property
@@ -97,7 +97,7 @@ class Crew:
         """The processes that live, as far as is known."""
         return tuple(worker.pid for worker in self._workers)
 
-    def enlist(self, count: int) -> None:
+    def start_up_to(self, count: int) -> None:
         """Have at least so many workers. Raises `WorkerDiedError` if they do not get through their start."""
         words, self._cannot_start = self._cannot_start, None
         if words is not None:
@@ -106,7 +106,7 @@ class Crew:
                 'A program that uses workers starts below: if __name__ == "__main__"'
             )
         if len(self._workers) < count:
-            self._executor.call(partial(self._enlist, count))
+            self._executor.call(partial(self._start_up_to, count))
 
     def pick(self, count: int) -> Worker | None:
         """Return the one of the first `count` workers that has least to do; None if all have enough."""
@@ -119,29 +119,29 @@ class Crew:
             if worker.channel.pending:
                 worker.channel.flush()
 
-    def listen(self, timeout: float | None) -> list[Answer | Death]:
-        """Wait until a worker has answered, taken in more, or ended, the bell has rung, or so many seconds have passed."""
+    def listen(self, timeout: float | None) -> list[Answer | Exit]:
+        """Wait until a worker has answered, taken in more, or ended, `wakeup` is woken, or so many seconds have passed."""
         asked = select.poll()
-        asked.register(self.bell.number, select.POLLIN)
+        asked.register(self.wakeup.number, select.POLLIN)
         by_number: dict[int, Worker] = {}
-        deaths: set[int] = set()
+        exits: set[int] = set()
         for worker in self._workers:
-            talks, dies = worker.channel.fileno(), worker.death.fileno()
-            if talks >= 0:
-                by_number[talks] = worker
-                asked.register(talks, select.POLLIN | select.POLLOUT * worker.channel.pending)
-            by_number[dies] = worker
-            deaths.add(dies)
-            asked.register(dies, select.POLLIN)
+            speaks, ends = worker.channel.fileno(), worker.exit_file.fileno()
+            if speaks >= 0:
+                by_number[speaks] = worker
+                asked.register(speaks, select.POLLIN | select.POLLOUT * worker.channel.pending)
+            by_number[ends] = worker
+            exits.add(ends)
+            asked.register(ends, select.POLLIN)
         touched: dict[int, Worker] = {}
         dead: set[int] = set()
         for number, _ in asked.poll(None if timeout is None else timeout * 1e3):
-            if number == self.bell.number:
-                self.bell.hush()
+            if number == self.wakeup.number:
+                self.wakeup.clear()
                 continue
             worker = by_number[number]
             touched[worker.pid] = worker
-            if number in deaths:
+            if number in exits:
                 dead.add(worker.pid)
         return [heard for pid, worker in touched.items() for heard in self._heard(worker, dead=pid in dead)]
 
@@ -156,52 +156,52 @@ class Crew:
     def close(self, patience: float) -> None:
         """End all workers; kill those that do not within so many seconds. On the executor. Twice is fine."""
         self._dismiss(patience)
-        self.bell.close()
+        self.wakeup.close()
 
     def forget(self) -> None:
         """Let go of everything in a forked child: the workers are the parent's."""
         # It may have been forked in the middle of a step: nothing is to be mended here, and nobody would do it.
-        self.lock, self.cut = threading.Lock(), False
+        self.lock, self.torn = threading.Lock(), False
         for worker in self._workers:
-            worker.hang_up()
-            worker.death.close()
+            worker.disconnect()
+            worker.exit_file.close()
         self._workers = []
-        number, self.bell.number = self.bell.number, -1
+        number, self.wakeup.number = self.wakeup.number, -1
         if number >= 0:
             os.close(number)
 
-    def _heard(self, worker: Worker, *, dead: bool) -> list[Answer | Death]:
+    def _heard(self, worker: Worker, *, dead: bool) -> list[Answer | Exit]:
         worker.channel.flush()
         # What a dead worker has said still counts: its batch is there.
-        heard: list[Answer | Death] = [Answer(*answer) for answer in worker.replies()]
+        heard: list[Answer | Exit] = [Answer(*answer) for answer in worker.replies()]
         if worker.ready:
-            self._stillborn = 0
+            self._failed_starts = 0
         if worker.gone or dead:
-            heard.append(self._bury(worker))
+            heard.append(self._take_out(worker))
         return heard
 
-    def _enlist(self, count: int) -> None:
+    def _start_up_to(self, count: int) -> None:
         while len(self._workers) < count:
             self._workers.append(self._start())
 
-    def _bury(self, worker: Worker) -> Death:
+    def _take_out(self, worker: Worker) -> Exit:
         code = self._executor.call(partial(self._end, worker))
         words = ended(code)
         if not worker.ready:
-            self._stillborn += 1
-            if self._stillborn >= STILLBORN or (code is not None and code >= 0):
+            self._failed_starts += 1
+            if self._failed_starts >= MOST_FAILED_STARTS or (code is not None and code >= 0):
                 self._cannot_start = words
         lost = worker.assigned.popleft() if worker.assigned else None
-        return Death(f"worker {worker.pid} {words}", lost, tuple(worker.assigned))
+        return Exit(f"worker {worker.pid} {words}", lost, tuple(worker.assigned))
 
     def _end(self, worker: Worker) -> int | None:
-        code = worker.end(DYING)
+        code = worker.end(EXIT_SECONDS)
         self._workers.remove(worker)
         return code
 
     def _dismiss(self, patience: float) -> None:
         for worker in self._workers:
-            worker.hang_up()
+            worker.disconnect()
         deadline = time.monotonic() + patience
         while self._workers:
             self._workers[-1].end(max(0.0, deadline - time.monotonic()))
