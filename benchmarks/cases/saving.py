@@ -205,5 +205,8 @@ def _snapshot_calls(stager: Stager, state: State, path: Path, rounds: int) -> li
 
 
 CASE = Case(
-    name=NAME, summary="a save of 4 GiB in 300 arrays beside a loop, threads that only write, and what others do", run=run, seconds=60.0
+    name=NAME,
+    summary="a save of 4 GiB in 300 arrays beside a loop, threads that only write, and what others do",
+    run=run,
+    seconds=60.0,
 )

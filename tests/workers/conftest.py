@@ -52,7 +52,7 @@ def gate(tmp_path: Path) -> Callable[[int], Gate]:
 
 
 def shared_names() -> set[str]:
-    """Return the names of shared memory and semaphores that Python's own modules have given, in whatever program of this machine."""
+    """Return the names of shared memory and semaphores that Python's own modules have given, for any program of this machine."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "wnsm_", "sem.", "pym-", "xferlib"))}
 
 

@@ -234,7 +234,7 @@ class DevicePool(Table):
                 return self._grow(size, number, streams)
             if self._doomed:
                 uninterrupted(self._free_doomed)
-            elif self._reclaimer.wait_oldest() or self._is_more_to_come(changes):
+            elif self._reclaimer.wait_oldest() or self._worth_another_look(changes):
                 continue
             elif collected:
                 raise self._full(size)
@@ -260,11 +260,11 @@ class DevicePool(Table):
 
     def _reuse(self, size: int, number: int, streams: Streams) -> Row | None:
         """Lease an idle block whose readers are done. Oldest first: those are the likeliest."""
-        cell = self._idle.get(size)
-        if cell is None:
+        idle = self._idle.get(size)
+        if idle is None:
             return None
-        free = cell.free
-        for rows in (free,) if free else cell.behind.values():
+        free = idle.free
+        for rows in (free,) if free else idle.behind.values():
             if not rows:
                 continue
             row = rows[0]
@@ -279,15 +279,15 @@ class DevicePool(Table):
                 self._leased[number] = row
                 return row
             useless: list[Row] = []
-            found = self._first_reached(cell, row, reached, useless)
+            found = self._first_reached(idle, row, reached, useless)
             self._doom(useless)
-            return None if found is None else self._leased_to(found, cell, number, streams)
+            return None if found is None else self._leased_to(found, idle, number, streams)
         return None
 
-    def _first_reached(self, cell: IdleBlocks, first: Row, told: bool | None, useless: list[Row]) -> Row | None:
+    def _first_reached(self, idle: IdleBlocks, first: Row, told: bool | None, useless: list[Row]) -> Row | None:
         """Find an idle block whose readers are done. `told` says whether those of `first` are. Enter in `useless` what nobody can
         use."""
-        for readers, group in chain([(NOBODY, cell.free)], cell.behind.items()):
+        for readers, group in chain([(NOBODY, idle.free)], idle.behind.items()):
             for row in group:
                 reached = told if row is first else self._reached(row.fence)
                 if reached is None or self._lost(row.block):
@@ -302,17 +302,17 @@ class DevicePool(Table):
 
     def _oldest(self, size: int, number: int, streams: Streams) -> Row | None:
         """Lease the oldest idle block of this size, and make the H2D stream wait for its readers."""
-        cell = self._idle.get(size)
-        if not cell:
+        idle = self._idle.get(size)
+        if not idle:
             return None
-        row = cell.oldest()
+        row = idle.oldest()
         if row.fence is not None:
             self._backend.order_h2d(row.fence)
             self.waits += 1
-        return self._leased_to(row, cell, number, streams)
+        return self._leased_to(row, idle, number, streams)
 
-    def _leased_to(self, row: Row, cell: IdleBlocks, number: int, streams: Streams) -> Row:
-        cell.remove(row)
+    def _leased_to(self, row: Row, idle: IdleBlocks, number: int, streams: Streams) -> Row:
+        idle.remove(row)
         row.fence, row.lease, row.streams = None, number, streams
         self._leased[number] = row
         return row
@@ -336,8 +336,8 @@ class DevicePool(Table):
         assert self.limit is not None
         excess = self.nbytes + size - self.limit
         chosen: list[Row] = []
-        for other, cell in self._idle.items():
-            for row in cell if other != size else ():
+        for other, idle in self._idle.items():
+            for row in idle if other != size else ():
                 if excess > 0 and (not reached or self._reached(row.fence)):
                     chosen.append(row)
                     excess -= other
@@ -354,7 +354,7 @@ class DevicePool(Table):
 
     def _doom_all(self) -> None:
         self._late.clear()
-        self._doom([row for cell in self._idle.values() for row in cell])
+        self._doom([row for idle in self._idle.values() for row in idle])
 
     def _trim(self) -> None:
         self._alone(self._doom_all)

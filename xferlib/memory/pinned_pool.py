@@ -244,7 +244,7 @@ class PinnedPool(Table):
                 # Memory that is only kept for later is given back before any wait.
                 self._reclaimer.yield_idle()
                 yielded = True
-            elif (waits and self._wait()) or self._is_more_to_come(changes):
+            elif (waits and self._wait()) or self._worth_another_look(changes):
                 pass
             elif collected or (request.for_array and self.when_full == "stage"):
                 raise self._full(request.asked, waits=waits)
@@ -265,7 +265,7 @@ class PinnedPool(Table):
                     return
                 if self._segments.freeable():
                     uninterrupted(self._release)
-                elif not self._is_more_to_come(changes):
+                elif not self._worth_another_look(changes):
                     break
             if make_room is not None:
                 make_room()

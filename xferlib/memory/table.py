@@ -156,7 +156,7 @@ class Table(ABC):
         growth = self._growing.pop(number, None)
         return growth is not None and growth.wanted
 
-    def _is_more_to_come(self, changes: int) -> bool:
+    def _worth_another_look(self, changes: int) -> bool:
         """Tell, after a look that found no room, whether another one may find some. `changes`: how many there were before it.
 
         Sleeps for a moment where another thread takes memory or gives it back.

@@ -63,7 +63,7 @@ class Drain(Generic[TreeT_co]):
         whole_number(depth, "depth", least=1)
         self.depth = depth
         self.bill: MemoryEstimate | None = None
-        self._most: int | None = None
+        self._length: int | None = None
         self._stager = stager
         self._rows = None if out is None else OutputWriter(out, trees_of(stager.backend))
         self._changed = Wakeup()
@@ -104,9 +104,9 @@ class Drain(Generic[TreeT_co]):
             )
         self.start(tree, stream)
 
-    def expect(self, most: int | None) -> None:
+    def expect(self, length: int | None) -> None:
         """Say how many results there are to come, where that is known: memory for more is not needed."""
-        self._most = most
+        self._length = length
 
     def start(self, tree: Any, stream: object | None = None) -> None:
         """Submit without waiting for anything, however many are under way."""
@@ -215,7 +215,7 @@ class Drain(Generic[TreeT_co]):
         try:
             return self._stager.get(tree, stream=stream)
         except AllocationError as error:
-            count = at_a_time(self.depth, self._most)
+            count = at_a_time(self.depth, self._length)
             error.add_note(
                 f"depth={self.depth} has up to {count} results in pinned memory at a time, besides those that "
                 "the consumer keeps. Use a smaller depth, raise pinned_limit, give out=, or keep fewer"
@@ -296,7 +296,7 @@ class Drain(Generic[TreeT_co]):
             return
         trees = trees_of(self._stager.backend)
         nbytes = tree_nbytes(tree, trees)
-        count = at_a_time(self.depth, self._most)
+        count = at_a_time(self.depth, self._length)
         device = Charge("device", count, nbytes, "results")
         if self._rows is not None:
             self.bill = MemoryEstimate((device,))

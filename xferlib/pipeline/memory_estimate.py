@@ -70,10 +70,10 @@ class MemoryEstimate:
         return sum(charge.count * charge.nbytes for charge in self.charges if charge.memory == memory)
 
 
-def at_a_time(depth: int, most: int | None = None) -> int:
-    """Return how many batches or results of a loop there are at a time. `most`: how many in all, where that is known."""
+def at_a_time(depth: int, length: int | None) -> int:
+    """Return how many batches or results of a loop there are at a time. `length`: how many in all, where that is known."""
     count = depth + BESIDE_DEPTH
-    return count if most is None else min(count, max(1, most))
+    return count if length is None else min(count, max(1, length))
 
 
 def check_room(
