@@ -111,13 +111,9 @@ class HostPages:
         """Return the address of new pinned memory, a multiple of the page size. Raises `AllocationError`."""
         (address,) = self.map((nbytes,))
         try:
-            self._lock(address, nbytes, cpus_near(self._backend.pci_bus_id), MOST_THREADS)
-        except BaseException as error:
-            del self._mapped[address]
-            with suppress(OSError):
-                _unmap(address, nbytes)
-            if isinstance(error, self._failures):
-                raise _refused(nbytes, error) from error
+            self.lock(address, MOST_THREADS)
+        except BaseException:
+            self._unmap(address)
             raise
         return address
 
@@ -134,13 +130,18 @@ class HostPages:
         self._mapped.update(zip(addresses, sizes, strict=True))
         return addresses
 
-    def lock(self, address: int) -> None:
-        """Lock what `map` returned, on this thread alone; its contents stay. Raises `AllocationError`: then it is as it was."""
+    def lock(self, address: int, threads: int = 1) -> None:
+        """Lock what `map` returned; its contents stay. Raises `AllocationError`: then it is as it was.
+
+        `threads`: how many fetch the pages.
+        """
         nbytes = self._mapped[address]
         try:
-            self._lock(address, nbytes, cpus_near(self._backend.pci_bus_id), 1)
+            _touch(address, nbytes, cpus_near(self._backend.pci_bus_id), threads)
+            self._backend.pin(address, nbytes)
         except self._failures as error:
             raise _refused(nbytes, error) from error
+        self._locked[address] = None
 
     def free(self, address: int) -> None:
         """Unlock and unmap what `allocate` or `map` returned, or free what the backend allocated. May wait for the GPU."""
@@ -150,15 +151,13 @@ class HostPages:
         if address in self._locked:
             self._backend.unpin(address)
             del self._locked[address]
+        self._unmap(address)
+
+    def _unmap(self, address: int) -> None:
         nbytes = self._mapped.pop(address)
         # If this raised, it would look as if the memory was still locked and could be given out again.
         with suppress(OSError):
             _unmap(address, nbytes)
-
-    def _lock(self, address: int, nbytes: int, cpus: frozenset[int] | None, threads: int) -> None:
-        _touch(address, nbytes, cpus, threads)
-        self._backend.pin(address, nbytes)
-        self._locked[address] = None
 
 
 def _check_available(nbytes: int, taken: int) -> None:
