@@ -18,13 +18,12 @@ from _thread import get_ident, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar, TypeVarTuple, final
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from xferlib.latch import Latch
 from xferlib.tickets import ticket
 
 __all__ = [
-    "AtWork",
     "Remains",
     "close_later",
     "closed_when_dropped",
@@ -175,28 +174,6 @@ def uninterrupted(call: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
 
 def _called(call: Callable[[*Arguments], T], arguments: tuple[*Arguments]) -> T:
     return call(*arguments)
-
-
-@final
-class AtWork:
-    """The threads that take memory for one table or give it back, perhaps for a request that was interrupted. A context manager."""
-
-    def __init__(self) -> None:
-        self._threads: list[int] = []
-
-    def __enter__(self) -> None:
-        self._threads.append(get_ident())
-
-    def __exit__(self, *raised: object) -> None:
-        self._threads.remove(get_ident())
-
-    def __bool__(self) -> bool:
-        return bool(self._threads)
-
-    def is_more_to_come(self) -> bool:
-        """Tell whether another thread is at work, and may have room when it is done: nobody needs to do anything for that."""
-        # Not for a finalizer inside such a call: the finalizer must end first.
-        return bool(self._threads) and get_ident() not in self._threads
 
 
 def _run() -> None:

@@ -263,20 +263,6 @@ def test_what_an_uninterrupted_call_returns_or_raises_comes_back() -> None:
     assert on_thread(lambda: reaper.uninterrupted(threading.get_ident) == threading.get_ident()).result(WATCHDOG)
 
 
-def test_threads_are_at_work_until_they_have_left_as_often_as_they_came() -> None:
-    at_work = reaper.AtWork()
-    assert not at_work
-    with at_work:
-        with at_work:
-            assert at_work
-        assert at_work
-        # For this thread nobody else will make room; for another this one may.
-        assert not at_work.is_more_to_come()
-        assert on_thread(at_work.is_more_to_come).result(WATCHDOG)
-    assert not at_work
-    assert not on_thread(at_work.is_more_to_come).result(WATCHDOG)
-
-
 def test_a_forked_child_settles_nothing_and_opens_stagers_of_its_own() -> None:
     succeeds("""
         import os, time, numpy as np, xferlib

@@ -274,10 +274,6 @@ class PinnedPool(Table):
             "Raise pinned_limit, close pins or rings, or drop pinned arrays"
         )
 
-    def note_locked(self) -> None:
-        """Note that what was reserved is locked now. A lock that was refused never counts."""
-        self._note_peaks()
-
     def unreserve(self, address: int) -> None:
         """Count it no more: it is unlocked. Twice is fine."""
         self._reserved.pop(address, None)
@@ -534,7 +530,7 @@ class PinnedPool(Table):
     def _enter(self, fresh: Sequence[tuple[Segment, PoolRequest]]) -> list[Row]:
         """Enter new segments, and at the start of each the row, where somebody still waits for it."""
         rows = [self._enter_one(segment, request) for segment, request in fresh]
-        self._note_peaks()
+        self.note_peaks()
         return rows
 
     def _enter_one(self, segment: Segment, request: PoolRequest) -> Row:
@@ -556,7 +552,8 @@ class PinnedPool(Table):
             request.taken()
         return row
 
-    def _note_peaks(self) -> None:
+    def note_peaks(self) -> None:
+        """Note how much there is, when new memory is locked: a lock that was refused never counts."""
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         self._reserved_asked = sum(list(self._reserved.values()))
         self._asked_peak = max(self._asked_peak, self._segments.asked_nbytes + self._reserved_asked)

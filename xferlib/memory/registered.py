@@ -139,7 +139,7 @@ class Pins:
             try:
                 self._pool.reserve(row.address, row.nbytes)
                 self._lock_pages(row.address, row.nbytes)
-                self._pool.note_locked()
+                self._pool.note_peaks()
             except BaseException:
                 self._drop(number, row)
                 raise

@@ -14,16 +14,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from _thread import get_ident
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Protocol, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError
-from xferlib.reaper import AtWork, uninterrupted
+from xferlib.reaper import uninterrupted
 from xferlib.tickets import Returns
 
-__all__ = ["LOOK_SECONDS", "Growth", "Reclaimer", "Table"]
+__all__ = ["LOOK_SECONDS", "AtWork", "Growth", "Reclaimer", "Table"]
 
 LOOK_SECONDS = 0.0005
 """How often a waiting thread looks whether another one is done with memory that it takes or gives back."""
@@ -52,6 +53,28 @@ class Growth:
         self.nbytes = nbytes
         self.wanted = wanted
         self.begun = False
+
+
+@final
+class AtWork:
+    """The threads that take memory for a table or give it back, perhaps for a request that was interrupted. A context manager."""
+
+    def __init__(self) -> None:
+        self._threads: list[int] = []
+
+    def __enter__(self) -> None:
+        self._threads.append(get_ident())
+
+    def __exit__(self, *raised: object) -> None:
+        self._threads.remove(get_ident())
+
+    def __bool__(self) -> bool:
+        return bool(self._threads)
+
+    def is_more_to_come(self) -> bool:
+        """Tell whether another thread is at work, and may have room when it is done: nobody needs to do anything for that."""
+        # Not for a finalizer inside such a call: the finalizer must end first.
+        return bool(self._threads) and get_ident() not in self._threads
 
 
 class Table(ABC):

@@ -192,7 +192,7 @@ AREAS = {
             "xferlib/reaper.py",
         ),
         (
-            *memory("device_pool", "device_pool_failures"),
+            *memory("table", "device_pool", "device_pool_failures"),
             *core("injected_interrupts"),
             *memory("device_pool_readers"),
             *core("packing", "stager_put", "stager_lifetime", "put_into"),
@@ -200,7 +200,7 @@ AREAS = {
         ),
         {
             "/table.py": (
-                *memory("device_pool", "device_pool_failures"),
+                *memory("table", "device_pool", "device_pool_failures"),
                 *core("foreign_finalizers", "injected_interrupts", "stager_lifetime"),
                 *POOL,
             ),
