@@ -9,7 +9,7 @@ import pytest
 
 from tests.workers import fills
 from xferlib.pipeline.workers.layout import SlotLayout
-from xferlib.pipeline.workers.messages import Failed, Filled, Order
+from xferlib.pipeline.workers.messages import Filled, Order, Raised
 from xferlib.pipeline.workers.worker import _Filler
 
 
@@ -19,7 +19,7 @@ def test_an_order_before_its_run_is_a_failure_and_no_batch() -> None:
     filler = _Filler(layout, [slot])
     order = Order(0, 0, 0, pickle.dumps(3))
     refused = filler.reply(order)
-    assert isinstance(refused, Failed)
+    assert isinstance(refused, Raised)
     assert "before its run began" in refused.words
     filler.begin(pickle.dumps(fills.number))
     assert filler.reply(order) == Filled(None)
@@ -49,7 +49,7 @@ def filled(fill: object, task: object) -> tuple[object, object]:
 def test_what_is_put_in_place_of_an_array_is_refused(task: str, words: str) -> None:
     """The memory of the slot would keep an older batch, and arrive as this one."""
     reply, _ = filled(fills.replaces, task)
-    assert isinstance(reply, Failed)
+    assert isinstance(reply, Raised)
     assert words in reply.words
     assert "TypeError" in reply.words
 

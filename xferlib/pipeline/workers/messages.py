@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 from xferlib.pipeline.workers.layout import Parts
 
-__all__ = ["Begin", "Failed", "Filled", "Order", "Ready", "Reply"]
+__all__ = ["Begin", "Filled", "Order", "Raised", "Ready", "Reply"]
 
 
 class Begin(NamedTuple):
@@ -35,7 +35,7 @@ class Filled(NamedTuple):
     parts: Parts | None
 
 
-class Failed(NamedTuple):
+class Raised(NamedTuple):
     """From the worker: its oldest order raised. `error` is the exception, pickled, where it can be raised elsewhere as itself."""
 
     error: bytes | None
@@ -43,4 +43,4 @@ class Failed(NamedTuple):
     traceback: str
 
 
-Reply: TypeAlias = Ready | Filled | Failed
+Reply: TypeAlias = Ready | Filled | Raised

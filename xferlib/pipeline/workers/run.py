@@ -19,7 +19,7 @@ from xferlib.in_flight import reap_all
 from xferlib.pipeline.one_pass import told_length
 from xferlib.pipeline.workers.failures import WorkerDiedError, WorkerError, WorkerTraceback
 from xferlib.pipeline.workers.layout import Parts
-from xferlib.pipeline.workers.messages import Begin, Failed, Filled, Order
+from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised
 from xferlib.pipeline.workers.pool import Answer, Exit, WorkerPool
 from xferlib.pipeline.workers.process import Assignment
 from xferlib.pipeline.workers.slots import Slots
@@ -35,33 +35,41 @@ STUCK = 10.0
 """Seconds without a slot, while the consumer holds all, before it is told so."""
 
 
-class _Task(NamedTuple):
+class _Pickled(NamedTuple):
+    """A task as it is sent. `words`: its number and what it looks like, for people."""
+
     number: int
     words: str
     data: bytes
 
 
-class _Filled(NamedTuple):
+class _InSlot(NamedTuple):
+    """A batch that is filled and not given out yet."""
+
     slot: int
     parts: Parts | None
 
 
-class _Batch(NamedTuple):
+class _Give(NamedTuple):
+    """To be returned."""
+
     tree: Any
 
 
-class _Raised(NamedTuple):
+class _Raise(NamedTuple):
+    """To be raised."""
+
     error: Exception
 
 
-class _Words(NamedTuple):
+class _Warn(NamedTuple):
     """To be said as a warning, before the run goes on."""
 
     text: str
 
 
-_Outcome: TypeAlias = _Batch | _Raised | _Words
-"""What comes out of one step. Anything else that comes out of it is an interrupt."""
+_Outcome: TypeAlias = _Give | _Raise | _Warn
+"""What `__next__` is to do after a step. Anything else that comes out of one is an interrupt."""
 
 
 @final
@@ -102,11 +110,11 @@ class Run(Iterator[TreeT_co]):
         self._ended: Exception | None = None
         self._begun = self._exhausted = False
         self._taken = self._given = 0
-        self._task: _Task | None = None
+        self._task: _Pickled | None = None
         """The next, which has no slot yet."""
         self._again: list[Assignment] = []
         self._tries: dict[int, int] = {}
-        self._outcomes: dict[int, _Filled | Exception] = {}
+        self._outcomes: dict[int, _InSlot | Exception] = {}
         self._unsaid: list[str] = []
         self._starved = False
         self._starved_since = 0.0
@@ -124,9 +132,9 @@ class Run(Iterator[TreeT_co]):
         while True:
             outcome = self._step()
             try:
-                if isinstance(outcome, _Batch):
+                if isinstance(outcome, _Give):
                     return cast("TreeT_co", outcome.tree)
-                if isinstance(outcome, _Raised):
+                if isinstance(outcome, _Raise):
                     raise outcome.error
                 warnings.warn(outcome.text, RuntimeWarning, 2)
             finally:
@@ -138,7 +146,7 @@ class Run(Iterator[TreeT_co]):
             if self._pool.torn:
                 self._mend()
             if self._ended is not None:
-                return _Raised(self._refusal())
+                return _Raise(self._refusal())
             self._pool.torn = True
             try:
                 outcome = self._advance()
@@ -186,17 +194,17 @@ class Run(Iterator[TreeT_co]):
             self._begun = True
         while True:
             if self._ended is not None:
-                return _Raised(self._refusal())
+                return _Raise(self._refusal())
             if self._unsaid:
-                return _Words(self._unsaid.pop(0))
+                return _Warn(self._unsaid.pop(0))
             try:
                 self._pool.start_up_to(self._workers)
             except WorkerDiedError as error:
                 self.close()
-                return _Raised(error)
+                return _Raise(error)
             except Exception as error:
                 # The system has no further process now.
-                return _Raised(error)
+                return _Raise(error)
             self._pool.flush()
             self._deal()
             number = self._next_answered()
@@ -238,7 +246,7 @@ class Run(Iterator[TreeT_co]):
         (number, words, data), self._task = self._task, None
         return Assignment(Order(self._begin.run, number, slot, data), words)
 
-    def _pull(self) -> _Task | None:
+    def _pull(self) -> _Pickled | None:
         """Take the next task; None if there is none. Tasks that cannot be had or sent are answered at once."""
         while not self._exhausted:
             try:
@@ -254,7 +262,7 @@ class Run(Iterator[TreeT_co]):
             number = self._taken
             self._taken += 1
             try:
-                return _Task(number, f"{number} ({reprlib.repr(task)})", pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
+                return _Pickled(number, f"{number} ({reprlib.repr(task)})", pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
             except Exception as error:
                 error.add_note(f"task {number} could not be sent to a worker")
                 self._outcomes[number] = error
@@ -265,9 +273,9 @@ class Run(Iterator[TreeT_co]):
             return next(iter(self._outcomes), None)
         return self._given if self._given in self._outcomes else None
 
-    def _given_out(self, outcome: _Filled | Exception) -> _Outcome:
+    def _given_out(self, outcome: _InSlot | Exception) -> _Outcome:
         self._given += 1
-        return _Batch(self._slots.lease(*outcome)) if isinstance(outcome, _Filled) else _Raised(outcome)
+        return _Give(self._slots.lease(*outcome)) if isinstance(outcome, _InSlot) else _Raise(outcome)
 
     def _listen(self) -> None:
         patience = self._patience()
@@ -302,8 +310,8 @@ class Run(Iterator[TreeT_co]):
         if order.run != self._begin.run:
             self._slots.give_back(order.slot)
         elif isinstance(reply, Filled):
-            self._outcomes[order.number] = _Filled(order.slot, reply.parts)
-        elif isinstance(reply, Failed):
+            self._outcomes[order.number] = _InSlot(order.slot, reply.parts)
+        elif isinstance(reply, Raised):
             self._slots.give_back(order.slot)
             self._outcomes[order.number] = _error(reply, assignment.words)
 
@@ -335,15 +343,15 @@ class Run(Iterator[TreeT_co]):
         self._outcomes[number] = WorkerDiedError(f"{words} while it filled a slot for task {lost.words}{times}")
 
 
-def _error(failed: Failed, task: str) -> Exception:
+def _error(raised: Raised, task: str) -> Exception:
     error: Exception | None = None
-    if failed.error is not None:
+    if raised.error is not None:
         try:
-            error = pickle.loads(failed.error)
+            error = pickle.loads(raised.error)
         except Exception:
             error = None
     if error is None:
-        error = WorkerError(f"fill raised {failed.words}")
+        error = WorkerError(f"fill raised {raised.words}")
     error.add_note(f"raised by fill in a worker, for task {task}")
-    error.__cause__ = WorkerTraceback(failed.traceback)
+    error.__cause__ = WorkerTraceback(raised.traceback)
     return error

@@ -23,7 +23,7 @@ import numpy as np
 from xferlib.pipeline.workers.channel import receive, send
 from xferlib.pipeline.workers.layout import Bytes, SlotLayout
 from xferlib.pipeline.workers.memory import Descriptor, map_shared
-from xferlib.pipeline.workers.messages import Begin, Failed, Filled, Order, Ready, Reply
+from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised, Ready, Reply
 from xferlib.pipeline.workers.process import watch
 from xferlib.tree import flatten, path
 
@@ -62,14 +62,14 @@ class _Filler:
         self._layout = layout
         self._slots = slots
         self._fill: Callable[[Any, Any], Any] = _nothing
-        self._broken: Failed | None = None
+        self._broken: Raised | None = None
 
     def begin(self, fill: bytes) -> None:
         self._broken = None
         try:
             self._fill = pickle.loads(fill)
         except Exception as error:
-            self._broken = _failed(error)
+            self._broken = _raised(error)
 
     def reply(self, order: Order) -> Reply:
         if self._broken is not None:
@@ -85,7 +85,7 @@ class _Filler:
                 _check_untouched(views, *before)
             return filled
         except BaseException as error:
-            return _failed(error)
+            return _raised(error)
 
 
 def _check_untouched(views: Any, arrays: list[Any], structure: Any) -> None:
@@ -105,7 +105,7 @@ def _nothing(task: Any, slot: Any) -> NoReturn:
     raise AssertionError("an order came before its run began")
 
 
-def _failed(error: BaseException) -> Failed:
+def _raised(error: BaseException) -> Raised:
     if error.__traceback__ is not None:
         # Without the frame of this file.
         error.__traceback__ = error.__traceback__.tb_next
@@ -113,7 +113,7 @@ def _failed(error: BaseException) -> Failed:
     if len(text) > LONGEST_TEXT:
         text = f"{text[: LONGEST_TEXT // 2]}\n...\n{text[-LONGEST_TEXT // 2 :]}"
     words = "".join(traceback.format_exception_only(error)).strip()
-    return Failed(_portable(error), words[:LONGEST_TEXT], text)
+    return Raised(_portable(error), words[:LONGEST_TEXT], text)
 
 
 def _portable(error: BaseException) -> bytes | None:

@@ -20,8 +20,8 @@ MUTANTS = [
     ),
     (
         RUN,
-        "        elif isinstance(reply, Failed):\n            self._slots.give_back(order.slot)\n",
-        "        elif isinstance(reply, Failed):\n",
+        "        elif isinstance(reply, Raised):\n            self._slots.give_back(order.slot)\n",
+        "        elif isinstance(reply, Raised):\n",
     ),
     (RUN, "            else:\n                self._slots.give_back(assignment.order.slot)\n        if lost", "        if lost"),
     (RUN, "        self._slots.give_back(lost.order.slot)\n        times", "        times"),
