@@ -132,6 +132,25 @@ def test_a_batch_that_is_staged_is_its_sources_again_though_its_copy_is_held(sta
     assert [set(image.tolist()) for image in batches] == [{0}, {1}, {2}]
 
 
+def test_a_source_that_rewrites_what_is_staged_is_nothing_that_debug_mode_tells_of() -> None:
+    """It watches what is read until a copy is done, which no source of a prefetch need care for."""
+    asked: list[int] = []
+
+    def source() -> Iterator[Any]:
+        # As in the test above.
+        image = np.zeros(1 << 20, np.uint8)
+        for number in range(3):
+            image[:] = number
+            asked.append(number)
+            yield image
+
+    with xferlib.stager("host", pinned_limit=64 << 20, debug=True) as stager:
+        with held(h2d(stager)):
+            batches = xferlib.prefetch(source(), stager, 3)
+            until(lambda: len(asked) == 2)
+        assert [set(image.tolist()) for image in batches] == [{0}, {1}, {2}]
+
+
 def test_a_source_ends_when_what_it_gave_is_staged_though_nobody_takes_it() -> None:
     gone: list[bool] = []
     asked: list[int] = []
