@@ -585,11 +585,8 @@ static void copy_slice(chunk *c) {
     j->fresh = fresh;
     figures.copied_nbytes += to - from;
     if (!whole) fail(j, SIGBUS, c->lane->direction == XE_H2D ? "reading the source" : "writing the destination");
-    if (--c->hands || c->begun < c->part_nbytes) {
-        // Of one that has failed, this may have been what it was waited for.
-        if (has_failed(j)) look_at(j);
-        return;
-    }
+    // The last one goes on, and the rest of one that failed is not begun.
+    if (--c->hands || c->begun < c->part_nbytes) return;
     if (has_failed(j) || c->state == LANDING) {
         give_back(c);
         return;

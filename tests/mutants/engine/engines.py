@@ -216,20 +216,20 @@ MUTANTS = (
     ),
     Mutant(
         "a part is copied when its last slice has begun",
-        "    if (--c->hands || c->begun < c->part_nbytes) {\n",
-        "    if (--c->hands, c->begun < c->part_nbytes) {\n",
+        "    if (--c->hands || c->begun < c->part_nbytes) return;\n",
+        "    if (--c->hands, c->begun < c->part_nbytes) return;\n",
         "copies_together_to_the_device",
     ),
     Mutant(
         "a chunk is free when its last slice has begun",
-        "    if (--c->hands || c->begun < c->part_nbytes) {\n",
-        "    if (--c->hands, c->begun < c->part_nbytes) {\n",
+        "    if (--c->hands || c->begun < c->part_nbytes) return;\n",
+        "    if (--c->hands, c->begun < c->part_nbytes) return;\n",
         "copies_together_to_the_host",
     ),
     Mutant(
         "a part is copied when its first slice is",
-        "    if (--c->hands || c->begun < c->part_nbytes) {\n",
-        "    if (--c->hands) {\n",
+        "    if (--c->hands || c->begun < c->part_nbytes) return;\n",
+        "    if (--c->hands) return;\n",
         "moves_by_one_thread",
     ),
     Mutant(
@@ -248,7 +248,8 @@ MUTANTS = (
         "a slice ends with the part",
         "end = s.at + s.nbytes < to ? s.at + s.nbytes : to;",
         "end = s.at + s.nbytes;",
-        "survives_a_file_that_is_cut_off",
+        "moves_by_four_threads",
+        "threads",
     ),
     Mutant(
         "a chunk comes back while others copy",
@@ -260,12 +261,6 @@ MUTANTS = (
         "more of what failed is copied",
         "            c->begun = c->part_nbytes;\n        } else {\n",
         "        } else {\n",
-        "fails_while_others_copy",
-    ),
-    Mutant(
-        "who waits for what failed is not told of the last slice",
-        "        if (has_failed(j)) look_at(j);\n",
-        "",
         "fails_while_others_copy",
     ),
     Mutant(
