@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, final
 
+import numpy as np
+
 from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalizers
 from xferlib.errors import CapabilityError
 from xferlib.in_flight import Fill, Ledger, all_ledgers, uses
@@ -24,9 +26,14 @@ from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stre
 from xferlib.staging.coalesce import Placed
 from xferlib.staging.pageable import Staging
 from xferlib.transfer import Later, Transfer
-from xferlib.tree import Spec, path, trees_of, unflatten
+from xferlib.tree import NUMPY, Spec, path, trees_of, unflatten
 
 __all__ = ["HostToDevice"]
+
+MANY = 16
+SMALL = 16 << 10
+"""Bytes. Of so many leaves or more, or of leaves of up to this size, the driver is asked about one: it takes as long to answer as the
+CPU takes to copy a leaf of that size."""
 
 BORROW_FROM = 1 << 20
 """Bytes. Waiting until fewer are staged takes about as long as waking a thread, and then nobody has to keep the sources."""
@@ -72,6 +79,10 @@ class HostToDevice:
             raise ValueError(
                 f"there is no array in {tree!r}: expected a NumPy array, or a tree of them. Convert numbers with numpy.asarray"
             )
+        if into is None:
+            transfer = self._small(leaves, spec, stream, borrow)
+            if transfer is not None:
+                return transfer
         sources = self._host.leaves(leaves)
         if sources is None:
             sources = [checked_at(spec, index, self._host.leaf, leaf) for index, leaf in enumerate(leaves)]
@@ -83,6 +94,45 @@ class HostToDevice:
             return self._fresh(sources, spec, stream)
         self._warning.put(sources, spec, into=True)
         return self._into(sources, spec, into, stream)
+
+    # A tree of small pageable arrays, without a look at each, and without the lists that `start` makes: hundreds of leaves would take
+    # longer than their copies.
+
+    def _small(self, leaves: list[Any], spec: Spec, stream: object | None, borrow: object) -> Transfer | None:
+        """Put a tree of small pageable arrays. None: it may be none, and nothing was started."""
+        if set(map(type, leaves)) != NUMPY:
+            return None
+        packing = self._packings.of_arrays(leaves)
+        run = packing.run
+        if run is None or not packing.dtypes <= self._dtypes or (borrow and run.nbytes >= BORROW_FROM):
+            return None
+        if not _are_outside(leaves):
+            return None
+        # The others are taken to be like the first: asking the driver for each would take longer than copying it. If one is
+        # page-locked all the same, it is staged, which is correct, though a detour.
+        for leaf in leaves if packing.count < MANY and run.largest > SMALL else leaves[:1]:
+            if self._address(leaf) is not None:
+                return None
+        if not borrow and self._warning.concerns(run.nbytes):
+            self._warning.put([(leaf, None) for leaf in leaves], spec)
+        if stream is not None:
+            self._backend.check_stream(stream)
+        streams: Streams = {}
+        block, lease = self._blocks.lease(packing.sizes[0], streams)
+        event = self._staging.stage_run(run, block.address, leaves, lease)
+        if event is None:
+            sources: list[HostLeaf] = [(leaf, None) for leaf in leaves]
+            event = self._begin(packing.addresses([block.address]), sources, packing.numbers, lease, ())
+        try:
+            value = self._made(packing, [(block, lease)], spec, event)
+            transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
+            if stream is not None:
+                transfer.stream_wait(stream)
+            return transfer
+        except BaseException:
+            with suppress(*self._failures):
+                event.synchronize()
+            raise
 
     # One array, without the lists that `start` makes: they would take half of the time of a small transfer.
 
@@ -380,3 +430,15 @@ class HostToDevice:
                 pinned.append(array)
                 self._copy_h2d(destination, address, array.nbytes)
         return nbytes
+
+
+def _are_outside(arrays: list[Array]) -> bool:
+    """Tell whether none of the arrays can be in memory of a pool. NumPy itself has allocated the memory of one without a base."""
+    bases = [array.base for array in arrays]
+    if set(map(id, bases)) == _NONE:
+        return True
+    different = {id(base): base for base in bases}
+    return all(base is None or (type(base) is np.ndarray and base.base is None) for base in different.values())
+
+
+_NONE = {id(None)}

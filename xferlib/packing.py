@@ -9,16 +9,18 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, TypeAlias, final
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
+from xferlib.memory.arrays import Array
 from xferlib.memory.host import HostLeaf
 from xferlib.memory.pinned_pool import ALIGNMENT
 from xferlib.protocol import Place
 from xferlib.tree import Alike
 
-__all__ = ["Packing", "Packings"]
+__all__ = ["Packing", "Packings", "Run"]
 
 PACK_UP_TO = 64 << 10
 """Bytes. Leaves of one put up to this size share a device block; larger ones have their own, so keeping one keeps no other."""
@@ -30,12 +32,31 @@ Signature: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, np.dt
 here."""
 
 
+class Run(NamedTuple):
+    """Small leaves one after the other in one block, from its start, each at the next multiple of 256: one copy takes them all."""
+
+    nbytes: int
+    """Of the leaves."""
+    extent: int
+    """Bytes from the first to the last, with what lies between the leaves."""
+    largest: int
+    """Bytes of the largest leaf."""
+    dtype: np.dtype[Any] | None
+    """None: they have several."""
+    pads: Sequence[Array] | None
+    """For each leaf, zeros of that dtype (bytes, where they have several) for what lies behind it; None: nothing lies there."""
+    table: np.ndarray[Any, np.dtype[np.uint64]]
+    """For each leaf: 0, its offset, its bytes, 0. See `Lane.submit`."""
+
+
 @final
 class Packing:
     """For each block: its size, the indices of the leaves in it, and their places."""
 
     def __init__(self, leaves: Sequence[Alike]) -> None:
         self.count = len(leaves)
+        self.dtypes = {dtype for _, dtype in leaves}
+        self._leaves = leaves
         self.sizes: list[int] = []
         self.indices: list[list[int]] = []
         self.places: list[tuple[Place, ...]] = []
@@ -62,6 +83,23 @@ class Packing:
         if shared_at >= 0:
             self.places[shared_at] = tuple(shared)
 
+    @cached_property
+    def run(self) -> Run | None:
+        """All leaves, if they share one block and none of them is empty."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._leaves]
+        if len(self.sizes) != 1 or not all(sizes) or max(sizes) > PACK_UP_TO:
+            return None
+        # Items of other packages' dtypes are copied one by one where they are not taken as bytes.
+        (only,) = self.dtypes if len(self.dtypes) == 1 else (None,)
+        dtype = only if only is not None and only.isbuiltin == 1 and ALIGNMENT % only.itemsize == 0 else None
+        item = np.dtype(np.uint8) if dtype is None else dtype
+        gaps = [-nbytes % ALIGNMENT for nbytes in sizes[:-1]] + [0]
+        kinds = {gap: np.zeros(gap // item.itemsize, item) for gap in set(gaps)}
+        table = np.zeros((self.count, 4), np.uint64)
+        table[:, 1], table[:, 2] = self._offsets, sizes
+        extent = self._offsets[-1] + sizes[-1]
+        return Run(sum(sizes), extent, max(sizes), dtype, [kinds[gap] for gap in gaps] if any(gaps) else None, table)
+
     def addresses(self, blocks: Sequence[int]) -> list[int]:
         """Return each leaf's address, given the blocks'."""
         return [blocks[number] + offset for number, offset in zip(self.numbers, self._offsets, strict=True)]
@@ -80,6 +118,17 @@ class Packings:
     def __init__(self) -> None:
         self._kept: OrderedDict[Signature, Packing] = OrderedDict()
         self._lock = threading.RLock()
+        self._last: tuple[list[tuple[int, ...]], list[np.dtype[Any]], Packing] = ([], [], Packing([]))
+
+    def of_arrays(self, arrays: Sequence[Array]) -> Packing:
+        """Return the packing for these arrays. A tree like the last one is found without a look into the table."""
+        shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
+        last = self._last
+        if shapes == last[0] and dtypes == last[1]:
+            return last[2]
+        packing = self.of([(array, None) for array in arrays])
+        self._last = shapes, dtypes, packing
+        return packing
 
     def of(self, sources: Sequence[HostLeaf]) -> Packing:
         """Return the packing for these leaves."""

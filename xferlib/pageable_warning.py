@@ -43,10 +43,14 @@ class PageableWarning:
         self._promised = promised
         self._strict = strict
 
+    def concerns(self, nbytes: int) -> bool:
+        """Tell whether to ask about so many bytes of pageable memory."""
+        return self._strict or nbytes >= WARN_FROM
+
     def put(self, sources: Sequence[HostLeaf], spec: Spec | None = None, *, into: bool = False) -> None:
         """Look at all leaves of a put, which is `into` arrays of the caller's or not. `spec` tells where they stand in a tree."""
         staged = [array for array, address in sources if address is None]
-        if not staged or (not self._strict and sum(map(NBYTES, staged)) < WARN_FROM):
+        if not staged or not self.concerns(sum(map(NBYTES, staged))):
             return
         level = _level_of_caller()
         if level is None or all(self._promised(address_of(array), array.nbytes) for array in staged):

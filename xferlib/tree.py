@@ -16,6 +16,7 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from operator import itemgetter
 from pathlib import PurePath
 from typing import Any, NamedTuple, TypeAlias, cast, final
 from uuid import UUID
@@ -27,6 +28,7 @@ from xferlib.errors import CapabilityError
 from xferlib.protocol import DescribesArrays, HostStager, TakesTreesApart
 
 __all__ = [
+    "NUMPY",
     "PLAIN",
     "RIDERS",
     "Alike",
@@ -45,8 +47,11 @@ __all__ = [
 ]
 
 NUMPY: set[type] = {np.ndarray}
+STRINGS: set[type] = {str}
 SHOWN = 16
 """Entries of one node, in an error."""
+FLAT_SHAPES = 256
+"""How many shapes of trees without nests are remembered."""
 RIDERS = (str, bytes, int, float, complex, date, time, timedelta, Decimal, Fraction, Enum, PurePath, UUID)
 """Types that are no arrays. NumPy's own numbers are arrays, though some of them are Python's numbers as well."""
 
@@ -82,6 +87,9 @@ class Trees:
         """Returns shape and dtype of an array; None for what is none."""
         self.bare: set[type] = {np.ndarray, str, bytes, bool, int, float, complex}
         """Types that are leaves, as far as it is known."""
+        self._flat: dict[object, tuple[optree.PyTreeSpec, Callable[[Any], Iterable[Any]]]] = {}
+        """Of dicts, lists and tuples of leaves: their shapes, and what takes their leaves out in order. By their keys, or by type and
+        length."""
 
     def _by_backend(self, array: Any) -> Alike | None:
         assert self._describe is not None
@@ -108,13 +116,47 @@ class Trees:
 
     def _taken_apart(self, tree: Any) -> tuple[list[Any], optree.PyTreeSpec | None, set[type]]:
         """Return the leaves, the shape, and the types of the leaves."""
-        if type(tree) in self.bare:
+        kind = type(tree)
+        if kind in self.bare:
             return [tree], None, NUMPY
+        if kind is dict or kind is list or kind is tuple:
+            taken = self._taken_flat(tree, kind)
+            if taken is not None:
+                return taken
         leaves, spec = optree.tree_flatten(tree, namespace=self.namespace)
         kinds = set(map(type, leaves))
         if kinds != NUMPY and not kinds <= self.bare and self._learn(kinds, leaves):
             return self._taken_apart(tree)
         return leaves, None if spec.is_leaf() else spec, kinds
+
+    def _taken_flat(self, tree: Any, kind: type) -> tuple[list[Any], optree.PyTreeSpec, set[type]] | None:
+        """Return the same for a tree without nests, as most are; None where it may have some.
+
+        The tree library would take as long for hundreds of leaves as all else that is done for them on the host.
+        """
+        if not tree:
+            return None
+        if kind is dict:
+            key: object = tuple(tree)
+            kinds = set(map(type, tree.values()))
+            # Keys of other types may be equal without being the same, such as 1 and True.
+            if not kinds <= self.bare or set(map(type, tree)) != STRINGS:
+                return None
+        else:
+            key = kind, len(tree)
+            kinds = set(map(type, tree))
+            if not kinds <= self.bare:
+                return None
+        known = self._flat.get(key)
+        if known is None:
+            spec = optree.tree_structure(tree, namespace=self.namespace)
+            names = spec.entries()
+            known = spec, list if kind is not dict else itemgetter(*names) if len(names) > 1 else dict.values
+            if len(self._flat) >= FLAT_SHAPES:
+                self._flat.clear()
+            self._flat[key] = known
+        spec, take = known
+        return list(take(tree)), spec, kinds
 
     def _learn(self, kinds: set[type], leaves: list[Any]) -> bool:
         """Look at leaves of types that are not known, one of each: there may be hundreds. Tell whether any can be taken apart.

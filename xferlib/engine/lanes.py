@@ -14,7 +14,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
+
+import numpy as np
 
 from xferlib.engine.cores import usable_cores
 from xferlib.engine.dispatcher import DISPATCHER, Served
@@ -28,7 +30,10 @@ from xferlib.protocol import DriverCalls, Event, HostStager
 from xferlib.reaper import uninterrupted
 from xferlib.tracing.log import LOG
 
-__all__ = ["Lane", "start_threads", "usual_threads"]
+__all__ = ["Lane", "Pieces", "start_threads", "usual_threads"]
+
+Pieces: TypeAlias = Sequence[tuple[int, int, int, int]] | np.ndarray[Any, np.dtype[np.uint64]]
+"""Each: host address, device address, bytes, and the number of its piece of device memory. As an array they take less time."""
 
 USUAL_THREADS, MOST_THREADS = 6, 8
 """On an H100 machine eight threads copy up to 1.2 times as fast as six. There are more than six only if they are no more than half
@@ -111,16 +116,18 @@ class Lane:
             return XferError(f"{at} failed with status {status}")
         return self._calls.failure(status)
 
-    def submit(self, job: Job, pieces: Sequence[tuple[int, int, int, int]]) -> None:
-        """Start a job. Each of `pieces`: host address, device address, bytes, and the number of its piece of device memory.
+    def submit(self, job: Job, pieces: Pieces) -> None:
+        """Start a job.
 
         `feed` must follow, or `Job.abandon` where anything is raised.
         """
         refuse_parents(job.row)
         if LOG.on:
             # Before the first copy can be started.
-            LOG.job("h2d" if self.direction == H2D else "d2h", pieces)
-        listed: Any = (Piece * len(pieces))(*pieces)  # type: ignore[misc]  # A tuple is as good, says ctypes.
+            told = pieces.tolist() if isinstance(pieces, np.ndarray) else pieces
+            LOG.job("h2d" if self.direction == H2D else "d2h", told)
+        layout: Any = Piece * len(pieces)
+        listed = layout.from_buffer(pieces) if isinstance(pieces, np.ndarray) else layout(*pieces)
         after = done = None
         if self._calls is not None:
             job.event, done = self._calls.new_event()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from xferlib.memory.arrays import Array
+from xferlib.packing import Run
 
-__all__ = ["ALIGNMENT", "Part", "Placed", "coalesced", "copy_in"]
+__all__ = ["ALIGNMENT", "Part", "Placed", "coalesced", "copy_in", "part_of"]
 
 ALIGNMENT = 256
 BYTES = np.dtype(np.uint8)
@@ -22,6 +24,8 @@ class Part(NamedTuple):
     address: int
     nbytes: int
     arrays: Sequence[Array]
+    dtype: np.dtype[Any] | None = None
+    """Of all arrays, where they are several; None: those are bytes."""
 
 
 class Placed(NamedTuple):
@@ -53,26 +57,39 @@ def coalesced(leaves: Sequence[Placed]) -> list[Part]:
             arrays, start, last = [], address, block
         elif gap:
             arrays.append(_PADS[gap])
-        # The time of a tree of many leaves is spent here.
-        try:
-            arrays.append(array if array.dtype is BYTES and array.ndim == 1 else array.reshape(-1).view(np.uint8))
-        except ValueError:
-            # Not contiguous: copied now, and once more. It is small.
-            arrays.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        arrays.append(_as_bytes(array))
         end = address + nbytes
     if arrays:
         parts.append(Part(start, end - start, arrays))
     return parts
 
 
+def part_of(run: Run, address: int, arrays: Sequence[Array]) -> Part:
+    """Return the part that the arrays of a run make at an address. The bytes between them are overwritten."""
+    if run.dtype is None:
+        arrays = list(map(_as_bytes, arrays))
+    if run.pads is not None:
+        arrays = list(chain.from_iterable(zip(arrays, run.pads, strict=True)))
+    return Part(address, run.extent, arrays, run.dtype)
+
+
 def copy_in(part: Part, into: Array) -> None:
     """Copy a part's arrays into bytes of its size."""
     arrays = part.arrays
     if len(arrays) > 1:
-        np.concatenate(arrays, out=into)
+        # Without an axis arrays of any shapes, and of any layouts, are taken in C order.
+        np.concatenate(arrays, axis=None, out=into if part.dtype is None else into.view(part.dtype))
         return
     (array,) = arrays
     np.copyto(into if array.dtype == np.uint8 and array.ndim == 1 else _shaped(into, array), array)
+
+
+def _as_bytes(array: Array) -> Array:
+    try:
+        return array if array.dtype is BYTES and array.ndim == 1 else array.reshape(-1).view(np.uint8)
+    except ValueError:
+        # Not contiguous: copied now, and once more. It is small.
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _shaped(memory: Array, like: Array) -> np.ndarray[Any, Any]:

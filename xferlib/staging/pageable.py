@@ -13,17 +13,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
+import numpy as np
+
 from xferlib.engine.jobs import Job
-from xferlib.engine.lanes import Lane, start_threads, usual_threads
+from xferlib.engine.lanes import Lane, Pieces, start_threads, usual_threads
 from xferlib.engine.native import D2H, H2D, ISSUED, STAGED
 from xferlib.errors import XferError
 from xferlib.in_flight import Fill, Ledger, uses
 from xferlib.latch import is_copy_thread
-from xferlib.memory.arrays import Array, address_of, extent, pieces
+from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, pieces
 from xferlib.memory.pinned_pool import PAGE, PinnedPool
+from xferlib.packing import Run
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import LARGEST_SLOT, BounceBuffers
-from xferlib.staging.coalesce import ALIGNMENT, Part, Placed, coalesced
+from xferlib.staging.coalesce import ALIGNMENT, Part, Placed, coalesced, part_of
 from xferlib.staging.profile import StagingProfile, given_profile
 from xferlib.staging.small_gets import SmallGets
 
@@ -80,10 +83,14 @@ class Staging:
         whole = self._bounce_odd(leaves)
         if not whole:
             return
+        self._stage_by_engine(whole, [_piece(leaf) for leaf in whole], nbytes, len({leaf.block for leaf in whole}))
+
+    def _stage_by_engine(self, sources: object, pieces: Pieces, nbytes: int, blocks: int) -> None:
+        """Have the engine copy, and block until `sources`, which it reads, are free again, and all copies are in the stream."""
         job = Job(self._lanes[H2D], owner=threading.get_ident())
-        job.sources = whole
+        job.sources = sources
         try:
-            self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes)
+            self._start(self._lanes[H2D], job, pieces, nbytes, blocks)
             job.wait_for(ISSUED)
         except BaseException:
             # The caller's memory must be at rest before the caller hears of this. If it is interrupted again, the caller may hear
@@ -94,6 +101,29 @@ class Staging:
             raise
         job.sources = None
         job.raise_failure()
+
+    def stage_run(self, run: Run, address: int, arrays: Sequence[Array], target: object) -> Event | None:
+        """Start the copies of the pageable arrays of a run, to this address. They are free on return, and the bytes between them
+        are overwritten. None: the engine would read them and cannot, and nothing was started.
+
+        `target`: see `BounceBuffers`.
+        """
+        if run.extent <= self._bounce_nbytes and run.extent <= self._piece_nbytes:
+            self._count(len(arrays))
+            return self._bounce(part_of(run, address, arrays), run.nbytes, (), target)
+        hosts = None if is_copy_thread() else _addresses(arrays)
+        if hosts is None:
+            return None
+        self._count(len(arrays))
+        table = run.table.copy()
+        table[:, 0] = hosts
+        table[:, 1] += np.uint64(address)
+        try:
+            self._stage_by_engine(arrays, table, run.nbytes, 1)
+            return self._ledger.h2d.add(run.nbytes, ())
+        except BaseException:
+            self._ledger.h2d.settle(target)
+            raise
 
     def stage_one(self, address: int, array: Array, places: Sequence[Source], target: object) -> Event | None:
         """Start the copy of one pageable array, which is free on return; None: it would take more than one copy, and nothing was
@@ -123,7 +153,7 @@ class Staging:
         job = Job(self._lanes[H2D], owner=threading.get_ident())
         job.sources, job.kept, job.memory = whole, until_started, [extent(leaf.array) for leaf in whole]
         try:
-            self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes)
+            self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes, len({leaf.block for leaf in whole}))
         except BaseException:
             job.given_up = True
             job.abandon()
@@ -157,7 +187,8 @@ class Staging:
             # Memory is page-locked now in any case.
             self._small_gets.prepare()
         try:
-            self._start(self._lanes[D2H], job, [(address_of(array), address, array.nbytes, 0) for address, array in whole], nbytes)
+            listed = [(address_of(array), address, array.nbytes, 0) for address, array in whole]
+            self._start(self._lanes[D2H], job, listed, nbytes, 1)
         except BaseException:
             job.given_up = True
             job.abandon()
@@ -218,11 +249,11 @@ class Staging:
         with self._counting:
             self.leaves += leaves
 
-    def _start(self, lane: Lane, job: Job, listed: Sequence[tuple[int, int, int, int]], nbytes: int) -> None:
+    def _start(self, lane: Lane, job: Job, pieces: Pieces, nbytes: int, blocks: int) -> None:
         # Until somebody asks, a job that has ended refers to what it should have copied.
         self._ledger.jobs.reap()
-        lane.submit(job, listed)
-        lane.feed(job, nbytes, len({block for _, _, _, block in listed}))
+        lane.submit(job, pieces)
+        lane.feed(job, nbytes, blocks)
 
     def _bounce_odd(self, leaves: Sequence[Placed]) -> list[Placed]:
         """Start the copies of arrays that the engine cannot read, and return the rest.
@@ -304,6 +335,15 @@ class BorrowedCopy:
     def stream_wait(self, stream: object | None = None) -> Stream | None:
         """See `Event.stream_wait`. Blocks until the copies are started, not until they are done."""
         return self.enqueued().stream_wait(stream)
+
+
+def _addresses(arrays: Sequence[Array]) -> list[int] | None:
+    """Return where arrays lie; None: they are not all contiguous."""
+    try:
+        return list(map(ADDRESS, map(BYTE, arrays)))
+    except (TypeError, ValueError, BufferError):
+        # Read-only, or of a dtype that the buffer protocol does not know: `address_of` knows those, too, and takes longer.
+        return [address_of(array) for array in arrays] if all(array.flags.c_contiguous for array in arrays) else None
 
 
 def _piece(leaf: Placed) -> tuple[int, int, int, int]:
