@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -31,6 +31,40 @@ SHARED = 1 << 20
 """Bytes that share memory, at most. So if one of many results is kept, it keeps no more than these."""
 
 
+class _Together(NamedTuple):
+    """Results that share memory."""
+
+    nbytes: int
+    indices: list[int]
+    offsets: list[int]
+
+
+@final
+class _Results:
+    """How the results of one get lie: what shares memory, and what has its own."""
+
+    def __init__(self, alike: Sequence[Alike]) -> None:
+        self.alike = alike
+        self.shapes, self.dtypes = [shape for shape, _ in alike], [dtype for _, dtype in alike]
+        self.kinds = set(self.dtypes)
+        self.nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in alike]
+        self.groups: list[_Together] = []
+        self.alone: list[int] = []
+        end = SHARED + 1
+        for index, nbytes in enumerate(self.nbytes):
+            if not 0 < nbytes <= SHARE_UP_TO:
+                self.alone.append(index)
+                continue
+            if end + nbytes > SHARED:
+                self.groups.append(_Together(0, [], []))
+                end = 0
+            group = self.groups[-1]
+            group.indices.append(index)
+            group.offsets.append(end)
+            end += round_up(nbytes, ALIGNMENT)
+            self.groups[-1] = group._replace(nbytes=end)
+
+
 @final
 class DeviceToHost:
     """The D2H half of one stager. Any thread."""
@@ -41,6 +75,9 @@ class DeviceToHost:
         self._host = host
         self._trees = trees_of(backend)
         self._describe = self._trees.describe
+        # If NumPy knows the dtypes of the arrays, they are compared with those of the last get.
+        self._as_numpy_does = not hasattr(backend, "describe")
+        self._last = _Results(())
         self._pool = pool
         self._staging = staging
         self._ledger = ledger
@@ -56,8 +93,14 @@ class DeviceToHost:
         leaves, spec = self._trees.arrays(tree)
         if not leaves:
             raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
+        if out is None and len(leaves) == 1:
+            transfer = self._one(leaves[0], None, stream, spec)
+            if transfer is not None:
+                return transfer
         given = None if out is None else self._trees.flatten_like(spec, out, name="out")
-        alike = self._checked(leaves, spec, given)
+        results = self._like_last(leaves) if given is None else None
+        if results is None:
+            results = self._last = _Results(self._checked(leaves, spec, given))
         addresses = None if given is None else [self._host.address(array) for array in given]
         behind = given is None and self._staging.is_issuing()
         if behind or (addresses is not None and None in addresses):
@@ -71,17 +114,17 @@ class DeviceToHost:
             transfers = [(source.address, array) for source, array in zip(sources, given, strict=True) if array.nbytes]
             if self._staging.fill_small(transfers, sources, after):
                 return Transfer(out, FILLED, (), True)
-        looks = given is None and sum([source.nbytes for source in sources]) >= LARGE
+        looks = given is None and sum(results.nbytes) >= LARGE
         if looks:
             # Before memory is asked for: mostly an earlier get is done, and its memory can be used again.
             self._d2h.reap()
         if given is None or addresses is None:
-            given, addresses = self._results(alike)
+            given, addresses = self._made(results)
             if behind:
                 # These go through chunks, too: a direct copy would enter the stream before those that are still to be started.
                 addresses = [None if address else address for address in addresses]
         event, failures = self._begin(sources, given, addresses, after, looked=looks, ours=out is None)
-        return Transfer(unflatten(spec, given) if out is None else out, event, failures, True)
+        return Transfer(unflatten(spec, given) if out is None else out, event, failures, True, table=self._d2h.table)
 
     def reader(self, tree: Any, stream: object | None, *, snapshot: bool) -> ByteReader:
         """Prepare reading a tree piece by piece. No copy to the host waits for what produces it: the reader does, on the host.
@@ -111,52 +154,56 @@ class DeviceToHost:
         except refusals:
             return None
 
-    def _results(self, alike: list[Alike]) -> tuple[list[Array], list[int | None]]:
+    def _like_last(self, leaves: list[Any]) -> _Results | None:
+        """Return how results lie if the arrays are like those of the last get: a training loop gets the same tree every step."""
+        last = self._last
+        if not self._as_numpy_does or len(leaves) != len(last.alike):
+            return None
+        try:
+            same = [leaf.shape for leaf in leaves] == last.shapes and [leaf.dtype for leaf in leaves] == last.dtypes
+        except (AttributeError, TypeError):
+            return None
+        if not same:
+            return None
+        for dtype in last.kinds:
+            self._host.check_dtype(dtype)
+        return last
+
+    def _made(self, results: _Results) -> tuple[list[Array], list[int | None]]:
         """Return memory to copy to, and its addresses; see `HostLeaf`."""
-        arrays: list[Any] = [None] * len(alike)
-        addresses: list[int | None] = [None] * len(alike)
-        together: list[tuple[int, int]] = []
-        alone: list[int] = []
-        end = 0
-        for index, (shape, dtype) in enumerate(alike):
-            nbytes = math.prod(shape) * dtype.itemsize
-            if not 0 < nbytes <= SHARE_UP_TO:
-                alone.append(index)
-                continue
-            if end + nbytes > SHARED:
-                self._pack(together, end, alike, arrays, addresses)
-                together, end = [], 0
-            together.append((index, end))
-            end += round_up(nbytes, ALIGNMENT)
-        if together:
-            self._pack(together, end, alike, arrays, addresses)
-        for index, array in zip(alone, self._pool.results([alike[index] for index in alone]), strict=True):
-            arrays[index] = array
-            addresses[index] = self._host.address(array)
+        count = len(results.alike)
+        arrays: list[Any] = [None] * count
+        addresses: list[int | None] = [None] * count
+        for group in results.groups:
+            self._pack(group, results, arrays, addresses)
+        if results.alone:
+            alike = [results.alike[index] for index in results.alone]
+            for index, array in zip(results.alone, self._pool.results(alike), strict=True):
+                arrays[index] = array
+                addresses[index] = self._host.address(array)
         return arrays, addresses
 
-    def _pack(
-        self, together: list[tuple[int, int]], nbytes: int, alike: list[Alike], arrays: list[Any], addresses: list[int | None]
-    ) -> None:
+    def _pack(self, group: _Together, results: _Results, arrays: list[Any], addresses: list[int | None]) -> None:
         """Enter arrays that lie together, each at an offset. Asking the pool for each one would take longer than its copy."""
         try:
-            memory: Array | None = self._pool.empty((nbytes,), BYTES)
+            memory: Array | None = self._pool.empty((group.nbytes,), BYTES)
         except AllocationError:
             memory = None
         # If there is no room for all of them together, there may be room for each by itself.
         start = None if memory is None else self._host.address(memory)
-        for index, offset in together:
+        make, alike = np.ndarray, results.alike
+        for index, offset in zip(group.indices, group.offsets, strict=True):
             shape, dtype = alike[index]
             if memory is None:
                 arrays[index] = array = self._pool.empty(shape, dtype)
                 addresses[index] = self._host.address(array)
             else:
-                arrays[index] = np.ndarray(shape, dtype, memory, offset)
+                arrays[index] = make(shape, dtype, memory, offset)
                 addresses[index] = None if start is None else start + offset
 
     # One array into pinned memory, without the lists that `start` makes: a third of the time of a small get would go into them.
 
-    def _checked_one(self, array: Any, out: Array | None) -> Alike:
+    def _checked_one(self, array: Any, out: Array | None, spec: Spec) -> Alike:
         """Check both as `_checked` does."""
         try:
             shape, dtype = self._described(array)
@@ -164,13 +211,16 @@ class DeviceToHost:
             if out is not None:
                 check_out(out, shape, dtype)
         except (TypeError, ValueError) as error:
-            error.add_note(f"at {path(None, 0)}")
+            error.add_note(f"at {path(spec, 0)}")
             raise
         return shape, dtype
 
-    def _one(self, array: Any, out: Array | None, stream: object | None) -> Transfer | None:
-        """Get one array. None: nothing was started, because `out` is empty or earlier gets still have copies to start."""
-        shape, dtype = self._checked_one(array, out)
+    def _one(self, array: Any, out: Array | None, stream: object | None, spec: Spec = None) -> Transfer | None:
+        """Get one array. `spec`: the tree whose only array it is, without `out`.
+
+        None: nothing was started, because `out` is empty or earlier gets still have copies to start.
+        """
+        shape, dtype = self._checked_one(array, out, spec)
         address = None if out is None else self._host.address(out)
         if out is not None and address is None:
             return self._one_to_pageable(array, out, stream)
@@ -181,17 +231,17 @@ class DeviceToHost:
         try:
             source = self._backend.as_source(array, stream)
         except (TypeError, ValueError) as error:
-            error.add_note(f"at {path(None, 0)}")
+            error.add_note(f"at {path(spec, 0)}")
             raise
         looks = out is None and source.nbytes >= LARGE
         if looks:
             self._d2h.reap()
         if out is None:
-            (out,) = self._pool.results(((shape, dtype),)) if source.nbytes >= LARGE else (self._pool.empty(shape, dtype),)
+            (out,) = self._pool.results(((shape, dtype),)) if source.nbytes >= SMALL else (self._pool.empty(shape, dtype),)
             address = self._host.address(out)
         if not address:
             event, failures = self._begin([source], [out], [address], None, looked=looks, ours=True)
-            return Transfer(out, event, failures, True)
+            return Transfer(unflatten(spec, (out,)), event, failures, True, table=self._d2h.table)
         nbytes = out.nbytes
         try:
             self._backend.copy_d2h(address, source.address, nbytes)
@@ -199,7 +249,7 @@ class DeviceToHost:
         except BaseException:
             self._d2h.settle((source, out))
             raise
-        return Transfer(out, event, self._failures, True)
+        return Transfer(out if spec is None else unflatten(spec, (out,)), event, self._failures, True, None, self._d2h.table)
 
     def _one_to_pageable(self, array: Any, out: Array, stream: object | None) -> Transfer:
         sources, after = self._placed([array], None, stream, direct=False)
@@ -326,14 +376,15 @@ class DeviceToHost:
         self, sources: list[Source], outs: list[Array], addresses: list[int | None], pageable: list[tuple[int, Array]]
     ) -> int:
         """Start the copies to pinned memory, and return their bytes; enter the others in `pageable`."""
-        nbytes = 0
-        for source, array, address in zip(sources, outs, addresses, strict=True):
+        total = 0
+        copy = self._backend.copy_d2h
+        for (device, nbytes, _, _), array, address in zip(sources, outs, addresses, strict=True):
             if address is None:
-                pageable.append((source.address, array))
+                pageable.append((device, array))
             elif address:
-                self._backend.copy_d2h(address, source.address, array.nbytes)
-                nbytes += array.nbytes
-        return nbytes
+                copy(address, device, nbytes)
+                total += nbytes
+        return total
 
 
 def pinned_nbytes(alike: Sequence[Alike]) -> int:

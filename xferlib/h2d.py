@@ -32,8 +32,8 @@ __all__ = ["HostToDevice"]
 
 MANY = 16
 SMALL = 16 << 10
-"""Bytes. Of so many leaves or more, or of leaves of up to this size, the driver is asked about one: it takes as long to answer as the
-CPU takes to copy a leaf of that size."""
+"""Bytes. Of so many leaves or more, or of leaves of up to this size, the driver is asked about one: it takes as long to answer as
+the CPU takes to copy a leaf of that size."""
 
 BORROW_FROM = 1 << 20
 """Bytes. Waiting until fewer are staged takes about as long as waking a thread, and then nobody has to keep the sources."""
@@ -80,6 +80,9 @@ class HostToDevice:
                 f"there is no array in {tree!r}: expected a NumPy array, or a tree of them. Convert numbers with numpy.asarray"
             )
         if into is None:
+            (leaf,) = leaves if len(leaves) == 1 else (None,)
+            if type(leaf) is np.ndarray and leaf.dtype in self._dtypes:
+                return self.one(leaf, stream, borrow, spec)
             transfer = self._small(leaves, spec, stream, borrow)
             if transfer is not None:
                 return transfer
@@ -95,8 +98,8 @@ class HostToDevice:
         self._warning.put(sources, spec, into=True)
         return self._into(sources, spec, into, stream)
 
-    # A tree of small pageable arrays, without a look at each, and without the lists that `start` makes: hundreds of leaves would take
-    # longer than their copies.
+    # A tree of small pageable arrays, without a look at each, and without the lists that `start` makes: for hundreds of leaves
+    # these would take longer than the copies.
 
     def _small(self, leaves: list[Any], spec: Spec, stream: object | None, borrow: object) -> Transfer | None:
         """Put a tree of small pageable arrays. None: it may be none, and nothing was started."""
@@ -125,7 +128,7 @@ class HostToDevice:
             event = self._begin(packing.addresses([block.address]), sources, packing.numbers, lease, ())
         try:
             value = self._made(packing, [(block, lease)], spec, event)
-            transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
+            transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._h2d.table)
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -136,8 +139,8 @@ class HostToDevice:
 
     # One array, without the lists that `start` makes: they would take half of the time of a small transfer.
 
-    def one(self, array: Array, stream: object | None, borrow: object) -> Transfer:
-        """Put one array into fresh memory."""
+    def one(self, array: Array, stream: object | None, borrow: object, spec: Spec = None) -> Transfer:
+        """Put one array into fresh memory. `spec`: the tree whose only array it is."""
         # This does what `_checked` does, and below what `_begin_one` does: two calls fewer save a twentieth of the time.
         if array.dtype not in self._dtypes:
             self._host.check_dtype(array.dtype)
@@ -145,9 +148,9 @@ class HostToDevice:
         nbytes = array.nbytes
         if address is None:
             if borrow and nbytes >= BORROW_FROM:
-                return self._borrowed([(array, address)], None, stream)
-            if not borrow:
-                self._warning.put([(array, address)])
+                return self._borrowed([(array, address)], spec, stream)
+            if not borrow and self._warning.concerns(nbytes):
+                self._warning.put([(array, address)], spec)
         if stream is not None:
             self._backend.check_stream(stream)
         streams: Streams = {}
@@ -163,7 +166,9 @@ class HostToDevice:
             event = self._begin_staged(block.address, array, address, lease, ())
         try:
             value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=lease)
-            transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
+            if spec is not None:
+                value = unflatten(spec, (value,))
+            transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._h2d.table)
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -175,7 +180,7 @@ class HostToDevice:
     def one_into(self, array: Array, target: Any, stream: object | None) -> Transfer:
         """Put one array into one of the caller's."""
         address = self._checked(array)
-        if address is None:
+        if address is None and self._warning.concerns(array.nbytes):
             self._warning.put([(array, address)], into=True)
         self._check_target(target, array)
         place = self._as_target(target, stream)
@@ -183,7 +188,7 @@ class HostToDevice:
             self._order_after_users(place)
         event = self._begin_one(place[0], array, address, place, (place,))
         try:
-            transfer = Transfer(target, event, self._failures, False, partial(self._name, (place,)))
+            transfer = Transfer(target, event, self._failures, False, partial(self._name, (place,)), self._h2d.table)
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -227,7 +232,7 @@ class HostToDevice:
                 self._order_after_users(place)
         event = self._begin([place.address for place in places], sources, range(len(places)), places, places)
         try:
-            transfer = Transfer(into, event, self._failures, False, partial(self._name, places))
+            transfer = Transfer(into, event, self._failures, False, partial(self._name, places), self._h2d.table)
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -263,7 +268,7 @@ class HostToDevice:
         event = self._begin(addresses, sources, packing.numbers, leases, ())
         try:
             value = self._made(packing, leases, spec, event)
-            transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
+            transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._h2d.table)
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer

@@ -39,6 +39,7 @@ __all__ = [
     "PinnedHolders",
     "Reading",
     "all_ledgers",
+    "let_go",
     "reap_all",
     "uses",
     "wait_for_others",
@@ -99,6 +100,7 @@ class InFlight:
         self._failures = failures
         self._count = itertools.count().__next__
         self._entries: dict[int, Entry] = {}
+        """By `asked`."""
         self._stuck: list[object] = []
         forget_in_child(self)
 
@@ -106,6 +108,11 @@ class InFlight:
     def busy(self) -> bool:
         """Whether anything may be in flight."""
         return bool(self._entries)
+
+    @property
+    def table(self) -> dict[int, Entry]:
+        """The table itself, for `let_go`: it refers to nothing but what is in flight."""
+        return self._entries
 
     def entries(self) -> list[Entry]:
         """Return what may be in flight, about in the order of its start."""
@@ -250,6 +257,21 @@ class InFlight:
         except self._failures:
             # A failed copy writes no more; its transfer says so to whoever asks.
             return True
+
+
+def let_go(table: dict[int, Entry], event: Event) -> None:
+    """Let go of the newest entry, if that is the event's, which the caller has seen reached.
+
+    So a program that waits for each transfer asks the driver once for each. Others are let go of by `reap`.
+    """
+    try:
+        newest = next(reversed(table))
+    except (StopIteration, RuntimeError):
+        # There is none, or another thread has added one meanwhile.
+        return
+    entry = table.get(newest)
+    if entry is not None and entry.event is event:
+        table.pop(newest, None)
 
 
 def uses(source: Source, target: Source) -> bool:

@@ -53,28 +53,43 @@ class PageableWarning:
         if not staged or not self.concerns(sum(map(NBYTES, staged))):
             return
         level = _level_of_caller()
-        if level is None or all(self._promised(address_of(array), array.nbytes) for array in staged):
+        if level is None or self._are_promised(staged):
             return
         if self._strict:
             index = next(index for index, (_, address) in enumerate(sources) if address is None)
             raise _refusal(staged[0], spec, index, into)
+        largest = staged[0] if len(staged) == 1 else max(staged, key=NBYTES)
         # Without figures, which would make a new text each time: Python shows a text once a line, and batches differ in size.
-        text = f"put waits for a CPU copy: {_reason(max(staged, key=NBYTES), into)}"
-        warnings.warn(text, SynchronousTransferWarning, stacklevel=level)
+        warnings.warn(_TEXTS[largest.flags.c_contiguous, into], SynchronousTransferWarning, stacklevel=level)
+
+    def _are_promised(self, arrays: Sequence[Array]) -> bool:
+        promised = self._promised
+        # A loop: a generator would take as long as all else here, and mostly there is one array.
+        for array in arrays:  # noqa: SIM110
+            if not promised(address_of(array), array.nbytes):
+                return False
+        return True
 
 
 def _refusal(array: Array, spec: Spec | None, index: int, into: bool) -> ValueError:
     error = ValueError(
         f"this stager is strict, and put would wait for a CPU copy of {in_words(array.nbytes)}, {array.dtype} of shape "
-        f"{array.shape}: {_reason(array, into)}"
+        f"{array.shape}: {_reason(array.flags.c_contiguous, into)}"
     )
     if spec is not None:
         error.add_note(f"at {path(spec, index)}")
     return error
 
 
-def _reason(array: Array, into: bool) -> str:
-    return (PAGEABLE if array.flags.c_contiguous else STRIDED) + ("" if into else BORROW)
+def _reason(contiguous: bool, into: bool) -> str:
+    return (PAGEABLE if contiguous else STRIDED) + ("" if into else BORROW)
+
+
+_TEXTS = {
+    (contiguous, into): f"put waits for a CPU copy: {_reason(contiguous, into)}"
+    for contiguous in (True, False)
+    for into in (True, False)
+}
 
 
 def _level_of_caller() -> int | None:

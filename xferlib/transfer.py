@@ -12,6 +12,7 @@ from typing import Any, Generic, NoReturn, TypeAlias, final
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
+from xferlib.in_flight import Entry, let_go
 from xferlib.latch import is_copy_thread
 from xferlib.protocol import Event, Stream
 from xferlib.sketch import sketched
@@ -83,13 +84,21 @@ class Transfer(Generic[TreeT_co]):
     __reduce_ex__ = uncopied("Copy its arrays, which value and result() return")
 
     def __init__(
-        self, value: Any, event: Event, failures: tuple[type[Exception], ...], on_host: bool, name: Name | None = None
+        self,
+        value: Any,
+        event: Event,
+        failures: tuple[type[Exception], ...],
+        on_host: bool,
+        name: Name | None = None,
+        table: dict[int, Entry] | None = None,
     ) -> None:
+        """`name`: see `Name`; None: nobody is told. `table`: where the event's entry is, if it is in one."""
         self._value = value
         self._event = event
         self._failures = failures
         self._on_host = on_host
         self._name = name
+        self._table = table
         if _forks:
             self._born = _forks
 
@@ -121,7 +130,7 @@ class Transfer(Generic[TreeT_co]):
     def end(self) -> Transfer[None]:
         """The same transfer without its arrays, for whoever waits but must not keep them: memory is used again when they are
         gone."""
-        end: Transfer[None] = Transfer(None, self._event, self._failures, self._on_host)
+        end: Transfer[None] = Transfer(None, self._event, self._failures, self._on_host, table=self._table)
         end._born = self._born
         if self._check is not None:
             end._check = self._check.quiet
@@ -147,9 +156,8 @@ class Transfer(Generic[TreeT_co]):
             finished = self._event.done()
         except self._failures as error:
             raise self._failed(error) from error
-        if finished and self._check is not None:
-            self._check()
-        self._finished = finished
+        if finished:
+            self._end()
         return finished
 
     def synchronize(self) -> None:
@@ -169,9 +177,7 @@ class Transfer(Generic[TreeT_co]):
             raise self._failed(error) from error
         if started:
             LOG.call("wait", "Transfer.synchronize", started)
-        if self._check is not None:
-            self._check()
-        self._finished = True
+        self._end()
 
     def wait_staged(self) -> None:
         """Block the host until pageable sources are free: the CPU has copied them. Returns at once if `put` has waited for that.
@@ -224,6 +230,15 @@ class Transfer(Generic[TreeT_co]):
         value = self._value.made if isinstance(self._value, Later) else self._value
         arrays = "" if value is None else f": {sketched(value)}"
         return f"<Transfer {'D2H' if self._on_host else 'H2D'}{arrays}, {self._state()}>"
+
+    def _end(self) -> None:
+        """Note that it is done."""
+        table, self._table = self._table, None
+        if table is not None:
+            let_go(table, self._event)
+        if self._check is not None:
+            self._check()
+        self._finished = True
 
     def _state(self) -> str:
         """Say what was last learned. A repr may be asked for anywhere, in a debugger or a finalizer, so it asks nobody itself.

@@ -88,8 +88,8 @@ class Trees:
         self.bare: set[type] = {np.ndarray, str, bytes, bool, int, float, complex}
         """Types that are leaves, as far as it is known."""
         self._flat: dict[object, tuple[optree.PyTreeSpec, Callable[[Any], Iterable[Any]]]] = {}
-        """Of dicts, lists and tuples of leaves: their shapes, and what takes their leaves out in order. By their keys, or by type and
-        length."""
+        """Of dicts, lists and tuples of leaves: their shapes, and what takes their leaves out in order. By their keys, or by type
+        and length."""
 
     def _by_backend(self, array: Any) -> Alike | None:
         assert self._describe is not None

@@ -24,7 +24,7 @@ from xferlib.staging import small_gets
 from xferlib.staging.profile import StagingProfile
 
 KIB, MIB = 1 << 10, 1 << 20
-LEAST_LIMIT = small_gets.SHARE * small_gets.MOST
+LEAST_LIMIT = small_gets.SHARE * small_gets.FEWER
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,9 @@ def test_small_leaves_of_one_get_are_filled_together(stager: xferlib.Stager, job
 
 
 @pytest.mark.parametrize(
-    "shapes", [[(256 * KIB + 1,)], [(128 * KIB,), (128 * KIB + 1,)], [(8,)] * 17], ids=["large", "together", "many"]
+    "shapes",
+    [[(small_gets.MOST + 1,)], [(small_gets.MOST // 2,), (small_gets.MOST // 2 + 1,)], [(8,)] * 17],
+    ids=["large", "together", "many"],
 )
 def test_what_is_large_or_many_is_left_to_the_engine(stager: xferlib.Stager, jobs: list[Any], shapes: list[tuple[int]]) -> None:
     out = [np.zeros(shape, np.uint8) for shape in shapes]
@@ -146,9 +148,9 @@ def test_sixteen_arrays_are_not_many(stager: xferlib.Stager, jobs: list[Any]) ->
 
 
 def test_a_program_that_has_larger_puts_copied_by_their_callers_has_no_larger_gets_so(jobs: list[Any]) -> None:
-    with opened(staging=StagingProfile(2, MIB, hand_off_nbytes=MIB)) as stager:
+    with opened(staging=StagingProfile(2, MIB, hand_off_nbytes=2 * MIB)) as stager:
         jobs.clear()
-        stager.get(ramp(MIB), out=np.zeros(MIB, np.uint8)).synchronize()
+        stager.get(ramp(2 * MIB), out=np.zeros(2 * MIB, np.uint8)).synchronize()
         assert len(jobs) == 1
 
 
@@ -192,7 +194,8 @@ def test_behind_a_copy_of_another_get_the_engine_takes_it(
 ) -> None:
     monkeypatch.setattr(small_gets.SmallGets, "_start", None)
     with held(d2h(stager)):
-        before = stager.get(ramp(MIB), out=stager.empty_pinned(MIB, np.uint8) if pinned else np.zeros(MIB, np.uint8))
+        large = ramp(2 * MIB)
+        before = stager.get(large, out=stager.empty_pinned(2 * MIB, np.uint8) if pinned else np.zeros(2 * MIB, np.uint8))
         jobs.clear()
         out = np.zeros(64, np.uint8)
         transfer = stager.get(ramp(64), out=out)
@@ -330,7 +333,8 @@ def test_who_needs_room_waits_for_a_small_get() -> None:
     with opened(pinned_limit=LEAST_LIMIT) as stager:
         comes = small_gets._comes
         waiting: list[Any] = []
-        room = stager._pool.limit - stager._pool.used_nbytes
+        # All but this memory, and a little of it.
+        room = stager._pool.limit - small_gets.FEWER
 
         def asked_meanwhile(event: Any, seconds: float) -> bool:
             if not waiting and event is not None:

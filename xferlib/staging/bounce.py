@@ -19,18 +19,21 @@ from xferlib.in_flight import Fill, Ledger
 from xferlib.memory.arrays import Array
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source
-from xferlib.staging.coalesce import Part, copy_in
+from xferlib.staging.coalesce import Part, as_bytes, copy_in
 
 __all__ = ["LARGEST_SLOT", "BounceBuffers"]
 
-Slot: TypeAlias = tuple[int, Array]
-"""An address, and the bytes there, which hold their block."""
-SLOTS = {16 << 10: 16, 64 << 10: 16, 256 << 10: 4}
+Slot: TypeAlias = tuple[int, Array, Event | None, bool]
+"""An address; the bytes there, which hold their block; the event of the copy out of it, behind which it may be filled again; and
+whether it is kept for that."""
+SLOTS = {16 << 10: 16, 64 << 10: 16, 256 << 10: 4, 1 << 20: 2}
 """Bytes of a slot, the smaller first, and how many make a block: slots are used in turn, and a megabyte stays in a core's cache.
 
 A put takes the smallest slot that it fits into, so that few bytes do not hold many.
 """
 LARGEST_SLOT = max(SLOTS)
+PIECE = 512 << 10
+"""Bytes of one large array that are copied at a time: the device copies them while the CPU copies the next."""
 SHARE = 16
 """Blocks of a size that the pool's limit must have room for. If it has not, each put takes what it needs and no more."""
 
@@ -48,6 +51,9 @@ class BounceBuffers:
         # Changed in single steps: a finalizer may put while its thread is in here.
         self._sizes = [size for size, count in SLOTS.items() if pool.limit >= SHARE * count * size]
         self._slots: dict[int, deque[Slot]] = {size: deque() for size in self._sizes}
+        """Those that are free, or soon will be, in the order in which they were used."""
+        self._keeping: dict[int, bool] = {}
+        """Whether there is a block of this size whose slots are kept. Those of further blocks, for a rush, are used once."""
 
     def __call__(self, part: Part, nbytes: int = 0, places: Sequence[Source] = (), target: object = None) -> Event:
         """Start the copy of a part, and enter it as in flight; its arrays are free on return.
@@ -57,16 +63,21 @@ class BounceBuffers:
         """
         fills: list[Fill] = []
         try:
-            self.begin(part, fills)
+            size, (address, memory, _, kept) = self._take(part.nbytes, fills)
+            self._start(part, address, memory)
             # Whoever finds no slot asks which copies are done with theirs.
-            event = self._h2d.add(nbytes, (), places, fills[-1].memory, looked=not places)
+            event = self._h2d.add(nbytes, (), places, memory, looked=not places)
+            if kept:
+                self._slots[size].append((address, memory, event, True))
         except BaseException:
             self._h2d.settle((target, fills[-1].memory if fills else None))
             raise
         finally:
+            # As in `begin`.
+            memory = None  # type: ignore[assignment]  # Nobody uses it after this.
             if fills:
                 fill = fills[-1]
-                # In this order: whoever waits for room must find it, and this frame may live on for a while.
+                # In this order: whoever waits for room must find it.
                 fill.memory, fill.over = None, True
                 self._jobs.remove(fill)
         return event
@@ -77,10 +88,9 @@ class BounceBuffers:
         The caller must next enter the memory of the last of `fills` as in flight, and then end that fill, whatever is raised. The
         fills before it are over.
         """
-        address, memory = self._take(part.nbytes, fills)
+        _, (address, memory, _, _) = self._take(part.nbytes, fills)
         try:
-            copy_in(part, memory[: part.nbytes])
-            self._copy_h2d(part.address, address, part.nbytes)
+            self._start(part, address, memory)
         finally:
             # If the copy fails, this frame lives as long as the exception.
             del memory
@@ -88,32 +98,58 @@ class BounceBuffers:
     def release(self) -> bool:
         """Give idle slots back to the pool, and tell whether there were any."""
         found = any(self._slots.values())
+        self._keeping.clear()
         for slots in self._slots.values():
+            # What is in flight holds its own until it is done.
             slots.clear()
         return found
 
-    def _take(self, nbytes: int, fills: list[Fill]) -> Slot:
-        """Take memory, and enter a fill that holds it."""
+    def _start(self, part: Part, address: int, memory: Array) -> None:
+        """Copy the arrays of a part, and start its copy to the device."""
+        nbytes, arrays = part.nbytes, part.arrays
+        try:
+            if nbytes <= PIECE or len(arrays) > 1 or not arrays[0].flags.c_contiguous:
+                copy_in(part, memory[:nbytes])
+                self._copy_h2d(part.address, address, nbytes)
+                return
+            whole = as_bytes(arrays[0])
+            for at in range(0, nbytes, PIECE):
+                end = min(at + PIECE, nbytes)
+                np.copyto(memory[at:end], whole[at:end])
+                self._copy_h2d(part.address + at, address + at, end - at)
+        finally:
+            # As in `begin`.
+            del memory
+
+    def _take(self, nbytes: int, fills: list[Fill]) -> tuple[int, Slot]:
+        """Take memory, and enter a fill that holds it. Return the size of its slot, 0 if it is none, and the slot."""
         index = bisect_left(self._sizes, nbytes)
         size = self._sizes[index] if index < len(self._sizes) else 0
-        while size and (self._slots[size] or self._add_slots(size)):
+        while size:
             fill = Fill()
             fills.append(fill)
             # Counts as in flight before another thread finds neither room nor anything to wait for.
             self._jobs.add(fill)
+            slots = self._slots[size]
             try:
-                slot = self._slots[size].popleft()
+                slot = slots.popleft()
                 fill.memory = slot[1]
-                return slot
+                if slot[2] is None or _is_reached(slot[2]):
+                    return size, slot
+                # Those behind it are still in use, too.
+                slots.appendleft(slot)
             except IndexError:
-                # Another thread was faster. This one may have to wait for room now, so nobody may wait for it.
-                fill.over = True
-                self._jobs.remove(fill)
+                pass
+            # This one may have to wait for room now, so nobody may wait for it.
+            fill.memory, fill.over = None, True
+            self._jobs.remove(fill)
+            if not self._add_slots(size):
+                break
         fill = Fill()
         fills.append(fill)
         block = self._pool.take(nbytes, lambda: self._jobs.add(fill))
         memory = fill.memory = np.asarray(block)
-        return block.address, memory
+        return 0, (block.address, memory, None, False)
 
     def _add_slots(self, size: int) -> bool:
         """Take a block of slots, if the pool has one for which nobody must wait."""
@@ -127,9 +163,22 @@ class BounceBuffers:
                 block = self._pool.try_take(nbytes, lambda: self._jobs.add(fill))
                 if block is not None:
                     memory = np.asarray(block)
-                    self._slots[size].extend([(block.address + at, memory[at : at + size]) for at in range(0, nbytes, size)])
+                    kept = not self._keeping.get(size)
+                    self._keeping[size] = True
+                    # Before those that are in use.
+                    self._slots[size].extendleft(
+                        [(block.address + at, memory[at : at + size], None, kept) for at in range(nbytes - size, -1, -size)]
+                    )
                     return True
             return False
         finally:
             fill.over = True
             self._jobs.remove(fill)
+
+
+def _is_reached(event: Event) -> bool:
+    try:
+        return event.done()
+    except Exception:
+        # Its transfer says so to whoever asks. Nobody knows when such a copy ends.
+        return False

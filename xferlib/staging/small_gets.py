@@ -16,7 +16,7 @@ from typing import Any, Final, final
 from xferlib.engine.jobs import refuse_stream_wait
 from xferlib.engine.native import OK, library
 from xferlib.errors import AllocationError
-from xferlib.in_flight import Fill, Ledger
+from xferlib.in_flight import Fill, Ledger, let_go
 from xferlib.latch import is_copy_thread
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import HostBlock, round_up
@@ -25,8 +25,10 @@ from xferlib.protocol import Event, HostStager, Source, Stream
 
 __all__ = ["FILLED", "SmallGets"]
 
-MOST = 256 << 10
+MOST = 1 << 20
 """Bytes of one get. Larger ones are under way for longer than it takes to wake a thread."""
+FEWER = 256 << 10
+"""The same where the pool's limit has no room for so many."""
 MANY = 16
 """Arrays. Each is a copy of its own, and the driver takes microseconds for it."""
 PRODUCER_SECONDS = 10e-6
@@ -35,7 +37,7 @@ it."""
 COPY_SECONDS = 200e-6
 """How long the caller waits for the copies. They take a tenth of that unless others use the link."""
 SHARE = 16
-"""The pool's limit must have room for so many blocks of that size."""
+"""The pool's limit must have room for so many blocks of that size; if it has not even for `FEWER`, the engine makes all gets."""
 
 
 @final
@@ -63,7 +65,7 @@ class SmallGets:
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger, nbytes: int) -> None:
         """`nbytes`: what one get may have, if that is less than `MOST`."""
-        nbytes = min(nbytes, MOST)
+        nbytes = min(nbytes, MOST if pool.limit >= SHARE * MOST else FEWER)
         # A backend of the CPU makes its copies on threads, too, and cannot always tell what an array waits for.
         self._nbytes = nbytes if backend.on_gpu and pool.limit >= SHARE * nbytes else 0
         self._copy_d2h = backend.copy_d2h
@@ -121,7 +123,7 @@ class SmallGets:
             came = _comes(event, COPY_SECONDS)
             if came:
                 # Let nothing refer to the arrays that were read any more: nobody else asks before the stager's next transfer.
-                self._d2h.reap()
+                let_go(self._d2h.table, event)
                 came, event = _copied(block, transfers), None
             self._idle.append((block, event))
             return came
