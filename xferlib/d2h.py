@@ -82,6 +82,7 @@ class DeviceToHost:
         self._staging = staging
         self._ledger = ledger
         self._d2h = ledger.d2h
+        self._table = ledger.d2h.table
         self._as_sources = getattr(backend, "as_sources", None)
 
     def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
@@ -124,7 +125,7 @@ class DeviceToHost:
                 # These go through chunks, too: a direct copy would enter the stream before those that are still to be started.
                 addresses = [None if address else address for address in addresses]
         event, failures = self._begin(sources, given, addresses, after, looked=looks, ours=out is None)
-        return Transfer(unflatten(spec, given) if out is None else out, event, failures, True, table=self._d2h.table)
+        return Transfer(unflatten(spec, given) if out is None else out, event, failures, True, table=self._table)
 
     def reader(self, tree: Any, stream: object | None, *, snapshot: bool) -> ByteReader:
         """Prepare reading a tree piece by piece. No copy to the host waits for what produces it: the reader does, on the host.
@@ -241,7 +242,7 @@ class DeviceToHost:
             address = self._host.address(out)
         if not address:
             event, failures = self._begin([source], [out], [address], None, looked=looks, ours=True)
-            return Transfer(unflatten(spec, (out,)), event, failures, True, table=self._d2h.table)
+            return Transfer(unflatten(spec, (out,)), event, failures, True, table=self._table)
         nbytes = out.nbytes
         try:
             self._backend.copy_d2h(address, source.address, nbytes)
@@ -249,7 +250,7 @@ class DeviceToHost:
         except BaseException:
             self._d2h.settle((source, out))
             raise
-        return Transfer(out if spec is None else unflatten(spec, (out,)), event, self._failures, True, None, self._d2h.table)
+        return Transfer(out if spec is None else unflatten(spec, (out,)), event, self._failures, True, None, self._table)
 
     def _one_to_pageable(self, array: Any, out: Array, stream: object | None) -> Transfer:
         sources, after = self._placed([array], None, stream, direct=False)

@@ -50,15 +50,19 @@ class PageableWarning:
     def put(self, sources: Sequence[HostLeaf], spec: Spec | None = None, *, into: bool = False) -> None:
         """Look at all leaves of a put, which is `into` arrays of the caller's or not. `spec` tells where they stand in a tree."""
         staged = [array for array, address in sources if address is None]
-        if not staged or not self.concerns(sum(map(NBYTES, staged))):
+        if not staged or not self.concerns(sum(map(NBYTES, staged))) or self._are_promised(staged):
             return
+        index = next(index for index, (_, address) in enumerate(sources) if address is None) if self._strict else 0
+        self.outside(staged, spec, index, into=into)
+
+    def outside(self, arrays: Sequence[Array], spec: Spec | None, index: int = 0, *, into: bool = False) -> None:
+        """Warn of arrays that are all pageable, are concerned, and lie in memory of no pool. `index`: where the first stands."""
         level = _level_of_caller()
-        if level is None or self._are_promised(staged):
+        if level is None:
             return
         if self._strict:
-            index = next(index for index, (_, address) in enumerate(sources) if address is None)
-            raise _refusal(staged[0], spec, index, into)
-        largest = staged[0] if len(staged) == 1 else max(staged, key=NBYTES)
+            raise _refusal(arrays[0], spec, index, into)
+        largest = arrays[0] if len(arrays) == 1 else max(arrays, key=NBYTES)
         # Without figures, which would make a new text each time: Python shows a text once a line, and batches differ in size.
         warnings.warn(_TEXTS[largest.flags.c_contiguous, into], SynchronousTransferWarning, stacklevel=level)
 

@@ -81,7 +81,7 @@ def copy_in(part: Part, into: Array) -> None:
         np.concatenate(arrays, axis=None, out=into if part.dtype is None else into.view(part.dtype))
         return
     (array,) = arrays
-    np.copyto(into if array.dtype == np.uint8 and array.ndim == 1 else _shaped(into, array), array)
+    np.copyto(into if array.dtype is BYTES and array.ndim == 1 else _shaped(into, array), array)
 
 
 def as_bytes(array: Array) -> Array:
