@@ -131,6 +131,11 @@ class CpuStager:
     ) -> JaxArray:
         return self._imports.adopt(block.address + offset, shape, dtype, order=None, lease=lease)
 
+    def as_arrays(
+        self, block: protocol.DeviceBlock, places: tuple[protocol.Place, ...], *, after: protocol.Event, lease: object
+    ) -> list[JaxArray]:
+        return self._imports.adopt_all(block.address, places, order=None, lease=lease)
+
     def as_source(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
         return self.place(array, stream)
 

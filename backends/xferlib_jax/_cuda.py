@@ -37,7 +37,7 @@ from xferlib_jax._layouts import laid_out
 from xferlib_jax._pinning import PinnedMemory
 from xferlib_jax._reading import readings
 from xferlib_jax._trees import put_together, take_apart
-from xferlib_jax._unpack import unpack, zero
+from xferlib_jax._unpack import Wanted, unpack, zero
 
 __all__ = ["CudaStager"]
 
@@ -164,8 +164,8 @@ class CudaStager:
     def as_arrays(self, block: DeviceBlock, places: tuple[Place, ...], *, after: Event, lease: object) -> list[JaxArray]:
         order = cast("CudaEvent", after).hold_back
 
-        def adopt(offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> JaxArray:
-            return self._imports.adopt(block.address + offset, shape, dtype, order=order, lease=lease)
+        def adopt(wanted: Sequence[Wanted]) -> list[JaxArray]:
+            return self._imports.adopt_all(block.address, wanted, order=order, lease=lease)
 
         return unpack(places, adopt, self._origin)
 

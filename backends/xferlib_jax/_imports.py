@@ -10,7 +10,7 @@ the same in twice the time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -76,6 +76,42 @@ class Imports:
         return self._capsules.lend(
             address, shape, code, bits, self._dlpack, lease, self._convert, self._device, stream, None, self._dlpack[0]
         )
+
+    def adopt_all(
+        self,
+        address: int,
+        places: Sequence[tuple[int, tuple[int, ...], np.dtype[Any]]],
+        *,
+        order: Callable[[Any], None] | None,
+        lease: object,
+    ) -> list[JaxArray]:
+        """Adopt several arrays of one block, each at an offset from its address. They wait for the same, so one stream serves all:
+        to find an idle one for each, and to make it wait, would take as long as the import."""
+        if self._convert is None:
+            return [self.adopt(address + offset, shape, dtype, order=order, lease=lease) for offset, shape, dtype in places]
+        wait_for_releases()
+        stream = self._idle_stream()
+        if order is not None:
+            order(stream)
+        arrays: list[JaxArray] = []
+        for offset, shape, dtype in places:
+            code, bits = dlpack_code(dtype)
+            arrays.append(
+                self._capsules.lend(
+                    address + offset,
+                    shape,
+                    code,
+                    bits,
+                    self._dlpack,
+                    lease,
+                    self._convert,
+                    self._device,
+                    stream,
+                    None,
+                    self._dlpack[0],
+                )
+            )
+        return arrays
 
     def _idle_stream(self) -> int | None:
         """Return a stream to import on: the first that has nothing to do, or the next in turn if all were busy."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
@@ -22,7 +22,7 @@ import numpy as np
 from xferlib.protocol import Place
 from xferlib_jax._arrays import JaxArray
 
-__all__ = ["unpack", "zero"]
+__all__ = ["Wanted", "unpack", "zero"]
 
 WORTH_COMPILING = 16
 """Arrays. For fewer, importing each takes less time, and nothing has to be compiled."""
@@ -33,7 +33,9 @@ MOST_FOUND = 512
 MOST = np.iinfo(np.int32).max
 """Elements of a whole whose places are counted in 32 bits: JAX has no longer integers unless they are turned on."""
 
-Adopt: TypeAlias = Callable[[int, tuple[int, ...], np.dtype[Any]], JaxArray]
+Wanted: TypeAlias = tuple[int, tuple[int, ...], np.dtype[Any]]
+"""An offset in a block, a shape and a dtype: what a `Place` is."""
+Adopt: TypeAlias = Callable[[Sequence[Wanted]], list[JaxArray]]
 
 
 @final
@@ -73,15 +75,16 @@ def zero(device: Any) -> JaxArray:
 
 
 def unpack(places: tuple[Place, ...], adopt: Adopt, origin: JaxArray) -> list[JaxArray]:
-    """Return the arrays of a block. `adopt(offset, shape, dtype)` imports memory of the block as an array; `origin` is a `zero`."""
+    """Return the arrays of a block. `adopt(wanted)` imports memory of the block as arrays; `origin` is a `zero`."""
     if len(places) < WORTH_COMPILING:
-        return [adopt(*place) for place in places]
+        return adopt(places)
     _, recipe = _found.get(id(places)) or _look(places)
     if recipe is None:
-        return [adopt(*place) for place in places]
-    arrays: list[JaxArray] = recipe.apart(origin, *(adopt(0, (recipe.nbytes // dtype.itemsize,), dtype) for dtype in recipe.dtypes))
+        return adopt(places)
+    wholes = adopt([(0, (recipe.nbytes // dtype.itemsize,), dtype) for dtype in recipe.dtypes])
+    arrays: list[JaxArray] = recipe.apart(origin, *wholes)
     # Inside a trace the compiled function becomes part of what is traced, but what was put is no traced value.
-    return [adopt(*place) for place in places] if isinstance(arrays[0], jax.core.Tracer) else arrays
+    return adopt(places) if isinstance(arrays[0], jax.core.Tracer) else arrays
 
 
 def _look(places: tuple[Place, ...]) -> tuple[tuple[Place, ...], _Recipe | None]:

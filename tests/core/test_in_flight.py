@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 
 from tests.core.fakes import Point, on_thread, succeeds
-from xferlib.in_flight import LARGE, LOOK_EVERY, Entry, Fill, InFlight, Jobs, Ledger, all_ledgers, reap_all, wait_for_others
+from xferlib.in_flight import (
+    LARGE,
+    LOOK_EVERY,
+    Entry,
+    Fill,
+    InFlight,
+    Jobs,
+    Ledger,
+    all_ledgers,
+    let_go,
+    reap_all,
+    wait_for_others,
+)
 from xferlib.latch import note_copy_thread
 from xferlib.protocol import Source, Stream
 
@@ -920,3 +932,18 @@ def test_a_copy_whose_event_was_recorded_while_another_s_was_is_asked_for_itself
             events[3] = Point()
     assert flight.reap()
     assert "inner" in [entry.keepalive for entry in flight.entries()]
+
+
+def test_only_the_newest_entry_is_let_go_of_by_its_event() -> None:
+    points = [Point(reached=True), Point(reached=True)]
+    copies = InFlight(iter(points).__next__, ())
+    let_go(copies.table, points[0])
+    first, second = copies.add(0, ()), copies.add(0, ())
+    let_go(copies.table, first)
+    assert len(copies.entries()) == 2
+    let_go(copies.table, Point(reached=True))
+    assert len(copies.entries()) == 2
+    let_go(copies.table, second)
+    assert [entry.event for entry in copies.entries()] == [first]
+    let_go(copies.table, first)
+    assert not copies.busy

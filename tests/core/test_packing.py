@@ -10,6 +10,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import tampered
+from xferlib.h2d import SMALL
 from xferlib.packing import KEPT, Packing, Packings
 
 DTYPES = [np.bool_, np.int8, np.uint16, np.float32, np.complex64, np.int64, ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e5m2)]
@@ -102,6 +103,75 @@ def test_of_many_small_leaves_in_ordinary_memory_the_driver_is_asked_about_one()
         asked.clear()
         stager.put(leaves).synchronize()
         assert asked == [leaves[0].ctypes.data]
+
+
+def test_of_a_few_leaves_that_are_very_small_too() -> None:
+    asked: list[int] = []
+    backend = tampered()
+
+    def is_pinned(address: int, nbytes: int) -> bool:
+        asked.append(address)
+        return bool(backend.inner.is_pinned(address, nbytes))
+
+    backend.is_pinned = is_pinned
+    small: list[np.ndarray[Any, Any]] = [np.arange(10), np.arange(20)]
+    larger: list[np.ndarray[Any, Any]] = [np.arange(10), np.zeros(SMALL + 1, np.uint8)]
+    with xferlib.stager(backend) as stager:
+        for leaves, addresses in ((small, small[:1]), (larger, larger)):
+            stager.put(leaves).synchronize()
+            asked.clear()
+            for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+                assert np.array_equal(got, want)
+            assert asked == [leaf.ctypes.data for leaf in addresses]
+
+
+@pytest.mark.parametrize("count", [3, 100, 3000])
+@pytest.mark.parametrize("kind", ["read-only", "strided", "mixed", "bfloat16"])
+def test_leaves_that_are_like_none_of_numpy_s_own_arrive_by_caller_and_by_engine(
+    stager: xferlib.Stager, kind: str, count: int
+) -> None:
+    leaves: list[np.ndarray[Any, Any]] = []
+    for number in range(count):
+        leaf = (np.arange(150) + number).astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.int32).reshape(10, 15)
+        if kind == "read-only":
+            leaf.flags.writeable = False
+        elif kind == "strided":
+            leaf = leaf.T if number % 2 else leaf[::2]
+        elif kind == "mixed" and number % 2:
+            leaf = leaf.astype(np.uint8)
+        leaves.append(leaf)
+    # The second time it is a tree like the last one.
+    for _ in range(2):
+        for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
+            assert got.dtype == want.dtype
+            assert np.array_equal(got, want)
+
+
+def test_a_small_pinned_leaf_that_is_not_the_first_is_found_where_it_is_the_pool_s(stager: xferlib.Stager) -> None:
+    pinned = stager.empty_pinned(100, np.uint8)
+    pinned[:] = 7
+    for leaf in (pinned, pinned[10:20], pinned.reshape(10, 10)):
+        before = stager.stats().synchronous
+        first, second = stager.put([np.zeros(5, np.uint8), leaf]).result()
+        assert (first == 0).all()
+        assert (second == 7).all()
+        assert stager.stats().synchronous == before + 1
+
+
+@pytest.mark.parametrize("borrow", [False, True])
+def test_a_put_of_many_leaves_into_a_failing_device_raises_and_holds_nothing(borrow: bool) -> None:  # A parameter of pytest's.
+    class Broke(Exception):
+        pass
+
+    def breaks(*_: object) -> None:
+        raise Broke("no copy to be had")
+
+    with xferlib.stager(tampered(copy_h2d=breaks, failures=(Broke,))) as stager:
+        for leaves in ([np.zeros(5)] * 20, [np.zeros(500)] * 500):
+            with pytest.raises(xferlib.TransferError, match="no copy to be had"):
+                stager.put(leaves, borrow=borrow).synchronize()
+        stager.trim()
+        assert stager._pool.usage().used == 0
 
 
 def test_arrays_of_the_callers_side_by_side_are_overwritten_exactly(stager: xferlib.Stager) -> None:

@@ -336,3 +336,30 @@ def test_a_transfer_is_no_array_and_the_refusal_says_what_is(stager: xferlib.Sta
     for tree in (transfer, {"a": transfer}):
         with pytest.raises(TypeError, match="Pass its value"):
             stager.get(tree)
+
+
+def test_trees_by_turns_that_are_alike_in_part_come_as_they_are(stager: xferlib.Stager) -> None:
+    trees: list[list[np.ndarray[Any, Any]]] = [
+        [np.arange(6), np.arange(4.0)],
+        [np.arange(6).reshape(2, 3), np.arange(4.0)],
+        [np.arange(6), np.arange(4, dtype=np.float32)],
+        [np.arange(6), np.arange(4.0), np.zeros((0, 3))],
+        [np.arange(5000), np.arange(4.0)],
+    ]
+    for tree in [*trees, *trees, *reversed(trees)]:
+        for got, want in zip(stager.get(tree).result(), tree, strict=True):
+            assert got.dtype == want.dtype
+            assert got.shape == want.shape
+            assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("tree", [lambda array: [array], lambda array: {"x": array, "name": "text"}, lambda array: ([array], 3)])
+@pytest.mark.parametrize("nbytes", [0, 10, 100_000, 3 << 20])
+def test_a_tree_with_one_array_is_one_all_the_same(stager: xferlib.Stager, tree: Any, nbytes: int) -> None:
+    values = np.arange(nbytes) % 251
+    for _ in range(2):
+        put = stager.put(tree(values.astype(np.uint8))).result()
+        got = stager.get(put).result()
+        expected = tree(values.astype(np.uint8))
+        assert type(got) is type(expected)
+        assert str(got) == str(expected)

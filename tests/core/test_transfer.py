@@ -228,3 +228,42 @@ def test_a_forked_child_waits_for_no_transfer_of_its_parent_s() -> None:
         """
     )
     assert said == ""
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda transfer: transfer.synchronize(), lambda transfer: transfer.result(5), lambda transfer: until(transfer.done)]
+)
+@pytest.mark.parametrize("direction", ["put", "put into", "get"])
+def test_whoever_has_seen_the_end_of_a_transfer_keeps_nothing_that_it_needed(
+    stager: xferlib.Stager, direction: str, wait: Callable[[Transfer], object]
+) -> None:
+    """Nobody has to call the stager once more."""
+    source = stager.empty_pinned(1000, np.uint8)
+    source[:] = 5
+    if direction == "get":
+        source = stager.put(source).result()
+    kept = weakref.ref(source)
+    if direction == "get":
+        started = stager.get(source)
+    else:
+        started = stager.put(source, into=np.zeros(1000, np.uint8) if direction == "put into" else None)
+    del source
+    wait(started)
+    gc.collect()
+    assert kept() is None
+    assert (started.result() == 5).all()
+
+
+def test_a_transfer_that_ended_before_a_later_one_lets_go_of_nothing_of_that(stager: xferlib.Stager) -> None:
+    sources = [stager.empty_pinned(1000, np.uint8) for _ in range(2)]
+    refs = [weakref.ref(source) for source in sources]
+    first = stager.put(sources[0])
+    first.synchronize()
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+        second = stager.put(sources[1])
+        assert first.done()
+        assert first.result().nbytes == 1000
+        del sources
+        assert [ref() is None for ref in refs] == [True, False]
+    second.synchronize()
+    assert [ref() is None for ref in refs] == [True, True]

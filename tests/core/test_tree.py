@@ -22,7 +22,7 @@ import pytest
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread
 from xferlib.protocol import TakenApart
-from xferlib.tree import PLAIN, Trees, flatten, flatten_like, path, trees_of, unflatten
+from xferlib.tree import FLAT_SHAPES, PLAIN, Trees, flatten, flatten_like, path, trees_of, unflatten
 
 
 class Colour(Enum):
@@ -521,3 +521,40 @@ def test_trees_of_one_backend_are_leaves_to_the_others(stager: xferlib.Stager) -
     (leaf,), spec = flatten(Opaque(A, B))
     assert isinstance(leaf, Opaque)
     assert spec is None
+
+
+def test_a_tree_without_nests_is_what_it_was_whatever_came_before() -> None:
+    arrays = [np.zeros(number) for number in range(1, 4)]
+    trees: list[Any] = [
+        arrays,
+        tuple(arrays),
+        dict(zip("abc", arrays, strict=True)),
+        dict(zip("cba", arrays, strict=True)),
+        dict(zip("cba", arrays, strict=True)),
+        {1: arrays[0], 0: arrays[1]},
+        {True: arrays[0], False: arrays[1]},
+        {"one": arrays[0]},
+        {"one": [arrays[0]]},
+        [arrays],
+        {"name": "text", "array": arrays[0]},
+        [None, arrays[0]],
+    ]
+    for tree in trees:
+        for _ in range(2):
+            leaves, spec = PLAIN.arrays(tree)
+            plain, whole = optree.tree_flatten(tree, namespace=PLAIN.namespace)
+            plain = [leaf for leaf in plain if isinstance(leaf, np.ndarray)]
+            assert len(leaves) == len(plain)
+            assert all(leaf is other for leaf, other in zip(leaves, plain, strict=True))
+            again = unflatten(spec, leaves)
+            assert optree.tree_structure(again, namespace=PLAIN.namespace) == whole
+            assert type(again) is type(tree)
+            if isinstance(tree, dict):
+                assert [(type(key), key) for key in again] == [(type(key), key) for key in tree]
+
+
+def test_shapes_of_trees_without_nests_are_not_kept_for_ever() -> None:
+    trees = Trees("xferlib.tests.flat")
+    for length in range(1, 3 * FLAT_SHAPES):
+        trees.arrays([np.zeros(1)] * (length % (FLAT_SHAPES + 50)))
+        assert len(trees._flat) <= FLAT_SHAPES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -40,8 +40,11 @@ class Packed:
         for place, values in zip(places, self.values, strict=True):
             self.bytes[place.offset : place.offset + values.nbytes] = np.frombuffer(values.tobytes(), np.uint8)
 
-    def adopt(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        self.adopted += 1
+    def adopt(self, wanted: Sequence[tuple[int, tuple[int, ...], np.dtype[Any]]]) -> list[Any]:
+        self.adopted += len(wanted)
+        return [self._adopted(*place) for place in wanted]
+
+    def _adopted(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with self.jax.ensure_compile_time_eval():
             return self.jax.device_put(self.bytes[offset : offset + nbytes].view(dtype).reshape(shape))

@@ -12,7 +12,7 @@ import pytest
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, tampered
 from xferlib.memory.pinned_pool import SMALL
-from xferlib.staging.bounce import LARGEST_SLOT, SHARE
+from xferlib.staging.bounce import LARGEST_SLOT, PIECE, SHARE
 from xferlib.staging.bounce import SLOTS as SIZES
 from xferlib.staging.profile import StagingProfile
 
@@ -92,6 +92,45 @@ def test_a_slot_is_not_used_again_while_its_copy_is_held() -> None:
                 stager.trim()
         for n, transfer in enumerate(transfers):
             assert np.array_equal(transfer.result(), numbers(100, n))
+
+
+@pytest.mark.parametrize("nbytes", [100, SLOT + 1, LARGEST_SLOT])
+def test_slots_whose_copies_are_done_are_used_again_without_the_pool(nbytes: int) -> None:
+    with xferlib.stager("host") as stager:
+        stager.put(numbers(nbytes)).synchronize()
+        before = stager.stats()
+        for n in range(3 * SLOTS):
+            assert np.array_equal(stager.put(numbers(nbytes, n)).result(), numbers(nbytes, n))
+        after = stager.stats()
+    assert (after.pool_hits, after.pool_misses) == (before.pool_hits, before.pool_misses)
+
+
+def test_after_a_rush_no_more_slots_are_kept_than_before_it() -> None:
+    with xferlib.stager("host") as stager:
+        with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+            transfers = [stager.put(numbers(100, n)) for n in range(5 * SLOTS)]
+            assert stager._pool.usage().used == 5 * BLOCK
+        for n, transfer in enumerate(transfers):
+            assert np.array_equal(transfer.result(), numbers(100, n))
+        transfers.clear()
+        stager._ledger.reap()
+        assert stager._pool.usage().used == BLOCK
+
+
+def test_one_large_array_is_copied_by_the_device_while_the_cpu_copies_its_rest() -> None:
+    copies: list[int] = []
+    backend = tampered()
+
+    def copy(dst: int, src: int, nbytes: int) -> None:
+        copies.append(nbytes)
+        backend.inner.copy_h2d(dst, src, nbytes)
+
+    backend.copy_h2d = copy
+    odd = numbers(2 * PIECE).reshape(2, -1).T
+    with xferlib.stager(backend) as stager:
+        assert np.array_equal(stager.put(numbers(PIECE + 5)).result(), numbers(PIECE + 5))
+        assert np.array_equal(stager.put(odd).result(), odd)
+    assert copies == [PIECE, 5, 2 * PIECE]
 
 
 def test_blocks_whose_copies_are_done_are_used_again() -> None:
