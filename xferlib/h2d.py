@@ -14,13 +14,14 @@ from typing import Any, final
 import numpy as np
 
 from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalizers
+from xferlib.engine.jobs import Job
 from xferlib.errors import CapabilityError
 from xferlib.in_flight import Fill, Ledger, all_ledgers, uses
 from xferlib.memory.arrays import Array
 from xferlib.memory.device_pool import DevicePool, Lease, note_reader
 from xferlib.memory.host import HostLeaf, HostMemory
 from xferlib.memory.idle_blocks import Streams
-from xferlib.packing import Packing, Packings
+from xferlib.packing import Packing, Packings, Run
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
 from xferlib.staging.coalesce import Placed
@@ -55,6 +56,8 @@ class HostToDevice:
         self._backend = backend
         self._failures = backend.failures
         self._can_overwrite = backend.capabilities.put_into
+        self._makes_meanwhile = backend.capabilities.streams
+        """Arrays that order themselves are made behind the event that they are to wait for."""
         self._host = host
         self._dtypes = host.dtypes
         # On the path of every small transfer: each is one attribute of this object, not a chain of attributes.
@@ -125,11 +128,47 @@ class HostToDevice:
         block, lease = self._blocks.lease(packing.sizes[0], streams)
         event = self._staging.stage_run(run, block.address, leaves, lease)
         if event is None:
-            sources: list[HostLeaf] = [(leaf, None) for leaf in leaves]
-            event = self._begin(packing.addresses([block.address]), sources, packing.numbers, lease, ())
+            return self._by_engine(leaves, packing, run, (block, lease), spec, stream, streams)
         try:
             value = self._made(packing, [(block, lease)], spec, event)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._table)
+            if stream is not None:
+                transfer.stream_wait(stream)
+            return transfer
+        except BaseException:
+            with suppress(*self._failures):
+                event.synchronize()
+            raise
+
+    def _by_engine(
+        self, leaves: list[Array], packing: Packing, run: Run, lease: Lease, spec: Spec, stream: object | None, streams: Streams
+    ) -> Transfer:
+        """Put a tree of small pageable arrays by the engine."""
+        address = lease[0].address
+        begun: list[Job] = []
+        value = None
+        try:
+            if self._staging.begin_run(run, address, leaves, begun):
+                job = begun[0]
+                if job.event is not None and self._makes_meanwhile:
+                    # The making takes as long as the copies.
+                    value = self._made(packing, [lease], spec, job.event)
+                self._staging.end(job)
+                event = job.enqueued()
+                self._h2d.nbytes += run.nbytes
+            else:
+                sources: list[HostLeaf] = [(leaf, None) for leaf in leaves]
+                event = self._begin(packing.addresses([address]), sources, packing.numbers, lease, ())
+        except BaseException:
+            for job in begun:
+                job.given_up = True
+                self._staging.give_up(job)
+            self._h2d.settle(lease)
+            raise
+        try:
+            if value is None:
+                value = self._made(packing, [lease], spec, event)
+            transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import time
 import weakref
@@ -120,6 +121,52 @@ def test_a_tree_of_many_leaves_crosses_both_ways(stager: xferlib.Stager, borrow:
         assert np.array_equal(there[name]["leaf"], node["leaf"])
         assert np.array_equal(out[name]["leaf"], node["leaf"])
     assert jobs() == before + 2
+
+
+def _small_leaves() -> list[np.ndarray[Any, Any]]:
+    return [numbers(1 + n * 100 % (30 * KIB), n) for n in range(500)]
+
+
+def test_a_tree_of_small_leaves_is_one_job_and_free_behind_the_put(stager: xferlib.Stager) -> None:
+    for _ in range(2):
+        tree, kept, before = _small_leaves(), _small_leaves(), jobs()
+        transfer = stager.put(tree)
+        for leaf in tree:
+            leaf[:] = 0
+        assert all(np.array_equal(there, leaf) for there, leaf in zip(transfer.value, kept, strict=True))
+        assert jobs() == before + 1
+    assert stager.stats().h2d_nbytes == 2 * sum(leaf.nbytes for leaf in kept)
+
+
+def test_a_tree_of_small_leaves_is_done_when_its_last_copy_is(stager: xferlib.Stager, stream: DeviceStream) -> None:
+    tree = _small_leaves()
+    stager.put(tree).synchronize()
+    driven(stager).h2d.hold()
+    try:
+        transfer = on_thread(lambda: stager.put(tree)).result(WATCHDOG)
+        on_thread(partial(transfer.stream_wait, stream)).result(WATCHDOG)
+        read = stream.record()
+        assert not transfer.done()
+        assert not read.done()
+    finally:
+        driven(stager).h2d.release()
+    read.synchronize()
+    assert transfer.done()
+    assert all(np.array_equal(there, leaf) for there, leaf in zip(transfer.value, tree, strict=True))
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_copy_that_is_refused_fails_the_put_of_a_tree_of_small_leaves(stager: xferlib.Stager, after: int) -> None:
+    tree = _small_leaves()
+    refs = [weakref.ref(leaf) for leaf in tree]
+    driven(stager).h2d.refuse(after, BROKEN)
+    with pytest.raises(TransferError) as raised:
+        stager.put(tree)
+    assert isinstance(raised.value.__cause__, DeviceError)
+    assert all(np.array_equal(there, leaf) for there, leaf in zip(stager.put(tree).value, tree, strict=True))
+    del raised, tree
+    gc.collect()
+    assert not any(ref() is not None for ref in refs)
 
 
 def _check_failed(transfer: xferlib.Transfer) -> None:

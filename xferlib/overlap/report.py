@@ -35,7 +35,8 @@ class Spread:
         median: In the middle of them.
         least: The smallest.
         greatest: The largest.
-        lower, upper: The quartiles.
+        lower: The lower quartile.
+        upper: The upper quartile.
     """
 
     median: float

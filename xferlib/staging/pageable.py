@@ -85,47 +85,59 @@ class Staging:
         whole = self._bounce_odd(leaves)
         if not whole:
             return
-        self._stage_by_engine(whole, [_piece(leaf) for leaf in whole], nbytes, len({leaf.block for leaf in whole}))
-
-    def _stage_by_engine(self, sources: object, pieces: Pieces, nbytes: int, blocks: int) -> None:
-        """Have the engine copy, and block until `sources`, which it reads, are free again, and all copies are in the stream."""
-        job = Job(self._lanes[H2D], owner=threading.get_ident())
-        job.sources = sources
+        job = self._job(whole)
         try:
-            self._start(self._lanes[H2D], job, pieces, nbytes, blocks)
-            job.wait_for(ISSUED)
+            self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes, len({leaf.block for leaf in whole}))
+            self.end(job)
         except BaseException:
-            # The caller's memory must be at rest before the caller hears of this. If it is interrupted again, the caller may hear
-            # of it earlier.
             job.given_up = True
-            job.abandon()
-            job.sources = None
+            self.give_up(job)
             raise
-        job.sources = None
-        job.raise_failure()
 
     def stage_run(self, run: Run, address: int, arrays: Sequence[Array], target: object) -> Event | None:
-        """Start the copies of the pageable arrays of a run, to this address. They are free on return, and the bytes between them
-        are overwritten. None: the engine would read them and cannot, and nothing was started.
+        """Start the copy of the pageable arrays of a run, to this address. They are free on return, and the bytes between them are
+        overwritten. None: they are too many for the caller to copy, and nothing was started.
 
         `target`: see `BounceBuffers`.
         """
-        if run.extent <= self._bounce_nbytes and run.extent <= self._piece_nbytes:
-            self._count(len(arrays))
-            return self._bounce(part_of(run, address, arrays), run.nbytes, (), target)
+        if run.extent > self._bounce_nbytes or run.extent > self._piece_nbytes:
+            return None
+        self._count(len(arrays))
+        return self._bounce(part_of(run, address, arrays), run.nbytes, (), target)
+
+    def begin_run(self, run: Run, address: int, arrays: Sequence[Array], begun: list[Job]) -> bool:
+        """Have the engine begin with what `stage_run` does. False: it cannot read these arrays, and nothing was started.
+
+        `end` must follow, or `give_up` where anything is raised, for the job in `begun`, which is there before it is started.
+        """
         hosts = None if is_copy_thread() else _addresses(arrays)
         if hosts is None:
-            return None
+            return False
         self._count(len(arrays))
         table = run.table.copy()
         table[:, 0] = hosts
         table[:, 1] += np.uint64(address)
-        try:
-            self._stage_by_engine(arrays, table, run.nbytes, 1)
-            return self._ledger.h2d.add(run.nbytes, ())
-        except BaseException:
-            self._ledger.h2d.settle(target)
-            raise
+        begun.append(self._job(arrays))
+        self._start(self._lanes[H2D], begun[0], table, run.nbytes, 1)
+        return True
+
+    def end(self, job: Job) -> None:
+        """Block until the sources of a job are free, and all its copies are in the stream. Raises why it failed."""
+        job.wait_for(ISSUED)
+        job.sources = None
+        job.raise_failure()
+
+    def give_up(self, job: Job) -> None:
+        """Have nothing more started of a job that is `given_up`, and block until its sources are at rest: before whoever owns them
+        hears of a failure. If this is interrupted, the owner may hear of it earlier.
+        """
+        job.abandon()
+        job.sources = None
+
+    def _job(self, sources: object) -> Job:
+        job = Job(self._lanes[H2D], owner=threading.get_ident())
+        job.sources = sources
+        return job
 
     def stage_one(self, address: int, array: Array, places: Sequence[Source], target: object) -> Event | None:
         """Start the copy of one pageable array, which is free on return; None: it would take more than one copy, and nothing was
