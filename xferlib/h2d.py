@@ -131,7 +131,7 @@ class HostToDevice:
             return self._by_engine(leaves, packing, run, (block, lease), spec, stream, streams)
         try:
             value = self._made(packing, [(block, lease)], spec, event)
-            transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._table)
+            transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer

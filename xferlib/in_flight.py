@@ -136,6 +136,19 @@ class InFlight:
             self.reap(newest=asked)
         return event
 
+    def add_numbered(self, nbytes: int, device: Sequence[Source], keepalive: object) -> tuple[int, Event]:
+        """Do what `add` does if it was `looked`, and return the entry's number, too.
+
+        It is in `table` until its copies are known to be done.
+        """
+        asked = self._count()
+        event = self._record()
+        self._entries[asked] = _NEW(Entry, (asked, event, self._count(), (), device, keepalive))
+        self.nbytes += nbytes
+        if asked % _TURN >= _TURN - 2:
+            self.reap(newest=asked)
+        return asked, event
+
     def settle(self, keepalive: object) -> bool:
         """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
 

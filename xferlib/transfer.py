@@ -142,7 +142,8 @@ class Transfer(Generic[TreeT_co]):
             self.synchronize()
         else:
             self._poll(timeout)
-        return self.value
+        # A get is over now, and its arrays are the host's.
+        return self._arrays() if self._on_host else self.value
 
     def done(self) -> bool:
         """Tell whether the transfer is done: the arrays hold the data and the sources are free. Late at times, never early."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, tampered
-from xferlib.memory.pinned_pool import SMALL
+from xferlib.memory.pinned_pool import PAGE, SMALL
 from xferlib.staging.bounce import LARGEST_SLOT, PIECE, SHARE
 from xferlib.staging.bounce import SLOTS as SIZES
 from xferlib.staging.profile import StagingProfile
@@ -248,3 +250,20 @@ def test_what_nobody_can_know_the_end_of_keeps_the_array_that_it_was_put_into() 
         del target
         gc.collect()
         assert kept() is not None
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_source_whose_file_was_cut_off_fails_its_put_alone(tmp_path: Path, cut: bool) -> None:
+    file = tmp_path / "source"
+    file.write_bytes(bytes(numbers(3 * PAGE)))
+    source = np.memmap(file, np.uint8, "r+")
+    with xferlib.stager("host") as stager:
+        if cut:
+            os.truncate(file, PAGE)
+            with pytest.raises(xferlib.TransferError, match="its file was cut off"):
+                stager.put(np.asarray(source))
+        else:
+            assert np.array_equal(stager.put(np.asarray(source)).result(), numbers(3 * PAGE))
+        assert np.array_equal(stager.put(numbers(100)).result(), numbers(100))
+        stager.trim()
+        assert stager._pool.usage().used == 0

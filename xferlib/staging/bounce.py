@@ -14,24 +14,29 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from xferlib.errors import AllocationError
+from xferlib.engine.native import OK, library, quick
+from xferlib.errors import AllocationError, TransferError
 from xferlib.in_flight import Fill, Ledger
-from xferlib.memory.arrays import Array
+from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source
-from xferlib.staging.coalesce import Part, as_bytes, copy_in
+from xferlib.staging.coalesce import Part, copy_in
 
 __all__ = ["LARGEST_SLOT", "BounceBuffers"]
 
-Slot: TypeAlias = tuple[int, Array, Event | None, bool]
-"""An address; the bytes there, which hold their block; the event of the copy out of it, behind which it may be filled again; and
-whether it is kept for that."""
+Slot: TypeAlias = tuple[int, Array, int, bool]
+"""An address; the bytes there, which hold their block; the number of the entry with the copy out of it, behind which it may be
+filled again; and whether it is kept for that."""
+NEVER_USED = -1
+"""No entry has this number."""
 SLOTS = {16 << 10: 16, 64 << 10: 16, 256 << 10: 4, 1 << 20: 2}
 """Bytes of a slot, the smaller first, and how many make a block: slots are used in turn, and a megabyte stays in a core's cache.
 
 A put takes the smallest slot that it fits into, so that few bytes do not hold many.
 """
 LARGEST_SLOT = max(SLOTS)
+AT_ONCE = 64 << 10
+"""Bytes that are copied without giving up the interpreter: to get it back would take longer."""
 PIECE = 512 << 10
 """Bytes of one large array that are copied at a time: the device copies them while the CPU copies the next."""
 SHARE = 16
@@ -46,6 +51,8 @@ class BounceBuffers:
         self._copy_h2d = backend.copy_h2d
         self._pool = pool
         self._h2d = ledger.h2d
+        self._table = ledger.h2d.table
+        self._copy_at_once, self._copy = quick().xe_copy, library().xe_copy
         self._jobs = ledger.jobs
         self._reap = ledger.reap
         # Changed in single steps: a finalizer may put while its thread is in here.
@@ -66,9 +73,9 @@ class BounceBuffers:
             size, (address, memory, _, kept) = self._take(part.nbytes, fills)
             self._start(part, address, memory)
             # Whoever finds no slot asks which copies are done with theirs.
-            event = self._h2d.add(nbytes, (), places, memory, looked=not places)
+            number, event = self._h2d.add_numbered(nbytes, places, memory)
             if kept:
-                self._slots[size].append((address, memory, event, True))
+                self._slots[size].append((address, memory, number, True))
         except BaseException:
             self._h2d.settle((target, fills[-1].memory if fills else None))
             raise
@@ -108,15 +115,17 @@ class BounceBuffers:
         """Copy the arrays of a part, and start its copy to the device."""
         nbytes, arrays = part.nbytes, part.arrays
         try:
-            if nbytes <= PIECE or len(arrays) > 1 or not arrays[0].flags.c_contiguous:
+            if len(arrays) > 1 or not arrays[0].flags.c_contiguous:
                 copy_in(part, memory[:nbytes])
                 self._copy_h2d(part.address, address, nbytes)
                 return
-            whole = as_bytes(arrays[0])
+            start = address_of(arrays[0])
+            copy = self._copy_at_once if nbytes <= AT_ONCE else self._copy
             for at in range(0, nbytes, PIECE):
-                end = min(at + PIECE, nbytes)
-                np.copyto(memory[at:end], whole[at:end])
-                self._copy_h2d(part.address + at, address + at, end - at)
+                piece = min(PIECE, nbytes - at)
+                if copy(address + at, start + at, piece, 0) != OK:
+                    raise TransferError("the memory of a source is not there any more: its file was cut off")
+                self._copy_h2d(part.address + at, address + at, piece)
         finally:
             # As in `begin`.
             del memory
@@ -134,7 +143,10 @@ class BounceBuffers:
             try:
                 slot = slots.popleft()
                 fill.memory = slot[1]
-                if slot[2] is None or _is_reached(slot[2]):
+                if slot[2] in self._table:
+                    # One question, or two, for all slots: the others are mostly free behind it.
+                    self._h2d.reap()
+                if slot[2] not in self._table:
                     return size, slot
                 # Those behind it are still in use, too.
                 slots.appendleft(slot)
@@ -149,7 +161,7 @@ class BounceBuffers:
         fills.append(fill)
         block = self._pool.take(nbytes, lambda: self._jobs.add(fill))
         memory = fill.memory = np.asarray(block)
-        return 0, (block.address, memory, None, False)
+        return 0, (block.address, memory, NEVER_USED, False)
 
     def _add_slots(self, size: int) -> bool:
         """Take a block of slots, if the pool has one for which nobody must wait."""
@@ -167,18 +179,10 @@ class BounceBuffers:
                     self._keeping[size] = True
                     # Before those that are in use.
                     self._slots[size].extendleft(
-                        [(block.address + at, memory[at : at + size], None, kept) for at in range(nbytes - size, -1, -size)]
+                        [(block.address + at, memory[at : at + size], NEVER_USED, kept) for at in range(nbytes - size, -1, -size)]
                     )
                     return True
             return False
         finally:
             fill.over = True
             self._jobs.remove(fill)
-
-
-def _is_reached(event: Event) -> bool:
-    try:
-        return event.done()
-    except Exception:
-        # Its transfer says so to whoever asks. Nobody knows when such a copy ends.
-        return False

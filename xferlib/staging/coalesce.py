@@ -11,7 +11,7 @@ import numpy as np
 from xferlib.memory.arrays import Array
 from xferlib.packing import Run
 
-__all__ = ["ALIGNMENT", "Part", "Placed", "as_bytes", "coalesced", "copy_in", "part_of"]
+__all__ = ["ALIGNMENT", "Part", "Placed", "coalesced", "copy_in", "part_of"]
 
 ALIGNMENT = 256
 BYTES = np.dtype(np.uint8)
@@ -57,7 +57,7 @@ def coalesced(leaves: Sequence[Placed]) -> list[Part]:
             arrays, start, last = [], address, block
         elif gap:
             arrays.append(_PADS[gap])
-        arrays.append(as_bytes(array))
+        arrays.append(_as_bytes(array))
         end = address + nbytes
     if arrays:
         parts.append(Part(start, end - start, arrays))
@@ -67,7 +67,7 @@ def coalesced(leaves: Sequence[Placed]) -> list[Part]:
 def part_of(run: Run, address: int, arrays: Sequence[Array]) -> Part:
     """Return the part that the arrays of a run make at an address. The bytes between them are overwritten."""
     if run.dtype is None:
-        arrays = list(map(as_bytes, arrays))
+        arrays = list(map(_as_bytes, arrays))
     if run.pads is not None:
         arrays = list(chain.from_iterable(zip(arrays, run.pads, strict=True)))
     return Part(address, run.extent, arrays, run.dtype)
@@ -84,7 +84,7 @@ def copy_in(part: Part, into: Array) -> None:
     np.copyto(into if array.dtype is BYTES and array.ndim == 1 else _shaped(into, array), array)
 
 
-def as_bytes(array: Array) -> Array:
+def _as_bytes(array: Array) -> Array:
     """Return an array of one axis over the bytes; a copy of those that are not contiguous."""
     try:
         return array if array.dtype is BYTES and array.ndim == 1 else array.reshape(-1).view(np.uint8)
