@@ -50,15 +50,26 @@ class PageableWarning:
     def put(self, sources: Sequence[HostLeaf], spec: Spec | None = None, *, into: bool = False) -> None:
         """Look at all leaves of a put, which is `into` arrays of the caller's or not. `spec` tells where they stand in a tree."""
         staged = [array for array, address in sources if address is None]
-        if not staged or not self.concerns(sum(map(NBYTES, staged))) or self._are_promised(staged):
-            return
-        index = next(index for index, (_, address) in enumerate(sources) if address is None) if self._strict else 0
-        self.outside(staged, spec, index, into=into)
+        if staged and self.concerns(sum(map(NBYTES, staged))):
+            index = next(index for index, (_, address) in enumerate(sources) if address is None) if self._strict else 0
+            self._warn(staged, spec, index, self._promised, into=into)
 
-    def outside(self, arrays: Sequence[Array], spec: Spec | None, index: int = 0, *, into: bool = False) -> None:
-        """Warn of arrays that are all pageable, are concerned, and lie in memory of no pool. `index`: where the first stands."""
+    def outside(self, arrays: Sequence[Array], spec: Spec | None) -> None:
+        """Look at arrays that are all pageable, that concern somebody, and that lie in memory of no pool."""
+        self._warn(arrays, spec, 0, None, into=False)
+
+    def _warn(
+        self,
+        arrays: Sequence[Array],
+        spec: Spec | None,
+        index: int,
+        promised: Callable[[int, int], bool] | None,
+        *,
+        into: bool,
+    ) -> None:
+        """Warn of pageable arrays, unless all of them are `promised`. `index`: where the first stands."""
         level = _level_of_caller()
-        if level is None:
+        if level is None or (promised is not None and _are_promised(arrays, promised)):
             return
         if self._strict:
             raise _refusal(arrays[0], spec, index, into)
@@ -66,13 +77,13 @@ class PageableWarning:
         # Without figures, which would make a new text each time: Python shows a text once a line, and batches differ in size.
         warnings.warn(_TEXTS[largest.flags.c_contiguous, into], SynchronousTransferWarning, stacklevel=level)
 
-    def _are_promised(self, arrays: Sequence[Array]) -> bool:
-        promised = self._promised
-        # A loop: a generator would take as long as all else here, and mostly there is one array.
-        for array in arrays:  # noqa: SIM110
-            if not promised(address_of(array), array.nbytes):
-                return False
-        return True
+
+def _are_promised(arrays: Sequence[Array], promised: Callable[[int, int], bool]) -> bool:
+    # A loop: a generator would take as long as all else here, and mostly there is one array.
+    for array in arrays:  # noqa: SIM110
+        if not promised(address_of(array), array.nbytes):
+            return False
+    return True
 
 
 def _refusal(array: Array, spec: Spec | None, index: int, into: bool) -> ValueError:

@@ -270,7 +270,8 @@ class HostStager(Protocol[ArrayT]):
 
         Holds `lease`, an opaque object, until no array, view, alias or donated result can reach the memory; several arrays may
         share one. It is released by dropping the last reference, on any thread, and by nothing else.
-        If a framework's arrays order themselves, it orders every use after `after`; other frameworks ignore it.
+        If a framework's arrays order themselves, it orders every use after `after`; other frameworks, those with the capability
+        `streams`, ignore it: it may be recorded only after this call.
         A zero-size array takes no memory: `block` is then any block, perhaps a smaller one.
         """
 
