@@ -192,12 +192,17 @@ class CupyStager:
         return self._events.record_users(self._handle(stream))
 
     def as_sources(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[Source] | None:
+        sources: list[Source] = []
         for array in arrays:
-            if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal or not array._c_contiguous:
+            if array.__class__ is not _NDARRAY or not array._c_contiguous:
                 return None
+            data = array.data
+            if data.device_id != self.ordinal:
+                return None
+            sources.append(_SOURCE(Source, (data.ptr, array.nbytes, array, None)))
         # Once for all arrays: this is most of the driver's part in a get of many small arrays.
         self._order(self.d2h, self._handle(stream))
-        return [_SOURCE(Source, (array.data.ptr, array.nbytes, array, None)) for array in arrays]
+        return sources
 
     def copied(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[CupyArray]:
         for array in arrays:
