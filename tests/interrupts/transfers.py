@@ -40,6 +40,7 @@ class Bench:
         self.landed = np.zeros(LARGE, np.uint8)
         self.large_there = stager.put(self.large).result()
         self.tree = [np.full(300, number, np.uint8) for number in range(20)]
+        self.many = [np.full(6 * KIB, number % 256, np.uint8) for number in range(400)]
 
     def new_size(self) -> int:
         """Return a size that comes again only after many others."""
@@ -82,6 +83,7 @@ STARTS: dict[str, Operation] = {
     "put": lambda bench: bench.stager.put(bench.pinned),
     "put of a new size": lambda bench: bench.stager.put(bench.pinned[: bench.new_size()]),
     "put of a tree": lambda bench: bench.stager.put(bench.tree),
+    "put of pageable memory": lambda bench: bench.stager.put(bench.mine),
     "get": lambda bench: bench.stager.get(bench.there),
     "get out": lambda bench: bench.stager.get(bench.there, out=bench.out),
     "empty_pinned": pinned_of_new_size,
@@ -97,6 +99,7 @@ WAITS: dict[str, Operation] = {
 }
 STAGED: dict[str, Operation] = {
     "put staged": lambda bench: bench.stager.put(bench.large),
+    "put of many leaves": lambda bench: bench.stager.put(bench.many),
     "put borrowed": lambda bench: bench.stager.put(bench.large, borrow=True),
     "value borrowed": lambda bench: bench.stager.put(bench.large, borrow=True).value,
     "get staged": lambda bench: bench.stager.get(bench.large_there, out=bench.landed),
