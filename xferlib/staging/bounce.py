@@ -36,7 +36,8 @@ A put takes the smallest slot that it fits into, so that few bytes do not hold m
 """
 LARGEST_SLOT = max(SLOTS)
 AT_ONCE = 64 << 10
-"""Bytes that are copied without giving up the interpreter: to get it back would take longer."""
+"""Bytes that are copied without giving up the interpreter: to get it back would take longer. Only out of memory of NumPy's own:
+other memory may have to be read from a disk."""
 PIECE = 512 << 10
 """Bytes of one large array that are copied at a time: the device copies them while the CPU copies the next."""
 SHARE = 16
@@ -120,7 +121,7 @@ class BounceBuffers:
                 self._copy_h2d(part.address, address, nbytes)
                 return
             start = address_of(arrays[0])
-            copy = self._copy_at_once if nbytes <= AT_ONCE else self._copy
+            copy = self._copy_at_once if nbytes <= AT_ONCE and arrays[0].base is None else self._copy
             for at in range(0, nbytes, PIECE):
                 piece = min(PIECE, nbytes - at)
                 if copy(address + at, start + at, piece, 0) != OK:
