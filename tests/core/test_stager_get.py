@@ -340,8 +340,8 @@ def test_a_transfer_is_no_array_and_the_refusal_says_what_is(stager: xferlib.Sta
 
 def test_trees_by_turns_that_are_alike_in_part_come_as_they_are(stager: xferlib.Stager) -> None:
     trees: list[list[np.ndarray[Any, Any]]] = [
-        [np.arange(6), np.arange(4.0)],
         [np.arange(6).reshape(2, 3), np.arange(4.0)],
+        [np.arange(6), np.arange(4.0)],
         [np.arange(6), np.arange(4, dtype=np.float32)],
         [np.arange(6), np.arange(4.0), np.zeros((0, 3))],
         [np.arange(5000), np.arange(4.0)],

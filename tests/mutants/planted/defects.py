@@ -34,6 +34,12 @@ MUTANTS = (
         "gone = entries = self.entries()[: len(self._done(newest)) + 1]",
     ),
     Mutant(
+        "whoever waits for one copy lets go of a later one",
+        "xferlib/in_flight.py",
+        "if entry is not None and entry.event is event:",
+        "if entry is not None:",
+    ),
+    Mutant(
         "a block is used again before its readers are done",
         "xferlib/memory/device_pool.py",
         "return fence is None or fence.done()",
