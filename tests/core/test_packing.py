@@ -126,7 +126,7 @@ def test_of_a_few_leaves_that_are_very_small_too() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 100, 3000])
-@pytest.mark.parametrize("kind", ["read-only", "strided", "mixed", "bfloat16"])
+@pytest.mark.parametrize("kind", ["read-only", "strided", "mixed", "bfloat16", "empty"])
 def test_leaves_that_are_like_none_of_numpy_s_own_arrive_by_caller_and_by_engine(
     stager: xferlib.Stager, kind: str, count: int
 ) -> None:
@@ -139,6 +139,8 @@ def test_leaves_that_are_like_none_of_numpy_s_own_arrive_by_caller_and_by_engine
             leaf = leaf.T if number % 2 else leaf[::2]
         elif kind == "mixed" and number % 2:
             leaf = leaf.astype(np.uint8)
+        elif kind == "empty" and number % 7 == 1:
+            leaf = leaf[:0]
         leaves.append(leaf)
     # The second time it is a tree like the last one.
     for _ in range(2):
