@@ -84,6 +84,7 @@ class DeviceToHost:
         self._d2h = ledger.d2h
         self._table = ledger.d2h.table
         self._as_sources = getattr(backend, "as_sources", None)
+        self._places = getattr(backend, "places", None)
 
     def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
         """Get a tree."""
@@ -298,7 +299,7 @@ class DeviceToHost:
 
         The engine makes the stream wait for it directly before its first copy, so that no other get waits.
         """
-        sources = self._each(self._backend.place, leaves, spec, stream)
+        sources = self._each(self._backend.place, leaves, spec, stream, together=self._places)
         after = self._backend.mark(stream)
         if direct:
             # Some arrays are copied at once, without the engine.

@@ -33,6 +33,7 @@ __all__ = [
     "MapsMemory",
     "Opener",
     "Place",
+    "PlacesMany",
     "ReadsMany",
     "Source",
     "Stream",
@@ -345,6 +346,16 @@ class ReadsMany(Protocol[ArrayT_contra]):
 
         None: they are not all of a kind for which that is right, or one of them is refused. Then nothing was told to wait, and the
         core asks for each.
+        """
+
+
+class PlacesMany(Protocol[ArrayT_contra]):
+    """What a backend may offer in addition, if finding many arrays costs less than finding each: a state has thousands."""
+
+    def places(self, arrays: Sequence[ArrayT_contra], stream: object | None = None) -> list[Source] | None:
+        """Return what `HostStager.place` would return for each array, in order; they may share what keeps them alive.
+
+        None: they are not all of a kind for which that is right, or one of them is refused. Then the core asks for each.
         """
 
 

@@ -19,7 +19,7 @@ from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayChec
 from xferlib_jax._capsule import capsules
 from xferlib_jax._copies import copies
 from xferlib_jax._engine import CopyError, CpuEvent, Engine
-from xferlib_jax._exports import address_in_order, exported, exporter
+from xferlib_jax._exports import address_in_order, exported, exporter, found_together
 from xferlib_jax._imports import Imports
 from xferlib_jax._memory import Block, Memory, MemoryCallError
 from xferlib_jax._promise import Promises
@@ -153,6 +153,16 @@ class CpuStager:
                 return protocol.Source(address, nbytes_of(array), self._readings.make(array, capsule))
         promise = self._promises.make(array, capsule)
         return protocol.Source(promise.start, nbytes_of(array), promise)
+
+    def places(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[protocol.Source] | None:
+        try:
+            for array in arrays:
+                self._check_array(array)
+                if not array.is_ready():
+                    return None
+        except (TypeError, ValueError):
+            return None
+        return None if stream is not None else found_together(arrays, self._export, None, self._readings)
 
     def mark(self, stream: object | None = None) -> None:
         """Return None: the copying thread waits for an array at its first copy, when it meets the address that it was given."""

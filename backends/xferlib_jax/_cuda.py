@@ -30,7 +30,7 @@ from xferlib_jax._capsule import capsules
 from xferlib_jax._copies import copies
 from xferlib_jax._driver import CudaError, Driver
 from xferlib_jax._events import CudaEvent, event_pool
-from xferlib_jax._exports import address_in_order, exported, exporter
+from xferlib_jax._exports import address_in_order, exported, exporter, found_together
 from xferlib_jax._fence import Fences
 from xferlib_jax._imports import Imports
 from xferlib_jax._layouts import laid_out
@@ -174,6 +174,14 @@ class CudaStager:
 
     def place(self, array: JaxArray, stream: object | None = None) -> Source:
         return self._source(array, stream, self._producers)
+
+    def places(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[Source] | None:
+        try:
+            for array in arrays:
+                self._check_array(array)
+        except (TypeError, ValueError):
+            return None
+        return None if stream is not None else found_together(arrays, self._export, self._producers, self._readings)
 
     def mark(self, stream: object | None = None) -> Event:
         """Return an event behind the producers of all arrays that were placed, including those that the calling thread placed."""

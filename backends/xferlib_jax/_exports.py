@@ -11,15 +11,18 @@ import itertools
 import operator
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
+from xferlib.protocol import Source
+from xferlib_jax._arrays import nbytes_of
 from xferlib_jax._capsule import LAYOUT, MOST_SHAPES, NAME, pointer
+from xferlib_jax._reading import Readings
 
-__all__ = ["Export", "Tensor", "address_in_order", "exported", "exporter"]
+__all__ = ["Export", "Tensor", "address_in_order", "exported", "exporter", "found_together"]
 
 Export: TypeAlias = Callable[..., Any]
 """`export(array, stream=None)` returns a capsule, as `array.__dlpack__(stream=stream)` does."""
@@ -72,6 +75,16 @@ def address_in_order(capsule: Any, shape: tuple[int, ...]) -> int | None:
         address: int = data + offset
         return address
     return None
+
+
+def found_together(arrays: Sequence[Any], export: Export, stream: int | None, readings: Readings) -> list[Source] | None:
+    """Return the memory of arrays that were checked, held by one reading. None: one of them is perhaps not in C order."""
+    capsules = [export(array, stream=stream) for array in arrays]
+    reading = readings.make(list(arrays), capsules)
+    addresses = [address_in_order(capsule, array.shape) for capsule, array in zip(capsules, arrays, strict=True)]
+    if None in addresses:
+        return None
+    return [Source(address, nbytes_of(array), reading) for address, array in zip(addresses, arrays, strict=True)]  # type: ignore[arg-type]  # None was looked for.
 
 
 def exported(capsule: Any) -> Tensor:

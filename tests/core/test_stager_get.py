@@ -11,6 +11,7 @@ import xferlib_host
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered, until
+from xferlib.byte_reader import Span
 from xferlib.d2h import SHARE_UP_TO, SHARED
 from xferlib.memory.blocks import WhenFull, round_up
 from xferlib.memory.pinned_pool import ALIGNMENT
@@ -254,6 +255,30 @@ def test_leaves_are_read_together_where_the_backend_does_so(*, together: bool) -
         # Of one there is nothing to save.
         assert stager.get(np.arange(2)).result().tolist() == [0, 1]
         assert asked == [[3, 5]]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_leaves_are_found_together_where_the_backend_does_so(*, together: bool) -> None:
+    asked: list[list[Any]] = []
+    one_by_one: list[Any] = []
+
+    def places(arrays: list[Any], stream: object | None = None) -> Any:
+        asked.append([array.size for array in arrays])
+        return [backend.inner.place(array, stream) for array in arrays] if together else None
+
+    def place(array: Any, stream: object | None = None) -> Any:
+        one_by_one.append(array.size)
+        return backend.inner.place(array, stream)
+
+    backend = tampered(places=places, place=place)
+    with xferlib.stager(backend) as stager:
+        tree = {"a": np.arange(3), "b": np.arange(5.0)}
+        with stager.reader(tree) as reader:
+            memory = reader.empty(64)
+            found = reader.read([Span(0, 0, 24), Span(1, 0, 40)], memory).result().tobytes()
+        assert found == tree["a"].tobytes() + tree["b"].tobytes()
+        assert asked == [[3, 5]]
+        assert one_by_one == ([] if together else [3, 5])
 
 
 def test_a_leaf_that_cannot_be_read_together_is_refused_by_its_place() -> None:
