@@ -190,8 +190,7 @@ def _wall(opened: Stager) -> tuple[int | None, list[str]]:
     held: list[Any] = []
     most = min(HIGHEST_WALL, opened.stats().pinned_limit_nbytes) - opened.stats().pinned_nbytes
     try:
-        while len(held) * WALL_STEP + WALL_STEP <= most:
-            held.append(opened.empty_pinned(WALL_STEP, np.uint8))
+        _fill(opened, held, most)
         return None, []
     except AllocationError:
         wall = len(held) * WALL_STEP
@@ -214,6 +213,11 @@ def _wall(opened: Stager) -> tuple[int | None, list[str]]:
             "Stay below that limit, and start the program anew if memory was refused"
         )
     return wall, found
+
+
+def _fill(opened: Stager, held: list[Any], most: int) -> None:
+    while len(held) * WALL_STEP + WALL_STEP <= most:
+        held.append(opened.empty_pinned(WALL_STEP, np.uint8))
 
 
 def _pays(state: Report) -> str:
