@@ -81,6 +81,19 @@ def program(machine: Path, body: str) -> None:
     succeeds(f"{PROGRAM}\nuse({str(machine)!r})\n{body}")
 
 
+def test_there_are_more_threads_for_further_devices_of_a_node(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+    near = partial(numa.node_near, devices=machine / "devices", nodes=machine / "nodes")
+    for name, value in (("node_near", near), ("_nodes", {}), ("usable_cores", lambda: 32)):
+        monkeypatch.setattr(lanes, name, value)
+    first, second, other = "0000:02:00.0", "0000:02:00.1", "0000:01:00.0"
+    (machine / "devices" / second).mkdir()
+    (machine / "devices" / second / "numa_node").write_text("2\n")
+    asked = [lanes.usual_threads(device) for device in (None, first, first, second, first, other)]
+    assert asked == [8, 8, 8, 12, 12, 8]
+    monkeypatch.setattr(lanes, "usable_cores", lambda: 16)
+    assert lanes.usual_threads(first) == 8
+
+
 def test_threads_run_on_the_cpus_near_the_device_and_the_caller_where_it_did(machine: Path) -> None:
     program(
         machine,
@@ -200,4 +213,4 @@ def test_there_are_as_many_threads_as_copy_faster_and_leave_cores_to_others(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
 ) -> None:
     monkeypatch.setattr(lanes, "usable_cores", lambda: cores)
-    assert lanes.usual_threads() == threads
+    assert lanes.usual_threads(None) == threads

@@ -45,16 +45,29 @@ CPU_SET_NBYTES = 1024
 STOP_MICROSECONDS = 2_000_000
 LEAVE_SECONDS = 0.0001
 
+_nodes: dict[str, int | None] = {}
+"""Of each device that was asked for."""
 _lanes = itertools.count(1)
 _chunks = itertools.count(1)
 _kept: list[object] = []
 """The memory of chunks that are lost."""
 
 
-def usual_threads() -> int:
-    """Return how many threads copy at the rate of a usual link, or as many as there are cores."""
+def usual_threads(pci_bus_id: str | None) -> int:
+    """Return how many threads copy at the rate of a usual link, or as many as there are cores.
+
+    They are half as many more for each further device of a node that has been asked for, up to half of the cores. On a machine with
+    two H100, twelve threads copied 1.1 to 1.25 times as much for both devices as eight, and 0.8 times as much to the host from one
+    of them alone.
+    """
     cores = usable_cores()
-    return max(min(USUAL_THREADS, cores), min(MOST_THREADS, cores // 2))
+    one = max(min(USUAL_THREADS, cores), min(MOST_THREADS, cores // 2))
+    if pci_bus_id is None:
+        return one
+    near = node_near(pci_bus_id)
+    node = _nodes.setdefault(pci_bus_id, None if near is None else near.node)
+    beside = list(_nodes.values()).count(node) - 1
+    return max(one, min(one + beside * one // 2, cores // 2))
 
 
 def start_threads(count: int, pci_bus_id: str | None) -> None:

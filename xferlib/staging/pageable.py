@@ -49,7 +49,7 @@ class Staging:
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger, profile: StagingProfile | None = None) -> None:
         self.leaves = 0
         self._ledger = ledger
-        self.profile = profile or given_profile() or StagingProfile(usual_threads(), CHUNK)
+        self.profile = profile or given_profile() or StagingProfile(usual_threads(backend.pci_bus_id), CHUNK)
         room = max(PAGE, pool.limit // 2)
         self._bounce_nbytes = min(self.profile.hand_off_nbytes, room)
         # The caller copies so many bytes of a larger array at a time, while the device copies those before.
