@@ -29,7 +29,7 @@ Slot: TypeAlias = tuple[int, Array, int, bool]
 filled again; and whether it is kept for that."""
 NEVER_USED = -1
 """No entry has this number."""
-SLOTS = {16 << 10: 16, 64 << 10: 16, 256 << 10: 4, 1 << 20: 2}
+SLOTS = {16 << 10: 16, 64 << 10: 16, 256 << 10: 4, 512 << 10: 4}
 """Bytes of a slot, the smaller first, and how many make a block: slots are used in turn, and a megabyte stays in a core's cache.
 
 A put takes the smallest slot that it fits into, so that few bytes do not hold many.
@@ -38,7 +38,7 @@ LARGEST_SLOT = max(SLOTS)
 AT_ONCE = 64 << 10
 """Bytes that are copied without giving up the interpreter: to get it back would take longer. Only out of memory of NumPy's own:
 other memory may have to be read from a disk."""
-PIECE = 512 << 10
+PIECE = 256 << 10
 """Bytes of one large array that are copied at a time: the device copies them while the CPU copies the next."""
 SHARE = 16
 """Blocks of a size that the pool's limit must have room for. If it has not, each put takes what it needs and no more."""
