@@ -1353,7 +1353,10 @@ static void copies_together(int direction) {
     xe_piece piece = {trap, (uint64_t)device, MIB, 0};
     CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
     xe_figures figures = {0};
-    for (double until = seconds() + PATIENCE_SECONDS; figures.copied_nbytes < 768 * KIB && seconds() < until; xe_read_figures(&figures)) pause_for(100);
+    for (double until = seconds() + PATIENCE_SECONDS; seconds() < until; pause_for(100)) {
+        xe_read_figures(&figures);
+        if (figures.copied_nbytes >= 768 * KIB && atomic_load(&trapped)) break;
+    }
     CHECK(atomic_load(&trapped) == 1 && figures.copied_nbytes == 768 * KIB);
     CHECK(xe_wait(700, XE_FINISHED, 10000) == XE_NOT_YET);
     if (direction == XE_H2D) CHECK(xe_wait(700, XE_STAGED, 0) == XE_NOT_YET && b->stream->count == 0);
@@ -1400,20 +1403,22 @@ static void joins_chunks(void) {
     xe_start(0);
     together = 16;
     bench *b = new_bench(1, XE_H2D, &DEVICE, 16, 64 * KIB, false);
-    transfer *t = of_one(b, MIB, 5);
-    // Or the first parts could be back before the next ones begin, which would be as small.
-    atomic_store(&gate, false);
-    tell(b->stream, (op){.kind = HOLD}, NULL);
-    start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
-    const char *copies[32];
-    size_t found = 0;
-    for (size_t n = 0; n < b->stream->count; n++)
-        if (b->stream->kinds[n] == COPY) copies[found++] = b->stream->which[n];
-    // 1, 1, 2, 4, 4, 2, 1, 1.
-    CHECK(found == 8 && copies[0] == t->device && copies[1] == t->device + 64 * KIB && copies[7] == t->device + MIB - 64 * KIB);
-    atomic_store(&gate, true);
-    finish(t);
+    for (uint32_t turn = 0; turn < 2; turn++) {
+        transfer *t = of_one(b, MIB, turn);
+        size_t before = b->stream->count, found = 0;
+        // Or the first parts could be back before the next ones begin, which would be as small.
+        atomic_store(&gate, false);
+        tell(b->stream, (op){.kind = HOLD}, NULL);
+        start(t, NULL, NULL);
+        CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+        const char *copies[32];
+        for (size_t n = before; n < b->stream->count; n++)
+            if (b->stream->kinds[n] == COPY) copies[found++] = b->stream->which[n];
+        // 1, 1, 2, 4, 4, 2, 1, 1.
+        CHECK(found == 8 && copies[0] == t->device && copies[1] == t->device + 64 * KIB && copies[7] == t->device + MIB - 64 * KIB);
+        atomic_store(&gate, true);
+        finish(t);
+    }
     CHECK(take_idle(1, 16) == 16);
     end_bench(b);
 }
@@ -1484,6 +1489,131 @@ static void waits_for_longer_runs(void) {
     CHECK(take_idle(1, 16) == 16);
     end_bench(b);
     free(memory);
+}
+
+// A lane with a run of eight chunks, and eight alone. Of `held`, half of the memory is on its way; of `large`, so much as fits in a run
+// that is left; then it waits for longer ones.
+static bench *of_short_runs(const xe_calls *calls, transfer **held, transfer **large) {
+    bench *b = new_bench(1, XE_D2H, calls, 0, 64 * KIB, false);
+    b->memory = aligned_alloc(4096, 16 * 64 * KIB);
+    for (size_t n = 0; n < 16; n++)
+        CHECK(xe_add_chunk(1, n, b->memory + n * 64 * KIB, 64 * KIB, n < 8 ? 0 : n, calls ? &b->events[n] : NULL) == XE_OK);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    xe_figures figures = {0};
+    size_t parts[2] = {4, 5};
+    for (int n = 0; n < 2; n++) {
+        transfer *t = of_one(b, n ? 2 * MIB : 512 * KIB, (uint32_t)n);
+        *(n ? large : held) = t;
+        start(t, NULL, NULL);
+        for (double until = seconds() + PATIENCE_SECONDS; figures.chunks < parts[n] && seconds() < until; xe_read_figures(&figures)) pause_for(100);
+        CHECK(figures.chunks == parts[n]);
+    }
+    return b;
+}
+
+// Until the engine's threads do nothing: they have gone to sleep once more, and not again.
+static void until_nothing_is_done(void) {
+    xe_figures before, after = {0};
+    do {
+        before = after;
+        pause_for(10000);
+        xe_read_figures(&after);
+    } while (after.sleeps == 0 || after.sleeps != before.sleeps);
+}
+
+// Of whoever owns a lane without calls: what is to be done next, or nothing after a long time.
+static size_t next_asked(xe_request *requests, size_t count) {
+    size_t found = 0;
+    for (double until = seconds() + PATIENCE_SECONDS; !found && seconds() < until;) found = xe_requests(requests, count, SECOND);
+    return found;
+}
+
+// Likewise: make the copies that are asked for, and those that follow, until a job has finished.
+static void copy_until_finished(const transfer *t) {
+    static xe_request requests[4 * XE_MOST_PIECES];
+    while (xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET) {
+        size_t count = xe_requests(requests, 4 * XE_MOST_PIECES, 1000);
+        for (size_t n = 0; n < count; n++) {
+            memcpy(requests[n].memory, (const void *)requests[n].device, requests[n].nbytes);
+            CHECK(xe_answer(1, requests[n].chunk, 0, 1) == XE_OK && xe_reached(1, requests[n].chunk, 0) == XE_OK);
+        }
+    }
+}
+
+// Whoever stands behind a job that waits for longer runs begins when that is given up, though nothing comes back.
+static void leaves_short_runs_to_others(void) {
+    xe_start(1);
+    transfer *held, *large;
+    bench *b = of_short_runs(NULL, &held, &large);
+    transfer *fits = of_one(b, 256 * KIB, 3);
+    start(fits, NULL, NULL);
+    static xe_request before[4 * XE_MOST_PIECES], after[XE_MOST_PIECES];
+    size_t count = xe_requests(before, 4 * XE_MOST_PIECES, 0);
+    CHECK(count == 5);
+    until_nothing_is_done();
+    CHECK(xe_requests(after, XE_MOST_PIECES, 0) == 0 && xe_abandon(large->row) == XE_OK);
+    CHECK(next_asked(after, XE_MOST_PIECES) == 1 && after[0].row == fits->row);
+    memcpy(after[0].memory, (const void *)after[0].device, after[0].nbytes);
+    CHECK(xe_answer(1, after[0].chunk, 0, 1) == XE_OK && xe_reached(1, after[0].chunk, 0) == XE_OK);
+    copy_until_finished(fits);
+    for (size_t n = 0; n < count; n++) {
+        memcpy(before[n].memory, (const void *)before[n].device, before[n].nbytes);
+        CHECK(xe_answer(1, before[n].chunk, 0, 1) == XE_OK && xe_reached(1, before[n].chunk, 0) == XE_OK);
+    }
+    atomic_store(&gate, true);
+    finish(fits);
+    finish(held);
+    CHECK(xe_wait(large->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    end_transfer(large);
+    CHECK(take_idle(1, 16) == 16);
+    end_bench(b);
+}
+
+// Nor are longer runs waited for that are lost.
+static void waits_for_no_runs_that_are_lost(void) {
+    xe_start(1);
+    transfer *held, *large;
+    bench *b = of_short_runs(NULL, &held, &large);
+    static xe_request requests[4 * XE_MOST_PIECES];
+    size_t count = xe_requests(requests, 4 * XE_MOST_PIECES, 0);
+    CHECK(count == 5);
+    until_nothing_is_done();
+    for (size_t n = 0; n < count; n++)
+        if (requests[n].row == held->row) CHECK(xe_answer(1, requests[n].chunk, BROKEN, 0) == XE_OK);
+    xe_request next[XE_MOST_PIECES];
+    CHECK(next_asked(next, XE_MOST_PIECES) == 1 && next[0].row == large->row);
+    memcpy(next[0].memory, (const void *)next[0].device, next[0].nbytes);
+    CHECK(xe_answer(1, next[0].chunk, 0, 1) == XE_OK && xe_reached(1, next[0].chunk, 0) == XE_OK);
+    for (size_t n = 0; n < count; n++) {
+        if (requests[n].row == held->row) continue;
+        memcpy(requests[n].memory, (const void *)requests[n].device, requests[n].nbytes);
+        CHECK(xe_answer(1, requests[n].chunk, 0, 1) == XE_OK && xe_reached(1, requests[n].chunk, 0) == XE_OK);
+    }
+    copy_until_finished(large);
+    atomic_store(&gate, true);
+    finish(large);
+    CHECK(xe_wait(held->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    end_transfer(held);
+    end_bench(b);
+}
+
+// Small ones do not wait with a large one for longer runs.
+static void waits_for_longer_runs_alone(void) {
+    xe_start(1);
+    transfer *held, *large, *small[2];
+    bench *b = of_short_runs(&DEVICE, &held, &large);
+    for (uint32_t n = 0; n < 2; n++) {
+        start(small[n] = of_one(b, 64 * KIB, n + 5), NULL, NULL);
+        CHECK(xe_wait(small[n]->row, XE_ISSUED, PATIENCE) == XE_OK);
+    }
+    CHECK(xe_wait(large->row, XE_ISSUED, 0) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    for (uint32_t n = 0; n < 2; n++) finish(small[n]);
+    finish(held);
+    finish(large);
+    CHECK(take_idle(1, 16) == 16);
+    end_bench(b);
 }
 
 // What was abandoned is not at rest while the device is called for it, and nothing of it comes into the stream behind that call.
@@ -2231,6 +2361,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
     TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together),
     TEST(joins_chunks), TEST(joins_no_blocks), TEST(loses_what_it_joined), TEST(waits_for_longer_runs),
+    TEST(leaves_short_runs_to_others), TEST(waits_for_no_runs_that_are_lost), TEST(waits_for_longer_runs_alone),
     TEST(copies_together_to_the_device), TEST(copies_together_to_the_host), TEST(fails_while_others_copy), TEST(waits_for_no_lane), TEST(asks_every_lane),
     TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(works_while_it_waits_to_the_device),
     TEST(works_while_it_waits_to_the_host), TEST(leaves_what_it_began), TEST(leaves_what_it_began_before_there_were_threads),

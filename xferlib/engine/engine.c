@@ -57,10 +57,10 @@ enum {
     FIRST_SLEEP = 20, LONGEST_SLEEP = 200,   // Microseconds.
     LONGEST_DOZE = 2000,         // Likewise, of who asks: a microsecond longer each time, so late by a hundredth of the time waited.
     BUCKETS = 1024,
-    MOST_ISSUED = 8,             // Chunks that a thread which waits issues before it looks whether it waits any more.
+    MOST_ISSUED = 8,             // Parts that a thread which waits issues before it looks whether it waits any more.
     AWAKE = 400,                 // Microseconds: longer than most programs need from one batch to the next.
     GLANCE = 5,                  // Microseconds between two questions of a thread that waits.
-    PAUSE = 10,                  // Microseconds between two questions of who asks, for each mebibyte of a chunk: half of what it takes.
+    PAUSE = 10,                  // Microseconds between two questions of who asks, for each mebibyte of a part: half of what it takes.
     MOST_PAUSES = 4,
     TRIES = 200,                 // To get the lock: some microseconds.
     BREATHS = 32,                // Between two looks at the clock: about a microsecond.
@@ -227,6 +227,9 @@ static void dequeue(jobs *list, job *j) {
 
 static bool wants_chunks(const lane *l) { return l->small.first || l->large.first; }
 
+// Perhaps: a job may wait for longer runs.
+static bool can_begin(const lane *l) { return l->idle && wants_chunks(l); }
+
 static lane *find_lane(uint32_t number) {
     lane *l = lanes;
     while (l && l->number != number) l = l->next;
@@ -392,9 +395,8 @@ static void give_back(chunk *c) {
     look_at(j);
 }
 
-// Give back a job's chunks out of a list, and return how many those are. Where threads copy, nothing more is begun.
-static size_t clear(chunks *list, const job *j) {
-    size_t count = 0;
+// Give back a job's chunks out of a list. Where threads copy, nothing more is begun.
+static void clear(chunks *list, const job *j) {
     chunks rest = {0};
     for (chunk *c; (c = pop(list));) {
         if (c->job != j) {
@@ -403,11 +405,9 @@ static size_t clear(chunks *list, const job *j) {
             c->begun = c->part_nbytes;
         } else {
             give_back(c);
-            count++;
         }
     }
     *list = rest;
-    return count;
 }
 
 static void fail(job *j, int32_t status, const char *at) {
@@ -415,8 +415,10 @@ static void fail(job *j, int32_t status, const char *at) {
     j->status = status;
     j->at = at;
     unqueue(j);
-    // Others may wait for its chunks.
-    wake(clear(&j->lane->ready, j) + clear(&uncopied, j));
+    clear(&j->lane->ready, j);
+    clear(&uncopied, j);
+    // Others may wait for its chunks, or behind it for those that it left idle.
+    wake(can_begin(j->lane));
     look_at(j);
 }
 
@@ -431,10 +433,12 @@ static void fail_without_chunks(lane *l) {
 static void measure(lane *l) {
     l->nbytes = l->longest = 0;
     for (const chunk *c = l->all; c; c = c->other) {
+        if (c->state == LOST) continue;
+        l->nbytes += c->nbytes;
+        if (c->before && c->before->state != LOST) continue;
         size_t run = 0;
         for (const chunk *each = c; each && each->state != LOST; each = each->behind) run += each->nbytes;
         if (run > l->longest) l->longest = run;
-        if (c->state != LOST) l->nbytes += c->nbytes;
     }
 }
 
@@ -445,6 +449,8 @@ static void lose(chunk *c) {
     measure(c->lane);
     look_at(j);
     fail_without_chunks(c->lane);
+    // Longer runs may have been waited for, of which this was one.
+    wake(can_begin(c->lane));
 }
 
 // Starting parts.
@@ -499,12 +505,13 @@ static walk fill_walk(job *j, size_t capacity) {
 }
 
 static chunk *start_part(lane *l) {
-    if (!l->idle || !wants_chunks(l)) return NULL;
+    if (!can_begin(l)) return NULL;
     // A small job need not wait for a large one, nor the large one for ever for small ones.
     job *j = l->small.first && !(l->large.first && l->large_next) ? l->small.first : l->large.first;
     size_t capacity;
     walk w = fill_walk(j, wanted(l, j));
-    chunk *c = take_run(l, w.end, j->left, &capacity);
+    // Nor does a small job wait with the large one for longer runs: they alternate there, too.
+    chunk *c = take_run(l, w.end, l->large_next ? 0 : j->left, &capacity);
     if (!c) return NULL;
     if (capacity < w.end) w = fill_walk(j, capacity);
     l->large_next = j->small;

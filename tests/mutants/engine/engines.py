@@ -277,6 +277,12 @@ MUTANTS = (
         "joins_chunks",
     ),
     Mutant(
+        "what was on its way counts for ever",
+        "    c->lane->under_way -= c->part_nbytes;\n",
+        "",
+        "joins_chunks",
+    ),
+    Mutant(
         "the last part is a large one",
         "    if (alone && j->left / 2 < most) most = j->left / 2;\n",
         "",
@@ -305,6 +311,24 @@ MUTANTS = (
         " && left > idle) return NULL;",
         " && left > idle && false) return NULL;",
         "waits_for_longer_runs",
+    ),
+    Mutant(
+        "nobody begins behind what has failed",
+        "    wake(can_begin(j->lane));\n",
+        "",
+        "leaves_short_runs_to_others",
+    ),
+    Mutant(
+        "runs are waited for that are lost",
+        "    wake(can_begin(c->lane));\n",
+        "",
+        "waits_for_no_runs_that_are_lost",
+    ),
+    Mutant(
+        "small jobs wait with a large one for longer runs",
+        "l->large_next ? 0 : j->left",
+        "j->left",
+        "waits_for_longer_runs_alone",
     ),
     Mutant(
         "a job may be forgotten before it was told of",
@@ -352,14 +376,14 @@ MUTANTS = (
     ),
     Mutant(
         "what had landed stays so",
-        "clear(&j->lane->ready, j) + clear(&uncopied, j)",
-        "clear(&j->lane->ready, j)",
+        "    clear(&uncopied, j);\n",
+        "",
         "abandons_what_has_landed",
     ),
     Mutant(
         "what is ready stays so",
-        "clear(&j->lane->ready, j) + clear(&uncopied, j)",
-        "clear(&uncopied, j)",
+        "    clear(&j->lane->ready, j);\n",
+        "",
         "abandons_what_is_ready_to_the_device",
     ),
     Mutant(
@@ -370,8 +394,8 @@ MUTANTS = (
     ),
     Mutant(
         "chunks come back and nobody is told",
-        "    wake(clear(&j->lane->ready, j) + clear(&uncopied, j));",
-        "    (void)(clear(&j->lane->ready, j) + clear(&uncopied, j));",
+        "    wake(can_begin(j->lane));\n",
+        "",
         "leaves_others_their_chunks",
     ),
     Mutant(
@@ -458,8 +482,8 @@ MUTANTS = (
     ),
     Mutant(
         "a failed job goes on",
-        "    unqueue(j);\n    // Others",
-        "    // Others",
+        "    unqueue(j);\n    clear(",
+        "    clear(",
         "drops_what_has_not_begun",
     ),
     Mutant(
