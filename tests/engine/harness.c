@@ -1491,15 +1491,22 @@ static void waits_for_longer_runs(void) {
     free(memory);
 }
 
-// A lane with a run of eight chunks, and eight alone. Of `held`, half of the memory is on its way; of `large`, so much as fits in a run
-// that is left; then it waits for longer ones.
-static bench *of_short_runs(const xe_calls *calls, transfer **held, transfer **large) {
+// A held lane with sixteen chunks, in runs: of so many chunks, and of so many behind those, and what is left, each alone.
+static bench *of_runs(const xe_calls *calls, size_t first, size_t second) {
     bench *b = new_bench(1, XE_D2H, calls, 0, 64 * KIB, false);
     b->memory = aligned_alloc(4096, 16 * 64 * KIB);
-    for (size_t n = 0; n < 16; n++)
-        CHECK(xe_add_chunk(1, n, b->memory + n * 64 * KIB, 64 * KIB, n < 8 ? 0 : n, calls ? &b->events[n] : NULL) == XE_OK);
+    for (size_t n = 0; n < 16; n++) {
+        uint64_t block = n < first ? 0 : n < first + second ? first : n;
+        CHECK(xe_add_chunk(1, n, b->memory + n * 64 * KIB, 64 * KIB, block, calls ? &b->events[n] : NULL) == XE_OK);
+    }
     atomic_store(&gate, false);
     tell(b->stream, (op){.kind = HOLD}, NULL);
+    return b;
+}
+
+// Of `held`, half of the memory is on its way; of `large`, so much as fits in a run that is left; then it waits for longer ones.
+static bench *of_short_runs(const xe_calls *calls, transfer **held, transfer **large) {
+    bench *b = of_runs(calls, 8, 0);
     xe_figures figures = {0};
     size_t parts[2] = {4, 5};
     for (int n = 0; n < 2; n++) {
@@ -1539,6 +1546,40 @@ static void copy_until_finished(const transfer *t) {
             CHECK(xe_answer(1, requests[n].chunk, 0, 1) == XE_OK && xe_reached(1, requests[n].chunk, 0) == XE_OK);
         }
     }
+}
+
+// The shortest run that is long enough is taken, from its front.
+static void leaves_longer_runs(void) {
+    xe_start(1);
+    bench *b = of_runs(&DEVICE, 8, 5);
+    // In parts of four chunks, two, one and one.
+    transfer *t = of_one(b, 512 * KIB, 1);
+    start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    // Of those that are alone, it has any two.
+    for (uint64_t n = 0; n < 12; n++) CHECK(xe_take_chunk(1, n) == (n < 2 || n >= 8 ? XE_NOT_YET : XE_OK));
+    atomic_store(&gate, true);
+    finish(t);
+    end_bench(b);
+}
+
+// Short runs are used as long as less than half of the memory is on its way.
+static void waits_where_half_is_on_its_way(void) {
+    xe_start(1);
+    bench *b = of_runs(&DEVICE, 4, 0);
+    // In parts of two chunks, one and one; and of two, one and one, before it waits.
+    transfer *held = of_one(b, 256 * KIB, 1), *large = of_one(b, 2 * MIB, 2);
+    start(held, NULL, NULL);
+    CHECK(xe_wait(held->row, XE_ISSUED, PATIENCE) == XE_OK);
+    start(large, NULL, NULL);
+    CHECK(xe_wait(large->row, XE_ISSUED, 50000) == XE_NOT_YET);
+    xe_figures figures;
+    xe_read_figures(&figures);
+    CHECK(figures.chunks == 3 + 3);
+    atomic_store(&gate, true);
+    finish(held);
+    finish(large);
+    end_bench(b);
 }
 
 // Whoever stands behind a job that waits for longer runs begins when that is given up, though nothing comes back.
@@ -1812,6 +1853,34 @@ static void end_waiter(waiter *w, int status) {
     double began = seconds();
     pthread_join(w->thread, NULL);
     CHECK(w->status == status && seconds() - began < PATIENCE_SECONDS / 2.0);
+}
+
+// Whoever owns a lane is woken when there is something to be done.
+static void *wait_for_requests(void *count) {
+    static xe_request requests[XE_MOST_PIECES];
+    *(size_t *)count = xe_requests(requests, XE_MOST_PIECES, PATIENCE);
+    if (*(size_t *)count) CHECK(xe_answer(requests[0].lane, requests[0].chunk, 0, 1) == XE_OK && xe_reached(requests[0].lane, requests[0].chunk, 0) == XE_OK);
+    return NULL;
+}
+
+static void wakes_whoever_owns_a_lane(void) {
+    xe_start(1);
+    for (int direction = 0; direction < 2; direction++) {
+        bench *b = new_bench((uint32_t)direction + 1, direction, NULL, 1, 64 * KIB, false);
+        transfer *t = of_one(b, 100, 1);
+        pthread_t owner;
+        size_t count;
+        CHECK(pthread_create(&owner, NULL, wait_for_requests, &count) == 0);
+        // It is asleep.
+        pause_for(50000);
+        start(t, NULL, NULL);
+        double began = seconds();
+        pthread_join(owner, NULL);
+        CHECK(count == 1 && seconds() - began < PATIENCE_SECONDS / 2.0);
+        CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
+        end_transfer(t);
+        end_bench(b);
+    }
 }
 
 // Whoever waits is woken when a job has come so far, and no later.
@@ -2123,6 +2192,26 @@ static void stops_behind_a_call(void) {
     CHECK(b->stream->count == 2);
 }
 
+// Nor does it come back before threads are through with what they copy, and no more of that is begun.
+static void stops_behind_a_copy(void) {
+    xe_start(1);
+    static bench *b;
+    b = new_bench(1, XE_H2D, &DEVICE, 1, MIB, false);
+    set_trap();
+    static char device[MIB];
+    xe_piece piece = {trap, (uint64_t)device, MIB, 0};
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    while (atomic_load(&trapped) == 0) pause_for(100);
+    CHECK(xe_stop(1000) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    CHECK(xe_stop(PATIENCE) == XE_OK);
+    take_trap_away();
+    pause_for(20000);
+    xe_figures figures;
+    xe_read_figures(&figures);
+    CHECK(figures.copied_nbytes == 512 * KIB && b->stream->count == 0);
+}
+
 // A child has no threads, and is left alone by what the parent does.
 static void forks(void) {
     xe_start(3);
@@ -2364,7 +2453,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
     TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together),
     TEST(joins_chunks), TEST(joins_no_blocks), TEST(loses_what_it_joined), TEST(waits_for_longer_runs),
-    TEST(leaves_short_runs_to_others), TEST(waits_for_no_runs_that_are_lost), TEST(waits_for_longer_runs_alone),
+    TEST(leaves_longer_runs), TEST(waits_where_half_is_on_its_way), TEST(leaves_short_runs_to_others), TEST(waits_for_no_runs_that_are_lost), TEST(waits_for_longer_runs_alone),
     TEST(copies_together_to_the_device), TEST(copies_together_to_the_host), TEST(fails_while_others_copy), TEST(waits_for_no_lane), TEST(asks_every_lane),
     TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(works_while_it_waits_to_the_device),
     TEST(works_while_it_waits_to_the_host), TEST(leaves_what_it_began), TEST(leaves_what_it_began_before_there_were_threads),
@@ -2381,7 +2470,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(leaves_chunks_to_jobs_that_want_them), TEST(takes_back_by_number), TEST(wakes_whoever_waits_to_the_device),
     TEST(wakes_whoever_waits_to_the_host), TEST(wakes_whoever_waits_for_what_failed), TEST(misses_nothing_as_it_falls_asleep),
     TEST(falls_asleep), TEST(stands_near_a_device), TEST(may_be_called_again),
-    TEST(survives_a_file_that_is_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
+    TEST(survives_a_file_that_is_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(stops_behind_a_copy), TEST(wakes_whoever_owns_a_lane), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
     TEST(calls_in_its_context), TEST(calls_nothing_where_it_cannot_go), TEST(asks_in_whatever_mode_it_gets),
 };
 

@@ -313,6 +313,18 @@ MUTANTS = (
         "waits_for_longer_runs",
     ),
     Mutant(
+        "runs are cut anywhere",
+        "        if (c->before && c->before->state == FREE) continue;\n",
+        "",
+        "leaves_longer_runs",
+    ),
+    Mutant(
+        "longer runs are waited for while little is on its way",
+        " && l->under_way >= l->nbytes / 2 &&",
+        " &&",
+        "waits_where_half_is_on_its_way",
+    ),
+    Mutant(
         "nobody begins behind what has failed",
         "    wake(can_begin(j->lane));\n",
         "",
@@ -702,6 +714,24 @@ MUTANTS = (
         "stops_behind_a_call",
     ),
     Mutant("it asks when nothing is in flight", "        copying--;\n", "", "costs_little_while_held"),
+    Mutant(
+        "what is copied is forgotten when it is stopped",
+        "copy_range(c, from, to, &fresh);\n    come_back();\n",
+        "(lock(), touching--, pthread_mutex_unlock(&mu), copy_range(c, from, to, &fresh));\n    lock();\n",
+        "stops_behind_a_copy",
+    ),
+    Mutant(
+        "whoever owns a lane is not told what is filled",
+        "    look_at(j);\n    if (!c->lane->calls) pthread_cond_signal(&asked);\n",
+        "    look_at(j);\n",
+        "wakes_whoever_owns_a_lane",
+    ),
+    Mutant(
+        "whoever owns a lane is not told what there is to get",
+        "    push(&c->lane->ready, c);\n    if (!c->lane->calls) pthread_cond_signal(&asked);\n",
+        "    push(&c->lane->ready, c);\n",
+        "wakes_whoever_owns_a_lane",
+    ),
     Mutant(
         "the same lanes are asked each time",
         "rounds++ * MOST_LANES_ASKED % busy",
