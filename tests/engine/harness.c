@@ -1310,6 +1310,13 @@ static void set_trap(void) {
     atomic_store(&gate, false);
 }
 
+// But for one page of it, whose pages are there.
+static void leave_trap_at(size_t at) {
+    mprotect(trap, MIB, PROT_READ | PROT_WRITE);
+    memset(trap, 1, MIB);
+    mprotect(trap + at, 4 * KIB, PROT_NONE);
+}
+
 // Nobody may touch it any more.
 static void take_trap_away(void) {
     munmap(trap, MIB);
@@ -1347,8 +1354,8 @@ static void copies_together(int direction) {
     xe_start(2);
     bench *b = new_bench(1, direction, &DEVICE, 1, MIB, false);
     set_trap();
-    // But its first page.
-    mprotect(trap + 4 * KIB, MIB - 4 * KIB, PROT_READ | PROT_WRITE);
+    // In the third of four slices.
+    leave_trap_at(512 * KIB);
     char *device = calloc(1, MIB);
     xe_piece piece = {trap, (uint64_t)device, MIB, 0};
     CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
@@ -1371,12 +1378,12 @@ static void copies_together(int direction) {
 static void copies_together_to_the_device(void) { copies_together(XE_H2D); }
 static void copies_together_to_the_host(void) { copies_together(XE_D2H); }
 
-// A thread that fails ends the job, and the chunk comes back when the others are through with it.
-static void fails_while_others_copy(void) {
+// What was abandoned gives its chunk back when all threads are through with it.
+static void abandons_what_several_copy(void) {
     xe_start(2);
     bench *b = new_bench(1, XE_H2D, &DEVICE, 1, MIB, false);
     set_trap();
-    mprotect(trap + 4 * KIB, MIB - 4 * KIB, PROT_READ | PROT_WRITE);
+    leave_trap_at(0);
     char *device = calloc(1, MIB);
     xe_piece piece = {trap, (uint64_t)device, MIB, 0};
     CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
@@ -1387,6 +1394,37 @@ static void fails_while_others_copy(void) {
     CHECK(xe_wait(700, XE_STAGED, PATIENCE) == XE_FAILED && xe_wait(700, XE_FINISHED, PATIENCE) == XE_FAILED);
     CHECK(xe_take_chunk(1, 0) == XE_OK && b->stream->count == 0);
     take_trap_away();
+    free(device);
+    end_bench(b);
+}
+
+// A thread that fails ends the job, while another one copies a slice of the same part.
+static void fails_while_others_copy(void) {
+    xe_start(2);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 1, MIB, false);
+    set_trap();
+    leave_trap_at(0);
+    char name[] = "/tmp/xferlib-engine-XXXXXX";
+    int file = mkstemp(name);
+    unlink(name);
+    CHECK(ftruncate(file, 512 * KIB) == 0);
+    char *mapped = mmap(NULL, 512 * KIB, PROT_READ, MAP_SHARED, file, 0), *device = aligned_alloc(256, MIB);
+    CHECK(mapped != MAP_FAILED && ftruncate(file, 0) == 0);
+    // Each is half of the part.
+    xe_piece pieces[2] = {{trap, (uint64_t)device, 512 * KIB, 1}, {mapped, (uint64_t)device + 512 * KIB, 512 * KIB, 1}};
+    CHECK(xe_submit(700, 1, pieces, 2, NULL, NULL) == XE_OK);
+    int32_t why;
+    const char *what;
+    int lost;
+    for (double until = seconds() + PATIENCE_SECONDS; xe_error(700, &why, &what, &lost) != XE_OK && seconds() < until;) pause_for(100);
+    CHECK(xe_error(700, &why, &what, &lost) == XE_OK && why == SIGBUS && !lost);
+    CHECK(xe_wait(700, XE_STAGED, 10000) == XE_NOT_YET && xe_take_chunk(1, 0) == XE_NOT_YET);
+    atomic_store(&gate, true);
+    CHECK(xe_wait(700, XE_STAGED, PATIENCE) == XE_FAILED && xe_wait(700, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_take_chunk(1, 0) == XE_OK && b->stream->count == 0);
+    take_trap_away();
+    munmap(mapped, 512 * KIB);
+    close(file);
     free(device);
     end_bench(b);
 }
@@ -1464,7 +1502,9 @@ static void waits_for_longer_runs(void) {
         CHECK(xe_add_chunk(1, n, memory + n * 64 * KIB, 64 * KIB, n < 8 ? 0 : n, &b->events[n]) == XE_OK);
     atomic_store(&gate, false);
     tell(b->stream, (op){.kind = HOLD}, NULL);
-    transfer *first = of_one(b, 512 * KIB, 1), *fits = of_one(b, 512 * KIB, 2);
+    size_t sizes[8];
+    for (int n = 0; n < 8; n++) sizes[n] = 64 * KIB;
+    transfer *first = of_one(b, 512 * KIB, 1), *fits = new_transfer(b, 8, sizes, 2);
     start(first, NULL, NULL);
     CHECK(xe_wait(first->row, XE_ISSUED, PATIENCE) == XE_OK);
     start(fits, NULL, NULL);
@@ -1494,6 +1534,7 @@ static void waits_for_longer_runs(void) {
 // A held lane with sixteen chunks, in runs: of so many chunks, and of so many behind those, and what is left, each alone.
 static bench *of_runs(const xe_calls *calls, size_t first, size_t second) {
     bench *b = new_bench(1, XE_D2H, calls, 0, 64 * KIB, false);
+    free(b->memory);
     b->memory = aligned_alloc(4096, 16 * 64 * KIB);
     for (size_t n = 0; n < 16; n++) {
         uint64_t block = n < first ? 0 : n < first + second ? first : n;
@@ -1529,14 +1570,7 @@ static void until_nothing_is_done(void) {
     } while (after.sleeps == 0 || after.sleeps != before.sleeps);
 }
 
-// Of whoever owns a lane without calls: what is to be done next, or nothing after a long time.
-static size_t next_asked(xe_request *requests, size_t count) {
-    size_t found = 0;
-    for (double until = seconds() + PATIENCE_SECONDS; !found && seconds() < until;) found = xe_requests(requests, count, SECOND);
-    return found;
-}
-
-// Likewise: make the copies that are asked for, and those that follow, until a job has finished.
+// Of whoever owns a lane without calls: make the copies that are asked for, and those that follow, until a job has finished.
 static void copy_until_finished(const transfer *t) {
     static xe_request requests[4 * XE_MOST_PIECES];
     while (xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET) {
@@ -1546,6 +1580,13 @@ static void copy_until_finished(const transfer *t) {
             CHECK(xe_answer(1, requests[n].chunk, 0, 1) == XE_OK && xe_reached(1, requests[n].chunk, 0) == XE_OK);
         }
     }
+}
+
+// Of whoever owns a lane without calls: what is to be done next, or nothing after a long time.
+static size_t next_asked(xe_request *requests, size_t count) {
+    size_t found = 0;
+    for (double until = seconds() + PATIENCE_SECONDS; !found && seconds() < until;) found = xe_requests(requests, count, SECOND);
+    return found;
 }
 
 // The shortest run that is long enough is taken, from its front.
@@ -1579,6 +1620,104 @@ static void waits_where_half_is_on_its_way(void) {
     atomic_store(&gate, true);
     finish(held);
     finish(large);
+    end_bench(b);
+}
+
+// How long parts are depends on the chunks that are there now, in whatever order they came.
+static void fits_its_parts_to_its_chunks(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_D2H, &DEVICE, 0, 64 * KIB, false);
+    free(b->memory);
+    b->memory = aligned_alloc(4096, 16 * 64 * KIB);
+    for (size_t n = 16; n--;) CHECK(xe_add_chunk(1, n, b->memory + n * 64 * KIB, 64 * KIB, 0, &b->events[n]) == XE_OK);
+    xe_figures figures;
+    for (int few = 0; few < 2; few++) {
+        xe_figures before;
+        xe_read_figures(&before);
+        transfer *t = of_one(b, 256 * KIB, 1);
+        atomic_store(&gate, false);
+        tell(b->stream, (op){.kind = HOLD}, NULL);
+        start(t, NULL, NULL);
+        CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+        xe_read_figures(&figures);
+        // Two chunks, one and one; or each alone.
+        CHECK(figures.chunks - before.chunks == (few ? 4 : 3));
+        atomic_store(&gate, true);
+        finish(t);
+        for (uint64_t n = 0; n < 16 && !few; n++)
+            if (n < 3 || n >= 7) CHECK(xe_take_chunk(1, n) == XE_OK);
+    }
+    end_bench(b);
+}
+
+// It needs no more chunks than it fills.
+static void cuts_at_whole_chunks(void) {
+    xe_start(1);
+    together = 5;
+    bench *b = new_bench(1, XE_D2H, &DEVICE, 5, 64 * KIB, false);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    transfer *t = of_one(b, 5 * 64 * KIB, 1);
+    start(t, NULL, NULL);
+    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    atomic_store(&gate, true);
+    finish(t);
+    end_bench(b);
+}
+
+// A large job is one, though no chunk was there when it came, and whoever comes behind it need not wait.
+static void is_fair_before_there_are_chunks(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 0, 64 * KIB, false);
+    free(b->memory);
+    b->memory = malloc(64 * KIB);
+    transfer *large = of_one(b, 5 * MIB, 1), *small = of_one(b, 100, 2);
+    start(large, NULL, NULL);
+    start(small, NULL, NULL);
+    CHECK(xe_add_chunk(1, 0, b->memory, 64 * KIB, 0, &b->events[0]) == XE_OK);
+    CHECK(xe_wait(small->row, XE_FINISHED, PATIENCE) == XE_OK);
+    CHECK(b->stream->which[0] == small->device);
+    finish(small);
+    finish(large);
+    end_bench(b);
+}
+
+// It ends in short parts only where nothing follows.
+static void ends_small_where_nothing_follows(void) {
+    together = 16;
+    bench *b = new_bench(1, XE_D2H, &DEVICE, 16, 64 * KIB, false);
+    transfer *first = of_one(b, 256 * KIB, 1), *second = of_one(b, 256 * KIB, 2);
+    atomic_store(&gate, false);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    start(first, NULL, NULL);
+    start(second, NULL, NULL);
+    CHECK(xe_wait(first->row, XE_ISSUED, PATIENCE) == XE_OK && xe_wait(second->row, XE_ISSUED, PATIENCE) == XE_OK);
+    xe_figures figures;
+    xe_read_figures(&figures);
+    // Four chunks; and two, one and one.
+    CHECK(figures.chunks == 1 + 3);
+    atomic_store(&gate, true);
+    finish(first);
+    finish(second);
+    end_bench(b);
+}
+
+// However much memory a lane has, whoever comes next need not wait for long.
+static void makes_no_part_too_long(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_D2H, NULL, 0, 4 * MIB, false);
+    // Nobody looks into it.
+    free(b->memory);
+    b->memory = malloc(16 * 4 * MIB);
+    for (size_t n = 0; n < 16; n++) CHECK(xe_add_chunk(1, n, b->memory + n * 4 * MIB, 4 * MIB, 0, NULL) == XE_OK);
+    xe_piece piece = {b->memory, 256, 64 * MIB, 0};
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    static xe_request requests[4 * XE_MOST_PIECES];
+    size_t count = next_asked(requests, 4 * XE_MOST_PIECES);
+    CHECK(count > 0 && requests[0].nbytes == 8 * MIB);
+    CHECK(xe_abandon(700) == XE_OK);
+    for (size_t n = 0; n < count; n++) CHECK(xe_answer(1, requests[n].chunk, 0, 1) == XE_OK && xe_reached(1, requests[n].chunk, 0) == XE_OK);
+    CHECK(xe_wait(700, XE_FINISHED, PATIENCE) == XE_FAILED);
     end_bench(b);
 }
 
@@ -1623,6 +1762,7 @@ static void waits_for_no_runs_that_are_lost(void) {
     // With the first of them its job fails, and the large one still waits.
     CHECK(requests[0].row == held->row && xe_answer(1, requests[0].chunk, BROKEN, 0) == XE_OK);
     until_nothing_is_done();
+    CHECK(xe_requests(requests + count, XE_MOST_PIECES, 0) == 0);
     for (size_t n = 1; n < count; n++)
         if (requests[n].row == held->row) CHECK(xe_answer(1, requests[n].chunk, BROKEN, 0) == XE_OK);
     xe_request next[XE_MOST_PIECES];
@@ -2453,8 +2593,8 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
     TEST(moves_by_its_owner), TEST(moves_slowly_by_its_owner), TEST(frees_its_source), TEST(joins_what_belongs_together),
     TEST(joins_chunks), TEST(joins_no_blocks), TEST(loses_what_it_joined), TEST(waits_for_longer_runs),
-    TEST(leaves_longer_runs), TEST(waits_where_half_is_on_its_way), TEST(leaves_short_runs_to_others), TEST(waits_for_no_runs_that_are_lost), TEST(waits_for_longer_runs_alone),
-    TEST(copies_together_to_the_device), TEST(copies_together_to_the_host), TEST(fails_while_others_copy), TEST(waits_for_no_lane), TEST(asks_every_lane),
+    TEST(fits_its_parts_to_its_chunks), TEST(makes_no_part_too_long), TEST(cuts_at_whole_chunks), TEST(ends_small_where_nothing_follows), TEST(is_fair_before_there_are_chunks), TEST(leaves_longer_runs), TEST(waits_where_half_is_on_its_way), TEST(leaves_short_runs_to_others), TEST(waits_for_no_runs_that_are_lost), TEST(waits_for_longer_runs_alone),
+    TEST(copies_together_to_the_device), TEST(copies_together_to_the_host), TEST(abandons_what_several_copy), TEST(fails_while_others_copy), TEST(waits_for_no_lane), TEST(asks_every_lane),
     TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(works_while_it_waits_to_the_device),
     TEST(works_while_it_waits_to_the_host), TEST(leaves_what_it_began), TEST(leaves_what_it_began_before_there_were_threads),
     TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),
