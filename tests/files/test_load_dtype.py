@@ -91,6 +91,11 @@ def test_a_pattern_that_no_name_has_is_refused_before_anything_is_put(stager: St
         xferlib.load(path, stager, dtype={"a.wieght": "float16"})
     with pytest.raises(ValueError, match=r"dtype: 'a\.\*' comes behind '\*', which fits all of its names"):
         xferlib.load(path, stager, dtype={"*": "float32", "a.*": "float16"})
+    # The arrays of this file do not tell them apart, and those of another may.
+    with pytest.raises(ValueError, match=r"dtype: 'a\.bias' comes behind 'a\.b\*', which fits all of its names"):
+        xferlib.load(path, stager, dtype={"a.b*": "float16", "a.bias": "float32"})
+    with pytest.raises(ValueError, match=r"dtype: none of the arrays has a name like ''"):
+        xferlib.load(path, stager, dtype={"": "float16"})
     with pytest.raises(TypeError, match=r"dtype='flaot16': expected a dtype, or dtypes by patterns"):
         xferlib.load(path, stager, dtype="flaot16")
     number: Any = {1: "float16"}
@@ -102,6 +107,7 @@ def test_a_pattern_that_no_name_has_is_refused_before_anything_is_put(stager: St
     with pytest.raises(TypeError, match="not dtype"):
         xferlib.load(path, stager, dtype=object)
     assert stager.stats().h2d_nbytes == 0
+    same(xferlib.load(path, stager, dtype={"a.bias": "float32", "a.b*": "float16"})["a.bias"], ARRAYS["a.bias"])
 
 
 def test_a_package_that_is_missing_is_named_with_what_to_type(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,16 +40,23 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str])
     for name in names:
         if not idle:
             return
-        idle.discard(next((pattern for pattern in known if fnmatchcase(name, pattern)), ""))
+        idle.difference_update(next(([pattern] for pattern in known if fnmatchcase(name, pattern)), []))
     for index, pattern in enumerate(known):
         if pattern in idle:
             fits = set(_fitting(pattern, names))
             if not fits:
                 raise ValueError(f"{argument}: none of the arrays has a name like {pattern!r}. {_advice(pattern, names)}")
-            wider = next((earlier for earlier in known[:index] if fits < set(_fitting(earlier, names))), None)
+            wider = next((earlier for earlier in known[:index] if _is_wider(earlier, pattern, fits, names)), None)
             if wider is not None:
                 why = f"{pattern!r} comes behind {wider!r}, which fits all of its names, and the first that fits counts"
                 raise ValueError(f"{argument}: {why}. Put it in front of that, or leave it out")
+
+
+def _is_wider(earlier: str, pattern: str, fits: set[str], names: Sequence[str]) -> bool:
+    """Tell whether an earlier pattern takes all that this one fits, and more, if not of these names then of others."""
+    taken = set(_fitting(earlier, names))
+    # Patterns are read as names here: "*.kernel" is one that "*" fits.
+    return fits < taken or (fits == taken and fnmatchcase(pattern, earlier) and not fnmatchcase(earlier, pattern))
 
 
 def _fitting(pattern: str, names: Iterable[str]) -> Iterator[str]:
