@@ -144,3 +144,11 @@ def test_what_cannot_be_written_is_said_and_the_program_ends_as_it_ends(tmp_path
     assert "xferlib: gone/run.json was not written: [Errno 2]" in stderr
     assert said in stderr
     assert (tmp_path / "run.html").exists()
+
+
+@pytest.mark.parametrize("end", ["sys.stdout.close()", "sys.stdout = None", "sys.stderr.close()"])
+def test_a_program_whose_streams_are_gone_leaves_both_files(tmp_path: Path, end: str) -> None:
+    (tmp_path / "train.py").write_text(f"import sys\n{end}\n")
+    _, _, stderr = run("--", sys.executable, "train.py", cwd=tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"] == [], stderr
+    assert (tmp_path / "run.html").exists()

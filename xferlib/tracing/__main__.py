@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from xferlib.errors import XferError
@@ -46,24 +47,33 @@ def main(json_file: str, html: str, program: list[str]) -> None:
 
 def _write(traced: Trace, events: Path, page: Path, json_file: str, html: str) -> bool:
     """End the trace, write both files and print the summary; tell whether all of that worked."""
-    sys.stdout.flush()
+    # The program may have closed its streams, nobody may read them any more, and the disk behind them may be full.
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
     try:
         traced.__exit__(None, None, None)
         summary = str(traced.summary())
     except XferError as error:
-        print(f"xferlib: the trace was lost: {error}", file=sys.stderr)
+        _say(f"xferlib: the trace was lost: {error}")
         return False
-    print(f"\n{summary}", file=sys.stderr)
+    _say(f"\n{summary}")
     failed = False
     for write, path, name in ((traced.json, events, json_file), (traced.html, page, html)):
         try:
             write(path)
         except OSError as error:
-            print(f"xferlib: {name} was not written: {error}", file=sys.stderr)
+            _say(f"xferlib: {name} was not written: {error}")
             failed = True
     if not failed:
-        print(f"written: {json_file} and {html}", file=sys.stderr)
+        _say(f"written: {json_file} and {html}")
     return not failed
+
+
+def _say(words: str) -> None:
+    """Print to the standard error stream, if there is one yet."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(words, file=sys.stderr)
 
 
 def _run(program: list[str]) -> None:
