@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ import pytest
 import xferlib_host
 
 import xferlib
+from tests.core.points import interrupted_at
 from xferlib.tracing import chrome
 from xferlib.tracing.events import CPU, HOST, Event, Recording
 from xferlib.tracing.log import LOG
@@ -234,6 +237,40 @@ def test_an_interrupt_while_it_begins_leaves_none_running(monkeypatch: pytest.Mo
     caught.set()
     at_work[0].join(60)
     assert not LOG.on
+    with trace():
+        pass
+
+
+def test_wherever_an_interrupt_comes_no_trace_is_left_running(tmp_path: Path) -> None:
+    made: list[xferlib.Trace] = []
+    leave = xferlib.Trace.__exit__.__code__
+
+    def block() -> None:
+        made.append(xferlib.trace(tmp_path / "run.json", gpu=False))
+        try:
+            with made[-1]:
+                pass
+        except KeyboardInterrupt as error:
+            for frame, line in walk_tb(error.__traceback__):
+                if frame.f_code is leave and line == leave.co_firstlineno:
+                    # It came before the first instruction, where nothing can be done: the program may leave it again.
+                    made[-1].__exit__(None, None, None)
+            raise
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        for point in itertools.count(1):
+            if not interrupted_at(point, ("xferlib/tracing/trace.py",), block):
+                break
+            # No interrupt ends these.
+            for thread in threading.enumerate():
+                if thread.name == "xferlib-memory":
+                    thread.join(60)
+            assert not LOG.on, point
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, point
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert point > 20
     with trace():
         pass
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
-from typing import final
+from typing import Literal, final
 
 from xferlib.errors import XferError
 from xferlib.reaper import uninterrupted
@@ -63,6 +63,8 @@ class Trace:
         self._begun = False
         self._left = False
         self._termination = Termination()
+        self._fate: dict[None, Literal["ended", "dropped"]] = {}
+        """Whether `_end` has begun, or will do nothing: who comes first says it, in one step."""
         self._recording: Recording | None = None
 
     def __enter__(self) -> Trace:
@@ -73,24 +75,28 @@ class Trace:
         try:
             # An interrupt in the middle would leave CUPTI taken.
             uninterrupted(self._begin)
+            if self._path is not None:
+                self._termination.__enter__()
         except BaseException:
             # An interrupt ends the wait, and not what is waited for: that gives back itself what it takes from here on.
             self._left = True
             if self._begun:
                 self._abandon()
+            self._termination.__exit__(None, None, None)
             raise
-        if self._path is not None:
-            self._termination.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if os.getpid() != self._process:
-            return  # It is the parent's.
         try:
+            if os.getpid() != self._process:
+                return  # It is the parent's.
             with self._termination.later():
                 self._finish(error)
         finally:
             self._termination.__exit__(None, None, None)
+            if self._fate.setdefault(None, "dropped") == "dropped":
+                # An interrupt came before anybody began to end it.
+                self._abandon()
 
     @property
     def recording(self) -> Recording:
@@ -154,6 +160,8 @@ class Trace:
             error.add_note(f"xferlib: the trace was lost: {type(failed).__name__}: {failed}")
 
     def _end(self) -> None:
+        if self._fate.setdefault(None, "ended") == "dropped":
+            return
         end = perf_counter_ns()
         LOG.stop()
         try:
