@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from benchmarks.bench import Case
+from xferlib.words import counted
 
 __all__ = ["Budget", "Teller"]
 
@@ -27,7 +28,7 @@ class Budget:
         self._waiting = list(cases)
         self._end = self._begin
         self.ended: list[str] = []
-        """What was ended by the clock, in words."""
+        """Where the time ran out, in words."""
 
     @property
     def gone(self) -> float:
@@ -53,7 +54,7 @@ class Budget:
         """Tell whether the case that was begun has had its time, and note where it ended."""
         if self._seconds is None or self._clock() < self._end:
             return False
-        self.ended.append(f"{case.name} after {rows} rows" if rows else f"{case.name}, of which nothing was measured")
+        self.ended.append(f"{case.name} after {counted(rows, 'row')}" if rows else f"{case.name}, of which nothing was measured")
         return True
 
 

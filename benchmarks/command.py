@@ -45,13 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--resume goes on with a file, and --json - writes none")
     if options.record and options.json is not None:
         parser.error("--record and --json each say where the records go. Give one of them")
-    if options.minutes is not None and options.minutes <= 0:
+    if options.minutes is not None and not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g}: expected more than 0. --full has no limit")
     if options.list:
         for case in CASES.values():
             print(f"{case.name:12s} {case.seconds:4.0f} s  {case.summary}")
         return 0
     if options.compare:
+        for file in options.compare:
+            if not file.is_file():
+                parser.error(f"--compare {file}: there is no such file")
         report.show_ratios(_console(sys.stdout), *map(records.read, options.compare))
         return 0
     cases = [CASES[name] for name in options.case or CASES]
@@ -115,7 +118,8 @@ def run(
     report.show(console, shown, bench.absences.reasons)
     if budget.ended:
         console.print(
-            f"ended by the clock: {'; '.join(budget.ended)}. --minutes says how long a run may take, and --full measures all"
+            f"the time ran out: {'; '.join(budget.ended)}. Some may have had no more rows. --minutes says how long a run "
+            "may take, and --full measures all"
         )
     if file is not None and shown:
         print(f"written: {file}", file=sys.stderr)

@@ -48,19 +48,23 @@ class ShortSteps:
                 failed.append(error)
 
         thread = threading.Thread(target=launch, name="benchmark-steps")
-        thread.start()
         try:
+            # Inside: whatever interrupts this, the thread ends.
+            thread.start()
             work()
         finally:
             stop.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         if failed:
             raise failed[0]
         return found
 
 
 def figures(seconds: list[float]) -> dict[str, float]:
-    """Return the median, the 99th percentile and the longest, in microseconds."""
+    """Return the median, the 99th percentile and the longest, in microseconds. Nothing of no steps."""
+    if not seconds:
+        return {}
     most = sorted(seconds)[min(len(seconds) - 1, round(0.99 * len(seconds)))]
     return {
         name: round(1e6 * value, 2)

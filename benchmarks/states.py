@@ -27,6 +27,7 @@ __all__ = [
     "leaves_of",
     "read_bare",
     "source",
+    "split",
     "uploaded",
     "verify",
     "write_bare",
@@ -50,6 +51,11 @@ _pattern: Bytes = np.frombuffer(np.random.default_rng(20_240_229).bytes(2 * PATT
 def leaves_of(nbytes: int) -> int:
     """Return how many arrays a state of a size has: a large one has more."""
     return FEW if nbytes <= LARGE else MANY
+
+
+def split(nbytes: int, count: int) -> int:
+    """Return the bytes of each array of a state: whole steps of 256, one at least, so a tiny state is larger than asked for."""
+    return max(1, nbytes // count // 256) * 256
 
 
 def source(index: int, nbytes: int) -> Bytes:
@@ -181,12 +187,14 @@ class Anonymous:
                 self.peak_nbytes = max(self.peak_nbytes, _anonymous_nbytes() - before)
 
         thread = threading.Thread(target=look, name="benchmark-memory")
-        thread.start()
         try:
+            # Inside: whatever interrupts this, the thread ends.
+            thread.start()
             yield
         finally:
             over.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
             self.peak_nbytes = max(self.peak_nbytes, _anonymous_nbytes() - before)
 
 

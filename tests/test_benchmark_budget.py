@@ -124,7 +124,7 @@ def test_a_run_that_is_out_of_time_ends_with_its_row_and_says_so(
     )
     assert status == 0
     shown = capsys.readouterr()
-    assert "ended by the clock: overhead after 2 rows; leaves, of which nothing was measured" in " ".join(shown.out.split())
+    assert "the time ran out: overhead after 2 rows; leaves, of which nothing was measured" in " ".join(shown.out.split())
     assert closed == ["overhead"]
     (file,) = tmp_path.iterdir()
     assert f"written: {file}" in shown.err

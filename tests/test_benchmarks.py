@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -19,13 +21,14 @@ import pytest
 
 import xferlib
 from tests import children
+from tests.core.points import interrupted_at
 from xferlib.protocol import HostStager
 from xferlib.registry import open_backend
 
 # Last: what is installed comes before the clone.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import memory, plot, records
+from benchmarks import memory, plot, records, states
 from benchmarks.arena import Arena, Batch
 from benchmarks.cases import CASES
 from benchmarks.command import run
@@ -401,8 +404,44 @@ def test_states_of_a_size_are_saved_and_loaded_once(tmp_path: Path, capsys: pyte
     (saved,) = [record for record in first if record["case"] == "saving"]
     assert set(saved["peers"]) == set(saved["details"]["beside_peers"])
     assert all(record["details"]["anonymous_mib"] >= 0 for record in first)
-    assert said(6 << 20) == ""
+    assert "round" not in said(6 << 20)
     assert json.loads(file.read_text()) == first
+
+
+def test_a_tiny_state_is_saved_faster_than_a_step_and_still_gives_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def beside(steps: object, work: Callable[[], object]) -> list[float]:
+        work()
+        return []
+
+    monkeypatch.setattr("benchmarks.short_steps.ShortSteps.beside", beside)
+    file = tmp_path / "host.json"
+    opened = partial(xferlib.stager, "host")
+    assert run(opened, open_device("host"), [CASES["saving"]], quick=True, json_file=str(file), sizes=[1 << 10]) == 0
+    (record,) = json.loads(file.read_text())
+    assert record["nbytes"] == 6 * 256
+    assert not [name for name in record["details"] if "step" in name]
+
+
+def test_wherever_an_interrupt_comes_nobody_watches_memory_any_more() -> None:
+    def watch() -> None:
+        with states.Anonymous().watch():
+            pass
+
+    for point in itertools.count(1):
+        if not interrupted_at(point, ("benchmarks/states.py",), watch):
+            break
+        for thread in threading.enumerate():
+            if thread.name == "benchmark-memory":
+                thread.join(10)
+                assert not thread.is_alive(), point
+    assert point > 3
+
+
+def test_what_is_compared_must_be_there(tmp_path: Path) -> None:
+    missing = tmp_path / "old.json"
+    done = benchmark("--compare", str(missing), str(missing))
+    assert done.returncode == 2
+    assert f"--compare {missing}: there is no such file" in done.stderr
 
 
 def test_wrong_bytes_take_back_what_was_written_at_once(quick_records: list[records.Record], tmp_path: Path) -> None:

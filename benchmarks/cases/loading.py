@@ -53,7 +53,7 @@ def run(bench: Bench) -> Iterator[Record]:
     """Yield a record for each size and state of the cache."""
     for nbytes in bench.sizes or (QUICK_NBYTES if bench.quick else NBYTES,):
         count = QUICK_LEAVES if bench.quick else states.leaves_of(nbytes)
-        size = nbytes // count // 256 * 256
+        size = states.split(nbytes, count)
         for on_disk in (False, True):
             with bench.open_stager() as stager:
                 wanted = [

@@ -56,7 +56,7 @@ def run(bench: Bench) -> Iterator[Record]:
     """Yield a record for each size."""
     for nbytes in bench.sizes or (QUICK_NBYTES if bench.quick else NBYTES,):
         count = QUICK_LEAVES if bench.quick else states.leaves_of(nbytes)
-        size = nbytes // count // 256 * 256
+        size = states.split(nbytes, count)
         label = f"{count} arrays"
         with bench.open_stager(pinned_limit=count * size + PINNED) as stager:
             if (NAME, stager.name, "d2h", count * size, label) not in bench.done:
@@ -164,8 +164,8 @@ class _Run:
 
     def __str__(self) -> str:
         shown = self.figures()
-        steps = f"steps {shown['step_beside_median_us']:.0f} us, p99 {shown['step_beside_p99_us']:.0f}"
-        return f"{self.name} {self.timing.median:.2f} s, call {shown['call_ms']:.1f} ms, {shown['anonymous_mib']:.0f} MiB, {steps}"
+        steps = f", steps {shown['step_beside_median_us']:.0f} us, p99 {shown['step_beside_p99_us']:.0f}" if self.beside else ""
+        return f"{self.name} {self.timing.median:.2f} s, call {shown['call_ms']:.1f} ms, {shown['anonymous_mib']:.0f} MiB{steps}"
 
 
 def _able(bench: Bench, stager: Stager) -> list[Saver]:
