@@ -53,7 +53,7 @@ def test_a_full_disk_leaves_the_old_file(stager: Stager, tmp_path: Path, kind: s
     else:
         monkeypatch.setattr(os, "pwrite", full)
     save = xferlib.save(path, save_tree, stager, memory=128 * 1024)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         save.result(20)
     monkeypatch.undo()
     assert path.read_bytes() == b"old"

@@ -301,6 +301,9 @@ class Writing:
 
     def _fail(self, error: BaseException) -> None:
         known = error if isinstance(error, Exception) else RuntimeError(f"the save was cut off: {error!r}")
+        if isinstance(known, OSError) and known.errno is not None and known.filename is None:
+            # The system says of no write to which file it was.
+            known.filename = str(self.file)
         # Their frames would hold memory for as long as the handle.
         for one in _chain(known):
             one.__traceback__ = None
