@@ -57,8 +57,9 @@ def measure_overlap(stager: Stager, *, device: int = 0, nbytes: int | None = Non
     """Measure how much of a copy is hidden under compute, by xferlib and by the framework's own calls, on this machine, now.
 
     `device` is the number that the stager was opened with. `nbytes`: bytes of a copy (None: 128 MiB on a GPU, 16 MiB on a CPU),
-    rounded to frames of 256 KiB. `rounds`: how often each thing is timed, fewer if it is slow, at least five times. It takes some
-    seconds, pinned memory of twice and device memory of some five times `nbytes`; nobody else should use the device meanwhile.
+    rounded to frames of 256 KiB. `rounds`: how often each thing is timed. What is slow is timed less often, from five times on. It
+    takes some seconds, pinned memory of twice and device memory of some five times `nbytes`; nobody else should use the device
+    meanwhile.
 
     Raises `CapabilityError` for a backend without a `workload`, `BackendUnavailableError` where that cannot run, `AllocationError`.
     """
