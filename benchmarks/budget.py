@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from benchmarks.bench import Case
-from xferlib.words import counted
 
 __all__ = ["Budget", "Teller"]
 
@@ -54,7 +53,8 @@ class Budget:
         """Tell whether the case that was begun has had its time, and note where it ended."""
         if self._seconds is None or self._clock() < self._end:
             return False
-        self.ended.append(f"{case.name} after {counted(rows, 'row')}" if rows else f"{case.name}, of which nothing was measured")
+        after = f" after {rows} row{'s' if rows > 1 else ''}"
+        self.ended.append(case.name + (after if rows else ", of which nothing was measured"))
         return True
 
 
