@@ -53,9 +53,9 @@ def held_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let no file be begun before the gate is open."""
     gate, begin = threading.Event(), TemporaryFile.__init__
 
-    def hold(self: TemporaryFile, target: Path, **options: bool) -> None:
+    def hold(self: TemporaryFile, target: Path) -> None:
         gate.wait(20)
-        begin(self, target, **options)
+        begin(self, target)
 
     monkeypatch.setattr(TemporaryFile, "__init__", hold)
     try:

@@ -69,6 +69,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_save(stager: Stager, 
     left = tmp_path / f".a.npy.00ff{SUFFIX}"
     left.write_bytes(b"half")
     others = TemporaryFile(tmp_path / "b.npy")
+    others.begin()
     xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(3)), stager).result(20)
     assert not left.exists()
     # Somebody writes that one now.

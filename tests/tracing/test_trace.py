@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import errno
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ from tests.core.points import interrupted_at
 from xferlib.tracing import chrome
 from xferlib.tracing.events import CPU, HOST, Event, Recording
 from xferlib.tracing.log import LOG
+from xferlib.tracing.whole import written
 
 NBYTES = 1 << 20
 HERE = Path(__file__).name
@@ -315,6 +317,24 @@ def test_a_file_that_cannot_be_written_to_its_end_stays_as_it_was(tmp_path: Path
     assert (tmp_path / "run.json").read_text() == "an earlier one"
 
 
+def test_wherever_an_interrupt_comes_no_file_is_left(tmp_path: Path) -> None:
+    def write() -> None:
+        with written(tmp_path / "run.json") as file:
+            file.write("{}")
+
+    for point in itertools.count(1):
+        if not interrupted_at(point, ("tracing/whole.py", "files/temporary.py"), write):
+            break
+        assert [path.name for path in tmp_path.iterdir()] in ([], ["run.json"]), point
+    assert point > 10
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"run\.json"), written(tmp_path / "run.json"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_pipe_can_be_written_to(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -342,7 +362,7 @@ def test_what_cannot_be_written_does_not_hide_why_the_block_ended(tmp_path: Path
     with pytest.raises(ValueError, match="in the program") as caught, xferlib.trace(folder / "run.json", gpu=False):
         folder.rmdir()
         raise ValueError("in the program")
-    assert [note for note in caught.value.__notes__ if "the trace was lost: FileNotFoundError" in note]
+    assert [note for note in caught.value.__notes__ if "the trace was not written: FileNotFoundError" in note]
     folder.mkdir()
     with pytest.raises(FileNotFoundError), xferlib.trace(folder / "run.json", gpu=False):
         folder.rmdir()

@@ -40,22 +40,15 @@ STEP_NANOSECONDS = 1_000_000
 class TemporaryFile:
     """An empty file beside `target`, which is to take its place. One thread; `write` also from several at once.
 
-    Where an interrupt may come, make it with `begin=False`, keep it, and begin it then: whatever cuts a method off, `close` leaves
-    nothing.
+    Keep it, and begin it then: whatever cuts a method off, `close` leaves nothing.
     """
 
-    def __init__(self, target: Path, *, begin: bool = True) -> None:
+    def __init__(self, target: Path) -> None:
         self._target = target
         self._number = next(_numbers)
         self._path: Path | None = None
         self._file: io.FileIO | None = None
         self._mapped: mmap.mmap | None = None
-        if begin:
-            try:
-                self.begin()
-            except BaseException:
-                self.close()
-                raise
 
     def begin(self) -> None:
         """Make the file. Raises `OSError`."""

@@ -203,7 +203,7 @@ class Writing:
     def _begin(self) -> Array:
         """Begin the file, and return memory to read into: less than was thought of, where the pool has no more."""
         self._layout = layout = self.plan.laid_out()
-        self._temporary = temporary = TemporaryFile(self._target, begin=False)
+        self._temporary = temporary = TemporaryFile(self._target)
         temporary.begin()
         nbytes = self.plan.nbytes + sum(map(len, layout.headers))
         temporary.check_room(nbytes)

@@ -157,7 +157,8 @@ class Trace:
         except Exception as failed:
             if error is None:
                 raise
-            error.add_note(f"xferlib: the trace was lost: {type(failed).__name__}: {failed}")
+            what = "the trace was lost" if self._recording is None else "the trace was not written"
+            error.add_note(f"xferlib: {what}: {type(failed).__name__}: {failed}")
 
     def _end(self) -> None:
         if self._fate.setdefault(None, "ended") == "dropped":

@@ -25,8 +25,14 @@ def written(path: Path) -> Iterator[TextIO]:
         return
     temporary = TemporaryFile(target)
     try:
+        temporary.begin()
         with io.TextIOWrapper(temporary.as_file(), encoding="utf-8") as file:
             yield file
         temporary.publish()
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            # The system says of no write to which file it was.
+            error.filename = str(target)
+        raise
     finally:
         temporary.close()
