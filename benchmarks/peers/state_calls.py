@@ -1,4 +1,4 @@
-"""How others save a state, and bring it back to the device: one `Keeper` for each way, imported when it is opened.
+"""How others save a state, and bring it back to the device: a `Saver` or a `Loader` for each way, imported when it is opened.
 
 A state is a dict of device arrays of bytes. Everything here waits until it is done, unless it says otherwise.
 """
@@ -174,7 +174,7 @@ def _by_torch(backend: str) -> Saver:
     torch = import_module("torch")
 
     def save(path: Path, state: State) -> Finish:
-        torch.save({name: _as_tensor(torch, array) for name, array in state.items()}, path)
+        torch.save({name: torch.from_dlpack(array) for name, array in state.items()}, path)
         return _nothing
 
     def read(path: Path) -> Iterator[tuple[str, Any]]:
@@ -184,10 +184,6 @@ def _by_torch(backend: str) -> Saver:
     if backend == "numba":
         raise RuntimeError("torch takes no arrays of Numba's without a copy")
     return Saver(name="torch.save", save=save, read=read)
-
-
-def _as_tensor(torch: Any, array: Any) -> Any:
-    return torch.from_dlpack(array)
 
 
 def _from_safetensors(name: str, opener: Callable[[], tuple[Callable[[State], State], Callable[[Any], Any]]]) -> Loader:
