@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +78,7 @@ def filled(page: str) -> str:
 
 def drawn(backend: str) -> list[Record]:
     """Return the records for a backend's picture: those of everything that was measured at more than one size."""
-    records = [one for one in read(H100) if (one["case"], one["backend"]) == ("sizes", backend)]
+    records = [one for one in read(H200) if (one["case"], one["backend"]) == ("sizes", backend)]
     ways = [(one["direction"], one["label"]) for one in records]
     return [one for one, way in zip(records, ways, strict=True) if ways.count(way) > 1]
 
@@ -203,44 +202,46 @@ def loaders(h200: Results, _: Results) -> Table:
     ]
 
 
-def pageable(h200: Results, _: Results) -> Table:
-    backends = "cupy", "numba", "jax"
-
-    def row(words: str, direction: str, label: str, columns: Sequence[Sequence[str]]) -> list[str]:
-        records = [h200.one("pageable", backend, direction, GIB, label) for backend in backends]
-
-        def peers(names: Sequence[str]) -> str:
-            # Each was measured once in each backend's run.
-            figures = [statistics.median(one["peers"][name] for one in records) for name in names if name in records[0]["peers"]]
-            return " to ".join(dict.fromkeys(rate(end) for end in (min(figures), max(figures)))) if figures else ""
-
-        return [words, both(rate, [one["gbps"] for one in records], " / "), *map(peers, columns)]
-
+def pageable(h200: Results, h100: Results) -> Table:
     bare = ["cuMemcpy"]
     to_device = [bare, ["cupy set", "cupy asarray"], ["torch to"], ["numba copy_to_device"], ["jax device_put"]]
     to_host = [bare, ["cupy get(out=)", "cupy asnumpy"], ["torch copy_", "torch cpu"], ["numba copy_to_host"], ["np.asarray"]]
+
+    def row(words: str, results: Results, backend: str, direction: str, label: str) -> list[str]:
+        record = results.one("pageable", backend, direction, GIB, label)
+
+        def peers(names: Sequence[str]) -> str:
+            figures = [record["peers"][name] for name in names if name in record["peers"]]
+            return " to ".join(dict.fromkeys(rate(end) for end in (min(figures), max(figures)))) if figures else ""
+
+        columns = to_device if direction == "h2d" else to_host
+        return [words, f"{record['gbps']:.1f} of {record['limit_gbps']:.1f}", *map(peers, columns)]
+
     return [
-        ["GB/s of 55, 1 GiB of pageable memory", "xferlib (1)", "bare `cudaMemcpy`", "CuPy", "torch", "Numba", "JAX"],
-        row("host to device: CuPy / Numba / JAX", "h2d", "touched", to_device),
-        row("device to host, touched memory", "d2h", "touched", to_host),
-        row("device to host, memory never touched before", "d2h", "untouched", to_host),
+        ["GB/s, 1 GiB of pageable memory", "xferlib, of pinned", "bare `cudaMemcpy`", "CuPy", "torch", "Numba", "JAX"],
+        row("host to device, CuPy, H100", h100, "cupy", "h2d", "touched"),
+        row("the same, JAX, H200", h200, "jax", "h2d", "touched"),
+        row("device to host, touched memory, CuPy, H100", h100, "cupy", "d2h", "touched"),
+        row("the same, JAX, H200", h200, "jax", "d2h", "touched"),
+        row("device to host, memory never touched before, CuPy, H100", h100, "cupy", "d2h", "untouched"),
+        row("the same, JAX, H200", h200, "jax", "d2h", "untouched"),
     ]
 
 
-def calls(_: Results, h100: Results) -> Table:
+def calls(h200: Results, _: Results) -> Table:
     sizes = 64 * KIB, MIB, 16 * MIB, 64 * MIB
 
     def rows(words: str, direction: str, label: str) -> list[list[str]]:
         ours, best = [words], ["best peer"]
         for nbytes in sizes:
-            record = h100.one("sizes", "cupy", direction, nbytes, label)
+            record = h200.one("sizes", "cupy", direction, nbytes, label)
             peer, seconds = min(record["peers_seconds"].items(), key=lambda item: item[1])
             mine = record["seconds"]["median"]
             ours.append(f"**{us(mine)}**" if mine < seconds else us(mine))
             best.append(f"{f'**{us(seconds)}**' if seconds <= mine else us(seconds)} {peer}")
         return [ours, best]
 
-    asarray = [h100.one("sizes", "cupy", "h2d", nbytes, "call")["peers_seconds"]["cupy asarray"] for nbytes in sizes]
+    asarray = [h200.one("sizes", "cupy", "h2d", nbytes, "call")["peers_seconds"]["cupy asarray"] for nbytes in sizes]
     return [
         ["us, default arguments, CuPy", "64 KiB", "1 MiB", "16 MiB", "64 MiB"],
         *rows("`put(array)`, pageable", "h2d", "call"),
@@ -250,9 +251,10 @@ def calls(_: Results, h100: Results) -> Table:
     ]
 
 
-def leaves(h200: Results, _: Results) -> Table:
+def leaves(h200: Results, h100: Results) -> Table:
     def of(backend: str) -> list[Record]:
-        return [h200.one("leaves", backend, "h2d", 500 * each, "500 leaves") for each in (64 * KIB, 4 * KIB)]
+        results = h100 if backend == "cupy" else h200
+        return [results.one("leaves", backend, "h2d", 500 * each, "500 leaves") for each in (64 * KIB, 4 * KIB)]
 
     def ours(words: str, backend: str) -> list[str]:
         return [words, *(f"{one['seconds']['median'] * 1e3:.1f}" for one in of(backend))]
@@ -261,11 +263,11 @@ def leaves(h200: Results, _: Results) -> Table:
         return [words, *(f"{one['peers_seconds'][peer] * 1e3:.1f}" for one in of(backend))]
 
     return [
-        ["ms, 500 arrays in one tree (1)", "64 KiB each", "4 KiB each"],
-        ours("xferlib to CuPy", "cupy"),
+        ["ms, 500 arrays in one tree", "64 KiB each", "4 KiB each"],
+        ours("xferlib to CuPy, H100", "cupy"),
         theirs("CuPy, one by one", "cupy", "cupy asarray"),
         theirs("torch, one by one from its own pinned memory", "cupy", "torch to"),
-        ours("xferlib to JAX", "jax"),
+        ours("xferlib to JAX, H200 (4 KiB: (1))", "jax"),
         theirs("`device_put` of the tree", "jax", "jax device_put"),
     ]
 
@@ -285,9 +287,9 @@ def pinned(h200: Results, _: Results) -> Table:
     ]
 
 
-def first_get(_: Results, h100: Results) -> Table:
-    def row(words: str, backend: str) -> list[str]:
-        record = h100.one("first_get", backend, "d2h", 300 * ((4 * GIB) // 300 // 256 * 256), "300 arrays")
+def first_get(h200: Results, h100: Results) -> Table:
+    def row(words: str, results: Results, backend: str) -> list[str]:
+        record = results.one("first_get", backend, "d2h", 300 * ((4 * GIB) // 300 // 256 * 256), "300 arrays")
         details = record["details"]
         again = record["nbytes"] / record["limit_gbps"] / 1e9
         calls = [digits(details[name]) for name in ("first_ms", "second_ms")]
@@ -300,15 +302,15 @@ def first_get(_: Results, h100: Results) -> Table:
             *("first: the call", "all there", "again: the call", "all there"),
             "longest step of another thread, us: quiet / beside the first",
         ],
-        row("CuPy", "cupy"),
-        row("Numba", "numba"),
-        row("JAX", "jax"),
+        row("CuPy, H100", h100, "cupy"),
+        row("Numba, H100", h100, "numba"),
+        row("JAX, H200", h200, "jax"),
     ]
 
 
-def saving(_: Results, h100: Results) -> Table:
-    def row(words: str, backend: str) -> list[str]:
-        record = h100.one("saving", backend, "d2h", 300 * ((4 * GIB) // 300 // 256 * 256), "300 arrays")
+def saving(h200: Results, h100: Results) -> Table:
+    def row(words: str, results: Results, backend: str) -> list[str]:
+        record = results.one("saving", backend, "d2h", 300 * ((4 * GIB) // 300 // 256 * 256), "300 arrays")
         details = record["details"]
         steps = [details[f"{name}_median_us"] / 1e6 for name in ("quiet_step", "step_beside_save", "step_beside_peer")]
         return [
@@ -316,6 +318,7 @@ def saving(_: Results, h100: Results) -> Table:
             digits(details["call_ms"]),
             ms(record["seconds"]["median"]),
             ms(record["peers_seconds"]["get, then safetensors"]),
+            ms(record["peers_seconds"]["torch.save"]),
             ms(record["nbytes"] / record["limit_gbps"] / 1e9),
             both(us, steps, " / "),
         ]
@@ -323,11 +326,11 @@ def saving(_: Results, h100: Results) -> Table:
     return [
         [
             "ms, 4 GiB in 300 arrays to a file in memory",
-            *("`save`: the call", "the file is there", "`get`, then safetensors", "threads that only write"),
+            *("`save`: the call", "the file is there", "`get`, then safetensors", "`torch.save`", "threads that only write"),
             "median step of another thread, us: quiet / beside `save` / beside `get`",
         ],
-        row("CuPy", "cupy"),
-        row("JAX", "jax"),
+        row("CuPy, H100", h100, "cupy"),
+        row("JAX, H200", h200, "jax"),
     ]
 
 

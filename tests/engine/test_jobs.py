@@ -23,6 +23,7 @@ from tests.core.fakes import WATCHDOG, held, on_thread, succeeds, tampered, unti
 from xferlib.engine import lanes, native
 from xferlib.engine.dispatcher import Dispatcher
 from xferlib.engine.jobs import Job
+from xferlib.engine.lanes import Lane
 from xferlib.engine.native import D2H, H2D, STAGED, Figures, library
 from xferlib.errors import XferError
 from xferlib.staging.profile import StagingProfile
@@ -319,6 +320,20 @@ def test_a_chunk_that_an_interrupt_left_in_both_tables_is_counted_on_by_nobody(d
     assert not of._blocks
     assert not of._leaving
     assert np.array_equal(on_thread(transfer).result(WATCHDOG), numbers(LARGE))
+
+
+def test_growing_ends_though_all_of_it_is_taken_back(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by whoever releases what no job wants any more."""
+    asked: list[int] = []
+
+    def taken_back(lane: Lane, goal: int) -> bool:
+        asked.append(goal)
+        return True
+
+    monkeypatch.setattr(Lane, "_grow", taken_back)
+    there = lane(stager, H2D)
+    there._grow_to(len(there._blocks) + 3)
+    assert 3 <= len(asked) <= len(there._blocks) + 3
 
 
 def test_a_chunk_that_is_being_given_to_the_engine_is_not_taken_for_one_that_is_back(

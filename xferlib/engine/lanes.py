@@ -247,8 +247,10 @@ class Lane:
             DISPATCHER.leave(self._served)
 
     def _grow_to(self, goal: int) -> None:
-        while len(self._blocks) + len(self._growing) < goal and self._grow(goal):
-            pass
+        # Not for ever: whoever releases meanwhile takes back what no job wants any more.
+        for _ in range(goal):
+            if len(self._blocks) + len(self._growing) >= goal or not self._grow(goal):
+                break
 
     def _grow(self, goal: int) -> bool:
         """Add some chunks, in one block if there is room for it; False: there are enough, or there is no room."""

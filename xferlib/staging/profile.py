@@ -24,8 +24,9 @@ class StagingProfile:
         chunk_nbytes: Bytes of a chunk, at most: under a small limit they are smaller. The engine copies by way of several at once
             that lie side by side.
         hand_off_nbytes: A transfer of up to so many bytes is copied by its caller, in the time that it takes to wake other threads.
-            On an H100 machine puts of 384, 512 and 768 KiB that come now and then took 200, 220 and 280 us by the caller, and 270, 230
-            and 200 by threads that had to be woken; one right behind the other 100, 100 and 165, and 90, 90 and 110. Gets are alike.
+            On an H100 machine puts of 384, 512 and 768 KiB that come now and then took 200, 220 and 280 us by the caller, and 270,
+            230 and 200 by threads that had to be woken; one right behind the other 100, 100 and 165, and 90, 90 and 110. Gets are
+            alike.
     """
 
     threads: int
