@@ -15,6 +15,8 @@ from xferlib_host import Stream
 import xferlib
 from tests.core.fakes import held, on_thread, tampered
 from tests.pipeline.steps import PATIENCE, busy, d2h, h2d, until
+from xferlib.memory.mapped import Views
+from xferlib.protocol import Event
 
 SIZE = 1 << 16
 SPEC = {"x": ((SIZE,), np.uint8)}
@@ -134,6 +136,34 @@ def test_work_on_a_view_that_is_gone(ring: xferlib.Ring, stager: xferlib.Stager,
         views.clear()
         with pytest.raises(TimeoutError):
             following.result(0.1)
+        gate.set()
+        following.result(PATIENCE)["x"][:] = 2
+        stream.synchronize()
+    stream.close()
+    assert seen == [{1}]
+
+
+@both
+def test_work_on_a_view_that_goes_while_the_ring_asks_who_uses_the_slot(
+    ring: xferlib.Ring, stager: xferlib.Stager, end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, seen, readers = threading.Event(), [], Views.readers
+
+    def and_then_it_goes(asked: Views, address: int, nbytes: int) -> list[Event]:
+        found = readers(asked, address, nbytes)
+        views.clear()
+        return found
+
+    with Stream() as stream:
+        slot = filled(ring, 1)
+        views = [stager.mapped(slot["x"], stream=stream)]
+        address = views[0].ctypes.data
+        stream.submit(lambda: gate.wait(PATIENCE))
+        stream.submit(lambda: seen.append(set(ctypes.string_at(address, SIZE))))
+        monkeypatch.setattr(Views, "readers", and_then_it_goes)
+        end(slot)
+        following = waiting(ring)
+        assert views == []
         gate.set()
         following.result(PATIENCE)["x"][:] = 2
         stream.synchronize()

@@ -5,7 +5,6 @@ Whoever only waits must not hold the device arrays: their memory could not be us
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Protocol, final
 
 from xferlib.in_flight import all_ledgers
@@ -45,17 +44,15 @@ class Users:
     def done(self) -> bool:
         """Tell whether none of them uses it any more, failed or not. Never blocks."""
         while self._left:
-            # Whoever holds the transfer is told of its failure.
-            with suppress(Exception):
-                if not self._left[-1].done():
-                    return False
+            if not _is_over(self._left[-1]):
+                return False
             self._left.pop()
         return True
 
 
 @final
 class _Use:
-    """The use of memory by device views that live."""
+    """The use of memory by device views that live, and by the work on them."""
 
     def __init__(self, views: Views, address: int, nbytes: int) -> None:
         self._views = views
@@ -63,8 +60,11 @@ class _Use:
         self._nbytes = nbytes
 
     def done(self) -> bool:
-        """Tell whether the views are gone. Work on them may be under way then."""
-        return not self._views.held(self._address, self._nbytes)
+        """Tell whether the views are gone, and the work on them is done."""
+        # In this order: the work on a view that goes meanwhile is in the second.
+        if self._views.held(self._address, self._nbytes):
+            return False
+        return all(map(_is_over, self._views.readers(self._address, self._nbytes)))
 
 
 def _users_of(address: int, nbytes: int) -> list[Pending]:
@@ -83,3 +83,11 @@ def _users_of(address: int, nbytes: int) -> list[Pending]:
             users.append(_Use(views, address, nbytes))
         users += views.readers(address, nbytes)
     return users
+
+
+def _is_over(use: Pending) -> bool:
+    try:
+        return use.done()
+    except Exception:
+        # Whoever holds the transfer is told of its failure.
+        return True
