@@ -109,6 +109,27 @@ def test_memory_that_is_given_up_while_the_driver_is_asked_is_entered_and_wanted
     assert (table.nbytes, table.unwanted) == (10, [1])
 
 
+def test_memory_that_is_given_up_just_when_its_growth_ends_is_given_up_once() -> None:
+    """The end of a growth is no step: it may come between any two lines of one."""
+    table = Counter()
+
+    class Ending(Growth):  # type: ignore[misc]  # Final for all but this.
+        @property
+        def begun(self) -> bool:
+            table._growing.pop(1)
+            return False
+
+        @begun.setter
+        def begun(self, begun: bool) -> None:
+            assert not begun
+
+    held = table._returns.ticket(1)
+    table._growing[1] = Ending(10)
+    del held
+    table._alone(bool)
+    assert table.nbytes == 0
+
+
 def test_somebody_else_at_work_is_worth_another_look() -> None:
     table = Counter()
     held = table.ask(1, 10)

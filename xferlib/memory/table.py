@@ -172,7 +172,8 @@ class Table(ABC):
         if growth.begun:
             growth.wanted = False
         else:
-            del self._growing[number]
+            # It may be gone: the end of a growth is no step.
+            self._growing.pop(number, None)
 
     def _grown(self, number: int) -> bool:
         """Count the growth no more, in the step that enters its memory; tell whether anybody still waits for it."""
