@@ -16,6 +16,7 @@ import xferlib
 from tests.core.fakes import held, on_thread, tampered
 from tests.pipeline.steps import PATIENCE, busy, d2h, h2d, until
 from xferlib.memory.mapped import Views
+from xferlib.pipeline import ends
 from xferlib.protocol import Event
 
 SIZE = 1 << 16
@@ -169,6 +170,23 @@ def test_work_on_a_view_that_goes_while_the_ring_asks_who_uses_the_slot(
         stream.synchronize()
     stream.close()
     assert seen == [{1}]
+
+
+def test_a_finalizer_that_asks_while_others_are_asked_hides_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked:
+        def __init__(self, *, over: bool) -> None:
+            self.over = over
+            self.times = 0
+
+        def done(self) -> bool:
+            self.times += 1
+            if self.over and self.times == 1:
+                assert not users.done()
+            return self.over
+
+    monkeypatch.setattr(ends, "_users_of", lambda address, nbytes: [Asked(over=False), Asked(over=True)])
+    users = ends.Users(0, 1)
+    assert not users.done()
 
 
 @both

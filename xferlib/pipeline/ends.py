@@ -43,11 +43,9 @@ class Users:
 
     def done(self) -> bool:
         """Tell whether none of them uses it any more, failed or not. Never blocks."""
-        while self._left:
-            if not _is_over(self._left[-1]):
-                return False
-            self._left.pop()
-        return True
+        # A new list: a finalizer may ask, too, while this goes through the old one.
+        self._left = [use for use in self._left if not _is_over(use)]
+        return not self._left
 
 
 @final
