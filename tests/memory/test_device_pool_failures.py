@@ -15,6 +15,8 @@ import xferlib
 from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, held, on_thread, until
 from xferlib.errors import AllocationError
 from xferlib.memory.device_pool import DevicePool
+from xferlib.memory.idle_blocks import Row
+from xferlib.memory.table import Growth
 from xferlib.protocol import Stream
 from xferlib.reaper import uninterrupted
 
@@ -412,3 +414,20 @@ def test_a_block_that_is_being_freed_is_not_freed_again_by_who_derives_anew_what
     trimming.result(WATCHDOG)
     assert sorted(map(id, device.freed)) == sorted(map(id, device.made))
     assert blocks.nbytes == 0
+
+
+def test_a_block_that_is_entered_while_the_reaper_looks_is_looked_at_again() -> None:
+    """As one that an interrupted put still allocated when its stager was closed."""
+    blocks = cache(Device())
+    blocks.close()
+    blocks._growing[7] = Growth(MIB)
+
+    class Entered(dict[int, Row]):
+        def __len__(self) -> int:
+            seen = super().__len__()
+            if blocks._growing.pop(7, None) is not None:
+                self[7] = Row(7, blocks._backend.alloc_device(MIB))
+            return seen
+
+    blocks._rows = Entered()
+    assert blocks.settle()

@@ -13,6 +13,8 @@ from tests.core.fakes import WATCHDOG, on_thread
 from tests.memory.test_pinned_pool import MIB, Driver
 from xferlib.errors import AllocationError
 from xferlib.memory.pinned_pool import PinnedPool
+from xferlib.memory.segments import Segment
+from xferlib.memory.table import Growth
 
 
 class Failing(Driver):
@@ -231,3 +233,22 @@ def test_a_trim_inside_the_unlocking_of_one_segment_unlocks_the_others_once() ->
     assert driver.live == {}
     assert driver.frees == 4
     assert pool.nbytes == 0
+
+
+def test_a_segment_that_is_entered_while_the_reaper_looks_is_looked_at_again() -> None:
+    """As one that an interrupted request still locked when its stager was closed."""
+    driver = Driver()
+    pool = driver.pool(8 * MIB)
+    pool.close()
+    segments = pool._segments
+    pool._growing[7] = Growth(MIB)
+
+    class Entered(dict[int, Segment]):
+        def __len__(self) -> int:
+            seen = super().__len__()
+            if pool._growing.pop(7, None) is not None:
+                self[7] = Segment(7, driver.allocate(MIB), MIB, segments.large)
+            return seen
+
+    segments.by_number = Entered()
+    assert pool.settle()

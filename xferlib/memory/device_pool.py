@@ -144,7 +144,8 @@ class DevicePool(Table):
             # Copies of another stager that are done may hold the last reference, and perhaps nobody calls that stager.
             self._reclaimer.reap()
             self._trim()
-        return bool(self._rows or self._growing)
+        # In this order: what is entered meanwhile is in the second.
+        return bool(self._growing or self._rows)
 
     def forget(self) -> None:
         """See `Forgetful`."""

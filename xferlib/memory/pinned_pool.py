@@ -379,7 +379,8 @@ class PinnedPool(Table):
     @property
     def _is_left(self) -> bool:
         # Not the rows: whoever asks for figures takes back rows that come back after a look, but unpins nothing.
-        return bool(self._segments.by_number or self._growing)
+        # In this order: what is entered meanwhile is in the second.
+        return bool(self._growing or self._segments.by_number)
 
     def forget(self) -> None:
         """See `Forgetful`."""

@@ -14,7 +14,7 @@ MUTANTS = [
         "return sum([row.nbytes for row in list(self._rows.values())])",
     ),
     (DEVICE, "            if self.settle():\n                watch(self)\n", "            self.settle()\n"),
-    (DEVICE, "        return bool(self._rows or self._growing)", "        return bool(self._leased)"),
+    (DEVICE, "        return bool(self._growing or self._rows)", "        return bool(self._leased)"),
     (TABLE, "                if torn:\n                    self._mend()\n", ""),
     (
         DEVICE,
