@@ -34,6 +34,7 @@ from xferlib.memory.pages import HostPages, Unlocked
 from xferlib.memory.pinned_pool import SMALL, UNLOCKED_FROM, PinnedPool
 from xferlib.memory.proc_maps import mappings
 from xferlib.memory.segments import Segment, Segments
+from xferlib.memory.table import AtWork
 
 MIB = 1 << 20
 LEAF = 3 * MIB
@@ -923,6 +924,24 @@ def test_a_closed_pool_grows_for_no_chunks_and_maps_nothing_that_is_locked_later
     assert driver.live == {}
     (array,) = pool.results([((4 * LEAF,), np.dtype(np.uint8))])
     assert pool.contains(array.ctypes.data, array.nbytes)
+
+
+def test_a_pool_that_is_closed_before_a_segment_is_claimed_locks_it_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    pool = later(driver, limit=ROOM)
+    monkeypatch.setattr(pinned_pool, "lock_later", lambda pool: None)
+    (array,) = pool.results([((4 * LEAF,), np.dtype(np.uint8))])
+    closes = [pool.close]
+
+    class Closing(AtWork):  # type: ignore[misc]  # Final, but for this one test of what comes between two steps.
+        def __enter__(self) -> None:
+            if closes:
+                closes.pop()()
+            super().__enter__()
+
+    pool._at_work = Closing()
+    assert pool.lock_next() == 0
+    assert not pool.contains(array.ctypes.data, array.nbytes)
 
 
 def test_results_leave_to_staging_what_arrays_do() -> None:

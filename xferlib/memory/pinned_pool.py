@@ -318,11 +318,9 @@ class PinnedPool(Table):
 
     def lock_next(self) -> int:
         """See `Lockable`."""
-        if self._closed:
-            return 0
         # From before it is claimed: whoever finds no room except what is claimed waits for this.
         with self._at_work:
-            segment = self._alone(self._segments.claim)
+            segment = self._alone(self._claim)
             if segment is None:
                 return 0
             assert self._unlocked is not None
@@ -505,6 +503,10 @@ class PinnedPool(Table):
             rows = self._alone(self._enter, fresh)
         lock_later(self)
         return rows
+
+    def _claim(self) -> Segment | None:
+        # What a closed pool has left is pageable memory like any.
+        return None if self._closed else self._segments.claim()
 
     def _try_reserve(self, address: int, nbytes: int) -> bool:
         """Reserve, or else have idle segments freed, if they are enough."""
