@@ -440,3 +440,25 @@ def test_a_loop_whose_source_tells_no_length_has_none_and_can_be_listed(kind: st
 def test_a_loop_is_true_as_iterators_are(kind: str, source: Any, stager: xferlib.Stager) -> None:
     with lengthy(kind, source, stager) as loop:
         assert loop
+
+
+@pytest.mark.parametrize("kind", ["prefetch", "stream_map", "drain"])
+def test_a_source_is_asked_once_how_long_it_is_and_before_it_is_iterated(kind: str, stager: xferlib.Stager) -> None:
+    """What it says later may be how many are left, and the thread that iterates it may be inside of it then."""
+    asked: list[bool] = []
+    iterated = False
+
+    class Once(Loader):
+        def __len__(self) -> int:
+            asked.append(iterated)
+            return super().__len__()
+
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal iterated
+            iterated = True
+            return super().__iter__()
+
+    source: Any = Once(4)
+    with lengthy(kind, source, stager) as loop:
+        assert len(loop) == 4
+        assert asked == [False]

@@ -147,7 +147,8 @@ def stream_map(
         raise TypeError(f"fn={reprlib.repr(fn)}: expected a function, before the batches: stream_map(fn, batches, stager)")
     source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
-        return Drained(_Mapped(fn, source), stager, depth, out=out, length=known_length(batches), stream=stream, source=source)
+        # Not of the batches: their own thread may be inside of them by now.
+        return Drained(_Mapped(fn, source), stager, depth, out=out, length=known_length(source), stream=stream, source=source)
     except BaseException:
         source.close()
         raise
