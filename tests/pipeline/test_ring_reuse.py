@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from xferlib_host import Stream
+from xferlib_host._stream import CopyError
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered
@@ -170,6 +171,23 @@ def test_work_on_a_view_that_goes_while_the_ring_asks_who_uses_the_slot(
         stream.synchronize()
     stream.close()
     assert seen == [{1}]
+
+
+@both
+def test_a_view_of_which_nobody_can_say_when_work_on_it_ends(end: End) -> None:
+    def refuse(streams: object) -> Event:
+        raise CopyError("the device is lost")
+
+    with Stream() as stream, xferlib.stager(tampered(retire=refuse)) as stager, xferlib.Ring(stager, SPEC, slots=1) as ring:
+        slot = filled(ring, 1)
+        view = stager.mapped(slot["x"], stream=stream)
+        end(slot)
+        del view
+        following = waiting(ring)
+        ring.close()
+        with pytest.raises(xferlib.ClosedError):
+            following.result(PATIENCE)
+    stream.close()
 
 
 def test_a_finalizer_that_asks_while_others_are_asked_hides_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ class Views:
         self._count = itertools.count().__next__
         self._rows: dict[int, View] = {}
         self._fenced: dict[int, Fenced] = {}
-        self._stuck: list[object] = []
+        self._stuck: list[Array] = []
+        """Memory of which nobody can say when the work on its views ends."""
         self._over = False
         forget_in_child(self)
 
@@ -73,9 +74,14 @@ class Views:
         return view, ticket
 
     def held(self, address: int, nbytes: int) -> bool:
-        """Tell whether a view that is not gone reaches part of this memory: work on it may be enqueued at any time."""
+        """Tell whether a view that is not gone reaches part of this memory: work on it may be enqueued at any time.
+
+        Also true where nobody can say when the work on one that is gone ends.
+        """
         self._fence_ended()
-        return any(_meets(view.memory, address, nbytes) for view in list(self._rows.values()))
+        # In this order: a view that gets stuck meanwhile is in the second.
+        held = [*(view.memory for view in list(self._rows.values())), *self._stuck]
+        return any(_meets(memory, address, nbytes) for memory in held)
 
     def readers(self, address: int, nbytes: int) -> list[Event]:
         """Return the events after which no view that is gone uses part of this memory."""
