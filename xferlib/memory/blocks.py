@@ -40,7 +40,7 @@ class Usage(NamedTuple):
 
 @final
 class PoolRequest(NamedTuple):
-    """A request."""
+    """One piece of pinned memory that somebody asks for."""
 
     size: int
     """Bytes, whole units of alignment."""
