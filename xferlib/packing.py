@@ -9,7 +9,6 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -56,7 +55,6 @@ class Packing:
     def __init__(self, leaves: Sequence[Alike]) -> None:
         self.count = len(leaves)
         self.dtypes = {dtype for _, dtype in leaves}
-        self._leaves = leaves
         self.sizes: list[int] = []
         self.indices: list[list[int]] = []
         self.places: list[tuple[Place, ...]] = []
@@ -82,12 +80,15 @@ class Packing:
             self.sizes[shared_at] += max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         if shared_at >= 0:
             self.places[shared_at] = tuple(shared)
-
-    @cached_property
-    def run(self) -> Run | None:
+        # Now: what is made when it is first asked for is made under a lock in Python 3.11, which a fork would leave held.
+        self.run = self._run(leaves)
         """All leaves, if they share one block and none of them is empty."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._leaves]
-        if len(self.sizes) != 1 or not all(sizes) or max(sizes) > PACK_UP_TO:
+
+    def _run(self, leaves: Sequence[Alike]) -> Run | None:
+        if len(self.sizes) != 1:
+            return None
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in leaves]
+        if not all(sizes) or max(sizes) > PACK_UP_TO:
             return None
         # Items of other packages' dtypes are copied one by one where they are not taken as bytes.
         (only,) = self.dtypes if len(self.dtypes) == 1 else (None,)

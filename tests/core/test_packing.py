@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import tampered
+from tests.core.fakes import succeeds, tampered
 from xferlib.h2d import SMALL
 from xferlib.packing import KEPT, Packing, Packings
 
@@ -264,3 +264,34 @@ def test_a_wrong_leaf_among_many_is_named(stager: xferlib.Stager) -> None:
     with pytest.raises(TypeError, match="cannot be transferred") as told:
         stager.put(leaves)
     assert told.value.__notes__ == ["at tree[30]"]
+
+
+def test_a_fork_while_another_thread_plans_a_layout_leaves_the_child_nothing_to_wait_for() -> None:
+    succeeds("""
+        import os, sys, threading, warnings
+        import numpy as np
+        import xferlib
+        warnings.simplefilter("ignore")
+        planning, go_on = threading.Event(), threading.Event()
+        def trace(frame, event, arg):
+            if frame.f_code.co_filename.endswith("packing.py") and frame.f_code.co_name.endswith("run"):
+                planning.set()
+                go_on.wait(8)
+        def put():
+            sys.settrace(trace)
+            stager.put([np.zeros(3), np.zeros(4)])
+        with xferlib.stager("host") as stager:
+            stager.put(np.zeros(3)).synchronize()
+            thread = threading.Thread(target=put)
+            thread.start()
+            assert planning.wait(8)
+            child = os.fork()
+            if not child:
+                with xferlib.stager("host") as its_own:
+                    found = its_own.put([np.full(5, 1), np.full(6, 2)]).result()
+                os._exit(0 if [int(array.sum()) for array in found] == [5, 12] else 1)
+            _, status = os.waitpid(child, 0)
+            go_on.set()
+            thread.join()
+            assert os.waitstatus_to_exitcode(status) == 0, status
+    """)
