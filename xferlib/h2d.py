@@ -148,7 +148,7 @@ class HostToDevice:
         begun: list[Job] = []
         value = None
         try:
-            if self._staging.begin_run(run, address, leaves, begun):
+            if self._staging.begin_run(run, address, leaves, begun, lease):
                 job = begun[0]
                 if job.event is not None and self._makes_meanwhile:
                     # The making takes as long as the copies.
@@ -439,7 +439,7 @@ class HostToDevice:
         try:
             nbytes = self._copy_pinned(addresses, sources, blocks, pinned, staged)
             if staged:
-                self._staging.stage(staged, fills)
+                self._staging.stage(staged, fills, target)
             # Staged leaves are the caller's again as soon as they are staged; pinned ones are not.
             event = self._h2d.add(nbytes, pinned, places, fills[-1].memory if fills else None)
         except BaseException:

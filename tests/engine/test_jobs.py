@@ -607,6 +607,38 @@ def test_a_second_interrupt_leaves_the_source_with_whoever_still_reads_it(
     at_rest(stager)
 
 
+@pytest.mark.parametrize("count", [1, 100], ids=["one array", "many small ones"])
+def test_a_second_interrupt_leaves_the_memory_with_whoever_still_writes_it(
+    count: int, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another put would have it, and be overwritten."""
+
+    def interrupted(job: Job, *_: object) -> None:
+        # As above.
+        assert until(lambda: bool(lane(stager, H2D)._served.under_way))
+        raise KeyboardInterrupt
+
+    leaves = np.split(numbers(count * 16 * KIB if count > 1 else LARGE), count)
+    stager.put(leaves).synchronize()
+    assert until(lambda: not jobs(stager, H2D))
+    nbytes = stager.stats().device_nbytes
+    with held(engines(stager).h2d):
+        monkeypatch.setattr(Job, "wait_for", interrupted)
+        monkeypatch.setattr(Job, "abandon", interrupted)
+        monkeypatch.setattr(stager._puts._h2d, "settle", lambda kept: False)
+        with suppress(KeyboardInterrupt):
+            stager.put(leaves)
+        monkeypatch.undo()
+        gc.collect()
+        assert stager.stats().device_nbytes == nbytes
+        lease = stager._blocks.lease(nbytes, {})
+        assert stager.stats().device_nbytes == 2 * nbytes
+    del lease
+    for there, leaf in zip(stager.put(leaves).result(), leaves, strict=True):
+        assert np.array_equal(there, leaf)
+    at_rest(stager)
+
+
 class Interrupting:
     """The engine's calls, of which `xe_submit` is interrupted behind its end, or before it has begun."""
 

@@ -67,10 +67,11 @@ class Staging:
             Lane(D2H, backend, pool, ledger.jobs.d2h, nbytes=nbytes, most=most),
         )
 
-    def stage(self, leaves: Sequence[Placed], fills: list[Fill]) -> None:
+    def stage(self, leaves: Sequence[Placed], fills: list[Fill], target: object = None) -> None:
         """Start the copies of pageable arrays; their memory is free on return.
 
         Bytes between leaves of one block, up to the next multiple of 256, may be overwritten. `fills`: see `BounceBuffers.begin`.
+        `target`: what they are copied to. A job keeps it while it may start copies, though whoever waits for it is interrupted.
         """
         self._count(len(leaves))
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
@@ -85,7 +86,7 @@ class Staging:
         whole = self._bounce_odd(leaves)
         if not whole:
             return
-        job = self._job(whole)
+        job = self._job(whole, target)
         try:
             self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes, len({leaf.block for leaf in whole}))
             self.end(job)
@@ -105,10 +106,11 @@ class Staging:
         self._count(len(arrays))
         return self._bounce(part_of(run, address, arrays), run.nbytes, (), target)
 
-    def begin_run(self, run: Run, address: int, arrays: Sequence[Array], begun: list[Job]) -> bool:
+    def begin_run(self, run: Run, address: int, arrays: Sequence[Array], begun: list[Job], target: object) -> bool:
         """Have the engine begin with what `stage_run` does. False: it cannot read these arrays, and nothing was started.
 
         `end` must follow, or `give_up` where anything is raised, for the job in `begun`, which is there before it is started.
+        `target`: see `stage`.
         """
         hosts = None if is_copy_thread() else _addresses(arrays)
         if hosts is None:
@@ -117,7 +119,7 @@ class Staging:
         table = run.table.copy()
         table[:, 0] = hosts
         table[:, 1] += np.uint64(address)
-        begun.append(self._job(arrays))
+        begun.append(self._job(arrays, target))
         self._start(self._lanes[H2D], begun[0], table, run.nbytes, 1)
         return True
 
@@ -125,7 +127,9 @@ class Staging:
         """Block until the sources of a job are free, and all its copies are in the stream. Raises why it failed."""
         job.wait_for(ISSUED)
         job.sources = None
+        # Threads may still be at work on one that has failed.
         job.raise_failure()
+        job.kept = None
 
     def give_up(self, job: Job) -> None:
         """Have nothing more started of a job that is `given_up`, and block until its sources are at rest: before whoever owns them
@@ -134,9 +138,9 @@ class Staging:
         job.abandon()
         job.sources = None
 
-    def _job(self, sources: object) -> Job:
+    def _job(self, sources: object, target: object) -> Job:
         job = Job(self._lanes[H2D], owner=threading.get_ident())
-        job.sources = sources
+        job.sources, job.kept = sources, target
         return job
 
     def stage_one(self, address: int, array: Array, places: Sequence[Source], target: object) -> Event | None:
