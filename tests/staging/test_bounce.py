@@ -107,6 +107,22 @@ def test_slots_whose_copies_are_done_are_used_again_without_the_pool(nbytes: int
     assert (after.pool_hits, after.pool_misses) == (before.pool_hits, before.pool_misses)
 
 
+def test_slots_are_kept_again_when_puts_of_trees_have_used_up_those_of_before() -> None:
+    with xferlib.stager("host") as stager:
+        pinned = stager.empty_pinned(100, np.uint8)
+        pinned[:] = 7
+        for n in range(2 * SLOTS):
+            one, other = stager.put([pinned, numbers(100, n)]).result()
+            assert (one == 7).all()
+            assert np.array_equal(other, numbers(100, n))
+        stager.put(numbers(100)).synchronize()
+        before = stager.stats()
+        for n in range(3 * SLOTS):
+            assert np.array_equal(stager.put(numbers(100, n)).result(), numbers(100, n))
+        after = stager.stats()
+    assert (after.pool_hits, after.pool_misses) == (before.pool_hits, before.pool_misses)
+
+
 def test_after_a_rush_no_more_slots_are_kept_than_before_it() -> None:
     with xferlib.stager("host") as stager:
         with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's

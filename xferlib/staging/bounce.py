@@ -59,9 +59,8 @@ class BounceBuffers:
         # Changed in single steps: a finalizer may put while its thread is in here.
         self._sizes = [size for size, count in SLOTS.items() if pool.limit >= SHARE * count * size]
         self._slots: dict[int, deque[Slot]] = {size: deque() for size in self._sizes}
-        """Those that are free, or soon will be, in the order in which they were used."""
-        self._keeping: dict[int, bool] = {}
-        """Whether there is a block of this size whose slots are kept. Those of further blocks, for a rush, are used once."""
+        """Those that are free, or soon will be, in the order in which they were used. While there are some that are kept, those of
+        further blocks, for a rush, are used once."""
 
     def __call__(self, part: Part, nbytes: int = 0, places: Sequence[Source] = (), target: object = None) -> Event:
         """Start the copy of a part, and enter it as in flight; its arrays are free on return.
@@ -106,7 +105,6 @@ class BounceBuffers:
     def release(self) -> bool:
         """Give idle slots back to the pool, and tell whether there were any."""
         found = any(self._slots.values())
-        self._keeping.clear()
         for slots in self._slots.values():
             # What is in flight holds its own until it is done.
             slots.clear()
@@ -176,8 +174,8 @@ class BounceBuffers:
                 block = self._pool.try_take(nbytes, lambda: self._jobs.add(fill))
                 if block is not None:
                     memory = np.asarray(block)
-                    kept = not self._keeping.get(size)
-                    self._keeping[size] = True
+                    # Those of an earlier block may be gone: what enters a copy together with others does not bring its slot back.
+                    kept = not any([slot[3] for slot in self._slots[size].copy()])
                     # Before those that are in use.
                     self._slots[size].extendleft(
                         [(block.address + at, memory[at : at + size], NEVER_USED, kept) for at in range(nbytes - size, -1, -size)]
