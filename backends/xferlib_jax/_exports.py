@@ -79,8 +79,10 @@ def address_in_order(capsule: Any, shape: tuple[int, ...]) -> int | None:
 
 def found_together(arrays: Sequence[Any], export: Export, stream: int | None, readings: Readings) -> list[Source] | None:
     """Return the memory of arrays that were checked, held by one reading. None: one of them is perhaps not in C order."""
-    capsules = [export(array, stream=stream) for array in arrays]
+    capsules: list[Any] = []
+    # First: if one of them cannot be exported, JAX is still told to let go of those before it.
     reading = readings.make(list(arrays), capsules)
+    capsules.extend([export(array, stream=stream) for array in arrays])
     addresses = [address_in_order(capsule, array.shape) for capsule, array in zip(capsules, arrays, strict=True)]
     if None in addresses:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import glob
 import os
 import sys
@@ -102,6 +103,25 @@ def test_what_was_read_is_let_go_of_by_one_look() -> None:
     assert looks == []
     kept.clear()
     readings.let_go()
+    readings.let_go()
+    assert len(looks) == 1
+
+
+def test_jax_is_told_to_let_go_of_arrays_beside_one_that_cannot_be_exported() -> None:
+    from xferlib_jax._exports import found_together
+    from xferlib_jax._reading import Readings
+
+    def export(array: Any, stream: int | None = None) -> Any:
+        if array is arrays[1]:
+            raise RuntimeError("deleted meanwhile")
+        return array.__dlpack__()
+
+    looks: list[None] = []
+    readings = Readings(lambda: looks.append(None))
+    arrays = [on_cpu(np.arange(3, dtype=np.int32)), on_cpu(np.arange(4, dtype=np.int32))]
+    with pytest.raises(RuntimeError, match="deleted meanwhile"):
+        found_together(arrays, export, None, readings)
+    gc.collect()
     readings.let_go()
     assert len(looks) == 1
 
