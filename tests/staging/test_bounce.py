@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import Gated, held, off_main, on_thread, tampered
+from tests.core.fakes import Gated, held, off_main, on_thread, succeeds, tampered
 from xferlib.memory.pinned_pool import PAGE, SMALL
 from xferlib.staging.bounce import LARGEST_SLOT, PIECE, SHARE
 from xferlib.staging.bounce import SLOTS as SIZES
@@ -266,6 +266,37 @@ def test_what_nobody_can_know_the_end_of_keeps_the_array_that_it_was_put_into() 
         del target
         gc.collect()
         assert kept() is not None
+
+
+@pytest.mark.parametrize("count", [2, 100])
+def test_a_tree_with_a_leaf_whose_file_was_cut_off_fails_its_put_alone(tmp_path: Path, count: int) -> None:
+    """A process of its own: the signal would end this one."""
+    succeeds(f"""
+        import os, warnings
+        import numpy as np
+        import xferlib
+        warnings.simplefilter("ignore")
+        path, count = {str(tmp_path / "source")!r}, {count}
+        with open(path, "wb") as file:
+            file.write((np.arange(count * 5000) % 251).astype(np.uint8).tobytes())
+        source = np.asarray(np.memmap(path, np.uint8, "r"))
+        leaves = [source[n * 5000 : (n + 1) * 5000 - n % 2] for n in range(count)]
+        odd = np.zeros((5, 7), np.float32)
+        with xferlib.stager("host") as stager:
+            for _ in range(2):
+                for got, want in zip(stager.put([*leaves, odd, odd.T]).result(), [*leaves, odd, odd.T], strict=True):
+                    assert np.array_equal(got, want)
+            os.truncate(path, 4096)
+            try:
+                stager.put(leaves)
+            except xferlib.TransferError as error:
+                assert "its file was cut off" in str(error)
+                stager.trim()
+                assert stager._pool.usage().used == 0
+            else:
+                raise AssertionError("the put has not failed")
+            assert stager.put([np.full(5, 3), odd]).result()[0].tolist() == [3] * 5
+    """)
 
 
 @pytest.mark.parametrize("cut", [False, True])

@@ -115,7 +115,10 @@ class BounceBuffers:
         nbytes, arrays = part.nbytes, part.arrays
         try:
             if len(arrays) > 1 or not arrays[0].flags.c_contiguous:
-                copy_in(part, memory[:nbytes])
+                if part.foreign:
+                    self._copy_each(arrays, memory)
+                else:
+                    copy_in(part, memory[:nbytes])
                 self._copy_h2d(part.address, address, nbytes)
                 return
             start = address_of(arrays[0])
@@ -123,8 +126,23 @@ class BounceBuffers:
             for at in range(0, nbytes, PIECE):
                 piece = min(PIECE, nbytes - at)
                 if copy(address + at, start + at, piece, 0) != OK:
-                    raise TransferError("the memory of a source is not there any more: its file was cut off")
+                    raise _cut_off()
                 self._copy_h2d(part.address + at, address + at, piece)
+        finally:
+            # As in `begin`.
+            del memory
+
+    def _copy_each(self, arrays: Sequence[Array], memory: Array) -> None:
+        """Copy bytes one behind the other. Those that lie in one piece may be a file's, which may be shorter by now."""
+        address, end = address_of(memory), 0
+        try:
+            for array in arrays:
+                nbytes = array.nbytes
+                if not array.flags.c_contiguous:
+                    np.copyto(memory[end : end + nbytes], array)
+                elif self._copy(address + end, address_of(array), nbytes, 0) != OK:
+                    raise _cut_off()
+                end += nbytes
         finally:
             # As in `begin`.
             del memory
@@ -175,7 +193,7 @@ class BounceBuffers:
                 if block is not None:
                     memory = np.asarray(block)
                     # Those of an earlier block may be gone: what enters a copy together with others does not bring its slot back.
-                    kept = not any([slot[3] for slot in self._slots[size].copy()])
+                    kept = not any(slot[3] for slot in self._slots[size].copy())
                     # Before those that are in use.
                     self._slots[size].extendleft(
                         [(block.address + at, memory[at : at + size], NEVER_USED, kept) for at in range(nbytes - size, -1, -size)]
@@ -185,3 +203,7 @@ class BounceBuffers:
         finally:
             fill.over = True
             self._jobs.remove(fill)
+
+
+def _cut_off() -> TransferError:
+    return TransferError("the memory of a source is not there any more: its file was cut off")

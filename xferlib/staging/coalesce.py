@@ -26,6 +26,8 @@ class Part(NamedTuple):
     arrays: Sequence[Array]
     dtype: np.dtype[Any] | None = None
     """Of all arrays, where they are several; None: those are bytes."""
+    foreign: bool = False
+    """Whether some of several arrays may lie in memory that is not NumPy's own, such as a file's. Those are bytes."""
 
 
 class Placed(NamedTuple):
@@ -48,19 +50,22 @@ def coalesced(leaves: Sequence[Placed]) -> list[Part]:
     parts: list[Part] = []
     arrays: list[Array] = []
     start = end = last = 0
+    foreign = False
     for address, array, block in leaves:
         nbytes = array.nbytes
         gap = address - end
         if not arrays or block != last or not 0 <= gap < ALIGNMENT:
             if arrays:
-                parts.append(Part(start, end - start, arrays))
-            arrays, start, last = [], address, block
+                parts.append(Part(start, end - start, arrays, None, len(arrays) > 1 and foreign))
+            arrays, start, last, foreign = [], address, block, False
         elif gap:
             arrays.append(_PADS[gap])
         arrays.append(_as_bytes(array))
+        base = array.base
+        foreign = foreign or not (base is None or (type(base) is np.ndarray and base.base is None))
         end = address + nbytes
     if arrays:
-        parts.append(Part(start, end - start, arrays))
+        parts.append(Part(start, end - start, arrays, None, len(arrays) > 1 and foreign))
     return parts
 
 

@@ -153,7 +153,7 @@ class Staging:
         if nbytes > self._piece_nbytes or nbytes > self._bounce_nbytes:
             return None
         self._count(1)
-        return self._bounce(_NEW(Part, (address, nbytes, (array,), None)), nbytes, places, target)
+        return self._bounce(_NEW(Part, (address, nbytes, (array,), None, False)), nbytes, places, target)
 
     def borrow(self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array]) -> BorrowedCopy:
         """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
