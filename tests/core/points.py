@@ -61,9 +61,11 @@ def interrupted_at(point: int, within: tuple[str, ...], call: Callable[[], objec
     """Call, interrupted at such-and-such a point of files that end so; False: there were fewer points."""
     assert threading.current_thread() is threading.main_thread()
     tracer, before, hook = _Tracer(point, within), sys.gettrace(), sys.unraisablehook
+    # Held here: CPython does not while it makes the frame that it passes, and a finalizer that is interrupted then drops it.
+    enter = tracer.enter
     # Inside a finalizer Python ignores it. Whoever keeps it would keep what is being finalized.
     sys.unraisablehook = lambda told: None
-    sys.settrace(tracer.enter)
+    sys.settrace(enter)
     try:
         call()
     except KeyboardInterrupt:
