@@ -54,7 +54,7 @@ def after_random_steps(chance: random.Random) -> Segments:
             segments.evict(chance.choice([None, SEGMENT]))
         elif what == "free":
             for segment in segments.freeable():
-                segments.forget(segment)
+                segments.remove(segment)
     return segments
 
 
@@ -91,7 +91,7 @@ def test_none_is_freed_where_all_that_are_idle_would_not_be_enough() -> None:
     assert segments.freeable() == []
     assert segments.evict(SEGMENT + 1)
     assert len(segments.freeable()) == 2
-    # Until it is forgotten it counts: it is still locked.
+    # Until it is removed it counts: it is still locked.
     assert segments.nbytes == 3 * SEGMENT
     assert segments.around(address, UNIT) is not None
 

@@ -591,12 +591,12 @@ class PinnedPool(Table):
                 raise
             except BaseException:
                 # Memory that may be gone is handed out to nobody.
-                self._forget(segment)
+                self._remove(segment)
                 raise
-            self._forget(segment)
+            self._remove(segment)
 
-    def _forget(self, segment: Segment) -> None:
-        self._segments.forget(segment)
+    def _remove(self, segment: Segment) -> None:
+        self._segments.remove(segment)
         self._changes += 1
 
     def _restore(self, segment: Segment) -> None:

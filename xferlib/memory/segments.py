@@ -64,7 +64,7 @@ _NEW = tuple.__new__
 
 @final
 class Segments:
-    """The segments of one pool. Only its steps change anything here, except for `forget`; what takes no lock says so."""
+    """The segments of one pool. Only steps of the pool change anything here, except for `remove`; what takes no lock says so."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, Segment] = {}
@@ -170,7 +170,7 @@ class Segments:
         """Return those that are to be freed, and that nobody has claimed. Takes no lock."""
         return [segment for segment in list(self.by_number.values()) if segment.freeing and not segment.claimed]
 
-    def forget(self, segment: Segment) -> None:
+    def remove(self, segment: Segment) -> None:
         """Take a segment out that was freed. Takes no lock."""
         self.by_number.pop(segment.number, None)
 
