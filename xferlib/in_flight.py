@@ -25,7 +25,7 @@ from xferlib.errors import XferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import SLICE_SECONDS, Latch, is_copy_thread
 from xferlib.memory.arrays import Array, address_of
-from xferlib.memory.mapped import Views
+from xferlib.memory.mapped import Views, views_left
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.reaper import watch
 
@@ -39,6 +39,7 @@ __all__ = [
     "PinnedHolders",
     "Reading",
     "all_ledgers",
+    "all_views",
     "let_go",
     "reap_all",
     "uses",
@@ -544,10 +545,11 @@ class Ledger:
 
     def close(self) -> None:
         """Leave the table of open ledgers. Nothing is in flight, and nothing will be."""
+        # First: whoever looks for views meanwhile finds them here, or among those that are left.
+        self.views.close()
         _open.pop(id(self), None)
         self.jobs.cut_readings()
         self.jobs.reap()
-        self.views.close()
         if self.views.settle():
             watch(self.views)
 
@@ -556,6 +558,12 @@ _open: dict[int, Ledger] = {}
 """The ledgers of all stagers of this process that are not closed. A stager that is dropped is closed, too, though later."""
 # What is in flight stayed with the parent.
 os.register_at_fork(after_in_child=_open.clear)
+
+
+def all_views() -> list[Views]:
+    """Return the views of all stagers of this process, also of closed ones. Any thread."""
+    # In this order: those of a stager that closes meanwhile are in the second.
+    return [*(ledger.views for ledger in all_ledgers()), *views_left()]
 
 
 def all_ledgers() -> list[Ledger]:

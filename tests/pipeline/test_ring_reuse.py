@@ -218,6 +218,18 @@ def test_a_view_that_lives(ring: xferlib.Ring, other: xferlib.Stager, end: End) 
     following.result(PATIENCE)
 
 
+@both
+def test_a_view_that_outlives_its_stager(ring: xferlib.Ring, end: End) -> None:
+    slot = filled(ring, 1)
+    with xferlib.stager(tampered(is_pinned=lambda address, nbytes: True)) as closed:
+        views: list[Any] = [closed.mapped(slot["x"])]
+    end(slot)
+    following = waiting(ring)
+    assert (np.array(views[0]) == 1).all()
+    views.clear()
+    following.result(PATIENCE)
+
+
 def test_slots_that_nothing_else_uses_go_round_meanwhile(stager: xferlib.Stager, other: xferlib.Stager) -> None:
     with xferlib.Ring(stager, SPEC, slots=2) as ring:
         slot = filled(ring, 1)

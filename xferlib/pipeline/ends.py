@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol, final
 
-from xferlib.in_flight import all_ledgers
+from xferlib.in_flight import all_ledgers, all_views
 from xferlib.memory.mapped import Views
 from xferlib.transfer import Transfer
 
@@ -75,7 +75,7 @@ def _users_of(address: int, nbytes: int) -> list[Pending]:
         ledger.reap()
         users += [entry.event for entry in ledger.entries() if entry.uses_host(address, nbytes)]
         users += ledger.jobs.using([(address, nbytes)])
-        views = ledger.views
+    for views in all_views():
         # In this order: a view that goes meanwhile is in the second.
         if views.held(address, nbytes):
             users.append(_Use(views, address, nbytes))
