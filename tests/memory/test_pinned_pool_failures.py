@@ -13,7 +13,7 @@ from tests.core.fakes import WATCHDOG, on_thread
 from tests.memory.test_pinned_pool import MIB, Driver
 from xferlib.errors import AllocationError
 from xferlib.memory.pinned_pool import PinnedPool
-from xferlib.memory.segments import Segment
+from xferlib.memory.segments import Segment, Segments
 from xferlib.memory.table import Growth
 
 
@@ -233,6 +233,24 @@ def test_a_trim_inside_the_unlocking_of_one_segment_unlocks_the_others_once() ->
     assert driver.live == {}
     assert driver.frees == 4
     assert pool.nbytes == 0
+
+
+def test_memory_that_is_entered_counts_once_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads ask for figures without a lock, and note peaks."""
+    driver = Driver()
+    pool = driver.pool(8 * MIB)
+    seen: list[int] = []
+    reindex = Segments._reindex
+
+    def look(segments: Segments) -> None:
+        pool.note_peaks()
+        seen.extend((pool.nbytes, pool.usage().pinned))
+        reindex(segments)
+
+    monkeypatch.setattr(Segments, "_reindex", look)
+    block = pool.take(6 * MIB)
+    assert seen == [6 * MIB] * 2
+    assert pool.usage().peak == block.nbytes
 
 
 def test_a_segment_that_is_entered_while_the_reaper_looks_is_looked_at_again() -> None:

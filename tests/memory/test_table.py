@@ -16,12 +16,12 @@ class Counter(Table):
 
     def __init__(self) -> None:
         super().__init__("played memory")
-        self.rows: dict[int, int] = {}
+        self.rows: dict[int, Growth] = {}
         self.unwanted: list[int] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(self.rows.values()) + self._growing_nbytes
+        return self._counted(self.rows)
 
     def ask(self, number: int, nbytes: int) -> object:
         """Count memory to come, and return what somebody holds who waits for it."""
@@ -36,7 +36,7 @@ class Counter(Table):
     def _enter(self, number: int, nbytes: int) -> None:
         if not self._grown(number):
             self.unwanted.append(number)
-        self.rows[number] = nbytes
+        self.rows[number] = Growth(nbytes)
 
     def _trim(self) -> None:
         self.rows.clear()

@@ -74,7 +74,7 @@ class DevicePool(Table):
     @property
     def nbytes(self) -> int:
         """Bytes taken from the framework, in use or idle."""
-        return sum([row.nbytes for row in list(self._rows.values())]) + self._growing_nbytes
+        return self._counted(self._rows)
 
     def lease(self, nbytes: int, streams: Streams) -> Lease:
         """Lease a block of at least `nbytes` that copies started from now on may write. Raises `AllocationError`."""

@@ -138,7 +138,7 @@ class PinnedPool(Table):
     @property
     def nbytes(self) -> int:
         """Bytes that are page-locked, or about to be."""
-        return self._segments.nbytes + self._growing_nbytes + sum(list(self._reserved.values()))
+        return self._counted(self._segments.by_number) + sum(list(self._reserved.values()))
 
     @property
     def used_nbytes(self) -> int:
@@ -343,8 +343,8 @@ class PinnedPool(Table):
             self._alone(bool)
         reserved = sum(list(self._reserved.values()))
         # Looked at once, or what goes meanwhile would be taken off twice.
-        segments = sum([segment.nbytes for segment in list(self._segments.by_number.values()) if not segment.refused])
-        pinned = segments + self._growing_nbytes + reserved
+        segments = {number: segment for number, segment in self._segments.by_number.copy().items() if not segment.refused}
+        pinned = self._counted(segments) + reserved
         return Usage(pinned, self.peak_nbytes, self.used_nbytes, self._segments.asked_nbytes + reserved, self._asked_peak)
 
     def close(self) -> None:

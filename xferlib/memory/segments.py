@@ -78,11 +78,6 @@ class Segments:
         self._index: tuple[list[int], list[int]] = ([], [])
         """Starts and ends of the segments that are locked, in order."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all segments. Takes no lock."""
-        return sum([segment.nbytes for segment in list(self.by_number.values())])
-
     def contains(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside one segment that is locked. Takes no lock."""
         starts, ends = self._index

@@ -30,7 +30,15 @@ LOOK_SECONDS = 0.0005
 """How often a waiting thread looks whether another one is done with memory that it takes or gives back."""
 
 T = TypeVar("T")
+EnteredT = TypeVar("EnteredT", bound="Entered")
 Arguments = TypeVarTuple("Arguments")
+
+
+class Entered(Protocol):
+    """Memory that a table has."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Reclaimer(Protocol):
@@ -136,9 +144,10 @@ class Table(ABC):
         if not self.entered:
             uninterrupted(self._trim)
 
-    @property
-    def _growing_nbytes(self) -> int:
-        return sum([growth.nbytes for growth in list(self._growing.values())])
+    def _counted(self, entered: dict[int, EnteredT]) -> int:
+        """Return the bytes of memory that is to come, and of what is entered by the numbers of its growth. Takes no lock."""
+        # One call: other threads change both meanwhile. What is just being entered is in both, and counts once.
+        return sum([memory.nbytes for memory in (self._growing | entered).values()])
 
     @contextmanager
     def _grows(self, *numbers: int) -> Iterator[None]:

@@ -8,11 +8,8 @@ DEVICE, TICKETS, REAPER = "xferlib/memory/device_pool.py", "xferlib/tickets.py",
 TABLE, IDLE = "xferlib/memory/table.py", "xferlib/memory/idle_blocks.py"
 
 MUTANTS = [
-    (
-        DEVICE,
-        "return sum([row.nbytes for row in list(self._rows.values())]) + self._growing_nbytes",
-        "return sum([row.nbytes for row in list(self._rows.values())])",
-    ),
+    (DEVICE, "return self._counted(self._rows)", "return sum([row.nbytes for row in list(self._rows.values())])"),
+    (TABLE, "(self._growing | entered).values()", "[*self._growing.values(), *entered.values()]"),
     (DEVICE, "            if self.settle():\n                watch(self)\n", "            self.settle()\n"),
     (DEVICE, "        return bool(self._growing or self._rows)", "        return bool(self._leased)"),
     (TABLE, "                if torn:\n                    self._mend()\n", ""),
