@@ -330,7 +330,7 @@ class Stager:
         has to grow by 8 MiB or more, the new memory is filled through chunks and page-locked soon after this has returned (`idle`
         waits for that), unless the stager is strict.
         `out`: NumPy arrays of the same structure, shapes and dtypes, contiguous and writable. For pageable ones, threads of ours
-        take the last step. Small ones, of at most a megabyte together, are filled by the caller itself if a GPU has computed them
+        take the last step. Small ones, of at most 512 KiB together, are filled by the caller itself if a GPU has computed them
         and nothing stands before the copy: that takes microseconds, less than waking a thread.
         The arrays are read after this returns. Do not overwrite them in place before `done()`, or have the stream that overwrites
         them wait first, by `Transfer.stream_wait`. `put(into=)` waits by itself.
