@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     Mutant(
         "arrays are read in C order, however they lie",
-        "backends/xferlib_jax/_capsule.py",
+        "backends/xferlib_jax/_exports.py",
         "None if in_order or expected == 0 else",
         "None if True else",
         ("jax",),
@@ -193,7 +193,7 @@ MUTANTS = (
         "an array is adopted at another place",
         "xferlib/h2d.py",
         "arrays[index] = array\n        return unflatten(spec, arrays)",
-        "arrays[index] = array\n        arrays[:2] = arrays[1::-1] if layout.count > 16 else arrays[:2]\n"
+        "arrays[index] = array\n        arrays[:2] = arrays[1::-1] if packing.count > 16 else arrays[:2]\n"
         "        return unflatten(spec, arrays)",
     ),
     Mutant(
