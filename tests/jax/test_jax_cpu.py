@@ -36,6 +36,7 @@ def on_cpu(array: np.ndarray) -> Any:
 
 
 def test_what_could_not_be_computed_fails_the_next_event_of_whoever_copied_it() -> None:
+    pytest.importorskip("jax")
     from xferlib_jax._engine import CopyError, Engine
     from xferlib_jax._promise import Promises
     from xferlib_jax._reading import Readings
@@ -108,6 +109,7 @@ def test_what_was_read_is_let_go_of_by_one_look() -> None:
 
 
 def test_jax_is_told_to_let_go_of_arrays_beside_one_that_cannot_be_exported() -> None:
+    pytest.importorskip("jax")
     from xferlib_jax._exports import found_together
     from xferlib_jax._reading import Readings
 
