@@ -127,10 +127,12 @@ class HostToDevice:
         streams: Streams = {}
         block, lease = self._blocks.lease(packing.sizes[0], streams)
         event = self._staging.stage_run(run, block.address, leaves, lease)
+        value = None
         if event is None:
-            return self._by_engine(leaves, packing, run, (block, lease), spec, stream, streams)
+            event, value = self._by_engine(leaves, packing, run, (block, lease), spec)
         try:
-            value = self._made(packing, [(block, lease)], spec, event)
+            if value is None:
+                value = self._made(packing, [(block, lease)], spec, event)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
             if stream is not None:
                 transfer.stream_wait(stream)
@@ -140,10 +142,8 @@ class HostToDevice:
                 event.synchronize()
             raise
 
-    def _by_engine(
-        self, leaves: list[Array], packing: Packing, run: Run, lease: Lease, spec: Spec, stream: object | None, streams: Streams
-    ) -> Transfer:
-        """Put a tree of small pageable arrays by the engine."""
+    def _by_engine(self, leaves: list[Array], packing: Packing, run: Run, lease: Lease, spec: Spec) -> tuple[Event, Any]:
+        """Copy a tree of small pageable arrays by the engine. Return the event, and the tree of arrays; None: they are not made."""
         address = lease[0].address
         begun: list[Job] = []
         value = None
@@ -165,17 +165,7 @@ class HostToDevice:
                 self._staging.give_up(job)
             self._h2d.settle(lease)
             raise
-        try:
-            if value is None:
-                value = self._made(packing, [lease], spec, event)
-            transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
-            if stream is not None:
-                transfer.stream_wait(stream)
-            return transfer
-        except BaseException:
-            with suppress(*self._failures):
-                event.synchronize()
-            raise
+        return event, value
 
     # One array, without the lists that `start` makes: they would take half of the time of a small transfer.
 
