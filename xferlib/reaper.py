@@ -15,6 +15,7 @@ import gc
 import os
 import threading
 from _thread import get_ident, start_new_thread
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -65,33 +66,23 @@ _main = threading.main_thread().ident
 """The thread that interrupts come to. In a forked child this is the thread that forked."""
 
 
-def _note_collection(phase: str, info: dict[str, int]) -> None:
-    """Called by the collector, before and after."""
-    global _collection
-    if phase == "start":
-        generation = info["generation"]
-        _collection = get_ident(), generation, _collections(generation)
-    else:
-        _collection = None
+_told: dict[str, object] = {}
+"""What the collector says of a collection before it begins ("start") and behind its end ("stop")."""
+_told_here = threading.local()
+"""The same of the calling thread's own collections, as attributes."""
+_order = OrderedDict.fromkeys(("start", "stop"))
+"""The last of the two stands last."""
+_BEGUN = OrderedDict.fromkeys(("stop", "start"))
+# Each is called with "start" or "stop" and what is said. None is Python code: an interrupt that comes at the entry of such a call
+# is reported and forgotten, and a program that was told to end goes on.
+gc.callbacks += [_told.__setitem__, _told_here.__setattr__]
+gc.callbacks.append(_order.move_to_end)  # type: ignore[arg-type]  # What is said counts as true: to the end that is last.
 
 
 def collects() -> bool:
     """Tell whether the collector runs on the calling thread now, and so whether this is a finalizer."""
-    noted = _collection
-    if noted is None:
-        return False
-    thread, generation, number = noted
-    # An interrupt may have prevented the note that it is over; the collector's own count is never interrupted.
-    return thread == get_ident() and _collections(generation) == number
-
-
-def _collections(generation: int) -> int:
-    return int(gc.get_stats()[generation]["collections"])
-
-
-_collection: tuple[int, int, int] | None = None
-"""The collection that runs now: on which thread, of which generation, and how many of that generation were before it."""
-gc.callbacks.append(_note_collection)
+    # Equal means in the same order, too.
+    return _order == _BEGUN and getattr(_told_here, "start", None) is _told["start"]
 
 
 def start_reaper() -> None:

@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -267,3 +268,43 @@ class Retiring:
 
     def retire(self, streams: object) -> Point:
         return Point()
+
+
+def test_no_interrupt_is_lost_in_a_callback_of_the_collector() -> None:
+    """Python code is interrupted at its entry, before it could handle anything, and what a callback raises goes nowhere."""
+    assert not [
+        callback for callback in gc.callbacks if isinstance(callback, FunctionType) and callback.__module__.startswith("xferlib")
+    ]
+
+
+def test_each_thread_knows_its_own_collections() -> None:
+    told: list[bool] = []
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Watched:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            told.append(collects())
+            entered.set()
+            go_on.wait(30)
+
+    def collect() -> None:
+        Watched()
+        gc.collect()
+
+    for _ in range(3):
+        gc.collect()
+        assert not collects()
+        entered.clear()
+        go_on.clear()
+        other = threading.Thread(target=collect)
+        other.start()
+        assert entered.wait(30)
+        # It collects, and this thread does not.
+        assert not collects()
+        go_on.set()
+        other.join(30)
+        assert not collects()
+    assert told == [True] * 3

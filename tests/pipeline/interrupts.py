@@ -51,7 +51,7 @@ def by_signal(seconds: float, call: Callable[[], object]) -> None:
 
     def heard(number: int, frame: FrameType | None) -> None:
         # What is raised in somebody's callback of the collector is lost, and warned of.
-        if not over and (frame is None or frame.f_code.co_name not in ("gc_callback", "_note_collection")):
+        if not over and (frame is None or frame.f_code.co_name != "gc_callback"):
             raise Interrupt
 
     before = signal.signal(signal.SIGALRM, heard)

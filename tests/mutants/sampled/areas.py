@@ -205,7 +205,11 @@ AREAS = {
                 *POOL,
             ),
             "/tickets.py": (*core("ticket*"), *memory("device_pool", "device_pool_failures"), *core("stager_lifetime")),
-            "/reaper.py": (*core("reaper"), *memory("device_pool", "device_pool_failures"), *core("stager_lifetime")),
+            "/reaper.py": (
+                *core("reaper", "foreign_finalizers"),
+                *memory("device_pool", "device_pool_failures"),
+                *core("stager_lifetime"),
+            ),
         },
     ),
     "ownership": Area(

@@ -120,6 +120,8 @@ MUTANTS = [
         "    if _over or get_ident() != _main or collects():\n        return call(*arguments)\n",
         "    return call(*arguments)\n",
     ),
+    (REAPER, "    return _order == _BEGUN and getattr(", "    return getattr("),
+    (REAPER, ' and getattr(_told_here, "start", None) is _told["start"]', ""),
     (DEVICE, "min(behind, SPARES, SPARE_NBYTES // size)", "min(SPARES, SPARE_NBYTES // size)"),
     (DEVICE, "min(behind, SPARES, SPARE_NBYTES // size)", "min(behind, SPARES)"),
     (
