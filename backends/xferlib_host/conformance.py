@@ -19,7 +19,7 @@ from xferlib.protocol import HostStager
 from xferlib_host import Stream, open_stager
 from xferlib_host._stager import NumpyStager
 
-__all__ = ["TestHost"]
+__all__ = ["Gate", "TestHost", "finished"]
 
 WATCHDOG_SECONDS = 20.0
 
@@ -76,7 +76,7 @@ class TestHost(StagerConformance):
     @contextmanager
     def hold_compute(self, stager: HostStager[Any]) -> Iterator[Gate]:
         stream = Stream()
-        with _finished(Gate([stream.submit], stream)) as gate:
+        with finished(Gate([stream.submit], stream)) as gate:
             yield gate
         stream.close()
 
@@ -84,7 +84,7 @@ class TestHost(StagerConformance):
     def hold_copies(self, stager: HostStager[Any], direction: Direction = "both") -> Iterator[Gate]:
         backend = cast("NumpyStager", stager)
         engines = {"h2d": [backend.h2d], "d2h": [backend.d2h], "both": [backend.h2d, backend.d2h]}[direction]
-        with _finished(Gate([engine.submit for engine in engines])) as gate:
+        with finished(Gate([engine.submit for engine in engines])) as gate:
             yield gate
 
     @contextmanager
@@ -155,7 +155,8 @@ class _Interface:
 
 
 @contextmanager
-def _finished(gate: Gate) -> Iterator[Gate]:
+def finished(gate: Gate) -> Iterator[Gate]:
+    """Yield the hold; behind the block it is released, and what it held has ended."""
     try:
         yield gate
     finally:

@@ -17,7 +17,7 @@ typedef struct {
     atomic_int failed;               // What has failed before it, if anything.
 } event;
 
-typedef enum { COPY, RECORD, WAIT, HOLD, BREAK } kind;
+typedef enum { COPY, RECORD, WAIT, HOLD, BREAK, CALL } kind;
 
 typedef struct op {
     struct op *next;
@@ -28,27 +28,45 @@ typedef struct op {
     event *event;
     unsigned target;
     int status;
+    void (*call)(uint64_t);
+    uint64_t given;
 } op;
 
 typedef struct {
     pthread_mutex_t mu;
     pthread_cond_t more;
     op *first, *last;
-    bool over;
+    bool over, ended;
     pthread_t thread;
     atomic_uint holds, released;     // How often.
     atomic_int refused_in, refusal;  // After so many copies one is refused; below zero: none.
-    int broken;                      // Only its thread looks.
+    int broken;                      // Only its thread looks, as at the next.
+    uint64_t drawn;
 } stream;
+
+static void (*_Atomic watch)(uint64_t dst, uint64_t src, uint64_t nbytes);   // Called before each copy.
+static atomic_uint lateness;         // Microseconds by which a stream is late at most.
 
 static void pause_for(long microseconds) {
     struct timespec span = {0, microseconds * 1000};
     nanosleep(&span, NULL);
 }
 
+// Every other time not at all.
+static void be_late(stream *s) {
+    unsigned most = atomic_load(&lateness);
+    if (!most) return;
+    s->drawn ^= s->drawn << 13;
+    s->drawn ^= s->drawn >> 7;
+    s->drawn ^= s->drawn << 17;
+    if (s->drawn & 1) pause_for((s->drawn >> 8) % most);
+}
+
 static void carry_out(stream *s, const op *o) {
+    be_late(s);
     switch (o->kind) {
     case COPY:
+        if (atomic_load(&watch)) atomic_load(&watch)((uint64_t)(uintptr_t)o->dst, (uint64_t)(uintptr_t)o->src, o->nbytes);
         if (!s->broken) memcpy(o->dst, o->src, o->nbytes);
         break;
     case RECORD:
@@ -62,6 +80,7 @@ static void carry_out(stream *s, const op *o) {
         while (atomic_load(&s->released) < o->target) pause_for(50);
         break;
     case BREAK: s->broken = o->status; break;
+    case CALL: o->call(o->given); break;
     }
 }
 
@@ -85,10 +104,15 @@ static int tell(stream *s, op told) {
     if (!o) return NO_MEMORY;
     *o = told;
     pthread_mutex_lock(&s->mu);
-    if (s->last) s->last->next = o;
-    else s->first = o;
-    s->last = o;
-    pthread_cond_signal(&s->more);
+    if (s->ended) {
+        carry_out(s, o);
+        free(o);
+    } else {
+        if (s->last) s->last->next = o;
+        else s->first = o;
+        s->last = o;
+        pthread_cond_signal(&s->more);
+    }
     pthread_mutex_unlock(&s->mu);
     return 0;
 }
@@ -157,6 +181,8 @@ void *device_new_event(void) { return calloc(1, sizeof(event)); }
 void *device_new_stream(void) {
     stream *s = calloc(1, sizeof *s);
     if (!s) return NULL;
+    static atomic_uint made;
+    s->drawn = 88172645463325252u + atomic_fetch_add(&made, 1);
     atomic_store(&s->refused_in, -1);
     pthread_mutex_init(&s->mu, NULL);
     pthread_cond_init(&s->more, NULL);
@@ -165,16 +191,31 @@ void *device_new_stream(void) {
     return NULL;
 }
 
-// When it has done what it was told.
+// When it has done what it was told. It can still be told something, which is done at once: whoever knows its handle may wait in it,
+// or record.
 void device_end_stream(void *which) {
     stream *s = which;
     pthread_mutex_lock(&s->mu);
+    bool over = s->over;
     s->over = true;
     pthread_cond_signal(&s->more);
     pthread_mutex_unlock(&s->mu);
+    if (over) return;
     pthread_join(s->thread, NULL);
-    free(s);
+    pthread_mutex_lock(&s->mu);
+    s->ended = true;
+    pthread_mutex_unlock(&s->mu);
 }
+
+// A function of the host's is called when all that came before is done.
+int device_call(void *which, void (*call)(uint64_t), uint64_t given) {
+    return tell(which, (op){.kind = CALL, .call = call, .given = given});
+}
+
+void device_watch(void (*call)(uint64_t dst, uint64_t src, uint64_t nbytes)) { atomic_store(&watch, call); }
+
+// Streams are late from now on, now and then, by less than so many microseconds.
+void device_be_late(unsigned microseconds) { atomic_store(&lateness, microseconds); }
 
 // What comes into it from now on is not done before it is released once more.
 int device_hold(void *which) {

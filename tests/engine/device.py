@@ -1,22 +1,35 @@
-"""A backend whose pageable memory the engine moves by functions of C, on the CPU: see device.c."""
+"""A backend whose memory the engine moves by functions of C, on the CPU: see device.c.
+
+To the core it is what a GPU's backend is: copies go by the addresses of a driver, in two streams; streams of the user's are told to
+wait for events, and nobody waits for them. All but copies, events and streams is the host backend's.
+"""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
+import itertools
+import os
 import subprocess
-from collections.abc import Iterable
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast, final
 
 import numpy as np
 from xferlib_host import open_stager
+from xferlib_host._memory import MemoryCallError, array_over
+from xferlib_host._stager import _packed, _reach, _source
 from xferlib_host._stream import AllEvents
 
 from tests.engine.build import COMPILER
 from xferlib.engine.native import VERSION, Calls
 from xferlib.protocol import Capabilities, Event, Source, Stream
 
-__all__ = ["FUNCTIONS", "Device", "DeviceError", "DeviceEvent", "DeviceStream", "Driven", "built_device"]
+__all__ = ["FUNCTIONS", "Device", "DeviceError", "DeviceEvent", "DeviceStream", "Driven", "built_device", "the_device"]
 
 SOURCE = Path(__file__).with_name("device.c")
 OPTIONS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Wshadow", "-Wpedantic", "-Werror")
@@ -40,7 +53,11 @@ FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "device_release": (None, (_P,)),
     "device_refuse": (None, (_P, _I, _I)),
     "device_break": (_I, (_P, _I)),
+    "device_call": (_I, (_P, _P, _U64)),
+    "device_be_late": (None, (_U,)),
+    "device_watch": (None, (_P,)),
 }
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def built_device(folder: Path) -> ctypes.CDLL:
@@ -54,6 +71,14 @@ def built_device(folder: Path) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+@functools.cache
+def the_device() -> Device:
+    """Return this process's device."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return Device(built_device(Path(folder.name)))
 
 
 class DeviceError(Exception):
@@ -82,6 +107,11 @@ class Device:
     def stream(self) -> DeviceStream:
         return DeviceStream(self, self.library.device_new_stream())
 
+    def watch(self, call: Callable[[int, int, int], None]) -> None:
+        """Have it called before each copy, with target, source and bytes, on the stream's thread. One for the process."""
+        self._watch = ctypes.CFUNCTYPE(None, _U64, _U64, _U64)(call)
+        self.library.device_watch(self._watch)
+
     def calls(self) -> Calls:
         addresses = {name: ctypes.cast(getattr(self.library, f"device_{name}"), ctypes.c_void_p) for name in DRIVER}
         return Calls(version=VERSION, nbytes=ctypes.sizeof(Calls), context=1, not_ready=NOT_READY, relaxed=RELAXED, **addresses)
@@ -106,22 +136,23 @@ class DeviceEvent:
         check(self.device.library.device_synchronize(self.handle))
 
     def stream_wait(self, stream: object | None = None) -> Stream | None:
-        if stream is None:
+        on = resolved(stream)
+        if on is None:
             # A thread of the host is a stream itself.
             self.synchronize()
             return None
-        on = cast("DeviceStream", stream)
         on.wait(self)
         return Stream(on.handle, on)
 
 
 @final
 class DeviceStream:
-    """A stream, which is held or broken by the test."""
+    """A stream, which is held or broken by the test. Inside `with stream:` it is the calling thread's current one."""
 
     def __init__(self, device: Device, handle: int) -> None:
         self.device = device
         self.handle = handle
+        self._pid = os.getpid()
 
     def record(self) -> DeviceEvent:
         event = self.device.event()
@@ -130,6 +161,22 @@ class DeviceStream:
 
     def wait(self, event: Event) -> None:
         check(self.device.library.device_wait(self.handle, cast("DeviceEvent", event).handle, 0))
+
+    def submit(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Call when all that came before is done."""
+        number = next(_numbers)
+        _calls[number] = partial(call, *arguments)
+        check(self.device.library.device_call(self.handle, _MAKE, number))
+
+    def synchronize(self) -> None:
+        self.record().synchronize()
+
+    def __enter__(self) -> DeviceStream:
+        _entered().append(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        _entered().pop()
 
     def hold(self) -> None:
         """Have nothing that comes now done, until `release`."""
@@ -148,7 +195,37 @@ class DeviceStream:
 
     def close(self) -> None:
         """Wait until it has done what it was told."""
-        self.device.library.device_end_stream(self.handle)
+        if os.getpid() == self._pid:
+            # Without the interpreter's lock: what it was told may be a call.
+            self.device.library.device_end_stream(self.handle)
+
+
+_numbers = itertools.count(1)
+_calls: dict[int, Callable[[], object]] = {}
+_local = threading.local()
+
+
+def _make(number: int) -> None:
+    _calls.pop(number)()
+
+
+_MAKE_NATIVE = ctypes.CFUNCTYPE(None, _U64)(_make)
+_MAKE = ctypes.cast(_MAKE_NATIVE, _P)
+
+
+def _entered() -> list[DeviceStream]:
+    stack: list[DeviceStream] = vars(_local).setdefault("entered", [])
+    return stack
+
+
+def resolved(stream: object | None) -> DeviceStream | None:
+    """Return the stream that `stream=` names; for None the calling thread's current one, or None where there is none."""
+    if stream is None:
+        entered = _entered()
+        return entered[-1] if entered else None
+    if not isinstance(stream, DeviceStream):
+        raise TypeError(f"expected a DeviceStream, got {stream!r}")
+    return stream
 
 
 @final
@@ -176,11 +253,11 @@ class Driven:
     """The host backend, with its copies, events and order on such a device."""
 
     name: Final = "driven"
-    capabilities: Final = Capabilities(register=True, streams=True, put_into=True)
+    capabilities: Final = Capabilities(register=True, streams=True, put_into=True, mapped=True)
+    failures: Final[tuple[type[Exception], ...]] = (DeviceError, MemoryCallError)
 
     def __init__(self, device: Device) -> None:
         self.inner = open_stager()
-        self.failures: tuple[type[Exception], ...] = (DeviceError, *self.inner.failures)
         self.h2d, self.d2h = device.stream(), device.stream()
         self.driver_calls = DeviceCalls(device, (self.h2d.handle, self.d2h.handle))
         self._library = device.library
@@ -207,22 +284,38 @@ class Driven:
         self.d2h.wait(after)
 
     def check_stream(self, stream: object) -> None:
-        if not isinstance(stream, DeviceStream):
-            raise TypeError(f"expected a DeviceStream, got {stream!r}")
+        resolved(stream)
 
-    def place(self, array: np.ndarray[Any, Any], stream: object | None = None) -> Source:
-        return self.inner.place(array)
+    def as_mapped(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, stream: object | None, lease: object
+    ) -> tuple[Array, Stream | None]:
+        on = resolved(stream)
+        return array_over(address, shape, dtype, lease=lease), None if on is None else Stream(on.handle, on)
+
+    def place(self, array: Array, stream: object | None = None) -> Source:
+        if isinstance(array, np.generic):
+            array = np.asarray(array)
+        self.inner._check_array(array)
+        if array.flags.c_contiguous:
+            return _source(array)
+        packed = _packed(array, cast("Any", resolved(stream)))
+        return Source(*_source(packed)[:2], (packed, array), _reach(array))
 
     def mark(self, stream: object | None = None) -> Event | None:
-        return None if stream is None else cast("DeviceStream", stream).record()
+        on = resolved(stream)
+        return None if on is None else on.record()
 
-    def as_source(self, array: np.ndarray[Any, Any], stream: object | None = None) -> Source:
+    def copied(self, arrays: Sequence[Array], stream: object | None = None) -> list[Array]:
+        on: Any = resolved(stream)
+        return [_packed(array, on) for array in map(np.asarray, arrays)]
+
+    def as_source(self, array: Array, stream: object | None = None) -> Source:
         source, after = self.place(array, stream), self.mark(stream)
         if after is not None:
             self.order_d2h(after)
         return source
 
-    def as_target(self, array: np.ndarray[Any, Any], stream: object | None = None) -> Source:
+    def as_target(self, array: Array, stream: object | None = None) -> Source:
         target, after = self.inner.as_target(array), self.mark(stream)
         if after is not None:
             self.order_h2d(after)

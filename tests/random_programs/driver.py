@@ -49,6 +49,8 @@ class Driver:
         self._live: dict[int, int] = {}
         self._starts: list[int] = []
         self._locked: dict[int, int] = {}
+        self.calls = 0
+        """How often memory was allocated, freed, locked or unlocked."""
 
     # Device memory.
 
@@ -56,6 +58,7 @@ class Driver:
         """Return the address of new memory, what was freed last where that is large enough."""
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
+            self.calls += 1
             self._settle()
             for index in range(len(self._free) - 1, -1, -1):
                 start, free = self._free[index]
@@ -71,6 +74,7 @@ class Driver:
 
     def free(self, address: int) -> None:
         """Free memory, on any thread, in a finalizer, too."""
+        self.calls += 1
         end = self._live.pop(address, None)
         if end is None:
             self.violations.append("device memory was freed that is not allocated, or was freed before")
@@ -102,15 +106,25 @@ class Driver:
         if address + nbytes > end:
             self.violations.append(f"{what} of {nbytes} bytes of device memory that is freed, or of two allocations")
 
+    def check_copy(self, dst: int, src: int, nbytes: int) -> None:
+        """Note a copy that goes, or comes, where it must not: looked at as it is run, whoever has started it."""
+        what = "a copy by the engine was run"
+        for device, host in ((dst, src), (src, dst)):
+            if any(low <= device < high for low, high in list(self._bounds)):
+                self.check_device(device, nbytes, what)
+                self.check_host(host, nbytes, what)
+
     # Host memory.
 
     def lock(self, address: int, nbytes: int, refused: type[Exception]) -> None:
         with self._lock:
             if any(start < address + nbytes and address < end for start, end in self._locked.copy().items()):
                 raise refused("this memory is page-locked already")
+            self.calls += 1
             self._locked[address] = address + nbytes
 
     def unlock(self, address: int) -> None:
+        self.calls += 1
         if self._locked.pop(address, None) is None:
             self.violations.append("host memory was unlocked that is not locked")
 

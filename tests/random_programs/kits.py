@@ -17,14 +17,15 @@ import numpy as np
 import xferlib
 from tests.random_programs.canary import ArenaCanary, Canary, CupyCanary, DriverCanary, JaxCanary, NumbaCanary, NumpyCanary
 from tests.random_programs.content import EXTENSIONS, Array, dtype_named, viewed
-from tests.random_programs.driver import StrictStager
+from tests.random_programs.driver import DRIVER, StrictStager
 from xferlib.registry import companion
 
 __all__ = ["NAMES", "Kit", "kit_named"]
 
-NAMES = ("host", "jax", "cupy", "numba")
+NAMES = ("host", "driven", "jax", "cupy", "numba")
 SLICED_BY_NUMBA = 4096
 """Elements."""
+LATE_MICROSECONDS = 200
 PLAIN = ("bool", "int8", "uint8", "int16", "int32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
 
 
@@ -48,9 +49,12 @@ class Kit(ABC):
     def __init__(self) -> None:
         module = companion(self.name, "conformance")
         (hooks,) = [kind for name, kind in vars(module).items() if name.startswith("Test") and kind.__module__ == module.__name__]
-        self.hooks: Any = hooks()
-        self.opener: Any = import_module(module.__name__.rpartition(".")[0]).open_stager
-        with xferlib.stager(self.name) as stager:
+        self._take(hooks(), import_module(module.__name__.rpartition(".")[0]).open_stager)
+
+    def _take(self, hooks: Any, opener: Any) -> None:
+        self.hooks: Any = hooks
+        self.opener: Any = opener
+        with xferlib.stager(opener()) as stager:
             self.flags = stager.capabilities
             self.on_gpu = stager.on_gpu
             self.dtypes = tuple(name for name in (*PLAIN, *EXTENSIONS) if _is_taken(stager.backend, name))
@@ -153,7 +157,6 @@ class Kit(ABC):
         return nullcontext()
 
 
-@final
 class HostKit(Kit):
     name = "host"
     has_current = True
@@ -187,6 +190,26 @@ class HostKit(Kit):
 
     def foreign(self, values: Array, layout: str) -> Any:
         return laid_out(values, layout)
+
+
+@final
+class DrivenKit(HostKit):
+    """The host's, where the engine calls a driver by the addresses of its functions. Copies, streams and events are often late."""
+
+    name = "driven"
+
+    def __init__(self) -> None:
+        from tests.engine.conformance import TestDriven
+        from tests.engine.device import Driven, the_device
+
+        self.device = the_device()
+        self._take(TestDriven(), lambda: Driven(self.device))
+        self.canaries = {"numpy": NumpyCanary, "arena": ArenaCanary}
+        self.device.watch(DRIVER.check_copy)
+        self.device.library.device_be_late(LATE_MICROSECONDS)
+
+    def stream(self) -> Any:
+        return self.device.stream()
 
 
 @final
@@ -397,5 +420,5 @@ def _is_taken(backend: Any, name: str) -> bool:
 @functools.cache
 def kit_named(name: str) -> Kit:
     """Return this process's kit for a backend. Raises `BackendUnavailableError` where it cannot be opened."""
-    kinds: dict[str, type[Kit]] = {kind.name: kind for kind in (HostKit, JaxKit, CupyKit, NumbaKit)}
+    kinds: dict[str, type[Kit]] = {kind.name: kind for kind in (HostKit, DrivenKit, JaxKit, CupyKit, NumbaKit)}
     return kinds[name]()

@@ -1,4 +1,5 @@
-"""Random programs in CI: on the host and, where JAX can be imported, on its CPU; new ones each day, and all that ever failed."""
+"""Random programs in CI: on the host, on a device of C and, where JAX can be imported, on its CPU; new ones each day, and all that
+ever failed."""
 
 from __future__ import annotations
 
@@ -11,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.build import COMPILER
 from tests.random_programs.program import Program
 from tests.random_programs.shrink import shrink
 from tests.random_programs.supervise import Failure, Runner
 
 HERE = Path(__file__).parent
-SECONDS = float(os.environ.get("XFERLIB_RANDOM_PROGRAMS_SECONDS", "45"))
+SECONDS = float(os.environ.get("XFERLIB_RANDOM_PROGRAMS_SECONDS", "30"))
 """For new programs of each backend."""
 SHRINK_SECONDS = 30.0
 BACKENDS = [
     "host",
+    pytest.param("driven", marks=pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")),
     pytest.param("jax", marks=pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")),
 ]
 

@@ -1,0 +1,82 @@
+"""The hooks by which the conformance suite looks at the backend of device.py: the host backend's, on the streams of the device.
+
+Memory is a strict driver's: see tests/random_programs/driver.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast, final
+
+import numpy as np
+from xferlib_host import conformance as host
+
+from tests.engine.device import Array, DeviceStream, Driven, the_device
+from tests.random_programs.driver import DRIVER, StrictStager
+from xferlib.conformance import Direction, StagerConformance
+from xferlib.protocol import HostStager
+
+__all__ = ["TestDriven"]
+
+BROKEN = 700
+
+
+@final
+class TestDriven(StagerConformance):
+    def open(self) -> HostStager[Any]:
+        strict: Any = StrictStager(Driven(the_device()), locks=True)
+        return cast("HostStager[Any]", strict)
+
+    def from_numpy(self, values: Array) -> Array:
+        return values.copy()
+
+    def to_numpy(self, array: Array) -> Array:
+        return array.copy()
+
+    @contextmanager
+    def hold_compute(self, stager: HostStager[Any]) -> Iterator[host.Gate]:
+        stream: Any = the_device().stream()
+        with host.finished(host.Gate([stream.submit], stream)) as gate:
+            yield gate
+        stream.close()
+
+    @contextmanager
+    def hold_copies(self, stager: HostStager[Any], direction: Direction = "both") -> Iterator[host.Gate]:
+        backend = cast("Driven", stager)
+        streams = {"h2d": [backend.h2d], "d2h": [backend.d2h], "both": [backend.h2d, backend.d2h]}[direction]
+        with host.finished(host.Gate([stream.submit for stream in streams])) as gate:
+            yield gate
+
+    @contextmanager
+    def held_array(self, stager: HostStager[Any], values: Array) -> Iterator[host.Gate]:
+        with self.hold_compute(stager) as gate:
+            gate.array = np.zeros_like(values)
+            cast("DeviceStream", gate.stream).submit(np.copyto, gate.array, values.copy())
+            yield gate
+
+    read_later = host.TestHost.read_later
+
+    @contextmanager
+    def break_copies(self, stager: HostStager[Any]) -> Iterator[None]:
+        backend = cast("Driven", stager)
+        backend.h2d.break_with(BROKEN)
+        backend.d2h.break_with(BROKEN)
+        yield
+
+    def memory_calls(self, stager: HostStager[Any]) -> int:
+        return DRIVER.calls + sum(cast("Driven", stager).inner.memory.calls())
+
+    def page_locked(self, address: int) -> bool:
+        return DRIVER.is_locked(address)
+
+    def write(self, array: Array, values: Array) -> None:
+        stream = the_device().stream()
+        stream.submit(np.copyto, array, values)
+        stream.close()
+
+    def current(self, stream: object) -> AbstractContextManager[object]:
+        return cast("DeviceStream", stream)
+
+    layouts = host.TestHost.layouts
+    aliases = host.TestHost.aliases
