@@ -124,7 +124,7 @@ class ByteReader:
                     end += span.nbytes
                 event = self._d2h.add(end, (out,), sources)
             except BaseException:
-                self._d2h.settle((sources, out))
+                self._d2h.settle((sources, out), (out,), sources)
                 raise
         return Transfer(out[:end], event, self._failures, True)
 

@@ -249,7 +249,7 @@ class DeviceToHost:
             self._backend.copy_d2h(address, source.address, nbytes)
             event = self._d2h.add(nbytes, (out,), (source,), looked=looks)
         except BaseException:
-            self._d2h.settle((source, out))
+            self._d2h.settle((source, out), (out,), (source,))
             raise
         return Transfer(out if spec is None else unflatten(spec, (out,)), event, self._failures, True, None, self._table)
 
@@ -356,7 +356,7 @@ class DeviceToHost:
                 # Results that were pinned from the start are counted already.
                 event = self._d2h.add(sum([array.nbytes for _, array in pageable]), outs, sources, looked=looked)
         except BaseException:
-            self._d2h.settle((sources, outs))
+            self._d2h.settle((sources, outs), outs, sources)
             raise
         assert event is not None
         return event, self._failures

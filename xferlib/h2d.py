@@ -190,7 +190,7 @@ class HostToDevice:
                 self._copy_h2d(block.address, address, nbytes)
                 event = self._h2d.add(nbytes, (array,))
             except BaseException:
-                self._h2d.settle((array, lease))
+                self._h2d.settle((array, lease), (array,))
                 raise
         else:
             event = self._begin_staged(block.address, array, address, lease, ())
@@ -227,7 +227,7 @@ class HostToDevice:
                 self._copy_h2d(place[0], address, nbytes)
                 event = self._h2d.add(nbytes, (array,), places)
             except BaseException:
-                self._h2d.settle((array, place))
+                self._h2d.settle((array, place), (array,), places)
                 raise
         else:
             event = self._begin_staged(place[0], array, address, place, places)
@@ -323,7 +323,7 @@ class HostToDevice:
             # then overwrite it.
             copy = self._staging.borrow(staged, until_started=leases, beside=pinned)
         except BaseException:
-            self._h2d.settle((pinned, leases))
+            self._h2d.settle((pinned, leases), pinned)
             raise
 
         def make() -> Any:
@@ -433,7 +433,7 @@ class HostToDevice:
             # Staged leaves are the caller's again as soon as they are staged; pinned ones are not.
             event = self._h2d.add(nbytes, pinned, places, fills[-1].memory if fills else None)
         except BaseException:
-            self._h2d.settle((pinned, target, fills[-1].memory if fills else None))
+            self._h2d.settle((pinned, target, fills[-1].memory if fills else None), pinned, places)
             raise
         finally:
             if fills:

@@ -150,31 +150,32 @@ class InFlight:
             self.reap(newest=asked)
         return asked, event
 
-    def settle(self, keepalive: object) -> bool:
+    def settle(self, keepalive: object, host: Sequence[Array] = (), device: Sequence[Source] = ()) -> bool:
         """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
 
+        If the wait is interrupted, what may still be read or written is in flight as ever: `host`, `device`, see `Entry`.
         A finalizer on a thread that makes the copies does not wait, since it would wait for itself: `keepalive` is held meanwhile.
         """
         try:
-            event = self.add(0, (), (), keepalive)
+            event = self.add(0, host, device, keepalive)
         except self._failures:
             # Better to lose the memory than to have it written under its next owner.
             self._stuck.append(keepalive)
             return False
         except BaseException:
-            self._hold(keepalive)
+            self._hold(keepalive, host, device)
             raise
         if not is_copy_thread():
             with suppress(*self._failures):
                 event.synchronize()
         return True
 
-    def _hold(self, keepalive: object) -> None:
+    def _hold(self, keepalive: object, host: Sequence[Array], device: Sequence[Source]) -> None:
         """Hold it until nobody uses it, though `settle` was interrupted, or met what the backend does not name: else for good."""
         if any(entry.keepalive is keepalive for entry in self.entries()):
             return
         try:
-            self.add(0, (), (), keepalive)
+            self.add(0, host, device, keepalive)
         except BaseException:
             self._stuck.append(keepalive)
 

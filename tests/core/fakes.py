@@ -82,6 +82,40 @@ def tampered(**replaced: Any) -> Any:
     return Tampered(replaced)
 
 
+class Interrupted:
+    """An event, with an interrupt for each of the first waits."""
+
+    def __init__(self, event: Any, interrupts: list[None]) -> None:
+        self._event = event
+        self._interrupts = interrupts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._event, name)
+
+    def synchronize(self) -> None:
+        if self._interrupts:
+            self._interrupts.pop()
+            raise KeyboardInterrupt
+        self._event.synchronize()
+
+
+def interrupted_twice(direction: str) -> tuple[Any, list[None]]:
+    """Return a host backend with an interrupt behind the start of its first copy, and one in the first wait; and those to come."""
+    interrupts: list[None] = [None, None]
+
+    def copy(*arguments: int) -> None:
+        getattr(backend.inner, f"copy_{direction}")(*arguments)
+        if len(interrupts) == 2:
+            interrupts.pop()
+            raise KeyboardInterrupt
+
+    def record() -> Any:
+        return Interrupted(getattr(backend.inner, f"record_{direction}")(), interrupts)
+
+    backend = tampered(**{f"copy_{direction}": copy, f"record_{direction}": record})
+    return backend, interrupts
+
+
 class Gated:
     """A host backend of which copies to the device stop at a gate before they start: all, or those for which `when` is true.
 

@@ -14,7 +14,7 @@ import pytest
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import held, on_thread, until
+from tests.core.fakes import held, interrupted_twice, on_thread, until
 from xferlib.byte_reader import ByteReader, Span
 from xferlib.latch import note_copy_thread
 from xferlib.stager import Stager
@@ -97,6 +97,25 @@ def test_a_copy_that_was_started_is_waited_for_once_the_reader_is_closed(stager:
         gate.set()
     putting.result(20)
     assert found.result().view(np.float32).tolist() == list(range(1000))
+
+
+def test_a_read_that_is_interrupted_and_interrupted_again_as_it_settles_is_waited_for() -> None:
+    backend, interrupts = interrupted_twice("d2h")
+    array = np.arange(1000.0)
+    with xferlib.stager(backend) as stager:
+        with held(backend.inner.d2h) as gate:
+            with stager.reader(array) as reader:
+                out = reader.empty(array.nbytes)
+                with pytest.raises(KeyboardInterrupt):
+                    reader.read([Span(0, 0, array.nbytes)], out)
+            del reader
+            transfer = stager.put(np.zeros(1000), into=array)
+            with pytest.raises(TimeoutError):
+                transfer.result(0.1)
+            gate.set()
+            transfer.result(10)
+        assert (out.view(np.float64) == np.arange(1000.0)).all()
+        assert interrupts == []
 
 
 def test_other_puts_do_not_wait(stager: Stager) -> None:

@@ -199,17 +199,35 @@ def test_a_table_that_another_thread_adds_to_meanwhile_is_looked_at_as_a_whole()
     assert [entry.event for entry in queue.entries()] == points[2:]
 
 
-def test_small_transfers_are_asked_about_only_now_and_then() -> None:
+Add = Callable[[InFlight], object]
+ADDS: dict[str, Add] = {"add": lambda queue: queue.add(1, ()), "add_numbered": lambda queue: queue.add_numbered(1, (), None)}
+adds = pytest.mark.parametrize("add", ADDS.values(), ids=ADDS)
+
+
+@adds
+def test_small_transfers_are_asked_about_only_now_and_then(add: Add) -> None:
     points = [Point(reached=True) for _ in range(LOOK_EVERY)]
     queue = queue_of(*points)
     for _ in range(LOOK_EVERY - 1):
-        queue.add(1, ())
+        add(queue)
     assert sum(point.asked for point in points) == 0
-    queue.add(1, ())
+    add(queue)
     assert not queue.wait_oldest()
 
 
-def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_start() -> None:
+@adds
+def test_the_one_that_has_just_started_is_not_asked_about(add: Add) -> None:
+    points = [Point() for _ in range(10 * LOOK_EVERY)]
+    queue = queue_of(*points)
+    for point in points:
+        add(queue)
+        assert point.asked == 0
+        point.reached = True
+        queue.reap()
+
+
+@adds
+def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_start(add: Add) -> None:
     points = [Point() for _ in range(10 * LOOK_EVERY)]
     queue = queue_of(*points)
     looks = 0
@@ -217,7 +235,7 @@ def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_
         before = sum(point.asked for point in points)
         # One ends with each that starts, from the tenth on.
         points[max(0, number - 10)].reached = number >= 10
-        queue.add(1, ())
+        add(queue)
         looks += sum(point.asked for point in points) > before
     assert looks == 10
 
@@ -392,6 +410,32 @@ def test_what_settle_keeps_is_held_as_it_waits_and_is_nothing_that_a_copy_reads(
     assert entry.keepalive is thing
     assert not entry.uses_device(Source(0, 1 << 40, None))
     assert not entry.uses_host(0, 1 << 40)
+
+
+@pytest.mark.parametrize("interrupts", [0, 1])
+def test_what_a_copy_uses_is_in_use_behind_an_interrupt_of_settle(interrupts: int) -> None:
+    """It is asked for by whoever would write it again, or unlock it, as long as the copy goes on."""
+
+    class Interrupted(Point):
+        def synchronize(self) -> None:
+            raise KeyboardInterrupt
+
+    point, array, left = Interrupted(), np.zeros(10, np.uint8), iter([KeyboardInterrupt] * interrupts)
+
+    def record() -> Point:
+        for interrupt in left:
+            raise interrupt
+        return point
+
+    queue = InFlight(record, (OSError,))
+    with pytest.raises(KeyboardInterrupt):
+        queue.settle(None, (array,), (Source(1 << 40, 10, None),))
+    (entry,) = queue.entries()
+    assert entry.uses_host(array.ctypes.data + 9, 1)
+    assert entry.uses_device(Source((1 << 40) + 9, 1, None))
+    point.reached = True
+    queue.reap()
+    assert not queue.busy
 
 
 def test_a_forked_child_lets_go_of_nothing_that_was_in_flight_in_its_parent() -> None:

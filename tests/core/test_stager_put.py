@@ -329,9 +329,12 @@ def test_a_stream_that_is_refused_starts_nothing(stream: str) -> None:
     for name in ("copy_h2d", "copy_d2h", "alloc_device", "alloc_pinned"):
         setattr(backend, name, lambda *args, name=name: started.append(name))
     with xferlib.stager(backend) as stager:
-        x = np.ones(100)
+        x, large = np.ones(100), np.ones(1 << 18)
         moves: list[Callable[[], object]] = [
             lambda: stager.put(x, stream=bad),
+            lambda: stager.put([x, x], stream=bad),
+            lambda: stager.put([x, large], stream=bad),
+            lambda: stager.put(large, borrow=True, stream=bad),
             lambda: stager.put(x, into=np.zeros(100), stream=bad),
             lambda: stager.put([x], into=[np.zeros(100)], stream=bad),
             lambda: stager.get(x, stream=bad),

@@ -14,7 +14,7 @@ from xferlib_host import Stream
 from xferlib_host._stream import CopyError
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
+from tests.core.fakes import held, interrupted_twice, on_thread, tampered
 from tests.pipeline.steps import PATIENCE, busy, d2h, h2d, until
 from xferlib.memory.mapped import Views
 from xferlib.pipeline import ends
@@ -274,3 +274,21 @@ def test_closing_does_not_wait_for_what_others_use_and_they_keep_it(stager: xfer
             stager.empty_pinned(SIZE, np.uint8)[:] = 2
         gate.set()
     assert (transfer.result() == 1).all()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("way", ["put", "get"])
+def test_a_transfer_that_is_interrupted_and_interrupted_again_as_it_settles(way: str, alone: bool) -> None:
+    backend, interrupts = interrupted_twice("h2d" if way == "put" else "d2h")
+    spec = SPEC if alone else {**SPEC, "y": ((4,), np.uint8)}
+    with xferlib.stager(backend) as stager, xferlib.Ring(stager, spec, slots=1) as ring:
+        slot = filled(ring, 1)
+        device = {name: np.full(shape, 7, np.uint8) for name, (shape, _) in spec.items()}
+        with held((h2d if way == "put" else d2h)(stager)) as gate:
+            with pytest.raises(KeyboardInterrupt):
+                slot.put() if way == "put" else stager.get(device, out=slot.tree)
+            assert interrupts == []
+            slot.release()
+            following = waiting(ring)
+            gate.set()
+            assert following.result(PATIENCE)["x"].nbytes == SIZE

@@ -77,7 +77,7 @@ class BounceBuffers:
             if kept:
                 self._slots[size].append((address, memory, number, True))
         except BaseException:
-            self._h2d.settle((target, fills[-1].memory if fills else None))
+            self._h2d.settle((target, fills[-1].memory if fills else None), (), places)
             raise
         finally:
             # As in `begin`.
