@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import tempfile
 import weakref
@@ -17,6 +18,7 @@ from xferlib_host._stream import CopyError
 
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread, tampered
+from tests.core.points import interrupted_at
 from xferlib.engine.lanes import Lane
 from xferlib.errors import AllocationError, CapabilityError, TransferError
 from xferlib.memory.blocks import HostBlock
@@ -427,6 +429,58 @@ def test_while_the_engine_has_no_chunk_it_takes_all_and_gets_one(stager: xferlib
         stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
         assert len(jobs) == engine
     assert len(stager._staging._small_gets._idle) == 1
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_interrupt_at_any_point_loses_the_short_way_for_no_longer_than_a_get(jobs: list[Any], first: bool) -> None:
+    files = ("staging/small_gets.py", "staging/pageable.py", "xferlib/in_flight.py")
+    with opened() as stager:
+        small = stager._staging._small_gets
+        for point in itertools.count(1):
+            if first:
+                # The engine gets a chunk, and small gets their memory, in the one that is interrupted.
+                assert stager._staging._lanes[1].release()
+                small.release()
+            cut = interrupted_at(point, files, lambda: stager.get(ramp(64), out=np.zeros(64, np.uint8)))
+            stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
+            # What a copy that was cut off still needs.
+            stager._ledger.wait_all()
+            stager._ledger.reap()
+            stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
+            jobs.clear()
+            out = np.zeros(64, np.uint8)
+            assert stager.get(ramp(64), out=out).done()
+            assert np.array_equal(out, ramp(64))
+            assert not jobs, point
+            assert len(small._idle) == 1
+            if not cut:
+                break
+        assert point > 20
+        stager._ledger.reap()
+        stager.trim()
+        assert not stager._pool.nbytes
+
+
+def test_a_copy_that_could_not_be_started_costs_the_short_way_for_no_longer_than_a_get(jobs: list[Any]) -> None:
+    refusals = Refusals("copy_d2h")
+    with opened(refusals.backend) as stager:
+        refusals.left["copy_d2h"] = 0
+        with pytest.raises(TransferError, match="refused"):
+            stager.get(ramp(64), out=np.zeros(64, np.uint8))
+        del refusals.left["copy_d2h"]
+        stager._ledger.reap()
+        stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
+        jobs.clear()
+        assert stager.get(ramp(64), out=np.zeros(64, np.uint8)).done()
+        assert not jobs
+
+
+def test_memory_that_went_back_for_others_is_not_taken_from_them_again(stager: xferlib.Stager) -> None:
+    small = stager._staging._small_gets
+    assert small.release()
+    assert not small.is_lost
+    stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
+    assert not small._idle
 
 
 def test_where_no_memory_can_be_had_for_small_gets_the_engine_takes_all(jobs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ class HostBlock:
     `held` goes with the last array over them: a ticket, by which their owner takes them back, and perhaps what keeps them alive.
     """
 
-    __slots__ = ("__array_interface__", "_held", "address", "nbytes")
+    __slots__ = ("__array_interface__", "__weakref__", "_held", "address", "nbytes")
 
     def __init__(self, address: int, nbytes: int, held: object) -> None:
         self.address = address

@@ -8,8 +8,9 @@ come when it comes, and the engine makes another one.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, final
 
@@ -75,6 +76,13 @@ class SmallGets:
         # Changed in single steps: a finalizer may get while its thread is in here.
         self._idle: deque[tuple[HostBlock, Event | None]] = deque()
         """One block, with the event of a copy that was given up, after which it may be used again; or none, while it is in use."""
+        self._block: Callable[[], HostBlock | None] | None = None
+        """Returns the block while anybody has it; None: there is to be none."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an interrupt, or a copy that could not be started, has cost the memory: `prepare` again."""
+        return self._block is not None and self._block() is None
 
     def takes(self, transfers: Sequence[tuple[int, Array]]) -> bool:
         """Tell whether a get is small, and comes from a thread that may wait: a finalizer on one that makes copies may not."""
@@ -87,11 +95,16 @@ class SmallGets:
             return
         fill = Fill()
         try:
+            # Until it is noted an interrupt loses it.
+            self._block = _nothing
             # Counts as in flight before another thread finds neither room nor anything to wait for.
             with suppress(AllocationError):
                 block = self._pool.try_take(self._nbytes, lambda: self._jobs.add(fill))
                 if block is not None:
+                    self._block = weakref.ref(block)
                     self._idle.append((block, None))
+                    return
+            self._block = None
         finally:
             fill.over = True
             self._jobs.remove(fill)
@@ -136,6 +149,8 @@ class SmallGets:
     def release(self) -> bool:
         """Give idle memory back to the pool, and tell whether there was any."""
         found = bool(self._idle)
+        if found:
+            self._block = None
         self._idle.clear()
         return found
 
@@ -147,10 +162,14 @@ class SmallGets:
                 start += round_up(array.nbytes, ALIGNMENT)
             return self._d2h.add(0, (), sources, block, looked=True)
         except BaseException:
-            self._d2h.settle((block, sources))
+            self._d2h.settle((block, sources), (), sources)
             raise
         finally:
             del block
+
+
+def _nothing() -> None:
+    return None
 
 
 def _comes(event: Event | None, seconds: float) -> bool:
