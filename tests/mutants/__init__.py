@@ -6,5 +6,5 @@
 - `sampled`: any line is wrong, drawn by a seed or written by a reader who has not seen the tests. The area's tests find it:
   `python -m tests.mutants.sampled`.
 
-pytest runs the first two, and a few of the third.
+pytest runs the first two, and a few of the third. `test_places` looks that each written one still has its place.
 """

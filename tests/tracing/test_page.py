@@ -14,6 +14,7 @@ from tests.tracing.browser import Page, chromium
 from tests.tracing.tables import call, copy, kernel, ms, recording
 from xferlib.tracing.events import Recording
 from xferlib.tracing.page import page, write
+from xferlib.tracing.rows import MOST_LEVELS
 
 KINDS = ("kernel", "h2d", "d2h", "gap", "wait")
 
@@ -141,6 +142,12 @@ def test_events_that_overlap_in_a_row_are_in_lanes() -> None:
     told = data_of(page(recording(call("put", 0, 10), call("issue", 1, 3), call("issue", 4, 6), call("wait", 4, 5), kernel(0, 1))))
     (host,) = [row for row in told["rows"] if row["group"] == "host"]
     assert [[told["strings"][kind] for kind in lane["k"]] for lane in host["lanes"]] == [["put"], ["issue", "issue"], ["wait"]]
+
+
+def test_more_that_overlap_than_there_are_lanes_are_one_mark_with_all_their_bytes() -> None:
+    found = list(marks(data_of(page(recording(*(copy(at, 100 + at, nbytes=1 << 20) for at in range(MOST_LEVELS + 2)))))))
+    assert [mark["events"] for mark in found] == [1] * (MOST_LEVELS - 1) + [3]
+    assert found[-1]["nbytes"] == 3 << 20
 
 
 def test_a_page_of_nothing() -> None:

@@ -127,8 +127,16 @@ AREAS = {
                 *memory("device_pool"),
                 "tests/core/test_pageable_warning.py",
                 *LAWS,
+                *pipeline("ring_reuse"),
             ),
-            "/d2h.py": (*GETS, *JOBS, *memory("pinned_pool_results"), *core("second_leaf", "bad_input", "in_flight"), *LAWS),
+            "/d2h.py": (
+                *GETS,
+                *JOBS,
+                *memory("pinned_pool_results"),
+                *core("second_leaf", "bad_input", "in_flight"),
+                *LAWS,
+                *pipeline("ring_reuse"),
+            ),
             "/transfer.py": (*core("transfer"), *staging("borrow"), *core("stager_get"), *LAWS),
             "/checks.py": (
                 *core("bad_input", "put_into", "stager_put", "stager_get", "tracebacks"),

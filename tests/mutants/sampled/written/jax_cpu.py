@@ -48,7 +48,11 @@ MUTANTS = [
     (READING, "            for number in numbers:\n", "            for number in numbers[:1]:\n"),
     (MEMORY, "if address in self._pages or self._ends.pop(address, None) is None:", "if self._ends.pop(address, None) is None:"),
     (MEMORY, "if any(start < end and address < stop for", "if any(start <= end and address < stop for"),
-    (CPU, "            if strides is None:\n", "            if strides is None or array.ndim > 2:\n"),
+    (
+        CPU,
+        "if address is None and exported(capsule).strides is None:",
+        "if address is None and (array.ndim > 2 or exported(capsule).strides is None):",
+    ),
     (ARRAYS, "    if found != device:", "    if found.platform != device.platform:"),
     (ARRAYS, "            if len(self._shardings) >= MOST_SHARDINGS:\n", "            if False:\n"),
     (

@@ -17,6 +17,9 @@ MUTANTS = [
     # A finalizer waits for the thread that it runs on.
     (INFLIGHT, "        if is_copy_thread():\n            return False\n", ""),
     (INFLIGHT, "others = [] if is_copy_thread() else [", "others = ["),
+    # What a failed start has left under way is used, and nobody knows.
+    (INFLIGHT, "event = self.add(0, host, device, keepalive)", "event = self.add(0, (), (), keepalive)"),
+    (INFLIGHT, "            self.add(0, host, device, keepalive)", "            self.add(0, (), (), keepalive)"),
     # What is done is held.
     (INFLIGHT, "return gone, gone is not entries", "return gone, False"),
     (INFLIGHT, "near + 1, len(entries))", "near + 1, near + 1)"),
@@ -26,9 +29,11 @@ MUTANTS = [
     (INFLIGHT, "if near < len(entries) and self._ended(entries[near]):", "if False:"),
     (INFLIGHT, "entries = self._oldest(FEW)", "entries = self.entries()"),
     (INFLIGHT, "entries[-1].asked == newest", "False"),
-    (INFLIGHT, "self.reap(newest=asked)", "self.reap()"),
+    (INFLIGHT, "self.reap(newest=asked)\n        return event", "self.reap()\n        return event"),
+    (INFLIGHT, "self.reap(newest=asked)\n        return asked, event", "self.reap()\n        return asked, event"),
     (INFLIGHT, "            entries.pop()\n        # Mostly", "            entries.clear()\n        # Mostly"),
-    (INFLIGHT, "asked % _TURN >= _TURN - 2", "len(self._entries) % LOOK_EVERY == 0"),
+    (INFLIGHT, "not looked) or asked % _TURN >= _TURN - 2", "not looked) or len(self._entries) % LOOK_EVERY == 0"),
+    (INFLIGHT, "if asked % _TURN >= _TURN - 2", "if len(self._entries) % LOOK_EVERY == 0"),
     (INFLIGHT, "gone, more = self._take_done(newest)", "gone, more = self._take_done(newest)[0], True"),
     # Nobody waits for what another stager's jobs use.
     (INFLIGHT, " or ledger.jobs.wait_user(job_concerns)\n", "\n"),

@@ -11,8 +11,13 @@ PUTS, GETS, TRANSFER, STAGER, CHECKS, MAPPED = (
 MUTANTS = [
     (
         PUTS,
-        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        block, lease = self._blocks",
-        "        streams: Streams = {}\n        block, lease = self._blocks",
+        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        block, lease = self._blocks.lease(nbytes",
+        "        streams: Streams = {}\n        block, lease = self._blocks.lease(nbytes",
+    ),
+    (
+        PUTS,
+        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        block, lease = self._blocks.lease(packing",
+        "        streams: Streams = {}\n        block, lease = self._blocks.lease(packing",
     ),
     (
         "xferlib/in_flight.py",
@@ -32,6 +37,16 @@ MUTANTS = [
     (PUTS, "if event is not None and ledger.place == self._ledger.place:\n", "if event is not None:\n"),
     (
         PUTS,
+        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        packing = self._packings.of(sources)\n        leases = self._leases(packing, streams)\n        addresses = packing.addresses([block.address for block, _ in leases])\n        event",
+        "        streams: Streams = {}\n        packing = self._packings.of(sources)\n        leases = self._leases(packing, streams)\n        addresses = packing.addresses([block.address for block, _ in leases])\n        event",
+    ),
+    (
+        PUTS,
+        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        packing = self._packings.of(sources)\n        leases = self._leases(packing, streams)\n        addresses = packing.addresses([block.address for block, _ in leases])\n        staged",
+        "        streams: Streams = {}\n        packing = self._packings.of(sources)\n        leases = self._leases(packing, streams)\n        addresses = packing.addresses([block.address for block, _ in leases])\n        staged",
+    ),
+    (
+        PUTS,
         "            for place in places:\n                self._order_after_users(place)\n        event",
         "            self._order_after_users(places[0])\n        event",
     ),
@@ -40,7 +55,7 @@ MUTANTS = [
         "        for place in places:\n            note_reader(place, stream, self._blocks)",
         "        note_reader(places[0], stream, self._blocks)",
     ),
-    (PUTS, "            return self._h2d.add(nbytes, (array,), places)", "            return self._h2d.add(nbytes, (array,), ())"),
+    (PUTS, "event = self._h2d.add(nbytes, (array,), places)", "event = self._h2d.add(nbytes, (array,), ())"),
     (
         PUTS,
         "event = self._h2d.add(nbytes, pinned, places, ",
@@ -48,12 +63,12 @@ MUTANTS = [
     ),
     (
         PUTS,
-        "            self._h2d.settle((pinned, target, fills[-1].memory if fills else None))\n",
+        "            self._h2d.settle((pinned, target, fills[-1].memory if fills else None), pinned, places)\n",
         "",
     ),
     (
         PUTS,
-        "        except BaseException:\n            self._h2d.settle((pinned, leases))\n            raise",
+        "        except BaseException:\n            self._h2d.settle((pinned, leases), pinned)\n            raise",
         "        except BaseException:\n            raise",
     ),
     (
@@ -70,7 +85,9 @@ MUTANTS = [
         "            alike = target.shape == source.shape",
     ),
     (PUTS, '        check_apart([(place.address, place.nbytes) for place in places], "into")\n', ""),
-    (GETS, "self._d2h.settle((sources, outs))", "self._d2h.settle(outs)"),
+    (GETS, "self._d2h.settle((sources, outs), outs, sources)", "self._d2h.settle(outs)"),
+    (GETS, "settle((source, out), (out,), (source,))", "settle((source, out))"),
+    (PUTS, "settle((array, lease), (array,))", "settle((array, lease))"),
     (TRANSFER, "            self._make = None\n", "            pass\n"),
     (
         TRANSFER,
@@ -84,10 +101,10 @@ MUTANTS = [
     ),
     (
         TRANSFER,
-        "            self._poll(timeout)\n        return self.value",
-        "            self._poll(timeout)\n        return self._arrays()",
+        "        return self._arrays() if self._on_host else self.value",
+        "        return self._arrays()",
     ),
-    (GETS, "elif address:\n                self._backend.copy_d2h", "else:\n                self._backend.copy_d2h"),
+    (GETS, "elif address:\n                copy(address, device, nbytes)", "else:\n                copy(address, device, nbytes)"),
     (
         STAGER,
         "            self._ledger.reap()\n            self._staging.release()\n            self._pool.trim()",
