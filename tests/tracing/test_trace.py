@@ -21,6 +21,7 @@ import pytest
 import xferlib_host
 
 import xferlib
+from tests.core.fakes import run_python, succeeds
 from tests.core.points import interrupted_at
 from xferlib.tracing import chrome
 from xferlib.tracing.events import CPU, HOST, Event, Recording
@@ -273,6 +274,54 @@ def test_wherever_an_interrupt_comes_no_trace_is_left_running(tmp_path: Path) ->
     finally:
         signal.signal(signal.SIGTERM, before)
     assert point > 20
+    with trace():
+        pass
+
+
+def test_what_an_interrupt_kept_running_is_written_when_the_program_ends(tmp_path: Path) -> None:
+    """It comes before the first instruction of `__exit__`, where no code of ours runs."""
+    told = run_python(f"""
+        import sys
+        import numpy as np
+        import xferlib
+        code = xferlib.Trace.__exit__.__code__
+        def strike(frame, event, argument):
+            if frame.f_code is code:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+        with xferlib.stager("host") as stager:
+            with xferlib.trace({str(tmp_path / "run.json")!r}, gpu=False):
+                stager.put(stager.empty_pinned(1000, np.uint8)).result()
+                sys.setprofile(strike)
+    """)
+    assert told.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert [event for event in found["traceEvents"] if event.get("cat") == "h2d"]
+
+
+def test_a_trace_in_a_thread_that_nobody_waits_for_is_written_when_the_program_ends(tmp_path: Path) -> None:
+    succeeds(f"""
+        import threading
+        import xferlib
+        entered = threading.Event()
+        def hold():
+            with xferlib.trace({str(tmp_path / "run.json")!r}, gpu=False):
+                entered.set()
+                threading.Event().wait()
+        threading.Thread(target=hold, daemon=True).start()
+        entered.wait()
+    """)
+    assert "traceEvents" in json.loads((tmp_path / "run.json").read_text())
+
+
+def test_a_trace_that_goes_on_can_be_ended_and_ended_again(stager: xferlib.Stager) -> None:
+    first = trace().__enter__()
+    with pytest.raises(xferlib.XferError, match=r"__exit__\(None, None, None\)"), trace():
+        pass
+    stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+    for _ in range(2):
+        first.__exit__(None, None, None)
+        assert of_kind(first, "h2d")
     with trace():
         pass
 

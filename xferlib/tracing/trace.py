@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Literal, final
+from typing import Final, final
 
 from xferlib.errors import XferError
 from xferlib.reaper import uninterrupted
@@ -22,6 +22,7 @@ from xferlib.tracing.termination import Termination
 
 __all__ = ["Trace", "trace"]
 
+DROPPED: Final = object()
 _running: dict[None, Trace] = {}
 # What runs in the parent of a forked child does not run there.
 os.register_at_fork(after_in_child=_running.clear)
@@ -63,8 +64,8 @@ class Trace:
         self._begun = False
         self._left = False
         self._termination = Termination()
-        self._fate: dict[None, Literal["ended", "dropped"]] = {}
-        """Whether `_end` has begun, or will do nothing: who comes first says it, in one step."""
+        self._fate: dict[None, object] = {}
+        """Who has begun to end it, or `DROPPED`: nobody will. Who comes first says it, in one step."""
         self._recording: Recording | None = None
 
     def __enter__(self) -> Trace:
@@ -94,7 +95,7 @@ class Trace:
                 self._finish(error)
         finally:
             self._termination.__exit__(None, None, None)
-            if self._fate.setdefault(None, "dropped") == "dropped":
+            if self._fate.setdefault(None, DROPPED) is DROPPED:
                 # An interrupt came before anybody began to end it.
                 self._abandon()
 
@@ -136,13 +137,16 @@ class Trace:
     def _begin(self) -> None:
         try:
             if _running.setdefault(None, self) is not self:
-                raise XferError("a trace runs in this process already, and there is one at a time. End that one first")
+                raise XferError(
+                    "a trace runs in this process already, and there is one at a time. End that one first: one that an interrupt "
+                    "kept from ending with its block is ended by trace.__exit__(None, None, None)"
+                )
             if self._gpu or (self._gpu is None and has_gpu()):
                 self._gpus = Gpus()
             LOG.start()
             self._start = perf_counter_ns()
             # Callbacks may not enter an interpreter that goes down.
-            atexit.register(self._abandon)
+            atexit.register(self._end_at_exit)
         finally:
             self._begun = True
             if self._left:
@@ -161,7 +165,8 @@ class Trace:
             error.add_note(f"xferlib: {what}: {type(failed).__name__}: {failed}")
 
     def _end(self) -> None:
-        if self._fate.setdefault(None, "ended") == "dropped":
+        me = object()
+        if self._fate.setdefault(None, me) is not me:
             return
         end = perf_counter_ns()
         LOG.stop()
@@ -171,8 +176,17 @@ class Trace:
         finally:
             self._abandon()
 
+    def _end_at_exit(self) -> None:
+        """End and write what still runs: in a thread that nobody waits for, or since an interrupt came as its block ended."""
+        # Else whoever has begun to end it does so, or this is a forked child.
+        if _running.get(None) is self and not self._fate:
+            try:
+                self._finish(None)
+            finally:
+                self._abandon()
+
     def _abandon(self) -> None:
-        atexit.unregister(self._abandon)
+        atexit.unregister(self._end_at_exit)
         if _running.get(None) is self:
             LOG.stop()
             LOG.drop()

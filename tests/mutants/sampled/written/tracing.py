@@ -35,5 +35,8 @@ MUTANTS = [
     (PAGE, '            text = text.replace("<", "\\\\u003c")\n', ""),
     (PAGE, "is_least or len(text) <= room", "True"),
     (TRACE, "            if os.getpid() != self._process:\n                return  # It is the parent's.\n", ""),
+    (TRACE, "            atexit.register(self._end_at_exit)\n", ""),
+    (TRACE, "if _running.get(None) is self and not self._fate:", "if False:"),
+    (TRACE, "        if self._fate.setdefault(None, me) is not me:", "        if self._fate.setdefault(None, me) is DROPPED:"),
     (TRACE, "if event.end >= start]", "]"),
 ]
