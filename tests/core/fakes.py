@@ -100,8 +100,8 @@ class Interrupted:
 
 
 def interrupted_twice(direction: str) -> tuple[Any, list[None]]:
-    """Return a host backend with an interrupt behind the start of its first copy, and one in the first wait; and those to come."""
-    interrupts: list[None] = [None, None]
+    """Return a host backend, and a list: with two in it, one interrupt comes behind the start of a copy, one in a wait."""
+    interrupts: list[None] = []
 
     def copy(*arguments: int) -> None:
         getattr(backend.inner, f"copy_{direction}")(*arguments)

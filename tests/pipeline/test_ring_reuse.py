@@ -284,9 +284,17 @@ def test_a_transfer_that_is_interrupted_and_interrupted_again_as_it_settles(way:
     with xferlib.stager(backend) as stager, xferlib.Ring(stager, spec, slots=1) as ring:
         slot = filled(ring, 1)
         device = {name: np.full(shape, 7, np.uint8) for name, (shape, _) in spec.items()}
+        # From the second on one array goes a way of its own.
+        stager.get(stager.put(np.zeros(3, np.uint8)).result()).result()
+        interrupts += [None, None]
         with held((h2d if way == "put" else d2h)(stager)) as gate:
             with pytest.raises(KeyboardInterrupt):
-                slot.put() if way == "put" else stager.get(device, out=slot.tree)
+                if way == "put":
+                    slot.put()
+                elif alone:
+                    stager.get(device["x"], out=slot["x"])
+                else:
+                    stager.get(device, out=slot.tree)
             assert interrupts == []
             slot.release()
             following = waiting(ring)

@@ -299,6 +299,52 @@ def test_a_tree_with_a_leaf_whose_file_was_cut_off_fails_its_put_alone(tmp_path:
     """)
 
 
+SHORT, LONG = 8_000, 1 << 20
+STRIDED = {
+    "alone": (SHORT, "put(x[::2])"),
+    "backwards": (SHORT, "put(x[::-1])"),
+    "by columns": (LONG, "put(x.reshape(-1, 8).T)"),
+    "in a buffer": (LONG, "put(np.frombuffer(x, np.uint16)[::3])"),
+    "beside others": (SHORT, "put([x[5:-3:4], x[:8], x.reshape(-1, 16)[:, 3:7], odd, x.view(np.uint8)[::2]])"),
+    "beside what the engine copies": (LONG, "put([x[:2000], x[::2], x[::-3], x[9:]])"),
+    "borrowed": (LONG, "put(x[::2], borrow=True)"),
+}
+
+
+@pytest.mark.parametrize(("items", "way"), STRIDED.values(), ids=STRIDED)
+def test_a_strided_source_whose_file_was_cut_off_fails_its_put_alone(tmp_path: Path, items: int, way: str) -> None:
+    """A process of its own, as above."""
+    succeeds(f"""
+        import os, warnings
+        import numpy as np
+        import xferlib
+        warnings.simplefilter("ignore")
+        path, items = {str(tmp_path / "source")!r}, {items}
+        np.arange(items, dtype=np.float32).tofile(path)
+        x, odd, given = np.memmap(path, np.float32, "r"), np.zeros((5, 7), np.float32), []
+        with xferlib.stager("host") as stager:
+            def put(tree, **options):
+                given[:] = [np.array(leaf) for leaf in (tree if isinstance(tree, list) else [tree])] if whole else []
+                return stager.put(tree, **options).result()
+            whole = True
+            found = {way}
+            found = found if isinstance(found, list) else [found]
+            assert all(one.dtype == other.dtype and np.array_equal(one, other) for one, other in zip(found, given, strict=True))
+            del found
+            whole = False
+            os.truncate(path, 4096)
+            try:
+                {way}
+            except xferlib.TransferError as error:
+                assert "its file was cut off" in str(error)
+            else:
+                raise AssertionError("the put has not failed")
+            stager.trim()
+            assert stager._pool.usage().used == 0
+            assert stager.put(odd.T).result().shape == (7, 5)
+    """)
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_source_whose_file_was_cut_off_fails_its_put_alone(tmp_path: Path, cut: bool) -> None:
     file = tmp_path / "source"

@@ -103,6 +103,42 @@ static bool copy_bytes(void *dst, const void *src, size_t nbytes, bool aside) {
     return false;
 }
 
+// `count` runs of bytes, each `stride` behind the one before. Compilers make one move of a copy whose size they know.
+static char *gather_runs(char *to, const char *from, int64_t count, int64_t stride, size_t nbytes) {
+#define RUNS(SIZE)                                                                             \
+    case SIZE:                                                                                 \
+        for (int64_t i = 0; i < count; i++, from += stride) memcpy(to + i * SIZE, from, SIZE); \
+        break
+    switch (nbytes) {
+        RUNS(1);
+        RUNS(2);
+        RUNS(4);
+        RUNS(8);
+        RUNS(16);
+    default:
+        for (int64_t i = 0; i < count; i++) memcpy(to + i * nbytes, from + i * stride, nbytes);
+    }
+#undef RUNS
+    return to + count * nbytes;
+}
+
+static void gather(char *to, const char *from, int axes, const int64_t *shape, const int64_t *strides, size_t run) {
+    // What lies in one piece is copied in one.
+    for (; axes && (shape[axes - 1] == 1 || strides[axes - 1] == (int64_t)run); axes--) run *= shape[axes - 1];
+    int64_t index[MOST_AXES] = {0};
+    int inner = axes - 1, axis = inner;
+    do {
+        to = axes ? gather_runs(to, from, shape[inner], strides[inner], run) : gather_runs(to, from, 1, 0, run);
+        // The next of the outer axes, as an odometer counts.
+        for (axis = inner - 1; axis >= 0; axis--) {
+            from += strides[axis];
+            if (++index[axis] < shape[axis]) break;
+            index[axis] = 0;
+            from -= shape[axis] * strides[axis];
+        }
+    } while (axis >= 0);
+}
+
 // A mapping whose file was cut off raises SIGBUS on the thread that touches it.
 
 static _Thread_local sigjmp_buf back;
@@ -144,6 +180,16 @@ bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside, bool *f
     if (sigsetjmp(back, 0)) return false;
     guarded = 1;
     *fresh = copy_bytes(dst, src, nbytes, aside);
+    guarded = 0;
+    return true;
+}
+
+bool gather_guarded(void *dst, const void *src, int axes, const int64_t *shape, const int64_t *strides, size_t itemsize) {
+    for (int axis = 0; axis < axes; axis++)
+        if (!shape[axis]) return true;
+    if (sigsetjmp(back, 0)) return false;
+    guarded = 1;
+    gather(dst, src, axes, shape, strides, itemsize);
     guarded = 0;
     return true;
 }

@@ -3,10 +3,14 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 // `aside`: past the caches, for memory that the CPU does not read again soon; then `*fresh` tells whether pages had to be found for it.
 // False where the memory is a file's that has become shorter. Needs `survive_bus_errors`, once in the process.
 bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside, bool *fresh);
+// The same of an array's items, in C order, from wherever its strides (bytes) lead. Not more than MOST_AXES.
+enum { MOST_AXES = 64 };
+bool gather_guarded(void *dst, const void *src, int axes, const int64_t *shape, const int64_t *strides, size_t itemsize);
 void survive_bus_errors(void);
 // Have the system put pages under a range, whose contents stay. Returns 0, or why it has none (errno).
 int touch_pages(char *memory, size_t nbytes);

@@ -1372,4 +1372,10 @@ int xe_copy(void *dst, const void *src, size_t nbytes, int aside) {
     return copy_guarded(dst, src, nbytes, aside != 0, &unused) ? XE_OK : XE_WRONG;
 }
 
+int xe_gather(void *dst, const void *src, int axes, const int64_t *shape, const int64_t *strides, size_t itemsize) {
+    if (axes < 0 || axes > MOST_AXES) return XE_WRONG;
+    pthread_once(&once, set_up);
+    return gather_guarded(dst, src, axes, shape, strides, itemsize) ? XE_OK : XE_WRONG;
+}
+
 int xe_touch(void *memory, size_t nbytes) { return touch_pages(memory, nbytes); }

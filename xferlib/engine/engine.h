@@ -146,6 +146,10 @@ void xe_read_figures(xe_figures *figures);
 // file's that has become shorter.
 int xe_copy(void *dst, const void *src, size_t nbytes, int aside);
 
+// Copy an array's items to one piece of memory, in C order; `src` is the first of them, and strides are bytes. XE_WRONG as above, and
+// for more than 64 axes.
+int xe_gather(void *dst, const void *src, int axes, const int64_t *shape, const int64_t *strides, size_t itemsize);
+
 // Have the system put pages under memory, on the calling thread; what is in it stays. Returns 0, or why it has none (errno).
 int xe_touch(void *memory, size_t nbytes);
 

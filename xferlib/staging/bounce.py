@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from ctypes import c_int64
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -20,7 +21,7 @@ from xferlib.in_flight import Fill, Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source
-from xferlib.staging.coalesce import Part, copy_in
+from xferlib.staging.coalesce import Part, copy_in, is_foreign
 
 __all__ = ["LARGEST_SLOT", "BounceBuffers"]
 
@@ -115,7 +116,7 @@ class BounceBuffers:
         nbytes, arrays = part.nbytes, part.arrays
         try:
             if len(arrays) > 1 or not arrays[0].flags.c_contiguous:
-                if part.foreign:
+                if part.foreign or (len(arrays) == 1 and is_foreign(arrays[0])):
                     self._copy_each(arrays, memory)
                 else:
                     copy_in(part, memory[:nbytes])
@@ -133,14 +134,18 @@ class BounceBuffers:
             del memory
 
     def _copy_each(self, arrays: Sequence[Array], memory: Array) -> None:
-        """Copy bytes one behind the other. Those that lie in one piece may be a file's, which may be shorter by now."""
+        """Copy arrays one behind the other, each in C order. Some may be a file's, which may be shorter by now."""
         address, end = address_of(memory), 0
         try:
             for array in arrays:
                 nbytes = array.nbytes
-                if not array.flags.c_contiguous:
-                    np.copyto(memory[end : end + nbytes], array)
-                elif self._copy(address + end, address_of(array), nbytes, 0) != OK:
+                if array.flags.c_contiguous:
+                    copied = self._copy(address + end, address_of(array), nbytes, 0)
+                else:
+                    found = array.ctypes
+                    shape, strides = found.shape_as(c_int64), found.strides_as(c_int64)
+                    copied = library().xe_gather(address + end, found.data, array.ndim, shape, strides, array.itemsize)
+                if copied != OK:
                     raise _cut_off()
                 end += nbytes
         finally:

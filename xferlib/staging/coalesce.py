@@ -11,7 +11,7 @@ import numpy as np
 from xferlib.memory.arrays import Array
 from xferlib.packing import Run
 
-__all__ = ["ALIGNMENT", "Part", "Placed", "coalesced", "copy_in", "part_of"]
+__all__ = ["ALIGNMENT", "Part", "Placed", "coalesced", "copy_in", "is_foreign", "part_of"]
 
 ALIGNMENT = 256
 BYTES = np.dtype(np.uint8)
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     dtype: np.dtype[Any] | None = None
     """Of all arrays, where they are several; None: those are bytes."""
     foreign: bool = False
-    """Whether some of several arrays may lie in memory that is not NumPy's own, such as a file's. Those are bytes."""
+    """Whether some of several arrays may lie in memory that is not NumPy's own, such as a file's. What is contiguous is bytes."""
 
 
 class Placed(NamedTuple):
@@ -60,13 +60,22 @@ def coalesced(leaves: Sequence[Placed]) -> list[Part]:
             arrays, start, last, foreign = [], address, block, False
         elif gap:
             arrays.append(_PADS[gap])
-        arrays.append(_as_bytes(array))
-        base = array.base
-        foreign = foreign or not (base is None or (type(base) is np.ndarray and base.base is None))
+        if is_foreign(array):
+            foreign = True
+            # The others are copied only where a file that is cut off meanwhile is survived.
+            arrays.append(_as_bytes(array) if array.flags.c_contiguous else array)
+        else:
+            arrays.append(_as_bytes(array))
         end = address + nbytes
     if arrays:
         parts.append(Part(start, end - start, arrays, None, len(arrays) > 1 and foreign))
     return parts
+
+
+def is_foreign(array: Array) -> bool:
+    """Tell whether an array may lie in memory that is not NumPy's own."""
+    base = array.base
+    return base is not None and not (type(base) is np.ndarray and base.base is None)
 
 
 def part_of(run: Run, address: int, arrays: Sequence[Array]) -> Part:

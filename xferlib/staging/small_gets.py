@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, final
 
@@ -76,8 +76,8 @@ class SmallGets:
         # Changed in single steps: a finalizer may get while its thread is in here.
         self._idle: deque[tuple[HostBlock, Event | None]] = deque()
         """One block, with the event of a copy that was given up, after which it may be used again; or none, while it is in use."""
-        self._block: Callable[[], HostBlock | None] | None = None
-        """Returns the block while anybody has it; None: there is to be none."""
+        self._block: weakref.ref[HostBlock] | None = None
+        """Returns the block while anybody has it; None: there is none, and nobody misses it."""
 
     @property
     def is_lost(self) -> bool:
@@ -95,16 +95,12 @@ class SmallGets:
             return
         fill = Fill()
         try:
-            # Until it is noted an interrupt loses it.
-            self._block = _nothing
             # Counts as in flight before another thread finds neither room nor anything to wait for.
             with suppress(AllocationError):
                 block = self._pool.try_take(self._nbytes, lambda: self._jobs.add(fill))
                 if block is not None:
                     self._block = weakref.ref(block)
                     self._idle.append((block, None))
-                    return
-            self._block = None
         finally:
             fill.over = True
             self._jobs.remove(fill)
@@ -166,10 +162,6 @@ class SmallGets:
             raise
         finally:
             del block
-
-
-def _nothing() -> None:
-    return None
 
 
 def _comes(event: Event | None, seconds: float) -> bool:

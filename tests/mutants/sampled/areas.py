@@ -188,6 +188,7 @@ AREAS = {
                 *core("packing", "put_into", "across_stagers", "foreign_finalizers"),
                 *LAWS,
             ),
+            "/coalesce.py": (*staging("bounce", "pageable*"), *core("put_into"), *LAWS),
             "/small_gets.py": (*staging("small_gets", "pageable"), *core("foreign_finalizers"), *LAWS),
         },
         # Some wait for what a broken engine never does, and some start processes.

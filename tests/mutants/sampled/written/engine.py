@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 BOUNCE, STAGING, LANES = "xferlib/staging/bounce.py", "xferlib/staging/pageable.py", "xferlib/engine/lanes.py"
-SMALL = "xferlib/staging/small_gets.py"
+SMALL, COALESCE = "xferlib/staging/small_gets.py", "xferlib/staging/coalesce.py"
 
 MUTANTS = [
+    (BOUNCE, " or (len(arrays) == 1 and is_foreign(arrays[0])):", ":"),
+    (COALESCE, "arrays.append(_as_bytes(array) if array.flags.c_contiguous else array)", "arrays.append(_as_bytes(array))"),
+    (COALESCE, "            foreign = True\n", ""),
+    (COALESCE, "base is not None and not (type(base) is np.ndarray and base.base is None)\n", "isinstance(base, np.memmap)\n"),
     (BOUNCE, "add_numbered(nbytes, places,", "add_numbered(nbytes, (),"),
     (BOUNCE, "bisect_left(self._sizes, nbytes)", "bisect_left(self._sizes, nbytes + 1)"),
     (BOUNCE, "bisect_left(self._sizes, nbytes)", "bisect_left(self._sizes, nbytes - 1)"),
@@ -44,9 +48,7 @@ MUTANTS = [
     (SMALL, "        nbytes = min(nbytes, MOST if pool.limit >= SHARE * MOST else FEWER)\n", ""),
     (SMALL, "MOST if pool.limit >= SHARE * MOST else FEWER", "MOST"),
     (SMALL, "        self._idle.clear()\n", ""),
-    (SMALL, "            self._block = _nothing\n", ""),
     (SMALL, "        if found:\n            self._block = None\n", ""),
-    (SMALL, "            self._block = None\n        finally", "        finally"),
     (STAGING, " or self._small_gets.is_lost:", ":"),
     (SMALL, "pool.limit >= SHARE * nbytes", "pool.limit > SHARE * nbytes"),
     (SMALL, "        refuse_stream_wait()\n", "        return None\n"),
