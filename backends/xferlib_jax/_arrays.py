@@ -102,7 +102,8 @@ def check_wide(dtype: np.dtype[Any]) -> None:
     if not jax.config.jax_enable_x64:
         raise TypeError(
             f"JAX would narrow {dtype} to {NARROWED[dtype]}: its 64-bit types are off. Turn them on with "
-            f'jax.config.update("jax_enable_x64", True), or convert first: array.astype("{NARROWED[dtype]}")'
+            'jax.config.update("jax_enable_x64", True), or around this call by `with jax.enable_x64(True):`, where such arrays are '
+            f'made and read in a part of the program alone. Or convert first: array.astype("{NARROWED[dtype]}")'
         )
 
 

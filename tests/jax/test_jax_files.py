@@ -317,6 +317,30 @@ def test_a_dtype_that_jax_would_narrow_is_refused_before_anything_is_put(stager:
     assert stager.stats().h2d_nbytes == before
 
 
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_wide_arrays_are_saved_where_wide_types_are_on_and_elsewhere_the_error_says_how(
+    stager: Stager, tmp_path: Path, snapshot: bool
+) -> None:
+    file = tmp_path / "wide.npz"
+    with jax.enable_x64(True):
+        tree = {"a": jax.numpy.arange(1000, dtype=np.float64) * 1.1, "b": jax.numpy.arange(7, dtype=np.int64).reshape(7, 1).T}
+    with jax.enable_x64(False):
+        for call in (lambda: xferlib.save(file, tree, stager, snapshot=snapshot), lambda: stager.get(tree)):
+            with pytest.raises(TypeError, match=r"around this call by `with jax\.enable_x64\(True\):`") as refused:
+                call()
+            assert refused.value.__notes__ == ["at tree.a"]
+        assert not file.exists()
+    with jax.enable_x64(True):
+        saved, got = xferlib.save(file, tree, stager, snapshot=snapshot), stager.get(tree)
+    with jax.enable_x64(False):
+        saved.result(60)
+        with np.load(file) as archive:
+            found = dict(archive)
+        for name, array in got.result().items():
+            same(found[name], np.asarray(tree[name]))
+            same(array, np.asarray(tree[name]))
+
+
 def test_a_snapshot_that_does_not_fit_is_known_not_to(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX would ask for the memory for ten seconds. Where its memory grows, nobody can know."""
     from xferlib_jax import _copies
