@@ -11,11 +11,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from benchmarks.bench import Case
 
-__all__ = ["Budget", "Teller"]
+__all__ = ["Budget", "OutOfTime", "Teller"]
+
+
+class OutOfTime(BaseException):
+    """The run has had its time, in the middle of a row. No `Exception`: such a one is a contender's, which is left out then."""
 
 
 class Budget:
-    """The seconds of a run over its cases, in their order. Rows are whole: a case ends with the row that its time runs out in.
+    """The seconds of a run over its cases, in their order. A case ends with the row that its time runs out in, and that row goes on
+    for as long as the run may: then it is cut between two rounds, and is none.
 
     `seconds`: None: there is no limit.
     """
@@ -53,9 +58,22 @@ class Budget:
         """Tell whether the case that was begun has had its time, and note where it ended."""
         if self._seconds is None or self._clock() < self._end:
             return False
+        self._note_end(case, rows)
+        return True
+
+    def between_rounds(self) -> None:
+        """Raise `OutOfTime` where the run has had its time."""
+        if self.left == 0:
+            raise OutOfTime
+
+    def note_cut(self, case: Case, rows: int) -> None:
+        """Note that a row of the case was cut, behind so many whole ones."""
+        self._note_end(case, rows)
+        self.ended[-1] += " (the next was cut)" if rows else " (the first row was cut)"
+
+    def _note_end(self, case: Case, rows: int) -> None:
         after = f" after {rows} row{'s' if rows > 1 else ''}"
         self.ended.append(case.name + (after if rows else ", of which nothing was measured"))
-        return True
 
 
 class Teller:

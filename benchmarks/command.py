@@ -17,7 +17,7 @@ from rich.console import Console
 import xferlib
 from benchmarks import machine, records, report
 from benchmarks.bench import Bench, Case, OpenStager
-from benchmarks.budget import Budget, Teller
+from benchmarks.budget import Budget, OutOfTime, Teller
 from benchmarks.cases import CASES
 from benchmarks.devices import open_device
 from benchmarks.harness import BRIEF, FULL, QUICK, Absences
@@ -31,7 +31,7 @@ RESULTS, SCRATCH = ROOT / "benchmarks" / "results", ROOT / "build" / "benchmarks
 """What the pages are written from, which is in version control, and what nobody keeps."""
 TO_SCRATCH, TO_RESULTS = "scratch", "results"
 MINUTES = 7.5
-"""The row that is measured when they are over is measured to its end."""
+"""What is measured when they are over ends with its round, and is no row."""
 TO_STDOUT = "-"
 LOG_WIDTH = 200
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -101,7 +101,7 @@ def run(
     limited = MINUTES if minutes is None and not (full or quick) else minutes
     budget = Budget(None if limited is None else 60 * limited, cases)
     teller = Teller(budget, Console(stderr=True))
-    bench = _bench(open_stager, device, teller, quick=quick, full=full, sizes=sizes)
+    bench = _bench(open_stager, device, teller, budget, quick=quick, full=full, sizes=sizes)
     if resume and file is not None:
         bench = replace(bench, done=records.keys_of(file, bench))
     shown: list[Record] = []
@@ -128,13 +128,15 @@ def run(
     return 0
 
 
-def _bench(open_stager: OpenStager, device: Device, teller: Teller, *, quick: bool, full: bool, sizes: Sequence[int]) -> Bench:
+def _bench(
+    open_stager: OpenStager, device: Device, teller: Teller, budget: Budget, *, quick: bool, full: bool, sizes: Sequence[int]
+) -> Bench:
     return Bench(
         open_stager=open_stager,
         device=device,
         machine=machine.machine(device),
         versions=machine.versions(device),
-        effort=QUICK if quick else FULL if full else BRIEF,
+        effort=replace(QUICK if quick else FULL if full else BRIEF, between=budget.between_rounds),
         quick=quick,
         absences=Absences(),
         say=teller.say,
@@ -160,6 +162,8 @@ def _measure(bench: Bench, case: Case, budget: Budget, file: Path | None, *, at_
             if isinstance(rows, Generator):
                 # What it has open is closed now, and not when the next case has begun.
                 rows.close()
+    except OutOfTime:
+        budget.note_cut(case, len(measured))
     except Corrupted:
         if at_once and file is not None:
             records.forget(file, measured)

@@ -42,6 +42,8 @@ class Effort:
     """About how long a row of steps or copies lasts that is timed by itself."""
     part: float = 1.0
     """Of the steps, samples and rounds that a case makes at full effort."""
+    between: Call = lambda: None
+    """Called before each round. Raises where the row is to be cut there."""
     same: bool = False
     """Whether all calls of a chunk move the same array; otherwise each has memory of its own, as in a loop over many arrays."""
 
@@ -143,6 +145,7 @@ def time_bandwidth(
     timings = {name: Timing(count=count) for name, count in counts.items()}
     # Round 0 is the warm-up at the final count.
     for index in range(effort.samples + 1):
+        effort.between()
         for contender in _rotated(contenders, index):
             count = counts[contender.name]
             if index == 0 and count == 1:
@@ -157,6 +160,7 @@ def time_calls(contenders: Sequence[Contender], *, nbytes: int, effort: Effort, 
     """Return the host seconds of one call, by contender. `before` runs ahead of every call, outside the clock."""
     timings = {contender.name: Timing() for contender in contenders}
     for index in range(effort.chunks + WARM_UP_CHUNKS):
+        effort.between()
         for contender in _rotated(contenders, index):
             seconds = _chunk(contender, nbytes=nbytes, effort=effort, index=index, before=before)
             if index >= WARM_UP_CHUNKS:

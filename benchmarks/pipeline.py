@@ -323,14 +323,18 @@ def drain_on(
     return seconds
 
 
-def measure(pipes: Sequence[Pipe], alone: Alone, *, steps: int, samples: int) -> Result:
-    """Let the contenders take turns; the first is ours. Compute and copy alone are measured before, between and after."""
+def measure(pipes: Sequence[Pipe], alone: Alone, *, steps: int, samples: int, between: Call = lambda: None) -> Result:
+    """Let the contenders take turns; the first is ours. Compute and copy alone are measured before, between and after.
+
+    `between`: see `Effort`.
+    """
     timings = {pipe.name: Timing(count=max(8, int(steps * pipe.share))) for pipe in pipes}
     result = Result(timings=timings, bound=Timing(), copies=Timing())
     for pipe in pipes:
         pipe.run(max(8, min(20, timings[pipe.name].count)))
     before = alone.measure()
     for _ in range(samples):
+        between()
         for pipe in pipes:
             timing = timings[pipe.name]
             timing.add([pipe.run(timing.count) / timing.count])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import command
 from benchmarks.bench import Bench, Case
-from benchmarks.budget import Budget, Teller
+from benchmarks.budget import Budget, OutOfTime, Teller
 from benchmarks.cases import CASES
 from benchmarks.devices import open_device
 from benchmarks.harness import BRIEF, FULL, Absences
@@ -128,6 +130,71 @@ def test_a_run_that_is_out_of_time_ends_with_its_row_and_says_so(
     assert closed == ["overhead"]
     (file,) = tmp_path.iterdir()
     assert f"written: {file}" in shown.err
+
+
+@pytest.mark.parametrize("whole", [0, 2])
+def test_a_row_that_goes_on_when_the_time_is_over_is_cut_between_two_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whole: int
+) -> None:
+    closed: list[str] = []
+
+    def rows(bench: Bench) -> Iterator[Record]:
+        def slow() -> None:
+            bench.effort.between()
+            CLOCK[0] += 7
+
+        try:
+            yield from islice(CASES["overhead"].run(bench), whole)
+            yield from CASES["overhead"].run(replace(bench, effort=replace(bench.effort, between=slow)))
+        finally:
+            closed.append("slow")
+
+    monkeypatch.setattr(command, "Budget", partial(Budget, clock=now))
+    cases = [Case(name="slow", summary="", run=rows), CASES["leaves"]]
+    file = tmp_path / "records.json"
+    assert command.run(partial(xferlib.stager, "host"), open_device("host"), cases, quick=True, minutes=1, json_file=str(file)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert len(json.loads(file.read_text()) if file.exists() else []) == whole
+    end = f"slow after {whole} rows (the next was cut)" if whole else "slow, of which nothing was measured (the first row was cut)"
+    assert f"the time ran out: {end}; leaves, of which nothing was measured." in shown
+    # That is the first round which begins behind the minute.
+    assert CLOCK[0] == 100 + 9 * 7
+    assert closed == ["slow"]
+
+
+def test_where_there_is_no_limit_no_row_is_cut() -> None:
+    one = case("one", 10)
+    for seconds in (None, 10.0):
+        budget = Budget(seconds, [one], now)
+        budget.begin(one)
+        budget.between_rounds()
+        CLOCK[0] += 10.0
+        if seconds is None:
+            budget.between_rounds()
+        else:
+            with pytest.raises(OutOfTime):
+                budget.between_rounds()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_can_be_cut(name: str) -> None:
+    """Before its first round, even."""
+
+    def between() -> None:
+        raise OutOfTime
+
+    bench = command._bench(
+        partial(xferlib.stager, "host"),
+        open_device("host"),
+        Teller(Budget(None, []), Console(file=io.StringIO())),
+        Budget(None, []),
+        quick=True,
+        full=False,
+        sizes=[],
+    )
+    with pytest.raises(OutOfTime):
+        for _ in CASES[name].run(replace(bench, effort=replace(bench.effort, between=between))):
+            pass
 
 
 def test_only_who_asks_for_it_writes_into_what_the_pages_are_made_from(

@@ -102,6 +102,7 @@ def run(bench: Bench) -> Iterator[Record]:
                 for _, staging in beside.values():
                     _stage_beside(bench.device, stager, step, seconds, _Staging(staging.batches))
                 for _ in range(turns):
+                    bench.effort.between()
                     quiet.add(_steps(step, seconds))
                     for timing, staging in beside.values():
                         timing.add(_stage_beside(bench.device, stager, step, seconds, staging))

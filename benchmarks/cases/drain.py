@@ -66,7 +66,8 @@ def _measure(
         pairs = [(values, bench.device.upload(values)) for values in bases]
         drains = [ours.drain(stager, compute), *(way for peer in peers for way in peer.drains("pinned", compute))]
         pipes = [Pipe(way.name, partial(pipeline.drain, compute, way, pairs, targets, rounds), way.share) for way in drains]
-        result = pipeline.measure(bench.able_pipes(pipes), alone, steps=frames, samples=bench.count(QUICK_SAMPLES, SAMPLES, 3))
+        samples, between = bench.count(QUICK_SAMPLES, SAMPLES, 3), bench.effort.between
+        result = pipeline.measure(bench.able_pipes(pipes), alone, steps=frames, samples=samples, between=between)
     timing = result.timings.pop(ours.NAME)
     return records.make(
         bench,

@@ -57,6 +57,7 @@ def run(bench: Bench) -> Iterator[Record]:
         beside: list[float] = []
         results: list[Any] = []
         for index in range(bench.count(QUICK_ROUNDS, ROUNDS)):
+            bench.effort.between()
             bench.say(f"{NAME}: {count} arrays, round {index + 1}")
             stager.trim()
             beside += steps.beside(lambda: first.add([_get(stager, tree, results, calls["first"], calls["idle"])]))

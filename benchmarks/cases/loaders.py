@@ -169,7 +169,8 @@ def _measure(bench: Bench, stager: Stager, loop: _Loop, regime: str) -> Iterator
     rivals = [pipe(loader.name, loader.open, SHARE) for loader in loop.peers]
     _, *present = bench.able_pipes([mine[0], *rivals])
     steps, samples = bench.count(QUICK_STEPS, STEPS, 20), bench.count(QUICK_SAMPLES, SAMPLES)
-    result = pipeline.measure([*mine, *present], loop.alone, steps=loop.alone.steps(steps), samples=samples)
+    sizes = {"steps": loop.alone.steps(steps), "samples": samples}
+    result = pipeline.measure([*mine, *present], loop.alone, between=bench.effort.between, **sizes)
     timings = {name: result.timings.pop(one.name) for name, one in zip(loop.mine, mine, strict=True)}
     writers = median(loop.writers(steps) for _ in range(samples))
     for name, timing in timings.items():

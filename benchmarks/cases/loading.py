@@ -99,6 +99,7 @@ class _Loads:
         measure = self._first if label == "first" else partial(self._here, cold=label == "cold")
         for index in range(-1 if label == "warm" else 0, self._rounds):
             for one in list(contenders):
+                self._bench.effort.between()
                 try:
                     seconds, mib = measure(one, files[one.kind], index)
                 except Corrupted:

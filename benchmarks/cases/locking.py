@@ -67,6 +67,7 @@ def _large(bench: Bench, nbytes: int) -> Iterator[Record]:
         array = np.empty(nbytes, np.uint8)
         array.fill(1)
         for index in range(ROUNDS):
+            bench.effort.between()
             bench.say(f"{NAME}: {nbytes} bytes, round {index + 1} of {ROUNDS}")
             limit.add([_seconds(lambda: bare.host_alloc(nbytes), lambda free: free())])
             fresh.add([_seconds(lambda: stager.empty_pinned(nbytes, np.uint8))])

@@ -67,7 +67,8 @@ def _measure(bench: Bench, stager: Stager, peers: Sequence[Peer], slots: Sequenc
         steps = alone.steps(bench.count(QUICK_STEPS, STEPS, 60))
         feeds = [ours.feed(stager, compute), *(feed for peer in peers for feed in peer.feeds("pinned", compute))]
         pipes = bench.able_pipes([_pipe(compute, feed, slots, rounds) for feed in feeds])
-        result = pipeline.measure(pipes, alone, steps=steps, samples=bench.count(QUICK_SAMPLES, SAMPLES, 3))
+        samples = bench.count(QUICK_SAMPLES, SAMPLES, 3)
+        result = pipeline.measure(pipes, alone, steps=steps, samples=samples, between=bench.effort.between)
     timing = result.timings.pop(ours.NAME)
     return records.make(
         bench,

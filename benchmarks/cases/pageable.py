@@ -118,7 +118,7 @@ def _loop(bench: Bench, stager: Stager, peers: Sequence[Peer], nbytes: int, stre
             *(Pipe(feed.name, partial(pipeline.train, compute, feed, batches, rounds), feed.share) for feed in feeds),
         ]
         samples = bench.count(QUICK_SAMPLES, SAMPLES, 3)
-        result = pipeline.measure(bench.able_pipes(pipes), alone, steps=steps, samples=samples)
+        result = pipeline.measure(bench.able_pipes(pipes), alone, steps=steps, samples=samples, between=bench.effort.between)
     timing = result.timings.pop(ours.NAME)
     details = {**result.details(timing, rounds=rounds), "copy_gbps": rates, "staging": str(stager.staging)}
     return _record(bench, stager, "h2d", nbytes, f"batches, {stream}", timing, result.bound, result.timings, details)

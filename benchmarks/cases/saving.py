@@ -75,6 +75,7 @@ def _measured(bench: Bench, stager: Stager, count: int, size: int, label: str) -
         mine, pinned = runs[0], 0
         for index in range(rounds):
             for run in list(runs):
+                bench.effort.between()
                 before = stager.stats().pinned_nbytes
                 try:
                     run.measure(state, steps, index, count, size)

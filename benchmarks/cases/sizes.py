@@ -288,7 +288,8 @@ def _measure(
     quick = rows.bench.quick
     steps = QUICK_STEPS if quick else max(FEWEST_STEPS, min(MOST_STEPS, int(LOOP_SECONDS / longest)))
     samples = QUICK_SAMPLES if quick else LARGE_SAMPLES if nbytes >= LARGE else SAMPLES
-    result = pipeline.measure([*mine, *present], alone, steps=min(steps, most), samples=samples)
+    between = rows.bench.effort.between
+    result = pipeline.measure([*mine, *present], alone, steps=min(steps, most), samples=samples, between=between)
     timings = {pipe.name: result.timings.pop(pipe.name) for pipe in mine}
     for label, timing in timings.items():
         details = result.details(timing, rounds=0)
