@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import weakref
 from typing import Protocol
+
+from xferlib.tickets import Alive
 
 __all__ = ["Forgetful", "forget_in_child", "leave"]
 
@@ -17,7 +18,7 @@ class Forgetful(Protocol):
         """Free nothing from here on, and wait for nothing. Called in the child, where no other thread runs."""
 
 
-_owners: weakref.WeakSet[Forgetful] = weakref.WeakSet()
+_owners: Alive[Forgetful] = Alive()
 
 
 def forget_in_child(owner: Forgetful) -> None:
@@ -32,7 +33,7 @@ def leave(*held: object) -> None:
 
 
 def _forget_all() -> None:
-    for owner in list(_owners):
+    for owner in _owners:
         owner.forget()
 
 

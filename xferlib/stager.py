@@ -11,7 +11,6 @@ import reprlib
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -57,6 +56,7 @@ from xferlib.reaper import close_later, closed_when_dropped, collects, start_rea
 from xferlib.staging.pageable import Staging
 from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.stats import Stats
+from xferlib.tickets import Alive
 from xferlib.tracing.log import LOG
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
@@ -152,9 +152,7 @@ class Stager:
         parts.sources = self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
         self._gets = DeviceToHost(backend, host, pool, staged, ledger)
         _parts[id(parts)] = parts
-        number = id(self)
-        # A call in C takes it out, which no interrupt cuts.
-        _live[number] = weakref.ref(self, partial(_live.pop, number))
+        _live.add(self)
         forget_in_child(self)
 
     @property
@@ -596,8 +594,7 @@ _CALLS = frozenset(
 )
 before_closing: list[Callable[[], None]] = []
 """Each is called before a stager closes, to wait until no thread that nobody holds any more is inside one of its calls."""
-_live: dict[int, weakref.ref[Stager]] = {}
-"""The stagers that are alive, by their `id`."""
+_live: Alive[Stager] = Alive()
 _parts: dict[int, _Parts] = {}
 """The parts of open or dropped stagers that are to be given back, or are being given back, by their `id`."""
 # What is the parent's is not given back in a forked child.
@@ -607,8 +604,7 @@ os.register_at_fork(after_in_child=_parts.clear)
 
 def open_stagers() -> list[Stager]:
     """Return the stagers of this process that are not closed. Any thread."""
-    # One call: others may be opened meanwhile.
-    return [stager for stager in [entry() for entry in list(_live.values())] if stager is not None and not stager._closed]
+    return [stager for stager in _live if not stager._closed]
 
 
 def owns(backend: HostStager[Any]) -> bool:

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import MethodType
-from typing import Any, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-__all__ = ["Returns", "ticket"]
+__all__ = ["Alive", "Returns", "ticket"]
 
 T = TypeVar("T")
 
@@ -52,6 +53,36 @@ def ticket(post: Callable[[T], object], value: T) -> object:
     hidden: Any = _EMPTY((), _OBJECT)
     hidden[()] = told
     return hidden
+
+
+@final
+class Alive(Generic[T]):
+    """Objects for as long as they live, in the order in which they came. Any thread.
+
+    `weakref.WeakSet` runs a function written in Python when one of them goes. An interrupt that came there would be reported and
+    forgotten, and a program that was told to end would go on.
+    """
+
+    __slots__ = ("_next", "_references")
+
+    def __init__(self) -> None:
+        self._next = itertools.count().__next__
+        self._references: dict[int, weakref.ref[T]] = {}
+
+    def add(self, thing: T) -> None:
+        """Note an object, once."""
+        number = self._next()
+        # The callback is given the reference, which is what `pop` returns if there is no such number any more.
+        self._references[number] = weakref.ref(thing, partial(self._references.pop, number))
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._references.clear()
+
+    def __iter__(self) -> Iterator[T]:
+        # Listed in one call: others may come and go meanwhile.
+        found = [reference() for reference in list(self._references.values())]
+        return iter([thing for thing in found if thing is not None])
 
 
 @final

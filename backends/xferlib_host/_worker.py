@@ -10,14 +10,13 @@ import atexit
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeAlias, final
 
 from xferlib.errors import ClosedError
 from xferlib.reaper import uninterrupted
-from xferlib.tickets import ticket
+from xferlib.tickets import Alive, ticket
 
 __all__ = ["Job", "Worker"]
 
@@ -91,7 +90,7 @@ def _run(queue: SimpleQueue[Job | None]) -> None:
         del job  # What the job refers to must not live on until the next one comes.
 
 
-_WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+_WORKERS: Alive[Worker] = Alive()
 
 
 def _drain_all() -> None:
@@ -100,7 +99,7 @@ def _drain_all() -> None:
     A job that waits for something, perhaps for ever, is left behind: the process ends in any case.
     """
     deadline = time.monotonic() + _EXIT_SECONDS
-    for worker in list(_WORKERS):
+    for worker in _WORKERS:
         worker.drain(max(0.0, deadline - time.monotonic()))
 
 

@@ -6,7 +6,6 @@ The loop itself, its thread and its reports are those of `xferlib.Prefetch`.
 from __future__ import annotations
 
 import atexit
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -19,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xferlib
+from xferlib.tickets import Alive
 from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
 from xferlib_jax._sharded import ShardedPuts
 from xferlib_jax._spread import local_devices_of
@@ -212,9 +212,9 @@ def check_platform(device: Device, local: Sequence[Device]) -> None:
 
 def _close_all() -> None:
     """At interpreter exit, before the stagers are closed as forgotten."""
-    for loop in list(_live):
+    for loop in _live:
         loop.close()
 
 
-_live: weakref.WeakSet[ShardedPrefetch] = weakref.WeakSet()
+_live: Alive[ShardedPrefetch[Any]] = Alive()
 atexit.register(_close_all)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.core.fakes import on_thread, succeeds
-from xferlib.tickets import Returns, ticket
+from xferlib.tickets import Alive, Returns, ticket
 
 kept: list[Any] = []
 
@@ -196,3 +196,64 @@ def test_no_interrupt_loses_a_number(how: str) -> None:
             live = [o for o in gc.get_objects() if type(o).__name__ == "_Ticket"]
             assert not live, len(live)
     """)
+
+
+class Plain:
+    """Something that may be referred to weakly."""
+
+
+def test_what_is_alive_is_found_in_its_order_until_it_goes() -> None:
+    alive: Alive[Plain] = Alive()
+    things = [Plain() for _ in range(4)]
+    for thing in things:
+        alive.add(thing)
+    assert list(alive) == things
+    del things[1], thing
+    assert list(alive) == things
+    # Whoever goes through them may drop some meanwhile.
+    for number, found in enumerate(alive):
+        assert found is not None
+        if number == 0:
+            things.pop()
+        del found
+    assert list(alive) == things
+    alive.clear()
+    things.clear()
+    assert list(alive) == []
+    assert not alive._references
+
+
+def test_no_python_runs_when_something_alive_goes() -> None:
+    """An interrupt at the entry of a function would be reported and forgotten there."""
+    alive: Alive[Plain] = Alive()
+    things = [Plain() for _ in range(100)]
+    for thing in things:
+        alive.add(thing)
+    del thing
+    called: list[str] = []
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_qualname)
+
+    sys.setprofile(profile)
+    try:
+        things.clear()
+    finally:
+        sys.setprofile(None)
+    assert called == []
+    assert not alive._references
+
+
+def test_threads_enter_and_drop_what_is_alive_while_others_look() -> None:
+    alive: Alive[Plain] = Alive()
+
+    def work() -> None:
+        for _ in range(300):
+            thing = Plain()
+            alive.add(thing)
+            assert any(found is thing for found in alive)
+
+    for one in [on_thread(work) for _ in range(3)]:
+        one.result(60)
+    assert list(alive) == []

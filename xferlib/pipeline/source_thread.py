@@ -22,6 +22,7 @@ from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import before_closing
+from xferlib.tickets import Alive
 from xferlib.tracing.log import LOG
 
 __all__ = ["SourceThread", "Start", "live", "run"]
@@ -233,7 +234,7 @@ def _finished(iterator: Iterator[Any]) -> bool:
 
 def _wait_for_dropped() -> None:
     """Wait until no iterator that was dropped is starting an item: whoever dropped one may close what items are started on."""
-    for shared in list(live):
+    for shared in live:
         if shared.stopping and threading.current_thread() is not shared.thread:
             # Bounded, because the start may be waiting for whoever closes.
             shared.changed.wait(lambda shared=shared: not shared.starting or shared.forked, LET_GO_SECONDS)  # type: ignore[misc]
@@ -241,11 +242,11 @@ def _wait_for_dropped() -> None:
 
 def _stop_all() -> None:
     """At interpreter exit, before what is below is taken apart."""
-    for shared in list(live):
+    for shared in live:
         shared.stop()
     _wait_for_dropped()
 
 
-live: weakref.WeakSet[SourceThread[Any]] = weakref.WeakSet()
+live: Alive[SourceThread[Any]] = Alive()
 atexit.register(_stop_all)
 before_closing.append(_wait_for_dropped)
