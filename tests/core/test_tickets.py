@@ -245,15 +245,31 @@ def test_no_python_runs_when_something_alive_goes() -> None:
     assert not alive._references
 
 
-def test_threads_enter_and_drop_what_is_alive_while_others_look() -> None:
+def test_what_comes_and_goes_while_they_are_listed_disturbs_nobody() -> None:
     alive: Alive[Plain] = Alive()
+    things = [Plain() for _ in range(5)]
+    for thing in things:
+        alive.add(thing)
+    del thing
 
-    def work() -> None:
-        for _ in range(300):
-            thing = Plain()
-            alive.add(thing)
-            assert any(found is thing for found in alive)
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.endswith("xferlib/tickets.py"):
+            return None
+        frame.f_trace_opcodes = True
+        # As another thread might, between any two instructions.
+        for _ in range(2):
+            things.append(Plain())
+            alive.add(things[-1])
+        del things[1:2]
+        return trace
 
-    for one in [on_thread(work) for _ in range(3)]:
-        one.result(60)
-    assert list(alive) == []
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        found = list(alive)
+    finally:
+        sys.settrace(before)
+    assert found[0] is things[0]
+    assert len(things) >= 8
+    assert list(alive) == things
+    assert None not in found

@@ -181,7 +181,10 @@ class Trace:
         # Else whoever has begun to end it does so, or this is a forked child.
         if _running.get(None) is self and not self._fate:
             try:
-                self._finish(None)
+                # No thread can be started by now.
+                self._end()
+                if self._path is not None:
+                    self.json(self._path)
             finally:
                 self._abandon()
 

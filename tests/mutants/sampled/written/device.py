@@ -114,6 +114,13 @@ MUTANTS = [
     (DEVICE, "        # Idle blocks of other sizes may be all that stands in the way.\n        self._trim()\n", ""),
     (DEVICE, "self.nbytes - size", "self.nbytes"),
     (IDLE, "    power = nbytes.bit_length() - 4", "    power = nbytes.bit_length() - 3"),
+    (TICKETS, "weakref.ref(thing, partial(self._references.pop, number))", "weakref.ref(thing)"),
+    (TICKETS, "partial(self._references.pop, number))", "lambda gone: self._references.pop(number, None))"),
+    (
+        TICKETS,
+        "found = [reference() for reference in list(self._references.values())]",
+        "found = (reference() for reference in self._references.values())",
+    ),
     (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
     (
         REAPER,
