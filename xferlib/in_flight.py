@@ -153,7 +153,8 @@ class InFlight:
     def settle(self, keepalive: object, host: Sequence[Array] = (), device: Sequence[Source] = ()) -> bool:
         """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
 
-        If the wait is interrupted, what may still be read or written is in flight as ever: `host`, `device`, see `Entry`.
+        If this is interrupted in turn, what may still be read or written is in flight as ever: `host`, `device`, see `Entry`. Only
+        at its very entry, in the microsecond behind the interrupt that it settles, a second one leaves nobody that knows.
         A finalizer on a thread that makes the copies does not wait, since it would wait for itself: `keepalive` is held meanwhile.
         """
         try:

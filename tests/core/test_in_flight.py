@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.core.fakes import Point, on_thread, succeeds
+from tests.core.points import interrupted_at
 from xferlib.in_flight import (
     LARGE,
     LOOK_EVERY,
@@ -436,6 +438,23 @@ def test_what_a_copy_uses_is_in_use_behind_an_interrupt_of_settle(interrupts: in
     point.reached = True
     queue.reap()
     assert not queue.busy
+
+
+def test_wherever_settle_is_interrupted_behind_its_entry_what_a_copy_uses_is_in_use() -> None:
+    array, target = np.zeros(10, np.uint8), Source(1 << 40, 10, None)
+
+    class Pending(Point):
+        def synchronize(self) -> None:
+            """Come back at once, and be reached by nobody."""
+
+    for number in itertools.count(2):
+        queue = InFlight(Pending, (OSError,))
+        cut = interrupted_at(number, ("xferlib/in_flight.py",), lambda: queue.settle(array, (array,), (target,)))  # noqa: B023
+        assert any(entry.uses_host(array.ctypes.data, 1) and entry.uses_device(target) for entry in queue.entries())
+        assert not queue._stuck
+        if not cut:
+            break
+    assert number > 5
 
 
 def test_a_forked_child_lets_go_of_nothing_that_was_in_flight_in_its_parent() -> None:
