@@ -6,16 +6,17 @@ and not by the engine: so until the reader is closed, the arrays count as being 
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, cast, final
 
 import numpy as np
 
 from xferlib.checks import positive_nbytes, translated, uncopied
-from xferlib.errors import AllocationError, ClosedError
+from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.in_flight import Ledger, Reading
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.pinned_pool import PinnedPool
@@ -25,6 +26,10 @@ from xferlib.transfer import Transfer
 from xferlib.tree import Alike, Spec
 
 __all__ = ["ByteReader", "Span"]
+
+
+Find: TypeAlias = Callable[[list[Any]], tuple[list[Source], Event | None]]
+"""Returns where arrays lie, and what is behind their producers, as `place` and `mark` of a backend do."""
 
 
 class Span(NamedTuple):
@@ -60,11 +65,15 @@ class ByteReader:
         ledger: Ledger,
         described: Sequence[Alike],
         spec: Spec,
-        sources: Sequence[Source],
+        sources: Sequence[Source | None],
         after: Event | None,
         copied: Sequence[Any] | None = None,
+        later: tuple[Find, Sequence[Any]] | None = None,
     ) -> None:
-        """`after`: behind what produces the arrays; None: they are there. `copied`: arrays of which these are copies."""
+        """`after`: behind what produces the arrays; None: they are there. `copied`: arrays of which these are copies.
+
+        `later`: what finds arrays when they are read, and all arrays. Nobody overwrites such, so nobody asks whether they are read.
+        """
         self.described = list(described)
         self.spec = spec
         self.snapshot = copied is not None
@@ -77,7 +86,8 @@ class ByteReader:
         self._jobs = ledger.jobs
         self._sources = list(sources)
         self._after = after
-        self._reading = Reading(self._sources)
+        self._later = later
+        self._reading = Reading([source for source in sources if source is not None])
         # First: whatever happens from here on, nobody waits for one that is gone.
         self._ticket = ticket(self._reading.drop, None)
         self._jobs.readings[self._reading.row] = self._reading
@@ -96,12 +106,8 @@ class ByteReader:
 
     def wait(self) -> None:
         """Block until what produces the arrays is done. Raises `XferError` if it failed."""
-        if self._after is not None:
-            with translated(self._failures, "the arrays could not be computed"):
-                self._after.synchronize()
-            self._after = None
-        # What they are copies of may go.
-        self._copied = None
+        if not self._reading.reached():
+            self._found(range(len(self.described)))
 
     def read(self, spans: Sequence[Span], out: Array) -> Transfer[Array]:
         """Start copying spans, one behind the other, to the front of `out`, which `empty` returned. Return the bytes' transfer.
@@ -113,9 +119,9 @@ class ByteReader:
             raise ClosedError("this reader is closed. Make another one with stager.reader(...)")
         total = sum([self._checked(*span) for span in spans])
         address = self._address(out, total)
-        self.wait()
+        with translated(self._failures, "the arrays cannot be read"):
+            sources = self._found([span.array for span in spans])
         end = 0
-        sources = [self._sources[span.array] for span in spans]
         with translated(self._failures, "the copy to the host could not be started"):
             try:
                 for source, span in zip(sources, spans, strict=True):
@@ -128,10 +134,38 @@ class ByteReader:
                 raise
         return Transfer(out[:end], event, self._failures, True)
 
+    def _found(self, numbers: Sequence[int]) -> list[Source]:
+        """Return where arrays lie, once what produces them is done. Those that are to be found later are found now."""
+        sources = self._sources
+        if self._later is not None:
+            find, arrays = self._later
+            missing = [number for number in dict.fromkeys(numbers) if sources[number] is None]
+            if missing:
+                try:
+                    found, self._after = find([arrays[number] for number in missing])
+                except self._failures:
+                    raise
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise XferError(f"arrays were deleted or donated before they were read: {error}") from error
+                self._wait()
+                for number, source in zip(missing, found, strict=True):
+                    sources[number] = source
+        self._wait()
+        return [cast("Source", sources[number]) for number in numbers]
+
+    def _wait(self) -> None:
+        if self._after is not None:
+            with translated(self._failures, "the arrays could not be computed"):
+                self._after.synchronize()
+            self._after = None
+        # What they are copies of may go.
+        self._copied = None
+
     def _checked(self, array: int, start: int, nbytes: int) -> int:
-        if not 0 <= operator.index(array) < len(self._sources):
-            raise ValueError(f"there is no array number {array}: there are {len(self._sources)}, counted from 0")
-        start, nbytes, there = operator.index(start), operator.index(nbytes), self._sources[array].nbytes
+        if not 0 <= operator.index(array) < len(self.described):
+            raise ValueError(f"there is no array number {array}: there are {len(self.described)}, counted from 0")
+        shape, dtype = self.described[array]
+        start, nbytes, there = operator.index(start), operator.index(nbytes), math.prod(shape) * dtype.itemsize
         if start < 0 or nbytes < 0 or start + nbytes > there:
             raise ValueError(f"array {array} has {there} bytes, and {nbytes} from {start} on are asked")
         return nbytes
@@ -169,7 +203,7 @@ class ByteReader:
         self._reading.end()
         self._jobs.readings.pop(self._reading.row, None)
         self._sources = []
-        self._copied = None
+        self._copied = self._later = None
 
     def __enter__(self) -> ByteReader:
         return self

@@ -28,6 +28,7 @@ __all__ = [
     "DeviceBlock",
     "DriverCalls",
     "Event",
+    "FindsLater",
     "HostStager",
     "MakesMany",
     "MapsMemory",
@@ -359,11 +360,25 @@ class PlacesMany(Protocol[ArrayT_contra]):
         """
 
 
-class CopiesArrays(Protocol[ArrayT]):
+class FindsLater(Protocol[ArrayT_contra]):
+    """What a backend may offer in addition, if its arrays never change and carry their own order: a save then finds them piece by
+    piece, on threads of its own, and its call takes no time for that."""
+
+    def can_be_found(self, arrays: Sequence[ArrayT_contra], stream: object | None = None) -> bool:
+        """Tell whether `place` would take all of these now. False: it refuses one, or may: the core asks for each, which says why.
+
+        True: the core calls `place` or `places` and `mark` for them later, on any thread. Those raise for one deleted meanwhile.
+        """
+
+
+class CopiesArrays(Protocol[ArrayT_contra]):
     """What a backend may offer in addition, if its framework copies arrays on the device: then a save holds up nobody."""
 
-    def copied(self, arrays: Sequence[ArrayT], stream: object | None = None) -> list[ArrayT]:
+    def copied(self, arrays: Sequence[ArrayT_contra], stream: object | None = None) -> list[Any]:
         """Start copying arrays on the device and return the copies, in C order where the framework can, in memory of its own.
+
+        What is returned is asked for nothing but its memory: it may be whatever this backend's `place`, and `places` and
+        `can_be_found` if there are any, take. So thousands of small copies may be parts of a few arrays.
 
         They get what the arrays hold at this point of `stream` (None: the calling thread's current one), or what produces them
         leaves there. Work that is enqueued there afterwards may overwrite the arrays, or take them over: the framework orders it

@@ -23,6 +23,11 @@ CupyArray: TypeAlias = Any
 BUILT_IN = "?bhilqBHILQefdFD"
 OF_NUMPY, OF_ANOTHER_PACKAGE = 1, 2
 """`dtype.isbuiltin`."""
+ALIGNMENT = 256
+"""Bytes, as CuPy's own."""
+SHARED_NBYTES = 4 << 20
+"""Copies of fewer bytes share memory."""
+LARGEST_SHARED_NBYTES = 64 << 20
 
 
 def check_dtype(dtype: np.dtype[Any], ordinal: int) -> None:
@@ -58,9 +63,33 @@ def contiguous(array: CupyArray, stream: object | None, streams: Streams, device
 
 
 def copies(arrays: Sequence[CupyArray], stream: Any) -> list[CupyArray]:
-    """Return copies in C order, made by CuPy on the stream, out of CuPy's pool."""
+    """Return copies in C order, made by CuPy on the stream, out of CuPy's pool.
+
+    Smaller ones share memory: for each CuPy would take memory and launch a kernel, and a state has thousands.
+    """
     with stream:
-        return [_copy(array) for array in arrays]
+        return _copied(arrays)
+
+
+def _copied(arrays: Sequence[CupyArray]) -> list[CupyArray]:
+    rooms = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
+    share = [0 < room < SHARED_NBYTES and array._c_contiguous for array, room in zip(arrays, rooms, strict=True)]
+    left = sum([room for room, shares in zip(rooms, share, strict=True) if shares])
+    copied: list[CupyArray] = []
+    memory, free = None, 0
+    for array, room, shares in zip(arrays, rooms, share, strict=True):
+        if not shares:
+            copied.append(_copy(array))
+            continue
+        if room > free:
+            # Not all at once: between the arrays of a program there may be no place for that.
+            free = min(left, LARGEST_SHARED_NBYTES)
+            memory = cupy.cuda.alloc(free)
+        # On the current stream.
+        memory.copy_from_device_async(array.data, array.nbytes)
+        copied.append(cupy.ndarray(array.shape, array.dtype, memory))
+        memory, free, left = memory + room, free - room, left - room
+    return copied
 
 
 def _copy(array: CupyArray) -> CupyArray:

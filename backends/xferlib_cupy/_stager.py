@@ -192,6 +192,19 @@ class CupyStager:
         return self._events.record_users(self._handle(stream))
 
     def as_sources(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[Source] | None:
+        sources = self._in_place(arrays)
+        if sources is not None:
+            # Once for all arrays: this is most of the driver's part in a get of many small arrays.
+            self._order(self.d2h, self._handle(stream))
+        return sources
+
+    def places(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[Source] | None:
+        # As `place`.
+        self._handle(stream)
+        return self._in_place(arrays)
+
+    def _in_place(self, arrays: Sequence[CupyArray]) -> list[Source] | None:
+        """Return the memory of arrays. None: one of them is not in C order, or not of this device, or no array."""
         sources: list[Source] = []
         for array in arrays:
             if array.__class__ is not _NDARRAY or not array._c_contiguous:
@@ -200,8 +213,6 @@ class CupyStager:
             if data.device_id != self.ordinal:
                 return None
             sources.append(_SOURCE(Source, (data.ptr, array.nbytes, array, None)))
-        # Once for all arrays: this is most of the driver's part in a get of many small arrays.
-        self._order(self.d2h, self._handle(stream))
         return sources
 
     def copied(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[CupyArray]:

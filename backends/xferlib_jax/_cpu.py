@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from xferlib import protocol
 from xferlib.errors import CapabilityError
 from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, check_dtype, nbytes_of
 from xferlib_jax._capsule import capsules
-from xferlib_jax._copies import copies
+from xferlib_jax._copies import Part, copies, located
 from xferlib_jax._engine import CopyError, CpuEvent, Engine
 from xferlib_jax._exports import address_in_order, exported, exporter, found_together
 from xferlib_jax._imports import Imports
@@ -139,7 +139,9 @@ class CpuStager:
     def as_source(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
         return self.place(array, stream)
 
-    def place(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
+    def place(self, array: JaxArray | Part, stream: object | None = None) -> protocol.Source:
+        if type(array) is Part:
+            return located([array], self.place)[0]
         self._check_array(array)
         if stream is not None:
             self.check_stream(stream)
@@ -154,27 +156,30 @@ class CpuStager:
         promise = self._promises.make(array, capsule)
         return protocol.Source(promise.start, nbytes_of(array), promise)
 
-    def places(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[protocol.Source] | None:
-        try:
-            for array in arrays:
-                self._check_array(array)
-                if not array.is_ready():
-                    return None
-        except (TypeError, ValueError):
+    def places(self, arrays: Sequence[JaxArray | Part], stream: object | None = None) -> list[protocol.Source] | None:
+        if type(arrays[0]) is Part:
+            return located(cast("Sequence[Part]", arrays), self.place)
+        if stream is not None or not self._check_array.accepts(arrays):
             return None
-        return None if stream is not None else found_together(arrays, self._export, None, self._readings)
+        if not all(cast("JaxArray", array).is_ready() for array in arrays):
+            return None
+        return found_together(arrays, self._export, None, self._readings)
 
     def mark(self, stream: object | None = None) -> None:
         """Return None: the copying thread waits for an array at its first copy, when it meets the address that it was given."""
         if stream is not None:
             self.check_stream(stream)
 
-    def copied(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[JaxArray]:
-        for array in arrays:
-            self._check_array(array)
+    def copied(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[JaxArray] | list[Part]:
+        if not self._check_array.accepts(arrays):
+            for array in arrays:
+                self._check_array(array)
         if stream is not None:
             self.check_stream(stream)
         return copies(arrays, self.jax_device)
+
+    def can_be_found(self, arrays: Sequence[JaxArray | Part], stream: object | None = None) -> bool:
+        return stream is None and (type(arrays[0]) is Part or self._check_array.accepts(arrays))
 
     def as_target(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
         raise CapabilityError("JAX arrays never change. Put into a new array")

@@ -27,7 +27,7 @@ from xferlib_jax import _arrays
 from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, nbytes_of
 from xferlib_jax._blocks import Block, BlockMaker, PoolError
 from xferlib_jax._capsule import capsules
-from xferlib_jax._copies import copies
+from xferlib_jax._copies import Part, copies, located
 from xferlib_jax._driver import CudaError, Driver
 from xferlib_jax._events import CudaEvent, event_pool
 from xferlib_jax._exports import address_in_order, exported, exporter, found_together
@@ -172,16 +172,17 @@ class CudaStager:
     def as_source(self, array: JaxArray, stream: object | None = None) -> Source:
         return self._source(array, stream, self.d2h)
 
-    def place(self, array: JaxArray, stream: object | None = None) -> Source:
+    def place(self, array: JaxArray | Part, stream: object | None = None) -> Source:
+        if type(array) is Part:
+            return located([array], self.place)[0]
         return self._source(array, stream, self._producers)
 
-    def places(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[Source] | None:
-        try:
-            for array in arrays:
-                self._check_array(array)
-        except (TypeError, ValueError):
+    def places(self, arrays: Sequence[JaxArray | Part], stream: object | None = None) -> list[Source] | None:
+        if type(arrays[0]) is Part:
+            return located(cast("Sequence[Part]", arrays), self.place)
+        if stream is not None or not self._check_array.accepts(arrays):
             return None
-        return None if stream is not None else found_together(arrays, self._export, self._producers, self._readings)
+        return found_together(arrays, self._export, self._producers, self._readings)
 
     def mark(self, stream: object | None = None) -> Event:
         """Return an event behind the producers of all arrays that were placed, including those that the calling thread placed."""
@@ -189,12 +190,16 @@ class CudaStager:
             self.check_stream(stream)
         return self._events.record(self._producers)
 
-    def copied(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[JaxArray]:
-        for array in arrays:
-            self._check_array(array)
+    def copied(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[JaxArray] | list[Part]:
+        if not self._check_array.accepts(arrays):
+            for array in arrays:
+                self._check_array(array)
         if stream is not None:
             self.check_stream(stream)
         return copies(arrays, self.jax_device)
+
+    def can_be_found(self, arrays: Sequence[JaxArray | Part], stream: object | None = None) -> bool:
+        return stream is None and (type(arrays[0]) is Part or self._check_array.accepts(arrays))
 
     def as_target(self, array: JaxArray, stream: object | None = None) -> Source:
         raise CapabilityError("JAX arrays never change. Put into a new array")

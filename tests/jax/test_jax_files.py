@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 import xferlib
 from tests import children
+from xferlib.byte_reader import Span
 from xferlib.stager import Stager
 
 jax = pytest.importorskip("jax")
@@ -169,18 +171,93 @@ def test_a_state_of_many_arrays_is_copied_by_one_call_once_that_is_compiled(stag
     assert copies_are_compiled() == before + 1
 
 
-def test_copies_by_one_call_are_in_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together", [4 << 20, 64, 0])
+def test_copies_by_one_call_are_the_same_bits(stager: Stager, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """Those of one dtype lie together, the larger ones by themselves; and all of them in memory of their own."""
     from xferlib_jax import _copies
 
+    monkeypatch.setattr(_copies, "TOGETHER_NBYTES", together)
     monkeypatch.setattr(_copies, "_of_process", {})
-    arrays = [jax.numpy.full((3, 1 + number), number, "float32") for number in range(_copies.FEWEST)]
-    key = (jax.devices()[0], tuple([(array.shape, array.dtype) for array in arrays]))
-    _copies._compile(key)
+    dtypes = [jax.numpy.dtype(name) for name in ("bool", "int8", "float16", "bfloat16", "float32", "complex64", "float8_e4m3fn")]
+    shapes = [(), (0,), (3,), (2, 0), (5, 7), (3, 1), (1, 2, 3)]
+    random = np.random.default_rng(0)
+    wanted = []
+    for number in range(5 * _copies.TOGETHER):
+        shape, dtype = shapes[number % len(shapes)], dtypes[number % 5 - number % 2]
+        raw = random.integers(0, 2 if dtype.kind == "b" else 256, (*shape, dtype.itemsize), np.uint8)
+        wanted.append(raw.view(dtype).reshape(shape))
+    arrays = [jax.device_put(array, jax.devices()[0]) for array in wanted]
+    _copies._compile((jax.devices()[0], tuple([(array.shape, array.dtype) for array in arrays])))
     # Nothing else copies them.
     monkeypatch.setattr(jax, "device_put", None)
-    for array, copy in zip(arrays, _copies.copies(arrays, jax.devices()[0]), strict=True):
-        assert copy.unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
-        same(np.asarray(copy), np.asarray(array))
+    with stager.reader(arrays, snapshot=True) as reader:
+        for array in arrays:
+            array.delete()
+        for number, array in enumerate(wanted):
+            got = reader.read([Span(number, 0, array.nbytes)], reader.empty(max(1, array.nbytes))).result()
+            assert got.tobytes() == array.tobytes()
+
+
+@pytest.fixture
+def finding(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stager, list[Callable[[Any], None]]]]:
+    """A stager, and what is called with arrays that are about to be found together."""
+    called: list[Callable[[Any], None]] = []
+    backend: Any = type(stager.backend)
+    places = backend.places
+
+    def noted(self: Any, arrays: Any, stream: Any = None) -> Any:
+        for call in called:
+            call(arrays)
+        return places(self, arrays, stream)
+
+    monkeypatch.setattr(backend, "places", noted)
+    with xferlib.stager("jax") as other:
+        yield other, called
+
+
+def test_the_call_of_a_save_finds_no_array(finding: tuple[Stager, list[Callable[[Any], None]]], tmp_path: Path) -> None:
+    """A state has thousands, and they never change: threads of the save find them, piece by piece."""
+    stager, called = finding
+    found: list[tuple[int, int]] = []
+    called.append(lambda arrays: found.append((threading.get_ident(), len(arrays))))
+    state = {str(number): jax.numpy.full((100, 100), number, "float32") for number in range(20)}
+    save = xferlib.save(tmp_path / "a.safetensors", state, stager, memory=256 << 10)
+    got = xferlib.load(save.result(60), stager)
+    assert all((got[name] == value).all() for name, value in state.items())
+    assert threading.get_ident() not in [thread for thread, _ in found]
+    assert 1 < max(count for _, count in found) < len(state)
+
+
+def test_what_is_deleted_before_it_is_read_ends_the_save(
+    finding: tuple[Stager, list[Callable[[Any], None]]], tmp_path: Path
+) -> None:
+    """As it is forbidden to, before `wait_read` has returned. The file that was there stays."""
+    stager, called = finding
+    path = tmp_path / "a.safetensors"
+    state = {"a": jax.numpy.ones(1 << 16), "b": jax.numpy.zeros(1 << 16)}
+    xferlib.save(path, state, stager).result(60)
+    before = path.read_bytes()
+    called.append(lambda arrays: state["b"].delete())
+    with pytest.raises(xferlib.XferError, match="were deleted or donated before they were read: the array was deleted"):
+        xferlib.save(path, state, stager).result(60)
+    assert path.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_reader_holds_what_it_has_found_and_asks_again_for_what_it_has_not(stager: Stager) -> None:
+    arrays = [jax.numpy.full(1000, number, "float32") for number in range(4)]
+    with stager.reader(arrays) as reader:
+        memory = reader.empty(8000)
+        assert reader.read([Span(0, 0, 4000), Span(1, 0, 4000)], memory).result().view(np.float32)[999:1001].tolist() == [0, 1]
+        for number in (0, 1, 3):
+            arrays[number].delete()
+        for _ in range(2):
+            with pytest.raises(xferlib.XferError, match="were deleted or donated"):
+                reader.read([Span(2, 0, 4000), Span(3, 0, 4000)], memory)
+        with pytest.raises(xferlib.XferError, match="were deleted or donated"):
+            reader.wait()
+        # These are whole still.
+        assert reader.read([Span(1, 0, 4000), Span(2, 0, 4000)], memory).result().view(np.float32)[999:1001].tolist() == [1, 2]
 
 
 def test_a_snapshots_memory_is_free_when_its_file_is_there(stager: Stager, tmp_path: Path) -> None:
@@ -371,14 +448,14 @@ def test_arrays_that_are_found_together_are_right_whatever_their_layout_and_held
     for name, tree in (("plain", plain), ("crossed", [*plain, crossed])):
         want = [np.asarray(array).copy() for array in tree]
         jax.block_until_ready(tree)
-        save = xferlib.save(tmp_path / f"{name}.safetensors", tree, stager)
-        # The memory is held, and not the array: this harms nobody.
-        if name == "crossed":
-            for array in tree:
-                array.delete()
-        got = xferlib.load(save.result(60), stager)
-        for number, array in enumerate(want):
-            same(np.asarray(got[str(number)]), array)
+        with stager.reader(tree) as reader:
+            reader.wait()
+            # The memory is held, and not the array: this harms nobody.
+            if name == "crossed":
+                for array in tree:
+                    array.delete()
+            got = reader.read([Span(number, 0, array.nbytes) for number, array in enumerate(want)], reader.empty(1000)).result()
+        assert got.tobytes() == b"".join(array.tobytes() for array in want)
     with pytest.raises(ValueError, match="was deleted") as caught:
         xferlib.save(tmp_path / "a.safetensors", {"a": jax.numpy.arange(3), "b": plain[0]}, stager)
     assert caught.value.__notes__ == ["at tree.b"]

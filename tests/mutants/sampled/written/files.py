@@ -116,7 +116,7 @@ MUTANTS = [
     (READERS, "        if not isinstance(values, dict):", "        if False:"),
     (LOAD, "    if held.alone and parts.spec is not None:", "    if False:"),
     (READERS, 'Path(f"/proc/self/fd/{descriptor}")', "file"),
-    (READER, "        self.wait()\n        end = 0", "        end = 0"),
+    (READER, "        self._wait()\n        return [cast", "        return [cast"),
     (READER, "event = self._d2h.add(end, (out,), sources)", "event = self._d2h.add(end, (), sources)"),
     (READER, "event = self._d2h.add(end, (out,), sources)", "event = self._d2h.add(end, (out,))"),
     (READER, "settle((sources, out), (out,), sources)", "settle((sources, out))"),
@@ -125,7 +125,7 @@ MUTANTS = [
     (READER, "if start < 0 or nbytes < 0 or start + nbytes > there:", "if nbytes < 0 or start + nbytes > there:"),
     (READER, "if start < 0 or nbytes < 0 or start + nbytes > there:", "if start < 0 or start + nbytes > there:"),
     (READER, "if start < 0 or nbytes < 0 or start + nbytes > there:", "if start < 0 or nbytes < 0 or start > there:"),
-    (READER, "if not 0 <= operator.index(array) < len(self._sources):", "if not operator.index(array) < len(self._sources):"),
+    (READER, "if not 0 <= operator.index(array) < len(self.described):", "if not operator.index(array) < len(self.described):"),
     (
         READER,
         "        if self._reading.reached():\n            raise ClosedError",

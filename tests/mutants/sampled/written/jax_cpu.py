@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-CPU, ENGINE, PROMISE, READING, MEMORY, ARRAYS, SHARDED, SPREAD, STAGERS, PREFETCH, GATHER, IMPORTS, UNPACK, CAPSULE = (
+CPU, ENGINE, PROMISE, READING, MEMORY, ARRAYS, SHARDED, SPREAD, STAGERS, PREFETCH, GATHER, IMPORTS, UNPACK, CAPSULE, COPIES = (
     f"backends/xferlib_jax/{name}.py"
     for name in (
         *("_cpu", "_engine", "_promise", "_reading", "_memory", "_arrays", "_sharded", "_spread", "_stagers", "_prefetch"),
-        *("_gather", "_imports", "_unpack", "_capsule"),
+        *("_gather", "_imports", "_unpack", "_capsule", "_copies"),
     )
 )
 
@@ -99,4 +99,11 @@ MUTANTS = [
         '    return _OF_PROCESS.setdefault("", Readings(_jax.collect_garbage))\n',
         "    return Readings(_jax.collect_garbage)\n",
     ),
+    (COPIES, ".address + offset, nbytes", ".address, nbytes"),
+    (COPIES, "places[index] = number, end, nbytes", "places[index] = number, 0, nbytes"),
+    (COPIES, "jax.lax.reshape(_bits(arrays[number]), ", "jax.lax.reshape(arrays[number], "),
+    (COPIES, "alone or dtype != last or", "alone or"),
+    (COPIES, "            return jnp.copy(arrays[group[0]])", "            return arrays[group[0]]"),
+    (CPU, "stream is None and (type(arrays[0]) is Part or self._check_array.accepts(arrays))", "True"),
+    (ARRAYS, " or any(array.is_deleted() for array in arrays)", ""),
 ]
