@@ -76,7 +76,8 @@ def _copied(arrays: Sequence[CupyArray]) -> list[CupyArray]:
     share = [0 < room < SHARED_NBYTES and array._c_contiguous for array, room in zip(arrays, rooms, strict=True)]
     left = sum([room for room, shares in zip(rooms, share, strict=True) if shares])
     copied: list[CupyArray] = []
-    memory, free = None, 0
+    memory: Any = None
+    free = 0
     for array, room, shares in zip(arrays, rooms, share, strict=True):
         if not shares:
             copied.append(_copy(array))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import re
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -14,9 +18,11 @@ import pytest
 import safetensors.numpy
 
 import xferlib
-from tests.core.fakes import on_thread
+from tests.core.fakes import on_thread, until
+from xferlib.files.ahead import MADV_POPULATE_READ, ReadAhead, Stretch, unmap
 from xferlib.stager import Stager
 
+load_module: Any = sys.modules["xferlib.files.load"]
 MIB = 1 << 20
 SIZES = {"a": 5, "b": 3, "c": 3, "d": 9}
 
@@ -74,9 +80,9 @@ def places(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def covered(advised: Advised, start: int, end: int) -> bool:
-    for begin, until in sorted(advised.stretches):
+    for begin, finish in sorted(advised.stretches):
         if begin <= start:
-            start = max(start, until)
+            start = max(start, finish)
     return start >= end
 
 
@@ -176,3 +182,46 @@ def test_where_not_all_bytes_are_needed_nothing_is_asked_for(
     got = xferlib.load(path, Parts())
     assert {name: int(array[0]) for name, array in got.items()} == SIZES
     assert advised.stretches == []
+
+
+def mapped_nbytes(path: Path) -> int:
+    """Return how many bytes of a file's mappings have pages."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def test_what_is_in_the_cache_is_mapped_ahead_and_unmapped_behind(path: Path) -> None:
+    data = path.read_bytes()
+    with path.open("rb") as stream:
+        raw = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        start, nbytes = 12_345, 9 * MIB
+        stretch = Stretch(stream.fileno(), start, nbytes, raw.ctypes.data + start, raw)
+        trial = ctypes.CDLL(None).madvise(ctypes.c_void_p(raw.ctypes.data), ctypes.c_size_t(4096), MADV_POPULATE_READ)
+        if trial != 0:
+            pytest.skip("this system maps nothing ahead")
+        with ReadAhead() as ahead:
+            ahead([stretch])
+            assert until(lambda: mapped_nbytes(path) >= nbytes)
+        assert mapped_nbytes(path) < len(data) - MIB
+    unmap([stretch])
+    # Its first and its last page may have bytes of others, and the system maps some around a fault.
+    assert mapped_nbytes(path) <= 2 * MIB
+    assert raw[start : start + nbytes].tobytes() == data[start : start + nbytes]
+    unmap([stretch._replace(nbytes=10), stretch._replace(nbytes=0)])
+
+
+def test_pages_of_arrays_that_are_on_the_device_are_unmapped_while_others_are_put(
+    stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise all of it is left to the end, when nothing is copied any more."""
+    monkeypatch.setattr(load_module, "PIECE", 5 * MIB)
+    left: list[int] = []
+    got = xferlib.load(path, stager, progress=lambda done, total: left.append(total - done - mapped_nbytes(path)))
+    assert {name: int(array[-1]) for name, array in got.items()} == SIZES
+    # At the end nothing is left but pages around the ends.
+    assert left[-1] >= -MIB

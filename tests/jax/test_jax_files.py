@@ -457,5 +457,5 @@ def test_arrays_that_are_found_together_are_right_whatever_their_layout_and_held
             got = reader.read([Span(number, 0, array.nbytes) for number, array in enumerate(want)], reader.empty(1000)).result()
         assert got.tobytes() == b"".join(array.tobytes() for array in want)
     with pytest.raises(ValueError, match="was deleted") as caught:
-        xferlib.save(tmp_path / "a.safetensors", {"a": jax.numpy.arange(3), "b": plain[0]}, stager)
+        xferlib.save(tmp_path / "a.safetensors", {"a": jax.numpy.arange(3), "b": plain[0], "c": jax.numpy.arange(3)}, stager)
     assert caught.value.__notes__ == ["at tree.b"]

@@ -1,10 +1,12 @@
-"""Files are read into the system's cache in front of the copies, on a thread: otherwise these wait for one page fault each.
+"""Files are read into the system's cache and mapped in front of the copies, on a thread: otherwise these wait for page faults.
 
 It is advice to the system, and may come late or not at all: the copies are right without it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -15,7 +17,7 @@ from typing import NamedTuple, final
 
 from xferlib.tickets import ticket
 
-__all__ = ["ReadAhead", "Stretch"]
+__all__ = ["ReadAhead", "Stretch", "unmap"]
 
 LOOK_EVERY = 4 << 20
 """Bytes: one page in so many is asked whether it is in the system's cache."""
@@ -23,14 +25,33 @@ ADVISED = 128 << 10
 """Bytes that the system is asked to read at a time. What is above its own limit it ignores; this is the usual one."""
 NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 """Where the C library has no such flag the page is read, and nothing is asked for."""
+MADV_POPULATE_READ = 22
+"""Linux has it since 5.14: https://man7.org/linux/man-pages/man2/madvise.2.html"""
+# Unlike the method of `mmap` it does not keep the interpreter meanwhile.
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Stretch(NamedTuple):
-    """Bytes of an open file."""
+    """Bytes of an open file, and where they are mapped: to read only, for as long as `mapping` lives."""
 
     descriptor: int
     start: int
     nbytes: int
+    address: int
+    mapping: object
+
+
+def unmap(stretches: Iterable[Stretch]) -> None:
+    """Have the system forget where pages of stretches lie, which are in the order of their file. Readers find them again.
+
+    With pages of 4 KiB this takes 60 ms for each GiB on a small machine: if it is left to the end, nothing is copied meanwhile.
+    """
+    for stretch in _joined(stretches):
+        first = -(-stretch.address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (stretch.address + stretch.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first:
+            _madvise(first, end - first, mmap.MADV_DONTNEED)
 
 
 @final
@@ -73,13 +94,17 @@ def _run(asked: SimpleQueue[Stretch | None], over: list[None]) -> None:
 
 
 def _read(stretch: Stretch, over: list[None]) -> None:
-    descriptor, start, nbytes = stretch
+    descriptor, start, nbytes, address, _ = stretch
     for block in range(start, start + nbytes, LOOK_EVERY):
         if over:
             return
-        if not _is_cached(descriptor, block):
-            for at in range(block, min(block + LOOK_EVERY, start + nbytes), ADVISED):
-                os.posix_fadvise(descriptor, at, ADVISED, os.POSIX_FADV_WILLNEED)
+        end = min(block + LOOK_EVERY, start + nbytes)
+        if _is_cached(descriptor, block):
+            first = (address + block - start) // mmap.PAGESIZE * mmap.PAGESIZE
+            _madvise(first, address + end - start - first, MADV_POPULATE_READ)
+            continue
+        for at in range(block, end, ADVISED):
+            os.posix_fadvise(descriptor, at, ADVISED, os.POSIX_FADV_WILLNEED)
 
 
 def _joined(stretches: Iterable[Stretch]) -> Iterator[Stretch]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from xferlib.checks import translated
 from xferlib.errors import AllocationError, CapabilityError, XferError
-from xferlib.files.ahead import ReadAhead
+from xferlib.files.ahead import ReadAhead, Stretch, unmap
 from xferlib.files.dtypes import Conversions, DtypeRule
 from xferlib.files.names import Named, named
 from xferlib.files.patterns import check_patterns
@@ -332,6 +332,8 @@ class _Load:
         started.synchronize()
         arrays = started.value
         del self._under_way[0], started
+        # While the others are copied.
+        unmap(_stretches(piece))
         self._found |= self._converted(piece, arrays)
         self._done += piece.nbytes
         self._told()
@@ -387,11 +389,16 @@ def _ahead(pieces: Iterator[_Piece], ahead: ReadAhead | None) -> Iterator[_Piece
     waiting: deque[_Piece] = deque()
     for piece in pieces:
         if ahead is not None:
-            ahead(stretch for stretch in map(piece.reader.stretch, piece.names) if stretch is not None)
+            ahead(_stretches(piece))
         waiting.append(piece)
         if len(waiting) > AHEAD:
             yield waiting.popleft()
     yield from waiting
+
+
+def _stretches(piece: _Piece) -> Iterator[Stretch]:
+    """Iterate where the arrays of a piece are mapped."""
+    return (stretch for stretch in map(piece.reader.stretch, piece.names) if stretch is not None)
 
 
 def _likes(held: Held, parts: Named) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from xferlib.errors import AllocationError
 from xferlib.files.ahead import Stretch
 from xferlib.files.formats import EXTENSIONS, INSTALL, PLAIN, SUFFIXES, VALUES
 from xferlib.files.names import ALONE
-from xferlib.memory.arrays import Array
+from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.limits import available_memory
 from xferlib.words import in_words
 
@@ -95,7 +95,7 @@ class Reader(Protocol):
         that NumPy has."""
 
     def stretch(self, name: str) -> Stretch | None:
-        """Return where in the file an array's pages are; None for one that is read from front to back."""
+        """Return where in the file an array's pages are; None for one that is read from front to back. Raises as `array`."""
 
     def values(self) -> dict[str, Any]:
         """Return what rode along when the file was saved, by name."""
@@ -171,14 +171,21 @@ class _Pages:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._raw: Array | None = None
+        self._address = 0
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any], start: int, nbytes: int, order: Literal["C", "F"] = "C") -> Array:
-        if self._raw is None:
-            self._raw = np.frombuffer(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
-        return self._raw[start : start + nbytes].view(dtype).reshape(shape, order=order)
+        return self._mapped()[start : start + nbytes].view(dtype).reshape(shape, order=order)
 
     def stretch(self, start: int, nbytes: int) -> Stretch:
-        return Stretch(self._descriptor, start, nbytes)
+        raw = self._mapped()
+        return Stretch(self._descriptor, start, nbytes, self._address + start, raw)
+
+    def _mapped(self) -> Array:
+        if self._raw is None:
+            raw = np.frombuffer(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
+            self._address = address_of(raw)
+            self._raw = raw
+        return self._raw
 
 
 @final
@@ -334,7 +341,7 @@ class _Safetensors:
 
     def stretch(self, name: str) -> Stretch | None:
         tensor = self._tensors[name]
-        return self._pages.stretch(tensor.start, tensor.nbytes)
+        return _read(self.file, lambda: self._pages.stretch(tensor.start, tensor.nbytes))
 
     def values(self) -> dict[str, Any]:
         values = _read(self.file, lambda: json.loads(self._metadata.get(VALUES, "{}")))

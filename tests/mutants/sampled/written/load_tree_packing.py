@@ -37,6 +37,8 @@ MUTANTS = [
     (AHEAD, "if not _is_cached(descriptor, block):", "if True:"),
     (AHEAD, "        if self._thread is not None:\n            self._thread.join()", "        pass"),
     (AHEAD, "<= last.nbytes + ADVISED", "<= -1"),
+    (AHEAD, "            _madvise(first, address + end - start - first, MADV_POPULATE_READ)\n", ""),
+    (LOAD, "        unmap(_stretches(piece))\n", ""),
     (DTYPES, 'dtype.kind == "f" or dtype.name in FLOATS', 'dtype.kind == "f"'),
     (FORMATS, '"C64": "complex64"', '"C64": "complex128"'),
     (FORMATS, '"F8_E4M3FNUZ": "float8_e4m3fnuz"', '"F8_E4M3FNUZ": "float8_e4m3fn"'),
