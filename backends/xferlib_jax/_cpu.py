@@ -146,7 +146,7 @@ class CpuStager:
         if stream is not None:
             self.check_stream(stream)
         capsule = None
-        if array.is_ready():
+        if _is_ready(array):
             capsule = self._export(array, stream=None)
             address = address_in_order(capsule, array.shape)
             if address is None and exported(capsule).strides is None:
@@ -161,7 +161,7 @@ class CpuStager:
             return located(cast("Sequence[Part]", arrays), self.place)
         if stream is not None or not self._check_array.accepts(arrays):
             return None
-        if not all(cast("JaxArray", array).is_ready() for array in arrays):
+        if not all(map(_is_ready, arrays)):
             return None
         return found_together(arrays, self._export, None, self._readings)
 
@@ -198,3 +198,8 @@ class CpuStager:
     def close(self) -> None:
         self.h2d.close()
         self.d2h.close()
+
+
+def _is_ready(array: JaxArray) -> bool:
+    # Not the array itself: another thread may delete it at any time, and then JAX 0.10.2 would end the process.
+    return bool(array.addressable_data(0).is_ready())

@@ -244,6 +244,36 @@ def test_what_is_deleted_before_it_is_read_ends_the_save(
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_reader_survives_that_another_thread_deletes_what_it_looks_for(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its look whether arrays are deleted and all that follows: JAX's own answer would end the process."""
+    backend: Any = stager.backend
+
+    class Late:
+        """Deletes arrays that were found to be whole."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, array: Any) -> None:
+            self.inner(array)
+            array.delete()
+
+        def accepts(self, arrays: Any) -> bool:
+            found = self.inner.accepts(arrays)
+            if found:
+                arrays[0].delete()
+            return bool(found)
+
+    for count in (1, 3):
+        arrays = [jax.numpy.full(1000, number, "float32").block_until_ready() for number in range(count)]
+        with stager.reader(arrays) as reader:
+            memory = reader.empty(4000 * count)
+            with monkeypatch.context() as patch:
+                patch.setattr(backend, "_check_array", Late(backend._check_array))
+                with pytest.raises(xferlib.XferError, match="deleted"):
+                    reader.read([Span(number, 0, 4000) for number in range(count)], memory)
+
+
 def test_a_reader_holds_what_it_has_found_and_asks_again_for_what_it_has_not(stager: Stager) -> None:
     arrays = [jax.numpy.full(1000, number, "float32") for number in range(4)]
     with stager.reader(arrays) as reader:
