@@ -22,6 +22,7 @@ import safetensors.numpy
 import xferlib
 from tests.files.saves import DTYPES, MIB, bits, only, same, there
 from xferlib.files import formats
+from xferlib.files.plan import Plan
 from xferlib.files.temporary import SUFFIX
 from xferlib.stager import Stager
 
@@ -273,6 +274,29 @@ def test_more_names_than_a_header_has_room_for_are_refused(stager: Stager, tmp_p
     monkeypatch.setattr("xferlib.files.formats.LARGEST_HEADER", 200)
     with pytest.raises(ValueError, match="the names of 9 arrays take"):
         xferlib.save(tmp_path / "a.safetensors", [there(stager, np.arange(3))] * 9, stager)
+
+
+def test_thousands_of_arrays_are_worked_on_in_parts() -> None:
+    """Meanwhile no other Python thread runs. Each array is in the header once, and in the pieces once."""
+    count = 2 * formats.BURST + 3
+    names = [f"layers.{number}" for number in range(count)]
+    described = [((3, number % 5), np.dtype(f"f{2 << number % 3}")) for number in range(count)]
+    plan = Plan(".safetensors", names, described, {"a": "b"}, 0)
+    layout = plan.laid_out()
+    (header,) = layout.headers
+    found = json.loads(header[8:])
+    assert found.pop("__metadata__") == {"a": "b"}
+    assert len(found) == count
+    assert header[8:].decode().startswith('{"__metadata__":{"a":"b"},"layers.')
+    pieces = list(layout.pieces(1 << 30))
+    assert max(len(piece.spans) for piece in pieces) == formats.BURST
+    for piece in pieces:
+        offset = piece.offset - len(header)
+        for number, start, nbytes in piece.spans:
+            assert (found[names[number]]["data_offsets"], start) == ([offset, offset + nbytes], 0)
+            offset += nbytes
+        assert offset == piece.offset - len(header) + piece.nbytes
+    assert sum(len(piece.spans) for piece in pieces) == sum(1 for shape, _ in described if shape[1])
 
 
 def test_what_a_header_may_take_at_most_is_no_less_than_it_takes() -> None:

@@ -109,16 +109,17 @@ def _read(stretch: Stretch, over: list[None]) -> None:
 
 def _joined(stretches: Iterable[Stretch]) -> Iterator[Stretch]:
     """Join stretches with little or nothing between them."""
-    last: Stretch | None = None
+    first: Stretch | None = None
+    end = 0
     for stretch in stretches:
-        if last is not None and last.descriptor == stretch.descriptor and 0 <= stretch.start - last.start <= last.nbytes + ADVISED:
-            last = last._replace(nbytes=stretch.start + stretch.nbytes - last.start)
+        if first is not None and first.descriptor == stretch.descriptor and 0 <= stretch.start - first.start <= end + ADVISED:
+            end = stretch.start + stretch.nbytes - first.start
             continue
-        if last is not None:
-            yield last
-        last = stretch
-    if last is not None:
-        yield last
+        if first is not None:
+            yield first._replace(nbytes=end)
+        first, end = stretch, stretch.nbytes
+    if first is not None:
+        yield first._replace(nbytes=end)
 
 
 def _is_cached(descriptor: int, offset: int) -> bool:

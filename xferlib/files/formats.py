@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -14,6 +15,7 @@ from numpy.lib import format as npy
 from xferlib.tree import Alike
 
 __all__ = [
+    "BURST",
     "EXTENSIONS",
     "INSTALL",
     "PLAIN",
@@ -52,6 +54,10 @@ STEP = 64
 """Bytes. The arrays begin at a multiple of it, so that each lies as its dtype wants."""
 LARGEST_HEADER = 100_000_000
 """Bytes: readers of the format take no larger one."""
+BURST = 256
+"""Arrays that are worked on, by a thread of a save, before other threads have their turn."""
+PAUSE_SECONDS = 20e-6
+"""What is asked for. With what the system adds it is enough for a thread that waits to wake up."""
 ESCAPED = 6
 """Bytes that JSON takes for one byte of text, at most."""
 ENTRY = 2048
@@ -93,21 +99,31 @@ def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadat
     """
     # The widest first, as the format's own writer does: then each lies as its dtype wants.
     order = sorted(range(len(names)), key=lambda index: -described[index][1].itemsize)
-    entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    parts = [_json({METADATA: dict(metadata)})] if metadata else []
     # There are thousands of arrays and a few dtypes, whose names take NumPy a while.
     kinds: dict[np.dtype[Any], str] = {}
     end = 0
-    for index in order:
-        name, (shape, dtype) = names[index], described[index]
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        if dtype not in kinds:
-            kinds[dtype] = _kind(name, dtype)
-        entries[name] = {"dtype": kinds[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    for first in range(0, len(order), BURST):
+        entries: dict[str, Any] = {}
+        for index in order[first : first + BURST]:
+            name, (shape, dtype) = names[index], described[index]
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            if dtype not in kinds:
+                kinds[dtype] = _kind(name, dtype)
+            entries[name] = {"dtype": kinds[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        parts.append(_json(entries))
+        # Else a thread that launches work would wait for the interpreter, up to 5 ms each time that it asks for it.
+        time.sleep(PAUSE_SECONDS)
+    text = f"{{{','.join(parts)}}}".encode()
     text += b" " * (-(8 + len(text)) % STEP)
     if len(text) > LARGEST_HEADER:
         raise ValueError(f"the names of {len(names)} arrays take {len(text)} bytes, more than a safetensors file may have for them")
     return FileLayout(len(text).to_bytes(8, "little") + text, order)
+
+
+def _json(entries: Mapping[str, Any]) -> str:
+    """Return an object's entries without its braces."""
+    return json.dumps(entries, separators=(",", ":"), ensure_ascii=False)[1:-1]
 
 
 def _kind(name: str, dtype: np.dtype[Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from xferlib.byte_reader import Span
-from xferlib.files.formats import VALUES, check_npy, check_safetensors, npy_header, safetensors_layout
+from xferlib.files.formats import BURST, VALUES, check_npy, check_safetensors, npy_header, safetensors_layout
 from xferlib.files.names import names_of
 from xferlib.tree import Alike, Spec
 
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
     """Of an archive; else empty."""
 
     def pieces(self, nbytes: int) -> Iterator[Piece]:
-        """Iterate the pieces of a file that is no archive, of at most so many bytes."""
+        """Iterate the pieces of a file that is no archive, of at most so many bytes, and of not too many arrays."""
         offset = start = len(self.headers[0])
         spans: list[Span] = []
         for index in self.order:
@@ -77,7 +77,7 @@ class Layout(NamedTuple):
                 taken = min(self.sizes[index] - at, start + nbytes - offset)
                 spans.append(Span(index, at, taken))
                 at, offset = at + taken, offset + taken
-                if offset == start + nbytes:
+                if offset == start + nbytes or len(spans) == BURST:
                     yield Piece(start, offset - start, spans)
                     start, spans = offset, []
         if spans:

@@ -34,6 +34,8 @@ def extent(array: Array) -> tuple[int, int]:
     """Return the lowest address of an array's elements, and the bytes from there to the end of the highest."""
     if array.nbytes == 0:
         return array.ctypes.data, 0
+    if array.flags.c_contiguous:
+        return address_of(array), array.nbytes
     reaches = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
     low = sum(reach for reach in reaches if reach < 0)
     return array.ctypes.data + low, sum(map(abs, reaches)) + array.itemsize

@@ -36,7 +36,7 @@ MUTANTS = [
     (LOAD, "        if self._gone:\n", "        if False:\n"),
     (AHEAD, "if not _is_cached(descriptor, block):", "if True:"),
     (AHEAD, "        if self._thread is not None:\n            self._thread.join()", "        pass"),
-    (AHEAD, "<= last.nbytes + ADVISED", "<= -1"),
+    (AHEAD, "<= end + ADVISED", "<= -1"),
     (AHEAD, "            _madvise(first, address + end - start - first, MADV_POPULATE_READ)\n", ""),
     (LOAD, "        unmap(_stretches(piece))\n", ""),
     (DTYPES, 'dtype.kind == "f" or dtype.name in FLOATS', 'dtype.kind == "f"'),
