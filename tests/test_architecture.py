@@ -61,7 +61,7 @@ FLOORS = [
     {"xferlib.pipeline.workers.pool", "xferlib.pipeline.workers.worker"},
     {"xferlib.pipeline.workers.run"},
     {"xferlib.pipeline.workers.ring"},
-    {"xferlib.pipeline.drain", "xferlib.pipeline.ring", "xferlib.pipeline.source_thread"},
+    {f"xferlib.pipeline.{name}" for name in ("drain", "host_tree", "ring", "source_thread")},
     {"xferlib.pipeline.background"},
     {"xferlib.pipeline.prefetch"},
     {"xferlib.pipeline.stream"},

@@ -36,6 +36,7 @@ def things(stager: xferlib.Stager, steps: ExitStack) -> dict[str, tuple[Any, str
         "shared ring": (shared, "another process makes one"),
         "run": (shared.run(np.copyto, []), r"Begin another with SharedRing.run"),
         "prefetch": (steps.enter_context(xferlib.prefetch([np.ones(8)], stager)), r"Begin another with xferlib.prefetch"),
+        "host tree": (steps.enter_context(xferlib.HostTree({"a": np.ones(8)}, stager)), "Copy what its groups hold"),
         "drain": (steps.enter_context(xferlib.Drain(stager)), "Make another"),
         "drained": (steps.enter_context(xferlib.drain([], stager)), r"Begin another with xferlib.drain"),
     }

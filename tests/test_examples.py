@@ -18,10 +18,11 @@ from tests import children
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
-ON_HOST = ["drain_frames.py --backend host", "out_of_core.py --backend host"]
+ON_HOST = ["drain_frames.py --backend host", "out_of_core.py --backend host", "offload_adam.py --backend host"]
 ON_JAX = [
     "drain_frames.py --backend jax",
     "out_of_core.py --backend jax",
+    "offload_adam.py --backend jax",
     "train_images.py",
     "train_images.py --loader workers",
     "multi_gpu.py --backend cpu",

@@ -14,6 +14,7 @@ What there is, and `help` of each says the rest:
     drain(results, stager)              results on the host while later ones are computed (a `Drained`; by hand: `Drain`)
     stream_map(fn, batches, stager)     both, for data larger than the device
     Ring, SharedRing                    pinned slots that batches are written into: by you (a `Slot`), by processes (a `Run`)
+    HostTree(tree, stager)              state that lives on the host, and is on the device while it is worked on
     load(path, stager)                  files to the device
     save(path, tree, stager)            what is on the device to files, while the program goes on (a `Save`)
     measure_overlap(stager)             how much of a copy is hidden under compute on this machine (an `OverlapReport`)
@@ -48,6 +49,7 @@ from xferlib.overlap.report import OverlapRow as OverlapRow
 from xferlib.overlap.report import Spread as Spread
 from xferlib.pipeline.drain import Drain as Drain
 from xferlib.pipeline.drain import Results as Results
+from xferlib.pipeline.host_tree import HostTree as HostTree
 from xferlib.pipeline.memory_estimate import MemoryEstimate as MemoryEstimate
 from xferlib.pipeline.prefetch import Prefetch as Prefetch
 from xferlib.pipeline.prefetch import prefetch as prefetch
@@ -83,6 +85,7 @@ __all__ = [
     "Drained",
     "Event",
     "HostStager",
+    "HostTree",
     "MemoryEstimate",
     "OverlapReport",
     "OverlapRow",

@@ -290,6 +290,7 @@ AREAS = {
                 *pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream", "unshared"),
                 *pipeline("sources_and_bills"),
             ),
+            "/host_tree.py": pipeline("host_tree"),
             "/drain.py": pipeline("drain", "drain_failures", "one_pass*", "stream", "closing_meanwhile", "sources_and_bills"),
             "/ends.py": pipeline("drain", "ring", "ring_reuse", "released_slots", "stream", "sources_and_bills"),
             "/stream.py": pipeline("stream", "drain", "report", "sources_and_bills"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED = (
+RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED, HOST = (
     f"xferlib/pipeline/{name}.py"
     for name in (
         "ring",
@@ -17,6 +17,7 @@ RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, RO
         "memory_estimate",
         "output_writer",
         "unshared",
+        "host_tree",
     )
 )
 
@@ -109,4 +110,22 @@ MUTANTS = [
     ),
     (PREFETCH, "in_place = not unshared and self._puts.in_place(batch)", "in_place = not unshared"),
     (PREFETCH, "put(batch, unshared=unshared)", "put(batch, unshared=True)"),
+    (
+        HOST,
+        "        wanted = self._wanted(names)\n        for name in wanted:\n            self._settle(name)\n",
+        "        wanted = self._wanted(names)\n",
+    ),
+    (HOST, "        for name in wanted:\n            self._wait_for_others(name)\n", ""),
+    (HOST, "[*self._fetches[name].values(), *self._stores[name].values()]", "[*self._stores[name].values()]"),
+    (HOST, "[*self._fetches[name].values(), *self._stores[name].values()]", "[*self._fetches[name].values()]"),
+    (HOST, "            fetches[number] = end\n", ""),
+    (HOST, "                if any(waiting[0] == name for name, _ in coming):\n                    break\n", ""),
+    (HOST, "            self._stores[name][number] = None\n", "            pass\n"),
+    (HOST, "                self._stores[name].pop(number, None)\n            raise", "                pass\n            raise"),
+    (HOST, "                stores.pop(earlier, None)\n", "                pass\n"),
+    (HOST, "        self._wait_for_oldest()\n", ""),
+    (HOST, "                    if not coming:\n                        raise\n", "                    raise\n"),
+    (HOST, "                fetches.pop(earlier, None)", "                pass"),
+    (HOST, "    view.flags.writeable = False\n", ""),
+    (HOST, "            if kind is None and not self._closed:\n                self.synchronize()\n", "            pass\n"),
 ]
