@@ -85,9 +85,10 @@ def main() -> None:
     tree = beginning(options.groups, count)
     nbytes = options.groups * len(ARRAYS) * 4 * count
     update = make_update(options.backend)
-    # Room for all of the home, and for what the stager needs beside it.
+    # Room for all of the home, and for what the stager needs beside it; on the device for a few groups.
+    limits = {"pinned_limit": nbytes + 256 * MIB, "device_limit": (DEPTH + 3) * nbytes // options.groups}
     with (
-        xferlib.stager(options.backend, pinned_limit=nbytes + 256 * MIB) as stager,
+        xferlib.stager(options.backend, **limits) as stager,
         xferlib.HostTree(tree, stager, depth=DEPTH) as home,
     ):
         started = perf_counter()
@@ -97,7 +98,7 @@ def main() -> None:
         peak = stager.stats().device_peak_nbytes
         print(f"{options.steps} steps over {home.nbytes / MIB:.0f} MiB on {stager.device}: {rate:.1f} GB/s both ways")
         print(f"groups that came took at most {peak / MIB:.0f} MiB on the device at a time")
-        assert peak <= (DEPTH + 3) * nbytes // options.groups
+        assert peak <= limits["device_limit"]
         for name, group in tree.items():
             alone = stager.put(group, borrow=True).result()
             for step in range(1, options.steps + 1):

@@ -178,6 +178,19 @@ def test_no_more_stores_are_under_way_than_depth(stager: xferlib.Stager) -> None
         assert [value_of(tree) for tree in home.tree.values()] == [20, 21, 22, 3]
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_threads_work_on_groups_of_their_own(debug: bool) -> None:
+    with xferlib.stager("host", debug=debug) as stager, home_of(stager, "abcd", depth=1) as home:
+
+        def work(name: str) -> None:
+            for number in range(50):
+                home.store(name, group(number))
+                assert value_of(home.fetch(name).result()) == number
+
+        for working in [on_thread(lambda name=name: work(name)) for name in home]:  # type: ignore[misc]  # mypy infers no lambda
+            working.result(20)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_the_order_in_which_copies_end_each_fetch_has_what_was_stored_last(stager: xferlib.Stager, seed: int) -> None:
     """Both directions are held, and let go one copy at a time, in an order of chance."""

@@ -15,7 +15,6 @@ from numpy.lib import format as npy
 from xferlib.tree import Alike
 
 __all__ = [
-    "BURST",
     "EXTENSIONS",
     "INSTALL",
     "PLAIN",

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from xferlib.byte_reader import Span
-from xferlib.files.formats import BURST, VALUES, check_npy, check_safetensors, npy_header, safetensors_layout
+from xferlib.files.formats import VALUES, check_npy, check_safetensors, npy_header, safetensors_layout
 from xferlib.files.names import names_of
 from xferlib.tree import Alike, Spec
 
 __all__ = ["Layout", "Piece", "Plan", "planned"]
 
+MOST_SPANS = 64
+"""Arrays of a piece. For each some microseconds of Python are due, in which a thread that launches work has to wait."""
 LONGEST_MEMBER = 60_000
 """Bytes of the name of an archive's member: the format has two bytes for their number."""
 JSON = (str, int, float)
@@ -77,7 +79,7 @@ class Layout(NamedTuple):
                 taken = min(self.sizes[index] - at, start + nbytes - offset)
                 spans.append(Span(index, at, taken))
                 at, offset = at + taken, offset + taken
-                if offset == start + nbytes or len(spans) == BURST:
+                if offset == start + nbytes or len(spans) == MOST_SPANS:
                     yield Piece(start, offset - start, spans)
                     start, spans = offset, []
         if spans:

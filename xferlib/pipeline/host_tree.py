@@ -319,10 +319,9 @@ class HostTree:
     def _wait_for_oldest(self) -> None:
         """Wait until no more stores are under way than may be. A failure is told to whoever wants the group."""
         while len(self._under_way) > self.depth:
-            with suppress(TransferError):
-                self._under_way[0].synchronize()
-            with suppress(IndexError):
-                self._under_way.popleft()
+            # Another thread may be faster.
+            with suppress(TransferError, IndexError):
+                self._under_way.popleft().synchronize()
 
     def _check_open(self) -> None:
         if self._closed:
