@@ -200,7 +200,7 @@ def test_what_is_in_the_cache_is_mapped_ahead_and_unmapped_behind(path: Path) ->
     with path.open("rb") as stream:
         raw = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         start, nbytes = 12_345, 9 * MIB
-        stretch = Stretch(stream.fileno(), start, nbytes, raw.ctypes.data + start, raw)
+        stretch = Stretch(stream.fileno(), start, nbytes, raw.ctypes.data + start)
         trial = ctypes.CDLL(None).madvise(ctypes.c_void_p(raw.ctypes.data), ctypes.c_size_t(4096), MADV_POPULATE_READ)
         if trial != 0:
             pytest.skip("this system maps nothing ahead")

@@ -33,13 +33,12 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Stretch(NamedTuple):
-    """Bytes of an open file, and where they are mapped: to read only, for as long as `mapping` lives."""
+    """Bytes of an open file, and where they are mapped, for as long as somebody holds the mapping."""
 
     descriptor: int
     start: int
     nbytes: int
     address: int
-    mapping: object
 
 
 def unmap(stretches: Iterable[Stretch]) -> None:
@@ -94,12 +93,13 @@ def _run(asked: SimpleQueue[Stretch | None], over: list[None]) -> None:
 
 
 def _read(stretch: Stretch, over: list[None]) -> None:
-    descriptor, start, nbytes, address, _ = stretch
+    descriptor, start, nbytes, address = stretch
     for block in range(start, start + nbytes, LOOK_EVERY):
         if over:
             return
         end = min(block + LOOK_EVERY, start + nbytes)
         if _is_cached(descriptor, block):
+            # Where an interrupt has kept the `with` from its end it may come when other memory is there. That is read, and no more.
             first = (address + block - start) // mmap.PAGESIZE * mmap.PAGESIZE
             _madvise(first, address + end - start - first, MADV_POPULATE_READ)
             continue

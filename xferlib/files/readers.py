@@ -177,8 +177,8 @@ class _Pages:
         return self._mapped()[start : start + nbytes].view(dtype).reshape(shape, order=order)
 
     def stretch(self, start: int, nbytes: int) -> Stretch:
-        raw = self._mapped()
-        return Stretch(self._descriptor, start, nbytes, self._address + start, raw)
+        self._mapped()
+        return Stretch(self._descriptor, start, nbytes, self._address + start)
 
     def _mapped(self) -> Array:
         if self._raw is None:
