@@ -89,7 +89,10 @@ class DeviceToHost:
         self._table = ledger.d2h.table
         self._as_sources = getattr(backend, "as_sources", None)
         self._places = getattr(backend, "places", None)
-        self._can_be_found = getattr(backend, "can_be_found", None)
+        can_be_found = getattr(backend, "can_be_found", None)
+        # Where arrays change, or streams order them, they must be found while the caller waits.
+        orders_itself = not (backend.capabilities.streams or backend.capabilities.put_into)
+        self._can_be_found = can_be_found if orders_itself else None
 
     def start(self, tree: Any, out: Any, stream: object | None) -> Transfer:
         """Get a tree."""
@@ -146,7 +149,7 @@ class DeviceToHost:
         read = leaves if copies is None else copies
         make = partial(ByteReader, self._backend, self._pool, self._ledger, described, spec)
         # Arrays that never change are found by whoever reads them: a state has thousands, and the caller waits here.
-        if self._can_be_found is not None and stream is None and self._can_be_found(read):
+        if self._can_be_found is not None and self._can_be_found(read, stream):
             find = partial(self._placed, spec=None, stream=None, direct=False)
             # The framework holds what it copies.
             return make([None] * len(read), None, None if copies is None else (), (find, read))

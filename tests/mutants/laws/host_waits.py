@@ -334,6 +334,7 @@ class OrdersNothing(BrokenEvents):
 
 @broken_backend(
     *(f"{AFTER_PRODUCER}[{out}]" for out in ("fresh", "pinned", "pageable")),
+    "test_law07_a_reader_reads_after_the_producer",
     "test_law11_streams_are_waited_for_or_refused",
     hooks=Host,
 )

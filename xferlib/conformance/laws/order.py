@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from xferlib.byte_reader import Span
 from xferlib.conformance.base import Laws
 from xferlib.conformance.hooks import Hold
 from xferlib.conformance.values import Array, assert_same, words
@@ -86,6 +87,21 @@ class OrderLaws(Laws):
         expected.insert(place, values)
         for result, wanted in zip(transfer.value, expected, strict=True):
             assert_same(result, wanted)
+
+    def test_law07_a_reader_reads_after_the_producer(self, stager: Stager) -> None:
+        """Piece by piece, on another thread, and also where the backend finds the arrays only then."""
+        values, others = words(1), words(2)
+        self.warm(stager, values)
+        with self.held_array(stager.backend, values) as held:
+            tree = [self.from_numpy(others), held.array]
+            spans = [Span(0, 0, others.nbytes), Span(1, 0, values.nbytes)]
+            # Nobody can close a stager as long as one of its readers is open.
+            with self.assert_returns(lambda: stager.reader(tree, stream=held.stream)) as reader:
+                read = self.calls.start(lambda: reader.read(spans, reader.empty(others.nbytes + values.nbytes)).result())
+                self.assert_stays(lambda: not read.done(), held)
+                held.release()
+                got = read.result(self.deadline_seconds)
+        assert got.tobytes() == others.tobytes() + values.tobytes()
 
     def test_law07_put_into_waits_for_readers_that_were_enqueued(self, stager: Stager) -> None:
         old, new = words(1), words(2)
