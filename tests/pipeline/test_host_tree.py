@@ -66,6 +66,7 @@ def test_groups_come_and_go(stager: xferlib.Stager) -> None:
         for name, arrays in home.fetch_each():
             home.store(name, {"w": arrays["w"] + 10, "m": [array + 10 for array in arrays["m"]]})
         assert [value_of(home[name]) for name in home] == [10, 11, 12]
+        assert [(name, value_of(tree)) for name, tree in home.fetch_each("b")] == [("b", 11)]
         both = home.fetch(["c", "a"]).result()
         assert [(name, value_of(tree)) for name, tree in both.items()] == [("c", 12), ("a", 10)]
         home.store(["a", "c"], {"c": group(7), "a": group(5)}).synchronize()
@@ -348,6 +349,7 @@ def test_a_store_that_is_refused_leaves_all_as_it_was(stager: xferlib.Stager) ->
         ("x", good, KeyError, "there is no group 'x': there are 'a', 'b', 'c'"),
         (["a", "x"], {"a": good, "x": good}, KeyError, "no group 'x'"),
         ([], {}, ValueError, "expected names of groups, each once"),
+        (3, good, TypeError, "names=3: expected the name of a group, or names of several"),
         (["a", "a"], {"a": good}, ValueError, "each once"),
         (["a", "b"], {"a": good}, ValueError, r"expected a dict of the groups \['a', 'b'\], got \['a'\]"),
         (["a"], good["w"], ValueError, "got 'ndarray'"),
@@ -379,6 +381,7 @@ def test_what_is_no_tree_of_groups_is_refused(stager: xferlib.Stager) -> None:
         (np.zeros(3), TypeError, "expected a dict of groups by name"),
         ([np.zeros(3)], TypeError, "expected a dict of groups"),
         ({1: np.zeros(3)}, TypeError, "expected a dict of groups"),
+        ({}, TypeError, "expected a dict of groups"),
         ({"a": []}, ValueError, "group 'a' has no array"),
         ({"a": {"w": np.zeros(3), "step": 3}}, ValueError, "text or numbers beside its arrays"),
         ({"a": object()}, TypeError, "group 'a': the array itself is a builtins.object"),

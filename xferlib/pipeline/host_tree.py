@@ -72,7 +72,7 @@ class HostTree:
         Raises `TypeError` and `ValueError` for what is no tree of groups; `AllocationError` where `pinned_limit` has no room.
         """
         check_stager(stager, tree)
-        if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
+        if not isinstance(tree, Mapping) or not tree or not all(isinstance(name, str) for name in tree):
             raise TypeError("tree: expected a dict of groups by name, such as {'layer_0': {...}, 'layer_1': {...}}")
         self.depth = whole_number(depth, "depth", least=1)
         self._stager = stager
@@ -118,7 +118,9 @@ class HostTree:
         then it is fetched when it is asked for, and not ahead. Raises as `fetch`, when it comes to the group.
         """
         whole_number(ahead, "ahead", least=0)
-        return self._each(iter(self.names if names is None else names), ahead)
+        # One name is no iterable of names, though Python takes it for one.
+        wanted = self.names if names is None else [names] if isinstance(names, str) else names
+        return self._each(iter(wanted), ahead)
 
     def store(self, names: str | Iterable[str], tree: Any, *, stream: object | None = None) -> Transfer[None]:
         """Start copying device arrays to the home of groups: `tree` is a group's for one name, else a dict of groups by name.
@@ -265,6 +267,8 @@ class HostTree:
 
     def _wanted(self, names: str | Iterable[str]) -> list[str]:
         self._check_open()
+        if not isinstance(names, Iterable):
+            raise TypeError(f"names={names!r}: expected the name of a group, or names of several")
         wanted = [names] if isinstance(names, str) else list(names)
         for name in wanted:
             if name not in self._groups:
