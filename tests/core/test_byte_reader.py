@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from xferlib_host import Stream
+from xferlib_host import Stream, open_stager
 
 import xferlib
-from tests.core.fakes import held, interrupted_twice, on_thread, until
+from tests.core.fakes import held, interrupted_twice, on_thread, tampered, until
 from xferlib.byte_reader import ByteReader, Span
 from xferlib.latch import note_copy_thread
 from xferlib.stager import Stager
@@ -330,3 +330,23 @@ def test_device_memory_that_is_read_last_comes_back() -> None:
         reader.close()
         putting.result(20)
         assert found.tolist() == list(range(10))
+
+
+class Odd:
+    """An array of a library that has lists for shapes, or names for dtypes."""
+
+    def __init__(self, inner: np.ndarray[Any, Any], shape: Any, dtype: Any) -> None:
+        self.inner, self.shape, self.dtype = inner, shape, dtype
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [([2, 3], np.dtype(np.int16)), ((2, 3), "int16")])
+def test_arrays_are_described_as_numpy_does_whatever_the_library_has(shape: Any, dtype: Any) -> None:
+    array = Odd(np.arange(6, dtype=np.int16).reshape(2, 3), shape, dtype)
+    inner = open_stager()
+    backend = tampered(place=lambda array, stream=None: inner.place(array.inner, stream))
+    with xferlib.stager(backend) as stager, stager.reader(array) as reader:
+        assert reader.described == [((2, 3), np.dtype(np.int16))]
+        ((found, kind),) = reader.described
+        assert (type(found), isinstance(kind, np.dtype)) == (tuple, True)
+        assert reader.read([Span(0, 2, 4)], reader.empty(4)).result().view(np.int16).tolist() == [1, 2]
+    inner.close()

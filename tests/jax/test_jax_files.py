@@ -198,6 +198,23 @@ def test_copies_by_one_call_are_the_same_bits(stager: Stager, monkeypatch: pytes
             assert got.tobytes() == array.tobytes()
 
 
+def test_what_cannot_be_saved_is_refused_by_the_call(stager: Stager, tmp_path: Path) -> None:
+    """With the place in the tree, though arrays are found only later."""
+    refused = {
+        "random keys": jax.random.key(0),
+        "JAX packs several items": jax.numpy.ones(3, "int4"),
+        r"got jax\.ShapeDtypeStruct": jax.ShapeDtypeStruct((3,), "float32"),
+        r"got numpy\.ndarray": np.ones(3, np.float32),
+        "Pass its value": stager.put(np.ones(3, np.float32), borrow=True),
+    }
+    for words, leaf in refused.items():
+        for snapshot in (False, True):
+            with pytest.raises(TypeError, match=words) as caught:
+                xferlib.save(tmp_path / "a.safetensors", {"a": jax.numpy.ones(3), "b": leaf}, stager, snapshot=snapshot)
+            assert snapshot or caught.value.__notes__ == ["at tree.b"]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def finding(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stager, list[Callable[[Any], None]]]]:
     """A stager, and what is called with arrays that are about to be found together."""

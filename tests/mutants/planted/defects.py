@@ -199,7 +199,7 @@ MUTANTS = (
     Mutant(
         "tensors of a file are taken from another place",
         "xferlib/files/readers.py",
-        "self._raw[start : start + nbytes]",
-        "self._raw[start // 512 * 512 : start // 512 * 512 + nbytes]",
+        "self._mapped()[start : start + nbytes]",
+        "self._mapped()[start // 512 * 512 : start // 512 * 512 + nbytes]",
     ),
 )

@@ -34,7 +34,7 @@ MUTANTS = [
     (LOAD, "self._sizes[name] > SMALL, self._changes(reader, name)", "self._sizes[name] > SMALL, False"),
     (LOAD, "        if self._gone >= GIVEN_BACK:", "        if False:"),
     (LOAD, "        if self._gone:\n", "        if False:\n"),
-    (AHEAD, "if not _is_cached(descriptor, block):", "if True:"),
+    (AHEAD, "if _is_cached(descriptor, block):", "if False:"),
     (AHEAD, "        if self._thread is not None:\n            self._thread.join()", "        pass"),
     (AHEAD, "<= end + ADVISED", "<= -1"),
     (AHEAD, "            _madvise(first, address + end - start - first, MADV_POPULATE_READ)\n", ""),
