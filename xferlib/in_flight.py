@@ -579,9 +579,9 @@ def reap_all() -> bool:
     return any(found)
 
 
-def wait_for_others(own: Ledger, concerns: Concerns, job_concerns: Callable[[Job | Reading], bool]) -> bool:
-    """Block until the oldest copy, or job, of another stager that concerns the caller is done. False: there was none that this
-    thread can wait for.
+def wait_for_others(own: Ledger | None, concerns: Concerns, job_concerns: Callable[[Job | Reading], bool]) -> bool:
+    """Block until the oldest copy, or job, of another stager that concerns the caller is done. None: of whatever stager. False:
+    there was none that this thread can wait for.
     """
     others = [] if is_copy_thread() else [ledger for ledger in all_ledgers() if ledger is not own]
     return any(

@@ -447,10 +447,26 @@ def test_a_stager_that_is_closed_first_leaves_the_home_readable() -> None:
     home.close()
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_store_waits_for_a_save_that_still_reads(stager: xferlib.Stager, tmp_path: Path, own: bool) -> None:
+    with home_of(stager) as home, xferlib.stager("host") as another:
+        saving = stager if own else another
+        backend: Any = saving.backend
+        with held(backend.d2h) as gate:
+            save = xferlib.save(tmp_path / "home.npz", home.tree, saving)
+            store = waits(lambda: home.store("b", group(50)))
+            gate.set()
+        store.result(20).synchronize()
+        with np.load(save.result(20)) as found:
+            assert sorted(np.unique(found["b.w"])) == [1]
+        assert value_of(home["b"]) == 50
+
+
 def test_it_is_saved_as_arrays_of_the_host_and_begun_again(stager: xferlib.Stager, tmp_path: Path) -> None:
     with home_of(stager) as home:
         home.store("c", group(33))
-        xferlib.save(tmp_path / "home.npz", home.tree, stager).wait_read(20)
+        xferlib.save(tmp_path / "home.npz", home.tree, stager)
+        # It waits until the save has read the group.
         home.store("c", group(44))
         before = xferlib.save(tmp_path / "again.npz", home.tree, stager, snapshot=True)
         home.store("c", group(55)).synchronize()

@@ -17,9 +17,12 @@ from typing import Any, NamedTuple, final, overload
 import numpy as np
 
 from xferlib.checks import uncopied, whole_number
+from xferlib.engine.jobs import Job
 from xferlib.errors import AllocationError, CapabilityError, ClosedError, TransferError, XferError
-from xferlib.memory.arrays import Array, check_dtype, host_array
+from xferlib.in_flight import Entry, Reading, uses, wait_for_others
+from xferlib.memory.arrays import Array, address_of, check_dtype, host_array
 from xferlib.memory.blocks import round_up
+from xferlib.protocol import Source
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import Alike, Mixed, Spec, Trees, path, trees_of, unflatten
@@ -38,6 +41,8 @@ class _Group(NamedTuple):
     arrays: list[Array]
     spec: Spec
     described: list[Alike]
+    memory: Source
+    """All of it, as a stager of the host sees what it saves."""
 
 
 @final
@@ -126,8 +131,8 @@ class HostTree:
         """Start copying device arrays to the home of groups: `tree` is a group's for one name, else a dict of groups by name.
 
         The copies wait for what produces the arrays, or for what `stream` (None: the calling thread's current one) has enqueued. Do
-        not overwrite, donate or delete the arrays before the transfer that this returns is done. Waits for fetches and stores of
-        these groups that are under way, and for the oldest of more than `depth` stores.
+        not overwrite, donate or delete the arrays before the transfer that this returns is done. Waits for fetches, stores and
+        saves of these groups that are under way, and for the oldest of more than `depth` stores.
 
         Raises before anything starts, and leaves the groups as they are: `KeyError` for an unknown name; `ValueError` for another
         structure, shape or dtype; `TypeError` and `CapabilityError` as `Stager.get`. What else is raised leaves them undefined.
@@ -139,6 +144,7 @@ class HostTree:
             self._check(name, given[name])
         for name in wanted:
             self._wait_for_others(name)
+            self._wait_for_saves(name)
         number = next(self._numbers)
         for name in wanted:
             self._stores[name][number] = None
@@ -242,7 +248,7 @@ class HostTree:
                 on_device.append((leaf, array))
         if on_device:
             self._stager.get([leaf for leaf, _ in on_device], out=[array for _, array in on_device]).synchronize()
-        return _Group(arrays, spec, described)
+        return _Group(arrays, spec, described, Source(address_of(memory), memory.nbytes, None))
 
     def _each(self, names: Iterator[str], ahead: int) -> Iterator[tuple[str, Any]]:
         coming: deque[tuple[str, Transfer[Any]]] = deque()
@@ -319,6 +325,16 @@ class HostTree:
             if transfer is not None:
                 with suppress(TransferError):
                     transfer.synchronize()
+
+    def _wait_for_saves(self, name: str) -> None:
+        """Wait until no stager of the host reads the group any more, which saves what `tree` gave."""
+        place = self._groups[name].memory
+
+        def reads(work: Entry | Job | Reading) -> bool:
+            return any(uses(source, place) for source in work.device)
+
+        while wait_for_others(None, reads, reads):
+            pass
 
     def _wait_for_oldest(self) -> None:
         """Wait until no more stores are under way than may be. A failure is told to whoever wants the group."""

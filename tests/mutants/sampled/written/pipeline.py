@@ -115,7 +115,11 @@ MUTANTS = [
         "        wanted = self._wanted(names)\n        for name in wanted:\n            self._settle(name)\n",
         "        wanted = self._wanted(names)\n",
     ),
-    (HOST, "        for name in wanted:\n            self._wait_for_others(name)\n", ""),
+    (
+        HOST,
+        "            self._wait_for_others(name)\n            self._wait_for_saves(name)\n",
+        "            self._wait_for_saves(name)\n",
+    ),
     (HOST, "[*self._fetches[name].values(), *self._stores[name].values()]", "[*self._stores[name].values()]"),
     (HOST, "[*self._fetches[name].values(), *self._stores[name].values()]", "[*self._fetches[name].values()]"),
     (HOST, "            fetches[number] = end\n", ""),
@@ -128,4 +132,5 @@ MUTANTS = [
     (HOST, "                fetches.pop(earlier, None)", "                pass"),
     (HOST, "    view.flags.writeable = False\n", ""),
     (HOST, "            if kind is None and not self._closed:\n                self.synchronize()\n", "            pass\n"),
+    (HOST, "            self._wait_for_saves(name)\n", ""),
 ]
