@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from typing import Any, final
 
 import numpy as np
@@ -200,6 +201,8 @@ class HostToDevice:
                 value = unflatten(spec, (value,))
             # A staged array is free already, and nobody has to be told early.
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._table if address else None)
+            if address:
+                transfer.in_place = True
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -296,6 +299,7 @@ class HostToDevice:
         try:
             value = self._made(packing, leases, spec, event)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._table)
+            transfer.in_place = any(map(_ADDRESS, sources))
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -331,6 +335,7 @@ class HostToDevice:
             return self._made(packing, leases, spec, copy.enqueued())
 
         transfer = Transfer(Later(make), copy, (Exception,), False, streams.__setitem__)
+        transfer.in_place = bool(pinned)
         if stream is not None:
             try:
                 transfer.stream_wait(stream)
@@ -474,3 +479,4 @@ def _are_outside(arrays: list[Array]) -> bool:
 
 
 _NONE = {id(None)}
+_ADDRESS = itemgetter(1)

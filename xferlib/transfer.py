@@ -78,6 +78,8 @@ class Transfer(Generic[TreeT_co]):
     _check: Check | None = None
     """In debug mode."""
     _finished = False
+    in_place = False
+    """Whether copies of a put read sources where they are, in pinned memory. Set after it is made, where they do."""
     _born = 0
     """How many forks there had been. Not set on each transfer, since every small one would pay for it."""
 

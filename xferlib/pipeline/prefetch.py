@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, final, overload
 
@@ -296,8 +295,7 @@ class _Starter:
                 clock.turn("copy")
                 _wait_for(self._recent[0].synchronize)
                 self._recent.popleft()
-            clock.turn("start")
-            in_place = not unshared and self._puts.in_place(batch)
+                clock.turn("start")
             started = self._puts.put(batch, unshared=unshared)
         except Exception as error:
             if isinstance(batch, Slot):
@@ -311,11 +309,19 @@ class _Starter:
             raise
         end = end_of(started)
         self._recent.append(end)
-        if in_place:
+        if unshared:
+            return started
+        if self._is_read_in_place(batch, started):
             self._read = end.synchronize, batch
-        elif self._puts.rewrites and not unshared and not isinstance(batch, Slot):
+        elif self._puts.rewrites and not isinstance(batch, Slot):
             self._read = end.wait_staged, batch
         return started
+
+    def _is_read_in_place(self, batch: Any, started: End) -> bool:
+        """See `Puts.in_place`. A transfer knows: the driver need not be asked a second time."""
+        if isinstance(started, Transfer) and not isinstance(batch, Slot):
+            return self._puts.rewrites and started.in_place
+        return self._puts.in_place(batch)
 
     def before_next(self, clock: PhaseTimer) -> None:
         """Wait until the source may be asked for another batch."""
@@ -349,9 +355,11 @@ class _Starter:
 
 
 def _wait_for(wait: Callable[[], None]) -> None:
-    # Whoever takes the batch is told of its failure.
-    with suppress(XferError):
+    try:
         wait()
+    except XferError:
+        # Whoever takes the batch is told of its failure.
+        return
 
 
 @final

@@ -99,7 +99,10 @@ class SourceThread(Generic[T]):
         taker = object()
         try:
             self.takers[taker] = None
-            self.inbox.put(None)
+            if self.paused:
+                # Otherwise the thread waits for no taker, and a wake costs both of them the interpreter. It looks for takers after
+                # it was paused.
+                self.inbox.put(None)
             self.changed.wait(self.may_take)
         finally:
             self.takers.pop(taker, None)
@@ -133,8 +136,8 @@ class SourceThread(Generic[T]):
             self.paused = False
         return not self.paused
 
-    def started(self, start: Start[T], box: list[Any]) -> T:
-        """Start an item; if the iterator is paused, only when a taker waits for it. Raises `_Stopped`."""
+    def give_started(self, start: Start[T], box: list[Any]) -> None:
+        """Start an item, and have it taken; if the iterator is paused, only when a taker waits for it. Raises `_Stopped`."""
         while True:
             # First the mark, then the question: whoever pauses, closes or drops the iterator asks in the opposite order.
             self.starting = True
@@ -146,9 +149,11 @@ class SourceThread(Generic[T]):
             self.wait(self.going)
         try:
             self.clock.turn("start")
-            return start(box, self.clock)
+            self.items.append(start(box, self.clock))
+            self.begun = True
         finally:
             self.starting = False
+            # Once for both: a taker that is woken too early has taken the interpreter for nothing.
             self.changed.wake()
 
     def refused(self, error: RuntimeError) -> None:
@@ -214,7 +219,7 @@ def _give_all(
                 box = [next(iterator)]
             except StopIteration:
                 return
-            shared.give(shared.started(start, box))
+            shared.give_started(start, box)
         except _Stopped:
             raise
         except BaseException as error:

@@ -10,7 +10,6 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import final
 
@@ -52,5 +51,8 @@ class Wakeup:
         for sleeper in self._sleepers.copy():
             # In this order an interrupt in between leaves one that is woken twice, and none that sleeps on.
             sleeper.put(None)
-            with suppress(ValueError, IndexError):
+            try:
                 self._sleepers.remove(sleeper)
+            except (ValueError, IndexError):
+                # Another thread was faster.
+                continue

@@ -60,8 +60,8 @@ MUTANTS = [
     (PREFETCH, "        while len(self._recent) >= self._depth:", "        while len(self._recent) > self._depth:"),
     (
         PREFETCH,
-        "        if in_place:\n",
-        "        if in_place and self._depth > 1:\n",
+        "        if self._is_read_in_place(batch, started):\n",
+        "        if self._depth > 1 and self._is_read_in_place(batch, started):\n",
     ),
     (PREFETCH, "        end = end_of(started)\n", "        end = started\n"),
     (
@@ -108,7 +108,9 @@ MUTANTS = [
         "        unshared = is_unshared(box)\n        (batch,) = box\n",
         "        (batch,) = box\n        unshared = is_unshared(box)\n",
     ),
-    (PREFETCH, "in_place = not unshared and self._puts.in_place(batch)", "in_place = not unshared"),
+    (PREFETCH, "        if self._is_read_in_place(batch, started):\n", "        if True:\n"),
+    (PREFETCH, "return self._puts.rewrites and started.in_place", "return False"),
+    (PREFETCH, "return self._puts.rewrites and started.in_place", "return started.in_place"),
     (PREFETCH, "put(batch, unshared=unshared)", "put(batch, unshared=True)"),
     (
         HOST,
