@@ -181,7 +181,7 @@ class HostToDevice:
             if borrow and nbytes >= BORROW_FROM:
                 return self._borrowed([(array, address)], spec, stream)
             if not borrow and self._warning.concerns(nbytes):
-                self._warning.put([(array, address)], spec)
+                self._warning.one(array, spec)
         if stream is not None:
             self._backend.check_stream(stream)
         streams: Streams = {}
@@ -219,7 +219,7 @@ class HostToDevice:
         address = self._address(array)
         nbytes = array.nbytes
         if address is None and self._warning.concerns(nbytes):
-            self._warning.put([(array, address)], into=True)
+            self._warning.one(array, into=True)
         self._check_target(target, array)
         place = self._as_target(target, stream)
         places = (place,)

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from types import FrameType
 from typing import final
 
 from xferlib.errors import SynchronousTransferWarning
@@ -53,6 +52,10 @@ class PageableWarning:
         if staged and self.concerns(sum(map(NBYTES, staged))):
             index = next(index for index, (_, address) in enumerate(sources) if address is None) if self._strict else 0
             self._warn(staged, spec, index, self._promised, into=into)
+
+    def one(self, array: Array, spec: Spec | None = None, *, into: bool = False) -> None:
+        """Look at one pageable array, which concerns somebody. See `put`."""
+        self._warn((array,), spec, 0, self._promised, into=into)
 
     def outside(self, arrays: Sequence[Array], spec: Spec | None) -> None:
         """Look at arrays that are all pageable, that concern somebody, and that lie in memory of no pool."""
@@ -113,16 +116,12 @@ def _level_of_caller() -> int | None:
     None if that is the start of a thread: such a thread runs ahead of its caller, and nobody waits.
     """
     level, frame = 1, sys._getframe(1)
-    while (package := _package(frame)) == "xferlib" and frame.f_back is not None:
+    # Asked for each frame of ours at each large put, but there are only some six names.
+    while (package := _package_of(frame.f_globals.get("__name__"))) == "xferlib" and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
     return None if package == "threading" else level
 
 
-def _package(frame: FrameType) -> str:
-    return _package_of(str(frame.f_globals.get("__name__", "")))
-
-
 @lru_cache(maxsize=256)
-def _package_of(name: str) -> str:
-    # Asked for each frame of ours at each large put, but there are only some six names.
-    return name.partition(".")[0]
+def _package_of(name: object) -> str:
+    return str(name).partition(".")[0]

@@ -636,7 +636,7 @@ def awaiting(address: int, nbytes: int) -> PinnedPool | None:
 
 def promised(address: int, nbytes: int) -> bool:
     """Tell whether a pool, of whatever stager, has had the range mapped, and `promises` it."""
-    return any(pool.promises(address, nbytes) for pool in list(_mapping.values()))
+    return bool(_mapping) and any(pool.promises(address, nbytes) for pool in list(_mapping.values()))
 
 
 def _leave(address: int) -> None:
