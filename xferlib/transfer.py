@@ -129,11 +129,17 @@ class Transfer(Generic[TreeT_co]):
         return self._arrays()
 
     @property
+    def staged(self) -> bool:
+        """Whether the CPU had copied all pageable sources when the put returned."""
+        return not hasattr(self._event, "wait_staged")
+
+    @property
     def end(self) -> Transfer[None]:
         """The same transfer without its arrays, for whoever waits but must not keep them: memory is used again when they are
         gone."""
         end: Transfer[None] = Transfer(None, self._event, self._failures, self._on_host, table=self._table)
-        end._born = self._born
+        if self._born:
+            end._born = self._born
         if self._check is not None:
             end._check = self._check.quiet
         return end

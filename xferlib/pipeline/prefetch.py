@@ -292,10 +292,12 @@ class _Starter:
                 self._estimate(batch)
             while len(self._recent) >= self._depth:
                 # Otherwise a consumer that takes batches as fast as they come would have them all under way.
-                clock.turn("copy")
-                _wait_for(self._recent[0].synchronize)
+                oldest = self._recent[0]
+                if not _is_over(oldest):
+                    clock.turn("copy")
+                    _wait_for(oldest.synchronize)
+                    clock.turn("start")
                 self._recent.popleft()
-                clock.turn("start")
             started = self._puts.put(batch, unshared=unshared)
         except Exception as error:
             if isinstance(batch, Slot):
@@ -309,19 +311,24 @@ class _Starter:
             raise
         end = end_of(started)
         self._recent.append(end)
-        if unshared:
-            return started
-        if self._is_read_in_place(batch, started):
-            self._read = end.synchronize, batch
-        elif self._puts.rewrites and not isinstance(batch, Slot):
-            self._read = end.wait_staged, batch
+        if not unshared:
+            self._note_read(batch, started, end)
         return started
 
-    def _is_read_in_place(self, batch: Any, started: End) -> bool:
-        """See `Puts.in_place`. A transfer knows: the driver need not be asked a second time."""
-        if isinstance(started, Transfer) and not isinstance(batch, Slot):
-            return self._puts.rewrites and started.in_place
-        return self._puts.in_place(batch)
+    def _note_read(self, batch: Any, started: End, end: End) -> None:
+        """Note what the source is to wait for before it may write to a batch."""
+        slot = isinstance(batch, Slot)
+        if isinstance(started, Transfer) and not slot:
+            # It knows, and the driver need not be asked a second time.
+            if not self._puts.rewrites:
+                return
+            in_place, staged = started.in_place, started.staged
+        else:
+            in_place, staged = self._puts.in_place(batch), slot or not self._puts.rewrites
+        if in_place:
+            self._read = end.synchronize, batch
+        elif not staged:
+            self._read = end.wait_staged, batch
 
     def before_next(self, clock: PhaseTimer) -> None:
         """Wait until the source may be asked for another batch."""
@@ -352,6 +359,14 @@ class _Starter:
             self.bill = MemoryEstimate((device,))
         self._puts.check_room(tree, self._depth, self._count)
         self._fits = True
+
+
+def _is_over(end: End) -> bool:
+    try:
+        return end.done()
+    except XferError:
+        # As below.
+        return True
 
 
 def _wait_for(wait: Callable[[], None]) -> None:

@@ -60,8 +60,8 @@ MUTANTS = [
     (PREFETCH, "        while len(self._recent) >= self._depth:", "        while len(self._recent) > self._depth:"),
     (
         PREFETCH,
-        "        if self._is_read_in_place(batch, started):\n",
-        "        if self._depth > 1 and self._is_read_in_place(batch, started):\n",
+        "        if in_place:\n",
+        "        if in_place and self._depth > 1:\n",
     ),
     (PREFETCH, "        end = end_of(started)\n", "        end = started\n"),
     (
@@ -108,9 +108,10 @@ MUTANTS = [
         "        unshared = is_unshared(box)\n        (batch,) = box\n",
         "        (batch,) = box\n        unshared = is_unshared(box)\n",
     ),
-    (PREFETCH, "        if self._is_read_in_place(batch, started):\n", "        if True:\n"),
-    (PREFETCH, "return self._puts.rewrites and started.in_place", "return False"),
-    (PREFETCH, "return self._puts.rewrites and started.in_place", "return started.in_place"),
+    (PREFETCH, "        if in_place:\n", "        if True:\n"),
+    (PREFETCH, "started.in_place, started.staged", "False, started.staged"),
+    (PREFETCH, "started.in_place, started.staged", "started.in_place, True"),
+    (PREFETCH, "if not _is_over(oldest):", "if False:"),
     (PREFETCH, "put(batch, unshared=unshared)", "put(batch, unshared=True)"),
     (
         HOST,
