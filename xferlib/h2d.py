@@ -199,10 +199,9 @@ class HostToDevice:
             value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=lease)
             if spec is not None:
                 value = unflatten(spec, (value,))
-            # A staged array is free already, and nobody has to be told early.
-            transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._table if address else None)
+            transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._table)
             if address:
-                transfer.in_place = True
+                transfer._in_place = True
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -299,7 +298,7 @@ class HostToDevice:
         try:
             value = self._made(packing, leases, spec, event)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._table)
-            transfer.in_place = any(map(_ADDRESS, sources))
+            transfer._in_place = any(map(_ADDRESS, sources))
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -335,7 +334,7 @@ class HostToDevice:
             return self._made(packing, leases, spec, copy.enqueued())
 
         transfer = Transfer(Later(make), copy, (Exception,), False, streams.__setitem__)
-        transfer.in_place = bool(pinned)
+        transfer._in_place = bool(pinned)
         if stream is not None:
             try:
                 transfer.stream_wait(stream)

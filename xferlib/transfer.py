@@ -78,7 +78,7 @@ class Transfer(Generic[TreeT_co]):
     _check: Check | None = None
     """In debug mode."""
     _finished = False
-    in_place = False
+    _in_place = False
     """Whether copies of a put read sources where they are, in pinned memory. Set after it is made, where they do."""
     _born = 0
     """How many forks there had been. Not set on each transfer, since every small one would pay for it."""
@@ -129,7 +129,7 @@ class Transfer(Generic[TreeT_co]):
         return self._arrays()
 
     @property
-    def staged(self) -> bool:
+    def _staged(self) -> bool:
         """Whether the CPU had copied all pageable sources when the put returned."""
         return not hasattr(self._event, "wait_staged")
 
@@ -138,8 +138,7 @@ class Transfer(Generic[TreeT_co]):
         """The same transfer without its arrays, for whoever waits but must not keep them: memory is used again when they are
         gone."""
         end: Transfer[None] = Transfer(None, self._event, self._failures, self._on_host, table=self._table)
-        if self._born:
-            end._born = self._born
+        end._born = self._born
         if self._check is not None:
             end._check = self._check.quiet
         return end

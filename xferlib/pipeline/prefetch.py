@@ -322,7 +322,7 @@ class _Starter:
             # It knows, and the driver need not be asked a second time.
             if not self._puts.rewrites:
                 return
-            in_place, staged = started.in_place, started.staged
+            in_place, staged = started._in_place, started._staged
         else:
             in_place, staged = self._puts.in_place(batch), slot or not self._puts.rewrites
         if in_place:

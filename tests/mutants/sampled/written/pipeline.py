@@ -109,8 +109,8 @@ MUTANTS = [
         "        (batch,) = box\n        unshared = is_unshared(box)\n",
     ),
     (PREFETCH, "        if in_place:\n", "        if True:\n"),
-    (PREFETCH, "started.in_place, started.staged", "False, started.staged"),
-    (PREFETCH, "started.in_place, started.staged", "started.in_place, True"),
+    (PREFETCH, "started._in_place, started._staged", "False, started._staged"),
+    (PREFETCH, "started._in_place, started._staged", "started._in_place, True"),
     (PREFETCH, "if not _is_over(oldest):", "if False:"),
     (PREFETCH, "put(batch, unshared=unshared)", "put(batch, unshared=True)"),
     (
