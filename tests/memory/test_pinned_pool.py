@@ -186,6 +186,18 @@ def test_a_full_pool_waits_for_what_is_in_flight() -> None:
     assert driver.peak <= 4 * MIB
 
 
+def test_a_full_pool_says_that_what_is_free_lies_in_pieces() -> None:
+    pool = Driver().pool(4 * MIB)
+    pool.take(3 * MIB)
+    first, second = pool.take(3 * MIB // 2 - 4096), pool.take(3 * MIB // 2 - 4096)
+    with pytest.raises(AllocationError, match=r"has 3\.0 MiB of 4\.0 MiB in use by arrays, and nothing"):
+        pool.take(2 * MIB)
+    del first
+    with pytest.raises(AllocationError, match=r"has 1\.5 MiB of 4\.0 MiB .*\(and no piece of 2\.0 MiB is free between them\)"):
+        pool.take(2 * MIB)
+    del second
+
+
 def test_a_full_pool_raises_when_nothing_in_flight_can_help() -> None:
     driver = Driver()
     pool = driver.pool(4 * MIB)
