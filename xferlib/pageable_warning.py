@@ -22,7 +22,7 @@ from xferlib.words import in_words
 
 __all__ = ["WARN_FROM", "PageableWarning"]
 
-WARN_FROM = 64 << 10
+WARN_FROM = 256 << 10
 """Bytes of one put. The CPU copies less in the time that starting the transfer takes."""
 PAGEABLE = "the array is not in pinned memory. Fill one from stager.empty_pinned(...) instead, or lock yours with stager.pin(array)"
 STRIDED = "the array is not contiguous. Lay it out in C order, in an array from stager.empty_pinned(...)"
