@@ -34,16 +34,6 @@ PIECE = 4096
 """Bytes that are summed at a time: a difference is found to this precision."""
 
 
-class Check(Protocol):
-    """What a transfer asks when it is done. Raises `SourceRewrittenError`, each time, where a source was written to too early."""
-
-    def __call__(self) -> None: ...
-
-    @property
-    def quiet(self) -> Check:
-        """The same, for whoever only waits: verifies and raises nothing."""
-
-
 class _Checkable(Protocol):
     """A transfer, as far as it is looked at here."""
 
@@ -88,7 +78,7 @@ def verify_done() -> None:
 
 def watch_get(transfer: T) -> T:
     """Have sources verified when this get is done: often nothing else tells that the puts before it are done, too."""
-    transfer._check = _AtGet()
+    transfer._check = Check(None)
     return transfer
 
 
@@ -233,7 +223,7 @@ class Put:
     def watch(self, transfer: T) -> T:
         """Have the sources verified when the transfer, which was started by this put, is done."""
         self._event = transfer._event
-        transfer._check = check = _AtPut(self)
+        transfer._check = check = Check(self)
         self.asker = weakref.ref(check)
         _unverified[self._number] = self
         return transfer
@@ -292,50 +282,31 @@ class Put:
 
 
 @final
-class _AtPut:
-    """See `Check`."""
+class Check:
+    """What a transfer asks when it is done: it verifies the sources of its own put, and those of every other put that is done.
 
-    def __init__(self, put: Put) -> None:
+    Raises `SourceRewrittenError`, each time, where a source of its own was written to too early. `put`: None for a get, which has
+    no source.
+    """
+
+    def __init__(self, put: Put | None, *, raises: bool = True) -> None:
         self._put = put
+        self._raises = raises
 
     def __call__(self) -> None:
         verify_done()
-        self._put.verify()
-        if self._put.words:
-            self._put.told = True
-            raise self._put.error()
+        put = self._put
+        if put is None:
+            return
+        put.verify()
+        if self._raises and put.words:
+            put.told = True
+            raise put.error()
 
     @property
     def quiet(self) -> Check:
-        return _AtEnd(self._put)
-
-
-@final
-class _AtEnd:
-    """The check of whoever only waits."""
-
-    def __init__(self, put: Put) -> None:
-        self._put = put
-
-    def __call__(self) -> None:
-        verify_done()
-        self._put.verify()
-
-    @property
-    def quiet(self) -> Check:
-        return self
-
-
-@final
-class _AtGet:
-    """The check of a get, which has no source of its own."""
-
-    def __call__(self) -> None:
-        verify_done()
-
-    @property
-    def quiet(self) -> Check:
-        return self
+        """The same, for whoever only waits: verifies and raises nothing."""
+        return Check(self._put, raises=False)
 
 
 def _is_ours(module: str) -> bool:
