@@ -100,9 +100,16 @@ def open_backend(name: str, *, device: int = 0) -> HostStager[Any]:
         raise
 
 
-def companion(name: str, part: Literal["workload", "conformance", "diagnosis"]) -> ModuleType:
-    """Import what a backend ships beside its entry point. Raises `ModuleNotFoundError` if it ships no such part."""
-    return import_module(f"{_entry(name).module}.{part}")
+def companion(name: str, part: Literal["workload", "conformance", "diagnosis"]) -> ModuleType | None:
+    """Import what a backend ships beside its entry point; None if it ships no such part."""
+    module = f"{_entry(name).module}.{part}"
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        # Only the part itself may be absent; what it imports may not.
+        if error.name == module:
+            return None
+        raise
 
 
 def _entry(name: str) -> EntryPoint:

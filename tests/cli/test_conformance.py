@@ -80,6 +80,14 @@ def test_the_laws_of_a_backend_that_cannot_run_here_can_be_listed() -> None:
     assert "test_law01" in done.stdout
 
 
+@pytest.mark.usefixtures("gone")
+def test_a_backend_without_hooks_is_refused_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "gone" / "conformance.py").unlink()
+    done = xferlib("conformance", "gone")
+    assert done.returncode == 1
+    assert done.stderr.startswith("xferlib: backend 'gone' ships no hooks to test it with: no module 'conformance' beside")
+
+
 def test_without_pytest_it_says_what_to_install() -> None:
     done = xferlib("conformance", "host", before="sys.modules['pytest'] = None")
     assert done.returncode == 1

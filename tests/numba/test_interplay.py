@@ -53,6 +53,7 @@ def parties(stager: Stager) -> Iterator[dict[str, Party]]:
 
 def hooks_of(name: str) -> StagerConformance:
     module = companion(name, "conformance")
+    assert module is not None
     classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     (hooks,) = [kind for kind in classes if issubclass(kind, StagerConformance)]
     laws: StagerConformance = hooks()

@@ -48,6 +48,7 @@ class Kit(ABC):
 
     def __init__(self) -> None:
         module = companion(self.name, "conformance")
+        assert module is not None
         (hooks,) = [kind for name, kind in vars(module).items() if name.startswith("Test") and kind.__module__ == module.__name__]
         self._take(hooks(), import_module(module.__name__.rpartition(".")[0]).open_stager)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 from xferlib.cli.errors import CommandError
 from xferlib.registry import companion
@@ -31,7 +30,7 @@ class Diagnosis(Protocol):
 
 def workload(backend: str) -> Workload:
     """Return the backend's device work. Raises `CommandError` if it ships none."""
-    module = _part(backend, "workload")
+    module = companion(backend, "workload")
     if module is None:
         raise CommandError(
             f"backend {backend!r} ships no device work: no module 'workload' beside its entry point. Use another one"
@@ -41,7 +40,7 @@ def workload(backend: str) -> Workload:
 
 def diagnosis(backend: str) -> Diagnosis | None:
     """Return what the backend knows about this machine; None if it ships no such module."""
-    return cast("Diagnosis | None", _part(backend, "diagnosis"))
+    return cast("Diagnosis | None", companion(backend, "diagnosis"))
 
 
 def own_versions() -> dict[str, str]:
@@ -54,13 +53,3 @@ def own_versions() -> dict[str, str]:
             if name in OURS:
                 found[name] = "not installed"
     return found
-
-
-def _part(backend: str, part: Literal["workload", "diagnosis"]) -> ModuleType | None:
-    try:
-        return companion(backend, part)
-    except ModuleNotFoundError as error:
-        # Only the part itself may be absent; what it imports may not.
-        if error.name is not None and error.name.endswith(f".{part}"):
-            return None
-        raise

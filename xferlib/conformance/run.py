@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from xferlib.errors import CapabilityError
 from xferlib.registry import companion
 
 __all__ = ["run"]
@@ -18,10 +19,11 @@ HANG_SECONDS = 300
 def run(name: str, arguments: Sequence[str] = ()) -> int:
     """Run the hooks that the backend ships, with pytest and these arguments of pytest's, and return pytest's exit status.
 
-    Raises `UnknownBackendError`, or `ModuleNotFoundError` if the backend ships no hooks.
+    Raises `UnknownBackendError`, or `CapabilityError` if the backend ships no hooks.
     """
     module = companion(name, "conformance")
-    assert module.__file__ is not None
+    if module is None or module.__file__ is None:
+        raise CapabilityError(f"backend {name!r} ships no hooks to test it with: no module 'conformance' beside its entry point")
     root = os.path.dirname(module.__file__)
     # In a process of its own, where pytest can rewrite the assertions of everything that is imported. Without the configuration of
     # the project in which this is called.

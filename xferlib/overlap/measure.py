@@ -198,12 +198,7 @@ def _together(bench: _Bench, copy: _Copy, blur: int, *, copy_first: bool) -> flo
 
 
 def _workload(name: str) -> Workload:
-    try:
-        return cast("Workload", companion(name, "workload"))
-    except ModuleNotFoundError as error:
-        # Only the part itself may be absent; what it imports may not.
-        if error.name is None or not error.name.endswith(".workload"):
-            raise
-        raise CapabilityError(
-            f"backend {name!r} ships no device work to copy beside: no module 'workload' beside its entry point"
-        ) from error
+    module = companion(name, "workload")
+    if module is None:
+        raise CapabilityError(f"backend {name!r} ships no device work to copy beside: no module 'workload' beside its entry point")
+    return cast("Workload", module)
