@@ -17,7 +17,7 @@ def test_an_order_before_its_run_is_a_failure_and_no_batch() -> None:
     layout = SlotLayout((64, np.int64))
     slot = np.zeros(layout.nbytes, np.uint8)
     filler = _Filler(layout, [slot])
-    order = Order(0, 0, 0, pickle.dumps(3))
+    order = Order(0, 0, 0, pickle.dumps(3), "0")
     refused = filler.reply(order)
     assert isinstance(refused, Raised)
     assert "before its run began" in refused.words
@@ -31,7 +31,7 @@ def filled(fill: object, task: object) -> tuple[object, object]:
     slot = np.zeros(layout.nbytes, np.uint8)
     filler = _Filler(layout, [slot])
     filler.begin(pickle.dumps(fill))
-    return filler.reply(Order(0, 0, 0, pickle.dumps(task))), layout.views(slot)
+    return filler.reply(Order(0, 0, 0, pickle.dumps(task), "0")), layout.views(slot)
 
 
 @pytest.mark.parametrize(

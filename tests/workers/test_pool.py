@@ -27,7 +27,7 @@ class Played:
 
     def disconnect(self) -> None: ...
 
-    def replies(self) -> list[Any]:
+    def answers(self) -> list[Any]:
         return []
 
     def end(self, patience: float) -> int:

@@ -17,12 +17,13 @@ class Begin(NamedTuple):
 
 
 class Order(NamedTuple):
-    """To the worker: fill this slot for this task, pickled."""
+    """To the worker: fill this slot for this task, pickled. `words`: the task for people, which the parent remembers with it."""
 
     run: int
     number: int
     slot: int
     task: bytes
+    words: str
 
 
 class Ready(NamedTuple):

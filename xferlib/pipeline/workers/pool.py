@@ -15,10 +15,10 @@ from typing import NamedTuple, final
 
 from xferlib.pipeline.workers.executor import Executor
 from xferlib.pipeline.workers.failures import WorkerDiedError
-from xferlib.pipeline.workers.messages import Reply
-from xferlib.pipeline.workers.process import Assignment, Worker, ended
+from xferlib.pipeline.workers.messages import Order
+from xferlib.pipeline.workers.process import Answer, Worker, ended
 
-__all__ = ["Answer", "Exit", "WakeupFd", "WorkerPool"]
+__all__ = ["Exit", "WakeupFd", "WorkerPool"]
 
 AHEAD = 2
 """Orders that one worker has at most: the one it fills, and the next, so that it need not wait for the consumer in between."""
@@ -58,20 +58,12 @@ class WakeupFd:
                 os.close(number)
 
 
-@final
-class Answer(NamedTuple):
-    """What a worker said to an order."""
-
-    assignment: Assignment
-    reply: Reply
-
-
 class Exit(NamedTuple):
     """A worker that has ended: what it may have been filling, and the orders it had not begun."""
 
     words: str
-    lost: Assignment | None
-    waiting: tuple[Assignment, ...]
+    lost: Order | None
+    waiting: tuple[Order, ...]
 
 
 @final
@@ -147,7 +139,7 @@ class WorkerPool:
 
     def taken(self) -> set[int]:
         """Return the slots that workers may write."""
-        return {assignment.order.slot for worker in self._workers for assignment in worker.assigned}
+        return {order.slot for worker in self._workers for order in worker.assigned}
 
     def mend(self) -> None:
         """Kill all workers: what they and their parent know of each other was cut by an interrupt."""
@@ -173,7 +165,7 @@ class WorkerPool:
     def _heard(self, worker: Worker, *, dead: bool) -> list[Answer | Exit]:
         worker.channel.flush()
         # What a dead worker has said still counts: its batch is there.
-        heard: list[Answer | Exit] = [Answer(*answer) for answer in worker.replies()]
+        heard: list[Answer | Exit] = [*worker.answers()]
         if worker.ready:
             self._failed_starts = 0
         if worker.gone or dead:

@@ -18,14 +18,14 @@ from typing import NamedTuple, final
 from xferlib.pipeline.workers.channel import Channel
 from xferlib.pipeline.workers.messages import Begin, Order, Ready, Reply
 
-__all__ = ["Assignment", "Worker", "ended", "watch"]
+__all__ = ["Answer", "Worker", "ended", "watch"]
 
 
-class Assignment(NamedTuple):
-    """An order, and what the parent wants to remember with it: the task in words."""
+class Answer(NamedTuple):
+    """What a worker said to an order."""
 
     order: Order
-    words: str
+    reply: Reply
 
 
 @final
@@ -38,7 +38,7 @@ class Worker:
     def __init__(self, target: Callable[..., None], arguments: tuple[object, ...]) -> None:
         ours, theirs = socket.socketpair()
         self.ready = False
-        self.assigned: deque[Assignment] = deque()
+        self.assigned: deque[Order] = deque()
         self._run = -1
         self._process = get_context("spawn").Process(
             target=target, args=(os.getpid(), *arguments, theirs), name="xferlib-worker", daemon=True
@@ -68,22 +68,22 @@ class Worker:
         """Whether one side has hung up. The process may be dead, or about to be."""
         return self.channel.over
 
-    def order(self, begin: Begin, assignment: Assignment) -> None:
+    def order(self, begin: Begin, order: Order) -> None:
         """Send an order, without waiting. If the worker is gone, `assigned` says what is left undone."""
-        self.assigned.append(assignment)
+        self.assigned.append(order)
         if self._run != begin.run:
             self.channel.send(begin)
             self._run = begin.run
-        self.channel.send(assignment.order)
+        self.channel.send(order)
 
-    def replies(self) -> list[tuple[Assignment, Reply]]:
+    def answers(self) -> list[Answer]:
         """Return what it has answered since, without waiting."""
-        answered: list[tuple[Assignment, Reply]] = []
+        answered: list[Answer] = []
         for reply in self.channel.receive():
             if isinstance(reply, Ready):
                 self.ready = True
             else:
-                answered.append((self.assigned.popleft(), reply))
+                answered.append(Answer(self.assigned.popleft(), reply))
         return answered
 
     def disconnect(self) -> None:

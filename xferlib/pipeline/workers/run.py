@@ -20,8 +20,8 @@ from xferlib.pipeline.one_pass import told_length
 from xferlib.pipeline.workers.failures import WorkerDiedError, WorkerError, WorkerTraceback
 from xferlib.pipeline.workers.layout import Parts
 from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised
-from xferlib.pipeline.workers.pool import Answer, Exit, WorkerPool
-from xferlib.pipeline.workers.process import Assignment
+from xferlib.pipeline.workers.pool import Exit, WorkerPool
+from xferlib.pipeline.workers.process import Answer
 from xferlib.pipeline.workers.slots import Slots
 from xferlib.typed import TreeT_co
 
@@ -29,18 +29,11 @@ __all__ = ["OnDeath", "Run"]
 
 OnDeath: TypeAlias = Literal["replace", "raise"]
 
+NO_SLOT = -1
 FIRST_NAP = 100e-6
 LONGEST_NAP = 2e-3
 STUCK = 10.0
 """Seconds without a slot, while the consumer holds all, before it is told so."""
-
-
-class _Pickled(NamedTuple):
-    """A task as it is sent. `words`: its number and what it looks like, for people."""
-
-    number: int
-    words: str
-    data: bytes
 
 
 class _InSlot(NamedTuple):
@@ -50,26 +43,15 @@ class _InSlot(NamedTuple):
     parts: Parts | None
 
 
-class _Give(NamedTuple):
-    """To be returned."""
+class _Step(NamedTuple):
+    """What `__next__` is to do after a step: raise the error, say the warning and go on, or return the tree.
 
-    tree: Any
+    An error is handed out like this, because what a step itself raises is an interrupt.
+    """
 
-
-class _Raise(NamedTuple):
-    """To be raised."""
-
-    error: Exception
-
-
-class _Warn(NamedTuple):
-    """To be said as a warning, before the run goes on."""
-
-    text: str
-
-
-_Outcome: TypeAlias = _Give | _Raise | _Warn
-"""What `__next__` is to do after a step. Anything else that comes out of one is an interrupt."""
+    tree: Any = None
+    error: Exception | None = None
+    warning: str = ""
 
 
 @final
@@ -110,9 +92,9 @@ class Run(Iterator[TreeT_co]):
         self._ended: Exception | None = None
         self._begun = self._exhausted = False
         self._taken = self._given = 0
-        self._task: _Pickled | None = None
+        self._task: Order | None = None
         """The next, which has no slot yet."""
-        self._again: list[Assignment] = []
+        self._again: list[Order] = []
         self._tries: dict[int, int] = {}
         self._outcomes: dict[int, _InSlot | Exception] = {}
         self._unsaid: list[str] = []
@@ -130,36 +112,36 @@ class Run(Iterator[TreeT_co]):
 
     def __next__(self) -> TreeT_co:
         while True:
-            outcome = self._step()
+            step = self._step()
             try:
-                if isinstance(outcome, _Give):
-                    return cast("TreeT_co", outcome.tree)
-                if isinstance(outcome, _Raise):
-                    raise outcome.error
-                warnings.warn(outcome.text, RuntimeWarning, 2)
+                if step.error is not None:
+                    raise step.error
+                if not step.warning:
+                    return cast("TreeT_co", step.tree)
+                warnings.warn(step.warning, RuntimeWarning, 2)
             finally:
                 # The traceback of an error leads to this frame: of what is raised here, and of a task that came while this ran.
-                del outcome
+                del step
 
-    def _step(self) -> _Outcome:
+    def _step(self) -> _Step:
         with self._pool.lock:
             if self._pool.torn:
                 self._mend()
             if self._ended is not None:
-                return _Raise(self._refusal())
+                return _Step(error=self._refusal())
             self._pool.torn = True
             try:
-                outcome = self._advance()
+                step = self._advance()
             except BaseException:
                 # An interrupt. If another one comes in here, the next step finds the pool torn.
                 self._mend()
                 raise
             self._pool.torn = False
             try:
-                return outcome
+                return step
             finally:
                 # See `__next__`.
-                del outcome
+                del step
 
     def _mend(self) -> None:
         """Bring things in order after an interrupt of a step, of this run or of one before it."""
@@ -188,23 +170,23 @@ class Run(Iterator[TreeT_co]):
         # A new one each time: several threads may be refused at once, and an exception carries one traceback.
         return type(self._ended)(*self._ended.args)
 
-    def _advance(self) -> _Outcome:
+    def _advance(self) -> _Step:
         if not self._begun:
             self._slots.keep_only(self._pool.taken())
             self._begun = True
         while True:
             if self._ended is not None:
-                return _Raise(self._refusal())
+                return _Step(error=self._refusal())
             if self._unsaid:
-                return _Warn(self._unsaid.pop(0))
+                return _Step(warning=self._unsaid.pop(0))
             try:
                 self._pool.start_up_to(self._workers)
             except WorkerDiedError as error:
                 self.close()
-                return _Raise(error)
+                return _Step(error=error)
             except Exception as error:
                 # The system has no further process now.
-                return _Raise(error)
+                return _Step(error=error)
             self._pool.flush()
             self._deal()
             number = self._next_answered()
@@ -218,16 +200,16 @@ class Run(Iterator[TreeT_co]):
     def _deal(self) -> None:
         was_starved, self._starved = self._starved, False
         while (worker := self._pool.pick(self._workers)) is not None:
-            assignment = self._next_assignment()
-            if assignment is None:
+            order = self._next_order()
+            if order is None:
                 break
             was_starved = False
-            worker.order(self._begin, assignment)
+            worker.order(self._begin, order)
         if self._starved and not was_starved:
             self._nap = FIRST_NAP
             self._starved_since = time.monotonic()
 
-    def _next_assignment(self) -> Assignment | None:
+    def _next_order(self) -> Order | None:
         if self._again:
             return self._again.pop(0)
         # Before the slot: otherwise a consumer that holds every slot would never hear that there are no more tasks.
@@ -243,11 +225,11 @@ class Run(Iterator[TreeT_co]):
         if slot is None:
             self._starved = True
             return None
-        (number, words, data), self._task = self._task, None
-        return Assignment(Order(self._begin.run, number, slot, data), words)
+        order, self._task = self._task._replace(slot=slot), None
+        return order
 
-    def _pull(self) -> _Pickled | None:
-        """Take the next task; None if there is none. Tasks that cannot be had or sent are answered at once."""
+    def _pull(self) -> Order | None:
+        """Take the next task, to be given a slot; None if there is none. Tasks that cannot be had or sent are answered at once."""
         while not self._exhausted:
             try:
                 task = next(self._tasks)
@@ -262,7 +244,8 @@ class Run(Iterator[TreeT_co]):
             number = self._taken
             self._taken += 1
             try:
-                return _Pickled(number, f"{number} ({reprlib.repr(task)})", pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
+                data = pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
+                return Order(self._begin.run, number, NO_SLOT, data, f"{number} ({reprlib.repr(task)})")
             except Exception as error:
                 error.add_note(f"task {number} could not be sent to a worker")
                 self._outcomes[number] = error
@@ -273,9 +256,9 @@ class Run(Iterator[TreeT_co]):
             return next(iter(self._outcomes), None)
         return self._given if self._given in self._outcomes else None
 
-    def _given_out(self, outcome: _InSlot | Exception) -> _Outcome:
+    def _given_out(self, outcome: _InSlot | Exception) -> _Step:
         self._given += 1
-        return _Give(self._slots.lease(*outcome)) if isinstance(outcome, _InSlot) else _Raise(outcome)
+        return _Step(tree=self._slots.lease(*outcome)) if isinstance(outcome, _InSlot) else _Step(error=outcome)
 
     def _listen(self) -> None:
         patience = self._patience()
@@ -305,42 +288,40 @@ class Run(Iterator[TreeT_co]):
         return nap
 
     def _answered(self, answer: Answer) -> None:
-        assignment, reply = answer
-        order = assignment.order
+        order, reply = answer
         if order.run != self._begin.run:
             self._slots.give_back(order.slot)
         elif isinstance(reply, Filled):
             self._outcomes[order.number] = _InSlot(order.slot, reply.parts)
         elif isinstance(reply, Raised):
             self._slots.give_back(order.slot)
-            self._outcomes[order.number] = _error(reply, assignment.words)
+            self._outcomes[order.number] = _error(reply, order.words)
 
     def _exited(self, ended: Exit) -> None:
         lost = ended.lost
-        if lost is not None and lost.order.run != self._begin.run:
-            self._slots.give_back(lost.order.slot)
+        if lost is not None and lost.run != self._begin.run:
+            self._slots.give_back(lost.slot)
             lost = None
-        for assignment in ended.waiting:
-            if assignment.order.run == self._begin.run:
-                self._again.append(assignment)
+        for order in ended.waiting:
+            if order.run == self._begin.run:
+                self._again.append(order)
             else:
-                self._slots.give_back(assignment.order.slot)
+                self._slots.give_back(order.slot)
         if lost is None:
             self._unsaid.append(f"{ended.words} while it had nothing to fill. Another takes its place")
         else:
             self._lose(lost, ended.words)
-        self._again.sort(key=lambda assignment: assignment.order.number)
+        self._again.sort(key=lambda order: order.number)
 
-    def _lose(self, lost: Assignment, words: str) -> None:
-        number = lost.order.number
-        tries = self._tries[number] = self._tries.get(number, 0) + 1
+    def _lose(self, lost: Order, words: str) -> None:
+        tries = self._tries[lost.number] = self._tries.get(lost.number, 0) + 1
         if tries <= self._retries:
             self._again.append(lost)
             self._unsaid.append(f"{words} while it filled a slot for task {lost.words}. Another worker tries again")
             return
-        self._slots.give_back(lost.order.slot)
+        self._slots.give_back(lost.slot)
         times = f", with {tries - 1} tries before" if tries > 1 else ""
-        self._outcomes[number] = WorkerDiedError(f"{words} while it filled a slot for task {lost.words}{times}")
+        self._outcomes[lost.number] = WorkerDiedError(f"{words} while it filled a slot for task {lost.words}{times}")
 
 
 def _error(raised: Raised, task: str) -> Exception:

@@ -9,7 +9,7 @@ RUN, RING, SLOTS, POOL, WORKER, PROCESS, LAYOUT, MEMORY = (
 )
 
 MUTANTS = [
-    (RUN, "        self._again.sort(key=lambda assignment: assignment.order.number)\n", ""),
+    (RUN, "        self._again.sort(key=lambda order: order.number)\n", ""),
     (RUN, "        if tries <= self._retries:", "        if tries < self._retries:"),
     (RUN, "            self._slots.keep_only(self._pool.taken())\n", ""),
     (RUN, 'self._retries = retries if on_death == "replace" else 0', "self._retries = retries"),
@@ -23,8 +23,8 @@ MUTANTS = [
         "        elif isinstance(reply, Raised):\n            self._slots.give_back(order.slot)\n",
         "        elif isinstance(reply, Raised):\n",
     ),
-    (RUN, "            else:\n                self._slots.give_back(assignment.order.slot)\n        if lost", "        if lost"),
-    (RUN, "        self._slots.give_back(lost.order.slot)\n        times", "        times"),
+    (RUN, "            else:\n                self._slots.give_back(order.slot)\n        if lost", "        if lost"),
+    (RUN, "        self._slots.give_back(lost.slot)\n        times", "        times"),
     (
         RUN,
         "                self._outcomes[self._taken] = error\n                self._taken += 1\n                return None",
