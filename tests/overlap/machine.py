@@ -203,7 +203,7 @@ class Machine:
         if any(work.serial not in self._executed for work in works):
             assert self._gate is not None, "the loop stands still for ever"
             at = site or (call.site if call is not None else None)
-            self._stuck = Stuck(self.step, None if call is None else call.serial, at, "wait (framework.py:7)", freed=True)
+            self._stuck = Stuck(self.step, call, at, "wait (framework.py:7)", freed=True)
             self._open()
         if call is not None:
             call.returned = True

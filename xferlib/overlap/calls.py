@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias, final
 
-__all__ = ["LEGACY", "Call", "Direction", "Held", "Kind", "Look", "Site", "Stuck"]
+__all__ = ["DIRECTIONS", "LEGACY", "Call", "Direction", "Held", "Kind", "Look", "Site", "Stuck"]
 
 Direction: TypeAlias = Literal["h2d", "d2h"]
+DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h")
 Kind: TypeAlias = Literal["launch", "copy", "set", "record", "wait", "sync stream", "sync event", "sync device", "memory"]
 
 LEGACY = 1
@@ -73,14 +74,14 @@ class Stuck:
 
     Attributes:
         step: The step that it was in.
-        call: The call of CUDA that it was in, by serial; None: in none.
+        call: The call of CUDA that it was in; None: in none.
         site: The line of the user's code.
         inside: The innermost Python function, for people.
         freed: Whether it went on once the gate was open.
     """
 
     step: int
-    call: int | None
+    call: Call | None
     site: Site | None
     inside: str
     freed: bool
@@ -114,6 +115,13 @@ class Held:
     stuck: Stuck | None
     overdue: bool = False
 
+    def step_not_computed(self, launches: int) -> int:
+        """Return the first step whose compute was not all done. `launches`: the fewest launches of a step."""
+        step = self.first_step
+        while step in self.computed and (step < self.first_step + self.steps or self.launched.get(step, 0) >= launches):
+            step += 1
+        return step
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -135,3 +143,11 @@ class Look:
     launches: int
     smallest: int
     slots: dict[Direction, float] = field(default_factory=dict)
+
+    def is_large(self, call: Call) -> bool:
+        """Tell whether the call is a large copy between host and device."""
+        return call.kind == "copy" and call.direction is not None and call.nbytes >= self.smallest
+
+    def copies(self, calls: Sequence[Call], direction: Direction) -> Iterator[Call]:
+        """Yield the large copies of a direction."""
+        return (call for call in calls if call.direction == direction and self.is_large(call))

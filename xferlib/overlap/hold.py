@@ -14,10 +14,10 @@ from typing import Literal, final
 
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import Recording, site_of
-from xferlib.overlap.calls import Call, Direction, Look, Site, Stuck
+from xferlib.overlap.calls import DIRECTIONS, Call, Look, Site, Stuck
 from xferlib.overlap.driver import Driver, DriverError
 
-__all__ = ["DIRECTIONS", "ENOUGH", "REST_SECONDS", "Hold", "Rehearsal"]
+__all__ = ["ENOUGH", "REST_SECONDS", "Hold", "Rehearsal"]
 
 POLL_SECONDS = 0.001
 REST_SECONDS = 0.03
@@ -26,7 +26,6 @@ ENOUGH = 2
 """Batches, or steps, that are done under a hold: more say nothing new."""
 MOST_EVENTS = 1024
 """Copies, and steps, that are looked at under a hold."""
-DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h")
 
 
 @final
@@ -118,7 +117,7 @@ class Hold:
 
     def _mark(self, call: Call, stream: int) -> None:
         """Record an event behind what the call has enqueued, if it is one that matters."""
-        if call.kind == "copy" and call.nbytes >= self._look.smallest and call.direction is not None:
+        if self._look.is_large(call):
             event = self._new_event()
             if event is not None and self._driver.record(event, stream):
                 self._marks[call.serial] = event, call
@@ -134,7 +133,7 @@ class Hold:
     def _is_to_be_held(self, call: Call) -> bool:
         if self._what == "compute":
             return call.kind == "launch" and call.stream in self._look.compute
-        return call.kind == "copy" and call.direction == self._what and call.nbytes >= self._look.smallest
+        return call.direction == self._what and self._look.is_large(call)
 
     def _new_event(self) -> int | None:
         try:
@@ -222,7 +221,7 @@ class Hold:
         inside = (
             "an unknown function" if frame is None else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
         )
-        self.stuck = Stuck(recording.step, None if call is None else call.serial, site_of(frame), inside, freed=False)
+        self.stuck = Stuck(recording.step, call, site_of(frame), inside, freed=False)
 
     def _see_whether_freed(self, stuck: Stuck) -> None:
         """Note whether the loop went on once the gate was open."""
@@ -231,7 +230,7 @@ class Hold:
         while time.monotonic() < end:
             call = recording.open.get(recording.loop)
             site: Site | None = site_of(sys._current_frames().get(recording.loop))
-            left = stuck.call is not None and (call is None or call.serial != stuck.call)
+            left = stuck.call is not None and call is not stuck.call
             if left or self.finished or recording.step != stuck.step or (stuck.call is None and site != stuck.site):
                 self.stuck = Stuck(stuck.step, stuck.call, stuck.site, stuck.inside, freed=True)
                 return
@@ -242,11 +241,11 @@ class Hold:
 class Rehearsal:
     """Holds all that may be held, launches and large copies, until the loop has run ahead as far as it does. A `Listener`."""
 
-    def __init__(self, recording: Recording, driver: Driver, gate: Gate, smallest: int, patience: float) -> None:
+    def __init__(self, recording: Recording, driver: Driver, gate: Gate, look: Look, patience: float) -> None:
         self._recording = recording
         self._driver = driver
         self._gate = gate
-        self._smallest = smallest
+        self._look = look
         self._patience = patience
         self._held: set[int] = set()
         self._referee = threading.Thread(target=self._watch, name="xferlib-overlap-rehearsal", daemon=True)
@@ -266,8 +265,7 @@ class Rehearsal:
     def entered(self, call: Call) -> None:
         if call.stream is None or call.stream in self._held or not self._gate.shut:
             return
-        is_large = call.kind == "copy" and call.direction is not None and call.nbytes >= self._smallest
-        if (is_large or call.kind == "launch") and self._driver.hold(call.stream, self._gate.address):
+        if (call.kind == "launch" or self._look.is_large(call)) and self._driver.hold(call.stream, self._gate.address):
             self._held.add(call.stream)
 
     def left(self, call: Call) -> None: ...

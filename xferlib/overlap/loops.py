@@ -13,9 +13,9 @@ from typing import Literal, final
 from xferlib.errors import XferError
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import Recording, recorded
-from xferlib.overlap.calls import Call, Direction, Held, Look
+from xferlib.overlap.calls import DIRECTIONS, Call, Direction, Held, Look
 from xferlib.overlap.driver import Driver, DriverError
-from xferlib.overlap.hold import DIRECTIONS, ENOUGH, REST_SECONDS, Hold, Rehearsal
+from xferlib.overlap.hold import ENOUGH, REST_SECONDS, Hold, Rehearsal
 from xferlib.overlap.verdict import judge
 
 __all__ = ["UndecidedError", "assert_overlaps"]
@@ -159,7 +159,7 @@ class _Watch:
             patience = self._patience()
             # Who opens it does not matter here.
             gate = Gate(2 * patience)
-            self._run(Rehearsal(recording, self._driver, gate, self._smallest, patience), gate)
+            self._run(Rehearsal(recording, self._driver, gate, look, patience), gate)
             calls = recording.calls[start:]
             del recording.calls[start:]
             recording.step = step
@@ -172,8 +172,7 @@ class _Watch:
         if any(call.kind == "memory" and call.function not in known for call in calls):
             return False
         return all(
-            sum(call.nbytes for call in calls if call.direction == direction and call.nbytes >= self._smallest)
-            <= self._steps * max(look.nbytes[direction])
+            sum(call.nbytes for call in look.copies(calls, direction)) <= self._steps * max(look.nbytes[direction])
             for direction in DIRECTIONS
         )
 
