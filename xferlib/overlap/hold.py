@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Literal, final
 
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import Recording, site_of
-from xferlib.overlap.calls import DIRECTIONS, Call, Look, Site, Stuck
+from xferlib.overlap.calls import DIRECTIONS, Call, Held, Look, Site, Stuck
 from xferlib.overlap.driver import Driver, DriverError
 
 __all__ = ["ENOUGH", "REST_SECONDS", "Hold", "Rehearsal"]
@@ -43,7 +44,6 @@ class Hold:
         what: Literal["compute", "h2d", "d2h"],
         look: Look,
         patience: float,
-        start: int,
     ) -> None:
         self._recording = recording
         self._driver = driver
@@ -51,7 +51,7 @@ class Hold:
         self._what = what
         self._look = look
         self._patience = patience
-        self._start = start
+        self._start = len(recording.calls)
         self._events: list[int] = []
         self._spare: list[int] = []
         self._marks: dict[int, tuple[int, Call]] = {}
@@ -63,16 +63,24 @@ class Hold:
         self._asker = threading.Thread(target=self._ask, name="xferlib-overlap-events", daemon=True)
         self._referee = threading.Thread(target=self._watch, name="xferlib-overlap-referee", daemon=True)
         self._over = False
-        self.gates: dict[int, int] = {}
+        self._gates: dict[int, int] = {}
         self.returned = 0
         self.finished = False
-        # What was so when the gate was opened.
-        self.end = start
-        self.steps = 0
-        self.launched_then: dict[int, int] = {}
-        self.computed: set[int] = set()
-        self.stuck: Stuck | None = None
         self.blind = False
+        """Whether something could not be held, or not be looked at."""
+        self.held = Held(
+            what=what,
+            first_step=recording.step,
+            start=0,
+            end=0,
+            gates=self._gates,
+            steps=0,
+            launched={},
+            computed=frozenset(),
+            stuck=None,
+            overdue=True,
+        )
+        """What was so when the gate was opened."""
 
     def start(self) -> None:
         self._driver.enter()
@@ -99,10 +107,10 @@ class Hold:
             self._driver.destroy(event)
 
     def entered(self, call: Call) -> None:
-        if self._over or call.stream is None or call.stream in self.gates or not self._is_to_be_held(call):
+        if self._over or call.stream is None or call.stream in self._gates or not self._is_to_be_held(call):
             return
         if self._driver.hold(call.stream, self._gate.address):
-            self.gates[call.stream] = call.serial
+            self._gates[call.stream] = call.serial
         else:
             self.blind = True
 
@@ -182,10 +190,10 @@ class Hold:
             if state != before:
                 since, before = time.monotonic(), state
             still = time.monotonic() - since > self._patience
-        self._note(still)
+        self.held = held = self._noted(still)
         self._gate.open()
-        if self.stuck is not None:
-            self._see_whether_freed(self.stuck)
+        if held.stuck is not None and self._is_freed(held.stuck):
+            self.held = replace(held, stuck=replace(held.stuck, freed=True))
 
     def _state(self) -> tuple[int, ...]:
         return len(self._recording.calls), len(self._marks), len(self._reached), self.returned, int(self.finished)
@@ -202,29 +210,39 @@ class Hold:
             return self.returned >= ENOUGH
         return self.returned >= ENOUGH and len(self._computed()) >= ENOUGH
 
-    def _computed(self) -> set[int]:
+    def _computed(self) -> frozenset[int]:
         """Return the steps whose launches are all done, as far as they were made."""
-        return {step for step, _ in self._steps if all(key in self._reached for key in list(self._steps) if key[0] == step)}
+        return frozenset(
+            step for step, _ in self._steps if all(key in self._reached for key in list(self._steps) if key[0] == step)
+        )
 
-    def _note(self, still: bool) -> None:
-        """Note how things stand. `still`: nothing has happened for long."""
-        recording = self._recording
+    def _noted(self, still: bool) -> Held:
+        """Return how things stand. `still`: nothing has happened for long."""
         self._over = True
-        self.end = len(recording.calls)
-        self.steps = self.returned
-        self.launched_then = dict(self._launched)
-        self.computed = self._computed()
-        if not still or self.finished or not self._gate.shut:
-            return
+        calls = self._recording.calls[self._start :]
+        return replace(
+            self.held,
+            start=calls[0].serial if calls else 0,
+            end=calls[-1].serial + 1 if calls else 0,
+            steps=self.returned,
+            launched=dict(self._launched),
+            computed=self._computed(),
+            stuck=self._stood() if still and not self.finished and self._gate.shut else None,
+            overdue=False,
+        )
+
+    def _stood(self) -> Stuck:
+        """Return where the loop stands."""
+        recording = self._recording
         call = recording.open.get(recording.loop)
         frame = sys._current_frames().get(recording.loop)
         inside = (
             "an unknown function" if frame is None else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
         )
-        self.stuck = Stuck(recording.step, call, site_of(frame), inside, freed=False)
+        return Stuck(recording.step, call, site_of(frame), inside, freed=False)
 
-    def _see_whether_freed(self, stuck: Stuck) -> None:
-        """Note whether the loop went on once the gate was open."""
+    def _is_freed(self, stuck: Stuck) -> bool:
+        """Tell whether the loop goes on now that the gate is open."""
         recording = self._recording
         end = time.monotonic() + self._patience
         while time.monotonic() < end:
@@ -232,9 +250,9 @@ class Hold:
             site: Site | None = site_of(sys._current_frames().get(recording.loop))
             left = stuck.call is not None and call is not stuck.call
             if left or self.finished or recording.step != stuck.step or (stuck.call is None and site != stuck.site):
-                self.stuck = Stuck(stuck.step, stuck.call, stuck.site, stuck.inside, freed=True)
-                return
+                return True
             time.sleep(POLL_SECONDS)
+        return False
 
 
 @final

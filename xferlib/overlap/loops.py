@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Literal, final
 
 from xferlib.errors import XferError
@@ -186,24 +187,10 @@ class _Watch:
 
     def _hold(self, what: Literal["compute", "h2d", "d2h"], look: Look) -> Held:
         patience = self._patience()
-        recording = self._recording
-        first_step, start = recording.step, len(recording.calls)
         gate = Gate(3 * patience + 5)
-        hold = Hold(recording, self._driver, gate, what, look, patience, start)
+        hold = Hold(self._recording, self._driver, gate, what, look, patience)
         self._run(hold, gate)
-        serials = [call.serial for call in recording.calls[start : hold.end]]
-        return Held(
-            what=what,
-            first_step=first_step,
-            start=serials[0] if serials else 0,
-            end=serials[-1] + 1 if serials else 0,
-            gates=dict(hold.gates),
-            steps=hold.steps,
-            launched=dict(hold.launched_then),
-            computed=frozenset(hold.computed),
-            stuck=hold.stuck,
-            overdue=gate.opened_by == "watchdog" or hold.blind,
-        )
+        return replace(hold.held, overdue=hold.held.overdue or hold.blind or gate.opened_by == "watchdog")
 
     def _run(self, hold: Hold | Rehearsal, gate: Gate) -> None:
         """Run steps under a hold, and wait until all is at rest again. Raises what a step raises."""
