@@ -25,7 +25,7 @@ from tests.core.fakes import run_python, succeeds
 from tests.core.points import interrupted_at
 from xferlib.tracing import chrome
 from xferlib.tracing.events import CPU, HOST, Event, Recording
-from xferlib.tracing.log import LOG
+from xferlib.tracing.log import LOG, is_program
 from xferlib.tracing.whole import written
 
 NBYTES = 1 << 20
@@ -503,3 +503,22 @@ def test_threads_of_the_host_have_their_names(stager: xferlib.Stager) -> None:
         thread.start()
         thread.join()
     assert {traced.recording.name_of(HOST, event.stream) for event in of_kind(traced, "put")} == {"a loader"}
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("/home/me/train.py", True),
+        ("<stdin>", True),
+        ("<string>", True),
+        ("<ipython-input-3-abc>", True),
+        ("<frozen importlib._bootstrap>", False),
+        (threading.__file__, False),
+        (xferlib.__file__, False),
+        ("/home/me/xferlib_mine/_stager.py", False),
+        ("/home/me/.local/lib/python3.12/site-packages/framework/core.py", False),
+        ("/usr/lib/python3/dist-packages/framework.py", False),
+    ],
+)
+def test_what_is_installed_anywhere_is_not_the_program(file: str, expected: bool) -> None:
+    assert is_program(file) is expected

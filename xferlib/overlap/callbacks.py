@@ -7,15 +7,11 @@ the runtime and those that it makes in the driver count as one. A process can ha
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, final
 
@@ -23,6 +19,7 @@ from xferlib.errors import BackendUnavailableError
 from xferlib.overlap.calls import LEGACY, Call, Direction, Kind, Site
 from xferlib.overlap.driver import Driver
 from xferlib.tracing.library import CALLBACK, CuptiError, check, load
+from xferlib.tracing.log import is_program
 
 __all__ = ["Listener", "Recording", "recorded", "site_of"]
 
@@ -347,31 +344,13 @@ def recorded(driver: Driver) -> Iterator[Recording]:
 
 
 def site_of(frame: FrameType | None) -> Site | None:
-    """Return the line of the innermost frame that is not in an installed package, in Python itself or in xferlib."""
+    """Return the line of the innermost frame that is the program's; see `is_program`."""
     while frame is not None:
         code = frame.f_code
-        if not _is_installed(code.co_filename):
+        if is_program(code.co_filename):
             return Site(code.co_filename, frame.f_lineno, code.co_qualname)
         frame = frame.f_back
     return None
-
-
-@functools.cache
-def _is_installed(filename: str) -> bool:
-    if filename.startswith("<"):
-        # Typed in, or passed with -c; or a module that is frozen into Python.
-        return filename.startswith("<frozen")
-    path = Path(os.path.realpath(filename))
-    # Our backends, too, where they are developed in place.
-    return path.parent.name.startswith("xferlib_") or not _PARTS.isdisjoint(path.parts) or any(map(path.is_relative_to, _roots()))
-
-
-@functools.cache
-def _roots() -> tuple[Path, ...]:
-    return Path(sysconfig.get_paths()["stdlib"]).resolve(), Path(__file__).resolve().parents[1]
-
-
-_PARTS = frozenset({"site-packages", "dist-packages"})
 
 
 def _called_back(_: int | None, domain: int, number: int, data: Any) -> None:

@@ -26,10 +26,13 @@ MOST_EVENTS: Final = 2_000_000
 """And jobs. A gigabyte, at some hundreds of bytes each."""
 MOST_AT_ONCE: Final = 256
 """How many jobs are taken to be under way at once, at most."""
-OURS: Final = str(Path(__file__).resolve().parent.parent) + os.sep
+_CORE = Path(__file__).parent.parent
+OURS: Final = tuple(f"{folder}{os.sep}" for folder in {_CORE.absolute(), _CORE.resolve()})
 INSTALLED: Final = tuple(
     f"{path}{os.sep}" for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+PACKAGES: Final = frozenset({"site-packages", "dist-packages"})
+"""What folders of installed packages are called, those of a user and of the system, too."""
 
 Lane: TypeAlias = tuple[int, int]
 
@@ -148,21 +151,21 @@ def shown(frames: Sequence[tuple[CodeType, int]]) -> str:
             return f"{_short(code.co_filename)}:{line}"
     for code, line in frames:
         name = code.co_filename
-        if not name.startswith(("<", OURS)) and not _is_threading(name) and not _is_backend(name):
+        if not name.startswith(("<", *OURS)) and not _is_threading(name) and not _is_backend(name):
             return f"{_short(name)}:{line}"
     return ""
 
 
 @lru_cache(maxsize=4096)
 def is_program(filename: str) -> bool:
-    """Tell whether a file is the program's own: not of the standard library, not installed, and not ours."""
+    """Tell whether a file is the program's own: not of the standard library, not in an installed package, and not ours."""
     # What is typed in, or given by -c, is the program's.
     if filename in ("<stdin>", "<string>") or filename.startswith("<ipython"):
         return True
     if filename.startswith("<"):
         return False
     path = os.path.abspath(filename)
-    return not path.startswith((OURS, *INSTALLED)) and not _is_backend(path)
+    return not path.startswith((*OURS, *INSTALLED)) and not _is_backend(path) and PACKAGES.isdisjoint(path.split(os.sep))
 
 
 def _is_backend(filename: str) -> bool:
