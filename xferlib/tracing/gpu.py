@@ -65,7 +65,6 @@ class Traced(NamedTuple):
     """What was recorded; see `Recording`."""
 
     events: list[Event]
-    streams: dict[tuple[int, int], str]
     null_streams: set[tuple[int, int]]
     devices: dict[int, str]
     notes: list[str]
@@ -92,7 +91,7 @@ class Gpus:
         self._zeroed = False
         self._began = False
         self._owns_frames = False
-        self._version = self._checked_version()
+        self._check_version()
         engine = library()
         called, requested, completed = (_address(engine, name) for name in ("called", "requested", "completed"))
         # First: if another tool has CUPTI, nothing of it is touched.
@@ -137,7 +136,7 @@ class Gpus:
             except CuptiError as error:
                 records = Records()
                 notes.append(f"nothing of the GPUs was read: {error}")
-            traced = _traced(records, self._calls(log), log)
+            calls = self._calls(log)
             dropped = ctypes.c_size_t()
             self._cupti.cuptiActivityGetNumDroppedRecords(None, ctypes.c_uint32(0), ctypes.byref(dropped))
             lost = engine.xe_activity_lost()
@@ -151,7 +150,7 @@ class Gpus:
                     f"{records.incomplete} copies and kernels were not done when the trace ended, and are not in it. Wait for the "
                     "device before the end of the block"
                 )
-            return traced._replace(notes=notes, devices=_device_names(traced.devices))
+            return _traced(records, calls, log, notes)
         finally:
             self.abandon()
 
@@ -182,14 +181,13 @@ class Gpus:
             del os.environ[NVTX]
             self._environment = False
 
-    def _checked_version(self) -> int:
+    def _check_version(self) -> None:
         version = ctypes.c_uint32()
         self._call("cuptiGetVersion", ctypes.byref(version))
         if not OLDEST <= version.value <= NEWEST:
             raise CuptiError(
                 f"this CUPTI is version {version.value}; known are {OLDEST} (CUDA 12.0) to {NEWEST} (CUDA 13). Install one"
             )
-        return version.value
 
     def _enable(self, kind: int, function: str) -> None:
         nbytes = ctypes.c_size_t()
@@ -286,7 +284,7 @@ def kind_of_call(name: str) -> Literal["issue", "wait", "allocation"] | None:
     return "allocation" if _ALLOCATES.match(name) else None
 
 
-def _traced(records: Records, calls: list[tuple[Event, int, int, int]], log: Log) -> Traced:
+def _traced(records: Records, calls: list[tuple[Event, int, int, int]], log: Log, notes: list[str]) -> Traced:
     by_correlation = {correlation: (event, target, source) for event, correlation, target, source in calls if event.kind == "issue"}
     events: list[Event] = []
     blocking: set[int] = set()
@@ -306,10 +304,9 @@ def _traced(records: Records, calls: list[tuple[Event, int, int, int]], log: Log
     events.extend(Event("range", name, start, end) for name, start, end in records.ranges)
     return Traced(
         events,
-        {},
         {lanes[stream] for stream in records.null_streams if stream in lanes},
-        {activity.device: "" for activity in records.activities},
-        [],
+        _device_names({activity.device for activity in records.activities}),
+        notes,
     )
 
 

@@ -171,7 +171,7 @@ class Trace:
         end = perf_counter_ns()
         LOG.stop()
         try:
-            traced = Traced([], {}, set(), {}, []) if self._gpus is None else self._gpus.finish(LOG)
+            traced = Traced([], set(), {}, []) if self._gpus is None else self._gpus.finish(LOG)
             self._recording = _recording(traced, self._start, end)
         finally:
             self._abandon()
