@@ -87,7 +87,8 @@ class FrameworkCopy:
 
     call: str
     """The call, with what matters of its arguments: people read it in a table."""
-    direction: Literal["h2d", "d2h"]
+    direction: Literal["h2d", "d2h", "both"]
+    """Both: one copy of each, at once."""
     why: str
     """Said where the copy turns out not to overlap: the reason, and what to do instead."""
     start: Callable[[], Any]

@@ -7,19 +7,18 @@ measurement, with a spread; `assert_overlaps` and law 6 decide without a clock. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, cast, final
+from collections.abc import Iterator
+from typing import Any, cast, final
 
 import numpy as np
 import numpy.typing as npt
 
 from xferlib.checks import positive_nbytes
 from xferlib.errors import CapabilityError
-from xferlib.overlap.report import Direction, OverlapReport, OverlapRow, Spread
+from xferlib.overlap.report import OverlapReport, OverlapRow, Spread
 from xferlib.registry import companion
 from xferlib.stager import Stager, check_stager
-from xferlib.workload import CopiesItself, EdgeJob, EdgeSpec, Workload
+from xferlib.workload import CopiesItself, EdgeJob, EdgeSpec, FrameworkCopy, Workload
 
 __all__ = ["measure_overlap"]
 
@@ -38,19 +37,6 @@ GET_AFTER_LAUNCH = (
     "a get waits for all that was enqueued before it on its stream. Start it before the next launch, as xferlib.drain does, or "
     "name the stream that made the array, as stream="
 )
-
-
-class _Copy(NamedTuple):
-    """A way to copy: `xferlib` or a call of the framework's."""
-
-    call: str
-    direction: Direction
-    why: str
-    start: Callable[[], Any]
-    finish: Callable[[Any], object]
-    launch_on: Callable[[], AbstractContextManager[object]] = nullcontext
-    synchronize: Callable[[], object] | None = None
-    renew: Callable[[], object] = lambda: None
 
 
 def measure_overlap(stager: Stager, *, device: int = 0, nbytes: int | None = None, rounds: int = 7) -> OverlapReport:
@@ -100,28 +86,30 @@ class _Bench:
         job.synchronize()
         self._frame = frame
 
-    def launch(self, rounds: int, copy: _Copy) -> None:
+    def launch(self, rounds: int, copy: FrameworkCopy) -> None:
         with copy.launch_on():
             self.job.launch(self._frame, 0, rounds=rounds)
 
-    def wait(self, copy: _Copy) -> None:
+    def wait(self, copy: FrameworkCopy) -> None:
         (copy.synchronize or self.job.synchronize)()
 
-    def rounds_for(self, copy: _Copy, seconds: float) -> int:
+    def rounds_for(self, copy: FrameworkCopy, seconds: float) -> int:
         """Return the rounds of blur that take about so long."""
         few, many = 1, 9
-        base, more = (min(self._launched(rounds, copy) for _ in range(3)) for rounds in (few, many))
+        base, more = (min(self.launched(rounds, copy) for _ in range(3)) for rounds in (few, many))
         slope = max((more - base) / (many - few), 1e-7)
         return min(MOST_LAUNCHED, max(1, few + round((seconds - base) / slope)))
 
-    def _launched(self, rounds: int, copy: _Copy) -> float:
+    def launched(self, rounds: int, copy: FrameworkCopy) -> float:
+        """Return the seconds that so many rounds of blur take."""
         began = time.perf_counter()
         self.launch(rounds, copy)
         self.wait(copy)
         return time.perf_counter() - began
 
 
-def _copies(bench: _Bench, work: Workload) -> Iterator[_Copy]:
+def _copies(bench: _Bench, work: Workload) -> Iterator[FrameworkCopy]:
+    """Yield the copies to be measured: xferlib's, described as the framework's own are, and then those."""
     stager = bench.stager
 
     def put() -> Any:
@@ -130,17 +118,26 @@ def _copies(bench: _Bench, work: Workload) -> Iterator[_Copy]:
     def get() -> Any:
         return stager.get(bench.array, out=bench.out)
 
+    def both() -> Any:
+        return put(), get()
+
+    def wait(transfer: Any) -> None:
+        transfer.synchronize()
+
+    def wait_for_both(transfers: Any) -> None:
+        for transfer in transfers:
+            transfer.synchronize()
+
     # Where arrays carry their own order, a get waits for its array alone.
     why = GET_AFTER_LAUNCH if stager.capabilities.streams else ""
-    yield _Copy("xferlib", "h2d", "", put, lambda transfer: transfer.synchronize())
-    yield _Copy("xferlib", "d2h", why, get, lambda transfer: transfer.synchronize())
-    yield _Copy("xferlib", "both", why, lambda: (put(), get()), lambda both: [transfer.synchronize() for transfer in both])
+    yield FrameworkCopy(call="xferlib", direction="h2d", why="", start=put, finish=wait)
+    yield FrameworkCopy(call="xferlib", direction="d2h", why=why, start=get, finish=wait)
+    yield FrameworkCopy(call="xferlib", direction="both", why=why, start=both, finish=wait_for_both)
     if hasattr(work, "framework_copies"):
-        for own in cast("CopiesItself", work).framework_copies(bench.pageable, bench.pinned, bench.array):
-            yield _Copy(own.call, own.direction, own.why, own.start, own.finish, own.launch_on, own.synchronize, own.renew)
+        yield from cast("CopiesItself", work).framework_copies(bench.pageable, bench.pinned, bench.array)
 
 
-def _row(bench: _Bench, copy: _Copy, rounds: int, on_gpu: bool) -> OverlapRow:
+def _row(bench: _Bench, copy: FrameworkCopy, rounds: int, on_gpu: bool) -> OverlapRow:
     _alone(copy)
     blur = bench.rounds_for(copy, LONGER * min(_alone(copy)[0] for _ in range(2)))
     _together(bench, copy, blur, copy_first=True)
@@ -152,7 +149,7 @@ def _row(bench: _Bench, copy: _Copy, rounds: int, on_gpu: bool) -> OverlapRow:
     began = time.perf_counter()
     while len(copied) < rounds and (len(copied) < FEWEST or time.perf_counter() - began < ENOUGH_SECONDS):
         seconds, call = _alone(copy)
-        compute = bench._launched(blur, copy)
+        compute = bench.launched(blur, copy)
         copied.append(seconds)
         computed.append(compute)
         held.append(call)
@@ -171,7 +168,7 @@ def _row(bench: _Bench, copy: _Copy, rounds: int, on_gpu: bool) -> OverlapRow:
     )
 
 
-def _alone(copy: _Copy) -> tuple[float, float]:
+def _alone(copy: FrameworkCopy) -> tuple[float, float]:
     """Return the seconds of a copy, and how many of them its call kept the caller."""
     began = time.perf_counter()
     started = copy.start()
@@ -182,7 +179,7 @@ def _alone(copy: _Copy) -> tuple[float, float]:
     return ended - began, returned - began
 
 
-def _together(bench: _Bench, copy: _Copy, blur: int, *, copy_first: bool) -> float:
+def _together(bench: _Bench, copy: FrameworkCopy, blur: int, *, copy_first: bool) -> float:
     began = time.perf_counter()
     if copy_first:
         started = copy.start()
