@@ -20,7 +20,7 @@ import pytest
 
 from xferlib.conformance.hooks import Hold, Hooks
 from xferlib.conformance.values import LARGE, Array, pattern, words
-from xferlib.errors import BackendUnavailableError, SynchronousTransferWarning, TransferError
+from xferlib.errors import BackendUnavailableError, CapabilityError, SynchronousTransferWarning, TransferError
 from xferlib.protocol import HostStager
 from xferlib.reaper import watch
 from xferlib.registry import GROUP
@@ -179,6 +179,14 @@ class Laws(Hooks):
             assert time.monotonic() < deadline, otherwise()
             time.sleep(POLL_SECONDS)
 
+    def put_into_is_refused(self, stager: Stager) -> bool:
+        """Return False where `put_into` is on. Where it is off, assert the refusal: there is nothing else to test."""
+        if stager.capabilities.put_into:
+            return False
+        with pytest.raises(CapabilityError):
+            stager.put(words(1), into=self.from_numpy(words(2)))
+        return True
+
     def pinned(self, stager: Stager, values: Array) -> Array:
         """Return a copy of the values in memory from `empty_pinned`."""
         copy = stager.empty_pinned(values.shape, values.dtype)
@@ -188,6 +196,13 @@ class Laws(Hooks):
     def put_values(self, stager: Stager, values: Array) -> Any:
         """Return a device array with these values in memory of the stager's, finished."""
         return stager.put(self.pinned(stager, values)).result()
+
+    def read_on(self, stager: Stager, transfer: Transfer, hold: Hold) -> Callable[[], Array]:
+        """Enqueue a reader of what was put, on the hold's stream. The transfer is told of that stream."""
+        array = transfer.value
+        if stager.capabilities.streams:
+            transfer.stream_wait(hold.stream)
+        return self.read_later(array, hold)
 
     def put_others(self, stager: Stager, values: Array, *, at_least: int = 1) -> list[Transfer]:
         """Put other values of the same size until no device memory of that size is free, and keep all of it.

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from xferlib.conformance.base import Laws
-from xferlib.conformance.values import Array, pattern
+from xferlib.conformance.values import Array, others
 from xferlib.stager import Stager
 from xferlib.transfer import Transfer
 
@@ -45,7 +45,7 @@ def prepare(laws: Laws, stager: Stager, way: str, values: Array) -> Move:
 
 def _put(laws: Laws, stager: Stager, way: str, values: Array) -> Move:
     source = values.copy() if way == "put_pageable" else laws.pinned(stager, values)
-    into = laws.from_numpy(_others(values)) if way == "put_into" else None
+    into = laws.from_numpy(others(values)) if way == "put_into" else None
     return Move(
         direction="h2d",
         start=lambda: stager.put(source, into=into),
@@ -58,9 +58,9 @@ def _get(laws: Laws, stager: Stager, way: str, values: Array) -> Move:
     array = laws.from_numpy(values)
     out: Array | None = None
     if way == "get_out":
-        out = laws.pinned(stager, _others(values))
+        out = laws.pinned(stager, others(values))
     elif way == "get_pageable_out":
-        out = _others(values)
+        out = others(values)
     # Where the caller gave the memory, the caller's own array is read, without telling the transfer.
     return Move(
         direction="d2h",
@@ -68,7 +68,3 @@ def _get(laws: Laws, stager: Stager, way: str, values: Array) -> Move:
         values=values,
         read=lambda transfer: np.array(transfer.value if out is None else out),
     )
-
-
-def _others(values: Array) -> Array:
-    return pattern(values.shape, values.dtype, 98)

@@ -142,11 +142,3 @@ class OverlapLaws(Laws):
             assert held.held
         assert_same(move.read(transfer), move.values)
         assert_same(waiting.result(), words(2))
-
-    def put_into_is_refused(self, stager: Stager) -> bool:
-        """Return False where `put_into` is on. Where it is off, assert the refusal: there is nothing else to test."""
-        if stager.capabilities.put_into:
-            return False
-        with pytest.raises(CapabilityError):
-            stager.put(words(1), into=self.from_numpy(words(2)))
-        return True
