@@ -19,6 +19,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, final
 
 import numpy as np
@@ -162,7 +163,7 @@ class _Source:
         # Not the array itself: often it is a view that only we hold. Not the object below, either: its memory may end before the
         # object does, but not before an array over it.
         self._owner = weakref.ref(owner)
-        self._view = {
+        self._interface = {
             "data": (array.ctypes.data, True),
             "shape": array.shape,
             "strides": array.strides,
@@ -176,21 +177,14 @@ class _Source:
         owner = self._owner()
         if owner is None:
             return None
-        view = _View()
-        view.__array_interface__ = self._view
-        differ = np.flatnonzero(self._before != _sums(np.asarray(view)))
+        array = np.asarray(SimpleNamespace(__array_interface__=self._interface))
+        differ = np.flatnonzero(self._before != _sums(array))
         if not len(differ):
             return None
         last = first = int(differ[0])
         while last + 1 - first < len(differ) and differ[last + 1 - first] == last + 1:
             last += 1
         return first * PIECE, min((last + 1) * PIECE, self.nbytes) - 1
-
-
-class _View:
-    """Memory, for NumPy."""
-
-    __array_interface__: dict[str, Any]
 
 
 def _sums(array: Array) -> np.ndarray[Any, np.dtype[np.uint32]]:
