@@ -64,8 +64,8 @@ class TestNumba(StagerConformance):
             def produce() -> None:
                 bench().copy_bytes(array, product, stream)
 
-            with cuda.hold_streams([int(stream.handle)], stream=stream, enqueue=produce) as hold:
-                yield cuda.HeldProduct(hold, array)
+            with cuda.hold_streams([int(stream.handle)], stream=stream, enqueue=produce, array=array) as hold:
+                yield hold
 
     def read_later(self, array: Any, hold: Hold) -> Callable[[], Array]:
         return bench().read_on(hold.stream, array)

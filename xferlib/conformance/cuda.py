@@ -20,7 +20,6 @@ from xferlib.watchdog import OPEN, TABLE_NBYTES
 __all__ = [
     "NO_DEVICE_MEMORY",
     "CudaError",
-    "HeldProduct",
     "Mark",
     "StreamHold",
     "call",
@@ -85,13 +84,14 @@ class Mark:
 
 @final
 class StreamHold:
-    """Streams stopped at one gate, and a mark behind what is held on each: a `Hold` of the suite. Made by `hold_streams`."""
+    """Streams stopped at one gate, and a mark behind what is held on each: a `HeldArray` of the suite. Made by `hold_streams`."""
 
-    def __init__(self, gate: Gate, marks: list[Mark], stream: object | None) -> None:
+    def __init__(self, gate: Gate, marks: list[Mark], stream: object | None, array: Any) -> None:
         self._gate = gate
         self._marks = marks
         self._finished = False
         self.stream = stream
+        self.array = array
         self.opened_by: Literal["test", "watchdog"] | None = None
 
     @property
@@ -113,44 +113,27 @@ class StreamHold:
         self._gate.give_back()
 
 
-@final
-class HeldProduct:
-    """A `HeldArray` of the suite: an array that the work held on the hold's stream produces."""
-
-    def __init__(self, hold: StreamHold, array: Any) -> None:
-        self._hold = hold
-        self.array = array
-
-    @property
-    def held(self) -> bool:
-        return self._hold.held
-
-    @property
-    def stream(self) -> object | None:
-        return self._hold.stream
-
-    def release(self) -> None:
-        self._hold.release()
-
-
 @contextmanager
 def hold_streams(
     streams: Iterable[int],
     *,
     stream: object | None = None,
     enqueue: Callable[[], None] | None = None,
+    array: Any = None,
     device: int = 0,
     seconds: float = GATE_SECONDS,
 ) -> Iterator[StreamHold]:
     """Stop these streams, by handle, at one gate; `enqueue` then adds the work that is to be held.
 
-    `stream` is what the hold names as its own. Whatever runs under the hold must have run before: first launches, compiles and
-    frees wait for held work. If the watchdog had to open the gate, leaving the context raises, or adds a note to what is being
-    raised.
+    `stream` is what the hold names as its own, and `array` what that work produces, if a hook asks for it. Whatever runs under the
+    hold must have run before: first launches, compiles and frees wait for held work. If the watchdog had to open the gate, leaving
+    the context raises, or adds a note to what is being raised.
     """
     handles = list(streams)
-    gate = _gate_for_device(device, seconds)
-    hold = StreamHold(gate, [], stream)
+    # Before the gate is shut, because page-locking the table may take its time.
+    _register_table(device)
+    gate = Gate(seconds)
+    hold = StreamHold(gate, [], stream, array)
     try:
         with context(device):
             for handle in handles:
@@ -170,13 +153,13 @@ def hold_streams(
 
 
 @contextmanager
-def copies_go_nowhere(calls: Any, nowhere: int = NO_DEVICE_MEMORY) -> Iterator[None]:
+def copies_go_nowhere(calls: Any) -> Iterator[None]:
     """Give the copies that the engine makes by these calls, an `xferlib.engine.native.Calls`, a device address that is nobody's."""
     before = calls.copy_h2d, calls.copy_d2h
     to_device, to_host = _TO_DEVICE(before[0]), _TO_HOST(before[1])
     broken = (
-        _TO_DEVICE(lambda dst, src, nbytes, stream: to_device(nowhere, src, nbytes, stream)),
-        _TO_HOST(lambda dst, src, nbytes, stream: to_host(dst, nowhere, nbytes, stream)),
+        _TO_DEVICE(lambda dst, src, nbytes, stream: to_device(NO_DEVICE_MEMORY, src, nbytes, stream)),
+        _TO_HOST(lambda dst, src, nbytes, stream: to_host(dst, NO_DEVICE_MEMORY, nbytes, stream)),
     )
     # Kept for good: a thread may still be in one of them when this has ended.
     _broken.append(broken)
@@ -272,12 +255,6 @@ def _driver() -> ModuleType:
 def _primary_context(device: int) -> Any:
     call("cuInit", 0)
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", device))
-
-
-def _gate_for_device(device: int, seconds: float) -> Gate:
-    # Before the gate is shut, because page-locking the table may take its time.
-    _register_table(device)
-    return Gate(seconds)
 
 
 @functools.cache
