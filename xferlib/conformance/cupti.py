@@ -16,12 +16,9 @@ from collections.abc import Callable
 from typing import Any, final
 
 from xferlib.conformance import cuda
-from xferlib.tracing.library import CALLBACK, CuptiError, check, load
+from xferlib.tracing.library import CALLBACK, DRIVER, ENTER, RUNTIME, CuptiError, check, load
 
 __all__ = ["CallLog", "CuptiError", "driver_calls"]
-
-DRIVER, RUNTIME = 1, 2
-ENTER = 0
 
 # From cupti_driver_cbid.h and cupti_runtime_cbid.h: numbers are only ever added.
 DRIVER_FUNCTIONS = (

@@ -18,13 +18,11 @@ from typing import Any, NamedTuple, Protocol, final
 from xferlib.errors import BackendUnavailableError
 from xferlib.overlap.calls import LEGACY, Call, Direction, Kind, Site
 from xferlib.overlap.driver import Driver
-from xferlib.tracing.library import CALLBACK, CuptiError, check, load
+from xferlib.tracing.library import CALLBACK, DRIVER, ENTER, RUNTIME, CuptiError, check, load
 from xferlib.tracing.log import is_program
 
 __all__ = ["Listener", "Recording", "recorded", "site_of"]
 
-DRIVER, RUNTIME = 1, 2
-ENTER = 0
 PER_THREAD = 2
 """The handle of the calling thread's default stream."""
 

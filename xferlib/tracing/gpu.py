@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, final
 
 from xferlib.engine.native import Call, Frame, Python, library
 from xferlib.tracing.events import HOST, Event
-from xferlib.tracing.library import CuptiError, check, load
+from xferlib.tracing.library import DRIVER, RUNTIME, CuptiError, check, load
 from xferlib.tracing.log import Log, shown
 from xferlib.tracing.records import (
     CONCURRENT_KERNEL,
@@ -39,7 +39,6 @@ BUFFER_NBYTES: Final = 4 << 20
 MOST_BUFFERS: Final = 256
 """A gigabyte: some five million kernels."""
 MOST_CALLS: Final = 2_000_000
-DRIVER, RUNTIME = 1, 2
 MOST_FUNCTIONS: Final = 4096
 """`XE_MOST_FUNCTIONS`."""
 WANTED, COPIES = 1, 2

@@ -7,8 +7,12 @@ from typing import Any, NoReturn, final
 
 from xferlib.errors import XferError
 
-__all__ = ["CALLBACK", "TAKEN", "CallbackData", "CuptiError", "check", "load"]
+__all__ = ["CALLBACK", "DRIVER", "ENTER", "RUNTIME", "TAKEN", "CallbackData", "CuptiError", "check", "load"]
 
+DRIVER, RUNTIME = 1, 2
+"""`CUPTI_CB_DOMAIN_DRIVER_API` and `CUPTI_CB_DOMAIN_RUNTIME_API`: the domains of functions."""
+ENTER = 0
+"""`CUPTI_API_ENTER`: the site of a callback that comes before the call."""
 TAKEN = 39
 """`CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED`."""
 NO_RIGHTS = 35
