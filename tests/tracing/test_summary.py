@@ -6,7 +6,8 @@ import pytest
 
 from tests.tracing.tables import COMPUTE, MIB, NULL, call, copy, kernel, ms, recording
 from xferlib.tracing.events import Recording
-from xferlib.tracing.summary import Gaps, all_gaps, summarize
+from xferlib.tracing.gaps import all_gaps
+from xferlib.tracing.summary import Gaps, summarize
 
 
 def causes(table: Recording) -> dict[tuple[str, str], float]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from xferlib.tracing.events import Recording
+from xferlib.tracing.gaps import Gap, all_gaps
 from xferlib.tracing.rows import MOST_ROWS, Row, least_apart, rows, thinned
-from xferlib.tracing.summary import Gap, Link, all_gaps, summarize
+from xferlib.tracing.summary import Link, summarize
 from xferlib.tracing.whole import written
 from xferlib.words import counted
 

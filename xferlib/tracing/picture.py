@@ -8,8 +8,9 @@ from typing import Any
 
 from xferlib.errors import XferError
 from xferlib.tracing.events import Recording
+from xferlib.tracing.gaps import all_gaps
 from xferlib.tracing.rows import rows, thinned
-from xferlib.tracing.summary import all_gaps, summarize
+from xferlib.tracing.summary import summarize
 
 __all__ = ["write"]
 

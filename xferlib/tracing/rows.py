@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import NamedTuple, final
 
 from xferlib.tracing.events import HOST, Recording
-from xferlib.tracing.summary import Gap, cause_words
+from xferlib.tracing.gaps import Gap
+from xferlib.tracing.summary import cause_words
 
 __all__ = ["Mark", "Row", "least_apart", "rows", "thinned"]
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-SUMMARY, GPU, LOG, ROWS, PAGE, RECORDS, TRACE = (
-    f"xferlib/tracing/{name}.py" for name in ("summary", "gpu", "log", "rows", "page", "records", "trace")
+GAPS, SUMMARY, GPU, LOG, ROWS, PAGE, RECORDS, TRACE = (
+    f"xferlib/tracing/{name}.py" for name in ("gaps", "summary", "gpu", "log", "rows", "page", "records", "trace")
 )
 
 MUTANTS = [
-    (SUMMARY, "event.start <= start and event.end <= end]", "event.end <= end]"),
-    (SUMMARY, "event.start <= start and event.end <= end]", "event.start <= start]"),
-    (SUMMARY, "if event.site and (event.kind", "if (event.kind"),
-    (SUMMARY, "waited = without([(copy.issued, copy.start)], self._busy[copy.kind])", "waited = [(copy.issued, copy.start)]"),
+    (GAPS, "event.start <= start and event.end <= end]", "event.end <= end]"),
+    (GAPS, "event.start <= start and event.end <= end]", "event.start <= start]"),
+    (GAPS, "if event.site and (event.kind", "if (event.kind"),
+    (GAPS, "waited = without([(copy.issued, copy.start)], self._busy[copy.kind])", "waited = [(copy.issued, copy.start)]"),
     (SUMMARY, "hidden=under / length(busy) if busy", "hidden=under / length(kernels) if busy"),
     (
         SUMMARY,
@@ -18,7 +18,7 @@ MUTANTS = [
         '    kernels = sorted((event.start, event.end) for event in events if event.kind == "kernel")\n    grouped',
     ),
     (SUMMARY, 'self.cause not in ("link", "short")', "True"),
-    (SUMMARY, "        return without(left, [(event.start, event.end)])", "        return left"),
+    (GAPS, "        return without(left, [(event.start, event.end)])", "        return left"),
     (GPU, "            self.abandon()\n            raise", "            raise"),
     (GPU, 'if event.kind == "issue"}', 'if event.kind == "wait"}'),
     (GPU, 'target if event.kind == "h2d" else source', 'source if event.kind == "h2d" else target'),

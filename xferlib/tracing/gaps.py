@@ -1,0 +1,173 @@
+"""Why compute stood still: the gaps between the kernels of a device, and the cause to which each moment of them is put down.
+
+Pure functions of a `Recording`. A *gap* is time between the first and the last kernel of a device in which it runs none. The cause
+of a moment is the first that holds:
+
+1. A copy was under way, to the device before to the host: the cause is why that copy does not lie under a kernel.
+2. The device did something else.
+3. The host allocated, freed, locked or unlocked memory.
+4. A put copied pageable memory on the CPU.
+5. The host had waited for the device, and enqueued the next work only then: a call that waits began before the gap and ended in it.
+6. Nothing was enqueued.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeAlias, final
+
+from xferlib.tracing.events import HOST, Event, Recording
+from xferlib.tracing.intervals import Interval, common, inside, length, union, without
+
+__all__ = ["Cause", "Gap", "all_gaps"]
+
+Cause: TypeAlias = Literal[
+    "pageable",
+    "link",
+    "null stream",
+    "same stream",
+    "held back",
+    "late",
+    "device",
+    "allocation",
+    "staging",
+    "wait",
+    "host",
+    "short",
+]
+
+SHORT_NS = 20_000
+"""Gaps up to this are what the device needs from one kernel to the next, or what a launch takes."""
+SATURATED = 0.9
+"""Share of the time between the first and the last kernel from which on a link counts as busy all the time."""
+HELD_NS = 100_000
+"""A copy that starts so much later than it was issued, although nothing was copied in its direction, waited for something."""
+
+
+class Gap(NamedTuple):
+    """A piece of a gap of one device, in nanoseconds, and its cause."""
+
+    start: int
+    end: int
+    cause: Cause
+    direction: str
+    """Of the copy that it is put down to; else empty."""
+    site: str
+    nbytes: int
+    device: int
+
+
+def all_gaps(recording: Recording) -> dict[int, list[Gap]]:
+    """Return, for each device that did anything, the gaps between its kernels, in their order, each moment with its cause."""
+    devices = sorted({event.device for event in recording.events if event.device != HOST})
+    return {device: _Gaps(recording, device).found() for device in devices}
+
+
+@final
+class _Layer:
+    """Events of one kind, for "which of them was under way when". Those of like length are together, so few are looked at."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        alike: dict[int, list[Event]] = defaultdict(list)
+        for event in events:
+            alike[(event.end - event.start).bit_length()].append(event)
+        self._alike = [(1 << bits, sorted(group, key=_start_of)) for bits, group in alike.items()]
+
+    def under_way(self, start: int, end: int) -> list[Event]:
+        """Return those that share any time with (start, end), by start."""
+        found: list[Event] = []
+        for longest, group in self._alike:
+            first = bisect_right(group, start - longest, key=_start_of)
+            last = bisect_left(group, end, lo=first, key=_start_of)
+            found.extend([event for event in group[first:last] if event.end > start])
+        return sorted(found, key=_start_of)
+
+
+def _start_of(event: Event) -> int:
+    return event.start
+
+
+@final
+class _Gaps:
+    """Puts the gaps of one device down to causes."""
+
+    def __init__(self, recording: Recording, device: int) -> None:
+        self._device = device
+        self._null_streams = recording.null_streams
+        events = [event for event in recording.events if event.device == device]
+        host = [event for event in recording.events if event.device == HOST]
+        self._kernels = union((event.start, event.end) for event in events if event.kind == "kernel")
+        self._compute_streams = {event.stream for event in events if event.kind == "kernel"}
+        self._copies = {kind: _Layer([event for event in events if event.kind == kind]) for kind in ("h2d", "d2h")}
+        self._busy = {kind: union((event.start, event.end) for event in events if event.kind == kind) for kind in ("h2d", "d2h")}
+        self._saturated = {kind: self._is_saturated(busy) for kind, busy in self._busy.items()}
+        # In the order in which they count.
+        self._others: tuple[tuple[Cause, _Layer], ...] = (
+            ("device", _Layer([event for event in events if event.kind in ("copy", "memset")])),
+            ("allocation", _Layer([event for event in host if event.kind == "allocation"])),
+            ("staging", _Layer([event for event in host if event.kind == "put" and event.memory == "pageable"])),
+        )
+        # A thread without a line of Python is one of a library's, which waits as it pleases: the program does not wait with it.
+        self._waits = _Layer(
+            [event for event in host if event.site and (event.kind == "wait" or (event.kind == "issue" and event.blocking))]
+        )
+
+    def found(self) -> list[Gap]:
+        pieces: list[Gap] = []
+        for (_, start), (end, _) in pairwise(self._kernels):
+            if end - start <= SHORT_NS:
+                pieces.append(self._piece((start, end), "short"))
+            else:
+                pieces.extend(self._causes(start, end))
+        return sorted(pieces)
+
+    def _causes(self, start: int, end: int) -> list[Gap]:
+        left: list[Interval] = [(start, end)]
+        pieces: list[Gap] = []
+        for kind in ("h2d", "d2h"):
+            for copy in self._copies[kind].under_way(start, end):
+                left = self._take(left, copy, self._why(copy), kind, pieces)
+        for cause, layer in self._others:
+            for event in layer.under_way(start, end):
+                left = self._take(left, event, cause, "", pieces)
+        if left:
+            waits = [event for event in self._waits.under_way(start, end) if event.start <= start and event.end <= end]
+            last = max(waits, key=lambda event: event.end, default=None)
+            cause, site = ("host", "") if last is None else ("wait", last.site)
+            pieces.extend(self._piece(piece, cause, site=site) for piece in left)
+        return pieces
+
+    def _take(self, left: list[Interval], event: Event, cause: Cause, direction: str, pieces: list[Gap]) -> list[Interval]:
+        """Put down to an event what of a gap is left and lies in it; return the rest."""
+        here = inside(left, event.start, event.end)
+        pieces.extend(self._piece(piece, cause, direction, event.site, event.nbytes) for piece in here)
+        return without(left, [(event.start, event.end)])
+
+    def _piece(self, times: Interval, cause: Cause, direction: str = "", site: str = "", nbytes: int = 0) -> Gap:
+        return Gap(times[0], times[1], cause, direction, site, nbytes, self._device)
+
+    def _why(self, copy: Event) -> Cause:
+        """Say why a copy does not lie under a kernel."""
+        if copy.memory == "pageable":
+            return "pageable"
+        if self._saturated[copy.kind]:
+            return "link"
+        if (copy.device, copy.stream) in self._null_streams:
+            return "null stream"
+        if copy.stream in self._compute_streams:
+            return "same stream"
+        if copy.issued and copy.start - copy.issued > HELD_NS:
+            waited = without([(copy.issued, copy.start)], self._busy[copy.kind])
+            # It waited for compute, and not for other copies.
+            if length(common(waited, self._kernels)) > (copy.start - copy.issued) / 2:
+                return "held back"
+        return "late"
+
+    def _is_saturated(self, busy: Sequence[Interval]) -> bool:
+        if not self._kernels:
+            return False
+        start, end = self._kernels[0][0], self._kernels[-1][1]
+        return length(inside(busy, start, end)) >= SATURATED * (end - start)
