@@ -75,7 +75,7 @@ FLOORS = [
     {"xferlib.files.save"},
     {"xferlib.workload", "xferlib.overlap"},
     {"xferlib.overlap.report", "xferlib.overlap.calls"},
-    {"xferlib.overlap.measure", "xferlib.overlap.order", "xferlib.overlap.driver"},
+    {f"xferlib.overlap.{name}" for name in ("measure", "order", "driver", "parameters")},
     {"xferlib.overlap.causes"},
     {"xferlib.overlap.verdict"},
     {"xferlib.overlap.callbacks"},
