@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast, final
 
 from xferlib_host import Stream
@@ -43,9 +43,8 @@ class Played:
 
     # What `loops` calls of the driver.
 
-    def enter(self) -> None: ...
-
-    def leave(self) -> None: ...
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def relax(self) -> None: ...
 

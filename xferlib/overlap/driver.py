@@ -6,6 +6,8 @@ All of them may be called inside a callback of CUPTI. None allocates, frees or w
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 from xferlib.errors import BackendUnavailableError
@@ -67,26 +69,22 @@ class Driver:
         number = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(number), device)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
-        self.enter()
-        try:
+        with self.current():
             self._gates = self._device_address()
-        finally:
-            self.leave()
 
-    def enter(self) -> None:
-        """Make the device's context the calling thread's, until `leave`."""
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device's context the calling thread's inside."""
         self._call("cuCtxPushCurrent_v2", self._context)
-
-    def leave(self) -> None:
-        self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def synchronize(self) -> None:
         """Wait until the device has nothing to do. Raises `DriverError` if something on it has failed."""
-        self.enter()
-        try:
+        with self.current():
             self._call("cuCtxSynchronize")
-        finally:
-            self.leave()
 
     def relax(self) -> None:
         """Let the calling thread ask events whatever somebody captures into a graph meanwhile."""

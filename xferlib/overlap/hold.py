@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, final
 
@@ -83,12 +82,9 @@ class Hold:
         """What was so when the gate was opened."""
 
     def start(self) -> None:
-        self._driver.enter()
-        try:
+        with self._driver.current():
             for _ in range(MOST_EVENTS):
                 self._events.append(self._driver.new_event())
-        finally:
-            self._driver.leave()
         self._spare.extend(self._events)
         self._asker.start()
         self._referee.start()
@@ -153,15 +149,12 @@ class Hold:
 
     def _ask(self) -> None:
         """Ask the events until the hold is over."""
-        self._driver.enter()
         try:
-            self._driver.relax()
-            self._ask_on()
+            with self._driver.current():
+                self._driver.relax()
+                self._ask_on()
         except DriverError:
             self.blind = True
-        finally:
-            with suppress(DriverError):
-                self._driver.leave()
 
     def _ask_on(self) -> None:
         while not self._over:
