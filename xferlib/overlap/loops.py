@@ -126,26 +126,25 @@ class _Watch:
         calls = self.calls
         large = [call for call in calls if call.direction is not None and call.nbytes >= self._smallest]
         compute = _compute_streams(calls, large)
-        launches = [
-            sum(call.kind == "launch" and call.stream in compute and call.step == n for call in calls) for n in self._numbers()
-        ]
-        places: dict[Direction, float] = {}
-        for direction in DIRECTIONS:
-            of_step = [{call.address for call in large if call.direction == direction and call.step == n} for n in self._numbers()]
-            if any(of_step):
-                places[direction] = len(set().union(*of_step)) / max(map(len, of_step))
+        steps = range(self._steps)
+        copies = {
+            direction: [[call for call in large if call.direction == direction and call.step == step] for step in steps]
+            for direction in DIRECTIONS
+        }
+        slots: dict[Direction, float] = {}
+        for direction, of_steps in copies.items():
+            addresses = [{call.address for call in of_step} for of_step in of_steps]
+            if any(addresses):
+                slots[direction] = len(set().union(*addresses)) / max(map(len, addresses))
         return Look(
             steps=self._steps,
-            nbytes={
-                direction: [
-                    sum(call.nbytes for call in large if call.direction == direction and call.step == n) for n in self._numbers()
-                ]
-                for direction in DIRECTIONS
-            },
+            nbytes={direction: [sum(call.nbytes for call in of_step) for of_step in copies[direction]] for direction in DIRECTIONS},
             compute=compute,
-            launches=min(launches),
+            launches=min(
+                sum(call.kind == "launch" and call.stream in compute and call.step == step for call in calls) for step in steps
+            ),
             smallest=self._smallest,
-            slots=places,
+            slots=slots,
         )
 
     def rehearse(self, look: Look) -> None:
@@ -225,9 +224,6 @@ class _Watch:
 
     def _patience(self) -> float:
         return max(PATIENCE_SECONDS, 4 * self._slowest)
-
-    def _numbers(self) -> range:
-        return range(self._steps)
 
     def _check(self) -> None:
         failure = self._recording.failure
