@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -50,11 +51,11 @@ def doctor(
     ] = None,
 ) -> None:
     """Show which backends are installed, which are ready, and for the others what to type."""
-    from xferlib.cli.doctor import examine, lacking, print_json, show
+    from xferlib.cli.doctor import examine, lacking, show
 
     report = examine()
     if as_json:
-        print_json(report)
+        typer.echo(json.dumps(report, indent=2))
     else:
         show(report)
     missing = lacking(report, require or [])

@@ -58,21 +58,14 @@ def break_even(stager: Stager) -> BreakEven | None:
         return None
     # The array is written, so that its pages exist: fetching them is no part of locking.
     array = np.ones(NBYTES, np.uint8)
-    return BreakEven(
-        nbytes=NBYTES,
-        lock_seconds=seconds_of(lambda: stager.pin(array).close()),
-        staged_seconds=_put_seconds(stager, array),
-        pinned_seconds=_pinned_seconds(stager, array),
-    )
 
+    def put() -> None:
+        stager.put(array, borrow=True).synchronize()
 
-def _pinned_seconds(stager: Stager, array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> float:
+    lock, staged = seconds_of(lambda: stager.pin(array).close()), seconds_of(put)
     with stager.pin(array):
-        return _put_seconds(stager, array)
-
-
-def _put_seconds(stager: Stager, array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> float:
-    return seconds_of(lambda: stager.put(array, borrow=True).synchronize())
+        pinned = seconds_of(put)
+    return BreakEven(nbytes=NBYTES, lock_seconds=lock, staged_seconds=staged, pinned_seconds=pinned)
 
 
 def seconds_of(call: Callable[[], object]) -> float:

@@ -7,7 +7,6 @@ is a finding, never the end of the page.
 from __future__ import annotations
 
 import glob
-import json
 import os
 import platform
 import resource
@@ -36,7 +35,7 @@ from xferlib.stager import Stager
 from xferlib.staging.profile import VARIABLE, StagingProfile, given_profile
 from xferlib.words import counted, in_words
 
-__all__ = ["examine", "lacking", "print_json", "show"]
+__all__ = ["examine", "lacking", "show"]
 
 Report = dict[str, Any]
 
@@ -85,11 +84,6 @@ def lacking(report: Report, names: Sequence[str]) -> list[str]:
         elif not state["ready"]:
             lines.append(f"required backend {name!r} is not ready: {state['reason']}")
     return lines
-
-
-def print_json(report: Report) -> None:
-    """Print the report for machines."""
-    print(json.dumps(report, indent=2))
 
 
 def show(report: Report) -> None:
