@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,15 @@ def gate(tmp_path: Path) -> Callable[[int], Gate]:
 def shared_names() -> set[str]:
     """Return the names of shared memory and semaphores that Python's own modules have given, for any program of this machine."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "wnsm_", "sem.", "pym-", "xferlib"))}
+
+
+def descriptors() -> Counter[str]:
+    """Count what this process has open, by what it is."""
+    found: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found[os.readlink(link).split(":")[0]] += 1
+    return found
 
 
 def first(array: Any) -> int:

@@ -22,9 +22,8 @@ import xferlib
 from tests.core.fakes import on_thread
 from tests.pipeline.steps import until
 from tests.workers import fills
-from tests.workers.conftest import first
+from tests.workers.conftest import descriptors, first
 from tests.workers.fills import Gate, Large
-from tests.workers.test_worker_deaths import descriptors
 from xferlib.pipeline.workers.channel import Channel, receive, send
 from xferlib.pipeline.workers.ring import SharedRing
 

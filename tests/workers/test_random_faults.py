@@ -28,7 +28,7 @@ import pytest
 import xferlib
 from tests.core.fakes import on_thread
 from tests.pipeline.steps import PATIENCE, until
-from tests.workers.conftest import shared_names
+from tests.workers.conftest import descriptors, shared_names
 from tests.workers.faults import MARK, ROWS, SHARES, WORKERS, Boom, Pass, Scenario, planned, same
 from tests.workers.fills import STAMPED, OwnError, Stamp, stamp
 from xferlib.conformance.guard import allow
@@ -294,15 +294,6 @@ def footprint(stager: xferlib.Stager | None = None) -> Footprint:
         pins=pins,
         busy=stager is not None and stager._ledger.busy,
     )
-
-
-def descriptors() -> Counter[str]:
-    """Count what this process has open, by what it is."""
-    found: Counter[str] = Counter()
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            found[os.readlink(link).split(":")[0]] += 1
-    return found
 
 
 def marked(mark: str) -> list[int]:

@@ -22,8 +22,7 @@ from tests.core.fakes import on_thread
 from tests.pipeline.interrupts import at_line, by_signal
 from tests.pipeline.steps import busy, until
 from tests.workers import fills
-from tests.workers.conftest import first
-from tests.workers.test_worker_deaths import descriptors
+from tests.workers.conftest import descriptors, first
 from xferlib.pipeline.workers.process import Worker
 from xferlib.pipeline.workers.ring import SharedRing
 

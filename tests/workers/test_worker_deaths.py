@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
@@ -27,7 +26,7 @@ import xferlib
 from tests import children
 from tests.core.fakes import on_thread
 from tests.workers import fills
-from tests.workers.conftest import first, shared_names
+from tests.workers.conftest import descriptors, first, shared_names
 from tests.workers.fills import Gate
 from xferlib.pipeline.workers.failures import WorkerDiedError
 from xferlib.pipeline.workers.ring import SharedRing
@@ -46,15 +45,6 @@ def pidfd_open(pid, flags=0):
 
 os.pidfd_open = pidfd_open
 """
-
-
-def descriptors() -> Counter[str]:
-    """Count what this process has open, by what it is."""
-    found: Counter[str] = Counter()
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            found[os.readlink(link).split(":")[0]] += 1
-    return found
 
 
 def talk() -> set[str]:
