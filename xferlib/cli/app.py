@@ -33,7 +33,8 @@ def start(
         raise typer.Exit
     if context.invoked_subcommand is not None:
         return
-    from xferlib.cli.doctor import examine, show
+    from xferlib.cli.doctor import examine
+    from xferlib.cli.doctor_page import show
 
     show(examine())
     typer.echo("\nxferlib demo          stream real pictures through the device, everything overlapped, and verify the result")
@@ -51,7 +52,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Show which backends are installed, which are ready, and for the others what to type."""
-    from xferlib.cli.doctor import examine, lacking, show
+    from xferlib.cli.doctor import examine, lacking
+    from xferlib.cli.doctor_page import show
 
     report = examine()
     if as_json:

@@ -18,13 +18,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from xferlib.cli.breakeven import BreakEven, break_even
+from xferlib.cli.breakeven import break_even
 from xferlib.cli.companions import diagnosis, own_versions
-from xferlib.cli.link import Link, measured_link
+from xferlib.cli.link import measured_link
 from xferlib.cli.paths import findings_of, paths_of, slow_of_ours, unknown
 from xferlib.debug import wanted
 from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, XferError
@@ -32,10 +29,10 @@ from xferlib.memory.limits import default_pinned_limit, memory_limit
 from xferlib.overlap.measure import measure_overlap
 from xferlib.registry import backends, stager
 from xferlib.stager import Stager
-from xferlib.staging.profile import VARIABLE, StagingProfile, given_profile
-from xferlib.words import counted, in_words
+from xferlib.staging.profile import StagingProfile, given_profile
+from xferlib.words import in_words
 
-__all__ = ["examine", "lacking", "show"]
+__all__ = ["Report", "examine", "lacking"]
 
 Report = dict[str, Any]
 
@@ -86,33 +83,6 @@ def lacking(report: Report, names: Sequence[str]) -> list[str]:
     return lines
 
 
-def show(report: Report) -> None:
-    """Print the report for people."""
-    console = Console()
-    table = Table(title="Backends", title_justify="left")
-    table.add_column("backend", style="bold", no_wrap=True)
-    table.add_column("ready", no_wrap=True)
-    table.add_column("device, or why not and what to type", overflow="fold")
-    for state in report["backends"]:
-        chosen = " (auto)" if state["name"] == report["auto"] else ""
-        table.add_row(state["name"] + chosen, "[green]yes[/green]" if state["ready"] else "[red]no[/red]", escape(_words(state)))
-    console.print(table)
-    for name, text in _machine(report):
-        console.print(f"[bold]{name:<9}[/bold] {escape(text)}", highlight=False)
-    for state in report["backends"]:
-        if state["link"] is not None:
-            words = f"could not be measured: {state['link']['error']}" if "error" in state["link"] else str(Link(**state["link"]))
-            console.print(f"[bold]link[/bold]      {escape(state['name'])}: {escape(words)}", highlight=False)
-        for path in state["paths"] or []:
-            console.print(f"[bold]copy[/bold]      {escape(state['name'])}: {escape(path['words'])}", highlight=False)
-        if state["ready"]:
-            console.print(f"[bold]pin[/bold]       {escape(state['name'])}: {escape(_pays(state))}", highlight=False)
-            shape = f"{state['name']}: {state['staging'] or 'unknown'}, threads x chunk, for pageable memory. {VARIABLE} sets it"
-            console.print(f"[bold]staging[/bold]   {escape(shape)}", highlight=False)
-    for line in [*report["findings"], *(line for state in report["backends"] for line in state["findings"])]:
-        console.print(f"[yellow]note[/yellow]      {escape(line)}", highlight=False)
-
-
 def _backend(name: str, instead: Report, end: float) -> Report:
     """Return what is known of a backend. `end`: when, by `time.monotonic`, nothing long may begin any more."""
     slow: list[str] = []
@@ -122,7 +92,7 @@ def _backend(name: str, instead: Report, end: float) -> Report:
         with stager(name, **instead) as opened:
             state |= {"ready": True, "device": opened.device, "on_gpu": opened.on_gpu, "capabilities": asdict(opened.capabilities)}
             state["link"], slow = _link(opened)
-            state["pin"] = _measured(opened)
+            state["pin"] = _break_even(opened)
             state["paths"], held_up = _paths(opened, end)
             state["wall_nbytes"], refused = _wall(opened)
             slow += [*held_up, *refused]
@@ -145,7 +115,7 @@ def _link(opened: Stager) -> tuple[Report | None, list[str]]:
     return (None, []) if link is None else (asdict(link), link.findings())
 
 
-def _measured(opened: Stager) -> Report | None:
+def _break_even(opened: Stager) -> Report | None:
     try:
         found = break_even(opened)
     except XferError as error:
@@ -212,14 +182,6 @@ def _wall(opened: Stager) -> tuple[int | None, list[str]]:
 def _fill(opened: Stager, held: list[Any], most: int) -> None:
     while len(held) * WALL_STEP + WALL_STEP <= most:
         held.append(opened.empty_pinned(WALL_STEP, np.uint8))
-
-
-def _pays(state: Report) -> str:
-    if state["pin"] is None:
-        return "nothing is page-locked here, so locking memory in place costs nothing and gains nothing"
-    if "error" in state["pin"]:
-        return f"could not be measured: {state['pin']['error']}"
-    return str(BreakEven(**{name: value for name, value in state["pin"].items() if name != "transfers"}))
 
 
 def _diagnosed(name: str) -> Report:
@@ -313,28 +275,3 @@ def _unreadable() -> list[str]:
         except ValueError as error:
             lines.append(f"{error}. Set it anew, or unset it: it keeps every backend from opening")
     return lines
-
-
-def _words(state: Report) -> str:
-    if not state["ready"]:
-        return str(state["reason"])
-    flags = [flag for flag, on in state["capabilities"].items() if on]
-    versions = ", ".join(f"{name} {version}" for name, version in state["versions"].items())
-    return f"{state['device']}; {', '.join(flags) or 'no optional capability'}{'; ' if versions else ''}{versions}"
-
-
-def _machine(report: Report) -> list[tuple[str, str]]:
-    memory = {name: None if nbytes is None else in_words(nbytes) for name, nbytes in report["memory"].items()}
-    limited = report["memory"]["limit_nbytes"] < report["memory"]["total_nbytes"]
-    limit = f", limited to {memory['limit_nbytes']} by its control group" if limited else ""
-    # Drivers lock pages by themselves and do not ask for such a limit: seen on an H200, with driver 580.
-    locked = f" (ulimit -l, {memory['memlock_nbytes']}, does not bear on it)" if memory["memlock_nbytes"] else ""
-    return [
-        ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
-        ("machine", f"{counted(report['cores'], 'core')}, {report['platform']}"),
-        (
-            "memory",
-            f"{memory['total_nbytes']}, {memory['available_nbytes']} available{limit}; pinned at most "
-            f"{memory['pinned_limit_nbytes']} unless pinned_limit= says otherwise{locked}",
-        ),
-    ]
