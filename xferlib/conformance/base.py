@@ -149,10 +149,7 @@ class Laws(Hooks):
     def assert_completes(self, transfer: Transfer) -> None:
         """Assert that the transfer becomes done by itself, while it is only asked and nobody synchronizes."""
         __tracebackhide__ = True
-        deadline = time.monotonic() + self.deadline_seconds
-        while not transfer.done():
-            assert time.monotonic() < deadline, f"{transfer!r} is not done after {self.deadline_seconds} s"
-            time.sleep(POLL_SECONDS)
+        self.assert_comes(transfer.done, lambda: f"{transfer!r} is not done after {self.deadline_seconds} s")
 
     def assert_stays_undone(self, transfer: Transfer, hold: Hold) -> None:
         """Assert that the transfer is not done as long as the hold holds it."""

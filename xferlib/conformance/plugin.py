@@ -19,7 +19,7 @@ from xferlib.errors import BackendUnavailableError
 from xferlib.protocol import HostStager
 from xferlib.registry import open_backend
 
-__all__ = ["describe"]
+__all__: list[str] = []
 
 HEADER = pytest.StashKey[list[str]]()
 OFF = pytest.StashKey[Collection[str]]()
@@ -60,12 +60,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line)
 
 
-def describe(name: str) -> list[str]:
-    """Return the lines: backend, device, capabilities, versions, process. Raises `BackendUnavailableError`."""
-    return _described(name)[0]
-
-
 def _described(name: str) -> tuple[list[str], list[str]]:
+    """Return the header's lines, and the flags that are off. Raises `BackendUnavailableError`."""
     loaded = _loaded_packages()
     backend = open_backend(name)
     try:

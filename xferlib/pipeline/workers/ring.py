@@ -127,7 +127,7 @@ class SharedRing(Generic[TreeT_co]):
         self._layout = layout = SlotLayout(spec)
         self.slots = slots
         self.nbytes = slots * layout.nbytes
-        self._check_bill(stager)
+        self._check_limit(stager)
         self._runs = itertools.count()
         self._run: weakref.ref[Run[TreeT_co]] | None = None
         self._holdings = holdings = _Holdings(stager, layout, slots)
@@ -253,7 +253,7 @@ class SharedRing(Generic[TreeT_co]):
         if run is not None:
             run.end(reason)
 
-    def _check_bill(self, stager: Stager) -> None:
+    def _check_limit(self, stager: Stager) -> None:
         limit = stager.stats().pinned_limit_nbytes
         if self.nbytes > limit:
             raise AllocationError(
