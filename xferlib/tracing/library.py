@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from xferlib.errors import XferError
 
@@ -63,11 +63,8 @@ def load() -> ctypes.CDLL:
 def check(cupti: ctypes.CDLL, function: str, *arguments: Any) -> None:
     """Call a function. Raises `CuptiError` with what CUPTI says, if that is not success."""
     status = getattr(cupti, function)(*arguments)
-    if status != 0:
-        _refuse(cupti, function, status)
-
-
-def _refuse(cupti: ctypes.CDLL, function: str, status: int) -> NoReturn:
+    if status == 0:
+        return
     text = ctypes.c_char_p()
     cupti.cuptiGetResultString(status, ctypes.byref(text))
     what = f"{function} failed with {(text.value or b'?').decode()} ({status})"

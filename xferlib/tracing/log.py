@@ -33,6 +33,8 @@ INSTALLED: Final = tuple(
 )
 PACKAGES: Final = frozenset({"site-packages", "dist-packages"})
 """What folders of installed packages are called, those of a user and of the system, too."""
+STARTERS: Final = f"{os.sep}threading.py", f"{os.sep}runpy.py"
+"""Of the standard library: where threads and programs begin."""
 
 Lane: TypeAlias = tuple[int, int]
 
@@ -109,7 +111,7 @@ class Log:
         """Return the line where a copy was asked for: its own, if it has one, or that of the job that it is a part of."""
         if event.site:
             return event.site
-        last = bisect_right(self.jobs, event.issued, key=_noted)
+        last = bisect_right(self.jobs, event.issued, key=lambda job: job.noted)
         # The memory may have been used by earlier jobs, too.
         for job in reversed(self.jobs[max(0, last - MOST_AT_ONCE) : last]):
             if job.kind == event.kind and any(start <= address < start + nbytes for start, nbytes in job.pieces):
@@ -151,7 +153,7 @@ def shown(frames: Sequence[tuple[CodeType, int]]) -> str:
             return f"{_short(code.co_filename)}:{line}"
     for code, line in frames:
         name = code.co_filename
-        if not name.startswith(("<", *OURS)) and not _is_threading(name) and not _is_backend(name):
+        if not name.startswith(("<", *OURS)) and not name.endswith(STARTERS) and not _is_backend(name):
             return f"{_short(name)}:{line}"
     return ""
 
@@ -173,10 +175,6 @@ def _is_backend(filename: str) -> bool:
     return any(part.startswith("xferlib_") for part in Path(filename).parts[-3:-1])
 
 
-def _is_threading(filename: str) -> bool:
-    return filename.endswith((f"{os.sep}threading.py", f"{os.sep}runpy.py"))
-
-
 @lru_cache(maxsize=4096)
 def _short(filename: str) -> str:
     """Return a path as people name it: relative to the current folder where it is inside, else its last two parts."""
@@ -193,10 +191,6 @@ def _thread_name() -> str:
     # Not `current_thread`, which would enter a thread that Python does not know.
     found: Any = threading._active.get(get_ident())  # type: ignore[attr-defined]
     return "unknown thread" if found is None else str(found.name)
-
-
-def _noted(job: Job) -> int:
-    return job.noted
 
 
 LOG: Final = Log()
