@@ -98,7 +98,7 @@ class Recording:
             with self._numbering:
                 self._number += 1
                 call.serial = self._number
-                # Before the call is seen, so that who sees it finds its stream held.
+                # Before the call is in the list, so that whoever finds it there finds its stream held.
                 if self.listener is not None:
                     self.listener.entered(call)
                 self.calls.append(call)

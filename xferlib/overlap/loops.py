@@ -157,7 +157,7 @@ class _Watch:
         step, start = recording.step, len(recording.calls)
         for _ in range(MOST_REHEARSALS):
             patience = self._patience()
-            # Who opens it does not matter here.
+            # Whether the rehearsal opens it or its watchdog does not matter.
             gate = Gate(2 * patience)
             self._run(Rehearsal(recording, self._driver, gate, look, patience), gate)
             calls = recording.calls[start:]
@@ -179,7 +179,7 @@ class _Watch:
     def hold(self, what: Literal["compute", "h2d", "d2h"], look: Look) -> Held:
         """Run steps while the compute, or the copies of a direction, are held from their first on."""
         held = self._hold(what, look)
-        # No call of CUDA says what the loop stood for: it may have been a slow disk, once. Who waits for what is held waits again.
+        # No call of CUDA says what the loop waited for: it may have been a slow disk, once. A wait for held work comes again.
         if held.stuck is not None and held.stuck.call is None and held.stuck.freed:
             held = self._hold(what, look)
         return held

@@ -149,7 +149,9 @@ class MappedLaws(Laws):
             # Dropped at once, so that the next request might take it.
             stager.empty_pinned(values.shape, values.dtype, write_combined=True)
         kept = [*self.new_arrays(stager, values), stager.get(self.from_numpy(values)).result()]
-        assert not any(self.write_combined(array.ctypes.data) for array in kept), "who did not ask reads it a hundred times as long"
+        assert not any(self.write_combined(array.ctypes.data) for array in kept), (
+            "memory that is slow to read was given to a caller who did not ask for it"
+        )
         assert stager.stats().pinned_nbytes >= 2 * LARGE
 
     def refuses_to_map(self, stager: Stager, array: Array) -> bool:
