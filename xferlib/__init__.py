@@ -35,13 +35,15 @@ from xferlib.errors import ClosedError as ClosedError
 from xferlib.errors import SourceRewrittenError as SourceRewrittenError
 from xferlib.errors import SynchronousTransferWarning as SynchronousTransferWarning
 from xferlib.errors import TransferError as TransferError
+from xferlib.errors import UndecidedError as UndecidedError
 from xferlib.errors import UnknownBackendError as UnknownBackendError
+from xferlib.errors import WorkerDiedError as WorkerDiedError
+from xferlib.errors import WorkerError as WorkerError
 from xferlib.errors import XferError as XferError
 from xferlib.files.load import load as load
 from xferlib.files.save import Save as Save
 from xferlib.files.save import save as save
 from xferlib.memory.registered import Pin as Pin
-from xferlib.overlap.loops import UndecidedError as UndecidedError
 from xferlib.overlap.loops import assert_overlaps as assert_overlaps
 from xferlib.overlap.measure import measure_overlap as measure_overlap
 from xferlib.overlap.report import OverlapReport as OverlapReport
@@ -59,8 +61,6 @@ from xferlib.pipeline.ring import Slot as Slot
 from xferlib.pipeline.stream import Drained as Drained
 from xferlib.pipeline.stream import drain as drain
 from xferlib.pipeline.stream import stream_map as stream_map
-from xferlib.pipeline.workers.failures import WorkerDiedError as WorkerDiedError
-from xferlib.pipeline.workers.failures import WorkerError as WorkerError
 from xferlib.pipeline.workers.ring import SharedRing as SharedRing
 from xferlib.pipeline.workers.run import Run as Run
 from xferlib.protocol import Capabilities as Capabilities

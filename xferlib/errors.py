@@ -14,7 +14,10 @@ __all__ = [
     "SourceRewrittenError",
     "SynchronousTransferWarning",
     "TransferError",
+    "UndecidedError",
     "UnknownBackendError",
+    "WorkerDiedError",
+    "WorkerError",
     "XferError",
 ]
 
@@ -52,6 +55,18 @@ class SourceRewrittenError(XferError, RuntimeError):
 
     This is no `TransferError`. The copy was made, so trying again, as after a `TransferError`, would only hide the fault.
     """
+
+
+class UndecidedError(XferError):
+    """Raised by `assert_overlaps` where the evidence is not enough to say that a loop overlaps, or that it does not."""
+
+
+class WorkerError(XferError):
+    """Raised where `fill` raised something in a worker that cannot be raised here as itself. The text is the worker's."""
+
+
+class WorkerDiedError(XferError):
+    """Raised in place of a batch whose worker process died, and when workers cannot start at all."""
 
 
 class SynchronousTransferWarning(RuntimeWarning):

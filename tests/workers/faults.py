@@ -28,7 +28,7 @@ import xferlib
 from tests.core.fakes import on_thread
 from tests.pipeline.steps import PATIENCE
 from tests.workers.fills import STAMPED, OwnError, Stamp, Trip, stamp
-from xferlib.pipeline.workers.failures import WorkerDiedError
+from xferlib.errors import WorkerDiedError
 from xferlib.pipeline.workers.ring import SharedRing
 from xferlib.pipeline.workers.run import Run
 

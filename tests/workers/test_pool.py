@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from xferlib.pipeline.workers.failures import WorkerDiedError
+from xferlib.errors import WorkerDiedError
 from xferlib.pipeline.workers.pool import MOST_FAILED_STARTS, WorkerPool
 
 

@@ -32,7 +32,7 @@ from tests.workers.conftest import descriptors, shared_names
 from tests.workers.faults import MARK, ROWS, SHARES, WORKERS, Boom, Pass, Scenario, planned, same
 from tests.workers.fills import STAMPED, OwnError, Stamp, stamp
 from xferlib.conformance.guard import allow
-from xferlib.pipeline.workers.failures import WorkerDiedError
+from xferlib.errors import WorkerDiedError
 from xferlib.pipeline.workers.ring import SharedRing
 
 FAULTS = int(os.environ.get("XFERLIB_FAULTS", "40"))

@@ -23,9 +23,9 @@ from tests.pipeline.steps import until
 from tests.workers import fills
 from tests.workers.conftest import first
 from tests.workers.fills import Gate
-from xferlib.errors import AllocationError, ClosedError
-from xferlib.pipeline.workers.failures import WorkerError, WorkerTraceback
+from xferlib.errors import AllocationError, ClosedError, WorkerError
 from xferlib.pipeline.workers.ring import SharedRing
+from xferlib.pipeline.workers.run import WorkerTraceback
 
 TREE = {"image": ((6, 4), np.int32), "label": (6, np.int64)}
 

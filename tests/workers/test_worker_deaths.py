@@ -28,7 +28,7 @@ from tests.core.fakes import on_thread
 from tests.workers import fills
 from tests.workers.conftest import descriptors, first, shared_names
 from tests.workers.fills import Gate
-from xferlib.pipeline.workers.failures import WorkerDiedError
+from xferlib.errors import WorkerDiedError
 from xferlib.pipeline.workers.ring import SharedRing
 
 KILLS = int(os.environ.get("XFERLIB_KILLS", "20"))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal, final
 
-from xferlib.errors import XferError
+from xferlib.errors import UndecidedError
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import Recording, recorded
 from xferlib.overlap.calls import DIRECTIONS, Call, Direction, Held, Look
@@ -19,7 +19,7 @@ from xferlib.overlap.driver import Driver, DriverError
 from xferlib.overlap.hold import ENOUGH, REST_SECONDS, Hold, Rehearsal
 from xferlib.overlap.verdict import judge
 
-__all__ = ["UndecidedError", "assert_overlaps"]
+__all__ = ["assert_overlaps"]
 
 MOST_REST_SECONDS = 2.0
 PATIENCE_SECONDS = 1.0
@@ -28,10 +28,6 @@ SLOWEST_SECONDS = 2.0
 """Of a step."""
 MOST_REHEARSALS = 3
 """Each but the first only because the one before took memory: the next shows whether it was enough."""
-
-
-class UndecidedError(XferError):
-    """Raised by `assert_overlaps` where the evidence is not enough to say that a loop overlaps, or that it does not."""
 
 
 def assert_overlaps(

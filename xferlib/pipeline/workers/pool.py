@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, final
 
+from xferlib.errors import WorkerDiedError
 from xferlib.pipeline.workers.executor import Executor
-from xferlib.pipeline.workers.failures import WorkerDiedError
 from xferlib.pipeline.workers.messages import Order
 from xferlib.pipeline.workers.process import Answer, Worker, ended
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 from xferlib.checks import uncopied
+from xferlib.errors import WorkerDiedError, WorkerError
 from xferlib.in_flight import reap_all
 from xferlib.pipeline.one_pass import told_length
-from xferlib.pipeline.workers.failures import WorkerDiedError, WorkerError, WorkerTraceback
 from xferlib.pipeline.workers.layout import Parts
 from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised
 from xferlib.pipeline.workers.pool import Exit, WorkerPool
@@ -25,7 +25,7 @@ from xferlib.pipeline.workers.process import Answer
 from xferlib.pipeline.workers.slots import Slots
 from xferlib.typed import TreeT_co
 
-__all__ = ["OnDeath", "Run"]
+__all__ = ["OnDeath", "Run", "WorkerTraceback"]
 
 OnDeath: TypeAlias = Literal["replace", "raise"]
 
@@ -34,6 +34,17 @@ FIRST_NAP = 100e-6
 LONGEST_NAP = 2e-3
 STUCK = 10.0
 """Seconds without a slot, while the consumer holds all, before it is told so."""
+
+
+class WorkerTraceback(Exception):
+    """The cause of an exception that came from a worker: the traceback there, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
 
 
 class _InSlot(NamedTuple):
