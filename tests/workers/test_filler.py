@@ -16,7 +16,7 @@ from xferlib.pipeline.workers.worker import _Filler
 def test_an_order_before_its_run_is_a_failure_and_no_batch() -> None:
     layout = SlotLayout((64, np.int64))
     slot = np.zeros(layout.nbytes, np.uint8)
-    filler = _Filler(layout, [slot])
+    filler = _Filler(layout.whole, [slot])
     order = Order(0, 0, 0, pickle.dumps(3), "0")
     refused = filler.reply(order)
     assert isinstance(refused, Raised)
@@ -29,7 +29,7 @@ def test_an_order_before_its_run_is_a_failure_and_no_batch() -> None:
 def filled(fill: object, task: object) -> tuple[object, object]:
     layout = SlotLayout({"image": ((4, 3), np.float32), "label": ((4,), np.int64)})
     slot = np.zeros(layout.nbytes, np.uint8)
-    filler = _Filler(layout, [slot])
+    filler = _Filler(layout.whole, [slot])
     filler.begin(pickle.dumps(fill))
     return filler.reply(Order(0, 0, 0, pickle.dumps(task), "0")), layout.views(slot)
 

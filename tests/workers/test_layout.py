@@ -43,9 +43,9 @@ def slot_of(layout: SlotLayout) -> Any:
     ],
 )
 def test_views_have_the_structure_shapes_and_dtypes_of_the_spec(spec: Any) -> None:
-    layout = pickle.loads(pickle.dumps(SlotLayout(spec)))
+    layout = SlotLayout(spec)
     slot = slot_of(layout)
-    tree = layout.whole.views(slot)
+    tree = pickle.loads(pickle.dumps(layout.whole)).views(slot)
     image, label = list(vars(tree).values()) if isinstance(tree, Batch) else tree.values() if isinstance(tree, dict) else tree
     label = label["x"] if isinstance(label, dict) else label
     assert type(tree) is type(spec)
@@ -85,7 +85,7 @@ LAYOUT = SlotLayout({"image": ((6, 4), np.int32), "label": (6, np.int64)})
 
 
 def returned(value: Any, slot: Any) -> Any:
-    parts = pickle.loads(pickle.dumps(LAYOUT.returned(value, slot)))
+    parts = pickle.loads(pickle.dumps(LAYOUT.whole.returned(value, slot)))
     return None if parts is None else parts.views(slot)
 
 
@@ -132,4 +132,4 @@ def test_an_array_that_begins_before_its_slot_is_an_error() -> None:
 def test_rows_of_an_array_without_axes_are_an_error() -> None:
     layout = SlotLayout({"image": ((6, 4), np.int32), "scale": ((), np.float32)})
     with pytest.raises(ValueError, match="0 rows"):
-        layout.returned(0, slot_of(layout))
+        layout.whole.returned(0, slot_of(layout))

@@ -73,6 +73,14 @@ def test_trees_and_ragged_batches_arrive_as_filled(stager: xferlib.Stager) -> No
         assert (batch["label"].tolist(), batch["even"].tolist()) == ([5] * 4, [[5, 5]] * 3)
 
 
+def test_batches_of_a_class_of_the_users_arrive_as_such(stager: xferlib.Stager) -> None:
+    spec = fills.Batch(**TREE)
+    with SharedRing(stager, spec, slots=3) as ring:
+        batches = list(ring.run(fills.batch, range(3), workers=2))
+    assert [type(batch) for batch in batches] == [fills.Batch] * 3
+    assert [(first(batch.image), first(batch.label)) for batch in batches] == [(0, 0), (1, 1), (2, 2)]
+
+
 def test_no_byte_is_copied_by_the_cpu_on_the_way_to_the_device(stager: xferlib.Stager, pair: SharedRing) -> None:
     before = stager.stats()
     with held(h2d(stager)):

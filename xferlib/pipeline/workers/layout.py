@@ -1,7 +1,7 @@
 """Where the arrays of one batch lie in a slot: the same words on both sides of the process boundary.
 
-Pure arithmetic over bytes that others own. Everything here travels by pickle, so structures are kept as trees with numbers at the
-leaves.
+Pure arithmetic over bytes that others own. A worker is sent `Parts`. A structure with classes that are new to the other process
+does not travel by pickle, so there it is kept as a tree with numbers at the leaves.
 """
 
 from __future__ import annotations
@@ -54,10 +54,28 @@ class Parts(NamedTuple):
         numbers, spec = flatten(self.tree)
         return unflatten(spec, [self.parts[number].view(slot) for number in numbers])
 
+    def returned(self, value: Any, slot: Bytes) -> Parts | None:
+        """Say where a batch lies, from what `fill` returned: None: all of it; a number of rows; a tree of views of the slot."""
+        if value is None:
+            return None
+        if isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_)):
+            return self._rows(operator.index(value))
+        leaves, structure = flatten(value)
+        parts = tuple(_part(leaf, slot, path(structure, index)) for index, leaf in enumerate(leaves))
+        if not parts:
+            raise TypeError(f"fill returned {value!r}: expected None, a number of rows, or views of its slot")
+        return Parts(unflatten(structure, range(len(parts))), parts)
+
+    def _rows(self, rows: int) -> Parts:
+        room = min((part.shape[0] if part.shape else -1) for part in self.parts)
+        if not 0 <= rows <= room:
+            raise ValueError(f"fill returned {counted(rows, 'row')}; the first axis of its slot has room for 0 to {room}")
+        return self._replace(parts=tuple(part._replace(shape=(rows, *part.shape[1:])) for part in self.parts))
+
 
 @final
 class SlotLayout:
-    """The batch that a slot has room for.
+    """The batch that a slot has room for. It stays in its process.
 
     A leaf of `spec` is anything with a shape and a dtype, such as an array, or a pair (shape, dtype).
     Raises `TypeError` and `ValueError` for anything else.
@@ -91,26 +109,6 @@ class SlotLayout:
     def views(self, slot: Bytes) -> Any:
         """Return the tree of arrays of the full batch over these bytes."""
         return unflatten(self.structure, [part.view(slot) for part in self.whole.parts])
-
-    def returned(self, value: Any, slot: Bytes) -> Parts | None:
-        """Say where the batch lies, from what `fill` returned: None for all of the slot, a number of rows, or a tree of views of
-        it."""
-        if value is None:
-            return None
-        if isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_)):
-            return self._rows(operator.index(value))
-        leaves, structure = flatten(value)
-        parts = tuple(_part(leaf, slot, path(structure, index)) for index, leaf in enumerate(leaves))
-        if not parts:
-            raise TypeError(f"fill returned {value!r}: expected None, a number of rows, or views of its slot")
-        return Parts(unflatten(structure, range(len(parts))), parts)
-
-    def _rows(self, rows: int) -> Parts:
-        parts = self.whole.parts
-        room = min((part.shape[0] if part.shape else -1) for part in parts)
-        if not 0 <= rows <= room:
-            raise ValueError(f"fill returned {counted(rows, 'row')}; the first axis of its slot has room for 0 to {room}")
-        return Parts(self.whole.tree, tuple(part._replace(shape=(rows, *part.shape[1:])) for part in parts))
 
 
 @final

@@ -68,7 +68,7 @@ class _Holdings:
             except AllocationError as error:
                 error.add_note(f"for {counted(slots, 'slot')} of {in_words(layout.nbytes)}. Use fewer or smaller slots")
                 raise
-        self.pool = pool = WorkerPool(partial(Worker, serve, (memory.descriptor, layout, slots)), executor)
+        self.pool = pool = WorkerPool(partial(Worker, serve, (memory.descriptor, layout.whole, layout.nbytes, slots)), executor)
         return pool, Slots(memory.raw, layout, slots)
 
     def close(self) -> None:

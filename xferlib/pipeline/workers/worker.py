@@ -21,7 +21,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from xferlib.pipeline.workers.channel import receive, send
-from xferlib.pipeline.workers.layout import Bytes, SlotLayout
+from xferlib.pipeline.workers.layout import Bytes, Parts
 from xferlib.pipeline.workers.memory import Descriptor, map_shared
 from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised, Ready, Reply
 from xferlib.pipeline.workers.process import watch
@@ -33,15 +33,15 @@ LONGEST_TEXT = 16_000
 """Characters of a traceback that people read."""
 
 
-def serve(parent: int, descriptor: Descriptor, layout: SlotLayout, slots: int, connection: socket.socket) -> None:
-    """Fill orders until the parent hangs up."""
+def serve(parent: int, descriptor: Descriptor, whole: Parts, nbytes: int, slots: int, connection: socket.socket) -> None:
+    """Fill orders until the parent hangs up. `whole`: the full batch; `nbytes`: of each slot."""
     # The parent is told of Ctrl-C as well, and decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with(parent)
-    raw = map_shared(descriptor, slots * layout.nbytes)
+    raw = map_shared(descriptor, slots * nbytes)
     descriptor.close()
-    filler = _Filler(layout, [raw[start : start + layout.nbytes] for start in range(0, slots * layout.nbytes, layout.nbytes)])
+    filler = _Filler(whole, [raw[start : start + nbytes] for start in range(0, slots * nbytes, nbytes)])
     try:
         send(connection, Ready())
         while True:
@@ -58,8 +58,8 @@ def serve(parent: int, descriptor: Descriptor, layout: SlotLayout, slots: int, c
 class _Filler:
     """The function of the present run, and the slots."""
 
-    def __init__(self, layout: SlotLayout, slots: list[Bytes]) -> None:
-        self._layout = layout
+    def __init__(self, whole: Parts, slots: list[Bytes]) -> None:
+        self._whole = whole
         self._slots = slots
         self._fill: Callable[[Any, Any], Any] = _nothing
         self._broken: Raised | None = None
@@ -77,10 +77,10 @@ class _Filler:
         slot = self._slots[order.slot]
         try:
             task = pickle.loads(order.task)
-            views = self._layout.whole.views(slot)
+            views = self._whole.views(slot)
             before = flatten(views)
             value = self._fill(task, views)
-            filled = Filled(self._layout.returned(value, slot))
+            filled = Filled(self._whole.returned(value, slot))
             if value is None or isinstance(value, (int, np.integer)):
                 _check_untouched(views, *before)
             return filled
