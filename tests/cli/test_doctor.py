@@ -17,7 +17,7 @@ import pytest
 import xferlib_cupy.diagnosis
 
 import xferlib
-from xferlib.cli import doctor, main
+from xferlib.cli import doctor, machine, main
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -147,7 +147,7 @@ def test_without_a_gpu_it_says_what_that_means(
     devices: list[str], on_gpu: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(glob, "glob", lambda pattern: devices)
-    found = doctor._no_gpu([{"name": "one", "ready": False, "on_gpu": None}, {"name": "two", "ready": True, "on_gpu": on_gpu}])
+    found = machine.no_gpu([{"name": "one", "ready": False, "on_gpu": None}, {"name": "two", "ready": True, "on_gpu": on_gpu}])
     assert words in "".join(found)
     if words:
         assert "not looked at, for want of a GPU: the link, what page-locking costs, and which copies of one are" in found[-1]
@@ -156,18 +156,18 @@ def test_without_a_gpu_it_says_what_that_means(
 
 
 def test_little_pinned_memory_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._little_memory() == []
-    monkeypatch.setattr(doctor, "default_pinned_limit", lambda: 16 << 20)
-    (finding,) = doctor._little_memory()
+    assert machine.little_memory() == []
+    monkeypatch.setattr(machine, "default_pinned_limit", lambda: 16 << 20)
+    (finding,) = machine.little_memory()
     assert finding.startswith("at most 16.0 MiB is pinned by default")
 
 
 def test_linux_inside_windows_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._wsl([]) == []
+    assert machine.wsl([]) == []
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
-    (finding,) = doctor._wsl([{"wall_nbytes": None}])
+    (finding,) = machine.wsl([{"wall_nbytes": None}])
     assert "pinned_limit=" in finding
-    assert doctor._wsl([{"wall_nbytes": 512 << 20}]) == []
+    assert machine.wsl([{"wall_nbytes": 512 << 20}]) == []
 
 
 class Walled:

@@ -6,14 +6,12 @@ is a finding, never the end of the page.
 
 from __future__ import annotations
 
-import glob
 import os
 import platform
 import resource
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,22 +20,20 @@ import psutil
 from xferlib.cli.breakeven import break_even
 from xferlib.cli.companions import diagnosis, own_versions
 from xferlib.cli.link import measured_link
-from xferlib.cli.paths import findings_of, paths_of, slow_of_ours, unknown
-from xferlib.debug import wanted
+from xferlib.cli.machine import is_wsl, little_memory, no_gpu, settings, unreadable, wsl
+from xferlib.cli.paths import findings_of, paths_of, slow_of_ours
 from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, XferError
 from xferlib.memory.limits import default_pinned_limit, memory_limit
 from xferlib.overlap.measure import measure_overlap
 from xferlib.registry import backends, stager
 from xferlib.stager import Stager
-from xferlib.staging.profile import StagingProfile, given_profile
+from xferlib.staging.profile import StagingProfile
 from xferlib.words import in_words
 
 __all__ = ["Report", "examine", "lacking"]
 
 Report = dict[str, Any]
 
-LITTLE = 256 << 20
-"""Bytes. Less pinned memory than this soon becomes a limit."""
 SECONDS, OF_PATHS = 20.0, 6.0
 """What the page may take in all, and what the paths of one backend take at most: what would not fit is not measured."""
 PATHS_NBYTES, PATHS_ROUNDS = 64 << 20, 3
@@ -49,9 +45,9 @@ def examine() -> Report:
     """Return the findings as plain values: the schema of `doctor --json`. Takes at most some 20 s."""
     end = time.monotonic() + SECONDS - OF_PATHS
     memory = psutil.virtual_memory()
-    unreadable = _unreadable()
+    unread = unreadable()
     # A backend must not be blamed for what is not its fault.
-    instead: Report = {"staging": StagingProfile(1, 1 << 20), "debug": False} if unreadable else {}
+    instead: Report = {"staging": StagingProfile(1, 1 << 20), "debug": False} if unread else {}
     states = [_backend(name, instead, end) for name in backends()]
     return {
         "versions": own_versions(),
@@ -66,7 +62,7 @@ def examine() -> Report:
         },
         "auto": _auto(instead),
         "backends": states,
-        "findings": [*_settings(), *unreadable, *_little_memory(), *_wsl(states), *_no_gpu(states)],
+        "findings": [*settings(), *unread, *little_memory(), *wsl(states), *no_gpu(states)],
     }
 
 
@@ -149,7 +145,7 @@ def _paths(opened: Stager, end: float) -> tuple[list[Report] | None, list[str]]:
 
 def _wall(opened: Stager) -> tuple[int | None, list[str]]:
     """Return how many bytes the driver page-locks, where it is known for a wall far below the machine's memory, and what to do."""
-    if not (_is_wsl() and opened.on_gpu and opened.capabilities.pinned):
+    if not (is_wsl() and opened.on_gpu and opened.capabilities.pinned):
         return None, []
     held: list[Any] = []
     most = min(HIGHEST_WALL, opened.stats().pinned_limit_nbytes) - opened.stats().pinned_nbytes
@@ -205,73 +201,7 @@ def _auto(instead: Report) -> str | None:
         return None
 
 
-def _settings() -> list[str]:
-    """Return a sentence for each variable of CUDA's that keeps work from overlapping, or hides the devices."""
-    found = []
-    # Seen on an H200: kernels of other streams stand still behind a held one, and copies do not.
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found.append(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 is set: the kernels of all streams share one queue and wait for each other. Unset it, "
-            "or set it to 8 or more"
-        )
-    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0")
-    if blocking not in ("", "0"):
-        found.append(f"CUDA_LAUNCH_BLOCKING={blocking} is set: every launch waits for its end, so nothing overlaps. Unset it")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):
-        found.append(f"CUDA_VISIBLE_DEVICES={visible} is set: it hides every GPU from this process. Unset it, or name one")
-    return found
-
-
-def _little_memory() -> list[str]:
-    limit = default_pinned_limit()
-    if limit >= LITTLE:
-        return []
-    return [
-        f"at most {in_words(limit)} is pinned by default, since the machine, or the control group of this process, has little "
-        "memory left. Give the container more, or pass pinned_limit= to xferlib.stager"
-    ]
-
-
-def _is_wsl() -> bool:
-    return "microsoft" in platform.release().lower()
-
-
-def _wsl(states: Sequence[Report]) -> list[str]:
-    # What was measured says more.
-    if not _is_wsl() or any(state["wall_nbytes"] for state in states):
-        return []
-    return [
-        "this is Linux inside Windows (WSL): its driver page-locks 0.5 to 1 GiB, whatever the machine has. Pass "
-        "pinned_limit=256 << 20 to xferlib.stager if requests are refused"
-    ]
-
-
-def _no_gpu(states: Sequence[Report]) -> list[str]:
-    if any(state["on_gpu"] for state in states):
-        return []
-    missed = unknown([state["name"] for state in states if not state["ready"]])
-    if glob.glob("/dev/nvidia[0-9]*"):
-        return ["there is an NVIDIA GPU, and no backend is ready on it: install one as its row in the table says", missed]
-    return [
-        "no NVIDIA GPU is to be seen here. Programs and their tests run on the CPU, and how fast they are, or how much overlaps, "
-        "tells nothing of a GPU",
-        missed,
-    ]
-
-
 def _memlock() -> int | None:
     """Return the limit on locked memory of this process; None: there is none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _unreadable() -> list[str]:
-    """Return a sentence for each variable of ours that cannot be read: without an explicit argument no stager opens then."""
-    lines = []
-    for read in (given_profile, partial(wanted, None)):
-        try:
-            read()
-        except ValueError as error:
-            lines.append(f"{error}. Set it anew, or unset it: it keeps every backend from opening")
-    return lines

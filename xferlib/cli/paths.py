@@ -11,7 +11,7 @@ from typing import Literal, final
 
 from xferlib.overlap.report import HIDDEN, SHOWN, OverlapReport, OverlapRow
 
-__all__ = ["CopyPath", "findings_of", "paths_of", "slow_of_ours", "unknown"]
+__all__ = ["CopyPath", "findings_of", "paths_of", "slow_of_ours"]
 
 STAGED = 0.7
 """Of the rate of pinned memory: a copy that is slower does not come straight from or to its host memory."""
@@ -118,11 +118,3 @@ def _waits(row: OverlapRow) -> bool | None:
 
 def _gbps(report: OverlapReport, row: OverlapRow) -> float:
     return report.nbytes / row.copy_seconds.median / 1e9
-
-
-def unknown(names: Sequence[str]) -> str:
-    """Return the sentence that says what could not be looked at, of these backends."""
-    return (
-        "not looked at, for want of a GPU: the link, what page-locking costs, and which copies of "
-        f"{', '.join(names) or 'the frameworks'} are staged or wait for compute"
-    )
