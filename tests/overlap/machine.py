@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Literal, final
 
-from xferlib.overlap.calls import LEGACY, Call, Direction, Held, Kind, Look, Site, Stuck
+from xferlib.overlap.calls import LEGACY, Baseline, Call, Direction, Held, Kind, Site, Stuck
 
 MIB = 1 << 20
 COMPUTE, COPIES, BACK = 10, 20, 30
@@ -87,7 +87,7 @@ class Machine:
 
     def judged(
         self, step: Callable[[int], object], *, holds: tuple[What, ...], steps: int = 3
-    ) -> tuple[Look, list[Held], list[Call]]:
+    ) -> tuple[Baseline, list[Held], list[Call]]:
         numbers = itertools.count()
         for _ in range(WARMUP):
             step(next(numbers))
@@ -98,10 +98,10 @@ class Machine:
             step(next(numbers))
             self._run()
             self.step += 1
-        look = self._look(steps)
-        return look, [self._hold(what, step, numbers, steps) for what in ("compute", *holds)], self.calls
+        baseline = self._baseline(steps)
+        return baseline, [self._hold(what, step, numbers, steps) for what in ("compute", *holds)], self.calls
 
-    def _look(self, steps: int) -> Look:
+    def _baseline(self, steps: int) -> Baseline:
         large = [call for call in self.calls if call.direction is not None and call.nbytes >= MIB // 2]
         launched = [call for call in self.calls if call.kind == "launch"]
         self._compute = frozenset(call.stream for call in launched if call.stream is not None)
@@ -116,7 +116,7 @@ class Machine:
             if any(of_step):
                 places = {call.address for calls in of_step for call in calls}
                 slots[direction] = len(places) / max(len({call.address for call in calls}) for calls in of_step)
-        return Look(
+        return Baseline(
             steps=steps,
             nbytes=dict(nbytes),
             compute=self._compute,

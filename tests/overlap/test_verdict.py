@@ -321,18 +321,18 @@ def test_a_loop_without_compute_is_not_judged() -> None:
         m.copy(10, "h2d", COPIES)
 
     machine = Machine()
-    look, _, calls = machine.judged(lambda number: loop(machine, number), holds=())[0], None, machine.calls
-    assert "launches no work" in judge(look, [], calls).undecided[0]
+    baseline, _, calls = machine.judged(lambda number: loop(machine, number), holds=())[0], None, machine.calls
+    assert "launches no work" in judge(baseline, [], calls).undecided[0]
 
 
 def test_a_loop_that_waits_for_something_else_is_not_judged() -> None:
     """Nothing in the order of the calls says why the copy did not come."""
     machine = Machine()
-    look, held, calls = machine.judged(lambda number: waits_for_the_step(machine, number), holds=("h2d",))
+    baseline, held, calls = machine.judged(lambda number: waits_for_the_step(machine, number), holds=("h2d",))
     for hold in held:
         if hold.stuck is not None:
             object.__setattr__(hold.stuck, "freed", False)
-    found = judge(look, held, calls)
+    found = judge(baseline, held, calls)
     assert not found.findings
     assert "nothing in the order of the calls says why" in found.undecided[0]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias, final
 
-__all__ = ["DIRECTIONS", "LEGACY", "Call", "Direction", "Held", "Kind", "Look", "Site", "Stuck"]
+__all__ = ["DIRECTIONS", "LEGACY", "Baseline", "Call", "Direction", "Held", "Kind", "Site", "Stuck"]
 
 Direction: TypeAlias = Literal["h2d", "d2h"]
 DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h")
@@ -125,7 +125,7 @@ class Held:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class Baseline:
     """What steps do when nothing is held.
 
     Attributes:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
-from xferlib.overlap.calls import LEGACY, Call, Direction, Held, Look, Site
+from xferlib.overlap.calls import LEGACY, Baseline, Call, Direction, Held, Site
 from xferlib.overlap.order import Edge, path
 from xferlib.words import in_words
 
@@ -45,8 +45,8 @@ class Finding:
 class Causes:
     """Why the copies of one direction, and compute, come one after the other."""
 
-    def __init__(self, look: Look, calls: Sequence[Call], direction: Direction) -> None:
-        self._look = look
+    def __init__(self, baseline: Baseline, calls: Sequence[Call], direction: Direction) -> None:
+        self._baseline = baseline
         self._calls = calls
         self._direction = direction
 
@@ -65,16 +65,16 @@ class Causes:
         if call.kind == "memory":
             if self.is_usual(call):
                 yield _memory_call(call, _held_words(hold), stuck.site)
-        elif call.kind == "copy" and hold.what == call.direction and call.pageable and call.nbytes >= self._look.smallest:
+        elif call.kind == "copy" and hold.what == call.direction and call.pageable and call.nbytes >= self._baseline.smallest:
             yield _pageable(call, stuck.site)
 
     def is_usual(self, call: Call) -> bool:
         """Tell whether the loop makes this call when nothing is held, too."""
-        return any(other.function == call.function and other.step < self._look.steps for other in self._calls)
+        return any(other.function == call.function and other.step < self._baseline.steps for other in self._calls)
 
     def _late_copy(self, hold: Held) -> Iterator[Finding]:
         """Say why the first copy that was not done is behind compute."""
-        for call in self._look.copies(self._calls, self._direction):
+        for call in self._baseline.copies(self._calls, self._direction):
             if call.done or not hold.start <= call.serial < hold.end:
                 continue
             way = path(call, hold, self._calls)
@@ -85,12 +85,12 @@ class Causes:
 
     def _late_compute(self, hold: Held) -> Iterator[Finding]:
         """Say why compute is behind a copy that it has no use for: by a stream, not by an event."""
-        step = hold.step_not_computed(self._look.launches)
+        step = hold.step_not_computed(self._baseline.launches)
         first = min((call for call in self._calls if call.serial in hold.gates.values()), key=lambda call: call.serial)
         for call in self._calls:
             if not hold.start <= call.serial < hold.end or call.step != step:
                 continue
-            if call.kind != "launch" or call.stream not in self._look.compute:
+            if call.kind != "launch" or call.stream not in self._baseline.compute:
                 continue
             way = path(call, hold, self._calls)
             if way is not None and not any(edge.kind == "event" for edge in way):
@@ -119,7 +119,7 @@ class Causes:
                 f"{call.function} at {place}. Give the copies a second place",
                 site,
             )
-        elif call.kind == "copy" and call.nbytes >= self._look.smallest and call.pageable:
+        elif call.kind == "copy" and call.nbytes >= self._baseline.smallest and call.pageable:
             yield _pageable(call, stuck.site)
             if call.direction == "d2h":
                 yield Finding("host waits", f"the loop reads a result at {place} and waits for {held}", site)
@@ -175,7 +175,7 @@ class Causes:
         )
 
     def _has_one_slot(self) -> bool:
-        return self._look.slots.get(self._direction, 2) <= 1
+        return self._baseline.slots.get(self._direction, 2) <= 1
 
     def _also_pageable(self, copy: Call) -> Iterator[Finding]:
         if copy.pageable:

@@ -14,7 +14,7 @@ from typing import Literal, final
 
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import Recording, site_of
-from xferlib.overlap.calls import DIRECTIONS, Call, Held, Look, Site, Stuck
+from xferlib.overlap.calls import DIRECTIONS, Baseline, Call, Held, Site, Stuck
 from xferlib.overlap.driver import Driver, DriverError
 
 __all__ = ["ENOUGH", "REST_SECONDS", "Hold", "Rehearsal"]
@@ -41,14 +41,14 @@ class Hold:
         driver: Driver,
         gate: Gate,
         what: Literal["compute", "h2d", "d2h"],
-        look: Look,
+        baseline: Baseline,
         patience: float,
     ) -> None:
         self._recording = recording
         self._driver = driver
         self._gate = gate
         self._what = what
-        self._look = look
+        self._baseline = baseline
         self._patience = patience
         self._start = len(recording.calls)
         self._events: list[int] = []
@@ -121,11 +121,11 @@ class Hold:
 
     def _mark(self, call: Call, stream: int) -> None:
         """Record an event behind what the call has enqueued, if it is one that matters."""
-        if self._look.is_large(call):
+        if self._baseline.is_large(call):
             event = self._new_event()
             if event is not None and self._driver.record(event, stream):
                 self._marks[call.serial] = event, call
-        elif call.kind == "launch" and stream in self._look.compute:
+        elif call.kind == "launch" and stream in self._baseline.compute:
             # One event for a step and stream: recorded again, it stands behind the last launch.
             key = call.step, stream
             event = self._steps.get(key) or self._new_event()
@@ -136,8 +136,8 @@ class Hold:
 
     def _is_to_be_held(self, call: Call) -> bool:
         if self._what == "compute":
-            return call.kind == "launch" and call.stream in self._look.compute
-        return call.direction == self._what and self._look.is_large(call)
+            return call.kind == "launch" and call.stream in self._baseline.compute
+        return call.direction == self._what and self._baseline.is_large(call)
 
     def _new_event(self) -> int | None:
         try:
@@ -194,7 +194,7 @@ class Hold:
     def _enough(self) -> bool:
         if self._what == "compute":
             for direction in DIRECTIONS:
-                batch = max(self._look.nbytes[direction])
+                batch = max(self._baseline.nbytes[direction])
                 done = sum(
                     call.nbytes for call in self._recording.calls[self._start :] if call.direction == direction and call.done
                 )
@@ -252,11 +252,11 @@ class Hold:
 class Rehearsal:
     """Holds all that may be held, launches and large copies, until the loop has run ahead as far as it does. A `Listener`."""
 
-    def __init__(self, recording: Recording, driver: Driver, gate: Gate, look: Look, patience: float) -> None:
+    def __init__(self, recording: Recording, driver: Driver, gate: Gate, baseline: Baseline, patience: float) -> None:
         self._recording = recording
         self._driver = driver
         self._gate = gate
-        self._look = look
+        self._baseline = baseline
         self._patience = patience
         self._held: set[int] = set()
         self._referee = threading.Thread(target=self._watch, name="xferlib-overlap-rehearsal", daemon=True)
@@ -276,7 +276,7 @@ class Rehearsal:
     def entered(self, call: Call) -> None:
         if call.stream is None or call.stream in self._held or not self._gate.shut:
             return
-        if (call.kind == "launch" or self._look.is_large(call)) and self._driver.hold(call.stream, self._gate.address):
+        if (call.kind == "launch" or self._baseline.is_large(call)) and self._driver.hold(call.stream, self._gate.address):
             self._held.add(call.stream)
 
     def left(self, call: Call) -> None: ...

@@ -14,7 +14,7 @@ from typing import Literal, final
 from xferlib.errors import UndecidedError
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import Recording, recorded
-from xferlib.overlap.calls import DIRECTIONS, Call, Direction, Held, Look
+from xferlib.overlap.calls import DIRECTIONS, Baseline, Call, Direction, Held
 from xferlib.overlap.driver import Driver, DriverError
 from xferlib.overlap.hold import ENOUGH, REST_SECONDS, Hold, Rehearsal
 from xferlib.overlap.verdict import judge
@@ -36,9 +36,9 @@ def assert_overlaps(
     """Assert that the copies of a loop run beside its compute. Needs an NVIDIA GPU and CUPTI; works for loops of any framework.
 
     `step` runs one step of the loop and returns without waiting for it, as a training loop does: it launches work and starts the
-    copies that belong to it. It is called on this thread, `warmup` times and then `steps` times for a look, as often again with all
-    work held (up to three times, until pools of memory have grown), with the compute held, with the copies to the device held, and
-    with those to the host held. What is compiled, allocated or page-locked in each step after the warm-up counts as part of the
+    copies that belong to it. It is called on this thread, `warmup` times and then `steps` times for a baseline, as often again with
+    all work held (up to three times, until pools of memory have grown), with the compute held, with the copies to the device held,
+    and with those to the host held. What is compiled, allocated or page-locked in each step after the warm-up counts as part of the
     loop. Steps must copy the same number of bytes. Copies below `nbytes` bytes are looked at as causes, but need not overlap.
 
     Work on other devices than `device` is not looked at. Nothing else in the process may use CUPTI meanwhile (profilers do), and
@@ -64,15 +64,15 @@ def assert_overlaps(
         raise UndecidedError("it cannot be told whether the loop overlaps:\n" + _listed(verdict.undecided))
 
 
-def _watched(watch: _Watch, warmup: int) -> tuple[Look, list[Held], list[Call]]:
+def _watched(watch: _Watch, warmup: int) -> tuple[Baseline, list[Held], list[Call]]:
     """Return what the steps did, unheld and held. A function of its own: an interrupt in its loops ends the recording."""
     watch.warm_up(warmup)
-    look = watch.look()
-    watch.rehearse(look)
-    held = [watch.hold("compute", look)] if look.compute else []
-    copied = [direction for direction in DIRECTIONS if any(look.nbytes[direction])]
-    held += [watch.hold(direction, look) for direction in copied if held]
-    return look, held, watch.calls
+    baseline = watch.baseline()
+    watch.rehearse(baseline)
+    held = [watch.hold("compute", baseline)] if baseline.compute else []
+    copied = [direction for direction in DIRECTIONS if any(baseline.nbytes[direction])]
+    held += [watch.hold(direction, baseline) for direction in copied if held]
+    return baseline, held, watch.calls
 
 
 def _listed(lines: Iterable[object]) -> str:
@@ -105,7 +105,7 @@ class _Watch:
         self._first = len(self._recording.calls)
         self._recording.step = 0
 
-    def look(self) -> Look:
+    def baseline(self) -> Baseline:
         recording = self._recording
         for _ in range(self._steps):
             began = time.monotonic()
@@ -132,7 +132,7 @@ class _Watch:
             addresses = [{call.address for call in of_step} for of_step in of_steps]
             if any(addresses):
                 slots[direction] = len(set().union(*addresses)) / max(map(len, addresses))
-        return Look(
+        return Baseline(
             steps=self._steps,
             nbytes={direction: [sum(call.nbytes for call in of_step) for of_step in copies[direction]] for direction in DIRECTIONS},
             compute=compute,
@@ -143,8 +143,8 @@ class _Watch:
             slots=slots,
         )
 
-    def rehearse(self, look: Look) -> None:
-        """Run steps with all work held, unseen, until they do what they did in the look.
+    def rehearse(self, baseline: Baseline) -> None:
+        """Run steps with all work held, unseen, until they do what they did in the baseline.
 
         A loop that runs ahead has more batches at once than it had at rest, and a pool takes memory for them, once. To prepare that
         may take copies, or calls that wait for all work: they would be taken for the loop's own.
@@ -155,35 +155,35 @@ class _Watch:
             patience = self._patience()
             # Whether the rehearsal opens it or its watchdog does not matter.
             gate = Gate(2 * patience)
-            self._run(Rehearsal(recording, self._driver, gate, look, patience), gate)
+            self._run(Rehearsal(recording, self._driver, gate, baseline, patience), gate)
             calls = recording.calls[start:]
             del recording.calls[start:]
             recording.step = step
-            if self._is_settled(look, calls, [call for call in recording.calls[self._first :] if call.kind == "memory"]):
+            if self._is_settled(baseline, calls, [call for call in recording.calls[self._first :] if call.kind == "memory"]):
                 return
 
-    def _is_settled(self, look: Look, calls: list[Call], in_look: list[Call]) -> bool:
-        """Tell whether the calls of a rehearsal are those of a loop that prepares no memory, or at least none beyond the look's."""
-        known = {call.function for call in in_look}
+    def _is_settled(self, baseline: Baseline, calls: list[Call], in_baseline: list[Call]) -> bool:
+        """Tell whether the calls of a rehearsal are those of a loop that prepares no memory, or none beyond the baseline's."""
+        known = {call.function for call in in_baseline}
         if any(call.kind == "memory" and call.function not in known for call in calls):
             return False
         return all(
-            sum(call.nbytes for call in look.copies(calls, direction)) <= self._steps * max(look.nbytes[direction])
+            sum(call.nbytes for call in baseline.copies(calls, direction)) <= self._steps * max(baseline.nbytes[direction])
             for direction in DIRECTIONS
         )
 
-    def hold(self, what: Literal["compute", "h2d", "d2h"], look: Look) -> Held:
+    def hold(self, what: Literal["compute", "h2d", "d2h"], baseline: Baseline) -> Held:
         """Run steps while the compute, or the copies of a direction, are held from their first on."""
-        held = self._hold(what, look)
+        held = self._hold(what, baseline)
         # No call of CUDA says what the loop waited for: it may have been a slow disk, once. A wait for held work comes again.
         if held.stuck is not None and held.stuck.call is None and held.stuck.freed:
-            held = self._hold(what, look)
+            held = self._hold(what, baseline)
         return held
 
-    def _hold(self, what: Literal["compute", "h2d", "d2h"], look: Look) -> Held:
+    def _hold(self, what: Literal["compute", "h2d", "d2h"], baseline: Baseline) -> Held:
         patience = self._patience()
         gate = Gate(3 * patience + 5)
-        hold = Hold(self._recording, self._driver, gate, what, look, patience)
+        hold = Hold(self._recording, self._driver, gate, what, baseline, patience)
         self._run(hold, gate)
         return replace(hold.held, overdue=hold.held.overdue or hold.blind or gate.opened_by == "watchdog")
 

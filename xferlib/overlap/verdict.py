@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from xferlib.overlap.calls import DIRECTIONS, Call, Direction, Held, Look
+from xferlib.overlap.calls import DIRECTIONS, Baseline, Call, Direction, Held
 from xferlib.overlap.causes import NAMES, Causes, Finding, copy_words, where
 from xferlib.words import in_words
 
@@ -34,24 +34,25 @@ class Verdict:
     undecided: tuple[str, ...] = ()
 
 
-def judge(look: Look, held: Sequence[Held], calls: Sequence[Call]) -> Verdict:
-    """Judge a loop. `held`: one of "compute", and one of each direction that the loop copies in. `calls`: all, from the look on."""
+def judge(baseline: Baseline, held: Sequence[Held], calls: Sequence[Call]) -> Verdict:
+    """Judge a loop. `held`: one of "compute", and one of each direction that it copies in. `calls`: all, from the baseline on."""
     by_what: dict[str, Held] = {hold.what: hold for hold in held}
     findings: list[Finding] = []
     undecided: list[str] = []
-    directions = [direction for direction in DIRECTIONS if any(look.nbytes.get(direction, ()))]
+    directions = [direction for direction in DIRECTIONS if any(baseline.nbytes.get(direction, ()))]
     if not directions:
-        undecided.append(f"the loop makes no copy of {in_words(look.smallest)} or more in a step, so there is nothing to hide")
-    if not look.compute:
+        undecided.append(f"the loop makes no copy of {in_words(baseline.smallest)} or more in a step, so there is nothing to hide")
+    if not baseline.compute:
         undecided.append("the loop launches no work on the device, so there is nothing to hide a copy under")
     if undecided:
         return Verdict((), tuple(undecided))
     for direction in directions:
-        found, doubts = _Direction(look, by_what, calls, direction).judge()
+        found, doubts = _Direction(baseline, by_what, calls, direction).judge()
         findings += [finding for finding in found if finding not in findings]
         undecided += doubts
     if not undecided and len(directions) == 2:
-        findings += [found for found in _both_directions(look, by_what, calls) if found.cause not in [f.cause for f in findings]]
+        known = {finding.cause for finding in findings}
+        findings += [finding for finding in _both_directions(baseline, by_what, calls) if finding.cause not in known]
     # What is wrong in one direction is wrong whatever is unknown of the other.
     return Verdict(tuple(findings), () if findings else tuple(undecided))
 
@@ -60,14 +61,14 @@ def judge(look: Look, held: Sequence[Held], calls: Sequence[Call]) -> Verdict:
 class _Direction:
     """One direction of a loop against its compute."""
 
-    def __init__(self, look: Look, held: Mapping[str, Held], calls: Sequence[Call], direction: Direction) -> None:
-        self._look = look
+    def __init__(self, baseline: Baseline, held: Mapping[str, Held], calls: Sequence[Call], direction: Direction) -> None:
+        self._baseline = baseline
         self._calls = calls
         self._direction = direction
-        self._copies = [*look.copies(calls, direction)]
+        self._copies = [*baseline.copies(calls, direction)]
         self._compute_held = held["compute"]
         self._copies_held = held[direction]
-        self._causes = Causes(look, calls, direction)
+        self._causes = Causes(baseline, calls, direction)
 
     def judge(self) -> tuple[list[Finding], list[str]]:
         doubts = [*self._doubts()]
@@ -91,7 +92,7 @@ class _Direction:
 
     def _grown(self) -> Iterator[str]:
         """Say what the loop did to prepare memory while work was held: that is done once, and says nothing of the loop."""
-        name, batch = NAMES[self._direction], self._look.nbytes[self._direction][0]
+        name, batch = NAMES[self._direction], self._baseline.nbytes[self._direction][0]
         copied = sum(call.nbytes for call in self._copies if call.serial < self._copies_held.start)
         excess = copied - self._copies_held.first_step * batch
         if excess > ROUNDING * batch:
@@ -109,7 +110,7 @@ class _Direction:
                 )
 
     def _doubts(self) -> Iterator[str]:
-        name, sizes = NAMES[self._direction], self._look.nbytes[self._direction]
+        name, sizes = NAMES[self._direction], self._baseline.nbytes[self._direction]
         if min(sizes) != max(sizes):
             shown = ", ".join(in_words(nbytes) for nbytes in sizes)
             yield f"the steps copy different amounts {name} ({shown}): run the loop on batches of one size"
@@ -122,20 +123,20 @@ class _Direction:
 
     def _sum(self) -> float:
         """Return (i - c) + (j - t) as the module's docstring has it."""
-        batch = self._look.nbytes[self._direction][0]
+        batch = self._baseline.nbytes[self._direction][0]
         held_step = next(call.step for call in self._calls if call.serial == min(self._compute_held.gates.values()))
-        computed = self._copies_held.step_not_computed(self._look.launches)
+        computed = self._copies_held.step_not_computed(self._baseline.launches)
         done, before = _done(self._copies, self._compute_held), _before(self._copies, self._copies_held)
         return (done / batch - 1 - held_step) + (computed - 1 - before / batch)
 
 
-def _both_directions(look: Look, held: Mapping[str, Held], calls: Sequence[Call]) -> Iterator[Finding]:
+def _both_directions(baseline: Baseline, held: Mapping[str, Held], calls: Sequence[Call]) -> Iterator[Finding]:
     """Say that the directions wait for each other, where both are on one stream and nothing of one was done beside the other."""
-    h2d, d2h = ([*look.copies(calls, direction)] for direction in DIRECTIONS)
+    h2d, d2h = ([*baseline.copies(calls, direction)] for direction in DIRECTIONS)
     shared = {call.stream for call in h2d} & {call.stream for call in d2h}
     if not shared:
         return
-    h2d_batch, d2h_batch = (look.nbytes[direction][0] for direction in DIRECTIONS)
+    h2d_batch, d2h_batch = (baseline.nbytes[direction][0] for direction in DIRECTIONS)
     total = _done(d2h, held["h2d"]) / d2h_batch - 1 - _before(h2d, held["h2d"]) / h2d_batch
     total += _done(h2d, held["d2h"]) / h2d_batch - 1 - _before(d2h, held["d2h"]) / d2h_batch
     if total < -ROUNDING:
