@@ -24,9 +24,9 @@ import xferlib
 from tests.core.fakes import run_python, succeeds
 from tests.core.points import interrupted_at
 from xferlib.tracing import chrome
+from xferlib.tracing.atomic import atomic_text
 from xferlib.tracing.events import CPU, HOST, Event, Recording
 from xferlib.tracing.log import LOG, is_program
-from xferlib.tracing.whole import written
 
 NBYTES = 1 << 20
 HERE = Path(__file__).name
@@ -368,18 +368,18 @@ def test_a_file_that_cannot_be_written_to_its_end_stays_as_it_was(tmp_path: Path
 
 def test_wherever_an_interrupt_comes_no_file_is_left(tmp_path: Path) -> None:
     def write() -> None:
-        with written(tmp_path / "run.json") as file:
+        with atomic_text(tmp_path / "run.json") as file:
             file.write("{}")
 
     for point in itertools.count(1):
-        if not interrupted_at(point, ("tracing/whole.py", "files/temporary.py"), write):
+        if not interrupted_at(point, ("tracing/atomic.py", "files/temporary.py"), write):
             break
         assert [path.name for path in tmp_path.iterdir()] in ([], ["run.json"]), point
     assert point > 10
 
 
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"run\.json"), written(tmp_path / "run.json"):
+    with pytest.raises(OSError, match=r"run\.json"), atomic_text(tmp_path / "run.json"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Text files that are whole, or as they were before: a JSON or a page that is cut short does not open."""
+"""Text files that are written whole, or stay as they were: a JSON or a page that is cut short does not open."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TextIO
 
 from xferlib.files.temporary import TemporaryFile
 
-__all__ = ["written"]
+__all__ = ["atomic_text"]
 
 
 @contextmanager
-def written(path: Path) -> Iterator[TextIO]:
+def atomic_text(path: Path) -> Iterator[TextIO]:
     """Give a file to be written inside; it takes the place of `path` at the end. If anything is raised, what was there stays."""
     # A link stays one.
     target = path.resolve()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from xferlib.tracing.atomic import atomic_text
 from xferlib.tracing.events import HOST, Event, Recording
-from xferlib.tracing.whole import written
 
 __all__ = ["write"]
 
@@ -18,7 +18,7 @@ HOST_PROCESS = 1
 
 def write(recording: Recording, path: Path) -> None:
     """Write a file. Times are microseconds since the trace began."""
-    with written(path) as file:
+    with atomic_text(path) as file:
         file.write('{"displayTimeUnit":"ms","otherData":')
         json.dump({"source": "xferlib", "notes": list(recording.notes)}, file)
         file.write(',"traceEvents":[\n')

@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from xferlib.tracing.atomic import atomic_text
 from xferlib.tracing.events import Recording
 from xferlib.tracing.gaps import Gap, all_gaps
 from xferlib.tracing.rows import MOST_ROWS, Row, least_apart, rows, thinned
 from xferlib.tracing.summary import Link, summarize
-from xferlib.tracing.whole import written
 from xferlib.words import counted
 
 __all__ = ["MOST_NBYTES", "write"]
@@ -31,7 +31,7 @@ FIRST_APART = 1_000
 def write(recording: Recording, path: Path, *, most_nbytes: int = MOST_NBYTES) -> None:
     """Write a page of at most so many bytes. If not all events fit, those that lie close together are drawn as one."""
     text = page(recording, most_nbytes=most_nbytes)
-    with written(path) as file:
+    with atomic_text(path) as file:
         file.write(text)
 
 
