@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import threading
 import weakref
 import zlib
+from _thread import get_native_id
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,9 +26,10 @@ import numpy as np
 
 from xferlib.errors import SourceRewrittenError
 from xferlib.memory.arrays import Array
+from xferlib.tracing.log import LOG
 from xferlib.tree import Spec, Trees, path
 
-__all__ = ["VARIABLE", "Check", "Put", "Sources", "act_for", "caller", "verify_done", "wanted", "watch_get"]
+__all__ = ["VARIABLE", "Check", "Put", "Sources", "caller", "verify_done", "wanted", "watch_get"]
 
 VARIABLE = "XFERLIB_DEBUG"
 PIECE = 4096
@@ -60,14 +61,9 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_ours(str(frame.f_globals.get("__name__", ""))):
         frame = frame.f_back
-    if frame.f_globals.get("__name__") == "threading" and hasattr(_thread, "begun_at"):
-        return f"{_thread.begun_at}, on the thread of the pipeline that was begun there"
+    if frame.f_globals.get("__name__") == "threading" and (begun_at := LOG.served.get(get_native_id())) is not None:
+        return f"{begun_at}, on the thread of the pipeline that was begun there"
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def act_for(where: str) -> None:
-    """Note on whose behalf this thread, one of ours, works."""
-    _thread.begun_at = where
 
 
 def verify_done() -> None:
@@ -308,7 +304,6 @@ def _is_ours(module: str) -> bool:
     return package == "xferlib" or package.startswith("xferlib_")
 
 
-_thread = threading.local()
 _numbers = itertools.count()
 _unverified: dict[int, Put] = {}
 """By number; changed in single steps."""

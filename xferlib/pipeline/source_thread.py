@@ -16,7 +16,6 @@ from queue import SimpleQueue
 from types import GeneratorType
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
-from xferlib.debug import act_for
 from xferlib.forks import forget_in_child
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
@@ -164,7 +163,6 @@ class SourceThread(Generic[T]):
 
 
 def run(shared: SourceThread[Any]) -> None:
-    act_for(shared.begun_at)
     LOG.act_for(shared.begun_at)
     shared.running = True
     shared.changed.wake()
@@ -174,12 +172,12 @@ def run(shared: SourceThread[Any]) -> None:
         pass
     except BaseException as error:  # Whatever it is, the taker must not wait for ever.
         shared.give(Failed(error))
-    LOG.act_for(None)
     shared.clock.stop()
     shared.ended = True
     if shared.stopping:
         shared.items.clear()
     shared.changed.wake()
+    LOG.act_for(None)
 
 
 def _work(shared: SourceThread[Any]) -> None:

@@ -243,7 +243,7 @@ class Gpus:
             kind = kind_of_call(name)
             if kind is None:
                 continue
-            site = shown(places[call.first : call.first + call.frames]) or log.served.get(call.thread, "")
+            site = shown(places[call.first : call.first + call.frames]) or log.served_at(call.thread)
             blocking = kind == "issue" and "Async" not in name
             event = Event(kind, name, call.start, call.end, HOST, call.thread, call.nbytes, "", site, call.start, blocking)
             found.append((event, call.correlation, call.destination, call.source))

@@ -64,8 +64,9 @@ class Log:
         self.streams: dict[Lane, str] = {}
         self.devices: dict[int, str] = {}
         self.served: dict[int, str] = {}
-        """By thread of ours, for which line of the program it works."""
+        """By thread of ours, where the program asked for what it does, as `debug.caller` says it."""
         os.register_at_fork(after_in_child=self.stop)
+        os.register_at_fork(after_in_child=self.served.clear)
 
     def start(self) -> None:
         """Begin anew."""
@@ -86,8 +87,12 @@ class Log:
         if begun_at is None:
             self.served.pop(get_native_id(), None)
         else:
-            path, _, line = begun_at.partition(",")[0].rpartition(":")
-            self.served[get_native_id()] = f"{_short(path)}:{line}"
+            self.served[get_native_id()] = begun_at
+
+    def served_at(self, thread: int) -> str:
+        """Return the line of the program for which a thread works; empty: it is none of ours."""
+        path, _, line = self.served.get(thread, "").partition(",")[0].rpartition(":")
+        return f"{_short(path)}:{line}" if line else ""
 
     def call(self, kind: Kind, name: str, start: int, *, nbytes: int = 0, memory: Memory = "", site: str | None = None) -> None:
         """Note something that the calling thread has done since `start` (`perf_counter_ns`), and has ended now."""
@@ -134,7 +139,7 @@ class Log:
             if is_program(frame.f_code.co_filename):
                 break
             frame = frame.f_back
-        return shown(lines) or self.served.get(get_native_id(), "")
+        return shown(lines) or self.served_at(get_native_id())
 
     def _add(self, event: Event) -> None:
         if len(self.events) < MOST_EVENTS:

@@ -27,7 +27,7 @@ MUTANTS = [
     (GPU, "            engine.xe_activity_drop()\n", ""),
     (RECORDS, "if 0 < activity.start <= activity.end:", "if True:"),
     (RECORDS, "            check_size(kind, len(record))\n", ""),
-    (LOG, 'return shown(lines) or self.served.get(get_native_id(), "")', "return shown(lines)"),
+    (LOG, "return shown(lines) or self.served_at(get_native_id())", "return shown(lines)"),
     (LOG, "any(start <= address < start + nbytes for", "any(start == address for"),
     (LOG, "        os.register_at_fork(after_in_child=self.stop)\n", ""),
     (ROWS, "nbytes=last.nbytes + mark.nbytes", "nbytes=last.nbytes"),
