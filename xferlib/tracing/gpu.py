@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from types import CodeType
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Any, Final, Literal, final
 
 from xferlib.engine.native import Call, Frame, Python, library
 from xferlib.tracing.events import HOST, Event
@@ -33,7 +33,7 @@ from xferlib.tracing.records import (
     read,
 )
 
-__all__ = ["Gpus", "Traced", "has_gpu"]
+__all__ = ["Gpus", "has_gpu"]
 
 BUFFER_NBYTES: Final = 4 << 20
 MOST_BUFFERS: Final = 256
@@ -57,16 +57,6 @@ _ALLOCATES = re.compile(
 _PLAIN_COPY = re.compile(r"(cuMemcpy(HtoD|DtoH)(Async)?_v2|cuMemcpy(Async)?|cudaMemcpy(Async)?_v\d+)(_pt[ds]s|_ptsz)?$")
 """Functions whose parameters begin with a destination, a source and a size."""
 NVTX = "NVTX_INJECTION64_PATH"
-
-
-@final
-class Traced(NamedTuple):
-    """What was recorded; see `Recording`."""
-
-    events: list[Event]
-    null_streams: set[tuple[int, int]]
-    devices: dict[int, str]
-    notes: list[str]
 
 
 def has_gpu() -> bool:
@@ -120,10 +110,9 @@ class Gpus:
             self.abandon()
             raise
 
-    def finish(self, log: Log) -> Traced:
-        """End the recording and return it, without what the devices have not done yet. `log`: where our transfers are noted."""
+    def finish(self, log: Log) -> None:
+        """End the recording and add it to the log of our transfers, without what the devices have not done yet."""
         engine = library()
-        notes: list[str] = []
         self._disable()
         self._cupti.cuptiActivityFlushAll(ctypes.c_uint32(FORCED))
         engine.xe_activity_stop()
@@ -134,22 +123,21 @@ class Gpus:
                     read(buffer, _text, records)
             except CuptiError as error:
                 records = Records()
-                notes.append(f"nothing of the GPUs was read: {error}")
-            calls = self._calls(log)
+                log.notes.append(f"nothing of the GPUs was read: {error}")
+            _add(records, self._calls(log), log)
             dropped = ctypes.c_size_t()
             self._cupti.cuptiActivityGetNumDroppedRecords(None, ctypes.c_uint32(0), ctypes.byref(dropped))
             lost = engine.xe_activity_lost()
             if dropped.value or lost:
-                notes.append(
+                log.notes.append(
                     f"not everything was recorded: {dropped.value} records and {lost} buffers or calls found no room. "
                     "Trace fewer steps"
                 )
             if records.incomplete:
-                notes.append(
+                log.notes.append(
                     f"{records.incomplete} copies and kernels were not done when the trace ended, and are not in it. Wait for the "
                     "device before the end of the block"
                 )
-            return _traced(records, calls, log, notes)
         finally:
             self.abandon()
 
@@ -283,9 +271,8 @@ def kind_of_call(name: str) -> Literal["issue", "wait", "allocation"] | None:
     return "allocation" if _ALLOCATES.match(name) else None
 
 
-def _traced(records: Records, calls: list[tuple[Event, int, int, int]], log: Log, notes: list[str]) -> Traced:
+def _add(records: Records, calls: list[tuple[Event, int, int, int]], log: Log) -> None:
     by_correlation = {correlation: (event, target, source) for event, correlation, target, source in calls if event.kind == "issue"}
-    events: list[Event] = []
     blocking: set[int] = set()
     lanes: dict[tuple[int, int], tuple[int, int]] = {}
     for activity in records.activities:
@@ -297,16 +284,12 @@ def _traced(records: Records, calls: list[tuple[Event, int, int, int]], log: Log
                 blocking.add(activity.correlation)
         elif activity.nbytes:
             event = event._replace(nbytes=activity.nbytes)
-        events.append(event)
+        log.events.append(event)
     # The driver makes whoever copies from or to pageable memory wait, whatever the function is called.
-    events.extend(event._replace(blocking=event.blocking or correlation in blocking) for event, correlation, _, _ in calls)
-    events.extend(Event("range", name, start, end) for name, start, end in records.ranges)
-    return Traced(
-        events,
-        {lanes[stream] for stream in records.null_streams if stream in lanes},
-        _device_names({activity.device for activity in records.activities}),
-        notes,
-    )
+    log.events.extend(event._replace(blocking=event.blocking or correlation in blocking) for event, correlation, _, _ in calls)
+    log.events.extend(Event("range", name, start, end) for name, start, end in records.ranges)
+    log.null_streams.update(lanes[stream] for stream in records.null_streams if stream in lanes)
+    log.devices.update(_device_names({activity.device for activity in records.activities}))
 
 
 def _placed(event: Event, activity: Activity, call: tuple[Event, int, int] | None, log: Log) -> Event:

@@ -62,7 +62,10 @@ class Log:
         self.lost = 0
         self.threads: dict[int, str] = {}
         self.streams: dict[Lane, str] = {}
+        self.null_streams: set[Lane] = set()
         self.devices: dict[int, str] = {}
+        self.notes: list[str] = []
+        """What is not among the events, in words."""
         self.served: dict[int, str] = {}
         """By thread of ours, where the program asked for what it does, as `debug.caller` says it."""
         os.register_at_fork(after_in_child=self.stop)
@@ -77,6 +80,7 @@ class Log:
         """Let go of what was noted."""
         self.events, self.jobs, self.lost = [], [], 0
         self.threads, self.streams, self.devices = {}, {}, {}
+        self.null_streams, self.notes = set(), []
 
     def stop(self) -> None:
         """Note nothing more. Also in a forked child, whose parent's trace it is."""

@@ -15,7 +15,7 @@ from xferlib.errors import XferError
 from xferlib.reaper import uninterrupted
 from xferlib.tracing import chrome, page, picture
 from xferlib.tracing.events import Recording
-from xferlib.tracing.gpu import Gpus, Traced, has_gpu
+from xferlib.tracing.gpu import Gpus, has_gpu
 from xferlib.tracing.log import LOG
 from xferlib.tracing.summary import Summary, summarize
 from xferlib.tracing.termination import Termination
@@ -171,8 +171,9 @@ class Trace:
         end = perf_counter_ns()
         LOG.stop()
         try:
-            traced = Traced([], set(), {}, []) if self._gpus is None else self._gpus.finish(LOG)
-            self._recording = _recording(traced, self._start, end)
+            if self._gpus is not None:
+                self._gpus.finish(LOG)
+            self._recording = _recording(self._start, end)
         finally:
             self._abandon()
 
@@ -200,17 +201,17 @@ class Trace:
             _running.pop(None, None)
 
 
-def _recording(traced: Traced, start: int, end: int) -> Recording:
-    """Put together what the devices and code of ours have noted."""
+def _recording(start: int, end: int) -> Recording:
+    """Put together what was noted."""
     names = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
-    events = [event for event in [*LOG.events, *traced.events] if event.end >= start]
+    events = [event for event in LOG.events if event.end >= start]
     return Recording(
         events=tuple(sorted(events, key=lambda event: event.start)),
         start=start,
         end=end,
-        devices={**LOG.devices, **traced.devices},
+        devices=dict(LOG.devices),
         streams=dict(LOG.streams),
-        null_streams=frozenset(traced.null_streams),
+        null_streams=frozenset(LOG.null_streams),
         threads={**names, **LOG.threads},
-        notes=(*traced.notes, *([f"{LOG.lost} events of ours found no room. Trace fewer steps"] if LOG.lost else [])),
+        notes=(*LOG.notes, *([f"{LOG.lost} events of ours found no room. Trace fewer steps"] if LOG.lost else [])),
     )
