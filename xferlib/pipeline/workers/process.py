@@ -46,7 +46,7 @@ class Worker:
         with theirs:
             try:
                 self._start()
-            except BaseException:
+            except Exception:
                 ours.close()
                 raise
         self.channel = Channel(ours)
