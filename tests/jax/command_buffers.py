@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 
 import xferlib
-from xferlib.conformance import cupti
-from xferlib.tracing.library import CALLBACK, CuptiError, load
+from xferlib.tracing.library import CALLBACK, DRIVER, ENTER, CuptiError, load
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -71,7 +70,7 @@ class GraphCalls:
             raise CuptiError(f"cuptiSubscribe failed ({status})")
         for function in (*LAUNCHES, *CAPTURES):
             # An old CUPTI knows not all of them.
-            self._library.cuptiEnableCallback(ctypes.c_uint32(1), self._subscriber, cupti.DRIVER, ctypes.c_uint32(function))
+            self._library.cuptiEnableCallback(ctypes.c_uint32(1), self._subscriber, DRIVER, ctypes.c_uint32(function))
 
     def total(self, functions: dict[int, str]) -> int:
         return sum(self.seen[function] for function in functions)
@@ -80,7 +79,7 @@ class GraphCalls:
         self._library.cuptiUnsubscribe(self._subscriber)
 
     def _entered(self, _: int | None, domain: int, function: int, data: Any) -> None:
-        if data.contents.site == cupti.ENTER:
+        if data.contents.site == ENTER:
             self.seen[function] += 1
 
 
