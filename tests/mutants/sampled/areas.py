@@ -267,7 +267,7 @@ AREAS = {
         ("tests/tracing/test_trace.py", "tests/tracing/test_gpu.py", "tests/tracing/test_page.py"),
         {
             "/intervals.py": ("tests/tracing/test_intervals.py",),
-            "/summary.py": ("tests/tracing/test_summary.py",),
+            **dict.fromkeys(("/gaps.py", "/summary.py"), ("tests/tracing/test_summary.py",)),
             "/records.py": ("tests/tracing/test_records.py", "tests/tracing/test_gpu.py"),
             "/gpu.py": ("tests/tracing/test_gpu.py",),
             "/page.py": ("tests/tracing/test_page.py",),
