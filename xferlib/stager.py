@@ -171,6 +171,11 @@ class Stager:
         return self.backend.on_gpu
 
     @property
+    def closed(self) -> bool:
+        """Whether it was closed, or is being closed."""
+        return isinstance(self._refusal, ClosedError)
+
+    @property
     def capabilities(self) -> Capabilities:
         """What the backend offers."""
         return self._capabilities

@@ -89,7 +89,7 @@ def load(
             "there is no sharding: give one as sharding=, or one with each array of like. For one device, use xferlib.load"
         )
     ordered = sorted(devices, key=lambda device: device.id)
-    held = hold(ordered) if stagers is None else given(stagers, ordered)
+    held = hold(ordered, keep=False) if stagers is None else given(stagers, ordered)
     try:
         puts = _Puts(held, rules, list(rules) if isinstance(sharding, Mapping) else [])
         return xferlib.load(path, puts, names=names, like=like, dtype=dtype, progress=progress)

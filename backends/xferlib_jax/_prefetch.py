@@ -64,7 +64,8 @@ def prefetch(
     computations. Arrays of less than 128 KiB a shard are sent to each device.
 
     `stagers`: the caller's own, one for each device, as `local_stagers` opens them. Without it the process's shared stagers are
-    used; they are opened for the first loop and closed with the last. Contiguous pinned memory is read where it is, whichever of
+    used. They are opened for the first loop and kept, with their memory, for later ones, until `xferlib_jax.close()` or the end of
+    the process. Contiguous pinned memory is read where it is, whichever of
     the stagers pinned it. `rewrites` and the type of the batches are as for `xferlib.prefetch`.
 
     Raises `TypeError` and `ValueError`, and what `xferlib.stager` raises.
@@ -72,7 +73,7 @@ def prefetch(
     if depth < 1:
         raise ValueError(f"depth={depth!r}: expected 1 or more")
     devices = _devices_of(sharding)
-    held = hold(devices) if stagers is None else given(stagers, devices)
+    held = hold(devices, keep=True) if stagers is None else given(stagers, devices)
     if rewrites is None:
         rewrites = getattr(batches, "rewrites", True)
     return ShardedPrefetch(batches, sharding, held, depth=depth, rewrites=rewrites)
@@ -94,7 +95,7 @@ class ShardedPrefetch(Generic[TreeT_co]):
     """Gives global arrays that are put ahead of time, on a thread, for one pass. Made by `prefetch`.
 
     It is like a `xferlib.Prefetch`, over several stagers: it goes on behind an error, ends, and refuses a second pass as that does.
-    When it ends, it lets go of the stagers.
+    When it ends, it lets go of the stagers, which stay open for the next loop.
     """
 
     def __init__(self, batches: Iterable[Any], sharding: Any, held: Hold, *, depth: int, rewrites: bool) -> None:

@@ -1,17 +1,23 @@
-"""One stager for each local device: opened when a loop first wants it, shared by all loops of this process, closed after the last.
+"""One stager for each local device: opened when a loop first wants it, shared by the loops of this process, kept for later ones.
 
-Invariant: a stager is closed when nobody holds a `Hold` on it, and those that the caller gave are the caller's to close.
+To open one takes a tenth of a second, and its memory is cold: every epoch would pay for both. So the process owns what a loop has
+opened, until `close` or the exit. What files were loaded by is closed when nobody holds a `Hold` on it, since they may have taken
+more memory than any loop needs. Those that the caller gave are the caller's to close.
 
 A hold that is dropped says so by its ticket, to a thread that does nothing else. Closing waits, and no finalizer may wait.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeAlias, final
 
@@ -19,8 +25,10 @@ import jax
 import numpy as np
 
 import xferlib
+from xferlib.errors import XferError
+from xferlib.reaper import uninterrupted
 
-__all__ = ["Device", "Hold", "given", "hold", "local_stagers"]
+__all__ = ["Device", "Hold", "close", "given", "hold", "local_stagers"]
 
 Device = Any
 """`jax.Device`."""
@@ -61,9 +69,21 @@ def given(stagers: Sequence[xferlib.Stager], devices: Iterable[Device]) -> Hold:
     return Hold({device: by_device[device] for device in devices})
 
 
-def hold(devices: Iterable[Device]) -> Hold:
-    """Hold this process's stagers for these devices, opening those that are not there. Raises as `xferlib.stager`."""
-    return _SHARED.hold(tuple(devices))
+def hold(devices: Iterable[Device], *, keep: bool) -> Hold:
+    """Hold this process's stagers for these devices, opening those that are not there. Raises as `xferlib.stager`.
+
+    `keep`: whether what is opened stays open when nobody holds it any more, for whoever comes next.
+    """
+    return _SHARED.hold(tuple(devices), keep=keep)
+
+
+def close() -> None:
+    """Close the stagers that `prefetch` has opened and keeps for later loops, and give back their memory. Any thread, any number
+    of times.
+
+    Those that a loop uses are closed when the last such loop ends. A loop that begins after this opens its stagers anew.
+    """
+    _SHARED.close()
 
 
 @final
@@ -76,7 +96,8 @@ class Hold:
         self._ticket = ticket
 
     def release(self) -> None:
-        """Close those that nobody uses any more; waits for what is in flight there. Twice is fine."""
+        """Let them go. Those that are not kept and that nobody else holds are closed, which waits for what is in flight there.
+        Twice is fine."""
         if self._number is not None:
             _SHARED.let_go(self._number)
 
@@ -88,6 +109,15 @@ class _Watch(weakref.ref[Ticket]):
     __slots__ = ("number",)
 
     number: int
+
+
+@final
+@dataclass
+class _Row:
+    """What one hold uses. `keeps`: whether a stager that is opened for it is kept afterwards."""
+
+    keeps: bool
+    stagers: dict[Device, xferlib.Stager] = field(default_factory=dict)
 
 
 @final
@@ -103,47 +133,97 @@ class _Shared:
         # Reentrant: a finalizer may let go while its thread is in here. Nothing is opened or closed while it is held.
         self._lock = threading.RLock()
         self._numbers = itertools.count()
-        self._rows: dict[int, dict[Device, xferlib.Stager]] = {}
+        self._rows: dict[int, _Row] = {}
+        self._kept: dict[Device, xferlib.Stager] = {}
+        """Those that stay open without a row."""
         self._watches: dict[int, _Watch] = {}
         self._dropped: SimpleQueue[_Watch] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def hold(self, devices: Sequence[Device]) -> Hold:
+    def hold(self, devices: Sequence[Device], *, keep: bool) -> Hold:
         self._start()
+        # JAX has made its devices anew if somebody had it forget its backends.
+        local = jax.local_devices()
+        self._let_go_of_kept(lambda device: device not in local)
         number = next(self._numbers)
         # Made before the row is entered, so that the row is let go of whatever happens then.
         ticket: Ticket = np.empty(0, np.uint8)
         watch = _Watch(ticket, self._dropped.put)
         watch.number = number
         self._watches[number] = watch
-        row = self._rows[number] = {}
+        row = self._rows[number] = _Row(keep)
         try:
-            self._fill(row, devices)
+            # An interrupt would lose a stager between its opening and its entry.
+            uninterrupted(self._fill, number, row, devices)
         except BaseException:
             self.let_go(number)
             raise
-        return Hold(row, number, ticket)
+        return Hold({device: row.stagers[device] for device in devices}, number, ticket)
 
-    def let_go(self, number: int) -> None:
-        """Forget a row, and close the stagers that are in no other. Twice is fine."""
+    def let_go(self, number: int) -> list[xferlib.Stager]:
+        """Forget a row, and close its stagers that are neither kept nor in another row. Return those that are kept, and in none.
+        Twice is fine."""
         with self._lock:
-            row = self._rows.pop(number, {})
-            used = {id(stager) for other in self._rows.values() for stager in other.values()}
+            row = self._rows.pop(number, _Row(keeps=True))
+            if not row.keeps:
+                # It may have taken much more memory than any loop needs.
+                for device, stager in row.stagers.items():
+                    if self._kept.get(device) is stager:
+                        del self._kept[device]
+            unused = self._unused(row.stagers.values())
+            kept = [stager for device, stager in row.stagers.items() if self._kept.get(device) is stager]
         self._watches.pop(number, None)
-        _close(stager for stager in row.values() if id(stager) not in used)
+        for stager in unused:
+            if stager not in kept:
+                stager.close()
+        return [stager for stager in unused if stager in kept]
 
-    def _fill(self, row: dict[Device, xferlib.Stager], devices: Sequence[Device]) -> None:
-        for device in devices:
-            if not self._share(row, device):
-                row[device] = _open(device)
+    def close(self) -> None:
+        self._let_go_of_kept(lambda _: True)
 
-    def _share(self, row: dict[Device, xferlib.Stager], device: Device) -> bool:
-        """Enter a stager on the device that another row has, if there is one."""
+    def _let_go_of_kept(self, gone: Callable[[Device], bool]) -> None:
+        """Keep the stagers on some devices no longer, and close those of them that are in no row."""
         with self._lock:
-            other = next((other for other in list(self._rows.values()) if device in other), None)
-            if other is not None:
-                row[device] = other[device]
-        return other is not None
+            taken = [self._kept.pop(device) for device in list(self._kept) if gone(device)]
+            unused = self._unused(taken)
+        for stager in unused:
+            stager.close()
+
+    def _unused(self, stagers: Iterable[xferlib.Stager]) -> list[xferlib.Stager]:
+        """Return those that are in no row. With the lock."""
+        used = {id(stager) for row in list(self._rows.values()) for stager in list(row.stagers.values())}
+        return [stager for stager in stagers if id(stager) not in used]
+
+    def _fill(self, number: int, row: _Row, devices: Sequence[Device]) -> None:
+        missing = [device for device in devices if not self._share(row, device)]
+        if len(missing) == 1:
+            self._open(number, row, missing[0])
+        elif missing:
+            # All at once: most of the time of an opening is waiting for the device.
+            with ThreadPoolExecutor(len(missing), "xferlib-jax-open") as threads:
+                for opened in [threads.submit(self._open, number, row, device) for device in missing]:
+                    opened.result()
+
+    def _share(self, row: _Row, device: Device) -> bool:
+        """Enter a stager on the device that is kept, or in another row, if there is one that nobody has closed."""
+        with self._lock:
+            found = [self._kept.get(device), *(other.stagers.get(device) for other in list(self._rows.values()))]
+            stager = next((stager for stager in found if stager is not None and not stager.closed), None)
+            if stager is not None:
+                row.stagers[device] = stager
+        return stager is not None
+
+    def _open(self, number: int, row: _Row, device: Device) -> None:
+        """Open a stager on the device and enter it. Any thread, also when the row was let go of meanwhile."""
+        stager = _open(device)
+        with self._lock:
+            if number in self._rows and not self._share(row, device):
+                row.stagers[device] = stager
+                if row.keeps:
+                    self._kept[device] = stager
+            needless = row.stagers.get(device) is not stager
+        if needless:
+            stager.close()
 
     def _start(self) -> None:
         if self._thread is None:
@@ -155,13 +235,20 @@ class _Shared:
             self._thread = thread
 
 
-def _let_go_dropped(dropped: SimpleQueue[_Watch], let_go: Callable[[int], None]) -> None:
+def _let_go_dropped(dropped: SimpleQueue[_Watch], let_go: Callable[[int], list[xferlib.Stager]]) -> None:
     while True:
         number = dropped.get().number
         try:
-            let_go(number)
+            _settle(let_go(number))
         except Exception as error:
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
+
+
+def _settle(stagers: Iterable[xferlib.Stager]) -> None:
+    """Wait for what a dropped loop left in flight: it keeps memory until somebody looks, and perhaps nobody puts any more."""
+    for stager in stagers:
+        with suppress(XferError):
+            stager.idle()
 
 
 def _open(device: Device, *, pinned_limit: int | None = None, device_limit: int | None = None) -> xferlib.Stager:
@@ -175,9 +262,6 @@ def _open(device: Device, *, pinned_limit: int | None = None, device_limit: int 
     return xferlib.stager(backend, device=number, pinned_limit=pinned_limit, device_limit=device_limit)
 
 
-def _close(stagers: Iterable[xferlib.Stager]) -> None:
-    for stager in stagers:
-        stager.close()
-
-
 _SHARED = _Shared()
+# Behind the end of the loops, since that is registered later, and before stagers are closed as forgotten.
+atexit.register(_SHARED.close)

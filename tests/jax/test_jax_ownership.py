@@ -214,7 +214,7 @@ def test_a_hold_that_is_dropped_in_a_cycle_closes_its_stager_on_a_thread_of_its_
     from xferlib_jax import _stagers
 
     device = conformance.bench().device
-    first, second = _stagers.hold([device]), _stagers.hold([device])
+    first, second = _stagers.hold([device], keep=False), _stagers.hold([device], keep=False)
     (opened,) = first.stagers.values()
     assert second.stagers[device] is opened
     states: list[bool] = []
@@ -236,7 +236,7 @@ def test_a_hold_that_is_released_is_let_go_of_once(stager: Stager) -> None:
     from xferlib_jax import _stagers
 
     device = conformance.bench().device
-    first, second = _stagers.hold([device]), _stagers.hold([device])
+    first, second = _stagers.hold([device], keep=False), _stagers.hold([device], keep=False)
     (opened,) = first.stagers.values()
     first.release()
     first.release()

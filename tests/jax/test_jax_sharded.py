@@ -1,6 +1,6 @@
 """Batches that several devices share. JAX's CPU has several only if it is told so when it starts, so the tests run in children.
 
-Those of `eight_devices.py` are tests like any others, in one child of eight devices; `two_processes.py` is a program of two.
+Those of `EIGHT_DEVICES` are tests like any others, in one child of eight devices; `two_processes.py` is a program of two.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from xferlib.stager import Stager
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+EIGHT_DEVICES = HERE / "eight_devices.py", HERE / "eight_devices_stagers.py"
 SECONDS = 300
 
 
 def test_all_that_holds_on_eight_devices(stager: Stager) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "eight_devices.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, EIGHT_DEVICES)]
     child = children.run(command, seconds=SECONDS, cwd=ROOT, env=os.environ | EIGHT)
     assert child.returncode == 0, child.stdout + child.stderr
 
