@@ -88,8 +88,11 @@ class Memory:
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
         last = address + max(nbytes, 1) - 1
-        ranges = list(self._ends.copy().items())
-        return all(any(start <= end < stop for start, stop in ranges) for end in (address, last))
+        begins = ends = False
+        for start, stop in self._ends.copy().items():
+            begins = begins or start <= address < stop
+            ends = ends or start <= last < stop
+        return begins and ends
 
     def alloc_device(self, nbytes: int) -> Block:
         try:

@@ -20,6 +20,7 @@ from xferlib.errors import ClosedError, XferError
 from xferlib.tree import rides_along
 from xferlib_jax import _arrays
 from xferlib_jax._gather import gathers
+from xferlib_jax._globals import GlobalArrays
 from xferlib_jax._spread import Array, LeafPlan, plan_leaf
 from xferlib_jax._stagers import Device, Hold
 from xferlib_jax._trees import with_records, without_records
@@ -27,6 +28,8 @@ from xferlib_jax._trees import with_records, without_records
 __all__ = ["BatchPlan", "ShardedPuts", "ShardedTransfer", "start", "wait_for_all"]
 
 KEPT_PLANS = 16
+NUMPY = {np.ndarray}
+NO_RIDERS: frozenset[int] = frozenset()
 
 Plans: TypeAlias = "OrderedDict[tuple[Any, ...], BatchPlan]"
 
@@ -37,6 +40,10 @@ class BatchPlan:
 
     def __init__(self, tree: Any, leaves: Sequence[LeafPlan], *, has_records: bool) -> None:
         self.leaves = leaves
+        self._devices = [[device for group in leaf.groups for device in group.devices] for leaf in leaves]
+        self._globals = [GlobalArrays(leaf.shape, leaf.sharding) for leaf in leaves]
+        self._moves = True
+        """Whether what a device pulled may be on another one."""
         self._tree = tree
         self._has_records = has_records
         self._gathers = gathers(leaves)
@@ -56,18 +63,17 @@ class BatchPlan:
 
     def whole(self, pulled: dict[Device, Iterator[Any]], riders: dict[int, Any]) -> Any:
         """Return the batch of global arrays, from what each device pulled. `riders`: leaves that stay where they are, by number."""
-        pieces: list[Any] = [
-            {device: _moved(next(pulled[device]), device) for group in leaf.groups for device in group.devices}
-            for leaf in self.leaves
-        ]
+        pieces: list[Any] = [{device: next(pulled[device]) for device in devices} for devices in self._devices]
+        if self._moves:
+            self._moves = _move(pieces)
         for numbers, gather in self._gathers:
             for number, shards in zip(numbers, gather([pieces[number] for number in numbers]), strict=True):
                 pieces[number] = shards
-        make = jax.make_array_from_single_device_arrays
-        made = iter(
-            [make(leaf.shape, leaf.sharding, list(shards.values())) for leaf, shards in zip(self.leaves, pieces, strict=True)]
-        )
-        whole = self._tree.unflatten(riders[number] if number in riders else next(made) for number in range(self._tree.num_leaves))
+        made = [make(shards) for make, shards in zip(self._globals, pieces, strict=True)]
+        if riders:
+            arrays = iter(made)
+            made = [riders[number] if number in riders else next(arrays) for number in range(self._tree.num_leaves)]
+        whole = self._tree.unflatten(made)
         return without_records(whole) if self._has_records else whole
 
 
@@ -133,6 +139,9 @@ class ShardedPuts:
         # Held as long as somebody may put, even if that is only a thread whose loop was dropped.
         self._hold = hold
         self._stagers = hold.stagers
+        backends = [stager.backend for stager in hold.stagers.values()]
+        # GPUs have the driver in common, which knows what is pinned, whoever pinned it.
+        self._pinners = backends[:1] if backends[0].on_gpu else backends
         self._depth = depth
         self._plans: Plans = OrderedDict()
         # Reentrant: a finalizer that ends the loop may run inside a put of its own thread.
@@ -158,13 +167,17 @@ class ShardedPuts:
     def _put(self, batch: Any, *, borrow: bool | Literal["staged"]) -> ShardedTransfer:
         slot = batch if isinstance(batch, xferlib.Slot) else None
         given = batch if slot is None else slot.tree
-        recorded = with_records(given)
-        leaves, tree = jax.tree.flatten(recorded)
-        riders = {number: leaf for number, leaf in enumerate(leaves) if rides_along(type(leaf))}
-        arrays = [_checked(leaf, tree, number) for number, leaf in enumerate(leaves) if number not in riders]
+        leaves, tree = jax.tree.flatten(given)
+        arrays, riders, has_records = leaves, {}, False
+        if set(map(type, leaves)) != NUMPY:
+            recorded = with_records(given)
+            has_records = recorded is not given
+            leaves, tree = jax.tree.flatten(recorded)
+            riders = {number: leaf for number, leaf in enumerate(leaves) if rides_along(type(leaf))}
+            arrays = [_checked(leaf, tree, number) for number, leaf in enumerate(leaves) if number not in riders]
         if slot is not None and slot.rows is not None:
             arrays = [array[: slot.rows] for array in arrays]
-        plan = self._plan(tree, arrays, frozenset(riders), has_records=recorded is not given)
+        plan = self._plan(tree, arrays, frozenset(riders) if riders else NO_RIDERS, has_records=has_records)
         if self.first_nbytes is None:
             self.first_nbytes = plan.device_nbytes
         transfers = start(self._stagers, plan.views(arrays), borrow=borrow)
@@ -200,7 +213,8 @@ class ShardedPuts:
     def _is_pinned(self, leaf: Any) -> bool:
         if not isinstance(leaf, np.ndarray) or not leaf.nbytes:
             return False
-        return any(stager.backend.is_pinned(leaf.ctypes.data, leaf.nbytes) for stager in self._stagers.values())
+        address = leaf.__array_interface__["data"][0]
+        return any(backend.is_pinned(address, leaf.nbytes) for backend in self._pinners)
 
     def _plan(self, tree: Any, arrays: Sequence[Array], riders: frozenset[int], *, has_records: bool) -> BatchPlan:
         """`riders`: the numbers of leaves that are no arrays, and stay where they are."""
@@ -269,9 +283,16 @@ def _path(tree: Any, number: int) -> str:
     return f"batch{jax.tree_util.keystr(where)}"
 
 
-def _moved(array: Any, device: Device) -> Any:
-    """Return the array on the device: without its private import, JAX imports memory of the host to its first CPU device only."""
-    return array if array.device == device else jax.device_put(array, device)
+def _move(pieces: Iterable[dict[Device, Any]]) -> bool:
+    """Have each array on its device, and tell whether one was not: without its private import, JAX imports memory of the host to
+    its first CPU device alone."""
+    moved = False
+    for shards in pieces:
+        for device, array in shards.items():
+            if array.device != device:
+                shards[device] = jax.device_put(array, device)
+                moved = True
+    return moved
 
 
 def wait_for_all(ends: Iterable[Any]) -> None:

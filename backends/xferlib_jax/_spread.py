@@ -57,7 +57,8 @@ class Parts:
 @final
 @dataclass(frozen=True)
 class Group:
-    """Local devices that need the same shard, and where that is in the host's array."""
+    """Local devices that need the same shard, and where that is in the host's array: axes at the end that it has whole are left
+    out."""
 
     index: tuple[slice, ...]
     devices: tuple[Device, ...]
@@ -147,7 +148,9 @@ def _groups(sharding: Any, shape: Shape, shard: Shape, *, whole: bool) -> tuple[
     groups = []
     for place, devices in sorted(members.items(), key=lambda item: item[0]):
         begins = place if whole else tuple(starts[axis].index(start) * shard[axis] for axis, start in enumerate(place))
-        index = tuple(slice(begin, begin + length) for begin, length in zip(begins, shard, strict=True))
+        # To leave axes out makes a view in a fraction of the time.
+        split = [axis for axis, length in enumerate(shard) if length != (shape[axis] if whole else len(starts[axis]) * length)]
+        index = tuple(slice(begins[axis], begins[axis] + shard[axis]) for axis in range(max(split, default=-1) + 1))
         groups.append(Group(index, tuple(devices)))
     return tuple(groups)
 

@@ -57,7 +57,9 @@ class _Record:
 
 def with_records(tree: Any) -> Any:
     """Return a tree in which JAX finds the contents of dataclasses, whether these are registered with it or not."""
-    if not any(map(is_record, jax.tree.leaves(tree))):
+    leaves = jax.tree.leaves(tree)
+    # By their types first: mostly there are few, and none of them is a dataclass.
+    if not any(map(dataclasses.is_dataclass, set(map(type, leaves)))) or not any(map(is_record, leaves)):
         return tree
     return jax.tree.map(_recorded, tree)
 

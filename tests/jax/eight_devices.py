@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import xferlib_jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from xferlib_jax import _gather, _prefetch, _sharded, _spread, _stagers
+from xferlib_jax import _gather, _globals, _prefetch, _sharded, _spread, _stagers
 
 import xferlib
 from tests import children
@@ -166,6 +166,44 @@ def test_devices_that_gather_among_themselves_make_the_same_whole(shape: tuple[i
             array = jax.make_array_from_single_device_arrays(batch.shape, plan.sharding, list(whole.values()))
             array.block_until_ready()
             assert_is(array, batch, plan.sharding)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=str)
+def test_global_arrays_are_made_by_the_fast_constructor_and_by_the_public_call_alike(spec: Any, dtype: Any) -> None:
+    batches = [random((16, 8), dtype, seed) for seed in range(3)]
+    make, add = _globals.GlobalArrays((16, 8), over(*spec)), jax.jit(lambda array: array + array)
+    for number, batch in enumerate(batches):
+        places = over(*spec).addressable_devices_indices_map(batch.shape).items()
+        # In the order of the numbers of devices, which is not that of every sharding.
+        shards = {device: jax.device_put(batch[index], device) for device, index in sorted(places, key=lambda place: place[0].id)}
+        assert make.by_private_call == (number > 0)
+        array = make(shards)
+        assert_is(array, batch, over(*spec))
+        assert not array.weak_type
+        assert_is(add(array), batch + batch, add(jax.device_put(batch, over(*spec))).sharding)
+
+
+@pytest.mark.parametrize("wrong", ["takes no such arguments", "makes something else"])
+def test_a_constructor_of_another_jax_is_left_alone(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Array:
+        def __init__(self, array: Any) -> None:
+            self.array = array
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.array, name)
+
+    class Other(Array):
+        def __init__(self, aval: Any, sharding: Any = None, arrays: Any = None, **options: Any) -> None:
+            super().__init__(aval if sharding is None else public(aval.shape, sharding, arrays).astype(np.int32))
+
+    kind, public = (Array if wrong == "takes no such arguments" else Other), jax.make_array_from_single_device_arrays
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda *arguments: kind(public(*arguments)))
+    make = _globals.GlobalArrays((16, 4), over("a"))
+    shards = {device: jax.device_put(random((8, 4)), device) for device in jax.devices()}
+    for _ in range(2):
+        assert make(shards).shape == (16, 4)
+        assert not make.by_private_call
 
 
 def test_gpus_would_gather_among_themselves() -> None:
