@@ -6,6 +6,7 @@ The loop itself, its thread and its reports are those of `xferlib.Prefetch`.
 from __future__ import annotations
 
 import atexit
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -70,8 +71,8 @@ def prefetch(
 
     Raises `TypeError` and `ValueError`, and what `xferlib.stager` raises.
     """
-    if depth < 1:
-        raise ValueError(f"depth={depth!r}: expected 1 or more")
+    if isinstance(batches, jax.sharding.Sharding):
+        raise TypeError(f"batches is {batches!r}: expected an iterable of batches. The sharding comes second")
     devices = _devices_of(sharding)
     held = hold(devices, keep=True) if stagers is None else given(stagers, devices)
     if rewrites is None:
@@ -98,10 +99,14 @@ class ShardedPrefetch(Generic[TreeT_co]):
     When it ends, it lets go of the stagers, which stay open for the next loop.
     """
 
-    def __init__(self, batches: Iterable[Any], sharding: Any, held: Hold, *, depth: int, rewrites: bool) -> None:
+    def __init__(
+        self, batches: Iterable[Any], sharding: Any, held: Hold | None = None, *, depth: int = 2, rewrites: bool = True
+    ) -> None:
+        if held is None:
+            raise TypeError("a ShardedPrefetch is what prefetch returns: call xferlib_jax.prefetch(batches, sharding)")
         self._hold = held
         try:
-            self._puts = puts = ShardedPuts(sharding, held, depth=depth, rewrites=rewrites)
+            self._puts = puts = ShardedPuts(sharding, held, rewrites=rewrites)
             self._loop: xferlib.Prefetch[TreeT_co] = xferlib.Prefetch(batches, puts, depth)
         except BaseException:
             held.release()
@@ -184,7 +189,12 @@ def _devices_of(sharding: Any) -> tuple[Device, ...]:
 def checked_devices(sharding: Any) -> tuple[Device, ...]:
     """Return the local devices of a sharding that arrays can be put over. Raises `TypeError` and `ValueError`."""
     if not isinstance(sharding, jax.sharding.Sharding):
-        raise TypeError(f"expected a sharding, got {sharding!r}. Make one: jax.sharding.NamedSharding(mesh, PartitionSpec(...))")
+        advice = "Make one: jax.sharding.NamedSharding(mesh, PartitionSpec(...))"
+        if isinstance(sharding, xferlib.Stager):
+            advice = "For one stager call xferlib.prefetch(batches, stager); for several, give these as stagers= beside a sharding"
+        elif isinstance(sharding, jax.Device):
+            advice = "For one device make jax.sharding.SingleDeviceSharding(device)"
+        raise TypeError(f"expected a sharding, got {reprlib.repr(sharding)}. {advice}")
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
         raise ValueError(f"{sharding} has a mesh without devices. Make one with jax.make_mesh or jax.sharding.Mesh")
     devices = local_devices_of(sharding)

@@ -131,7 +131,7 @@ class ShardedTransfer:
 class ShardedPuts:
     """Puts batches over several stagers, for a `xferlib.Prefetch`. One thread at a time starts them."""
 
-    def __init__(self, sharding: Any, hold: Hold, *, depth: int, rewrites: bool) -> None:
+    def __init__(self, sharding: Any, hold: Hold, *, rewrites: bool) -> None:
         self.first_nbytes: int | None = None
         """What the first batch takes on all local devices together."""
         self.rewrites = rewrites
@@ -142,7 +142,7 @@ class ShardedPuts:
         backends = [stager.backend for stager in hold.stagers.values()]
         # GPUs have the driver in common, which knows what is pinned, whoever pinned it.
         self._pinners = backends[:1] if backends[0].on_gpu else backends
-        self._depth = depth
+        self._depth = 0
         self._plans: Plans = OrderedDict()
         # Reentrant: a finalizer that ends the loop may run inside a put of its own thread.
         self._putting = threading.RLock()
@@ -197,7 +197,8 @@ class ShardedPuts:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(with_records(batch)) if isinstance(leaf, np.ndarray | np.generic))
 
     def check_room(self, batch: Any, depth: int, count: int) -> None:
-        """Do nothing: each stager has a limit of its own, and refuses by itself."""
+        """Note how far the loop is ahead. Each stager has a limit of its own, and refuses by itself."""
+        self._depth = depth
 
     def take(self, started: ShardedTransfer) -> Any:
         """Return the global arrays of a batch. On the consumer's thread: it may launch a gather."""

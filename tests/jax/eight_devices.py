@@ -503,6 +503,7 @@ def test_what_is_no_sharding_of_this_process_is_refused() -> None:
     for sharding, kind, message in (
         (PartitionSpec("a"), TypeError, r"expected a sharding, got P.*NamedSharding\(mesh"),
         ("a", TypeError, "expected a sharding, got 'a'"),
+        (cpu, TypeError, r"got CpuDevice.*make jax.sharding.SingleDeviceSharding\(device\)"),
         ({}, ValueError, "there is no sharding in {}"),
         (NamedSharding(abstract, PartitionSpec("a")), ValueError, "a mesh without devices"),
         (over("a").with_memory_kind("pinned_host"), ValueError, "memory of kind 'pinned_host'"),
@@ -513,8 +514,29 @@ def test_what_is_no_sharding_of_this_process_is_refused() -> None:
         _prefetch.check_platform(Foreign(), [cpu])
     with pytest.raises(ValueError, match="depth=0: expected 1 or more"):
         xferlib_jax.prefetch([], over("a"), 0)
+    with pytest.raises(TypeError, match="depth='2': expected a whole number"):
+        xferlib_jax.prefetch([], over("a"), "2")  # type: ignore[call-overload]  # On purpose.
     with pytest.raises(TypeError, match="something to iterate"):
         xferlib_jax.prefetch(3, over("a"))  # type: ignore[call-overload]  # On purpose.
+    with pytest.raises(TypeError, match="The sharding comes second"):
+        xferlib_jax.prefetch(over("a"), [])
+    with pytest.raises(TypeError, match=r"call xferlib_jax.prefetch\(batches, sharding\)"):
+        xferlib_jax.ShardedPrefetch([], over("a"))
+    with (
+        xferlib.stager("jax") as stager,
+        pytest.raises(TypeError, match=r"call xferlib.prefetch\(batches, stager\)"),
+    ):
+        xferlib_jax.prefetch([], stager)
+
+
+def test_a_ring_of_few_slots_is_waited_for_only_as_far_as_the_loop_is_ahead() -> None:
+    """`depth` is more than the source has batches for."""
+    with xferlib.stager("host") as stager, xferlib.Ring(stager, {"x": ((16, 4), "float32")}, slots=2) as ring:
+        slot = ring.acquire()
+        slot["x"][:] = random((16, 4))
+        with xferlib_jax.prefetch([slot], over("a"), depth=9) as loop:
+            assert_is(next(loop)["x"], random((16, 4)), over("a"))
+            assert not loop._puts.in_place(slot)
 
 
 def test_stagers_that_do_not_fit_are_refused(stagers: tuple[Stager, ...]) -> None:

@@ -435,6 +435,35 @@ def test_a_loop_whose_source_tells_no_length_has_none_and_can_be_listed(kind: st
         assert len(list(loop)) == 3
 
 
+class Understated(Loader):
+    """Gives more batches than it says."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (np.full(3, number) for number in range(5))
+
+
+@pytest.mark.parametrize("said", [0, 1])
+def test_a_source_that_gives_more_batches_than_it_said_is_taken_whole_and_told_where_that_lowers_the_depth(
+    said: int, stager: xferlib.Stager
+) -> None:
+    with xferlib.prefetch(Understated(said), stager) as loop:
+        for number in range(said):
+            assert int(next(loop)[0]) == number
+        with pytest.warns(RuntimeWarning, match=rf"said {said}, and it gives more batches: the loop is 1 ahead, not 2") as told:
+            found = [int(batch[0]) for batch in loop]
+    assert found == list(range(said, 5))
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    # It is as far ahead as was asked.
+    with xferlib.prefetch(Understated(2), stager) as loop:
+        assert len(list(loop)) == 5
+
+
+def test_a_prefetch_is_made_by_the_function_of_that_name(stager: xferlib.Stager) -> None:
+    with pytest.raises(TypeError, match=r"got <Stager.*call xferlib.prefetch\(batches, stager\)"):
+        xferlib.Prefetch([np.zeros(3)], stager)  # type: ignore[arg-type]  # On purpose.
+
+
 @pytest.mark.parametrize("kind", ["prefetch", "stream_map", "drain"])
 @pytest.mark.parametrize("source", [[], iter(())], ids=["empty", "no length"])
 def test_a_loop_is_true_as_iterators_are(kind: str, source: Any, stager: xferlib.Stager) -> None:

@@ -8,6 +8,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -437,7 +438,8 @@ def test_depth_is_no_more_than_there_are_batches_where_that_is_known(
         assert repr(batches).endswith(f" ahead of {depth}>")
         assert batches.bill.device_nbytes == (52 if isinstance(says, Exception) else min(depth + 2, max(1, says))) << 20
         # Whatever it says, all of them come.
-        assert [int(batch[0]) for batch in batches] == [0, 1, 2]
+        with pytest.warns(RuntimeWarning, match="it gives more batches") if says in (0, 1) else nullcontext():
+            assert [int(batch[0]) for batch in batches] == [0, 1, 2]
 
 
 def test_a_depth_of_none_is_refused_of_a_source_without_batches_too(stager: xferlib.Stager) -> None:

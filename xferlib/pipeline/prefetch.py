@@ -6,6 +6,8 @@ whose current stream is the one that will use the arrays, if no other is named.
 
 from __future__ import annotations
 
+import reprlib
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
@@ -75,8 +77,9 @@ def prefetch(
     dicts, lists and tuples to which the source keeps no reference, either. A generator that says `batch = ...` and then
     `yield batch` keeps one, `yield ...` does not.
 
-    `depth`: no more than there are batches, if `len()` of the source says how many. The loop needs device memory for `depth` + 2
-    batches, or for all there are. If `device_limit` has no room for so many like the first, that is refused, and nothing is put.
+    `depth`: no more than there are batches, if `len()` of the source says how many; a `RuntimeWarning` tells if it said too few.
+    The loop needs device memory for `depth` + 2 batches, or for all there are. If `device_limit` has no room for so many like the
+    first, that is refused, and nothing is put.
 
     `stream`: the one whose work will use the batches. None: the consumer's current one. If a framework knows no current stream,
     its default stream is meant, so there a consumer with streams of its own must name the one it uses.
@@ -154,9 +157,13 @@ class Prefetch(Generic[TreeT_co]):
                 "batches. Pass [batch] for a single one"
             )
         check_iterable(batches, "batches")
-        whole_number(depth, "depth", least=1)
+        if not hasattr(puts, "take"):
+            raise TypeError(
+                f"got {reprlib.repr(puts)}. A Prefetch is what prefetch returns: call xferlib.prefetch(batches, stager)"
+            )
+        self._asked = whole_number(depth, "depth", least=1)
         self._length = length = known_length(batches)
-        depth = capped_depth(depth, length)
+        depth = capped_depth(self._asked, length)
         self._puts = puts
         self._clock = PhaseTimer()
         self._taken = self._late = 0
@@ -252,6 +259,13 @@ class Prefetch(Generic[TreeT_co]):
             raise
         self._late += late
         self._taken += 1
+        if self._taken - 1 == self._length and self._background.depth < self._asked:
+            warnings.warn(
+                f"len() of the source said {self._length}, and it gives more batches: the loop is {self._background.depth} ahead, "
+                f"not {self._asked}. Correct its __len__, or pass iter(source)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return value
 
 
