@@ -10,6 +10,7 @@ What there is, and `help` of each says the rest:
     Stager.put, Stager.get              start a transfer to the device, to the host, and return a `Transfer` at once
     Transfer.value, .result(), .done()  let a stream wait for it, let the host wait, ask
     Stager.empty_pinned, Stager.pin     memory that the device reads directly: new, or yours (a `Pin`)
+    Host(value)                         what stays on the host, in its place among the arrays of a tree
     prefetch(batches, stager)           batches on the device ahead of the loop that takes them (a `Prefetch`)
     drain(results, stager)              results on the host while later ones are computed (a `Drained`; by hand: `Drain`)
     stream_map(fn, batches, stager)     both, for data larger than the device
@@ -74,6 +75,7 @@ from xferlib.stats import Stats as Stats
 from xferlib.tracing.trace import Trace as Trace
 from xferlib.tracing.trace import trace as trace
 from xferlib.transfer import Transfer as Transfer
+from xferlib.tree import Host as Host
 
 __all__ = [
     "AllocationError",
@@ -84,6 +86,7 @@ __all__ = [
     "Drain",
     "Drained",
     "Event",
+    "Host",
     "HostStager",
     "HostTree",
     "MemoryEstimate",

@@ -18,7 +18,7 @@ from enum import Enum
 from fractions import Fraction
 from operator import itemgetter
 from pathlib import PurePath
-from typing import Any, NamedTuple, TypeAlias, cast, final
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast, final
 from uuid import UUID
 
 import numpy as np
@@ -32,6 +32,7 @@ __all__ = [
     "PLAIN",
     "RIDERS",
     "Alike",
+    "Host",
     "Mixed",
     "Spec",
     "Trees",
@@ -46,13 +47,33 @@ __all__ = [
     "with_riders",
 ]
 
+T = TypeVar("T")
+
+
+@final
+class Host(Generic[T]):
+    """What stays on the host: in a tree that is put, or that a loop takes, it rides along, whatever its `value` is.
+
+    So do text and numbers by themselves; this is for arrays that the device has no use for, and for whatever else belongs to a
+    batch. It comes out where it stood, as the same object, and nothing looks into it.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Host({self.value!r})"
+
+
 NUMPY: set[type] = {np.ndarray}
 STRINGS: set[type] = {str}
 SHOWN = 16
 """Entries of one node, in an error."""
 FLAT_SHAPES = 256
 """How many shapes of trees without nests are remembered."""
-RIDERS = (str, bytes, int, float, complex, date, time, timedelta, Decimal, Fraction, Enum, PurePath, UUID)
+RIDERS = (str, bytes, int, float, complex, date, time, timedelta, Decimal, Fraction, Enum, PurePath, UUID, Host)
 """Types that are no arrays. NumPy's own numbers are arrays, though some of them are Python's numbers as well."""
 
 
@@ -85,7 +106,7 @@ class Trees:
         self._describe = None if arrays_of is None else arrays_of.describe
         self.describe: Callable[[Any], Alike | None] = _by_numpy if arrays_of is None else self._by_backend
         """Returns shape and dtype of an array; None for what is none."""
-        self.bare: set[type] = {np.ndarray, str, bytes, bool, int, float, complex}
+        self.bare: set[type] = {np.ndarray, str, bytes, bool, int, float, complex, Host}
         """Types that are leaves, as far as it is known."""
         self._flat: dict[object, tuple[optree.PyTreeSpec, Callable[[Any], Iterable[Any]]]] = {}
         """Of dicts, lists and tuples of leaves: their shapes, and what takes their leaves out in order. By their keys, or by type

@@ -12,10 +12,11 @@ from xferlib.protocol import HostStager
 
 if TYPE_CHECKING:
     from xferlib_jax._load import load
+    from xferlib_jax._narrowing import narrowed
     from xferlib_jax._prefetch import ShardedPrefetch, prefetch, prefetch_to_device
     from xferlib_jax._stagers import close, local_stagers
 
-__all__ = ["ShardedPrefetch", "close", "load", "local_stagers", "open_stager", "prefetch", "prefetch_to_device"]
+__all__ = ["ShardedPrefetch", "close", "load", "local_stagers", "narrowed", "open_stager", "prefetch", "prefetch_to_device"]
 
 
 def open_stager(*, device: int = 0) -> HostStager[Any]:
@@ -33,9 +34,9 @@ if not TYPE_CHECKING:
         from xferlib_jax._probe import _import_jax
 
         _import_jax()
-        from xferlib_jax import _load, _prefetch, _stagers
+        from xferlib_jax import _load, _narrowing, _prefetch, _stagers
 
-        homes: dict[str, Any] = {"close": _stagers, "load": _load, "local_stagers": _stagers}
+        homes: dict[str, Any] = {"close": _stagers, "load": _load, "local_stagers": _stagers, "narrowed": _narrowing}
         return getattr(homes.get(name, _prefetch), name)
 
 

@@ -18,6 +18,7 @@ from xferlib_jax._capsule import Capsules, Exporter
 
 __all__ = [
     "FINALIZERS",
+    "NARROWED",
     "NOT_MAPPED",
     "NO_FINALIZERS",
     "ArrayCheck",
@@ -101,9 +102,10 @@ def check_wide(dtype: np.dtype[Any]) -> None:
     """Raise `TypeError` if the calling thread's JAX would narrow this 64-bit dtype."""
     if not jax.config.jax_enable_x64:
         raise TypeError(
-            f"JAX would narrow {dtype} to {NARROWED[dtype]}: its 64-bit types are off. Turn them on with "
+            f"JAX would narrow {dtype} to {NARROWED[dtype]}: its 64-bit types are off. Convert first, array.astype("
+            f'"{NARROWED[dtype]}"), or all batches of a loader, map(xferlib_jax.narrowed, loader); or turn 64-bit types on, '
             'jax.config.update("jax_enable_x64", True), or around this call by `with jax.enable_x64(True):`, where such arrays are '
-            f'made and read in a part of the program alone. Or convert first: array.astype("{NARROWED[dtype]}")'
+            "made and read in a part of the program alone"
         )
 
 
@@ -233,4 +235,6 @@ def _advice(dtype: np.dtype[Any]) -> str:
         return "Transfer its integers: array.view('int64')"
     if dtype.kind in "fc":
         return "Convert to float32 or complex64 first: array.astype(...)"
+    if dtype.kind in "OSUT":
+        return "Text rides along in a list, array.tolist(), and other objects as xferlib.Host(array)"
     return "Transfer booleans, integers, floats or complex numbers"

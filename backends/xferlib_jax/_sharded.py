@@ -273,8 +273,8 @@ def _checked(leaf: Any, tree: Any, number: int) -> Array:
         return np.asarray(leaf)
     if not isinstance(leaf, np.ndarray) or isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
-            f"{_path(tree, number)} is a {_arrays.kind_of(leaf)}: expected a plain NumPy array. Convert it with numpy.asarray, or "
-            "fill what is masked"
+            f"{_path(tree, number)} is a {_arrays.kind_of(leaf)}: expected a plain NumPy array. Convert it with numpy.asarray, "
+            "fill what is masked, or leave it on the host: xferlib.Host(...)"
         )
     return np.asarray(leaf)
 

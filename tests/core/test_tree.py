@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import datetime
 import pathlib
+import pickle
 import threading
 import uuid
 from collections import OrderedDict, namedtuple
@@ -22,7 +23,7 @@ import pytest
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread
 from xferlib.protocol import TakenApart
-from xferlib.tree import FLAT_SHAPES, PLAIN, Trees, flatten, flatten_like, path, trees_of, unflatten
+from xferlib.tree import FLAT_SHAPES, PLAIN, Host, Trees, flatten, flatten_like, path, trees_of, unflatten
 
 
 class Colour(Enum):
@@ -106,6 +107,7 @@ RIDERS: tuple[Any, ...] = (
     Colour.RED,
     pathlib.Path("a"),
     uuid.UUID(int=8),
+    Host(np.arange(3)),
 )
 
 
@@ -128,6 +130,26 @@ def test_what_is_no_array_rides_along(rider: Any) -> None:
 def test_what_is_an_array_or_may_hold_one_does_not_ride_along(leaf: Any) -> None:
     leaves, _ = PLAIN.arrays([A, leaf])
     assert leaves == [A, leaf]
+
+
+def test_what_stays_on_the_host_stays_the_same_object_through_every_loop(stager: xferlib.Stager) -> None:
+    texts = xferlib.Host(np.array(["a", "b"]))
+    batches = [{"x": np.full(4, number), "texts": texts} for number in range(3)]
+    loops = (
+        xferlib.prefetch(iter(batches), stager),
+        xferlib.stream_map(lambda batch: batch, batches, stager),
+        xferlib.drain([stager.put(batch).value for batch in batches], stager),
+    )
+    for loop in loops:
+        assert [(int(batch["x"][0]), batch["texts"] is texts) for batch in loop] == [(number, True) for number in range(3)]
+    assert texts.value.tolist() == ["a", "b"]
+
+
+def test_what_stays_on_the_host_may_be_pickled_and_has_no_place_in_a_file(stager: xferlib.Stager, tmp_path: pathlib.Path) -> None:
+    again = pickle.loads(pickle.dumps(xferlib.Host("text")))
+    assert (type(again), again.value, repr(again)) == (xferlib.Host, "text", "Host('text')")
+    with pytest.raises(TypeError, match="'more' is a Host, and a file has a place for"):
+        xferlib.save(tmp_path / "a.safetensors", {"x": np.ones(3), "more": again}, stager)
 
 
 def test_an_array_alone_and_what_is_none_are_told_as_they_are() -> None:

@@ -448,12 +448,12 @@ def test_a_batch_that_cannot_be_divided_fails_in_its_place_before_anything_start
     ("leaf", "kind", "message"),
     [
         (np.arange(8), TypeError, "narrow int64"),
-        (np.array(["a"] * 8), TypeError, "JAX has no arrays of dtype"),
+        (np.array(["a"] * 8), TypeError, r"JAX has no arrays of dtype <U1. Text rides along in a list, array.tolist\(\)"),
         (np.zeros(8, ">f4"), TypeError, "JAX has no arrays of dtype >f4"),
         (np.ma.zeros(8), TypeError, "is a numpy.*MaskedArray: expected a plain NumPy array"),
         (np.zeros(8, ml_dtypes.int4), TypeError, "packs several items"),
         (np.float32(1), ValueError, r"has 0 axes, and .* names 1. Give a tree of shardings"),
-        ({1}, TypeError, r"batch\['y'\] is a builtins.set: expected a plain"),
+        ({1}, TypeError, r"batch\['y'\] is a builtins.set: expected a plain.*xferlib.Host"),
     ],
     ids=str,
 )
@@ -482,9 +482,11 @@ def test_arrays_of_jax_and_traced_ones_are_refused() -> None:
 
 
 def test_names_ride_along(stagers: tuple[Stager, ...]) -> None:
-    batches = [{"name": [f"{number}", number], "x": random((16, 4))} for number in range(3)]
+    ids = xferlib.Host(np.arange(16))
+    batches = [{"name": [f"{number}", number], "x": random((16, 4)), "ids": ids} for number in range(3)]
     found = all_of(batches, over("a"), stagers=stagers)
     assert [batch["name"] for batch in found] == [["0", 0], ["1", 1], ["2", 2]]
+    assert all(batch["ids"] is ids for batch in found)
     for batch, given in zip(found, batches, strict=True):
         assert_is(batch["x"], given["x"], over("a"))
     for shardings in ({"x": over("b"), "name": None}, {"x": over("b"), "name": over("a")}):

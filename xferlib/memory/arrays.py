@@ -79,9 +79,9 @@ def check_dtype(dtype: np.dtype[Any]) -> None:
     """Raise `TypeError` for a dtype whose values are not plain numbers in native byte order."""
     if dtype.hasobject or dtype.kind in "OSUT" or dtype.names is not None or dtype.type is np.void:
         if dtype.kind in "SUT":
-            advice = "Text rides along in a list: array.tolist()"
+            advice = "Text rides along in a list, array.tolist(), or as it is: xferlib.Host(array)"
         elif dtype.kind == "O":
-            advice = "Pad rows of different lengths to one array; objects of other kinds stay on the host"
+            advice = "Pad rows of different lengths to one array; objects of other kinds stay on the host: xferlib.Host(array)"
         else:
             advice = "Transfer each field by itself: array[name]"
         raise TypeError(f"arrays of dtype {dtype!r} cannot be transferred: expected numbers. {advice}")
