@@ -69,7 +69,10 @@ MUTANTS = [
         "        key = (tree, riders, *(array.shape for array in arrays))",
     ),
     (SPREAD, "        if start + self.step > len(shard):", "        if start + self.step >= len(shard):"),
-    (STAGERS, "if id(stager) not in used)", "if id(stager) not in used or len(row) > 1)"),
+    (STAGERS, "if id(stager) not in used]", "if id(stager) not in used or self._rows]"),
+    (STAGERS, "            _settle(let_go(number))", "            let_go(number)"),
+    (STAGERS, "lambda device: device not in local", "lambda device: False"),
+    (STAGERS, "uninterrupted(self._fill, number, row, devices)", "self._fill(number, row, devices)"),
     (
         STAGERS,
         "        except BaseException:\n            self.let_go(number)\n            raise",
