@@ -136,6 +136,8 @@ class _Shared:
         self._rows: dict[int, _Row] = {}
         self._kept: dict[Device, xferlib.Stager] = {}
         """Those that stay open without a row."""
+        self._leaving: dict[int, xferlib.Stager] = {}
+        """Those that are to be closed, which may take long: an interrupt leaves them to whoever comes next."""
         self._watches: dict[int, _Watch] = {}
         self._dropped: SimpleQueue[_Watch] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -164,19 +166,18 @@ class _Shared:
         """Forget a row, and close its stagers that are neither kept nor in another row. Return those that are kept, and in none.
         Twice is fine."""
         with self._lock:
-            row = self._rows.pop(number, _Row(keeps=True))
+            row = self._rows.get(number, _Row(keeps=True))
+            kept = {device: stager for device, stager in list(row.stagers.items()) if self._kept.get(device) is stager}
+            unused = self._unused(list(row.stagers.values()), but=number)
+            # What does not keep may have taken much more memory than any loop needs.
+            idle = [stager for stager in unused if row.keeps and stager in kept.values()]
+            self._leave(stager for stager in unused if stager not in idle)
+            self._rows.pop(number, None)
             if not row.keeps:
-                # It may have taken much more memory than any loop needs.
-                for device, stager in row.stagers.items():
-                    if self._kept.get(device) is stager:
-                        del self._kept[device]
-            unused = self._unused(row.stagers.values())
-            kept = [stager for device, stager in row.stagers.items() if self._kept.get(device) is stager]
+                self._forget(kept)
         self._watches.pop(number, None)
-        for stager in unused:
-            if stager not in kept:
-                stager.close()
-        return [stager for stager in unused if stager in kept]
+        self._close_leaving()
+        return idle
 
     def close(self) -> None:
         self._let_go_of_kept(lambda _: True)
@@ -184,15 +185,30 @@ class _Shared:
     def _let_go_of_kept(self, gone: Callable[[Device], bool]) -> None:
         """Keep the stagers on some devices no longer, and close those of them that are in no row."""
         with self._lock:
-            taken = [self._kept.pop(device) for device in list(self._kept) if gone(device)]
-            unused = self._unused(taken)
-        for stager in unused:
-            stager.close()
+            found = {device: stager for device, stager in list(self._kept.items()) if gone(device)}
+            self._leave(self._unused(found.values()))
+            self._forget(found)
+        self._close_leaving()
 
-    def _unused(self, stagers: Iterable[xferlib.Stager]) -> list[xferlib.Stager]:
-        """Return those that are in no row. With the lock."""
-        used = {id(stager) for row in list(self._rows.values()) for stager in list(row.stagers.values())}
+    def _forget(self, found: Mapping[Device, xferlib.Stager]) -> None:
+        """Keep these no longer. With the lock, but a finalizer on this thread may have come before."""
+        for device, stager in found.items():
+            if self._kept.get(device) is stager:
+                self._kept.pop(device, None)
+
+    def _unused(self, stagers: Iterable[xferlib.Stager], *, but: int | None = None) -> list[xferlib.Stager]:
+        """Return those that are in no row but this one. With the lock."""
+        rows = [row for number, row in list(self._rows.items()) if number != but]
+        used = {id(stager) for row in rows for stager in list(row.stagers.values())}
         return [stager for stager in stagers if id(stager) not in used]
+
+    def _leave(self, stagers: Iterable[xferlib.Stager]) -> None:
+        self._leaving.update({id(stager): stager for stager in stagers})
+
+    def _close_leaving(self) -> None:
+        for number, stager in list(self._leaving.items()):
+            stager.close()
+            self._leaving.pop(number, None)
 
     def _fill(self, number: int, row: _Row, devices: Sequence[Device]) -> None:
         missing = [device for device in devices if not self._share(row, device)]
@@ -208,7 +224,8 @@ class _Shared:
         """Enter a stager on the device that is kept, or in another row, if there is one that nobody has closed."""
         with self._lock:
             found = [self._kept.get(device), *(other.stagers.get(device) for other in list(self._rows.values()))]
-            stager = next((stager for stager in found if stager is not None and not stager.closed), None)
+            usable = (stager for stager in found if stager is not None and id(stager) not in self._leaving and not stager.closed)
+            stager = next(usable, None)
             if stager is not None:
                 row.stagers[device] = stager
         return stager is not None
@@ -221,9 +238,9 @@ class _Shared:
                 row.stagers[device] = stager
                 if row.keeps:
                     self._kept[device] = stager
-            needless = row.stagers.get(device) is not stager
-        if needless:
-            stager.close()
+            if row.stagers.get(device) is not stager:
+                self._leave([stager])
+        self._close_leaving()
 
     def _start(self) -> None:
         if self._thread is None:

@@ -234,6 +234,26 @@ def test_an_interrupt_while_a_stager_is_opened_leaves_none_that_nobody_owns(monk
     assert len(opened) == 16
 
 
+def test_what_an_interrupt_leaves_open_of_a_close_is_closed_by_the_next_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, really, interrupts = Opened(monkeypatch), Stager.close, [KeyboardInterrupt()]
+
+    def close(stager: Stager) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        really(stager)
+
+    epoch()
+    first = opened.copy()
+    monkeypatch.setattr(Stager, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        xferlib_jax.close()
+    assert not any(stager.closed for stager in first)
+    loop = epoch()
+    assert all(stager.closed for stager in first)
+    assert not set(loop.stagers) & set(first)
+    assert len(opened) == 16
+
+
 def test_where_one_stager_cannot_be_opened_the_others_serve_the_next_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = itertools.count()
 
