@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeAlias, final
@@ -206,9 +206,19 @@ class _Shared:
         self._leaving.update({id(stager): stager for stager in stagers})
 
     def _close_leaving(self) -> None:
-        for number, stager in list(self._leaving.items()):
+        with ExitStack() as steps:
+            # Each whatever the others raise.
+            for number, stager in list(self._leaving.items()):
+                steps.callback(self._close_one, number, stager)
+
+    def _close_one(self, number: int, stager: xferlib.Stager) -> None:
+        try:
             stager.close()
+        except Exception:
+            # It is closed all the same: in debug mode a source was rewritten.
             self._leaving.pop(number, None)
+            raise
+        self._leaving.pop(number, None)
 
     def _fill(self, number: int, row: _Row, devices: Sequence[Device]) -> None:
         missing = [device for device in devices if not self._share(row, device)]
