@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -29,8 +30,8 @@ from tests.jax.garbage import Cycle, eventually
 from xferlib.stager import Stager
 
 SECONDS = 60
-LARGE = (64, 1 << 15)
-"""Of 8 MiB: a part for each device that threads of ours copy."""
+LARGE = (64, 5 << 12)
+"""Of 5 MiB: a part for each device that threads of ours copy."""
 
 
 class Opened(list[Stager]):
@@ -48,24 +49,29 @@ class Opened(list[Stager]):
         monkeypatch.setattr(_stagers, "_open", noted)
 
 
+@functools.cache
+def large(seed: int) -> Any:
+    return random(LARGE, seed=seed)
+
+
 def calls(loop: Any) -> list[int]:
     """Return how often each stager's memory was allocated, freed, pinned or unpinned."""
     return [stager.backend.memory.calls for stager in loop.stagers]
 
 
-def epoch(spec: tuple[Any, ...] = ("a",), shape: tuple[int, ...] = LARGE, count: int = 4) -> Any:
+def epoch(spec: tuple[Any, ...] = ("a",), count: int = 3) -> Any:
     """Check a loop to its end, one batch at a time: each is dropped before the next is put. Return the loop."""
     asked: SimpleQueue[None] = SimpleQueue()
 
     def batches() -> Iterator[Any]:
         for number in range(count):
             asked.get()
-            yield random(shape, seed=number)
+            yield large(number)
 
     loop = xferlib_jax.prefetch(batches(), over(*spec))
     for number in range(count):
         asked.put(None)
-        assert_is(next(loop), random(shape, seed=number), over(*spec))
+        assert_is(next(loop), large(number), over(*spec))
     assert next(loop, None) is None
     return loop
 
@@ -145,18 +151,18 @@ def test_what_files_were_loaded_by_is_not_kept(tmp_path: Path, monkeypatch: pyte
 
 def test_an_error_of_the_source_an_interrupt_and_a_loop_left_early_leave_the_stagers(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(error: BaseException) -> Iterator[Any]:
-        yield random(LARGE)
+        yield large(0)
         raise error
 
     opened = Opened(monkeypatch)
     for error in (ArithmeticError("on purpose"), KeyboardInterrupt()):
         with xferlib_jax.prefetch(broken(error), over("a")) as loop:
-            assert_is(next(loop), random(LARGE), over("a"))
+            assert_is(next(loop), large(0), over("a"))
             with pytest.raises(type(error)):
                 next(loop)
         epoch()
-    for array in xferlib_jax.prefetch((random(LARGE) for _ in range(9)), over("a")):
-        assert_is(array, random(LARGE), over("a"))
+    for array in xferlib_jax.prefetch((large(0) for _ in range(9)), over("a")):
+        assert_is(array, large(0), over("a"))
         break
     epoch()
     assert len(opened) == 8
@@ -194,7 +200,7 @@ def test_a_loop_dropped_in_a_cycle_with_copies_in_flight_lets_go_of_its_sources(
 def test_copies_to_one_device_do_not_wait_for_those_to_another(stagers: tuple[Stager, ...]) -> None:
     """Of the same batch, and of the next one."""
     gate, others = threading.Event(), [stager for number, stager in enumerate(stagers) if number != 3]
-    batches = [random(LARGE, seed=seed) for seed in range(2)]
+    batches = [large(seed) for seed in range(2)]
     stagers[3].backend.h2d.submit(gate.wait)  # type: ignore[attr-defined]  # Of the backend on the CPU, for tests.
     with xferlib_jax.prefetch([], over(("a", "b")), stagers=stagers) as loop:
         transfers = [loop._puts.put(batch, unshared=True) for batch in batches]
