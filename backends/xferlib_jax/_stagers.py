@@ -137,13 +137,16 @@ class _Shared:
         self._kept: dict[Device, xferlib.Stager] = {}
         """Those that stay open without a row."""
         self._leaving: dict[int, xferlib.Stager] = {}
-        """Those that are to be closed, which may take long: an interrupt leaves them to whoever comes next."""
+        """Those that are being closed, which may take long, or that an interrupt of that has left."""
         self._watches: dict[int, _Watch] = {}
-        self._dropped: SimpleQueue[_Watch] = SimpleQueue()
+        self._dropped: SimpleQueue[_Watch | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def hold(self, devices: Sequence[Device], *, keep: bool) -> Hold:
         self._start()
+        if self._leaving:
+            # Not here: who begins a loop need not wait for what another thread closes.
+            self._dropped.put(None)
         # JAX has made its devices anew if somebody had it forget its backends.
         local = jax.local_devices()
         self._let_go_of_kept(lambda device: device not in local)
@@ -171,24 +174,29 @@ class _Shared:
             unused = self._unused(list(row.stagers.values()), but=number)
             # What does not keep may have taken much more memory than any loop needs.
             idle = [stager for stager in unused if row.keeps and stager in kept.values()]
-            self._leave(stager for stager in unused if stager not in idle)
+            left = self._leave(stager for stager in unused if stager not in idle)
             self._rows.pop(number, None)
             if not row.keeps:
                 self._forget(kept)
         self._watches.pop(number, None)
-        self._close_leaving()
+        self._close(left)
         return idle
 
     def close(self) -> None:
         self._let_go_of_kept(lambda _: True)
+        self.close_left()
+
+    def close_left(self) -> None:
+        """Close what interrupted closings have left, and wait for those that other threads are at."""
+        self._close(self._leaving.copy())
 
     def _let_go_of_kept(self, gone: Callable[[Device], bool]) -> None:
         """Keep the stagers on some devices no longer, and close those of them that are in no row."""
         with self._lock:
             found = {device: stager for device, stager in list(self._kept.items()) if gone(device)}
-            self._leave(self._unused(found.values()))
+            left = self._leave(self._unused(found.values()))
             self._forget(found)
-        self._close_leaving()
+        self._close(left)
 
     def _forget(self, found: Mapping[Device, xferlib.Stager]) -> None:
         """Keep these no longer. With the lock, but a finalizer on this thread may have come before."""
@@ -202,13 +210,16 @@ class _Shared:
         used = {id(stager) for row in rows for stager in list(row.stagers.values())}
         return [stager for stager in stagers if id(stager) not in used]
 
-    def _leave(self, stagers: Iterable[xferlib.Stager]) -> None:
-        self._leaving.update({id(stager): stager for stager in stagers})
+    def _leave(self, stagers: Iterable[xferlib.Stager]) -> dict[int, xferlib.Stager]:
+        """Enter those that are to be closed now, by the caller, without the lock."""
+        left = {id(stager): stager for stager in stagers}
+        self._leaving.update(left)
+        return left
 
-    def _close_leaving(self) -> None:
+    def _close(self, left: Mapping[int, xferlib.Stager]) -> None:
         with ExitStack() as steps:
             # Each whatever the others raise.
-            for number, stager in list(self._leaving.items()):
+            for number, stager in left.items():
                 steps.callback(self._close_one, number, stager)
 
     def _close_one(self, number: int, stager: xferlib.Stager) -> None:
@@ -248,25 +259,25 @@ class _Shared:
                 row.stagers[device] = stager
                 if row.keeps:
                     self._kept[device] = stager
-            if row.stagers.get(device) is not stager:
-                self._leave([stager])
-        self._close_leaving()
+            left = self._leave([] if row.stagers.get(device) is stager else [stager])
+        self._close(left)
 
     def _start(self) -> None:
         if self._thread is None:
-            thread = threading.Thread(
-                target=_let_go_dropped, args=(self._dropped, self.let_go), name="xferlib-jax-holds", daemon=True
-            )
+            thread = threading.Thread(target=_let_go_dropped, args=(self._dropped, self), name="xferlib-jax-holds", daemon=True)
             # If two threads are started at once, either may get what is dropped.
             thread.start()
             self._thread = thread
 
 
-def _let_go_dropped(dropped: SimpleQueue[_Watch], let_go: Callable[[int], list[xferlib.Stager]]) -> None:
+def _let_go_dropped(dropped: SimpleQueue[_Watch | None], shared: _Shared) -> None:
     while True:
-        number = dropped.get().number
+        watch = dropped.get()
         try:
-            _settle(let_go(number))
+            if watch is None:
+                shared.close_left()
+            else:
+                _settle(shared.let_go(watch.number))
         except Exception as error:
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
 

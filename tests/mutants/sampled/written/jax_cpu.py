@@ -70,7 +70,7 @@ MUTANTS = [
     ),
     (SPREAD, "        if start + self.step > len(shard):", "        if start + self.step >= len(shard):"),
     (STAGERS, "if id(stager) not in used]", "if id(stager) not in used or self._rows]"),
-    (STAGERS, "            _settle(let_go(number))", "            let_go(number)"),
+    (STAGERS, "_settle(shared.let_go(watch.number))", "shared.let_go(watch.number)"),
     (STAGERS, "lambda device: device not in local", "lambda device: False"),
     (STAGERS, "uninterrupted(self._fill, number, row, devices)", "self._fill(number, row, devices)"),
     (
