@@ -26,7 +26,7 @@ import numpy as np
 
 import xferlib
 from xferlib.errors import XferError
-from xferlib.reaper import uninterrupted
+from xferlib.reaper import start_thread, uninterrupted
 
 __all__ = ["Device", "Hold", "close", "given", "hold", "local_stagers"]
 
@@ -212,7 +212,7 @@ class _Shared:
 
     def _leave(self, stagers: Iterable[xferlib.Stager]) -> dict[int, xferlib.Stager]:
         """Enter those that are to be closed now, by the caller, without the lock."""
-        left = {id(stager): stager for stager in stagers}
+        left = {next(self._numbers): stager for stager in stagers}
         self._leaving.update(left)
         return left
 
@@ -225,8 +225,8 @@ class _Shared:
     def _close_one(self, number: int, stager: xferlib.Stager) -> None:
         try:
             stager.close()
-        except Exception:
-            # It is closed all the same: in debug mode a source was rewritten.
+        except XferError:
+            # It is closed all the same. What a signal's handler raises may come before it is.
             self._leaving.pop(number, None)
             raise
         self._leaving.pop(number, None)
@@ -245,7 +245,8 @@ class _Shared:
         """Enter a stager on the device that is kept, or in another row, if there is one that nobody has closed."""
         with self._lock:
             found = [self._kept.get(device), *(other.stagers.get(device) for other in list(self._rows.values()))]
-            usable = (stager for stager in found if stager is not None and id(stager) not in self._leaving and not stager.closed)
+            leaving = list(self._leaving.values())
+            usable = (stager for stager in found if stager is not None and stager not in leaving and not stager.closed)
             stager = next(usable, None)
             if stager is not None:
                 row.stagers[device] = stager
@@ -265,9 +266,9 @@ class _Shared:
     def _start(self) -> None:
         if self._thread is None:
             thread = threading.Thread(target=_let_go_dropped, args=(self._dropped, self), name="xferlib-jax-holds", daemon=True)
-            # If two threads are started at once, either may get what is dropped.
-            thread.start()
+            # If two threads are started at once, either may get what is dropped. Without any, the next hold tries again.
             self._thread = thread
+            start_thread(thread, lambda _: setattr(self, "_thread", None))
 
 
 def _let_go_dropped(dropped: SimpleQueue[_Watch | None], shared: _Shared) -> None:

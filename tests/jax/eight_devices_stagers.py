@@ -23,6 +23,7 @@ import pytest
 import xferlib_jax
 from xferlib_jax import _stagers
 
+import xferlib
 from tests import children
 from tests.core.fakes import on_thread
 from tests.jax.eight_devices import MESH, assert_is, assert_nothing_is_held, nothing_left, over, random, stagers  # noqa: F401
@@ -241,7 +242,7 @@ def test_an_interrupt_while_a_stager_is_opened_leaves_none_that_nobody_owns(monk
 
 
 def test_what_an_interrupt_leaves_open_of_a_close_is_closed_by_the_next_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, really, errors = Opened(monkeypatch), Stager.close, [KeyboardInterrupt(), None, ArithmeticError("on purpose")]
+    opened, really, errors = Opened(monkeypatch), Stager.close, [KeyboardInterrupt(), None, xferlib.XferError("on purpose")]
 
     def close(stager: Stager) -> None:
         error = errors.pop() if errors else None
