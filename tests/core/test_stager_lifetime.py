@@ -646,3 +646,30 @@ def test_memory_of_a_closed_stager_comes_back_though_an_idle_one_has_copied_it()
         del memory, transfer
         gc.collect()
         assert until(lambda: owner.stats().device_nbytes == 0)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_threads_are_asked_where_they_are(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer that gave up the GIL there would leave the interpreter's list of threads locked, before Python 3.12."""
+    noted, really = [], sys._current_frames
+
+    def frames() -> Any:
+        noted.append(gc.isenabled())
+        return really()
+
+    def no_memory() -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        wait_for_callers(object(), set(), 0.0)
+        assert noted == [False]
+        assert gc.isenabled() == enabled
+        monkeypatch.setattr(sys, "_current_frames", no_memory)
+        with pytest.raises(MemoryError):
+            wait_for_callers(object(), set(), 0.0)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
