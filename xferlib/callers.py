@@ -7,13 +7,15 @@ import sys
 import time
 from _thread import get_ident
 from collections.abc import Callable, Collection
-from operator import call
+from functools import partial
+from operator import attrgetter, call
 from types import CodeType, FrameType
 from typing import Any
 
 __all__ = ["is_called", "wait_for_callers"]
 
 LOOK_SECONDS = 1e-3
+COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 
 
 def wait_for_callers(of: object, methods: Collection[CodeType], seconds: float) -> None:
@@ -29,31 +31,33 @@ def wait_for_callers(of: object, methods: Collection[CodeType], seconds: float) 
 def is_called(of: object, methods: Collection[CodeType]) -> bool:
     """Tell whether another thread is inside one of the methods of an object."""
     me = get_ident()
-    return any(_is_inside(frame, of, methods) for thread, frame in _frames().items() if thread != me)
-
-
-def _frames() -> dict[int, FrameType]:
-    """Return each thread's frame, without a garbage collection meanwhile.
-
-    Before Python 3.12 the interpreter holds its lock on the list of threads while it makes the frames, and a collection may begin
-    there. If a finalizer gives up the GIL then, and another thread starts a thread or asks for frames, both wait for ever.
-    """
-    if not gc.isenabled():
-        return sys._current_frames()
-    steps: tuple[Callable[[], Any], ...] = gc.disable, sys._current_frames, gc.enable
-    frames: dict[int, FrameType]
-    try:
-        # One after the other, without an interrupt or another thread between them.
-        _, frames, _ = map(call, steps)
-    except MemoryError:
-        gc.enable()
-        raise
-    return frames
+    return any(_is_inside(frame, of, methods) for thread, frame in _uncollected(sys._current_frames).items() if thread != me)
 
 
 def _is_inside(frame: FrameType | None, of: object, methods: Collection[CodeType]) -> bool:
     while frame is not None:
-        if frame.f_code in methods and frame.f_locals.get("self") is of:
+        if frame.f_code in methods and _uncollected(partial(_locals_of, frame)).get("self") is of:
             return True
-        frame = frame.f_back
+        frame = _uncollected(partial(_back_of, frame))
     return False
+
+
+def _uncollected(ask: Callable[[], Any]) -> Any:
+    """Return what a function in C returns, without a garbage collection meanwhile.
+
+    Before Python 3.12 one may begin wherever the interpreter makes an object, and a finalizer may give up the GIL. If it is asked
+    for a frame of another thread just then, that thread goes on, and what is read of its frame is gone. If it lists the frames of
+    all threads, its list of threads is locked: whoever starts a thread waits for that with the GIL, for ever.
+    """
+    if not COLLECTS_ANYWHERE or not gc.isenabled():
+        return ask()
+    try:
+        # One after the other, without an interrupt or another thread between them. No name for what comes: this frame may be in it,
+        # and would keep itself alive, and those below it.
+        return list(map(call, (gc.disable, ask, gc.enable)))[1]
+    except BaseException:
+        gc.enable()
+        raise
+
+
+_back_of, _locals_of = attrgetter("f_back"), attrgetter("f_locals")

@@ -264,11 +264,13 @@ class _Shared:
         self._close(left)
 
     def _start(self) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=_let_go_dropped, args=(self._dropped, self), name="xferlib-jax-holds", daemon=True)
-            # If two threads are started at once, either may get what is dropped. Without any, the next hold tries again.
-            self._thread = thread
-            start_thread(thread, lambda _: setattr(self, "_thread", None))
+        # One that is only about to run counts for none: if two are started, either may get what is dropped.
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = thread = threading.Thread(
+                target=_let_go_dropped, args=(self._dropped, self), name="xferlib-jax-holds", daemon=True
+            )
+            # If the system has no more threads now, the next hold asks again.
+            start_thread(thread, lambda _: None)
 
 
 def _let_go_dropped(dropped: SimpleQueue[_Watch | None], shared: _Shared) -> None:

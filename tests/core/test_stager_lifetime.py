@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 import threading
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -673,3 +674,16 @@ def test_nothing_is_collected_while_threads_are_asked_where_they_are(enabled: bo
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_who_asks_where_threads_are_keeps_no_frame() -> None:
+    class Local: ...
+
+    def ask() -> weakref.ref[Local]:
+        local = Local()
+        wait_for_callers(local, {ask.__code__}, 0.0)
+        return weakref.ref(local)
+
+    # Now, so that the collector does not come before the end.
+    gc.collect()
+    assert ask()() is None

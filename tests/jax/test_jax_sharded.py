@@ -63,7 +63,7 @@ def test_a_forked_child_begins_with_no_stagers_of_loops_though_a_thread_of_its_p
     from xferlib_jax import _stagers
 
     shared = _stagers._Shared()
-    shared._rows[7] = {}
+    shared._rows[7] = _stagers._Row(keeps=False)
     with shared._lock:
         # It is reentrant: the child is another thread.
         pid = on_thread(lambda: _forked(lambda: shared._lock.acquire(blocking=False) and not shared._rows)).result(SECONDS)
