@@ -12,7 +12,7 @@ from operator import attrgetter, call
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["is_called", "wait_for_callers"]
+__all__ = ["caller_of", "frame_of", "is_called", "wait_for_callers"]
 
 LOOK_SECONDS = 1e-3
 COLLECTS_ANYWHERE = sys.version_info < (3, 12)
@@ -34,11 +34,23 @@ def is_called(of: object, methods: Collection[CodeType]) -> bool:
     return any(_is_inside(frame, of, methods) for thread, frame in _uncollected(sys._current_frames).items() if thread != me)
 
 
+def frame_of(thread: int) -> FrameType | None:
+    """Return what a thread, by its `ident`, is at; None: it runs no Python. Ask for more by `caller_of`."""
+    frames: dict[int, FrameType] = _uncollected(sys._current_frames)
+    return frames.get(thread)
+
+
+def caller_of(frame: FrameType) -> FrameType | None:
+    """Return the frame that has called this one, which may be another thread's."""
+    caller: FrameType | None = _uncollected(partial(_back_of, frame))
+    return caller
+
+
 def _is_inside(frame: FrameType | None, of: object, methods: Collection[CodeType]) -> bool:
     while frame is not None:
         if frame.f_code in methods and _uncollected(partial(_locals_of, frame)).get("self") is of:
             return True
-        frame = _uncollected(partial(_back_of, frame))
+        frame = caller_of(frame)
     return False
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, final
 
+from xferlib.callers import caller_of, frame_of
 from xferlib.errors import BackendUnavailableError
 from xferlib.overlap.calls import Call, Direction, Site
 from xferlib.overlap.driver import Driver
@@ -113,7 +114,7 @@ class Recording:
         site = site_of(sys._getframe(2))
         near = None
         if site is None and thread != self.loop:
-            near = site_of(sys._current_frames().get(self.loop))
+            near = site_of(frame_of(self.loop))
         call = Call(
             serial=0,
             step=self.step,
@@ -187,7 +188,7 @@ def site_of(frame: FrameType | None) -> Site | None:
         code = frame.f_code
         if is_program(code.co_filename):
             return Site(code.co_filename, frame.f_lineno, code.co_qualname)
-        frame = frame.f_back
+        frame = caller_of(frame)
     return None
 
 

@@ -6,12 +6,12 @@ behind it. A clock only ends the waiting for what does not come.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from dataclasses import replace
 from typing import Literal, final
 
+from xferlib.callers import frame_of
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import Recording, site_of
 from xferlib.overlap.calls import DIRECTIONS, Baseline, Call, Held, Site, Stuck
@@ -228,7 +228,7 @@ class Hold:
         """Return where the loop stands."""
         recording = self._recording
         call = recording.open.get(recording.loop)
-        frame = sys._current_frames().get(recording.loop)
+        frame = frame_of(recording.loop)
         inside = (
             "an unknown function" if frame is None else f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
         )
@@ -240,7 +240,7 @@ class Hold:
         end = time.monotonic() + self._patience
         while time.monotonic() < end:
             call = recording.open.get(recording.loop)
-            site: Site | None = site_of(sys._current_frames().get(recording.loop))
+            site: Site | None = site_of(frame_of(recording.loop))
             left = stuck.call is not None and call is not stuck.call
             if left or self.finished or recording.step != stuck.step or (stuck.call is None and site != stuck.site):
                 return True
