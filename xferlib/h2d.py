@@ -34,8 +34,8 @@ __all__ = ["HostToDevice"]
 
 MANY = 16
 SMALL = 16 << 10
-"""Bytes. Of so many leaves or more, or of leaves of up to this size, the driver is asked about one: it takes as long to answer as
-the CPU takes to copy a leaf of that size."""
+"""Bytes. The driver takes as long to say where a leaf lies as the CPU takes to copy one of this size. So where there are `MANY` or
+more, or where they are this small, it is asked about the first alone, and the others are taken to be like it."""
 
 BORROW_FROM = 1 << 20
 """Bytes. Waiting until fewer are staged takes about as long as waking a thread, and then nobody has to keep the sources."""

@@ -154,7 +154,7 @@ class InFlight:
         """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
 
         If this is interrupted in turn, what may still be read or written is in flight as ever: `host`, `device`, see `Entry`. Only
-        at its very entry, in the microsecond behind the interrupt that it settles, a second one leaves nobody that knows.
+        an interrupt before its first instruction leaves that known to nobody.
         A finalizer on a thread that makes the copies does not wait, since it would wait for itself: `keepalive` is held meanwhile.
         """
         try:
@@ -507,7 +507,7 @@ class Ledger:
 
     @property
     def has_no_readers(self) -> bool:
-        """Whether no copy of any stager, except puts of this one, can be in flight that uses device memory of the caller's."""
+        """Whether nothing in flight can be reading device memory of the caller's: this stager is the only one, and gets nothing."""
         return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1
 
     def entries(self) -> Iterator[Entry]:

@@ -38,7 +38,7 @@ class View:
 
 @final
 class Views:
-    """The views of one stager. Any thread. Whoever waits for memory asks it what is in flight, as a table asks its `Reclaimer`."""
+    """The views of one stager. Any thread. Asked for what is in flight by whoever waits for memory."""
 
     def __init__(self, backend: HostStager[Any]) -> None:
         self._backend = backend

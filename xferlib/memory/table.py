@@ -145,8 +145,8 @@ class Table(ABC):
             uninterrupted(self._trim)
 
     def _counted(self, entered: dict[int, EnteredT]) -> int:
-        """Return the bytes of memory that is to come, and of what is entered by the numbers of its growth. Takes no lock."""
-        # One call: other threads change both meanwhile. What is just being entered is in both, and counts once.
+        """Return the bytes of what is entered and of what the driver is being asked for. Takes no lock."""
+        # One call: other threads change both meanwhile. What is just being entered is in both under one number, and counts once.
         return sum([memory.nbytes for memory in (self._growing | entered).values()])
 
     @contextmanager

@@ -288,7 +288,7 @@ class _Starter:
         self.bill = MemoryEstimate()
         self._puts = puts
         self._read: tuple[Callable[[], None], Any] | None = None
-        """What waits until the source may write to the batch that it gave last; and that batch, since its memory may go with it."""
+        """A function that waits until the last batch may be written to again, and that batch, which is kept alive until then."""
         self._depth = depth
         self._count = count
         self._fits = False

@@ -60,8 +60,8 @@ class BounceBuffers:
         # Changed in single steps: a finalizer may put while its thread is in here.
         self._sizes = [size for size, count in SLOTS.items() if pool.limit >= SHARE * count * size]
         self._slots: dict[int, deque[Slot]] = {size: deque() for size in self._sizes}
-        """Those that are free, or soon will be, in the order in which they were used. While there are some that are kept, those of
-        further blocks, for a rush, are used once."""
+        """Those that are free, or soon will be, in the order in which they were used. A rush of puts needs more blocks: their slots
+        are used once, and do not come back here as long as there are others."""
 
     def __call__(self, part: Part, nbytes: int = 0, places: Sequence[Source] = (), target: object = None) -> Event:
         """Start the copy of a part, and enter it as in flight; its arrays are free on return.
