@@ -402,7 +402,7 @@ class Stager:
             pinned_nbytes=locks * pool.pinned,
             pinned_peak_nbytes=locks * pool.peak,
             pinned_limit_nbytes=self._pool.limit,
-            pinned_used_nbytes=locks * pool.used,
+            pinned_used_nbytes=pool.used,
             pinned_asked_nbytes=locks * pool.asked,
             pinned_asked_peak_nbytes=locks * pool.asked_peak,
             pool_hits=self._pool.hits,

@@ -16,7 +16,8 @@ class Stats:
             page-lock.
         pinned_peak_nbytes: The most of `pinned_nbytes` so far.
         pinned_limit_nbytes: What `pinned_nbytes` never exceeds.
-        pinned_used_nbytes: The part of the pool that arrays and copies in flight hold.
+        pinned_used_nbytes: What arrays and copies in flight hold of the pool, page-locked or not. This is what `pinned_limit` and
+            errors of a full pool speak of where the backend cannot page-lock.
         pinned_asked_nbytes: The part of `pinned_nbytes` that was asked for and is in use: without idle memory, alignment and unused
             rests of pages.
         pinned_asked_peak_nbytes: The most of `pinned_asked_nbytes` at a time.

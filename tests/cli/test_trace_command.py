@@ -72,6 +72,13 @@ def test_a_module_may_stand_beside_other_options(words: list[str], flags: list[s
     assert line[1:] == [*flags, "-m", "xferlib.tracing", "a.json", "a.html", "-m", "pytest", "tests"]
 
 
+@pytest.mark.parametrize("name", ["python", "python3"])
+def test_a_bare_name_is_this_interpreter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is found first, where no environment is active, has no xferlib."""
+    monkeypatch.setenv("PATH", "")
+    assert command_line([name, "train.py"], *FILES)[0] == sys.executable
+
+
 def test_a_file_is_run_by_this_interpreter() -> None:
     assert command_line(["train.py", "1"], *FILES) == [
         sys.executable,

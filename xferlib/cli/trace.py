@@ -14,6 +14,7 @@ from xferlib.cli.errors import CommandError
 
 __all__ = ["command_line", "run"]
 
+BARE = ("python", "python3")
 WITH_VALUE = ("--check-hash-based-pycs",)
 """Options of the interpreter whose value is the next word."""
 CLUSTER = re.compile(r"-[a-zA-Z]*?([cmWX])(.*)", re.DOTALL)
@@ -41,7 +42,8 @@ def command_line(command: Sequence[str], json_file: Path, html: Path) -> list[st
             f"only Python programs can be traced, and {' '.join(words)!r} begins with none. Begin with the interpreter: "
             "xferlib trace -- python train.py"
         )
-    found = shutil.which(words[0])
+    # By its bare name it is the one that has xferlib, also where no environment is active.
+    found = sys.executable if words[0] in BARE else shutil.which(words[0])
     if found is None:
         raise CommandError(f"there is no {words[0]!r} on this machine. Name the interpreter with its path")
     at = 1

@@ -52,7 +52,8 @@ def host_array(leaf: object, *, advice: str = "") -> Array:
         leaf = np.asarray(leaf)
     if not isinstance(leaf, np.ndarray):
         kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-        raise TypeError(". ".join(filter(None, (f"expected a NumPy array, got {kind}", _advice(leaf) or advice))))
+        loop = "A loop puts the batches of a source: xferlib.prefetch(source, stager)" if hasattr(type(leaf), "__next__") else ""
+        raise TypeError(". ".join(filter(None, (f"expected a NumPy array, got {kind}", _advice(leaf) or advice, loop))))
     return np.asarray(leaf)
 
 
