@@ -316,8 +316,9 @@ def test_a_save_that_has_ended_is_not_cancelled(stager: Stager, tmp_path: Path) 
     save.result(20)
     assert not save.cancel()
     assert save.done()
-    failed = xferlib.save(tmp_path / "none" / "a.npy", array, stager)
-    with pytest.raises(FileNotFoundError):
+    (tmp_path / "b.npy").mkdir()
+    failed = xferlib.save(tmp_path / "b.npy", array, stager)
+    with pytest.raises(IsADirectoryError):
         failed.result(20)
     assert not failed.cancel()
 

@@ -94,9 +94,19 @@ def test_a_file_system_that_does_not_say_how_large_it_is_will_do(
     xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager).result(20)
 
 
-def test_a_folder_that_is_not_there_is_an_error_of_the_save(stager: Stager, tmp_path: Path) -> None:
-    save = xferlib.save(tmp_path / "none" / "a.npy", there(stager, np.zeros(3)), stager)
-    with pytest.raises(FileNotFoundError, match=r"none/a\.npy'$"):
+def test_a_folder_that_is_not_there_is_refused_at_the_call(stager: Stager, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"the file's folder is not there\. Make it first.*none'$"):
+        xferlib.save(tmp_path / "none" / "a.npy", there(stager, np.zeros(3)), stager)
+
+
+def test_a_folder_that_goes_meanwhile_is_an_error_of_the_save(stager: Stager, tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    array = there(stager, np.zeros(3))
+    with held(stager.backend.d2h) as gate:  # type: ignore[attr-defined]  # The host backend's.
+        save = xferlib.save(tmp_path / "none" / "a.npy", array, stager)
+        (tmp_path / "none").rename(tmp_path / "moved")
+        gate.set()
+    with pytest.raises(FileNotFoundError, match=r"none"):
         save.result(20)
 
 
@@ -191,7 +201,8 @@ def test_the_disk_has_the_bytes_before_the_file_has_its_name(
 
 
 def test_a_failure_that_nobody_asked_about_is_said_when_the_handle_goes(stager: Stager, tmp_path: Path) -> None:
-    save = xferlib.save(tmp_path / "none" / "a.npy", there(stager, np.zeros(3)), stager)
+    (tmp_path / "a.npy").mkdir()
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(3)), stager)
     assert save._writing.ended.wait(20)
     with pytest.warns(RuntimeWarning, match="nobody has asked"):
         del save

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from collections.abc import Mapping
@@ -59,7 +60,8 @@ def save(
       take as much device memory as the arrays until they are read. Where there is no room for all of them, the arrays themselves
       are read, as without it, and `Save.held_nbytes` says how much that holds up.
 
-    Raises `ValueError` and `TypeError` for arguments, and as `Stager.get` does; `ClosedError` in handlers of `atexit` that were
+    Raises `ValueError` and `TypeError` for arguments, and as `Stager.get` does; `FileNotFoundError` where the folder is not there;
+    `ClosedError` in handlers of `atexit` that were
     registered before xferlib was imported. What goes wrong later, a full disk for example, is
     raised by `Save.result`.
     """
@@ -69,6 +71,7 @@ def save(
     file = Path(path).absolute()
     if file.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{str(file)!r}: expected a name that ends in .safetensors, .npz or .npy, which says how to write it")
+    _check_folder(file.parent)
     memory = min(positive_nbytes(memory, "memory"), stager.stats().pinned_limit_nbytes // 2)
     if rate_limit is not None and not rate_limit > 0:
         raise ValueError(f"rate_limit={rate_limit!r}: expected bytes per second, greater than 0")
@@ -87,6 +90,13 @@ def save(
     # Interrupted from here on, the caller has no handle, and the file is written all the same or not begun.
     writing.start(weakref.ref(handle))
     return handle
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise `FileNotFoundError` now for what would fail later: a typing error, mostly."""
+    if not os.path.lexists(folder):
+        advice = "the file's folder is not there. Make it first, or choose another path"
+        raise FileNotFoundError(errno.ENOENT, advice, str(folder))
 
 
 @final
