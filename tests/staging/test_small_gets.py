@@ -478,9 +478,31 @@ def test_a_copy_that_could_not_be_started_costs_the_short_way_for_no_longer_than
 def test_memory_that_went_back_for_others_is_not_taken_from_them_again(stager: xferlib.Stager) -> None:
     small = stager._staging._small_gets
     assert small.release()
-    assert not small.is_lost
-    stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
-    assert not small._idle
+    for _ in range(small_gets.AGAIN - 1):
+        stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
+        assert not small._idle
+
+
+def test_memory_that_went_back_for_others_comes_back_when_many_gets_have_missed_it(stager: xferlib.Stager, jobs: list[Any]) -> None:
+    small = stager._staging._small_gets
+    for _ in range(2):
+        assert small.release()
+        for _ in range(small_gets.AGAIN):
+            assert not small._idle
+            stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
+        jobs.clear()
+        assert stager.get(ramp(64), out=np.zeros(64, np.uint8)).done()
+        assert not jobs
+
+
+def test_where_there_is_no_room_for_it_it_is_asked_for_seldom(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(stager._pool, "try_take", lambda nbytes, taken: asked.append(nbytes))
+    small = stager._staging._small_gets
+    assert small.release()
+    for _ in range(3 * small_gets.AGAIN):
+        stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
+    assert len(asked) == 3
 
 
 def test_where_no_memory_can_be_had_for_small_gets_the_engine_takes_all(jobs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,8 +201,8 @@ class Staging:
         job.kept, job.device, job.memory = (transfers, sources), sources, [extent(array) for _, array in whole]
         job.after, job.beside, job.ours = after, before, ours
         self._wait_for_writers(job)
-        if not self._lanes[D2H].has_chunks or self._small_gets.is_lost:
-            # Memory is page-locked now in any case, or comes back from where it was lost.
+        if not self._lanes[D2H].has_chunks or self._small_gets.is_missed:
+            # Memory is page-locked now in any case, or comes back from where it was lost, or from others.
             self._small_gets.prepare()
         try:
             listed = [(address_of(array), address, array.nbytes, 0) for address, array in whole]

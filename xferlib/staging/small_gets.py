@@ -39,6 +39,9 @@ COPY_SECONDS = 200e-6
 """How long the caller waits for the copies. They take a tenth of that unless others use the link."""
 SHARE = 16
 """The pool's limit must have room for so many blocks of that size; if it has not even for `FEWER`, the engine makes all gets."""
+AGAIN = 256
+"""Gets that the engine makes while there is no memory for the short way, before it is asked for again: by then they have taken as
+long as it takes to page-lock it, and what others needed it for is mostly over."""
 
 
 @final
@@ -77,12 +80,15 @@ class SmallGets:
         self._idle: deque[tuple[HostBlock, Event | None]] = deque()
         """One block, with the event of a copy that was given up, after which it may be used again; or none, while it is in use."""
         self._block: weakref.ref[HostBlock] | None = None
-        """Returns the block while anybody has it; None: there is none, and nobody misses it."""
+        """Returns the block while anybody has it; None: there is none, since others need the room, or there was none."""
+        self._missed = 0
+        """Gets since then that it would have served."""
 
     @property
-    def is_lost(self) -> bool:
-        """Whether an interrupt, or a copy that could not be started, has cost the memory: `prepare` again."""
-        return self._block is not None and self._block() is None
+    def is_missed(self) -> bool:
+        """Whether to `prepare` again: an interrupt, or a copy that could not be started, has cost the memory; or it went to others,
+        long ago."""
+        return self._missed >= AGAIN if self._block is None else self._block() is None
 
     def takes(self, transfers: Sequence[tuple[int, Array]]) -> bool:
         """Tell whether a get is small, and comes from a thread that may wait: a finalizer on one that makes copies may not."""
@@ -93,6 +99,7 @@ class SmallGets:
         """Have the memory that small gets pass through, if there is room. They are to page-lock nothing themselves."""
         if self._idle or not self._nbytes:
             return
+        self._missed = 0
         fill = Fill()
         try:
             # Counts as in flight before another thread finds neither room nor anything to wait for.
@@ -123,6 +130,8 @@ class SmallGets:
                 block, event = self._idle.pop()
             except IndexError:
                 # Another thread has it, or it went back to the pool.
+                if self._block is None:
+                    self._missed += 1
                 return False
             if not _comes(event, 0.0):
                 self._idle.append((block, event))
