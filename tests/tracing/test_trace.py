@@ -299,6 +299,46 @@ def test_what_an_interrupt_kept_running_is_written_when_the_program_ends(tmp_pat
     assert [event for event in found["traceEvents"] if event.get("cat") == "h2d"]
 
 
+def test_a_signal_as_it_is_written_when_the_program_ends_lets_it_be_written(tmp_path: Path) -> None:
+    run_python(f"""
+        import os, signal, sys
+        import xferlib
+        from xferlib.tracing import chrome
+        write = chrome.write
+        def struck(*arguments):
+            os.kill(os.getpid(), signal.SIGTERM)
+            write(*arguments)
+        chrome.write = struck
+        # Nobody has ended it.
+        xferlib.trace({str(tmp_path / "run.json")!r}, gpu=False).__enter__()
+    """)
+    assert "traceEvents" in json.loads((tmp_path / "run.json").read_text())
+
+
+def test_the_interpreter_waits_for_the_thread_that_ends_a_trace() -> None:
+    """The wait for it was interrupted."""
+    told = run_python("""
+        import atexit, os, signal, threading
+        import xferlib
+        from xferlib.tracing import trace as module
+        ending, goes_down, is_down = threading.Event(), threading.Event(), threading.Event()
+        recording = module._recording
+        def held(*arguments):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert goes_down.wait(20)
+            # What comes last has to wait for this.
+            print("left alone" if is_down.wait(0.2) else "waited for", flush=True)
+            return recording(*arguments)
+        module._recording = held
+        atexit.register(is_down.set)
+        with xferlib.trace(gpu=False):
+            # What is registered last is called first.
+            atexit.register(goes_down.set)
+    """)
+    assert told.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert told.stdout == "waited for\n"
+
+
 def test_a_trace_in_a_thread_that_nobody_waits_for_is_written_when_the_program_ends(tmp_path: Path) -> None:
     succeeds(f"""
         import threading

@@ -7,7 +7,7 @@ import os
 import threading
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns, sleep
 from types import TracebackType
 from typing import Final, final
 
@@ -23,6 +23,9 @@ from xferlib.tracing.termination import Termination
 __all__ = ["Trace", "trace"]
 
 DROPPED: Final = object()
+EXIT_SECONDS = 10.0
+"""How long the program's end waits for a thread that ends the trace. More than CUPTI takes; nothing is sure of a thread."""
+LOOK_SECONDS = 0.001
 _running: dict[None, Trace] = {}
 # What runs in the parent of a forked child does not run there.
 os.register_at_fork(after_in_child=_running.clear)
@@ -179,15 +182,23 @@ class Trace:
 
     def _end_at_exit(self) -> None:
         """End and write what still runs: in a thread that nobody waits for, or since an interrupt came as its block ended."""
-        # Else whoever has begun to end it does so, or this is a forked child.
-        if _running.get(None) is self and not self._fate:
-            try:
-                # No thread can be started by now.
-                self._end()
-                if self._path is not None:
-                    self.json(self._path)
-            finally:
-                self._abandon()
+        if _running.get(None) is not self:
+            return  # This is a forked child.
+        try:
+            if not self._fate:
+                # A signal waits, as at the end of the block.
+                with self._termination.later():
+                    # No thread can be started by now.
+                    self._end()
+                    if self._path is not None:
+                        self.json(self._path)
+            elif self._fate[None] is not DROPPED:
+                # An interrupt came while another thread was at it, which the interpreter must not leave in the middle.
+                until = monotonic() + EXIT_SECONDS
+                while _running.get(None) is self and monotonic() < until:
+                    sleep(LOOK_SECONDS)
+        finally:
+            self._abandon()
 
     def _abandon(self) -> None:
         atexit.unregister(self._end_at_exit)
