@@ -2455,6 +2455,162 @@ static void copies_whole(void) {
     free(to);
 }
 
+// Strided arrays, against one item at a time; what lies around them is not touched.
+
+enum { MANY_AXES = 64 };
+
+typedef struct {
+    int axes;
+    int64_t shape[MANY_AXES], strides[MANY_AXES];
+    size_t itemsize, count;
+    char *memory;      // Just what the items reach, so that a sanitizer sees each byte beside them.
+    const char *first;
+} strided;
+
+static strided new_strided(uint32_t *seed, int axes) {
+    static const size_t ITEMS[] = {1, 2, 3, 4, 7, 8, 16, 24};
+    strided a = {.axes = axes, .itemsize = ITEMS[dice(seed, 8)], .count = 1};
+    int64_t low = 0, high = (int64_t)a.itemsize, step = (int64_t)a.itemsize;
+    int order[MANY_AXES] = {0};
+    for (int n = 0; n < axes; n++) {
+        uint32_t other = dice(seed, (uint32_t)n + 1);
+        order[n] = order[other];
+        order[other] = n;
+    }
+    for (int n = 0; n < axes; n++) {
+        int axis = dice(seed, 3) ? axes - 1 - n : order[n];
+        if (a.shape[axis]) continue;
+        int64_t length = 1 + dice(seed, axes > 6 ? 2 : 5);
+        if (a.count * (size_t)length > 400) length = 1;
+        // Side by side, with a gap that aligns nothing, backwards, or all the same.
+        uint32_t way = dice(seed, 8);
+        int64_t stride = way < 3 ? step : way < 5 ? step + (int64_t)dice(seed, 9) : way < 7 ? -step : 0;
+        a.shape[axis] = length;
+        a.count *= (size_t)length;
+        a.strides[axis] = stride;
+        int64_t reach = (length - 1) * stride;
+        if (reach < 0) low += reach;
+        else high += reach;
+        step = (step + (stride < 0 ? -stride : stride)) * length;
+        // Nobody takes a step along an axis of one.
+        if (length == 1) a.strides[axis] = way & 1 ? INT64_MIN + (int64_t)way : INT64_MAX - (int64_t)way;
+        if (step > KIB) step = 1 + dice(seed, 64);
+    }
+    for (int axis = 0; axis < axes; axis++)
+        if (!a.shape[axis]) a.shape[axis] = 1, a.strides[axis] = INT64_MAX;
+    size_t nbytes = (size_t)(high - low);
+    a.memory = malloc(nbytes);
+    for (size_t n = 0; n < nbytes; n++) a.memory[n] = (char)dice(seed, 256);
+    a.first = a.memory - low;
+    return a;
+}
+
+static const char *item_of(const strided *a, size_t number) {
+    const char *at = a->first;
+    for (int axis = a->axes - 1; axis >= 0; axis--) {
+        int64_t index = (int64_t)(number % (size_t)a->shape[axis]);
+        number /= (size_t)a->shape[axis];
+        if (index) at += index * a->strides[axis];
+    }
+    return at;
+}
+
+static void gathers_in_order(void) {
+    uint32_t seed = 5;
+    for (int n = 0; n < 3000; n++) {
+        strided a = new_strided(&seed, n % 50 == 0 ? MANY_AXES : n % 50 == 1 ? 32 : (int)dice(&seed, 7));
+        size_t nbytes = a.count * a.itemsize, off = dice(&seed, 8);
+        char *to = malloc(off + nbytes);
+        CHECK(xe_gather(to + off, a.first, a.axes, a.shape, a.strides, a.itemsize) == XE_OK);
+        for (size_t item = 0; item < a.count; item++)
+            CHECK(memcmp(to + off + item * a.itemsize, item_of(&a, item), a.itemsize) == 0);
+        // Of nothing nothing is read, however much of it there is.
+        int64_t shape[] = {1ll << 60, 0, 1ll << 60}, strides[] = {1, 1, 1};
+        CHECK(xe_gather(NULL, NULL, 3, shape, strides, a.itemsize) == XE_OK);
+        CHECK(xe_gather(NULL, NULL, 1, shape, strides, 0) == XE_OK);
+        free(to);
+        free(a.memory);
+    }
+}
+
+// An array whose file is cut off is not read; what others gather is whole; and each call survives for itself alone.
+
+enum { CUT_ROWS = 512, CUT_NBYTES = 256 * KIB, CUT_PAGE = 4096 };
+static const int64_t CUT_SHAPE[] = {CUT_ROWS, CUT_NBYTES / CUT_ROWS / 16}, CUT_STRIDES[] = {CUT_NBYTES / CUT_ROWS, 16};
+
+static void *gathers_what_is_whole(void *over) {
+    char *from = malloc(CUT_NBYTES), *to = malloc(CUT_NBYTES / 2);
+    for (size_t n = 0; n < CUT_NBYTES; n++) from[n] = value(1, 2, n);
+    do {
+        memset(to, 0, CUT_NBYTES / 2);
+        CHECK(xe_gather(to, from, 2, CUT_SHAPE, CUT_STRIDES, 8) == XE_OK);
+        for (size_t n = 0; n < CUT_NBYTES / 2; n++) CHECK(to[n] == value(1, 2, n / 8 * 16 + n % 8));
+    } while (!atomic_load((atomic_bool *)over));
+    free(from);
+    free(to);
+    return NULL;
+}
+
+static char *cut_off_at(size_t nbytes) {
+    char name[] = "/tmp/xferlib-engine-XXXXXX";
+    int file = mkstemp(name);
+    unlink(name);
+    CHECK(ftruncate(file, CUT_NBYTES) == 0);
+    char *mapped = mmap(NULL, CUT_NBYTES, PROT_READ, MAP_SHARED, file, 0);
+    CHECK(mapped != MAP_FAILED && ftruncate(file, (off_t)nbytes) == 0);
+    close(file);
+    return mapped;
+}
+
+// The sanitizer of threads keeps all signals back in a handler, and for good where that jumps out: one more would end the process.
+static void listen_again(void) {
+#if BY_THREAD_SANITIZER
+    sigset_t bus;
+    sigemptyset(&bus);
+    sigaddset(&bus, SIGBUS);
+    pthread_sigmask(SIG_UNBLOCK, &bus, NULL);
+#endif
+}
+
+static void gathers_from_a_file_that_is_cut_off(void) {
+    // A sanitizer's own handler would be asked before.
+    signal(SIGBUS, SIG_DFL);
+    char *to = malloc(CUT_NBYTES);
+    atomic_bool over = false;
+    pthread_t other;
+    CHECK(pthread_create(&other, NULL, gathers_what_is_whole, &over) == 0);
+    for (size_t left = 0; left <= CUT_NBYTES; left += CUT_NBYTES / 16) {
+        char *mapped = cut_off_at(left);
+        for (int n = 0; n < 3; n++) {
+            CHECK(xe_gather(to, mapped, 2, CUT_SHAPE, CUT_STRIDES, 8) == (left < CUT_NBYTES ? XE_WRONG : XE_OK));
+            listen_again();
+            CHECK(xe_copy(to, mapped, CUT_NBYTES, 0) == (left < CUT_NBYTES ? XE_WRONG : XE_OK));
+            listen_again();
+        }
+        munmap(mapped, CUT_NBYTES);
+    }
+    atomic_store(&over, true);
+    pthread_join(other, NULL);
+    // Behind a call, and behind one that failed, whoever touches what is not there ends.
+    for (int failed = 0; failed < 2; failed++) {
+        pid_t child = fork();
+        if (child == 0) {
+            struct rlimit none = {0, 0};
+            setrlimit(RLIMIT_CORE, &none);
+            // Where it went on it might do so for ever.
+            alarm(5);
+            char *mapped = cut_off_at(CUT_PAGE);
+            int64_t shape = 64, stride = 16;
+            CHECK(xe_gather(to, mapped + (failed ? CUT_PAGE : 0), 1, &shape, &stride, 8) == (failed ? XE_WRONG : XE_OK));
+            listen_again();
+            _exit(((volatile char *)mapped)[CUT_PAGE]);
+        }
+        int status;
+        CHECK(waitpid(child, &status, 0) == child && !WIFEXITED(status) && WTERMSIG(status) == SIGBUS);
+    }
+    free(to);
+}
+
 // Calls in a context, for whoever is somewhere else. The driver notes where its functions are called.
 
 static struct {
@@ -2610,7 +2766,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(leaves_chunks_to_jobs_that_want_them), TEST(takes_back_by_number), TEST(wakes_whoever_waits_to_the_device),
     TEST(wakes_whoever_waits_to_the_host), TEST(wakes_whoever_waits_for_what_failed), TEST(misses_nothing_as_it_falls_asleep),
     TEST(falls_asleep), TEST(stands_near_a_device), TEST(may_be_called_again),
-    TEST(survives_a_file_that_is_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(stops_behind_a_copy), TEST(wakes_whoever_owns_a_lane), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole),
+    TEST(survives_a_file_that_is_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(stops_behind_a_copy), TEST(wakes_whoever_owns_a_lane), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole), TEST(gathers_in_order), TEST(gathers_from_a_file_that_is_cut_off),
     TEST(calls_in_its_context), TEST(calls_nothing_where_it_cannot_go), TEST(asks_in_whatever_mode_it_gets),
 };
 

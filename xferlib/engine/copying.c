@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -107,7 +108,7 @@ static bool copy_bytes(void *dst, const void *src, size_t nbytes, bool aside) {
 static char *gather_runs(char *to, const char *from, int64_t count, int64_t stride, size_t nbytes) {
 #define RUNS(SIZE)                                                                             \
     case SIZE:                                                                                 \
-        for (int64_t i = 0; i < count; i++, from += stride) memcpy(to + i * SIZE, from, SIZE); \
+        for (int64_t i = 0; i < count; i++) memcpy(to + i * SIZE, from + i * stride, SIZE);    \
         break
     switch (nbytes) {
         RUNS(1);
@@ -129,12 +130,14 @@ static void gather(char *to, const char *from, int axes, const int64_t *shape, c
     int inner = axes - 1, axis = inner;
     do {
         to = axes ? gather_runs(to, from, shape[inner], strides[inner], run) : gather_runs(to, from, 1, 0, run);
-        // The next of the outer axes, as an odometer counts.
+        // The next of the outer axes, as an odometer counts. No step leads out of the array: that of an axis of one may be any number.
         for (axis = inner - 1; axis >= 0; axis--) {
-            from += strides[axis];
-            if (++index[axis] < shape[axis]) break;
+            if (++index[axis] < shape[axis]) {
+                from += strides[axis];
+                break;
+            }
             index[axis] = 0;
-            from -= shape[axis] * strides[axis];
+            from -= (shape[axis] - 1) * strides[axis];
         }
     } while (axis >= 0);
 }
@@ -185,11 +188,15 @@ bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside, bool *f
 }
 
 bool gather_guarded(void *dst, const void *src, int axes, const int64_t *shape, const int64_t *strides, size_t itemsize) {
+    if (!itemsize) return true;
     for (int axis = 0; axis < axes; axis++)
         if (!shape[axis]) return true;
     if (sigsetjmp(back, 0)) return false;
     guarded = 1;
+    // Moves are made in line, and compilers may make them before or behind what is volatile.
+    atomic_signal_fence(memory_order_seq_cst);
     gather(dst, src, axes, shape, strides, itemsize);
+    atomic_signal_fence(memory_order_seq_cst);
     guarded = 0;
     return true;
 }

@@ -815,6 +815,35 @@ MUTANTS = (
         "copying.c",
     ),
     Mutant("what is not aligned is left out", "        memcpy(to, from, head);\n", "", "copies_whole", "plain", "copying.c"),
+    *(
+        Mutant(name, old, new, "gathers_in_order", sanitizer, "copying.c")
+        for name, old, new, sanitizer in (
+            (
+                "an axis is begun where it ended",
+                "            from -= (shape[axis] - 1) * strides[axis];\n",
+                "",
+                "plain",
+            ),
+            ("an axis is begun in the middle", "            index[axis] = 0;\n", "", "plain"),
+            ("what lies apart is copied in one", "strides[axes - 1] == (int64_t)run", "strides[axes - 1] >= (int64_t)run", "plain"),
+            (
+                "an axis of one has its step",
+                "            from -= (shape[axis] - 1) * strides[axis];\n",
+                "            from += strides[axis];\n            from -= shape[axis] * strides[axis];\n",
+                "addresses",
+            ),
+            ("items of four bytes are items of eight", "        RUNS(4);\n", "    case 4:\n", "plain"),
+            ("nothing is read as something", "        if (!shape[axis]) return true;\n", "        (void)axis;\n", "plain"),
+        )
+    ),
+    *(
+        Mutant(name, old, new, "gathers_from_a_file_that_is_cut_off", "plain", "copying.c")
+        for name, old, new in (
+            ("a strided source that was cut off ends the process", "    guarded = 1;\n    // Moves", "    // Moves"),
+            ("behind a strided source all is survived", "    atomic_signal_fence(memory_order_seq_cst);\n    guarded = 0;\n", ""),
+            ("behind one that was cut off all is survived", "        guarded = 0;\n        siglongjmp", "        siglongjmp"),
+        )
+    ),
     # Calls in a context.
     *(
         Mutant(
