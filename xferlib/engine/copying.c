@@ -124,20 +124,28 @@ static char *gather_runs(char *to, const char *from, int64_t count, int64_t stri
 }
 
 static void gather(char *to, const char *from, int axes, const int64_t *shape, const int64_t *strides, size_t run) {
+    int64_t counts[MOST_AXES], steps[MOST_AXES], index[MOST_AXES] = {0};
+    int last = -1, axis;
+    for (axis = 0; axis < axes; axis++) {
+        // The step of an axis of one may be any number, and nobody takes it.
+        if (shape[axis] == 1) continue;
+        // Two axes are one where the outer goes on as the inner would.
+        if (last < 0 || steps[last] != shape[axis] * strides[axis]) counts[++last] = 1;
+        counts[last] *= shape[axis];
+        steps[last] = strides[axis];
+    }
     // What lies in one piece is copied in one.
-    for (; axes && (shape[axes - 1] == 1 || strides[axes - 1] == (int64_t)run); axes--) run *= shape[axes - 1];
-    int64_t index[MOST_AXES] = {0};
-    int inner = axes - 1, axis = inner;
+    if (last >= 0 && steps[last] == (int64_t)run) run *= counts[last--];
     do {
-        to = axes ? gather_runs(to, from, shape[inner], strides[inner], run) : gather_runs(to, from, 1, 0, run);
-        // The next of the outer axes, as an odometer counts. No step leads out of the array: that of an axis of one may be any number.
-        for (axis = inner - 1; axis >= 0; axis--) {
-            if (++index[axis] < shape[axis]) {
-                from += strides[axis];
+        to = last >= 0 ? gather_runs(to, from, counts[last], steps[last], run) : gather_runs(to, from, 1, 0, run);
+        // The next of the outer axes, as an odometer counts. No step leads out of the array.
+        for (axis = last - 1; axis >= 0; axis--) {
+            if (++index[axis] < counts[axis]) {
+                from += steps[axis];
                 break;
             }
             index[axis] = 0;
-            from -= (shape[axis] - 1) * strides[axis];
+            from -= (counts[axis] - 1) * steps[axis];
         }
     } while (axis >= 0);
 }

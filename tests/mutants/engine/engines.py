@@ -816,24 +816,14 @@ MUTANTS = (
     ),
     Mutant("what is not aligned is left out", "        memcpy(to, from, head);\n", "", "copies_whole", "plain", "copying.c"),
     *(
-        Mutant(name, old, new, "gathers_in_order", sanitizer, "copying.c")
-        for name, old, new, sanitizer in (
-            (
-                "an axis is begun where it ended",
-                "            from -= (shape[axis] - 1) * strides[axis];\n",
-                "",
-                "plain",
-            ),
-            ("an axis is begun in the middle", "            index[axis] = 0;\n", "", "plain"),
-            ("what lies apart is copied in one", "strides[axes - 1] == (int64_t)run", "strides[axes - 1] >= (int64_t)run", "plain"),
-            (
-                "an axis of one has its step",
-                "            from -= (shape[axis] - 1) * strides[axis];\n",
-                "            from += strides[axis];\n            from -= shape[axis] * strides[axis];\n",
-                "addresses",
-            ),
-            ("items of four bytes are items of eight", "        RUNS(4);\n", "    case 4:\n", "plain"),
-            ("nothing is read as something", "        if (!shape[axis]) return true;\n", "        (void)axis;\n", "plain"),
+        Mutant(name, old, new, "gathers_in_order", "plain", "copying.c")
+        for name, old, new in (
+            ("an axis is begun where it ended", "            from -= (counts[axis] - 1) * steps[axis];\n", ""),
+            ("an axis is begun in the middle", "            index[axis] = 0;\n", ""),
+            ("any two axes are one", "last < 0 || steps[last] != shape[axis] * strides[axis]", "last < 0"),
+            ("what lies apart is copied in one", "steps[last] == (int64_t)run", "steps[last] >= (int64_t)run"),
+            ("items of four bytes are items of eight", "        RUNS(4);\n", "    case 4:\n"),
+            ("nothing is read as something", "        if (!shape[axis]) return true;\n", "        (void)axis;\n"),
         )
     ),
     *(
