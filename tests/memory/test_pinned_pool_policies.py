@@ -15,7 +15,7 @@ from tests.core.fakes import held, on_thread
 from tests.memory.test_pinned_pool import MIB, U8, Driver
 from xferlib.errors import AllocationError
 from xferlib.memory.blocks import HostBlock, WhenFull
-from xferlib.memory.pinned_pool import STAGING_SHARE, PinnedPool
+from xferlib.memory.pinned_pool import LOOKS, STAGING_SHARE, PinnedPool
 from xferlib.stats import Stats
 
 
@@ -27,6 +27,41 @@ def test_with_raise_an_array_waits_for_nothing() -> None:
         pool.empty((2 * MIB,), U8)
     assert driver.in_flight
     assert (pool.waits, pool.wait_seconds) == (0, 0.0)
+
+
+def test_memory_that_staging_uses_again_and_again_is_waited_for() -> None:
+    """Other threads use it whenever it is asked for, and are done whenever it is asked what is under way."""
+    looks: list[int] = []
+
+    class Busy(Driver):
+        def wait_oldest(self) -> bool:
+            looks.append(len(looks))
+            if len(looks) == 20:
+                blocks.clear()
+            return False
+
+    pool = Busy().pool(4 * MIB)
+    blocks = [pool.take(3 * MIB)]
+    assert pool.empty((2 * MIB,), U8).nbytes == 2 * MIB
+    assert len(looks) == 20
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_memory_that_staging_never_gives_back_is_not_waited_for_for_ever(staged: bool) -> None:
+    """Nor at all where arrays have it."""
+    asked: list[int] = []
+
+    class Counting(Driver):
+        def wait_oldest(self) -> bool:
+            asked.append(1)
+            return False
+
+    pool = Counting().pool(4 * MIB)
+    held = pool.take(3 * MIB) if staged else pool.empty((3 * MIB,), U8)
+    with pytest.raises(AllocationError, match="nothing is in flight"):
+        pool.empty((2 * MIB,), U8)
+    assert len(asked) == (LOOKS + 2 if staged else 2)
+    del held
 
 
 def test_what_whole_pages_take_beyond_the_limit_is_refused_at_once() -> None:

@@ -495,6 +495,36 @@ def test_memory_that_went_back_for_others_comes_back_when_many_gets_have_missed_
         assert not jobs
 
 
+def test_while_a_thread_uses_the_memory_no_other_takes_more_of_it(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    small = stager._staging._small_gets
+    used = small._idle.pop()
+    monkeypatch.setattr(stager._pool, "try_take", lambda nbytes, taken: asked.append(nbytes))
+    small.prepare()
+    del used
+    assert asked == []
+    small.prepare()
+    assert len(asked) == 1
+
+
+def test_of_two_threads_that_take_the_memory_at_once_one_does(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, try_take = stager._staging._small_gets, stager._pool.try_take
+
+    def take(nbytes: int, taken: Any) -> Any:
+        monkeypatch.setattr(stager._pool, "try_take", try_take)
+        # Another thread, in the middle.
+        on_thread(small.prepare).result(WATCHDOG)
+        return try_take(nbytes, taken)
+
+    assert small.release()
+    used = stager._pool.used_nbytes
+    monkeypatch.setattr(stager._pool, "try_take", take)
+    small.prepare()
+    stager._ledger.reap()
+    assert len(small._idle) == 1
+    assert stager._pool.usage().used <= used + small_gets.MOST
+
+
 def test_where_there_is_no_room_for_it_it_is_asked_for_seldom(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(stager._pool, "try_take", lambda nbytes, taken: asked.append(nbytes))

@@ -53,6 +53,9 @@ STAGING_SHARE = 64 << 20
 UNLOCKED_FROM = 8 << 20
 """Bytes. If the results of one get need so much new memory, or more, it is locked later. Locking less takes no longer than a detour
 through chunks."""
+LOOKS = 100
+"""How often it is looked for room that staging would give back, though nothing is seen in flight, before it is said that there is
+none: other threads may use their memory again and again, each time just when they are asked."""
 GIVE_WAY_SECONDS = 0.0001
 """How long a get that takes much new memory leaves the interpreter to others in the middle. A thread that launches would get its
 turn only after the switch interval, 5 ms, and behind each of its calls again."""
@@ -231,6 +234,7 @@ class PinnedPool(Table):
         self._reclaimer.reap()
         waits = not request.for_array or self.when_full == "wait"
         yielded = collected = False
+        looks = 0
         while True:
             changes = self._changes
             found = self._alone(self._reuse_or_count, request, number, True)
@@ -246,6 +250,11 @@ class PinnedPool(Table):
                 yielded = True
             elif (waits and self._wait()) or self._worth_another_look(changes):
                 pass
+            elif collected and waits and looks < LOOKS and self._segments.used_nbytes > self._segments.arrays_nbytes:
+                # Staging has some: in use when it was asked to yield, at rest when it was asked what ends next, and perhaps in use
+                # again by now.
+                looks += 1
+                time.sleep(LOOK_SECONDS)
             elif collected or (request.for_array and self.when_full == "stage"):
                 raise self._full(request.asked, waits=waits)
             else:

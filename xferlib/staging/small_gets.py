@@ -88,7 +88,11 @@ class SmallGets:
     def is_missed(self) -> bool:
         """Whether to `prepare` again: an interrupt, or a copy that could not be started, has cost the memory; or it went to others,
         long ago."""
-        return self._missed >= AGAIN if self._block is None else self._block() is None
+        return self._missed >= AGAIN if self._block is None else not self._is_there
+
+    @property
+    def _is_there(self) -> bool:
+        return self._block is not None and self._block() is not None
 
     def takes(self, transfers: Sequence[tuple[int, Array]]) -> bool:
         """Tell whether a get is small, and comes from a thread that may wait: a finalizer on one that makes copies may not."""
@@ -97,7 +101,7 @@ class SmallGets:
 
     def prepare(self) -> None:
         """Have the memory that small gets pass through, if there is room. They are to page-lock nothing themselves."""
-        if self._idle or not self._nbytes:
+        if self._idle or self._is_there or not self._nbytes:
             return
         self._missed = 0
         fill = Fill()
@@ -105,7 +109,8 @@ class SmallGets:
             # Counts as in flight before another thread finds neither room nor anything to wait for.
             with suppress(AllocationError):
                 block = self._pool.try_take(self._nbytes, lambda: self._jobs.add(fill))
-                if block is not None:
+                # Another thread may have prepared it meanwhile. One block is enough.
+                if block is not None and not self._is_there:
                     self._block = weakref.ref(block)
                     self._idle.append((block, None))
         finally:

@@ -49,6 +49,8 @@ MUTANTS = [
     (SMALL, "MOST if pool.limit >= SHARE * MOST else FEWER", "MOST"),
     (SMALL, "        self._idle.clear()\n", ""),
     (SMALL, "        if found:\n            self._block = None\n", ""),
+    (SMALL, "self._idle or self._is_there or not", "self._idle or not"),
+    (SMALL, "if block is not None and not self._is_there:", "if block is not None:"),
     (SMALL, "                    self._missed += 1\n", "                    pass\n"),
     (SMALL, "        self._missed = 0\n        fill", "        fill"),
     (STAGING, " or self._small_gets.is_missed:", ":"),
