@@ -31,7 +31,7 @@ FLOORS = [
     {"xferlib.tracing.__main__"},
     {"xferlib.protocol"},
     {"xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.limits", "xferlib.memory.ranges"},
-    {"xferlib.engine.cores", "xferlib.engine.jobs"},
+    {"xferlib.engine.cores", "xferlib.engine.jobs", "xferlib.memory.foreign"},
     {"xferlib.engine.dispatcher"},
     {"xferlib.cuda", "xferlib.cuda.driver", "xferlib.cuda.refusals", "xferlib.cuda.streams"},
     {"xferlib.cuda.context", "xferlib.cuda.events"},

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,46 @@ def test_bytes_are_counted_as_they_lie_in_memory(stager: Stager) -> None:
         source[1, 0] = 2
     with pytest.raises(SourceRewrittenError, match="bytes 0 to 4095 of 16384"):
         transfer.synchronize()
+
+
+@pytest.mark.parametrize("way", ["x", "x[::2]", "x.reshape(512, -1).T"])
+def test_a_source_whose_file_is_cut_off_ends_nothing_and_blames_nobody(tmp_path: Path, way: str) -> None:
+    succeeds(f"""
+        import os
+        import numpy as np
+        import xferlib
+        path = {str(tmp_path / "source")!r}
+        np.arange(1 << 20, dtype=np.float32).tofile(path)
+        x = np.memmap(path, np.float32, "r")
+        with xferlib.stager("host", debug=True) as stager:
+            put = stager.put({way}, borrow=True)
+            # The copies are done, and nobody has looked yet.
+            put._event.synchronize()
+            os.truncate(path, 4096)
+            assert put.result().size == {way}.size
+            try:
+                stager.put({way}, borrow=True).result()
+            except xferlib.TransferError as error:
+                assert "its file was cut off" in str(error)
+            else:
+                raise AssertionError("the put has not failed")
+    """)
+
+
+@pytest.mark.parametrize(
+    "way", [np.asarray, lambda x: x[::2], lambda x: x.reshape(512, -1).T, lambda x: x.reshape(512, -1)[:, ::2]]
+)
+def test_a_rewrite_in_a_file_is_told_by_the_bytes_as_they_lie_in_memory(
+    stager: Stager, tmp_path: Path, way: Callable[[Any], Any]
+) -> None:
+    values = way(np.memmap(tmp_path / "source", np.float32, "w+", shape=(1 << 20,)))
+    with held(h2d(stager)) as gate:
+        transfer = stager.put(values, borrow=True)
+        # The item with this number in memory.
+        (values.T if values.ndim == 2 and values.strides[0] < values.strides[1] else values).flat[1030] = 7
+        gate.set()
+    with pytest.raises(SourceRewrittenError, match="bytes 4096 to 8191 of"):
+        transfer.result()
 
 
 def test_pageable_memory_that_is_not_borrowed_is_the_callers_at_once(stager: Stager) -> None:
@@ -391,11 +432,11 @@ def test_who_looks_late_blames_nobody_for_what_was_written_after_the_first_look(
     entered, gate = threading.Event(), threading.Event()
     sums = debug._sums
 
-    def slow(array: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             entered.set()
             assert gate.wait(PATIENCE)
-        return sums(array)
+        return sums(*arguments)
 
     monkeypatch.setattr(debug, "_sums", slow)
     late = on_thread(transfer.synchronize)

@@ -26,6 +26,7 @@ import numpy as np
 
 from xferlib.errors import SourceRewrittenError
 from xferlib.memory.arrays import Array
+from xferlib.memory.foreign import copy_foreign, is_foreign
 from xferlib.tracing.log import LOG
 from xferlib.tree import Spec, Trees, path
 
@@ -34,6 +35,8 @@ __all__ = ["VARIABLE", "Check", "Put", "Sources", "caller", "verify_done", "want
 VARIABLE = "XFERLIB_DEBUG"
 PIECE = 4096
 """Bytes that are summed at a time: a difference is found to this precision."""
+SOME = 256 * PIECE
+"""Bytes of a file that are copied at a time, to be summed."""
 
 
 class _Checkable(Protocol):
@@ -166,15 +169,19 @@ class _Source:
             "typestr": f"|V{array.itemsize}",
             "version": 3,
         }
-        self._before = _sums(array)
+        self._foreign = is_foreign(array)
+        self._before = _sums(array, self._foreign)
 
     def rewritten(self) -> tuple[int, int] | None:
         """Return the first and the last byte of the first range that differs; None: none does, or nobody can have written."""
         owner = self._owner()
         if owner is None:
             return None
-        array = np.asarray(SimpleNamespace(__array_interface__=self._interface))
-        differ = np.flatnonzero(self._before != _sums(array))
+        now = _sums(np.asarray(SimpleNamespace(__array_interface__=self._interface)), self._foreign)
+        if self._before is None or now is None:
+            # Of a file that was cut off: the put has failed, or had read it by then.
+            return None
+        differ = np.flatnonzero(self._before != now)
         if not len(differ):
             return None
         last = first = int(differ[0])
@@ -183,11 +190,34 @@ class _Source:
         return first * PIECE, min((last + 1) * PIECE, self.nbytes) - 1
 
 
-def _sums(array: Array) -> np.ndarray[Any, np.dtype[np.uint32]]:
+def _sums(array: Array, foreign: bool) -> np.ndarray[Any, np.dtype[np.uint32]] | None:
+    """Return the sum of each piece, as they lie in memory. None: that is a file's, which is shorter by now.
+
+    `foreign`: whether it may be.
+    """
     # An array that is not contiguous is copied for this, as a whole.
+    if foreign and not array.flags.c_contiguous:
+        whole = np.empty(array.nbytes, np.uint8)
+        lies = array.transpose(sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis])))
+        if not copy_foreign(lies, whole.ctypes.data):
+            return None
+        array, foreign = whole, False
     flat: Any = np.ravel(array, order="K").view(np.uint8)
+    if not foreign:
+        return np.array(_summed(flat), np.uint32)
+    sums: list[int] = []
+    some = np.empty(min(len(flat), SOME), np.uint8)
+    for start in range(0, len(flat), SOME):
+        part = flat[start : start + SOME]
+        if not copy_foreign(part, some.ctypes.data):
+            return None
+        sums += _summed(some[: len(part)])
+    return np.array(sums, np.uint32)
+
+
+def _summed(flat: Any) -> list[int]:
     data = memoryview(flat)
-    return np.array([zlib.crc32(data[start : start + PIECE]) for start in range(0, len(data), PIECE)], np.uint32)
+    return [zlib.crc32(data[start : start + PIECE]) for start in range(0, len(data), PIECE)]
 
 
 @final

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import c_int64
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -19,9 +18,10 @@ from xferlib.engine.native import OK, library, quick
 from xferlib.errors import AllocationError, TransferError
 from xferlib.in_flight import Fill, Ledger
 from xferlib.memory.arrays import Array, address_of
+from xferlib.memory.foreign import copy_foreign, is_foreign
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source
-from xferlib.staging.coalesce import Part, copy_in, is_foreign
+from xferlib.staging.coalesce import Part, copy_in
 
 __all__ = ["LARGEST_SLOT", "BounceBuffers"]
 
@@ -138,16 +138,9 @@ class BounceBuffers:
         address, end = address_of(memory), 0
         try:
             for array in arrays:
-                nbytes = array.nbytes
-                if array.flags.c_contiguous:
-                    copied = self._copy(address + end, address_of(array), nbytes, 0)
-                else:
-                    found = array.ctypes
-                    shape, strides = found.shape_as(c_int64), found.strides_as(c_int64)
-                    copied = library().xe_gather(address + end, found.data, array.ndim, shape, strides, array.itemsize)
-                if copied != OK:
+                if not copy_foreign(array, address + end):
                     raise _cut_off()
-                end += nbytes
+                end += array.nbytes
         finally:
             # As in `begin`.
             del memory

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xferlib.memory.arrays import Array
+from xferlib.memory.foreign import is_foreign
 from xferlib.packing import Run
 
-__all__ = ["ALIGNMENT", "Part", "Placed", "coalesced", "copy_in", "is_foreign", "part_of"]
+__all__ = ["ALIGNMENT", "Part", "Placed", "coalesced", "copy_in", "part_of"]
 
 ALIGNMENT = 256
 BYTES = np.dtype(np.uint8)
@@ -70,12 +71,6 @@ def coalesced(leaves: Sequence[Placed]) -> list[Part]:
     if arrays:
         parts.append(Part(start, end - start, arrays, None, len(arrays) > 1 and foreign))
     return parts
-
-
-def is_foreign(array: Array) -> bool:
-    """Tell whether an array may lie in memory that is not NumPy's own."""
-    base = array.base
-    return base is not None and not (type(base) is np.ndarray and base.base is None)
 
 
 def part_of(run: Run, address: int, arrays: Sequence[Array]) -> Part:

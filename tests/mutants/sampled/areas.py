@@ -160,6 +160,7 @@ AREAS = {
         (
             *(f"xferlib/engine/{name}.py" for name in ("jobs", "lanes", "dispatcher", "cores")),
             *(f"xferlib/staging/{name}.py" for name in ("pageable", "bounce", "coalesce", "small_gets")),
+            "xferlib/memory/foreign.py",
         ),
         (*JOBS, *staging("pageable*"), *core("across_stagers", "stager_lifetime", "injected_interrupts"), *LAWS),
         {
@@ -188,6 +189,7 @@ AREAS = {
                 *core("packing", "put_into", "across_stagers", "foreign_finalizers"),
                 *LAWS,
             ),
+            "/foreign.py": (*staging("bounce"), "tests/test_debug.py"),
             "/coalesce.py": (*staging("bounce", "pageable*"), *core("put_into"), *LAWS),
             "/small_gets.py": (*staging("small_gets", "pageable"), *core("foreign_finalizers"), *LAWS),
         },

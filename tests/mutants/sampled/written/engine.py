@@ -4,12 +4,13 @@ from __future__ import annotations
 
 BOUNCE, STAGING, LANES = "xferlib/staging/bounce.py", "xferlib/staging/pageable.py", "xferlib/engine/lanes.py"
 SMALL, COALESCE = "xferlib/staging/small_gets.py", "xferlib/staging/coalesce.py"
+FOREIGN = "xferlib/memory/foreign.py"
 
 MUTANTS = [
     (BOUNCE, " or (len(arrays) == 1 and is_foreign(arrays[0])):", ":"),
     (COALESCE, "arrays.append(_as_bytes(array) if array.flags.c_contiguous else array)", "arrays.append(_as_bytes(array))"),
     (COALESCE, "            foreign = True\n", ""),
-    (COALESCE, "base is not None and not (type(base) is np.ndarray and base.base is None)\n", "isinstance(base, np.memmap)\n"),
+    (FOREIGN, "base is not None and not (type(base) is np.ndarray and base.base is None)\n", "isinstance(base, np.memmap)\n"),
     (BOUNCE, "add_numbered(nbytes, places,", "add_numbered(nbytes, (),"),
     (BOUNCE, "bisect_left(self._sizes, nbytes)", "bisect_left(self._sizes, nbytes + 1)"),
     (BOUNCE, "bisect_left(self._sizes, nbytes)", "bisect_left(self._sizes, nbytes - 1)"),

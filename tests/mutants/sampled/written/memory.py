@@ -11,6 +11,8 @@ POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, PROC_MAPS, NUMA = (
 REGISTERED, SEGMENTS = "xferlib/memory/registered.py", "xferlib/memory/segments.py"
 
 MUTANTS = [
+    (POOL, "elif collected and waits and looks < LOOKS and self.", "elif False and self."),
+    (POOL, " and self._segments.used_nbytes > self._segments.arrays_nbytes:\n", ":\n"),
     (POOL, "if size > self.limit // PAGE * PAGE:", "if size > self.limit:"),
     (POOL, "if size > self.limit // PAGE * PAGE:", "if size >= self.limit // PAGE * PAGE:"),
     (

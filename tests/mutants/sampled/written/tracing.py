@@ -36,7 +36,13 @@ MUTANTS = [
     (PAGE, "is_least or len(text) <= room", "True"),
     (TRACE, "            if os.getpid() != self._process:\n                return  # It is the parent's.\n", ""),
     (TRACE, "            atexit.register(self._end_at_exit)\n", ""),
-    (TRACE, "if _running.get(None) is self and not self._fate:", "if False:"),
+    (TRACE, "            if not self._fate:\n", "            if False:\n"),
+    (
+        TRACE,
+        "                with self._termination.later():\n                    # No",
+        "                if True:\n                    # No",
+    ),
+    (TRACE, "                while _running.get(None) is self and monotonic() < until:", "                while False:"),
     (TRACE, "        if self._fate.setdefault(None, me) is not me:", "        if self._fate.setdefault(None, me) is DROPPED:"),
     (TRACE, "if event.end >= start]", "]"),
 ]
