@@ -160,7 +160,8 @@ class DeviceStream:
         return event
 
     def wait(self, event: Event) -> None:
-        check(self.device.library.device_wait(self.handle, cast("DeviceEvent", event).handle, 0))
+        for one in event._events if isinstance(event, AllEvents) else (event,):
+            check(self.device.library.device_wait(self.handle, cast("DeviceEvent", one).handle, 0))
 
     def submit(self, call: Callable[..., object], *arguments: Any) -> None:
         """Call when all that came before is done."""
