@@ -170,10 +170,10 @@ class _Shared:
         Twice is fine."""
         with self._lock:
             row = self._rows.get(number, _Row(keeps=True))
-            kept = {device: stager for device, stager in list(row.stagers.items()) if self._kept.get(device) is stager}
+            kept = self._kept_of(row)
             unused = self._unused(list(row.stagers.values()), but=number)
             # What does not keep may have taken much more memory than any loop needs.
-            idle = [stager for stager in unused if row.keeps and stager in kept.values()]
+            idle = list(filter(list(kept.values()).__contains__, unused)) if row.keeps else []
             left = self._leave(stager for stager in unused if stager not in idle)
             self._rows.pop(number, None)
             if not row.keeps:
@@ -193,10 +193,14 @@ class _Shared:
     def _let_go_of_kept(self, gone: Callable[[Device], bool]) -> None:
         """Keep the stagers on some devices no longer, and close those of them that are in no row."""
         with self._lock:
-            found = {device: stager for device, stager in list(self._kept.items()) if gone(device)}
+            found = dict(filter(lambda entry: gone(entry[0]), list(self._kept.items())))
             left = self._leave(self._unused(found.values()))
             self._forget(found)
         self._close(left)
+
+    def _kept_of(self, row: _Row) -> dict[Device, xferlib.Stager]:
+        """Return those of a row that are kept. With the lock."""
+        return {device: stager for device, stager in list(row.stagers.items()) if self._kept.get(device) is stager}
 
     def _forget(self, found: Mapping[Device, xferlib.Stager]) -> None:
         """Keep these no longer. With the lock, but a finalizer on this thread may have come before."""

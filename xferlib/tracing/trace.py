@@ -194,11 +194,14 @@ class Trace:
                         self.json(self._path)
             elif self._fate[None] is not DROPPED:
                 # An interrupt came while another thread was at it, which the interpreter must not leave in the middle.
-                until = monotonic() + EXIT_SECONDS
-                while _running.get(None) is self and monotonic() < until:
-                    sleep(LOOK_SECONDS)
+                self._wait_for_end()
         finally:
             self._abandon()
+
+    def _wait_for_end(self) -> None:
+        until = monotonic() + EXIT_SECONDS
+        while _running.get(None) is self and monotonic() < until:
+            sleep(LOOK_SECONDS)
 
     def _abandon(self) -> None:
         atexit.unregister(self._end_at_exit)
