@@ -64,6 +64,17 @@ def test_a_group_of_another_device_or_library_is_refused_and_harms_nothing(stage
         assert home["a"].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_dtype_that_no_fetch_would_bring_is_refused_before_memory_is_taken(stager: xferlib.Stager) -> None:
+    taken = stager.stats().pinned_used_nbytes
+    for array, words in ((np.zeros(3, "M8[s]"), "no arrays of dtype datetime64"), (np.zeros(3), "JAX would narrow float64")):
+        with jax.enable_x64(False), pytest.raises(TypeError, match=words) as caught:
+            xferlib.HostTree({"a": {"x": np.zeros(3, np.float32), "y": array}}, stager)
+        assert caught.value.__notes__ == ["at group 'a': tree.y"]
+    assert stager.stats().pinned_used_nbytes == taken
+    with jax.enable_x64(True), xferlib.HostTree({"a": np.full(3, 0.1)}, stager) as home:
+        assert np.asarray(home.fetch("a").result()).tolist() == [0.1] * 3
+
+
 def test_it_is_saved_by_a_stager_of_the_host_and_loaded_again(stager: xferlib.Stager, tmp_path: Path) -> None:
     path = tmp_path / "home.safetensors"
     with xferlib.HostTree({"a": beginning(0), "b": beginning(1)}, stager) as home, xferlib.stager("host") as host:

@@ -6,9 +6,11 @@ import gc
 import itertools
 import random
 import threading
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,15 @@ def test_groups_come_and_go(stager: xferlib.Stager) -> None:
         assert [(name, value_of(tree)) for name, tree in both.items()] == [("c", 12), ("a", 10)]
         home.store(["a", "c"], {"c": group(7), "a": group(5)}).synchronize()
         assert [value_of(tree) for tree in home.tree.values()] == [5, 11, 7]
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["b", "a"]])
+@pytest.mark.parametrize("kind", [OrderedDict, MappingProxyType, UserDict])
+def test_groups_are_stored_from_whatever_mapping(stager: xferlib.Stager, kind: Any, names: list[str]) -> None:
+    """As they are taken from whatever mapping when the tree is made."""
+    with xferlib.HostTree(kind({"b": group(1), "a": group(0)}), stager) as home:
+        home.store(names, kind({"b": group(5), "a": group(4)})).synchronize()
+        assert [value_of(home[name]) for name in ("a", "b")] == [4, 5]
 
 
 def test_a_group_may_be_one_array_and_home_has_a_copy_of_what_it_was_given(stager: xferlib.Stager) -> None:

@@ -74,7 +74,8 @@ class HostTree:
     def __init__(self, tree: Mapping[str, Any], stager: Stager, *, depth: int = 2) -> None:
         """Copy the tree into pinned memory, and wait for that.
 
-        Raises `TypeError` and `ValueError` for what is no tree of groups; `AllocationError` where `pinned_limit` has no room.
+        Raises `TypeError` and `ValueError` for what is no tree of groups, and for dtypes that the device's arrays cannot have;
+        `AllocationError` where `pinned_limit` has no room.
         """
         check_stager(stager, tree)
         if not isinstance(tree, Mapping) or not tree or not all(isinstance(name, str) for name in tree):
@@ -229,6 +230,13 @@ class HostTree:
             found = "text or numbers beside its arrays" if leaves else "no array"
             raise ValueError(f"tree: group {name!r} has {found}. A group is an array, or a tree of arrays: keep all else yourself")
         described = [_described(self._trees, name, spec, index, leaf) for index, leaf in enumerate(leaves)]
+        for index, (_, dtype) in enumerate(described):
+            try:
+                # Before memory is taken for what no fetch would bring to the device.
+                self._stager.backend.check_dtype(dtype)
+            except TypeError as error:
+                error.add_note(f"at group {name!r}: {path(spec, index)}")
+                raise
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in described]
         starts = list(itertools.accumulate([round_up(nbytes, ALIGNMENT) for nbytes in sizes], initial=0))
         try:
@@ -287,7 +295,8 @@ class HostTree:
         if not isinstance(tree, Mapping) or set(tree) != set(wanted):
             found = sorted(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__qualname__
             raise ValueError(f"tree: expected a dict of the groups {wanted!r}, got {found!r}")
-        return tree
+        # Of whatever class it is: the home's is a dict, and mappings of other classes are other trees, or none.
+        return {name: tree[name] for name in wanted}
 
     def _check(self, name: str, tree: Any) -> None:
         """Raise `ValueError` or `TypeError` unless this is what the group's home has room for."""
