@@ -334,13 +334,15 @@ class Reading:
     Any thread. Nobody waits for it on a thread that is to start the copies, or to make them: the wait would never end.
     """
 
-    __slots__ = ("_dropped", "_over", "device", "drop", "maker", "row", "threads")
+    __slots__ = ("_dropped", "_over", "device", "drop", "finds_later", "maker", "row", "threads")
 
     holds = False
 
-    def __init__(self, device: Sequence[Source]) -> None:
+    def __init__(self, device: Sequence[Source], *, finds_later: bool = False) -> None:
         self.row = next_row()
         self.device = device
+        self.finds_later = finds_later
+        """Whether it holds arrays of which nobody knows yet where they lie."""
         self.maker: int | None = threading.get_ident()
         """The thread that is to read, and that nobody but its own code holds up. None: others are to."""
         self.threads: dict[int, None] = {}
@@ -608,6 +610,9 @@ class DeviceHolders:
         return self._ledger.wait_oldest() or wait_for_others(self._ledger, self._is_read, self._is_read)
 
     def _is_read(self, work: Entry | Job | Reading) -> bool:
+        if isinstance(work, Reading) and work.finds_later:
+            # They may be this stager's, and nobody else has them perhaps.
+            return not work.reached()
         return any(map(self.owns, work.device))
 
 
