@@ -27,6 +27,8 @@ from xferlib.tree import Alike, Spec
 
 __all__ = ["ByteReader", "Span"]
 
+CLOSED = "this reader is closed. Make another one with stager.reader(...)"
+
 
 Find: TypeAlias = Callable[[list[Any]], tuple[list[Source], Event | None]]
 """Returns where arrays lie, and what is behind their producers, as `place` and `mark` of a backend do."""
@@ -87,7 +89,7 @@ class ByteReader:
         self._sources = list(sources)
         self._after = after
         self._later = later
-        self._reading = Reading([source for source in sources if source is not None])
+        self._reading = Reading([source for source in sources if source is not None], finds_later=later is not None)
         # First: whatever happens from here on, nobody waits for one that is gone.
         self._ticket = ticket(self._reading.drop, None)
         self._jobs.readings[self._reading.row] = self._reading
@@ -107,7 +109,8 @@ class ByteReader:
     def wait(self) -> None:
         """Block until what produces the arrays is done. Raises `XferError` if it failed."""
         if not self._reading.reached():
-            self._found(range(len(self.described)))
+            with translated(self._failures, "the arrays cannot be read"):
+                self._found(range(len(self.described)))
 
     def read(self, spans: Sequence[Span], out: Array) -> Transfer[Array]:
         """Start copying spans, one behind the other, to the front of `out`, which `empty` returned. Return the bytes' transfer.
@@ -116,7 +119,7 @@ class ByteReader:
         `ValueError` for a span that is not in its array, and for memory that is too small or not of `empty`.
         """
         if self._reading.reached():
-            raise ClosedError("this reader is closed. Make another one with stager.reader(...)")
+            raise ClosedError(CLOSED)
         total = sum([self._checked(*span) for span in spans])
         address = self._address(out, total)
         with translated(self._failures, "the arrays cannot be read"):
@@ -136,9 +139,12 @@ class ByteReader:
 
     def _found(self, numbers: Sequence[int]) -> list[Source]:
         """Return where arrays lie, once what produces them is done. Those that are to be found later are found now."""
-        sources = self._sources
-        if self._later is not None:
-            find, arrays = self._later
+        sources, later = self._sources, self._later
+        if self._reading.reached():
+            # Looked at behind them, since another thread may close it, which ends it first and then lets go of them.
+            raise ClosedError(CLOSED)
+        if later is not None:
+            find, arrays = later
             missing = [number for number in dict.fromkeys(numbers) if sources[number] is None]
             if missing:
                 try:

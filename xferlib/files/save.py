@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+
 from xferlib.checks import positive_nbytes, uncopied, whole_number
 from xferlib.errors import BackendUnavailableError
 from xferlib.files.formats import SUFFIXES
@@ -16,11 +18,15 @@ from xferlib.files.plan import planned
 from xferlib.files.series import is_numbered
 from xferlib.files.writing import Writing, refuse_late
 from xferlib.stager import Stager, check_stager
+from xferlib.tree import trees_of
 from xferlib.words import in_words
 
 __all__ = ["Save", "save"]
 
 MEMORY = 256 << 20
+HOST = "host"
+"""The backend whose device arrays are NumPy's."""
+OF_NUMPY = f'Arrays of NumPy, such as those of HostTree.tree, are saved by a stager of the host: xferlib.stager("{HOST}")'
 
 
 def save(
@@ -79,7 +85,12 @@ def save(
     if keep is not None and not is_numbered(file):
         advice = f"Name it like 'step_100{file.suffix}'"
         raise ValueError(f"keep: {file.name!r} has no number that tells it from earlier files. {advice}")
-    reader = stager.reader(tree, stream=stream, snapshot=snapshot)
+    try:
+        reader = stager.reader(tree, stream=stream, snapshot=snapshot)
+    except TypeError as error:
+        if stager.name != HOST and any(isinstance(leaf, np.ndarray) for leaf in trees_of(stager.backend).arrays(tree)[0]):
+            error.add_note(OF_NUMPY)
+        raise
     try:
         plan = planned(file, reader.spec, reader.described, metadata)
         writing = Writing(file, plan, reader, memory, rate_limit, keep)
