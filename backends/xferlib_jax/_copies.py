@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xferlib.protocol import Source
-from xferlib_jax._arrays import JaxArray
+from xferlib_jax._arrays import NARROWED, JaxArray
 from xferlib_jax._probe import memory_grows
 
 __all__ = ["THREAD", "Part", "copies", "located"]
@@ -125,8 +125,10 @@ def _start_compiling(key: Key) -> None:
 def _compile(key: Key) -> None:
     device, described = key
     place = jax.sharding.SingleDeviceSharding(device)
+    # The switch is the calling thread's, which may have wide arrays where this thread would not.
+    wide = jax.config.jax_enable_x64 or any(dtype in NARROWED for _, dtype in described)
     # Without it, all goes on as before.
-    with suppress(Exception):
+    with suppress(Exception), jax.enable_x64(wide):
         shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in described]
         groups = _grouped(described)
         call = jax.jit(partial(_copied, groups)).lower(shapes).compile()
@@ -140,7 +142,8 @@ def _grouped(described: Sequence[Alike]) -> Groups:
     for number in sorted(range(len(described)), key=lambda number: (described[number][1].name, described[number][0])):
         shape, dtype = described[number]
         alone = math.prod(shape) * dtype.itemsize >= TOGETHER_NBYTES
-        if alone or dtype != last or len(groups[-1]) == TOGETHER:
+        # NumPy takes None for float64 where it compares.
+        if alone or last is None or dtype != last or len(groups[-1]) == TOGETHER:
             groups.append([])
         groups[-1].append(number)
         last = None if alone else dtype
