@@ -455,6 +455,11 @@ def test_a_stager_that_is_closed_first_leaves_the_home_readable() -> None:
     assert value_of(home["b"]) == 20
     with pytest.raises(xferlib.ClosedError):
         home.fetch("b")
+    # Nothing is written, so nothing is lost.
+    with pytest.raises(xferlib.ClosedError):
+        home.store("b", group(30))
+    assert value_of(home["b"]) == 20
+    home.synchronize()
     home.close()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from xferlib.checks import uncopied, whole_number
 from xferlib.engine.jobs import Job
-from xferlib.errors import AllocationError, CapabilityError, ClosedError, TransferError, XferError
+from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.in_flight import Entry, Reading, uses, wait_for_others
 from xferlib.memory.arrays import Array, address_of, check_dtype, host_array
 from xferlib.memory.blocks import round_up
@@ -136,7 +136,8 @@ class HostTree:
         saves of these groups that are under way, and for the oldest of more than `depth` stores.
 
         Raises before anything starts, and leaves the groups as they are: `KeyError` for an unknown name; `ValueError` for another
-        structure, shape or dtype; `TypeError` and `CapabilityError` as `Stager.get`. What else is raised leaves them undefined.
+        structure, shape or dtype; `TypeError`, `CapabilityError` and `ClosedError` as `Stager.get`. What else is raised leaves them
+        undefined.
         A copy that fails later is told to whoever wants its groups next, and by `synchronize`.
         """
         wanted = self._wanted(names)
@@ -151,7 +152,7 @@ class HostTree:
             self._stores[name][number] = None
         try:
             transfer = self._stager.get(given, out={name: self._tree(name) for name in wanted}, stream=stream)
-        except (TypeError, ValueError, CapabilityError):
+        except (TypeError, ValueError, CapabilityError, ClosedError, BackendUnavailableError):
             # Refused, and nothing is written.
             for name in wanted:
                 self._stores[name].pop(number, None)
@@ -170,7 +171,7 @@ class HostTree:
     def __getitem__(self, name: str) -> Any:
         """Return a group as NumPy arrays: read-only views of its home, once its stores are done.
 
-        They change with the next `store` of the group. Raises as `fetch`.
+        They change with the next `store` of the group, which waits for saves of them, but not for puts. Raises as `fetch`.
         """
         self._wanted(name)
         self._settle(name)

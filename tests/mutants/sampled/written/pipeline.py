@@ -22,6 +22,8 @@ RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, RO
 )
 
 MUTANTS = [
+    (HOST, "return {name: tree[name] for name in wanted}", "return tree"),
+    (HOST, "CapabilityError, ClosedError, BackendUnavailableError):", "CapabilityError):"),
     (RING, "        if self.slots > fit:", "        if self.slots >= fit:"),
     (
         RING,
