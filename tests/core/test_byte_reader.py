@@ -17,6 +17,7 @@ import xferlib
 from tests.core.fakes import held, interrupted_twice, on_thread, tampered, until
 from xferlib.byte_reader import ByteReader, Span
 from xferlib.latch import note_copy_thread
+from xferlib.protocol import Source
 from xferlib.stager import Stager
 
 TREE = {"a": np.arange(1000, dtype=np.float32).reshape(10, 100), "name": "rides along", "b": np.arange(7, dtype=np.uint8)}
@@ -350,3 +351,35 @@ def test_arrays_are_described_as_numpy_does_whatever_the_library_has(shape: Any,
         assert (type(found), isinstance(kind, np.dtype)) == (tuple, True)
         assert reader.read([Span(0, 2, 4)], reader.empty(4)).result().view(np.int16).tolist() == [1, 2]
     inner.close()
+
+
+def test_arrays_whose_producers_failed_when_they_were_found_are_not_taken_for_found(stager: Stager) -> None:
+    """They are found again, whatever was found in between."""
+    arrays = [np.full(100, number, np.uint8) for number in range(2)]
+    failures: list[Exception] = []
+
+    class Producer:
+        def synchronize(self) -> None:
+            if failures:
+                raise failures[0]
+
+    found: list[int] = []
+
+    def find(wanted: list[Any]) -> tuple[list[Source], Any]:
+        found.append(int(wanted[0][0]))
+        return [stager.backend.place(array) for array in wanted], Producer()
+
+    backend: Any = stager.backend
+    described = [(array.shape, array.dtype) for array in arrays]
+    with ByteReader(backend, stager._pool, stager._ledger, described, None, [None, None], None, None, (find, arrays)) as reader:
+        memory = reader.empty(100)
+        failures.append(backend.failures[0]("a producer failed"))
+        for number in (0, 1, 0):
+            with pytest.raises(xferlib.XferError, match="could not be computed: a producer failed"):
+                reader.read([Span(number, 0, 100)], memory)
+        failures.clear()
+        for number in (1, 0):
+            assert set(reader.read([Span(number, 0, 100)], memory).result().tolist()) == {number}
+        assert found == [0, 1, 0, 1, 0]
+        reader.read([Span(1, 0, 100)], memory).result()
+        assert found == [0, 1, 0, 1, 0]

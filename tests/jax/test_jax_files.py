@@ -226,6 +226,24 @@ def test_wide_arrays_are_copied_by_one_call_where_the_callers_thread_alone_has_t
                 assert got.tobytes() == array.tobytes()
 
 
+def test_what_the_compiled_call_does_not_take_is_copied_one_by_one(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of the same shapes and dtypes may lie in another order."""
+    from jax.experimental.layout import Format, Layout
+    from xferlib_jax import _copies
+
+    monkeypatch.setattr(_copies, "_of_process", {})
+    wanted = [np.arange(12, dtype=np.float32).reshape(3, 4) + number for number in range(70)]
+    arrays = [jax.device_put(array, jax.devices()[0]) for array in wanted]
+    _copies._compile((jax.devices()[0], tuple([(array.shape, array.dtype) for array in arrays])))
+    arrays[5] = jax.device_put(wanted[5], Format(Layout(major_to_minor=(1, 0)), arrays[5].sharding))
+    with stager.reader(arrays, snapshot=True) as reader:
+        for array in arrays:
+            array.delete()
+        for number, array in enumerate(wanted):
+            got = reader.read([Span(number, 0, array.nbytes)], reader.empty(array.nbytes)).result()
+            assert got.tobytes() == array.tobytes()
+
+
 def test_numpys_arrays_are_refused_with_the_way_to_save_them(stager: Stager, tmp_path: Path) -> None:
     """A tree whose home is the host has such, and whoever saves it has a stager of the device at hand."""
     home = xferlib.HostTree({"a": {"w": np.ones(3, np.float32)}}, stager)
@@ -457,9 +475,11 @@ def test_a_state_of_many_arrays_may_be_donated_before_it_is_computed(stager: Sta
             same(np.asarray(got[str(number)]), array)
 
 
-@pytest.mark.parametrize("switch", ["jax_debug_nans", "jax_debug_infs"])
-def test_a_state_of_many_arrays_is_saved_whatever_it_holds(stager: Stager, tmp_path: Path, switch: str) -> None:
-    state = [jax.device_put(np.full((3, number % 7), np.nan, np.float32), jax.devices()[0]) for number in range(72)]
+@pytest.mark.parametrize(("switch", "value"), [("jax_debug_nans", np.nan), ("jax_debug_infs", np.inf)])
+def test_a_state_of_many_arrays_is_saved_whatever_it_holds(stager: Stager, tmp_path: Path, switch: str, value: float) -> None:
+    state = [jax.device_put(np.full((3, number % 7), value, np.float32), jax.devices()[0]) for number in range(72)]
+    # The one of its dtype is copied as it is, and JAX would look at it.
+    state.append(jax.device_put(np.full(3, value, np.float16), jax.devices()[0]))
     xferlib.save(tmp_path / "a.safetensors", state, stager, snapshot=True).result(60)
     copies_are_compiled()
     jax.config.update(switch, True)
@@ -467,7 +487,9 @@ def test_a_state_of_many_arrays_is_saved_whatever_it_holds(stager: Stager, tmp_p
         save = xferlib.save(tmp_path / "a.safetensors", state, stager, snapshot=True)
     finally:
         jax.config.update(switch, False)
-    assert np.isnan(np.asarray(xferlib.load(save.result(60), stager)["6"])).all()
+    got = xferlib.load(save.result(60), stager)
+    for number, array in enumerate(state):
+        same(np.asarray(got[str(number)]), np.asarray(array))
 
 
 def test_a_program_that_saves_a_snapshot_as_it_ends_comes_to_its_end(tmp_path: Path) -> None:

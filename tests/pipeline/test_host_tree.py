@@ -96,6 +96,11 @@ def test_a_group_may_be_one_array_and_home_has_a_copy_of_what_it_was_given(stage
         assert home.fetch("empty").result().shape == (0, 3)
 
 
+def test_arrays_of_a_group_lie_as_their_dtypes_want(stager: xferlib.Stager) -> None:
+    with xferlib.HostTree({"a": [np.ones(3, np.uint8), np.ones(5), np.ones((), bool), np.ones(2, complex)]}, stager) as home:
+        assert [array.ctypes.data % 256 for array in home["a"]] == [0] * 4
+
+
 def test_a_fetch_sees_what_the_store_before_it_writes(stager: xferlib.Stager) -> None:
     """While the copy to the host is held, nothing that is there is given out."""
     backend: Any = stager.backend
