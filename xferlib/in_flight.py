@@ -452,6 +452,8 @@ class Jobs:
         for work in self._waited_for():
             if not isinstance(work, Fill) and uses_it(work):
                 work.wait()
+                # One that was dropped, and not closed, would be found again and again.
+                self.readings.pop(work.row, None)
                 return True
         return False
 

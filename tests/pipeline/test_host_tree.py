@@ -483,6 +483,45 @@ def test_a_store_waits_for_a_save_that_still_reads(stager: xferlib.Stager, tmp_p
         assert value_of(home["b"]) == 50
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_store_waits_for_no_reader_that_was_dropped(stager: xferlib.Stager, own: bool) -> None:
+    """On another thread, which never closed it."""
+    with home_of(stager) as home, xferlib.stager("host") as another:
+        reading = stager if own else another
+        dropped, stored = threading.Event(), threading.Event()
+
+        def drop() -> None:
+            reading.reader(home.tree)
+            gc.collect()
+            dropped.set()
+            # The next thread is to be another one.
+            assert stored.wait(20)
+
+        dropping = on_thread(drop)
+        assert dropped.wait(20)
+        storing = on_thread(lambda: home.store("b", group(50)).synchronize())
+        try:
+            storing.result(10)
+        finally:
+            # Whatever waits comes to an end.
+            reading._ledger.jobs.readings.clear()
+            stored.set()
+        dropping.result(20)
+        assert value_of(home["b"]) == 50
+
+
+def test_a_store_is_refused_on_the_thread_that_still_reads_the_group(stager: xferlib.Stager) -> None:
+    with home_of(stager) as home:
+        with stager.reader(home.tree["b"]) as reader:
+            with pytest.raises(xferlib.XferError, match="Close the reader first"):
+                home.store(["a", "b"], {"a": group(50), "b": group(50)})
+            assert [value_of(home[name]) for name in home] == [0, 1, 2]
+            home.store("a", group(50)).synchronize()
+        assert reader.described
+        home.store("b", group(50)).synchronize()
+        assert [value_of(home[name]) for name in home] == [50, 50, 2]
+
+
 def test_it_is_saved_as_arrays_of_the_host_and_begun_again(stager: xferlib.Stager, tmp_path: Path) -> None:
     with home_of(stager) as home:
         home.store("c", group(33))

@@ -19,7 +19,7 @@ import numpy as np
 from xferlib.checks import uncopied, whole_number
 from xferlib.engine.jobs import Job
 from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
-from xferlib.in_flight import Entry, Reading, uses, wait_for_others
+from xferlib.in_flight import Entry, Reading, all_ledgers, uses, wait_for_others
 from xferlib.memory.arrays import Array, address_of, check_dtype, host_array
 from xferlib.memory.blocks import round_up
 from xferlib.protocol import Source
@@ -133,7 +133,8 @@ class HostTree:
 
         The copies wait for what produces the arrays, or for what `stream` (None: the calling thread's current one) has enqueued. Do
         not overwrite, donate or delete the arrays before the transfer that this returns is done. Waits for fetches, stores and
-        saves of these groups that are under way, and for the oldest of more than `depth` stores.
+        saves of these groups that are under way, and for the oldest of more than `depth` stores. A thread that reads a group
+        itself, by `Stager.reader`, must close that first.
 
         Raises before anything starts, and leaves the groups as they are: `KeyError` for an unknown name; `ValueError` for another
         structure, shape or dtype; `TypeError`, `CapabilityError` and `ClosedError` as `Stager.get`. What else is raised leaves them
@@ -337,12 +338,18 @@ class HostTree:
                     transfer.synchronize()
 
     def _wait_for_saves(self, name: str) -> None:
-        """Wait until no stager of the host reads the group any more, which saves what `tree` gave."""
+        """Wait until no stager of the host reads the group any more, which saves what `tree` gave.
+
+        Raises `XferError` on a thread that is to read it itself, and so would wait for good.
+        """
         place = self._groups[name].memory
 
         def reads(work: Entry | Job | Reading) -> bool:
             return any(uses(source, place) for source in work.device)
 
+        for ledger in all_ledgers():
+            for reading in filter(reads, list(ledger.jobs.readings.values())):
+                reading.wait()
         while wait_for_others(None, reads, reads):
             pass
 
