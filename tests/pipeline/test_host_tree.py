@@ -96,6 +96,20 @@ def test_a_group_may_be_one_array_and_home_has_a_copy_of_what_it_was_given(stage
         assert home.fetch("empty").result().shape == (0, 3)
 
 
+def test_names_are_text(stager: xferlib.Stager) -> None:
+    bad: Any
+    with home_of(stager) as home:
+        for bad in (b"a", [["a"]], [None], 3):
+            with pytest.raises(TypeError, match="name"):
+                home.fetch(bad)
+            with pytest.raises(TypeError, match="name"):
+                home.store(bad, group(5))
+        for bad in (["a"], ("a",), None, b"a", iter("a")):
+            with pytest.raises(TypeError, match="no name of a group"):
+                home[bad]
+        assert [value_of(home[name]) for name in home] == [0, 1, 2]
+
+
 def test_arrays_of_a_group_lie_as_their_dtypes_want(stager: xferlib.Stager) -> None:
     with xferlib.HostTree({"a": [np.ones(3, np.uint8), np.ones(5), np.ones((), bool), np.ones(2, complex)]}, stager) as home:
         assert [array.ctypes.data % 256 for array in home["a"]] == [0] * 4

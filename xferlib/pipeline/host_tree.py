@@ -174,6 +174,8 @@ class HostTree:
 
         They change with the next `store` of the group, which waits for saves of them, but not for puts. Raises as `fetch`.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"{name!r} is no name of a group. Take several one by one, or look at `tree`")
         self._wanted(name)
         self._settle(name)
         group = self._groups[name]
@@ -287,6 +289,8 @@ class HostTree:
             raise TypeError(f"names={names!r}: expected the name of a group, or names of several")
         wanted = [names] if isinstance(names, str) else list(names)
         for name in wanted:
+            if not isinstance(name, str):
+                raise TypeError(f"names={names!r}: {name!r} is no name of a group. Names are text")
             if name not in self._groups:
                 raise KeyError(f"there is no group {name!r}: there are {', '.join(map(repr, self.names[:16]))}")
         if not wanted or len(set(wanted)) < len(wanted):

@@ -24,6 +24,7 @@ RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, RO
 MUTANTS = [
     (HOST, "return {name: tree[name] for name in wanted}", "return tree"),
     (HOST, "CapabilityError, ClosedError, BackendUnavailableError):", "CapabilityError):"),
+    (HOST, "                reading.wait()\n", "                pass\n"),
     (RING, "        if self.slots > fit:", "        if self.slots >= fit:"),
     (
         RING,
