@@ -42,7 +42,7 @@ MUTANTS = [
         "                with self._termination.later():\n                    # No",
         "                if True:\n                    # No",
     ),
-    (TRACE, "                while _running.get(None) is self and monotonic() < until:", "                while False:"),
+    (TRACE, "        while _running.get(None) is self and monotonic() < until:", "        while False:"),
     (TRACE, "        if self._fate.setdefault(None, me) is not me:", "        if self._fate.setdefault(None, me) is DROPPED:"),
     (TRACE, "if event.end >= start]", "]"),
 ]
