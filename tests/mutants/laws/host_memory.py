@@ -443,6 +443,13 @@ def claims_to_be_pinned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stager, "stats", claiming)
 
 
+@broken_core("test_law11_pinned_describes_the_memory_and_changes_no_program", hooks=Host)
+def hides_what_is_used(patch: pytest.MonkeyPatch) -> None:
+    """The statistics show none of a pool that locks nothing, though its limit holds."""
+    stats = Stager.stats
+    patch.setattr(Stager, "stats", lambda stager: dataclasses.replace(stats(stager), pinned_used_nbytes=0))
+
+
 @broken_core("test_law11_pinned_describes_the_memory_and_changes_no_program", hooks=LockingHost)
 def denies_to_be_pinned(patch: pytest.MonkeyPatch) -> None:
     """The statistics hide memory that is page-locked."""
