@@ -18,7 +18,7 @@ from tests.random_programs.shrink import shrink
 from tests.random_programs.supervise import Failure, Runner
 
 HERE = Path(__file__).parent
-SECONDS = float(os.environ.get("XFERLIB_RANDOM_PROGRAMS_SECONDS", "30"))
+SECONDS = float(os.environ.get("XFERLIB_RANDOM_PROGRAMS_SECONDS", "45"))
 """For new programs of each backend."""
 SHRINK_SECONDS = 30.0
 BACKENDS = [
