@@ -90,8 +90,9 @@ class OrderLaws(Laws):
         """Piece by piece, on another thread, and also where the backend finds the arrays only then."""
         values, others = words(1), words(2)
         self.warm(stager, values)
+        other = self.from_numpy(others)  # made before the hold: a framework's own copy to the device may wait for all compute
         with self.held_array(stager.backend, values) as held:
-            tree = [self.from_numpy(others), held.array]
+            tree = [other, held.array]
             spans = [Span(0, 0, others.nbytes), Span(1, 0, values.nbytes)]
             # Nobody can close a stager as long as one of its readers is open.
             with self.assert_returns(lambda: stager.reader(tree, stream=held.stream)) as reader:
