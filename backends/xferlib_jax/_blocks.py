@@ -10,11 +10,11 @@ import itertools
 from typing import Any, final
 
 import jax
-import numpy as np
 
 from xferlib.protocol import Event
 from xferlib_jax._events import EventPool
 from xferlib_jax._exports import exported
+from xferlib_jax._fresh import fresh_arrays
 
 __all__ = ["Block", "BlockMaker", "PoolError"]
 
@@ -44,6 +44,7 @@ class BlockMaker:
         self._device = device
         self._stream = stream
         self._events = events
+        self._fresh = fresh_arrays(device)
         self._numbers = itertools.count()
         self._stores: dict[int, Any] = {}
         self._made: list[None] = []  # One for each row that ever was: appending is a single step, adding to a number is not.
@@ -73,11 +74,8 @@ class BlockMaker:
     def make(self, nbytes: int) -> Block:
         """Return a block. Raises `PoolError`, saying what to set."""
         try:
-            # Not `jax.numpy.zeros`: compiling a kernel for a new size waits for whatever the device computes. It is evaluated at
-            # once, since inside a function that is being traced it would become a step of the function.
-            with jax.ensure_compile_time_eval():
-                store = jax.device_put(np.empty(nbytes, np.uint8), self._device)
-            # JAX may still read this memory: our stream waits until JAX has not only taken it, but also written to it.
+            store = self._fresh.make(nbytes)
+            # JAX may still read this memory, or write to it: our stream waits until it has done what was launched before.
             capsule = store.__dlpack__(stream=self._stream)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):

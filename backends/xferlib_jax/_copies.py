@@ -22,7 +22,7 @@ import numpy as np
 
 from xferlib.protocol import Source
 from xferlib_jax._arrays import NARROWED, JaxArray
-from xferlib_jax._probe import memory_grows
+from xferlib_jax._fresh import has_room
 
 __all__ = ["THREAD", "Part", "copies", "located"]
 
@@ -107,10 +107,8 @@ def _pays(count: int, nbytes: int, device: Any) -> bool:
 def _check_room(wanted: int, device: Any) -> None:
     # JAX's allocator would ask for memory that others hold again and again, for ten seconds. Where its memory grows, nobody can say
     # whether there is room; and whoever asked would wait with the interpreter for a lock that is held inside the driver then.
-    figures = (None if memory_grows() else device.memory_stats()) or {}
-    # Not every allocator of JAX's has a limit.
-    if figures.get("bytes_limit") and figures["bytes_in_use"] + wanted > figures["bytes_limit"]:
-        raise MemoryError(f"copies of {wanted} bytes do not fit beside the {figures['bytes_in_use']} of JAX's that are in use")
+    if not has_room(wanted, device):
+        raise MemoryError(f"copies of {wanted} bytes do not fit beside what is in use of JAX's memory")
 
 
 def _start_compiling(key: Key) -> None:

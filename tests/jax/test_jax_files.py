@@ -591,14 +591,14 @@ def test_wide_arrays_are_saved_where_wide_types_are_on_and_elsewhere_the_error_s
 
 def test_a_snapshot_that_does_not_fit_is_known_not_to(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX would ask for the memory for ten seconds. Where its memory grows, nobody can know."""
-    from xferlib_jax import _copies
+    from xferlib_jax import _copies, _fresh
 
     class Full:
         def memory_stats(self) -> dict[str, int]:
             return {"bytes_in_use": 81, "bytes_limit": 100}
 
     value = jax.numpy.arange(5, dtype="int32")
-    monkeypatch.setattr(_copies, "memory_grows", lambda: None)
+    monkeypatch.setattr(_fresh, "memory_grows", lambda: None)
     with pytest.raises(MemoryError, match="do not fit"):
         _copies.copies([value], Full())
     monkeypatch.setattr(_copies, "copies", lambda arrays, device, real=_copies.copies: real(arrays, Full()))

@@ -1,0 +1,83 @@
+"""JAX arrays whose memory nobody has written to, for those who write to it themselves.
+
+JAX makes them in a compiled function that allocates and does nothing else. No kernel is loaded, which would wait for whatever the
+device computes. Compiling takes as long as to send some arrays from the host, so that comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias, final
+
+import jax
+import numpy as np
+
+from xferlib_jax._probe import memory_grows
+
+__all__ = ["FreshArrays", "fresh_arrays", "has_room"]
+
+WORTH_COMPILING_NBYTES = 32 << 20
+"""Of one size. On an H200 it takes 16 ms to compile a function, and as long to send so much; then 0.05 ms to have an array, and
+0.5 ms for each MiB sent where many are sent at once."""
+MOST = 256
+"""Functions of one device. Blocks come in eight sizes for each power of two."""
+TARGET = "AllocateBuffer"
+"""What XLA calls it, and has it for GPUs alone."""
+
+JaxArray: TypeAlias = Any
+
+
+@final
+class FreshArrays:
+    """Makes them on one device. There is one for each: `fresh_arrays`. Any thread: two may compile the same function."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._sent: dict[int, int] = {}
+        """Bytes that were sent, by the size of the array."""
+        self._functions: dict[int, Callable[[], JaxArray] | None] = {}
+        """By the size; None: JAX has no such function."""
+
+    def make(self, nbytes: int) -> JaxArray:
+        """Return an array of bytes. Raises `JaxRuntimeError` where there is no room."""
+        function = self._function(nbytes)
+        # At once, since inside a function that is being traced it would become a step of that.
+        with jax.ensure_compile_time_eval():
+            # A function would ask for ten seconds for memory that is not there.
+            if function is not None and has_room(nbytes, self._device):
+                return function()
+            self._sent[nbytes] = self._sent.get(nbytes, 0) + nbytes
+            return jax.device_put(np.empty(nbytes, np.uint8), self._device)
+
+    def _function(self, nbytes: int) -> Callable[[], JaxArray] | None:
+        if nbytes not in self._functions:
+            if self._sent.get(nbytes, 0) + nbytes < WORTH_COMPILING_NBYTES or len(self._functions) >= MOST:
+                return None
+            self._functions[nbytes] = self._compiled(nbytes)
+        return self._functions[nbytes]
+
+    def _compiled(self, nbytes: int) -> Callable[[], JaxArray] | None:
+        place = jax.sharding.SingleDeviceSharding(self._device)
+        # Without it, all goes on as before.
+        with suppress(Exception):
+            lowered = jax.jit(partial(jax.lax.empty, (nbytes,), np.uint8), out_shardings=place).lower()
+            if TARGET in lowered.as_text():
+                compiled: Callable[[], JaxArray] = lowered.compile()
+                return compiled
+        return None
+
+
+def has_room(nbytes: int, device: Any) -> bool:
+    """Tell whether JAX's memory has as much left. Where it grows, or has no limit, nobody can say, and it is taken to have."""
+    figures = (None if memory_grows() else device.memory_stats()) or {}
+    # Not every allocator of JAX's has a limit.
+    return not figures.get("bytes_limit") or figures["bytes_in_use"] + nbytes <= figures["bytes_limit"]
+
+
+@functools.cache
+def fresh_arrays(device: Any) -> FreshArrays:
+    """Return this process's for a device."""
+    return FreshArrays(device)
