@@ -45,6 +45,7 @@
 enum {
     ALIGNMENT = 256,             // Between pieces that may be copied as one. The core's.
     LEAST_SLICE = 128 << 10,     // Bytes. Less would be more locking than copying.
+    MOST_SHARED = 4,             // Parts.
     MOST_SLICE = 1 << 20,        // Likewise: half of a core's second-level cache, on the processors beside these devices.
     FRESH_SLICE = 2 << 20,       // Likewise, into memory without pages: those that ask for the same huge page wait for each other.
     MOST_PART = 8 << 20,         // Likewise: between two copies the link rests for a microsecond or two.
@@ -62,7 +63,8 @@ enum {
     GLANCE = 5,                  // Microseconds between two questions of a thread that waits.
     PAUSE = 10,                  // Microseconds between two questions of who asks, for each mebibyte of a part: half of what it takes.
     MOST_PAUSES = 4,
-    TRIES = 200,                 // To get the lock: some microseconds.
+    TRIES = 200,                 // Breaths, to get the lock: some microseconds.
+    MOST_BREATHS = 16,           // Between two tries.
     BREATHS = 32,                // Between two looks at the clock: about a microsecond.
 };
 
@@ -147,7 +149,8 @@ static unsigned quiet;           // Rounds of asking in a row that found nothing
 static size_t rounds;            // Of asking some of the lanes.
 static bool polling, dozing, stopping;      // A thread asks; it sleeps between two rounds.
 static xe_figures figures;
-static _Atomic unsigned work_told;     // How often there was something new to do.
+static _Atomic bool taken;       // `mu` is, as far as can be told by looking.
+static _Atomic size_t called;    // So many of the threads that look out for work are to come, and have not yet.
 static _Atomic unsigned news_told;     // How often a job has come further.
 static _Atomic bool spares_cores;      // There are twice as many as threads.
 // Where this thread is, for the device.
@@ -168,13 +171,23 @@ static void take_breath(void) {
 #endif
 }
 
-// Where there are cores to spare, whoever has the lock lets it go before a thread would have fallen asleep.
+// Where there are cores to spare, whoever has the lock lets it go before a thread would have fallen asleep. To try for it takes its
+// cache line from whoever has it, and so do many who look at the same moment.
 static void lock(void) {
-    for (int n = 0; spares_cores && n < TRIES; n++) {
-        if (pthread_mutex_trylock(&mu) == 0) return;
-        take_breath();
+    for (int n = 0, pause = 1; spares_cores && n < TRIES; n += pause, pause = pause < MOST_BREATHS ? 2 * pause : pause) {
+        if (!atomic_load_explicit(&taken, memory_order_relaxed) && pthread_mutex_trylock(&mu) == 0) {
+            atomic_store_explicit(&taken, true, memory_order_relaxed);
+            return;
+        }
+        for (int breath = 0; breath < pause; breath++) take_breath();
     }
     pthread_mutex_lock(&mu);
+    atomic_store_explicit(&taken, true, memory_order_relaxed);
+}
+
+static void unlock(void) {
+    atomic_store_explicit(&taken, false, memory_order_relaxed);
+    pthread_mutex_unlock(&mu);
 }
 
 // Lists.
@@ -259,8 +272,9 @@ static void rotate(lane *l) {
     l->next = NULL;
 }
 
+// Of those that look out for work no more come than are called: all of them at once would only wait for the lock.
 static void wake(size_t many) {
-    if (many) atomic_fetch_add_explicit(&work_told, 1, memory_order_relaxed);
+    if (atomic_load_explicit(&called, memory_order_relaxed) < many) atomic_store_explicit(&called, many, memory_order_relaxed);
     if (many && dozing) {
         pthread_cond_signal(&doze);
         many--;
@@ -536,7 +550,7 @@ static chunk *start_part(lane *l) {
 static void leave(void) {
     touching++;
     if (copying && !polling) wake(1);
-    pthread_mutex_unlock(&mu);
+    unlock();
 }
 
 static void come_back(void) {
@@ -545,9 +559,13 @@ static void come_back(void) {
 }
 
 static size_t slices(const chunk *c, size_t *nbytes) {
-    // All threads have one, and none of them ends with more than half of another one's.
-    size_t share = threads ? c->part_nbytes / (2 * (size_t)threads) : MOST_SLICE;
-    *nbytes = c->job->fresh ? FRESH_SLICE : share < LEAST_SLICE ? LEAST_SLICE : share > MOST_SLICE ? MOST_SLICE : share;
+    // All threads have one, and none of them ends with more than half of another one's. Where several parts are to be copied, because
+    // the threads are slower than the devices, they share these: each slice takes the lock, for which all would wait at last.
+    size_t parts = 0;
+    for (const chunk *each = uncopied.first; each && parts < MOST_SHARED; each = each->next) parts++;
+    if (parts == 0) parts = 1;
+    size_t least = parts * LEAST_SLICE, share = threads ? parts * c->part_nbytes / (2 * (size_t)threads) : MOST_SLICE;
+    *nbytes = c->job->fresh ? FRESH_SLICE : share < least ? least : share > MOST_SLICE ? MOST_SLICE : share;
     return (c->part_nbytes + *nbytes - 1) / *nbytes;
 }
 
@@ -872,31 +890,43 @@ static void sleep_for(pthread_cond_t *condition, int64_t microseconds) {
         until.tv_sec++;
         until.tv_nsec -= 1000000000;
     }
+    atomic_store_explicit(&taken, false, memory_order_relaxed);
     pthread_cond_timedwait(condition, &mu, &until);
 }
 
+static bool is_called(unsigned unused) {
+    (void)unused;
+    size_t left = atomic_load_explicit(&called, memory_order_relaxed);
+    while (left)
+        if (atomic_compare_exchange_weak_explicit(&called, &left, left - 1, memory_order_relaxed, memory_order_relaxed)) return true;
+    return false;
+}
+
+static bool is_news(unsigned seen) { return atomic_load_explicit(&news_told, memory_order_relaxed) != seen; }
+
 // Look out for a moment whether there is more: waking up takes longer than the next part needs to come. Not where the cores are
-// wanted. `told` counts what is looked out for. Lets go of `mu` meanwhile.
-static bool stays_awake(_Atomic unsigned *told, int64_t microseconds) {
+// wanted. Lets go of `mu` meanwhile.
+static bool stays_awake(bool (*more)(unsigned), unsigned seen, int64_t microseconds) {
     if (!spares_cores) return false;
-    unsigned seen = atomic_load_explicit(told, memory_order_relaxed);
-    pthread_mutex_unlock(&mu);
+    unlock();
     struct timespec began;
     clock_gettime(CLOCK_MONOTONIC, &began);
+    bool come = false;
     do
-        for (int n = 0; n < BREATHS && atomic_load_explicit(told, memory_order_relaxed) == seen; n++) take_breath();
-    while (atomic_load_explicit(told, memory_order_relaxed) == seen && since(&began) < microseconds);
+        for (int n = 0; n < BREATHS && !come; come = more(seen), n++) take_breath();
+    while (!come && since(&began) < microseconds);
     lock();
-    // Asked again: what was told since the last look has woken nobody, and nobody will be woken for it.
-    return stopping || atomic_load_explicit(told, memory_order_relaxed) != seen;
+    // Asked again: what has come since the last look has woken nobody, and nobody will be woken for it.
+    return come || stopping || more(seen);
 }
 
 // There is nothing to do now: ask, or sleep until there is.
 static void rest(void) {
     if (polling || copying == 0) {
-        if (stays_awake(&work_told, AWAKE)) return;
+        if (stays_awake(is_called, 0, AWAKE)) return;
         idle_threads++;
         figures.sleeps++;
+        atomic_store_explicit(&taken, false, memory_order_relaxed);
         pthread_cond_wait(&work, &mu);
         idle_threads--;
         return;
@@ -914,7 +944,7 @@ static void rest(void) {
     } else if (copying > 1) {
         // Each question takes a lock of the driver's, which whoever launches work wants, too. Meanwhile the device goes on with the
         // next one.
-        stays_awake(&work_told, rest_between);
+        stays_awake(is_called, 0, rest_between);
     }
     polling = false;
     // One of them is this thread's.
@@ -928,7 +958,7 @@ static void *run(void *unused) {
     lock();
     while (!stopping)
         if (!step()) rest();
-    pthread_mutex_unlock(&mu);
+    unlock();
     return NULL;
 }
 
@@ -979,7 +1009,7 @@ static int start(int wanted, int *started, const pthread_attr_t *where) {
     }
     spares_cores = sysconf(_SC_NPROCESSORS_ONLN) >= 2 * threads;
     int there = stopping ? XE_STOPPED : threads;
-    pthread_mutex_unlock(&mu);
+    unlock();
     return there;
 }
 
@@ -1009,7 +1039,7 @@ int xe_open_lane(uint32_t number, int direction, const xe_calls *calls, void *st
         lanes = l;
         l = NULL;
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     free(l);
     return status;
 }
@@ -1023,7 +1053,7 @@ int xe_close_lane(uint32_t number) {
         while (*place != l) place = &(*place)->next;
         *place = l->next;
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     if (status != XE_OK) return status;
     while (l->all) {
         chunk *c = l->all;
@@ -1057,7 +1087,7 @@ int xe_add_chunk(uint32_t number, uint64_t which, void *memory, size_t nbytes, u
         c = NULL;
         wake(wants_chunks(l));
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     free(c);
     return status;
 }
@@ -1082,7 +1112,7 @@ int xe_take_chunk(uint32_t number, uint64_t which) {
         free(c);
         measure(l);
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     return !c ? XE_UNKNOWN : idle ? XE_OK : lost ? XE_BUSY : XE_NOT_YET;
 }
 
@@ -1134,7 +1164,7 @@ int xe_submit(uint64_t row, uint32_t number, const xe_piece *pieces, size_t coun
         j = NULL;
         kept = NULL;
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     free(j);
     free(kept);
     return status;
@@ -1145,7 +1175,7 @@ int xe_drop(uint64_t row) {
     job *j = *place_of(row);
     int status = !j ? XE_UNKNOWN : j->started || j->finished ? XE_NOT_YET : XE_OK;
     if (status == XE_OK) fail(j, ECANCELED, "dropped before it had begun");
-    pthread_mutex_unlock(&mu);
+    unlock();
     return status;
 }
 
@@ -1153,7 +1183,7 @@ int xe_abandon(uint64_t row) {
     lock();
     job *j = *place_of(row);
     if (j && !j->finished) fail(j, ECANCELED, "abandoned");
-    pthread_mutex_unlock(&mu);
+    unlock();
     return j ? XE_OK : XE_UNKNOWN;
 }
 
@@ -1198,7 +1228,7 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
             continue;
         }
         if (threads && spares_cores && since(&busy) < AWAKE) {
-            stays_awake(&news_told, GLANCE);
+            stays_awake(is_news, atomic_load_explicit(&news_told, memory_order_relaxed), GLANCE);
             continue;
         }
         // What this thread has begun is for others now. Where all of them are in calls, this one asks.
@@ -1210,13 +1240,13 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
     }
     if (here.enter || here.capture_mode) {
         touching++;
-        pthread_mutex_unlock(&mu);
+        unlock();
         go_back();
         come_back();
     }
     // As above; threads that were started meanwhile may sleep already.
     if (worked) wake(1);
-    pthread_mutex_unlock(&mu);
+    unlock();
     return status;
 }
 
@@ -1229,7 +1259,7 @@ int xe_error(uint64_t row, int32_t *status, const char **at, int *lost) {
         *at = j->at;
         *lost = j->lost;
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     return known;
 }
 
@@ -1243,7 +1273,7 @@ size_t xe_finished(uint64_t *rows, size_t count) {
         j->listed = false;
         rows[found++] = j->row;
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     return found;
 }
 
@@ -1252,7 +1282,7 @@ int xe_forget(uint64_t row) {
     job **place = place_of(row), *j = *place;
     int status = !j ? XE_UNKNOWN : !j->finished || j->listed ? XE_BUSY : XE_OK;
     if (status == XE_OK) *place = j->other;
-    pthread_mutex_unlock(&mu);
+    unlock();
     if (status != XE_OK) return status;
     free(j->pieces);
     free(j);
@@ -1305,7 +1335,7 @@ size_t xe_requests(xe_request *requests, size_t count, int64_t microseconds) {
         sleep_for(&asked, microseconds);
         if (!stopping) found = next_requests(requests, count);
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     return found;
 }
 
@@ -1325,7 +1355,7 @@ int xe_answer(uint32_t number, uint64_t which, int32_t status, int recorded) {
         if (c->last && status == 0 && recorded && !has_failed(j)) j->last_issued = true;
         issued(c, (outcome){status, status ? "the backend's calls" : recorded ? NULL : "recording an event", true, recorded != 0});
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     return known;
 }
 
@@ -1339,7 +1369,7 @@ int xe_reached(uint32_t number, uint64_t which, int32_t status) {
         reached(c);
         wake(1);
     }
-    pthread_mutex_unlock(&mu);
+    unlock();
     return known;
 }
 
@@ -1355,7 +1385,7 @@ int xe_stop(int64_t microseconds) {
     clock_gettime(CLOCK_MONOTONIC, &began);
     for (int64_t left; touching && (left = microseconds - since(&began)) > 0;) sleep_for(&news, left);
     int status = touching ? XE_NOT_YET : XE_OK;
-    pthread_mutex_unlock(&mu);
+    unlock();
     return status;
 }
 
@@ -1363,7 +1393,7 @@ void xe_read_figures(xe_figures *found) {
     lock();
     *found = figures;
     found->threads = (uint64_t)threads;
-    pthread_mutex_unlock(&mu);
+    unlock();
 }
 
 int xe_copy(void *dst, const void *src, size_t nbytes, int aside) {
