@@ -45,8 +45,8 @@
 enum {
     ALIGNMENT = 256,             // Between pieces that may be copied as one. The core's.
     LEAST_SLICE = 128 << 10,     // Bytes. Less would be more locking than copying.
-    MOST_SHARED = 4,             // Parts.
     MOST_SLICE = 1 << 20,        // Likewise: half of a core's second-level cache, on the processors beside these devices.
+    FEW_SLICES = 4,              // Of a part.
     FRESH_SLICE = 2 << 20,       // Likewise, into memory without pages: those that ask for the same huge page wait for each other.
     MOST_PART = 8 << 20,         // Likewise: between two copies the link rests for a microsecond or two.
     SHARES = 4,                  // Parts of a lane's memory: one is filled or emptied while others wait for the device.
@@ -559,13 +559,13 @@ static void come_back(void) {
 }
 
 static size_t slices(const chunk *c, size_t *nbytes) {
-    // All threads have one, and none of them ends with more than half of another one's. Where several parts are to be copied, because
-    // the threads are slower than the devices, they share these: each slice takes the lock, for which all would wait at last.
-    size_t parts = 0;
-    for (const chunk *each = uncopied.first; each && parts < MOST_SHARED; each = each->next) parts++;
-    if (parts == 0) parts = 1;
-    size_t least = parts * LEAST_SLICE, share = threads ? parts * c->part_nbytes / (2 * (size_t)threads) : MOST_SLICE;
-    *nbytes = c->job->fresh ? FRESH_SLICE : share < least ? least : share > MOST_SLICE ? MOST_SLICE : share;
+    // All threads have one, and none of them ends with more than half of another one's. Where several lanes are under way, the threads
+    // divide themselves between these: each slice takes the lock, for which all would wait at last.
+    size_t busy = 0, many = threads ? 2 * (size_t)threads : 1;
+    for (const lane *l = lanes; l; l = l->next) busy += l->under_way > 0;
+    if (busy > 1 && many > FEW_SLICES) many = FEW_SLICES;
+    size_t share = c->part_nbytes / many;
+    *nbytes = c->job->fresh ? FRESH_SLICE : share < LEAST_SLICE ? LEAST_SLICE : share > MOST_SLICE ? MOST_SLICE : share;
     return (c->part_nbytes + *nbytes - 1) / *nbytes;
 }
 

@@ -19,17 +19,28 @@ class Mutant(NamedTuple):
     file: str = "engine.c"
 
 
-STAYS_AWAKE = """    if (!spares_cores) return false;
-    unsigned seen = atomic_load_explicit(told, memory_order_relaxed);
-    pthread_mutex_unlock(&mu);
+STAYS_AWAKE = """    size_t left = atomic_load_explicit(&called, memory_order_relaxed);
+    while (left)
+        if (atomic_compare_exchange_weak_explicit(&called, &left, left - 1, memory_order_relaxed, memory_order_relaxed)) return true;
+    return false;
+}
+
+static bool is_news(unsigned seen) { return atomic_load_explicit(&news_told, memory_order_relaxed) != seen; }
+
+// Look out for a moment whether there is more: waking up takes longer than the next part needs to come. Not where the cores are
+// wanted. Lets go of `mu` meanwhile.
+static bool stays_awake(bool (*more)(unsigned), unsigned seen, int64_t microseconds) {
+    if (!spares_cores) return false;
+    unlock();
     struct timespec began;
     clock_gettime(CLOCK_MONOTONIC, &began);
+    bool come = false;
     do
-        for (int n = 0; n < BREATHS && atomic_load_explicit(told, memory_order_relaxed) == seen; n++) take_breath();
-    while (atomic_load_explicit(told, memory_order_relaxed) == seen && since(&began) < microseconds);
+        for (int n = 0; n < BREATHS && !come; come = more(seen), n++) take_breath();
+    while (!come && since(&began) < microseconds);
     lock();
-    // Asked again: what was told since the last look has woken nobody, and nobody will be woken for it.
-    return stopping || atomic_load_explicit(told, memory_order_relaxed) != seen;
+    // Asked again: what has come since the last look has woken nobody, and nobody will be woken for it.
+    return come || stopping || more(seen);
 """
 """Mutants of it do as where there are cores to spare, whatever this machine has."""
 
@@ -651,14 +662,28 @@ MUTANTS = (
     Mutant(
         "a thread that has looked for work does so again",
         STAYS_AWAKE,
-        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("!= seen;", "!= seen || true;"),
+        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("more(seen);\n", "true;\n"),
         "falls_asleep",
     ),
     Mutant(
         "a thread falls asleep on what it was told meanwhile",
         STAYS_AWAKE,
-        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("!= seen;", "!= seen && false;"),
+        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace(
+            "return come || stopping || more(seen)", "return stopping"
+        ),
         "misses_nothing_as_it_falls_asleep",
+    ),
+    Mutant(
+        "a thread that looks for work is never called",
+        STAYS_AWAKE,
+        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("while (left)\n", "while (left > 1000)\n"),
+        "misses_nothing_as_it_falls_asleep",
+    ),
+    Mutant(
+        "who is called once is called for good",
+        STAYS_AWAKE,
+        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("left - 1", "left"),
+        "falls_asleep",
     ),
     # Where there is one CPU, they run there in any case.
     *(
