@@ -20,7 +20,7 @@ FLOORS = [
     {"xferlib.forks"},
     {"xferlib.engine", "xferlib.files", "xferlib.sketch", "xferlib.tracing", "xferlib.watchdog"},
     {"xferlib.files.temporary"} | {f"xferlib.tracing.{name}" for name in ("events", "intervals", "library")},
-    {f"xferlib.tracing.{name}" for name in ("atomic", "gaps", "log", "records", "termination")},
+    {f"xferlib.tracing.{name}" for name in ("atomic", "collection", "gaps", "log", "records", "termination")},
     {"xferlib.gates", "xferlib.tracing.summary"},
     {"xferlib.engine.building"},
     {"xferlib.engine.native"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Iterator
@@ -136,6 +137,28 @@ def test_no_text_of_all_events_is_made_where_they_do_not_fit(tmp_path: Path, mon
     monkeypatch.setattr("xferlib.tracing.page.json.dumps", dumps)
     write(large(), tmp_path / "small.html", most_nbytes=60_000)
     assert max(texts) < 200_000
+    assert len(texts) <= 3
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_collector_waits_while_a_page_is_made(runs: bool) -> None:
+    came: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        came.append(phase)
+
+    table, before = large(), gc.isenabled()
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        (gc.enable if runs else gc.disable)()
+        page(table)
+        assert gc.isenabled() is runs
+    finally:
+        gc.callbacks.remove(note)
+        (gc.enable if before else gc.disable)()
+    # What it has put off comes at once, with a start and a stop for each; without a wait there are hundreds.
+    assert len(came) < 20
 
 
 def test_events_that_overlap_in_a_row_are_in_lanes() -> None:

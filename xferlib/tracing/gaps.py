@@ -97,23 +97,27 @@ class _Gaps:
     def __init__(self, recording: Recording, device: int) -> None:
         self._device = device
         self._null_streams = recording.null_streams
-        events = [event for event in recording.events if event.device == device]
-        host = [event for event in recording.events if event.device == HOST]
-        self._kernels = union((event.start, event.end) for event in events if event.kind == "kernel")
-        self._compute_streams = {event.stream for event in events if event.kind == "kernel"}
-        self._copies = {kind: _Layer([event for event in events if event.kind == kind]) for kind in ("h2d", "d2h")}
-        self._busy = {kind: union((event.start, event.end) for event in events if event.kind == kind) for kind in ("h2d", "d2h")}
+        here: dict[str, list[Event]] = defaultdict(list)
+        host: dict[str, list[Event]] = defaultdict(list)
+        for event in recording.events:
+            if event.device == device:
+                here[event.kind].append(event)
+            elif event.device == HOST:
+                host[event.kind].append(event)
+        self._kernels = union((event.start, event.end) for event in here["kernel"])
+        self._compute_streams = {event.stream for event in here["kernel"]}
+        self._copies = {kind: _Layer(here[kind]) for kind in ("h2d", "d2h")}
+        self._busy = {kind: union((event.start, event.end) for event in here[kind]) for kind in ("h2d", "d2h")}
         self._saturated = {kind: self._is_saturated(busy) for kind, busy in self._busy.items()}
         # In the order in which they count.
         self._others: tuple[tuple[Cause, _Layer], ...] = (
-            ("device", _Layer([event for event in events if event.kind in ("copy", "memset")])),
-            ("allocation", _Layer([event for event in host if event.kind == "allocation"])),
-            ("staging", _Layer([event for event in host if event.kind == "put" and event.memory == "pageable"])),
+            ("device", _Layer([*here["copy"], *here["memset"]])),
+            ("allocation", _Layer(host["allocation"])),
+            ("staging", _Layer([event for event in host["put"] if event.memory == "pageable"])),
         )
+        blocking = [event for event in host["issue"] if event.blocking]
         # A thread without a line of Python is one of a library's, which waits as it pleases: the program does not wait with it.
-        self._waits = _Layer(
-            [event for event in host if event.site and (event.kind == "wait" or (event.kind == "issue" and event.blocking))]
-        )
+        self._waits = _Layer([event for event in (*host["wait"], *blocking) if event.site])
 
     def found(self) -> list[Gap]:
         pieces: list[Gap] = []

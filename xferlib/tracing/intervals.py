@@ -13,15 +13,18 @@ Interval: TypeAlias = tuple[int, int]
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the times that lie in any of them."""
+    some = sorted([(start, end) for start, end in intervals if end > start])
+    if not some:
+        return []
     merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if end <= start:
-            continue
-        if merged and start <= merged[-1][1]:
-            if end > merged[-1][1]:
-                merged[-1] = merged[-1][0], end
-        else:
-            merged.append((start, end))
+    first, last = some[0]
+    for start, end in some:
+        if start > last:
+            merged.append((first, last))
+            first, last = start, end
+        elif end > last:
+            last = end
+    merged.append((first, last))
     return merged
 
 

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from xferlib.tracing.atomic import atomic_text
+from xferlib.tracing.collection import no_collection
 from xferlib.tracing.events import Recording
 from xferlib.tracing.gaps import Gap, all_gaps
 from xferlib.tracing.rows import MOST_ROWS, Row, least_apart, rows, thinned
@@ -37,28 +38,37 @@ def write(recording: Recording, path: Path, *, most_nbytes: int = MOST_NBYTES) -
 
 def page(recording: Recording, *, most_nbytes: int = MOST_NBYTES) -> str:
     """Return the text of the page."""
+    with no_collection():
+        return _page(recording, most_nbytes)
+
+
+def _page(recording: Recording, most_nbytes: int) -> str:
     gaps = all_gaps(recording)
     told = _told(recording, gaps)
     everything = rows(recording, gaps)
     drawn, apart = everything[:MOST_ROWS], 0
     room = most_nbytes - len(_template())
     # Of a long trace all marks would be a text of gigabytes, and to try one distance after the other would take long.
-    least = least_apart(drawn, room // MARK_NBYTES)
-    if least:
-        apart = max(FIRST_APART, least)
-        drawn = thinned(drawn, apart)
+    most = room // MARK_NBYTES
     while True:
+        marks = _marks(drawn)
+        while sum(marks) > most and max(marks) > 1:
+            least = least_apart(drawn, most)
+            apart = max(FIRST_APART, least if least > apart else 2 * apart)
+            drawn = thinned(drawn, apart)
+            marks = _marks(drawn)
         notes = [*recording.notes, *_thinning(recording, everything, drawn, apart)]
-        lanes = [len(lane) for row in drawn for lane in row.lanes]
-        is_least = max(lanes, default=0) <= 1
-        if is_least or sum(lanes) * MARK_NBYTES <= room:
-            text = json.dumps({**told, **_encoded(drawn), "notes": notes}, separators=(",", ":"))
-            # Nothing of the data may end the element that it is in.
-            text = text.replace("<", "\\u003c")
-            if is_least or len(text) <= room:
-                return _template().replace("__DATA__", text)
-        apart = 2 * apart if apart else FIRST_APART
-        drawn = thinned(drawn, apart)
+        text = json.dumps({**told, **_encoded(drawn), "notes": notes}, separators=(",", ":"))
+        # Nothing of the data may end the element that it is in.
+        text = text.replace("<", "\\u003c")
+        if len(text) <= room or max(marks, default=0) <= 1:
+            return _template().replace("__DATA__", text)
+        most = sum(marks) * room // len(text)
+
+
+def _marks(drawn: Sequence[Row]) -> list[int]:
+    """Return how many there are in each lane."""
+    return [len(lane) for row in drawn for lane in row.lanes]
 
 
 def _told(recording: Recording, all_of_them: Mapping[int, Sequence[Gap]]) -> dict[str, Any]:
@@ -119,43 +129,47 @@ def _link(link: Link) -> dict[str, Any]:
 
 def _encoded(drawn: Sequence[Row]) -> dict[str, Any]:
     """Return rows as columns of numbers, and the strings that they name by number."""
-    strings: dict[str, int] = {"": 0}
-
-    def number(text: str) -> int:
-        text = text if len(text) <= MOST_NAME else text[: MOST_NAME - 3] + "..."
-        return strings.setdefault(text, len(strings))
-
+    numbers = _Numbers()
     encoded = []
     for row in drawn:
         lanes = []
         for lane in row.lanes:
-            before = 0
-            starts = []
-            for mark in lane:
-                starts.append(mark.start - before)
-                before = mark.end
+            starts, ends, kinds, names, nbytes, memories, sites, waited, events, busy = zip(*lane, strict=True)
             lanes.append(
                 {
-                    "s": starts,
-                    "d": [mark.end - mark.start for mark in lane],
-                    "k": [number(mark.kind) for mark in lane],
-                    "n": [number(mark.name) for mark in lane],
-                    "b": [mark.nbytes for mark in lane],
-                    "m": [number(mark.memory) for mark in lane],
-                    "p": [number(mark.site) for mark in lane],
-                    "c": [mark.events for mark in lane],
-                    "w": [mark.busy for mark in lane],
-                    "i": [mark.waited for mark in lane],
+                    "s": [start - before for start, before in zip(starts, (0, *ends[:-1]), strict=True)],
+                    "d": [end - start for start, end in zip(starts, ends, strict=True)],
+                    "k": [numbers[kind] for kind in kinds],
+                    "n": [numbers[name] for name in names],
+                    "b": nbytes,
+                    "m": [numbers[memory] for memory in memories],
+                    "p": [numbers[site] for site in sites],
+                    "c": events,
+                    "w": busy,
+                    "i": waited,
                 }
             )
         encoded.append({"group": row.group, "name": row.name, "lanes": lanes})
-    return {"rows": encoded, "strings": list(strings)}
+    return {"rows": encoded, "strings": list(numbers.shown)}
+
+
+@final
+class _Numbers(dict[str, int]):
+    """The number of each string, as it is shown: a long one is cut."""
+
+    def __init__(self) -> None:
+        self.shown = {"": 0}
+
+    def __missing__(self, text: str) -> int:
+        cut = text if len(text) <= MOST_NAME else text[: MOST_NAME - 3] + "..."
+        self[text] = self.shown.setdefault(cut, len(self.shown))
+        return self[text]
 
 
 def _thinning(recording: Recording, everything: Sequence[Row], drawn: Sequence[Row], apart: int) -> list[str]:
     notes = []
     if apart:
-        marks = sum([len(lane) for row in drawn for lane in row.lanes])
+        marks = sum(_marks(drawn))
         closer = f"{apart / 1e3:.0f} µs" if apart < 1e6 else f"{apart / 1e6:.1f} ms"
         notes.append(
             f"Thinned out: {len(recording.events)} events are drawn as {marks} marks. What is closer together than {closer} is one "

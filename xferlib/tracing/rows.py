@@ -149,12 +149,15 @@ def _one(group: Sequence[Mark], longest: Mark, end: int) -> Mark:
     if len(group) == 1:
         return longest
     alike = len({mark.name for mark in group}) == 1
-    return longest._replace(
-        start=group[0].start,
-        end=end,
-        name=longest.name if alike else f"{longest.name.removesuffix(' ...')} ...",
-        nbytes=sum([mark.nbytes for mark in group]),
-        waited=0,
-        events=sum([mark.events for mark in group]),
-        busy=sum([mark.busy for mark in group]),
+    return Mark(
+        group[0].start,
+        end,
+        longest.kind,
+        longest.name if alike else f"{longest.name.removesuffix(' ...')} ...",
+        sum([mark.nbytes for mark in group]),
+        longest.memory,
+        longest.site,
+        0,
+        sum([mark.events for mark in group]),
+        sum([mark.busy for mark in group]),
     )

@@ -14,6 +14,7 @@ from typing import Final, final
 from xferlib.errors import XferError
 from xferlib.reaper import uninterrupted
 from xferlib.tracing import chrome, page, picture
+from xferlib.tracing.collection import no_collection
 from xferlib.tracing.events import Recording
 from xferlib.tracing.gpu import Gpus, has_gpu
 from xferlib.tracing.log import LOG
@@ -174,9 +175,10 @@ class Trace:
         end = perf_counter_ns()
         LOG.stop()
         try:
-            if self._gpus is not None:
-                self._gpus.finish(LOG)
-            self._recording = _recording(self._start, end)
+            with no_collection():
+                if self._gpus is not None:
+                    self._gpus.finish(LOG)
+                self._recording = _recording(self._start, end)
         finally:
             self._abandon()
 
