@@ -18,7 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { ENTER = 0, RUNTIME = 2, READY = 2, PAGE = 4096 };
+enum { ENTER = 0, RUNTIME = 2, READY = 8, PAGE = 4096 };
 
 // CUpti_CallbackData of cupti_callbacks.h.
 typedef struct {

@@ -35,8 +35,11 @@ from xferlib.tracing.records import (
 
 __all__ = ["Gpus", "has_gpu"]
 
-BUFFER_NBYTES: Final = 4 << 20
-MOST_BUFFERS: Final = 256
+RECORDED: Final = (MEMCPY, MEMCPY2, MEMSET, CONCURRENT_KERNEL, MARKER)
+"""Kinds of activity. Not the calls: of those that say something the callback tells, and a launch pays for no record of its call."""
+BUFFER_NBYTES: Final = 1 << 20
+"""Each thread that launches takes one of its own at first."""
+MOST_BUFFERS: Final = 1024
 """A gigabyte: some five million kernels."""
 MOST_CALLS: Final = 2_000_000
 MOST_FUNCTIONS: Final = 4096
@@ -98,7 +101,7 @@ class Gpus:
             # Streams that are there are told of, too. Without this the NULL stream looks like any other.
             with suppress(CuptiError):
                 self._enable(STREAM, "cuptiActivityEnableAndDump")
-            for kind in (MEMCPY, MEMCPY2, MEMSET, CONCURRENT_KERNEL, MARKER):
+            for kind in RECORDED:
                 self._enable(kind, "cuptiActivityEnable")
             for domain, function in self._names:
                 self._call("cuptiEnableCallback", ctypes.c_uint32(1), self._subscriber, domain, ctypes.c_uint32(function))
