@@ -163,6 +163,18 @@ def test_what_is_not_done_is_said(cupti: Any) -> None:
     assert "1 copies and kernels were not done" in trace.recording.notes[0]
 
 
+def test_a_gpu_that_did_nothing_is_said_to(cupti: Any) -> None:
+    with xferlib.trace() as trace:
+        cupti.standin_call(1, 3)
+    (note,) = trace.recording.notes
+    assert "no work of this process ended on a GPU" in note
+    with xferlib.trace() as trace:
+        h2d(cupti, done=0)
+    # Here something was begun.
+    (note,) = trace.recording.notes
+    assert "1 copies and kernels were not done" in note
+
+
 def test_what_was_dropped_is_said(cupti: Any) -> None:
     ctypes.c_int64.in_dll(cupti, "dropped").value = 12
     with xferlib.trace() as trace:

@@ -366,6 +366,30 @@ def test_a_trace_that_goes_on_can_be_ended_and_ended_again(stager: xferlib.Stage
         pass
 
 
+def test_a_trace_without_a_name_that_goes_on_can_be_ended(stager: xferlib.Stager) -> None:
+    assert xferlib.Trace.running() is None
+    trace().__enter__()
+    with pytest.raises(xferlib.XferError, match=r"Trace\.running\(\)\.__exit__\(None, None, None\)"), trace():
+        pass
+    found = xferlib.Trace.running()
+    assert found is not None
+    stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+    found.__exit__(None, None, None)
+    assert of_kind(found, "h2d")
+    assert xferlib.Trace.running() is None
+
+
+def test_an_empty_trace_says_why_and_what_to_do(stager: xferlib.Stager) -> None:
+    with trace() as traced:
+        (np.ones(1000) * 2).sum()
+    (note,) = traced.recording.notes
+    assert "not what NumPy or a framework does by itself. Bring the arrays by a stager" in note
+    assert str(traced.summary()).splitlines()[1:] == [note]
+    with trace() as traced:
+        stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+    assert traced.recording.notes == ()
+
+
 def test_a_trace_is_used_once() -> None:
     traced = trace()
     with traced:

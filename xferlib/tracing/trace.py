@@ -15,7 +15,7 @@ from xferlib.errors import XferError
 from xferlib.reaper import uninterrupted
 from xferlib.tracing import chrome, page, picture
 from xferlib.tracing.collection import no_collection
-from xferlib.tracing.events import Recording
+from xferlib.tracing.events import HOST, Recording
 from xferlib.tracing.gpu import Gpus, has_gpu
 from xferlib.tracing.log import LOG
 from xferlib.tracing.summary import Summary, summarize
@@ -27,6 +27,15 @@ DROPPED: Final = object()
 EXIT_SECONDS = 10.0
 """How long the program's end waits for a thread that ends the trace. More than CUPTI takes; nothing is sure of a thread."""
 LOOK_SECONDS = 0.001
+NO_GPU: Final = (
+    "no GPU was recorded, and of the CPU only what stagers of xferlib copy and what runs on streams of their backends: not what "
+    "NumPy or a framework does by itself. Bring the arrays by a stager, or trace on a machine with an NVIDIA GPU"
+)
+IDLE_GPU: Final = (
+    "no work of this process ended on a GPU meanwhile. Begin the trace before the work, wait for the device before the end of the "
+    "block, and trace the process that uses the GPU: its children are not in it"
+)
+"""Why a trace is empty, and what to do."""
 _running: dict[None, Trace] = {}
 # What runs in the parent of a forked child does not run there.
 os.register_at_fork(after_in_child=_running.clear)
@@ -37,8 +46,8 @@ def trace(path: str | os.PathLike[str] | None = None, *, gpu: bool | None = None
 
     On a machine with an NVIDIA GPU, CUPTI records all that the GPUs of the process do, whoever asked for it, and where the program
     asked for the copies. What backends without a GPU do is recorded by themselves. At the end of the block the events are written
-    to `path`, in the JSON that Perfetto opens; None: nothing is written. Then `summary`, `html` and `png` say and show what was
-    recorded.
+    to `path`, in the JSON that Perfetto opens; None: nothing is written, so keep the trace by a name. Then `summary`, `html` and
+    `png` say and show what was recorded.
 
     `gpu`: whether GPUs are recorded; None: if there is one. One trace at a time. CUPTI serves one tool in a process, so this does
     not go together with a profiler. What a device has not finished at the end of the block is not in the trace: wait for it before.
@@ -103,6 +112,11 @@ class Trace:
                 # An interrupt came before anybody began to end it.
                 self._abandon()
 
+    @staticmethod
+    def running() -> Trace | None:
+        """Return the trace that runs in this process, for code that has no name for it; None: there is none."""
+        return _running.get(None)
+
     @property
     def recording(self) -> Recording:
         """The events. Raises `XferError` while the trace runs."""
@@ -143,7 +157,7 @@ class Trace:
             if _running.setdefault(None, self) is not self:
                 raise XferError(
                     "a trace runs in this process already, and there is one at a time. End that one first: one that an interrupt "
-                    "kept from ending with its block is ended by trace.__exit__(None, None, None)"
+                    "kept from ending with its block is ended by xferlib.Trace.running().__exit__(None, None, None)"
                 )
             if self._gpu or (self._gpu is None and has_gpu()):
                 self._gpus = Gpus()
@@ -178,7 +192,7 @@ class Trace:
             with no_collection():
                 if self._gpus is not None:
                     self._gpus.finish(LOG)
-                self._recording = _recording(self._start, end)
+                self._recording = _recording(self._start, end, IDLE_GPU if self._gpus is not None else NO_GPU)
         finally:
             self._abandon()
 
@@ -217,10 +231,16 @@ class Trace:
             _running.pop(None, None)
 
 
-def _recording(start: int, end: int) -> Recording:
-    """Put together what was noted."""
+def _recording(start: int, end: int, if_empty: str) -> Recording:
+    """Put together what was noted. `if_empty`: the note where no device did anything."""
     names = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
     events = [event for event in LOG.events if event.end >= start]
+    notes = list(LOG.notes)
+    if LOG.lost:
+        notes.append(f"{LOG.lost} events of ours found no room. Trace fewer steps")
+    # Where a note says what is missing already, that is why.
+    if not notes and all(event.device == HOST for event in events):
+        notes.append(if_empty)
     return Recording(
         events=tuple(sorted(events, key=lambda event: event.start)),
         start=start,
@@ -229,5 +249,5 @@ def _recording(start: int, end: int) -> Recording:
         streams=dict(LOG.streams),
         null_streams=frozenset(LOG.null_streams),
         threads={**names, **LOG.threads},
-        notes=(*LOG.notes, *([f"{LOG.lost} events of ours found no room. Trace fewer steps"] if LOG.lost else [])),
+        notes=tuple(notes),
     )
