@@ -18,6 +18,8 @@ import xferlib_cupy.diagnosis
 
 import xferlib
 from xferlib.cli import doctor, machine, main
+from xferlib.overlap.measure import measure_overlap
+from xferlib.overlap.report import OverlapReport, Spread
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -233,6 +235,25 @@ def test_what_the_frameworks_own_copies_do_is_told(monkeypatch: pytest.MonkeyPat
         assert {path["direction"] for path in paths} == {"h2d", "d2h"}
         assert all(path["gbps"] > 0 and path["call"] in path["words"] for path in paths)
         json.dumps(paths)
+
+        def disturbed(stager: xferlib.Stager, *, nbytes: int, rounds: int) -> OverlapReport:
+            """In one of the rounds something else used the device."""
+            report = measure_overlap(stager, nbytes=nbytes, rounds=1)
+            shares = Spread.of([0.97] * (rounds - 1) + [-3.0])
+            return dataclasses.replace(
+                report,
+                on_gpu=True,
+                rows=tuple(
+                    dataclasses.replace(row, on_gpu=True, compute_seconds=row.copy_seconds, copy_first=shares, compute_first=shares)
+                    for row in report.rows
+                ),
+            )
+
+        monkeypatch.setattr(doctor, "measure_overlap", disturbed)
+        paths, findings = doctor._paths(opened, end)
+        assert paths is not None
+        assert {path["waits_for_compute"] for path in paths} == {False}
+        assert not [finding for finding in findings if finding.startswith("xferlib")]
 
         def broken(stager: xferlib.Stager, **options: int) -> None:
             raise AttributeError("no row_stack")

@@ -36,7 +36,8 @@ Report = dict[str, Any]
 
 SECONDS, OF_PATHS = 20.0, 6.0
 """What the page may take in all, and what the paths of one backend take at most: what would not fit is not measured."""
-PATHS_NBYTES, PATHS_ROUNDS = 64 << 20, 3
+PATHS_NBYTES, PATHS_ROUNDS = 64 << 20, 5
+"""Of fewer rounds one in which something else used the device would decide."""
 WALL_STEP, HIGHEST_WALL = 128 << 20, 4 << 30
 """Bytes. How much more is asked for at a time, and up to where."""
 
