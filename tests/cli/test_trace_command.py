@@ -104,6 +104,14 @@ def test_what_is_no_program_is_refused(words: list[str], message: str) -> None:
         command_line(words, *FILES)
 
 
+def test_a_program_that_is_not_there_is_refused_and_an_earlier_trace_stays(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("an earlier one")
+    status, stdout, stderr = run("--", sys.executable, "trian.py", cwd=tmp_path)
+    assert (status, stdout) == (1, "")
+    assert stderr == "xferlib: there is no file 'trian.py'\n"
+    assert (tmp_path / "run.json").read_text() == "an earlier one"
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')\n")
     status, stdout, stderr = run("--html", "missing/run.html", "--", sys.executable, "train.py", cwd=tmp_path)

@@ -24,6 +24,10 @@ CLUSTER = re.compile(r"-[a-zA-Z]*?([cmWX])(.*)", re.DOTALL)
 def run(command: Sequence[str], json_file: Path, html: Path) -> NoReturn:
     """Become the program. Raises `CommandError` if it is none of Python's, or a file could not be written."""
     line = command_line(command, json_file, html)
+    program = line[line.index("xferlib.tracing") + 3]
+    # The trace of nothing would take the place of an earlier one.
+    if program != "-m" and not Path(program).exists():
+        raise CommandError(f"there is no file {program!r}")
     for file in (json_file, html):
         if not file.resolve().parent.is_dir():
             raise CommandError(f"the folder of {str(file)!r} is not there. Make it first, or choose another file")
