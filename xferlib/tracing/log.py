@@ -137,13 +137,14 @@ class Log:
     def site(self) -> str:
         """Return the line of the program that the calling thread is at, as in "train.py:12"; empty if it runs only our code."""
         frame: FrameType | None = sys._getframe(1)
-        lines: list[tuple[CodeType, int]] = []
+        passed: list[FrameType] = []
         while frame is not None:
-            lines.append((frame.f_code, frame.f_lineno))
+            # To find the line of a frame takes longer than all else here, so it is asked of one.
             if is_program(frame.f_code.co_filename):
-                break
+                return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+            passed.append(frame)
             frame = frame.f_back
-        return shown(lines) or self.served_at(get_native_id())
+        return shown([(frame.f_code, frame.f_lineno) for frame in passed]) or self.served_at(get_native_id())
 
     def _add(self, event: Event) -> None:
         if len(self.events) < MOST_EVENTS:
