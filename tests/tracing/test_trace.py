@@ -244,6 +244,40 @@ def test_an_interrupt_while_it_begins_leaves_none_running(monkeypatch: pytest.Mo
         pass
 
 
+def test_one_thread_alone_gives_back_what_an_interrupt_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both, the one that begins it and the one that has left it, find that it was left when it had begun."""
+    left = threading.Event()
+    at_work: list[threading.Thread] = []
+    given_back: list[threading.Thread] = []
+    give_back, put = xferlib.Trace._abandon, object.__setattr__
+
+    def interrupted() -> bool:
+        at_work.append(threading.current_thread())
+        _thread.interrupt_main()
+        assert left.wait(60)
+        return False
+
+    def set_and_wait(self: xferlib.Trace, name: str, value: object) -> None:
+        put(self, name, value)
+        if name == "_left" and value:
+            left.set()
+            at_work[0].join(60)
+
+    def counted(self: xferlib.Trace) -> None:
+        given_back.append(threading.current_thread())
+        give_back(self)
+
+    monkeypatch.setattr("xferlib.tracing.trace.has_gpu", interrupted)
+    monkeypatch.setattr(xferlib.Trace, "__setattr__", set_and_wait)
+    monkeypatch.setattr(xferlib.Trace, "_abandon", counted)
+    with pytest.raises(KeyboardInterrupt), xferlib.trace():
+        pass
+    assert given_back == at_work
+    assert xferlib.Trace.running() is None
+    with trace():
+        pass
+
+
 def test_wherever_an_interrupt_comes_no_trace_is_left_running(tmp_path: Path) -> None:
     made: list[xferlib.Trace] = []
     leave = xferlib.Trace.__exit__.__code__

@@ -79,6 +79,8 @@ class Trace:
         self._termination = Termination()
         self._fate: dict[None, object] = {}
         """Who has begun to end it, or `DROPPED`: nobody will. Who comes first says it, in one step."""
+        self._given_back: dict[None, object] = {}
+        """Who abandons what was left at its begin, in the same way."""
         self._recording: Recording | None = None
 
     def __enter__(self) -> Trace:
@@ -95,7 +97,7 @@ class Trace:
             # An interrupt ends the wait, and not what is waited for: that gives back itself what it takes from here on.
             self._left = True
             if self._begun:
-                self._abandon()
+                self._abandon_once()
             self._termination.__exit__(None, None, None)
             raise
         return self
@@ -168,7 +170,7 @@ class Trace:
         finally:
             self._begun = True
             if self._left:
-                self._abandon()
+                self._abandon_once()
 
     def _finish(self, error: BaseException | None) -> None:
         """End the trace and write it. What fails here is a note of the block's own error, if there is one."""
@@ -218,6 +220,12 @@ class Trace:
         until = monotonic() + EXIT_SECONDS
         while _running.get(None) is self and monotonic() < until:
             sleep(LOOK_SECONDS)
+
+    def _abandon_once(self) -> None:
+        """Abandon what was left at its begin. The thread that begins it and the one that has left it may come here at once."""
+        me = object()
+        if self._given_back.setdefault(None, me) is me:
+            self._abandon()
 
     def _abandon(self) -> None:
         atexit.unregister(self._end_at_exit)
