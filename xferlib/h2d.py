@@ -25,6 +25,7 @@ from xferlib.memory.idle_blocks import Streams
 from xferlib.packing import Packing, Packings, Run
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
+from xferlib.reaper import uninterrupted
 from xferlib.staging.coalesce import Placed
 from xferlib.staging.pageable import Staging
 from xferlib.transfer import Later, Transfer
@@ -345,8 +346,17 @@ class HostToDevice:
         return transfer
 
     def _leases(self, packing: Packing, streams: Streams) -> list[Lease]:
+        # The first one here, and what a finalizer of somebody else's asks for inside of the pool is refused.
+        leases = self._leased(packing.sizes[:1], streams)
+        more = packing.sizes[1:]
+        if more and self._blocks.lacks(more):
+            # For each block that is allocated the main thread waits for another one: so once for all of them.
+            return leases + uninterrupted(self._leased, more, streams)
+        return leases + self._leased(more, streams)
+
+    def _leased(self, sizes: Sequence[int], streams: Streams) -> list[Lease]:
         leases: list[Lease] = []
-        for size in packing.sizes:
+        for size in sizes:
             leases.append(self._blocks.lease(size, streams))  # noqa: PERF401  # Each is held before the next may fail.
         return leases
 

@@ -12,10 +12,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import xferlib
 from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, Slab, off_main, on_thread, until
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.memory import device_pool, idle_blocks, table
@@ -1003,3 +1005,32 @@ def test_a_stream_outlives_the_stager_that_it_dies_with_in_a_cycle() -> None:
     device_pool._open[found[0]].close()
     gc.collect()
     assert ended == [None]
+
+
+def test_blocks_that_a_tree_lacks_are_allocated_by_one_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first one. An interrupt comes to the main thread alone, which is this one."""
+    threads: list[threading.Thread] = []
+    with xferlib.stager("host") as stager:
+        real = stager.backend.alloc_device
+
+        def alloc_device(nbytes: int) -> DeviceBlock:
+            threads.append(threading.current_thread())
+            return real(nbytes)
+
+        monkeypatch.setattr(stager.backend, "alloc_device", alloc_device)
+        leaves = [np.full(MIB, number, np.uint8) for number in range(6)]
+        got = stager.put(leaves).result(WATCHDOG)
+        assert all(np.array_equal(array, leaf) for array, leaf in zip(got, leaves, strict=True))
+        assert len(threads) == 6
+        assert len(set(threads)) == 2
+        assert threading.current_thread() not in threads
+        del got
+        stager.put(leaves).result(WATCHDOG)
+        assert len(threads) == 6
+
+
+def test_a_tree_that_does_not_fit_gives_back_the_blocks_it_has() -> None:
+    with xferlib.stager("host", device_limit=4 * MIB) as stager:
+        with pytest.raises(AllocationError):
+            stager.put([np.zeros(MIB, np.uint8) for _ in range(6)])
+        assert len(stager.put([np.zeros(MIB, np.uint8) for _ in range(3)]).result(WATCHDOG)) == 3

@@ -897,9 +897,8 @@ static void sleep_for(pthread_cond_t *condition, int64_t microseconds) {
 static bool is_called(unsigned unused) {
     (void)unused;
     size_t left = atomic_load_explicit(&called, memory_order_relaxed);
-    while (left)
-        if (atomic_compare_exchange_weak_explicit(&called, &left, left - 1, memory_order_relaxed, memory_order_relaxed)) return true;
-    return false;
+    while (left && !atomic_compare_exchange_weak_explicit(&called, &left, left - 1, memory_order_relaxed, memory_order_relaxed)) {}
+    return left > 0;
 }
 
 static bool is_news(unsigned seen) { return atomic_load_explicit(&news_told, memory_order_relaxed) != seen; }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Any, TypeAlias, final
@@ -101,6 +101,11 @@ class DevicePool(Table):
         if row is None:
             row = self._find(size, number, streams)
         return row.block, held
+
+    def lacks(self, sizes: Iterable[int]) -> bool:
+        """Tell whether two or more of these blocks will have to be allocated, as far as can be told without the lock."""
+        missing = [size for size in sizes if not ((idle := self._idle.get(size_class(size))) and (idle.free or idle.behind))]
+        return len(missing) > 1
 
     def owns(self, source: Source) -> bool:
         """Tell whether this memory is in a block that is leased. Takes no lock."""

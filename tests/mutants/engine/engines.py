@@ -20,9 +20,8 @@ class Mutant(NamedTuple):
 
 
 STAYS_AWAKE = """    size_t left = atomic_load_explicit(&called, memory_order_relaxed);
-    while (left)
-        if (atomic_compare_exchange_weak_explicit(&called, &left, left - 1, memory_order_relaxed, memory_order_relaxed)) return true;
-    return false;
+    while (left && !atomic_compare_exchange_weak_explicit(&called, &left, left - 1, memory_order_relaxed, memory_order_relaxed)) {}
+    return left > 0;
 }
 
 static bool is_news(unsigned seen) { return atomic_load_explicit(&news_told, memory_order_relaxed) != seen; }
@@ -676,7 +675,7 @@ MUTANTS = (
     Mutant(
         "a thread that looks for work is never called",
         STAYS_AWAKE,
-        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("while (left)\n", "while (left > 1000)\n"),
+        STAYS_AWAKE.replace("if (!spares_cores) return false;", "").replace("return left > 0", "return left > 1000"),
         "misses_nothing_as_it_falls_asleep",
     ),
     Mutant(
