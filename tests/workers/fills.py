@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+import xferlib
+
 
 class Gate(NamedTuple):
     """Holds a worker inside `fill`. Both ends wait for each other, so no moment is left to luck."""
@@ -248,8 +250,10 @@ def replaces(task: str, slot: Any) -> int | None:
     """Do what forgets the brackets: `slot[key] = ...`, and not `slot[key][:] = ...`."""
     if task == "second":
         slot["label"] = np.ones(4, np.int64)
-    elif task == "beside":
-        slot["name"] = "a.png"
+    elif task == "array beside":
+        slot["name"] = np.ones(3)
+    elif task == "text in its place":
+        slot["image"] = "a.png"
     elif task == "out":
         del slot["label"]
     elif task == "twice":
@@ -264,6 +268,42 @@ def replaces(task: str, slot: Any) -> int | None:
     else:
         slot["image"][:] = 1
     return 2 if task == "rows" else None
+
+
+def names(task: tuple[dict[str, Any], int | None], slot: Any) -> int | None:
+    """Put what the task has beside the arrays of the slot."""
+    beside, rows = task
+    slot.update(beside)
+    slot["image"][:] = 1
+    return rows
+
+
+def numbered(task: int, slot: Any) -> Any:
+    """Write the task, and return views with its name beside them."""
+    slot["image"][:] = task
+    return {"image": slot["image"][:2], "at": (f"{task}.png", task)}
+
+
+class Fragile(Exception):
+    """What it raises."""
+
+
+class Unmakeable:
+    """Goes into a message and comes out of none."""
+
+    def __reduce__(self) -> Any:
+        return _refuses, ()
+
+
+def _refuses() -> Any:
+    raise Fragile("not here")
+
+
+def unmakeable(task: int, slot: Any) -> None:
+    """Put beside the arrays, for one task, what cannot be made in the parent."""
+    slot["image"][:] = task
+    if task == 1:
+        slot["name"] = xferlib.Host(Unmakeable())
 
 
 def looks_elsewhere(task: Any, slot: Any) -> Any:

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
+import xferlib
 from tests.workers import fills
 from xferlib.pipeline.workers.layout import SlotLayout
 from xferlib.pipeline.workers.messages import Filled, Order, Raised
 from xferlib.pipeline.workers.worker import _Filler
+
+
+class Unsendable(xferlib.Host[int]):  # type: ignore[misc]  # Final for others.
+    """Comes through the pickle of a task, and goes through none from there."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def __reduce__(self) -> Any:
+        if sys._getframe(1).f_code.co_name == "_sent":
+            raise TypeError("cannot be pickled here")
+        return Unsendable, ()
 
 
 def test_an_order_before_its_run_is_a_failure_and_no_batch() -> None:
@@ -38,7 +55,8 @@ def filled(fill: object, task: object) -> tuple[object, object]:
     ("task", "words"),
     [
         ("second", "tree.label"),
-        ("beside", "tree.name"),
+        ("array beside", "tree.name"),
+        ("text in its place", "taken out"),
         ("out", "taken out"),
         ("twice", "tree.label"),
         ("swapped", "tree.image"),
@@ -59,6 +77,26 @@ def test_what_is_written_in_place_arrives(task: str) -> None:
     reply, views = filled(fills.replaces, task)
     assert isinstance(reply, Filled)
     assert (views["image"] == 1).all()  # type: ignore[index]  # A dict.
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_what_is_put_beside_the_arrays_goes_with_them(rows: int | None) -> None:
+    reply, views = filled(fills.names, ({"name": ["a.png", "b.png"], "epoch": 3, "gone": xferlib.Host([None])}, rows))
+    assert isinstance(reply, Filled)
+    assert reply.parts is not None
+    parts = pickle.loads(reply.parts)
+    assert [part.shape for part in parts.parts] == [(rows or 4, 3), (rows or 4,)]
+    slot = np.zeros(4096, np.uint8)
+    tree = parts.views(slot)
+    assert (tree["name"], tree["epoch"], tree["gone"].value) == (["a.png", "b.png"], 3, [None])
+    assert list(tree) == [*views, "name", "epoch", "gone"]  # type: ignore[misc]  # A dict.
+
+
+def test_what_cannot_be_sent_beside_the_arrays_is_raised() -> None:
+    reply, _ = filled(fills.names, ({"lock": Unsendable()}, None))
+    assert isinstance(reply, Raised)
+    assert "cannot be pickled here" in reply.words
+    assert "could not be sent to the process that has the ring" in reply.traceback
 
 
 def test_views_that_are_returned_are_what_counts() -> None:

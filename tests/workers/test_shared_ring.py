@@ -561,3 +561,22 @@ def test_a_ring_that_was_never_closed_says_so_and_is_closed(stager: xferlib.Stag
     with pytest.warns(ResourceWarning, match=r"<SharedRing of 2 slots: int64\[64\], 512 bytes> was never closed"):
         until(gone)
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_what_fill_gives_beside_its_arrays_comes_with_the_batch_and_is_put(stager: xferlib.Stager) -> None:
+    with SharedRing(stager, TREE, slots=2) as ring:
+        tasks: list[Any] = [({"name": f"{number}.png", "id": number}, None) for number in range(5)]
+        run = ring.run(fills.names, tasks, workers=1)
+        assert repr(run) == "<Run, 0 of 5 taken, 1 worker>"
+        with xferlib.prefetch(run, stager) as loop:
+            assert [(batch["name"], batch["id"], batch["image"].min()) for batch in loop] == [(f"{n}.png", n, 1) for n in range(5)]
+        assert repr(run) == "<Run, 5 of 5 taken, ended>"
+        views = ring.run(fills.numbered, range(5), workers=1)
+        assert [(batch["at"], batch["image"][:, 0].tolist()) for batch in views] == [((f"{n}.png", n), [n, n]) for n in range(5)]
+        broken = ring.run(fills.unmakeable, range(3), workers=1)
+        assert first(next(broken)["image"]) == 0
+        with pytest.raises(fills.Fragile, match="not here") as caught:
+            next(broken)
+        assert caught.value.__notes__ == ["what fill gave beside its arrays could not be made here, for task 1 (1)"]
+        # That batch alone is lost, and its slot is free again.
+        assert [first(batch["image"]) for batch in broken] == [2]

@@ -6,6 +6,7 @@ does not travel by pickle, so there it is kept as a tree with numbers at the lea
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -18,10 +19,10 @@ import optree
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import round_up
 from xferlib.sketch import sketched
-from xferlib.tree import PLAIN, Trees, flatten, path, unflatten
+from xferlib.tree import PLAIN, Host, Spec, Trees, flatten, path, rides_along, unflatten
 from xferlib.words import counted
 
-__all__ = ["ALIGNMENT", "Part", "Parts", "SlotLayout"]
+__all__ = ["ALIGNMENT", "Part", "Parts", "SlotLayout", "marked"]
 
 ALIGNMENT = 256
 """Bytes. What device memory is aligned to."""
@@ -44,33 +45,43 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A tree of arrays inside a slot: the numbers at its leaves count `parts`."""
+    """A tree of arrays inside a slot: the numbers at its leaves count `parts`, and a `Host` has what rides along in its place."""
 
     tree: Any
     parts: tuple[Part, ...]
 
     def views(self, slot: Bytes) -> Any:
         """Return the tree of arrays over these bytes."""
-        numbers, spec = flatten(self.tree)
-        return unflatten(spec, [self.parts[number].view(slot) for number in numbers])
+        marks, spec = flatten(self.tree)
+        return unflatten(spec, [mark.value if isinstance(mark, Host) else self.parts[mark].view(slot) for mark in marks])
 
     def returned(self, value: Any, slot: Bytes) -> Parts | None:
-        """Say where a batch lies, from what `fill` returned: None: all of it; a number of rows; a tree of views of the slot."""
+        """Say where a batch lies, from what `fill` returned: None: all of it; a number of rows; a tree of views of the slot.
+
+        Text, numbers and what else rides along may stand beside the views.
+        """
         if value is None:
             return None
         if isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_)):
             return self._rows(operator.index(value))
         leaves, structure = flatten(value)
-        parts = tuple(_part(leaf, slot, path(structure, index)) for index, leaf in enumerate(leaves))
+        arrays = [index for index, leaf in enumerate(leaves) if not rides_along(type(leaf))]
+        parts = tuple(_part(leaves[index], slot, path(structure, index)) for index in arrays)
         if not parts:
             raise TypeError(f"fill returned {value!r}: expected None, a number of rows, or views of its slot")
-        return Parts(unflatten(structure, range(len(parts))), parts)
+        return Parts(marked(leaves, structure), parts)
 
     def _rows(self, rows: int) -> Parts:
         room = min((part.shape[0] if part.shape else -1) for part in self.parts)
         if not 0 <= rows <= room:
             raise ValueError(f"fill returned {counted(rows, 'row')}; the first axis of its slot has room for 0 to {room}")
         return self._replace(parts=tuple(part._replace(shape=(rows, *part.shape[1:])) for part in self.parts))
+
+
+def marked(leaves: Sequence[Any], structure: Spec) -> Any:
+    """Return the tree of `Parts` for these leaves: a number for each array, in order, and for each that rides along a `Host`."""
+    numbers = itertools.count()
+    return unflatten(structure, [Host(leaf) if rides_along(type(leaf)) else next(numbers) for leaf in leaves])
 
 
 @final

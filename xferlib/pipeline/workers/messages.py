@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from xferlib.pipeline.workers.layout import Parts
-
 __all__ = ["Begin", "Filled", "Order", "Raised", "Ready", "Reply"]
 
 
@@ -31,9 +29,12 @@ class Ready(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """From the worker: its oldest order is done. No parts: all of the slot."""
+    """From the worker: its oldest order is done. `parts`: its `Parts`, pickled; None: all of the slot.
 
-    parts: Parts | None
+    They may have objects of the user's, which fail to be made here without harm to other messages.
+    """
+
+    parts: bytes | None
 
 
 class Raised(NamedTuple):

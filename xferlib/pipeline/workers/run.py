@@ -24,6 +24,7 @@ from xferlib.pipeline.workers.pool import Exit, WorkerPool
 from xferlib.pipeline.workers.process import Answer
 from xferlib.pipeline.workers.slots import Slots
 from xferlib.typed import TreeT_co
+from xferlib.words import counted
 
 __all__ = ["OnDeath", "Run", "WorkerTraceback"]
 
@@ -173,6 +174,11 @@ class Run(Iterator[TreeT_co]):
     def __enter__(self) -> Run[TreeT_co]:
         return self
 
+    def __repr__(self) -> str:
+        total = "" if self._length is None else f" of {self._length}"
+        state = "ended" if self._ended is not None else counted(self._workers, "worker")
+        return f"<Run, {self._given}{total} taken, {state}>"
+
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -303,10 +309,18 @@ class Run(Iterator[TreeT_co]):
         if order.run != self._begin.run:
             self._slots.give_back(order.slot)
         elif isinstance(reply, Filled):
-            self._outcomes[order.number] = _InSlot(order.slot, reply.parts)
+            self._filled(order, reply.parts)
         elif isinstance(reply, Raised):
             self._slots.give_back(order.slot)
             self._outcomes[order.number] = _error(reply, order.words)
+
+    def _filled(self, order: Order, parts: bytes | None) -> None:
+        try:
+            self._outcomes[order.number] = _InSlot(order.slot, None if parts is None else pickle.loads(parts))
+        except Exception as error:
+            self._slots.give_back(order.slot)
+            error.add_note(f"what fill gave beside its arrays could not be made here, for task {order.words}")
+            self._outcomes[order.number] = error
 
     def _exited(self, ended: Exit) -> None:
         lost = ended.lost

@@ -21,16 +21,17 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from xferlib.pipeline.workers.channel import receive, send
-from xferlib.pipeline.workers.layout import Bytes, Parts
+from xferlib.pipeline.workers.layout import Bytes, Parts, marked
 from xferlib.pipeline.workers.memory import Descriptor, map_shared
 from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised, Ready, Reply
 from xferlib.pipeline.workers.process import watch
-from xferlib.tree import flatten, path
+from xferlib.tree import flatten, path, rides_along
 
 __all__ = ["serve"]
 
 LONGEST_TEXT = 16_000
 """Characters of a traceback that people read."""
+MOVED = "fill has renamed or taken out an array of its slot. Leave them where they are, and write into them"
 
 
 def serve(parent: int, descriptor: Descriptor, whole: Parts, nbytes: int, slots: int, connection: socket.socket) -> None:
@@ -80,25 +81,45 @@ class _Filler:
             views = self._whole.views(slot)
             before = flatten(views)
             value = self._fill(task, views)
-            filled = Filled(self._whole.returned(value, slot))
+            parts = self._whole.returned(value, slot)
             if value is None or isinstance(value, (int, np.integer)):
-                _check_untouched(views, *before)
-            return filled
+                beside = _put_beside(views, *before)
+                if beside is not None:
+                    parts = (parts or self._whole)._replace(tree=beside)
+            return Filled(None if parts is None else _sent(parts))
         except BaseException as error:
             return _raised(error)
 
 
-def _check_untouched(views: Any, arrays: list[Any], structure: Any) -> None:
-    """Raise `TypeError` where `fill` has put something in place of an array of its slot: the memory would keep an older batch."""
+def _put_beside(views: Any, arrays: list[Any], structure: Any) -> Any | None:
+    """Return the tree of `Parts` with what `fill` has put beside the arrays of its slot; None if there is nothing.
+
+    Raises `TypeError` where it has put something in place of an array: the memory would keep an older batch.
+    """
     leaves, found = flatten(views)
-    for index, leaf in enumerate(leaves):
-        if index >= len(arrays) or leaf is not arrays[index]:
+    places = [index for index, leaf in enumerate(leaves) if not rides_along(type(leaf))]
+    if len(places) < len(arrays):
+        raise TypeError(MOVED)
+    for number, index in enumerate(places):
+        if number >= len(arrays) or leaves[index] is not arrays[number]:
             raise TypeError(
-                f"fill has put {reprlib.repr(leaf)} into its slot ({path(found, index)}): only what is written into the arrays "
-                "that are there arrives. Write slot[key][...] = values, and leave out what is no array of the spec"
+                f"fill has put {reprlib.repr(leaves[index])} into its slot ({path(found, index)}): only what is written into the "
+                "arrays that are there arrives. Write slot[key][...] = values. Beside them go text, numbers and xferlib.Host(array)"
             )
-    if found != structure:
-        raise TypeError("fill has renamed or taken out an array of its slot. Leave the tree as it is, and write into its arrays")
+    if found == structure:
+        return None
+    paths = [] if found is None else found.paths()
+    if structure is None or [paths[index] for index in places] != structure.paths():
+        raise TypeError(MOVED)
+    return marked(leaves, found)
+
+
+def _sent(parts: Parts) -> bytes:
+    try:
+        return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        error.add_note("what fill gives beside its arrays could not be sent to the process that has the ring")
+        raise
 
 
 def _nothing(task: Any, slot: Any) -> NoReturn:
