@@ -143,9 +143,11 @@ else:
 
     # Hidden from checkers, which would believe that every name is here.
     def __getattr__(name: str) -> object:
-        """Give what was public once, with a warning."""
+        """Give what was public once, with a warning; say where methods of a stager are."""
         if name not in _RENAMED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            method = not name.startswith("_") and callable(getattr(Stager, name, None))
+            advice = f". It is a method of a stager: stager.{name}(...)" if method else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
         import importlib
         import warnings
 

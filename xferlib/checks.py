@@ -116,7 +116,10 @@ def check_alike(given: Alike, expected: Alike) -> None:
     if given[0] != expected[0]:
         raise ValueError(f"into has the wrong shape: expected {expected[0]}, got {given[0]}")
     if given[1] != expected[1]:
-        raise ValueError(f"into has the wrong dtype: expected {expected[1]}, got {given[1]}. Nothing is converted on the way")
+        raise ValueError(
+            f"into is of dtype {given[1]}, and what is put into it of dtype {expected[1]}. Nothing is converted on the way: "
+            f"put array.astype({str(given[1])!r})"
+        )
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal, SupportsIndex, cast
 
 from xferlib.checks import positive_nbytes, shorten
 from xferlib.debug import wanted
@@ -23,6 +23,9 @@ from xferlib.staging.profile import StagingProfile, as_profile, given_profile
 __all__ = ["backends", "companion", "open_backend", "stager"]
 
 GROUP = "xferlib.backends"
+HOST = "host"
+OF_THE_CPU = {"cpu", "numpy"}
+"""What people call that which needs no GPU."""
 
 
 def backends() -> tuple[str, ...]:
@@ -64,6 +67,8 @@ def stager(
         if nbytes is not None:
             positive_nbytes(nbytes, name)
     check_when_full(when_full)
+    if not isinstance(device, SupportsIndex):
+        raise TypeError(f"device={device!r}: expected a number, as the framework counts its devices from 0")
     profile = as_profile(staging) or given_profile()
     debug = wanted(debug)
     if not isinstance(backend, str):
@@ -119,10 +124,14 @@ def _entry(name: str) -> EntryPoint:
     if found:
         return next(iter(found.values()))
     installed = backends()
-    close = difflib.get_close_matches(name.casefold(), installed, n=1)
-    suggestion = f" Did you mean {close[0]!r}?" if close else ' "auto" takes what is ready here, and "host" needs no GPU.'
+    meant = HOST if name.casefold() in OF_THE_CPU else name.casefold()
+    close = difflib.get_close_matches(meant, installed, n=1)
+    advice = (
+        f'A backend is named after the library that you compute with. "auto" takes what is ready here, and "{HOST}" needs no GPU.'
+    )
+    suggestion = f"Did you mean {close[0]!r}?" if close else advice
     raise UnknownBackendError(
-        f"no installed package provides backend {name!r}.{suggestion} Installed: {', '.join(installed) or 'none'}"
+        f"no installed package provides backend {name!r}. {suggestion} Installed: {', '.join(installed) or 'none'}"
     )
 
 

@@ -640,6 +640,6 @@ def check_stager(stager: object, other: object = None, *, comes: str = "second")
     """Raise `TypeError` unless this is a stager. `other`: the argument where it may stand by mistake; `comes`: where it belongs."""
     if isinstance(stager, Stager):
         return
-    name = repr(stager) if isinstance(stager, str) else "name"
+    name = repr(stager) if isinstance(stager, str) else '"auto"'
     advice = f"The stager comes {comes}" if isinstance(other, Stager) else f"Open one with xferlib.stager({name})"
     raise TypeError(f"stager={reprlib.repr(stager)}: expected a stager. {advice}")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter_ns
-from typing import Any, Generic, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
@@ -51,6 +51,7 @@ class Later(Generic[TreeT]):
 
 FIRST_NAP = 20e-6
 LONGEST_NAP = 1e-3
+NO_ARRAY = "a transfer is no array. Take its arrays with .value, or with .result(), which blocks until it is done"
 
 
 _forks = 0
@@ -232,7 +233,19 @@ class Transfer(Generic[TreeT_co]):
             self._name(waiting.handle, waiting)
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError("a transfer is no array. Take its arrays with .value, or with .result(), which blocks until it is done")
+        raise TypeError(NO_ARRAY)
+
+    if not TYPE_CHECKING:
+        # Hidden from checkers, which would believe that a transfer has all that it is asked for.
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say where the arrays are, to whoever has forgotten `value`."""
+            advice = "" if name.startswith("_") else f": {NO_ARRAY}"
+            raise AttributeError(f"'Transfer' object has no attribute {name!r}{advice}", name=name, obj=self)
+
+        def __getitem__(self, key: object) -> NoReturn:
+            """Say so, too."""
+            raise TypeError(NO_ARRAY)
 
     def __repr__(self) -> str:
         value = self._value.made if isinstance(self._value, Later) else self._value

@@ -200,7 +200,12 @@ def _check_class(array: object) -> None:
             "grad and vmap, on what the function returns"
         )
     if not isinstance(array, jax.Array):
-        raise TypeError(f"expected a jax.Array, got {kind_of(array)}. Import arrays of other libraries with jax.dlpack.from_dlpack")
+        advice = ""
+        if isinstance(array, np.ndarray):
+            advice = ". NumPy's arrays are on the host already; put brings them to the device"
+        elif hasattr(type(array), "__dlpack__"):
+            advice = ". Import arrays of other libraries with jax.dlpack.from_dlpack"
+        raise TypeError(f"expected a jax.Array, got {kind_of(array)}{advice}")
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise TypeError(f"{kind_of(array)} holds random keys, whose bytes are JAX's own matter. Get jax.random.key_data(keys)")
 

@@ -82,7 +82,7 @@ def test_an_array_of_the_callers_is_overwritten(boxes: xferlib.Stager) -> None:
     ("target", "error", "words"),
     [
         (Box(np.zeros((4, 3), np.float32)), ValueError, r"into has the wrong shape: expected \(3, 4\), got \(4, 3\)"),
-        (Box(np.zeros((3, 4), np.int32)), ValueError, "into has the wrong dtype: expected float32, got int32"),
+        (Box(np.zeros((3, 4), np.int32)), ValueError, "into is of dtype int32, and what is put into it of dtype float32"),
         (object(), TypeError, "expected a device array of backend 'boxes' to put into"),
     ],
 )

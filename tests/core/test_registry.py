@@ -77,6 +77,23 @@ def test_an_unknown_name_comes_with_a_suggestion(name: str) -> None:
         xferlib.stager(name)
 
 
+@pytest.mark.parametrize("name", ["numpy", "CPU"])
+def test_names_of_the_processor_and_its_library_mean_the_host(name: str) -> None:
+    with pytest.raises(UnknownBackendError, match=r"Did you mean 'host'\?"):
+        xferlib.stager(name)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:0", "torch", ""])
+def test_names_of_no_library_come_with_what_a_name_stands_for(name: str) -> None:
+    with pytest.raises(UnknownBackendError, match=r'named after the library that you compute with. "auto" takes what is ready'):
+        xferlib.stager(name)
+
+
+def test_a_device_is_a_number() -> None:
+    with pytest.raises(TypeError, match="device='cuda:0': expected a number"):
+        xferlib.stager("host", device="cuda:0")  # type: ignore[arg-type]  # The point of the test.
+
+
 def test_an_unknown_name_like_no_other_comes_with_the_list(installed: list[Entry]) -> None:
     with pytest.raises(UnknownBackendError, match="Installed: none"):
         xferlib.stager("zzz")

@@ -355,10 +355,14 @@ def test_nothing_is_executed_of_a_member_that_changes_behind_its_header(
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize(("given", "advice"), [("host", "Open one with"), (None, "Open one with"), ("swapped", "comes second")])
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [("host", "Open one with"), (None, "Open one with"), ("missing", "Open one with"), ("swapped", "comes second")],
+)
 def test_what_is_no_stager_is_refused(stager: Stager, tmp_path: Path, given: str | None, advice: str) -> None:
     path = saved(tmp_path, np.arange(3))
-    arguments: Any = (stager, path) if given == "swapped" else (path, given)
+    orders: dict[str | None, Any] = {"swapped": (stager, path), "missing": (path,)}
+    arguments = orders.get(given, (path, given))
     with pytest.raises(TypeError, match=f"expected a stager. .*{advice}"):
         xferlib.load(*arguments)
 

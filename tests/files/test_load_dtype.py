@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,8 +83,16 @@ def test_a_tree_is_compared_with_what_comes_out(stager: Stager, path: Path) -> N
     like = {"a": {"bias": np.zeros(70, np.float16), "weight": np.zeros((300, 70), np.float16)}}
     got: Any = xferlib.load(path, stager, like=like, dtype="float16")
     same(got["a"]["weight"], ARRAYS["a.weight"].astype(np.float16))
-    with pytest.raises(ValueError, match=r"'a\.bias' is of shape \(70,\) and dtype float32, and like has \(70,\) and float16"):
+    with pytest.raises(
+        ValueError, match=r"'a\.bias' is of shape \(70,\) and dtype float32, and like has \(70,\) and float16\. To"
+    ) as told:
         xferlib.load(path, stager, like=like)
+    _, _, advice = str(told.value).partition("pass dtype=")
+    rule = ast.literal_eval(advice[: advice.index("}") + 1])
+    same(
+        xferlib.load(path, stager, like={"a": {"bias": like["a"]["bias"]}}, dtype=rule)["a"]["bias"],
+        ARRAYS["a.bias"].astype(np.float16),
+    )
 
 
 def test_a_pattern_that_no_name_has_is_refused_before_anything_is_put(stager: Stager, path: Path) -> None:

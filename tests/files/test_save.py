@@ -215,6 +215,21 @@ def test_what_cannot_be_saved_is_refused_at_the_call(
 def test_a_stager_comes_third(stager: Stager) -> None:
     with pytest.raises(TypeError, match="comes third"):
         xferlib.save(stager, np.zeros(3), "x.npy")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(TypeError, match="comes third"):
+        xferlib.save(np.zeros(3), stager, "x.npy")  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_tree_before_its_path_is_told_the_order(stager: Stager) -> None:
+    with pytest.raises(TypeError, match=r"path=\{'a': .*: expected a path\. The order is save\(path, tree, stager\)"):
+        xferlib.save({"a": np.zeros(3)}, "x.npz", stager)  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_host_tree_is_told_that_its_tree_is_saved(tmp_path: Path) -> None:
+    with xferlib.stager("host") as host, xferlib.HostTree({"a": np.arange(3.0)}, host) as home:
+        with pytest.raises(TypeError, match=r"save\(path, home\.tree, host\)"):
+            xferlib.save(tmp_path / "a.npz", home, host)
+        xferlib.save(tmp_path / "a.npz", home.tree, host).result(20)
+    assert np.load(tmp_path / "a.npz")["a"].tolist() == [0, 1, 2]
 
 
 def test_what_a_link_leads_to_is_replaced(stager: Stager, tmp_path: Path) -> None:

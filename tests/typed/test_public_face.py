@@ -77,6 +77,13 @@ def test_a_name_that_never_was_is_none(module: ModuleType) -> None:
         _ = module.prefecth
 
 
+def test_a_method_of_a_stager_is_told_of_where_it_is_looked_for_in_the_module() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'put'\. It is a method of a stager: stager\.put\(\.\.\.\)"):
+        _ = xferlib.put  # type: ignore[attr-defined]  # The point of the test.
+    with pytest.raises(AttributeError, match=r"no attribute '__reversed__'$"):
+        _ = xferlib.__reversed__  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("module", "kind"), RECORDS, ids=[kind.__name__ for _, kind in RECORDS])
 def test_help_shows_the_fields_of_a_record_once(module: ModuleType, kind: type) -> None:
     _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")

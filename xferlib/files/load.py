@@ -115,7 +115,7 @@ def load(
 ) -> dict[str, Any]: ...
 def load(
     path: Paths,
-    stager: Stager | Puts,
+    stager: Any = None,
     *,
     names: Iterable[str] | None = None,
     like: Any = None,
@@ -315,8 +315,10 @@ class _Load:
         got = array.shape, self._conversions.of(name, array.dtype)
         if got != expected:
             (shape, dtype), (other, kind) = expected, got
+            advice = f". To convert it, pass dtype={{{name!r}: {str(dtype)!r}}}, or give like what the file has"
             raise ValueError(
                 f"{shown(reader.file)}: {name!r} is of shape {other} and dtype {kind}, and like has {shape} and {dtype}"
+                f"{advice if shape == other else ''}"
             )
 
     def _put(self, piece: _Piece, arrays: dict[str, Array]) -> Started:

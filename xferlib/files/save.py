@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import reprlib
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from xferlib.files.formats import SUFFIXES
 from xferlib.files.plan import planned
 from xferlib.files.series import is_numbered
 from xferlib.files.writing import Writing, refuse_late
+from xferlib.pipeline.host_tree import HostTree
 from xferlib.stager import Stager, check_stager
 from xferlib.tree import trees_of
 from xferlib.words import in_words
@@ -26,6 +28,7 @@ __all__ = ["Save", "save"]
 MEMORY = 256 << 20
 HOST = "host"
 """The backend whose device arrays are NumPy's."""
+ORDER = "The order is save(path, tree, stager)"
 OF_NUMPY = f'Arrays of NumPy, such as those of HostTree.tree, are saved by a stager of the host: xferlib.stager("{HOST}")'
 
 
@@ -72,9 +75,12 @@ def save(
     raised by `Save.result`.
     """
     refuse_late()
-    check_stager(stager, path, comes="third")
-    # The working directory may be another one when somebody asks.
-    file = Path(path).absolute()
+    check_stager(stager, tree if isinstance(tree, Stager) else path, comes="third")
+    try:
+        # The working directory may be another one when somebody asks.
+        file = Path(path).absolute()
+    except TypeError:
+        raise TypeError(f"path={reprlib.repr(path)}: expected a path. {ORDER}") from None
     if file.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{str(file)!r}: expected a name that ends in .safetensors, .npz or .npy, which says how to write it")
     _check_folder(file.parent)
@@ -88,7 +94,10 @@ def save(
     try:
         reader = stager.reader(tree, stream=stream, snapshot=snapshot)
     except TypeError as error:
-        if stager.name != HOST and any(isinstance(leaf, np.ndarray) for leaf in trees_of(stager.backend).arrays(tree)[0]):
+        leaves = trees_of(stager.backend).arrays(tree)[0]
+        if any(isinstance(leaf, HostTree) for leaf in leaves):
+            raise TypeError(f"a HostTree is saved by what it holds: save(path, home.tree, host). {OF_NUMPY}") from None
+        if stager.name != HOST and any(isinstance(leaf, np.ndarray) for leaf in leaves):
             error.add_note(OF_NUMPY)
         raise
     try:
