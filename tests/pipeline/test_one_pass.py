@@ -378,8 +378,9 @@ def test_a_generator_that_another_loop_is_inside_of_is_asked_again(stager: xferl
     first = xferlib.prefetch(generator, stager)
     assert source.stopped.wait(PATIENCE)
     second = xferlib.prefetch(generator, stager)
-    with pytest.raises(ValueError, match="generator already executing"):
+    with pytest.raises(ValueError, match="generator already executing") as caught:
         next(second)
+    assert "make one for each loop" in caught.value.__notes__[-1]
     source.gate.set()
     found = [*outcomes(tree["label"][:1] for tree in first), *outcomes(tree["label"][:1] for tree in second)]
     assert sorted(map(int, found)) == [0, 1, 2]

@@ -95,11 +95,13 @@ def test_arguments_are_refused_on_the_spot(stager: xferlib.Stager) -> None:
 
 def test_a_stager_in_the_wrong_place_or_a_name_of_one_is_refused_in_words(stager: xferlib.Stager) -> None:
     wrong: Any = [batch(0)]
-    for loop in (xferlib.prefetch, xferlib.drain, partial(xferlib.stream_map, number_of)):
+    for loop, place in ((xferlib.prefetch, "second"), (xferlib.drain, "second"), (partial(xferlib.stream_map, number_of), "third")):
         begin: Any = loop
         with pytest.raises(TypeError, match=r"stager='host': expected a stager\. Open one with xferlib\.stager\('host'\)"):
             begin(wrong, "host")
-        with pytest.raises(TypeError, match="The stager comes second"):
+        with pytest.raises(TypeError, match=r'stager=None: expected a stager\. Open one with xferlib\.stager\("auto"\)'):
+            begin(wrong)
+        with pytest.raises(TypeError, match=f"The stager comes {place}"):
             begin(stager, wrong)
     for ring in (xferlib.Ring, xferlib.SharedRing):
         make: Any = ring
@@ -135,3 +137,26 @@ def test_a_name_of_a_stager_is_refused_in_words_by_rings_and_drains() -> None:
 def test_a_single_batch_is_not_taken_for_a_source_of_them(stager: xferlib.Stager) -> None:
     with pytest.raises(TypeError, match=r"batches is a dict, .*Pass \[batch\]"):
         xferlib.prefetch(batch(0), stager)
+
+
+def test_a_generator_that_has_ended_is_told_of_at_the_callers_line(stager: xferlib.Stager) -> None:
+    def batches() -> Any:
+        yield batch(0)
+
+    def identity(tree: Any) -> Any:
+        return tree
+
+    generator = batches()
+    assert [number_of(tree) for tree in xferlib.prefetch(generator, stager)] == [0]
+    for begin, name in (
+        (xferlib.prefetch, "batches"),
+        (xferlib.drain, "results"),
+        (partial(xferlib.stream_map, identity), "batches"),
+    ):
+        with pytest.warns(RuntimeWarning, match=rf"{name}: this generator has ended.*as in batches\(\)") as told:
+            loop: Any = begin(generator, stager)
+        assert told[0].filename == __file__
+        assert list(loop) == []
+    # Nothing to be told of: one that is not begun, and sources that begin anew.
+    for source in (batches(), [batch(0)]):
+        assert len(list(xferlib.prefetch(source, stager))) == 1

@@ -414,3 +414,10 @@ def test_what_is_misspelt_or_assigned_at_a_slot_is_refused_in_words(stager: xfer
         slot["x"][:] = 3
         slot.tree["file"] = ["a.jpg"]
         assert slot.put().value["file"] == ["a.jpg"]
+
+
+def test_a_slot_says_how_many_rows_it_puts(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, {"x": ((4, 3), np.uint8)}) as ring, ring.acquire() as slot:
+        assert repr(slot) == "<Slot: {'x': uint8[4, 3]}, 12 bytes, acquired>"
+        slot.rows = 1
+        assert repr(slot) == "<Slot: {'x': uint8[4, 3]}, 12 bytes, 1 row, acquired>"

@@ -247,3 +247,50 @@ def test_what_is_no_stream_is_refused_before_anything_starts(stager: xferlib.Sta
     with pytest.raises(TypeError, match="stream"):
         xferlib.drain([], stager, stream="main")
     assert source.asked == 0
+
+
+def test_run_goes_on_to_the_end_and_gives_the_report(stager: xferlib.Stager) -> None:
+    frames = np.zeros((6, 3), np.float32)
+    report = xferlib.drain((np.full((2, 3), number, np.float32) for number in range(3)), stager, out=frames).run()
+    assert frames[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+    assert report.batches == 3
+    batches = [np.full((2, 3), number, np.float32) for number in range(3)]
+    with xferlib.stream_map(lambda batch: batch + 1, batches, stager, out=frames) as loop:
+        next(loop)
+        assert loop.run().batches == 3
+        with pytest.raises(xferlib.ClosedError, match="spent"):
+            loop.run()
+    assert frames[:, 0].tolist() == [1, 1, 2, 2, 3, 3]
+
+
+def test_run_raises_for_a_result_and_goes_on_when_it_is_called_again(stager: xferlib.Stager) -> None:
+    def odd(batch: Any) -> Any:
+        if batch[0] == 1:
+            raise KeyError("one")
+        return batch
+
+    frames = np.zeros(6, np.float32)
+    batches = [np.full(2, number, np.float32) for number in range(4)]
+    with xferlib.stream_map(odd, batches, stager, out=frames) as loop:
+        with pytest.raises(KeyError, match="one"):
+            loop.run()
+        loop.run()
+    assert frames.tolist() == [0, 0, 2, 2, 3, 3]
+
+
+def test_run_is_refused_where_nobody_would_have_the_results(stager: xferlib.Stager) -> None:
+    with xferlib.drain([np.zeros(3)], stager) as loop:
+        with pytest.raises(ValueError, match="give out=, or iterate"):
+            loop.run()
+        # Nothing is lost by it.
+        assert len(list(loop)) == 1
+
+
+def test_a_loop_says_how_far_it_is(stager: xferlib.Stager) -> None:
+    with xferlib.drain([np.zeros(3)] * 5, stager) as loop:
+        next(loop)
+        assert repr(loop) == "<Drained, 1 taken, 2 ahead of 2>"
+    assert repr(loop) == "<Drained, 1 taken, closed>"
+    done = xferlib.drain([np.zeros(3)], stager)
+    list(done)
+    assert repr(done) == "<Drained, 1 taken, spent>"

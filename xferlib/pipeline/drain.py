@@ -81,6 +81,11 @@ class Drain(Generic[TreeT_co]):
         return len(self._pending)
 
     @property
+    def has_out(self) -> bool:
+        """Whether results are written to arrays of the caller's."""
+        return self._rows is not None
+
+    @property
     def failing(self) -> bool:
         """Whether the newest result that is not taken is one that `fail` was told of."""
         try:

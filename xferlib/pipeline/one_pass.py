@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator
 from itertools import repeat
 from operator import call
+from types import GeneratorType
 from typing import Any, TypeVar
 
-__all__ = ["capped_depth", "known_length", "steps", "told_length"]
+__all__ = ["capped_depth", "known_length", "steps", "told_length", "warn_of_ended"]
 
 T = TypeVar("T")
 
@@ -40,3 +43,22 @@ def steps(loop: Iterator[T]) -> Iterator[T]:
     the loop would refuse.
     """
     return map(call, repeat(loop.__next__))
+
+
+def warn_of_ended(source: object, name: str) -> None:
+    """Issue a `RuntimeWarning`, at the caller's line, for a generator that has ended: the loop would be empty, and say nothing.
+
+    `name`: the argument.
+    """
+    if not isinstance(source, GeneratorType) or source.gi_frame is not None:
+        return
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("xferlib"):
+        level, frame = level + 1, frame.f_back
+    advice = f", as in {source.__name__}()" if source.__name__.isidentifier() else ""
+    warnings.warn(
+        f"{name}: this generator has ended, and the loop gets nothing from it. Make a new one for each loop, and so for each "
+        f"epoch{advice}",
+        RuntimeWarning,
+        level,
+    )

@@ -23,7 +23,7 @@ from xferlib.packing import Packing
 from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.ends import End, end_of
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
-from xferlib.pipeline.one_pass import capped_depth, known_length, steps, told_length
+from xferlib.pipeline.one_pass import capped_depth, known_length, steps, told_length, warn_of_ended
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
@@ -62,7 +62,7 @@ def prefetch(
     batches: Iterable[TreeT], stager: Stager, depth: int = 2, *, rewrites: bool | None = None, stream: object | None = None
 ) -> Prefetch[TreeT]: ...
 def prefetch(
-    batches: Iterable[Any], stager: Stager, depth: int = 2, *, rewrites: bool | None = None, stream: object | None = None
+    batches: Iterable[Any], stager: Any = None, depth: int = 2, *, rewrites: bool | None = None, stream: object | None = None
 ) -> Prefetch[Any]:
     """Iterate device trees: up to `depth` batches are being copied, or are there, while the consumer works on an earlier one.
 
@@ -86,8 +86,9 @@ def prefetch(
 
     See `Prefetch` for the iterator. Batches come out typed as by `Stager.put`; those of slots as their `Ring` is.
     Raises `TypeError` and `ValueError`; `CapabilityError` for a stream where none can be named. Its `next` raises
-    `AllocationError`.
+    `AllocationError`. A generator that has ended is told of by a `RuntimeWarning`.
     """
+    # It has a default only so that this says where one comes from, and Python does not.
     check_stager(stager, batches)
     if stream is not None:
         stager.check_stream(stream)
@@ -157,6 +158,7 @@ class Prefetch(Generic[TreeT_co]):
                 "batches. Pass [batch] for a single one"
             )
         check_iterable(batches, "batches")
+        warn_of_ended(batches, "batches")
         if not hasattr(puts, "take"):
             raise TypeError(
                 f"got {reprlib.repr(puts)}. A Prefetch is what prefetch returns: call xferlib.prefetch(batches, stager)"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import operator
 import threading
 import time
 import warnings
@@ -336,7 +337,7 @@ class Slot(Generic[TreeT_co]):
             raise TypeError(f"rows={rows!r}: expected an int, or None for all")
         if rows is not None and not 0 <= rows <= room:
             raise ValueError(f"rows={rows!r}: the first axes of this slot have room for 0 to {room}")
-        self._rows = rows
+        self._rows = None if rows is None else operator.index(rows)
 
     def waited_here(self) -> float:
         """Return the seconds that this thread waited for the slot; 0 from the second call on."""
@@ -385,7 +386,8 @@ class Slot(Generic[TreeT_co]):
     def __repr__(self) -> str:
         # Asked once: another thread may put it meanwhile.
         tree = getattr(self, "_tree", None)
-        return f"<Slot: {self.ring._words if tree is None else sketched(tree)}, {self._done if tree is None else 'acquired'}>"
+        rows = "" if self._rows is None else f", {counted(self._rows, 'row')}"
+        return f"<Slot: {self.ring._words if tree is None else sketched(tree)}{rows}, {self._done if tree is None else 'acquired'}>"
 
 
 def _freeze(arrays: Sequence[Array], block: HostBlock) -> None:

@@ -30,6 +30,8 @@ T = TypeVar("T")
 Start: TypeAlias = "Callable[[list[Any], PhaseTimer], T]"
 Work: TypeAlias = "tuple[Iterable[Any], Start[T], Callable[[PhaseTimer], None]]"
 
+EXECUTING = "generator already executing"
+"""What Python says where two threads ask one generator."""
 LET_GO_SECONDS = 1.0
 """How long whoever closes a stager waits for an iterator that was dropped while it started an item."""
 
@@ -224,6 +226,10 @@ def _give_all(
             # An error that has notes of its own kind is told without this one.
             with suppress(Exception):
                 error.add_note(f"in batch {number} of the source, counted from 0")
+                if isinstance(error, ValueError) and str(error) == EXECUTING:
+                    error.add_note(
+                        "Another loop takes from this generator as well, and each gets a part of it: make one for each loop"
+                    )
             # Nothing new until somebody wants the next item: many takers go no further.
             shared.paused = True
             shared.give(Failed(error))

@@ -12,7 +12,7 @@ from xferlib.errors import ClosedError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.drain import Drain
 from xferlib.pipeline.memory_estimate import MemoryEstimate
-from xferlib.pipeline.one_pass import capped_depth, known_length, steps, told_length
+from xferlib.pipeline.one_pass import capped_depth, known_length, steps, told_length, warn_of_ended
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.prefetch import Prefetch, prefetch
 from xferlib.pipeline.report import Report, of_drain, of_stream
@@ -46,7 +46,9 @@ def drain(
 def drain(
     results: Iterable[Any], stager: Stager, depth: int = 2, *, out: TreeT, stream: object | None = None
 ) -> Drained[TreeT]: ...
-def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = None, stream: object | None = None) -> Drained[Any]:
+def drain(
+    results: Iterable[Any], stager: Any = None, depth: int = 2, *, out: Any = None, stream: object | None = None
+) -> Drained[Any]:
     """Iterate host trees: while the consumer has one, up to `depth` later results are computed and copied.
 
     `results`: any iterable of trees of device arrays, iterated on the consumer's own thread, so that the copy of each is started
@@ -56,6 +58,7 @@ def drain(results: Iterable[Any], stager: Stager, depth: int = 2, *, out: Any = 
     first is refused, and nothing is copied. See `Drain` for both.
     `stream`: the one whose work makes the results. None: the consumer's current one. Results come out typed as by `Stager.get`.
     """
+    # As in `prefetch`.
     check_stager(stager, results)
     return Drained(results, stager, depth, out=out, length=known_length(results), stream=stream)
 
@@ -129,7 +132,7 @@ def stream_map(
 def stream_map(
     fn: Callable[[Any], Any],
     batches: Iterable[Any],
-    stager: Stager,
+    stager: Any = None,
     depth: int = 2,
     *,
     out: Any = None,
@@ -145,6 +148,7 @@ def stream_map(
     """
     if not callable(fn):
         raise TypeError(f"fn={reprlib.repr(fn)}: expected a function, before the batches: stream_map(fn, batches, stager)")
+    check_stager(stager, batches, comes="third")
     source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
         # Not of the batches: their own thread may be inside of them by now.
@@ -178,7 +182,7 @@ class Drained(Generic[TreeT_co]):
     Made by `drain` and `stream_map`. What was raised for a result comes out in its place, and only that result is lost: when the
     consumer asks again, the results are asked for the next one, if they can go on. An interrupt of the consumer, such as
     `KeyboardInterrupt`, closes the loop. Whoever asks for more after `close()` gets `ClosedError`; after the last result `next`
-    raises `StopIteration`, as iterators do, and a new `for` raises `ClosedError`.
+    raises `StopIteration`, as iterators do, and a new `for` raises `ClosedError`. With `out=`, `run()` goes on to the end.
 
     `close()`, the end of a `with` block and the end of the results leave nothing in flight and no thread. After an exception,
     nothing is asked for or started until the consumer asks.
@@ -200,6 +204,7 @@ class Drained(Generic[TreeT_co]):
         if stream is not None:
             stager.check_stream(stream)
         check_iterable(results, "results")
+        warn_of_ended(results, "results")
         self._stream = stream
         self._results = iter(results)
         self._source = source
@@ -278,11 +283,27 @@ class Drained(Generic[TreeT_co]):
             self.close()
             raise
 
+    def run(self) -> Report:
+        """Take all results that are left, and return the report: for a loop with `out=`, where they are then.
+
+        Raises what is raised for a result, as `next` does, and may be called again to go on. Raises `ValueError` without `out=`,
+        where nobody would have the results.
+        """
+        if not self._drain.has_out:
+            raise ValueError("run() drops the results where no out= keeps them: give out=, or iterate, as in list(loop)")
+        for _ in self:
+            pass
+        return self.report()
+
     def __enter__(self) -> Drained[TreeT_co]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        state = "spent" if self._spent else "closed" if self._closed else f"{self._drain.pending} ahead of {self._drain.depth}"
+        return f"<Drained, {self._taken} taken, {state}>"
 
     def _next(self) -> TreeT_co:
         self._refuse_closed()
