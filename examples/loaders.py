@@ -6,7 +6,7 @@ docs/loaders.md says what each of them copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,24 +36,11 @@ def worker_processes(tiles: Tiles, batch: int, stager: xferlib.Stager) -> Batche
         yield from ring.run(tiles.fill, tiles.ranges(batch), workers=2)
 
 
-def into_slots(ring: xferlib.Ring) -> Callable[[Sequence[Mapping[str, Any]]], xferlib.Slot]:
-    """Return a function that makes a batch of items, in a slot."""
-
-    def collate(items: Sequence[Mapping[str, Any]]) -> xferlib.Slot:
-        slot = ring.acquire()
-        slot.rows = len(items)
-        for name, array in slot.tree.items():
-            np.stack([item[name] for item in items], out=array[: len(items)])
-        return slot
-
-    return collate
-
-
 def torch_in_place(tiles: Tiles, batch: int, stager: xferlib.Stager) -> Batches:
     from torch.utils.data import DataLoader
 
     with xferlib.Ring(stager, tiles.spec(batch), slots=4) as ring:
-        yield from DataLoader(tiles, batch_size=batch, collate_fn=into_slots(ring))
+        yield from DataLoader(tiles, batch_size=batch, collate_fn=ring.collate)
 
 
 def torch_workers(tiles: Tiles, batch: int, stager: xferlib.Stager) -> Batches:
@@ -69,7 +56,7 @@ def grain_in_place(tiles: Tiles, batch: int, stager: xferlib.Stager) -> Batches:
 
     with xferlib.Ring(stager, tiles.spec(batch), slots=4) as ring:
         items = grain.MapDataset.source(tiles).to_iter_dataset()
-        yield from items.batch(batch, batch_fn=into_slots(ring))
+        yield from items.batch(batch, batch_fn=ring.collate)
 
 
 def grain_loader(tiles: Tiles, batch: int, stager: xferlib.Stager) -> Batches:

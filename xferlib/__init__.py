@@ -15,6 +15,7 @@ What there is, and `help` of each says the rest:
     drain(results, stager)              results on the host while later ones are computed (a `Drained`; by hand: `Drain`)
     stream_map(fn, batches, stager)     both, for data larger than the device
     Ring, SharedRing                    pinned slots that batches are written into: by you (a `Slot`), by processes (a `Run`)
+    stack(items, slot)                  items of a dataset into the rows of a slot
     HostTree(tree, stager)              state that lives on the host, and is on the device while it is worked on
     load(path, stager)                  files to the device
     save(path, tree, stager)            what is on the device to files, while the program goes on (a `Save`)
@@ -59,6 +60,7 @@ from xferlib.pipeline.prefetch import prefetch as prefetch
 from xferlib.pipeline.report import Report as Report
 from xferlib.pipeline.ring import Ring as Ring
 from xferlib.pipeline.ring import Slot as Slot
+from xferlib.pipeline.stacking import stack as stack
 from xferlib.pipeline.stream import Drained as Drained
 from xferlib.pipeline.stream import drain as drain
 from xferlib.pipeline.stream import stream_map as stream_map
@@ -122,6 +124,7 @@ __all__ = [
     "measure_overlap",
     "prefetch",
     "save",
+    "stack",
     "stager",
     "stream_map",
     "trace",

@@ -201,8 +201,8 @@ def _check_class(array: object) -> None:
         )
     if not isinstance(array, jax.Array):
         advice = ""
-        if isinstance(array, np.ndarray):
-            advice = ". NumPy's arrays are on the host already; put brings them to the device"
+        if isinstance(array, np.ndarray | np.generic | int | float | complex):
+            advice = ". It is on the host already; put brings arrays of NumPy to the device"
         elif hasattr(type(array), "__dlpack__"):
             advice = ". Import arrays of other libraries with jax.dlpack.from_dlpack"
         raise TypeError(f"expected a jax.Array, got {kind_of(array)}{advice}")

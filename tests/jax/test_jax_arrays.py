@@ -173,8 +173,11 @@ def test_deleted_and_donated_arrays_are_refused(stager: Stager) -> None:
 def test_keys_and_foreign_arrays_are_refused(stager: Stager) -> None:
     with pytest.raises(TypeError, match=r"PRNGKeyArray.*key_data"):
         stager.get(jax_of(stager).random.key(0))
-    with pytest.raises(TypeError, match=r"expected a jax.Array, got numpy.ndarray"):
-        stager.get(words(1))
+    for on_host in (words(1), 1.5, np.float32(1)):
+        with pytest.raises(TypeError, match=r"expected a jax.Array, got .*\. It is on the host already"):
+            stager.get(on_host)
+    with pytest.raises(TypeError, match=r"expected a jax.Array, got builtins\.object\n"):
+        stager.get({"x": object()})
 
 
 def test_what_was_found_of_one_array_is_not_believed_of_another(stager: Stager) -> None:

@@ -278,6 +278,13 @@ def names(task: tuple[dict[str, Any], int | None], slot: Any) -> int | None:
     return rows
 
 
+def stacks(task: list[Any], slot: Any) -> int:
+    """Write the items that the task has, and their number beside them."""
+    rows = xferlib.stack(task, slot)
+    slot["count"] = rows
+    return rows
+
+
 def numbered(task: int, slot: Any) -> Any:
     """Write the task, and return views with its name beside them."""
     slot["image"][:] = task

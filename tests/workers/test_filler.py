@@ -92,6 +92,15 @@ def test_what_is_put_beside_the_arrays_goes_with_them(rows: int | None) -> None:
     assert list(tree) == [*views, "name", "epoch", "gone"]  # type: ignore[misc]  # A dict.
 
 
+def test_items_are_stacked_into_the_slot_of_a_worker() -> None:
+    reply, views = filled(fills.stacks, [{"image": np.full(3, number), "label": number} for number in range(3)])
+    assert isinstance(reply, Filled)
+    assert reply.parts is not None
+    assert pickle.loads(reply.parts).tree["count"].value == 3
+    assert views["image"][:, 0].tolist() == [0, 1, 2, 0]  # type: ignore[index]  # A dict.
+    assert views["label"].tolist() == [0, 1, 2, 0]  # type: ignore[index]
+
+
 def test_what_cannot_be_sent_beside_the_arrays_is_raised() -> None:
     reply, _ = filled(fills.names, ({"lock": Unsendable()}, None))
     assert isinstance(reply, Raised)

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, NoReturn, SupportsIndex, final
@@ -31,6 +31,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import HostBlock
 from xferlib.pipeline.ends import End, Users, end_of
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate
+from xferlib.pipeline.stacking import stack_as
 from xferlib.pipeline.workers.layout import SlotLayout
 from xferlib.sketch import sketched
 from xferlib.stager import Stager, check_stager
@@ -135,6 +136,19 @@ class Ring(Generic[TreeT_co]):
                     self._wait_oldest()
                 else:
                     self._wait_for_holders()
+
+    def collate(self, items: Iterable[Any]) -> Slot[TreeT_co]:
+        """Acquire a slot, write items into its first rows as `xferlib.stack` does, and return it: what loaders call `collate_fn`.
+
+        Its `rows` are as many as the items. Raises as `acquire` and `stack`, and then keeps no slot.
+        """
+        slot = self.acquire()
+        try:
+            slot.rows = stack_as(trees_of(self.stager.backend), items, slot.tree)
+        except BaseException:
+            slot.release()
+            raise
+        return slot
 
     def close(self) -> None:
         """Wait for the copies of slots that were put, and give the memory back; twice is fine.

@@ -1,0 +1,75 @@
+"""Items of a dataset in the rows of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+
+SPEC = {"image": ((4, 2, 3), np.float32), "at": [((4,), np.int32), ((4, 1), np.uint8)]}
+
+
+def item(number: int) -> dict[str, Any]:
+    return {"image": np.full((2, 3), number, np.float64), "at": [number, np.array([number], np.uint8)]}
+
+
+def batch() -> dict[str, Any]:
+    return {"image": np.zeros((4, 2, 3), np.float32), "at": [np.zeros(4, np.int32), np.zeros((4, 1), np.uint8)]}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_each_item_is_a_row_and_the_others_stay(count: int) -> None:
+    out = batch()
+    assert xferlib.stack(map(item, range(1, count + 1)), out) == count
+    rows = [*range(1, count + 1), *[0] * (4 - count)]
+    assert out["image"][:, 1, 2].tolist() == rows
+    assert out["image"].dtype == np.float32
+    assert [out["at"][0].tolist(), out["at"][1][:, 0].tolist()] == [rows, rows]
+
+
+def test_one_array_is_a_tree_as_well() -> None:
+    out = np.zeros((4, 2))
+    assert xferlib.stack([[1.5, 2][0] * np.ones(2), np.zeros(2)], out) == 2
+    assert out.tolist() == [[1.5, 1.5], [0, 0], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "words", "note"),
+    [
+        ([item(0)] * 5, ValueError, "5 items, and room for 4", "at tree.at[0]: a row is of shape () and dtype int32"),
+        ([item(0), {"image": 1}], ValueError, "item 1 has another structure: expected {.*, got {'image': array}", None),
+        (
+            [item(0), item(0) | {"image": np.zeros((3, 2))}],
+            ValueError,
+            "shape",
+            "at tree.image: a row is of shape (2, 3) and dtype float32, and item 1 of shape (3, 2)",
+        ),
+        ([{"image": np.zeros((2, 3)), "at": [0.5, np.zeros(1, np.uint8)]}], TypeError, "Cannot cast", "at tree.at[0]: a row"),
+        ([{"image": "a.png", "at": [1, np.zeros(1, np.uint8)]}], (TypeError, ValueError), "dimension", "at tree.image: a row"),
+    ],
+    ids=["too many", "structure", "shape", "dtype", "text"],
+)
+def test_items_that_are_no_rows_are_refused_and_the_ring_has_its_slots(
+    stager: xferlib.Stager, items: list[Any], error: Any, words: str, note: str | None
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        xferlib.stack(items, batch())
+    assert [mine[: len(note or "")] for mine in getattr(caught.value, "__notes__", [])] == ([] if note is None else [note])
+    with xferlib.Ring(stager, SPEC, slots=1) as ring:
+        for _ in range(3):
+            with pytest.raises(error, match=words):
+                ring.collate(items)
+        # Otherwise there would be none left.
+        assert ring.collate([item(7)]).rows == 1
+
+
+def test_a_loader_that_collates_into_a_ring(stager: xferlib.Stager) -> None:
+    numbers = [range(0, 4), range(4, 8), range(8, 10)]
+    with xferlib.Ring(stager, SPEC, slots=2) as ring:
+        loader = (ring.collate([item(number) for number in part]) for part in numbers)
+        with xferlib.prefetch(loader, stager) as loop:
+            found = [(batch["image"][:, 0, 0].tolist(), batch["at"][0].tolist()) for batch in loop]
+    assert found == [(list(part), list(part)) for part in numbers]

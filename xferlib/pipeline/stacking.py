@@ -1,0 +1,54 @@
+"""Items of a dataset into the rows of a batch that is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from xferlib.tree import PLAIN, Trees, check_structure, path
+
+__all__ = ["stack", "stack_as"]
+
+
+def stack(items: Iterable[Any], out: Any) -> int:
+    """Write items into the first rows of arrays, one row for each, and return how many they are.
+
+    `out`: a tree of NumPy arrays, such as the slot that `fill` of a `SharedRing` is given, or `slot.tree` of a `Ring`'s.
+    Each item is a tree of the same structure, with numbers, or with arrays that lack the first axis. Dtypes are converted within a
+    kind alone, as `numpy.stack` does: float64 to float32, int64 to int32, which cuts off what does not fit.
+
+    Raises `ValueError` for items of another structure or shape, and for more of them than there are rows; `TypeError` for dtypes.
+    Then some rows may be written.
+    """
+    return stack_as(PLAIN, items, out)
+
+
+def stack_as(trees: Trees, items: Iterable[Any], out: Any) -> int:
+    """Do as `stack`, with what one backend knows as trees."""
+    arrays, spec = trees.flatten(out)
+    columns: list[list[Any]] = [[] for _ in arrays]
+    rows = 0
+    for item in items:
+        leaves, structure = trees.flatten(item)
+        if structure != spec:
+            check_structure(spec, structure, name=f"item {rows}")
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.append(leaf)
+        rows += 1
+    if not rows:
+        return 0
+    for index, (array, column) in enumerate(zip(arrays, columns, strict=True)):
+        try:
+            if rows > len(array):
+                raise ValueError(f"{rows} items, and room for {len(array)}")
+            np.stack(column, out=array[:rows])
+        except (TypeError, ValueError) as error:
+            shape = array.shape[1:]
+            odd = next(
+                (f", and item {row} of shape {np.shape(leaf)}" for row, leaf in enumerate(column) if np.shape(leaf) != shape), ""
+            )
+            error.add_note(f"at {path(spec, index)}: a row is of shape {shape} and dtype {array.dtype}{odd}")
+            raise
+    return rows
