@@ -73,3 +73,20 @@ def test_a_loader_that_collates_into_a_ring(stager: xferlib.Stager) -> None:
         with xferlib.prefetch(loader, stager) as loop:
             found = [(batch["image"][:, 0, 0].tolist(), batch["at"][0].tolist()) for batch in loop]
     assert found == [(list(part), list(part)) for part in numbers]
+
+
+def test_names_of_items_ride_along_as_lists(stager: xferlib.Stager) -> None:
+    items = [item(number) | {"name": f"{number}.png", "id": number} for number in range(3)]
+    with xferlib.Ring(stager, SPEC, slots=2) as ring:
+        batch = ring.collate(items).put().result()
+        assert (batch["name"], batch["id"]) == (["0.png", "1.png", "2.png"], [0, 1, 2])
+        assert batch["at"][0].tolist() == [0, 1, 2]
+        # Each slot has its own.
+        assert ring.collate([item(0)]).put().result().keys() == SPEC.keys()
+        with pytest.raises(ValueError, match=r"item 1 has \['name'\] beside its arrays, and those before it have \['name', 'id'\]"):
+            ring.collate([items[0], item(1) | {"name": "1.png"}])
+        with pytest.raises(ValueError, match=r"item 1 has \['name'\] beside its arrays, and those before it have \[\]"):
+            ring.collate([item(0), item(1) | {"name": "1.png"}])
+        # An array that the spec lacks is none that rides along.
+        with pytest.raises(ValueError, match="item 0 has another structure"):
+            ring.collate([item(0) | {"mask": np.zeros(3)}])
