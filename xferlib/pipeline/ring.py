@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import operator
 import threading
 import time
 import warnings
@@ -351,7 +350,7 @@ class Slot(Generic[TreeT_co]):
             raise TypeError(f"rows={rows!r}: expected an int, or None for all")
         if rows is not None and not 0 <= rows <= room:
             raise ValueError(f"rows={rows!r}: the first axes of this slot have room for 0 to {room}")
-        self._rows = None if rows is None else operator.index(rows)
+        self._rows = rows
 
     def waited_here(self) -> float:
         """Return the seconds that this thread waited for the slot; 0 from the second call on."""
