@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["caller_of", "frame_of", "is_called", "wait_for_callers"]
 
-LOOK_SECONDS = 1e-3
+CALL_LOOK_SECONDS = 1e-3
 COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 
 
@@ -25,7 +25,7 @@ def wait_for_callers(of: object, methods: Collection[CodeType], seconds: float) 
     """
     deadline = time.monotonic() + seconds
     while is_called(of, methods) and time.monotonic() < deadline:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(CALL_LOOK_SECONDS)
 
 
 def is_called(of: object, methods: Collection[CodeType]) -> bool:

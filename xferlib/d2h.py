@@ -12,11 +12,11 @@ import numpy as np
 from xferlib.byte_reader import ByteReader
 from xferlib.checks import check_apart, check_out
 from xferlib.errors import AllocationError, CapabilityError
-from xferlib.in_flight import LARGE, Ledger
+from xferlib.in_flight import REAP_FROM_NBYTES, Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import round_up
 from xferlib.memory.host import HostMemory
-from xferlib.memory.pinned_pool import ALIGNMENT, PAGE, SMALL, PinnedPool
+from xferlib.memory.pinned_pool import ALIGNMENT, LARGE_FROM_NBYTES, PAGE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.pageable import Staging
 from xferlib.staging.small_gets import FILLED
@@ -26,10 +26,10 @@ from xferlib.tree import Alike, Spec, path, trees_of, unflatten
 __all__ = ["DeviceToHost", "pinned_nbytes"]
 
 BYTES = np.dtype(np.uint8)
-SHARE_UP_TO = 16 << 10
-"""Bytes. Results of one get up to this size share memory; larger ones have their own, so keeping one keeps no other."""
-SHARED = 1 << 20
-"""Bytes that share memory, at most. So if one of many results is kept, it keeps no more than these."""
+SHARE_UP_TO_NBYTES = 16 << 10
+"""Results of one get up to this size share memory; larger ones have their own, so keeping one keeps no other."""
+SHARED_NBYTES = 1 << 20
+"""At most so much shares memory. So if one of many results is kept, it keeps no more than these."""
 TUPLES: set[type] = {tuple}
 MOST_DTYPES = 64
 """Of arrays that are described together; of more, each array has one of its own."""
@@ -54,12 +54,12 @@ class _Results:
         self.nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in alike]
         self.groups: list[_Together] = []
         self.alone: list[int] = []
-        end = SHARED + 1
+        end = SHARED_NBYTES + 1
         for index, nbytes in enumerate(self.nbytes):
-            if not 0 < nbytes <= SHARE_UP_TO:
+            if not 0 < nbytes <= SHARE_UP_TO_NBYTES:
                 self.alone.append(index)
                 continue
-            if end + nbytes > SHARED:
+            if end + nbytes > SHARED_NBYTES:
                 self.groups.append(_Together(0, [], []))
                 end = 0
             group = self.groups[-1]
@@ -124,7 +124,7 @@ class DeviceToHost:
             transfers = [(source.address, array) for source, array in zip(sources, given, strict=True) if array.nbytes]
             if self._staging.fill_small(transfers, sources, after):
                 return Transfer(out, FILLED, (), True)
-        looks = given is None and sum(results.nbytes) >= LARGE
+        looks = given is None and sum(results.nbytes) >= REAP_FROM_NBYTES
         if looks:
             # Before memory is asked for: mostly an earlier get is done, and its memory can be used again.
             self._d2h.reap()
@@ -265,11 +265,12 @@ class DeviceToHost:
         except (TypeError, ValueError) as error:
             error.add_note(f"at {path(spec, 0)}")
             raise
-        looks = out is None and source.nbytes >= LARGE
+        looks = out is None and source.nbytes >= REAP_FROM_NBYTES
         if looks:
             self._d2h.reap()
         if out is None:
-            (out,) = self._pool.results(((shape, dtype),)) if source.nbytes >= SMALL else (self._pool.empty(shape, dtype),)
+            large = source.nbytes >= LARGE_FROM_NBYTES
+            out = self._pool.results(((shape, dtype),))[0] if large else self._pool.empty(shape, dtype)
             address = self._host.address(out)
         if not address:
             event, failures = self._begin([source], [out], [address], None, looked=looks, ours=True)
@@ -422,4 +423,4 @@ class DeviceToHost:
 def pinned_nbytes(alike: Sequence[Alike]) -> int:
     """Return how much pinned memory the results of one get take, at least: what is large has pages of its own."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in alike]
-    return sum([round_up(nbytes, PAGE if nbytes >= SMALL else ALIGNMENT) for nbytes in sizes])
+    return sum([round_up(nbytes, PAGE if nbytes >= LARGE_FROM_NBYTES else ALIGNMENT) for nbytes in sizes])

@@ -33,9 +33,9 @@ from xferlib.tree import Spec, Trees, path
 __all__ = ["VARIABLE", "Check", "Put", "Sources", "caller", "verify_done", "wanted", "watch_get"]
 
 VARIABLE = "XFERLIB_DEBUG"
-PIECE = 4096
+CHECKSUM_PIECE_NBYTES = 4096
 """Bytes that are summed at a time: a difference is found to this precision."""
-SOME = 256 * PIECE
+SOME = 256 * CHECKSUM_PIECE_NBYTES
 """Bytes of a file that are copied at a time, to be summed."""
 
 
@@ -187,7 +187,7 @@ class _Source:
         last = first = int(differ[0])
         while last + 1 - first < len(differ) and differ[last + 1 - first] == last + 1:
             last += 1
-        return first * PIECE, min((last + 1) * PIECE, self.nbytes) - 1
+        return first * CHECKSUM_PIECE_NBYTES, min((last + 1) * CHECKSUM_PIECE_NBYTES, self.nbytes) - 1
 
 
 def _sums(array: Array, foreign: bool) -> np.ndarray[Any, np.dtype[np.uint32]] | None:
@@ -217,7 +217,7 @@ def _sums(array: Array, foreign: bool) -> np.ndarray[Any, np.dtype[np.uint32]] |
 
 def _summed(flat: Any) -> list[int]:
     data = memoryview(flat)
-    return [zlib.crc32(data[start : start + PIECE]) for start in range(0, len(data), PIECE)]
+    return [zlib.crc32(data[start : start + CHECKSUM_PIECE_NBYTES]) for start in range(0, len(data), CHECKSUM_PIECE_NBYTES)]
 
 
 @final

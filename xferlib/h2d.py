@@ -33,13 +33,11 @@ from xferlib.tree import NUMPY, Spec, path, trees_of, unflatten
 
 __all__ = ["HostToDevice"]
 
-MANY = 16
-SMALL = 16 << 10
-"""Bytes. The driver takes as long to say where a leaf lies as the CPU takes to copy one of this size. So where there are `MANY` or
-more, or where they are this small, it is asked about the first alone, and the others are taken to be like it."""
-
-BORROW_FROM = 1 << 20
-"""Bytes. Waiting until fewer are staged takes about as long as waking a thread, and then nobody has to keep the sources."""
+ASK_EACH_UNDER_LEAVES, ASK_EACH_OVER_NBYTES = 16, 16 << 10
+"""The driver takes as long to say where a leaf lies as the CPU takes to copy one of this size. So it is asked about each only where
+they are fewer and larger, else about the first alone: the others are taken to be like it."""
+BORROW_FROM_NBYTES = 1 << 20
+"""Waiting until fewer are staged takes about as long as waking a thread, and then nobody has to keep the sources."""
 
 
 @final
@@ -113,13 +111,13 @@ class HostToDevice:
             return None
         packing = self._packings.of_arrays(leaves)
         run = packing.run
-        if run is None or not packing.dtypes <= self._dtypes or (borrow and run.nbytes >= BORROW_FROM):
+        if run is None or not packing.dtypes <= self._dtypes or (borrow and run.nbytes >= BORROW_FROM_NBYTES):
             return None
         if not _are_outside(leaves):
             return None
         # The others are taken to be like the first: asking the driver for each would take longer than copying it. If one is
         # page-locked all the same, it is staged, which is correct, though a detour.
-        for leaf in leaves if packing.count < MANY and run.largest > SMALL else leaves[:1]:
+        for leaf in leaves if packing.count < ASK_EACH_UNDER_LEAVES and run.largest > ASK_EACH_OVER_NBYTES else leaves[:1]:
             if self._address(leaf) is not None:
                 return None
         if not borrow and self._warning.concerns(run.nbytes):
@@ -179,7 +177,7 @@ class HostToDevice:
         address = self._address(array)
         nbytes = array.nbytes
         if address is None:
-            if borrow and nbytes >= BORROW_FROM:
+            if borrow and nbytes >= BORROW_FROM_NBYTES:
                 return self._borrowed([(array, address)], spec, stream)
             if not borrow and self._warning.concerns(nbytes):
                 self._warning.one(array, spec)
@@ -309,7 +307,7 @@ class HostToDevice:
             raise
 
     def _is_worth_borrowing(self, sources: list[HostLeaf]) -> bool:
-        return sum(array.nbytes for array, address in sources if address is None) >= BORROW_FROM
+        return sum(array.nbytes for array, address in sources if address is None) >= BORROW_FROM_NBYTES
 
     def _borrowed(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
         """Put a tree and borrow its pageable leaves, which threads of ours copy after this has returned."""

@@ -46,14 +46,14 @@ __all__ = [
     "wait_for_others",
 ]
 
-LOOK_EVERY = 32
-"""Transfers. Asking the driver costs as much as starting a small copy does."""
+REAP_EVERY_TRANSFERS = 32
+"""Asking the driver costs as much as starting a small copy does."""
 FEW = 3
 """Entries. Even if hundreds are under way, mostly fewer than this end between one look and the next."""
-LOOK_SECONDS = 0.0001
+FILL_LOOK_SECONDS = 0.0001
 """How often a waiting thread looks whether another one has filled its memory."""
-LARGE = 64 << 10
-"""Bytes. From this size on the copy takes longer than asking the driver, and the memory that is held is worth asking for."""
+REAP_FROM_NBYTES = 64 << 10
+"""From this size on the copy takes longer than asking the driver, and the memory that is held is worth asking for."""
 
 Concerns: TypeAlias = Callable[["Entry"], bool]
 """Tells whether an entry is waited for."""
@@ -86,7 +86,7 @@ class Entry(NamedTuple):
 _ASKED, _RECORDED, _ROW = itemgetter(0), itemgetter(2), attrgetter("row")
 _exhaust: Callable[[Iterator[object]], None] = deque[object](maxlen=0).extend
 """Goes through an iterator and keeps nothing."""
-_TURN = 2 * LOOK_EVERY
+_TURN = 2 * REAP_EVERY_TRANSFERS
 _NEW = tuple.__new__
 """Takes a third of the time of a named tuple's constructor."""
 
@@ -133,7 +133,7 @@ class InFlight:
         self.nbytes += nbytes
         # The count decides, which a transfer advances by two. The number of entries does not: it stays the same while as many end
         # as start.
-        if (nbytes >= LARGE and not looked) or asked % _TURN >= _TURN - 2:
+        if (nbytes >= REAP_FROM_NBYTES and not looked) or asked % _TURN >= _TURN - 2:
             self.reap(newest=asked)
         return event
 
@@ -324,7 +324,7 @@ class Fill:
     def wait(self) -> None:
         """Block until it is over. This looks again and again, since a fill takes less time than waking somebody."""
         while not self.over:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(FILL_LOOK_SECONDS)
 
 
 @final

@@ -21,9 +21,9 @@ from xferlib.tree import Alike
 
 __all__ = ["Packing", "Packings", "Run"]
 
-PACK_UP_TO = 64 << 10
+PACK_UP_TO_NBYTES = 64 << 10
 """Bytes. Leaves of one put up to this size share a device block; larger ones have their own, so keeping one keeps no other."""
-KEPT = 64
+KEPT_PACKINGS = 64
 """Packings. A program has a few; one that makes new shapes for ever must not fill memory with them."""
 
 Signature: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, np.dtype[Any]], ...]]
@@ -65,7 +65,7 @@ class Packing:
         shared_at = -1
         for index, (shape, dtype) in enumerate(leaves):
             nbytes = math.prod(shape) * dtype.itemsize
-            if nbytes > PACK_UP_TO:
+            if nbytes > PACK_UP_TO_NBYTES:
                 self._add(nbytes, [index])
                 self.places[-1] = (Place(0, shape, dtype),)
                 self.numbers.append(len(self.sizes) - 1)
@@ -88,7 +88,7 @@ class Packing:
         if len(self.sizes) != 1:
             return None
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in leaves]
-        if not all(sizes) or max(sizes) > PACK_UP_TO:
+        if not all(sizes) or max(sizes) > PACK_UP_TO_NBYTES:
             return None
         # Items of other packages' dtypes are copied one by one where they are not taken as bytes.
         (only,) = self.dtypes if len(self.dtypes) == 1 else (None,)
@@ -149,5 +149,5 @@ class Packings:
         return packing
 
     def _forget_oldest(self) -> None:
-        while len(self._kept) > KEPT:
+        while len(self._kept) > KEPT_PACKINGS:
             self._kept.popitem(last=False)

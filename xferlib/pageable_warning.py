@@ -20,9 +20,9 @@ from xferlib.memory.host import HostLeaf
 from xferlib.tree import Spec, path
 from xferlib.words import in_words
 
-__all__ = ["WARN_FROM", "PageableWarning"]
+__all__ = ["WARN_FROM_NBYTES", "PageableWarning"]
 
-WARN_FROM = 256 << 10
+WARN_FROM_NBYTES = 256 << 10
 """Bytes of one put. The CPU copies less in the time that starting the transfer takes."""
 PAGEABLE = "the array is not in pinned memory. Fill one from stager.empty_pinned(...) instead, or lock yours with stager.pin(array)"
 STRIDED = "the array is not contiguous. Lay it out in C order, in an array from stager.empty_pinned(...)"
@@ -44,7 +44,7 @@ class PageableWarning:
 
     def concerns(self, nbytes: int) -> bool:
         """Tell whether to ask about so many bytes of pageable memory."""
-        return self._strict or nbytes >= WARN_FROM
+        return self._strict or nbytes >= WARN_FROM_NBYTES
 
     def put(self, sources: Sequence[HostLeaf], spec: Spec | None = None, *, into: bool = False) -> None:
         """Look at all leaves of a put, which is `into` arrays of the caller's or not. `spec` tells where they stand in a tree."""

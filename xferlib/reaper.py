@@ -35,7 +35,7 @@ __all__ = [
     "watch",
 ]
 
-LOOK_SECONDS = 0.2
+SETTLE_EVERY_SECONDS = 0.2
 """How often the reaper looks while a closed stager's memory is still held."""
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ def _run() -> None:
     threading.current_thread().name = "xferlib-reaper"
     while not _over:
         with suppress(Empty):
-            dropped = _dropped.get(timeout=LOOK_SECONDS if _remains else None)
+            dropped = _dropped.get(timeout=SETTLE_EVERY_SECONDS if _remains else None)
             if dropped is not None:
                 _attempt(dropped.close)
             del dropped

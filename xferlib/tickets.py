@@ -32,7 +32,7 @@ _OBJECT = np.dtype(object)
 _EMPTY = np.empty
 _NOBODY = -1
 """No row has this number."""
-LOOK_SECONDS = 0.0001
+POST_LOOK_SECONDS = 0.0001
 """How often a waiting thread looks whether something was posted."""
 
 
@@ -118,7 +118,7 @@ class Returns:
         """
         until = time.monotonic() + seconds
         while self.nothing_new() and time.monotonic() < until:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POST_LOOK_SECONDS)
 
     def __bool__(self) -> bool:
         return not self._posted.empty() or bool(self._unsettled)

@@ -49,8 +49,8 @@ class Later(Generic[TreeT]):
         return self._made[None]
 
 
-FIRST_NAP = 20e-6
-LONGEST_NAP = 1e-3
+FIRST_NAP_SECONDS = 20e-6
+LONGEST_NAP_SECONDS = 1e-3
 NO_ARRAY = "a transfer is no array. Take its arrays with .value, or with .result(), which blocks until it is done"
 
 
@@ -290,13 +290,13 @@ class Transfer(Generic[TreeT_co]):
 
     def _poll(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        nap = FIRST_NAP
+        nap = FIRST_NAP_SECONDS
         while not self.done():
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"the transfer is not done after {timeout} seconds")
             time.sleep(min(nap, left))
-            nap = min(2 * nap, LONGEST_NAP)
+            nap = min(2 * nap, LONGEST_NAP_SECONDS)
 
     def _failed(self, cause: Exception) -> TransferError:
         # Without its traceback, whose frames lead back here.

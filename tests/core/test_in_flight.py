@@ -15,8 +15,8 @@ import pytest
 from tests.core.fakes import Point, on_thread, succeeds
 from tests.core.points import interrupted_at
 from xferlib.in_flight import (
-    LARGE,
-    LOOK_EVERY,
+    REAP_EVERY_TRANSFERS,
+    REAP_FROM_NBYTES,
     Entry,
     Fill,
     InFlight,
@@ -77,14 +77,14 @@ def test_an_entry_is_held_until_its_event_is_done() -> None:
     queue = queue_of(point)
     thing = Thing()
     alive = weakref.ref(thing)
-    assert queue.add(LARGE, (), (), thing) is point
+    assert queue.add(REAP_FROM_NBYTES, (), (), thing) is point
     del thing
     queue.reap()
     assert alive() is not None
     point.reached = True
     queue.reap()
     assert alive() is None
-    assert queue.nbytes == LARGE
+    assert queue.nbytes == REAP_FROM_NBYTES
 
 
 @pytest.mark.parametrize("done", range(6))
@@ -138,11 +138,11 @@ def test_where_hundreds_are_under_way_a_look_that_finds_one_or_two_takes_three_q
 
 @pytest.mark.parametrize("left", [1, 2])
 def test_where_all_are_done_but_the_newest_a_look_takes_few_questions(left: int) -> None:
-    points = [Point() for _ in range(LOOK_EVERY)]
+    points = [Point() for _ in range(REAP_EVERY_TRANSFERS)]
     queue = queue_of(*points)
     for _ in points:
         queue.add(1, ())
-    assert reached_up_to(queue, points, LOOK_EVERY - left) <= 5
+    assert reached_up_to(queue, points, REAP_EVERY_TRANSFERS - left) <= 5
 
 
 def test_a_look_goes_through_hundreds_of_entries_only_when_several_are_done() -> None:
@@ -208,9 +208,9 @@ adds = pytest.mark.parametrize("add", ADDS.values(), ids=ADDS)
 
 @adds
 def test_small_transfers_are_asked_about_only_now_and_then(add: Add) -> None:
-    points = [Point(reached=True) for _ in range(LOOK_EVERY)]
+    points = [Point(reached=True) for _ in range(REAP_EVERY_TRANSFERS)]
     queue = queue_of(*points)
-    for _ in range(LOOK_EVERY - 1):
+    for _ in range(REAP_EVERY_TRANSFERS - 1):
         add(queue)
     assert sum(point.asked for point in points) == 0
     add(queue)
@@ -219,7 +219,7 @@ def test_small_transfers_are_asked_about_only_now_and_then(add: Add) -> None:
 
 @adds
 def test_the_one_that_has_just_started_is_not_asked_about(add: Add) -> None:
-    points = [Point() for _ in range(10 * LOOK_EVERY)]
+    points = [Point() for _ in range(10 * REAP_EVERY_TRANSFERS)]
     queue = queue_of(*points)
     for point in points:
         add(queue)
@@ -230,7 +230,7 @@ def test_the_one_that_has_just_started_is_not_asked_about(add: Add) -> None:
 
 @adds
 def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_start(add: Add) -> None:
-    points = [Point() for _ in range(10 * LOOK_EVERY)]
+    points = [Point() for _ in range(10 * REAP_EVERY_TRANSFERS)]
     queue = queue_of(*points)
     looks = 0
     for number in range(len(points)):
@@ -245,23 +245,23 @@ def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_
 def test_who_has_looked_is_not_made_to_look_again() -> None:
     points = [Point(), Point()]
     queue = queue_of(*points)
-    queue.add(LARGE, (), looked=True)
+    queue.add(REAP_FROM_NBYTES, (), looked=True)
     assert points[0].asked == 0
-    queue.add(LARGE, ())
+    queue.add(REAP_FROM_NBYTES, ())
     assert points[0].asked == 1
 
 
 def test_a_large_transfer_asks_about_those_before_it_and_not_about_itself() -> None:
     points = [Point() for _ in range(3)]
     queue = queue_of(*points)
-    queue.add(LARGE, ())
+    queue.add(REAP_FROM_NBYTES, ())
     assert points[0].asked == 0
     points[0].reached = True
-    queue.add(LARGE, ())
+    queue.add(REAP_FROM_NBYTES, ())
     assert [point.asked for point in points] == [1, 0, 0]
     assert [entry.event for entry in queue.entries()] == points[1:2]
     points[1].reached = points[2].reached = True
-    queue.add(LARGE, ())
+    queue.add(REAP_FROM_NBYTES, ())
     assert queue.reap()
     assert not queue.entries()
 
@@ -287,8 +287,8 @@ def test_waiting_for_the_oldest_waits_for_nothing_else() -> None:
 def test_what_is_let_go_may_run_finalizers_that_add_and_wait() -> None:
     points = [Point(reached=True) for _ in range(3)]
     queue = queue_of(*points)
-    queue.add(1, (), (), Comes(lambda: (queue.add(LARGE, ()), queue.wait_oldest())))
-    queue.add(LARGE, ())
+    queue.add(1, (), (), Comes(lambda: (queue.add(REAP_FROM_NBYTES, ()), queue.wait_oldest())))
+    queue.add(REAP_FROM_NBYTES, ())
     assert not queue.wait_oldest()
 
 

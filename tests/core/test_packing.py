@@ -10,8 +10,8 @@ import pytest
 
 import xferlib
 from tests.core.fakes import succeeds, tampered
-from xferlib.h2d import SMALL
-from xferlib.packing import KEPT, Packing, Packings
+from xferlib.h2d import ASK_EACH_OVER_NBYTES
+from xferlib.packing import KEPT_PACKINGS, Packing, Packings
 
 DTYPES = [np.bool_, np.int8, np.uint16, np.float32, np.complex64, np.int64, ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e5m2)]
 
@@ -115,7 +115,7 @@ def test_of_a_few_leaves_that_are_very_small_too() -> None:
 
     backend.is_pinned = is_pinned
     small: list[np.ndarray[Any, Any]] = [np.arange(10), np.arange(20)]
-    larger: list[np.ndarray[Any, Any]] = [np.arange(10), np.zeros(SMALL + 1, np.uint8)]
+    larger: list[np.ndarray[Any, Any]] = [np.arange(10), np.zeros(ASK_EACH_OVER_NBYTES + 1, np.uint8)]
     with xferlib.stager(backend) as stager:
         for leaves, addresses in ((small, small[:1]), (larger, larger)):
             stager.put(leaves).synchronize()
@@ -195,7 +195,7 @@ def test_a_layout_is_planned_once_for_the_same_shapes() -> None:
 def test_layouts_that_were_not_used_for_long_are_forgotten() -> None:
     packings = Packings()
     first = packings.of([(np.zeros(1), None)])
-    for size in range(2, KEPT + 2):
+    for size in range(2, KEPT_PACKINGS + 2):
         packings.of([(np.zeros(size), None)])
     assert packings.of([(np.zeros(1), None)]) is not first
 
@@ -203,7 +203,7 @@ def test_layouts_that_were_not_used_for_long_are_forgotten() -> None:
 def test_a_layout_is_kept_while_no_more_than_so_many_are() -> None:
     packings = Packings()
     first = packings.of([(np.zeros(1), None)])
-    for size in range(2, KEPT + 1):
+    for size in range(2, KEPT_PACKINGS + 1):
         packings.of([(np.zeros(size), None)])
     assert packings.of([(np.zeros(1), None)]) is first
 

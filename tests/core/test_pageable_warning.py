@@ -14,10 +14,10 @@ import pytest
 import xferlib
 from tests.core.fakes import tampered
 from xferlib import SynchronousTransferWarning
-from xferlib.pageable_warning import WARN_FROM
+from xferlib.pageable_warning import WARN_FROM_NBYTES
 from xferlib.stager import Stager
 
-LARGE = np.zeros(WARN_FROM, np.uint8)
+LARGE = np.zeros(WARN_FROM_NBYTES, np.uint8)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_loop_is_told_once_whatever_its_batches_sizes(stager: Stager) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default", SynchronousTransferWarning)
         for length in range(5):
-            stager.put(np.zeros(WARN_FROM + length, np.uint8)).synchronize()
+            stager.put(np.zeros(WARN_FROM_NBYTES + length, np.uint8)).synchronize()
         assert len(told) == 1
         stager.put(LARGE).synchronize()
         assert len(told) == 2
@@ -118,7 +118,7 @@ def test_a_thread_that_does_nothing_else_makes_nobody_wait(stager: Stager, stric
 
 @pytest.mark.filterwarnings("error::xferlib.SynchronousTransferWarning")
 def test_small_leaves_that_make_much_together_are_not_quiet(stager: Stager) -> None:
-    leaves = [np.zeros(WARN_FROM // 4, np.uint8) for _ in range(4)]
+    leaves = [np.zeros(WARN_FROM_NBYTES // 4, np.uint8) for _ in range(4)]
     stager.put(leaves[:3]).synchronize()
     with pytest.raises(SynchronousTransferWarning):
         stager.put(leaves)

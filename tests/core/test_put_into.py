@@ -15,7 +15,7 @@ import xferlib_host
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread, tampered, until
 from xferlib import in_flight
-from xferlib.in_flight import LARGE
+from xferlib.in_flight import REAP_FROM_NBYTES
 
 
 class Broke(Exception):
@@ -215,8 +215,8 @@ def test_what_gets_have_read_long_ago_costs_a_put_into_it_nothing() -> None:
 
 def test_a_target_is_let_go_of_by_the_next_large_put_into_another() -> None:
     with xferlib.stager("host") as stager:
-        first, second = np.zeros(LARGE, np.uint8), np.zeros(LARGE, np.uint8)
-        source = np.ones(LARGE, np.uint8)
+        first, second = np.zeros(REAP_FROM_NBYTES, np.uint8), np.zeros(REAP_FROM_NBYTES, np.uint8)
+        source = np.ones(REAP_FROM_NBYTES, np.uint8)
         stager.put(source, into=first).synchronize()
         gone = weakref.ref(first)
         del first

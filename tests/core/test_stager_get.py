@@ -12,7 +12,7 @@ import xferlib_host
 import xferlib
 from tests.core.fakes import held, on_thread, tampered, until
 from xferlib.byte_reader import Span
-from xferlib.d2h import SHARE_UP_TO, SHARED
+from xferlib.d2h import SHARE_UP_TO_NBYTES, SHARED_NBYTES
 from xferlib.memory.blocks import WhenFull, round_up
 from xferlib.memory.pinned_pool import ALIGNMENT
 from xferlib.staging.profile import StagingProfile
@@ -301,18 +301,18 @@ def asked(stager: xferlib.Stager) -> int:
 
 @pytest.mark.parametrize("when_full", ["wait", "raise"])
 def test_small_results_for_which_there_is_no_room_together_have_their_own(when_full: WhenFull) -> None:
-    with xferlib.stager("host", pinned_limit=4 * SHARE_UP_TO, when_full=when_full) as stager:
-        stager.empty_pinned(4 * SHARE_UP_TO, np.uint8)
-        pieces = [stager.empty_pinned(SHARE_UP_TO, np.uint8) for _ in range(4)]
+    with xferlib.stager("host", pinned_limit=4 * SHARE_UP_TO_NBYTES, when_full=when_full) as stager:
+        stager.empty_pinned(4 * SHARE_UP_TO_NBYTES, np.uint8)
+        pieces = [stager.empty_pinned(SHARE_UP_TO_NBYTES, np.uint8) for _ in range(4)]
         del pieces[2], pieces[0]
-        result = stager.get([np.full(SHARE_UP_TO, n, np.uint8) for n in range(2)]).result()
+        result = stager.get([np.full(SHARE_UP_TO_NBYTES, n, np.uint8) for n in range(2)]).result()
         for n, array in enumerate(result):
             assert (array == n).all()
             assert stager._pool.contains(array.ctypes.data, array.nbytes)
 
 
 def test_small_results_of_one_get_share_memory_and_large_ones_have_their_own() -> None:
-    shapes = [(3,), (0,), (SHARE_UP_TO // 8,), (SHARE_UP_TO // 8 + 1,), (), (5, 7)]
+    shapes = [(3,), (0,), (SHARE_UP_TO_NBYTES // 8,), (SHARE_UP_TO_NBYTES // 8 + 1,), (), (5, 7)]
     with xferlib.stager("host") as stager:
         sources = [np.arange(math.prod(shape), dtype=np.float64).reshape(shape) + number for number, shape in enumerate(shapes)]
         device = stager.put(sources).value
@@ -320,7 +320,7 @@ def test_small_results_of_one_get_share_memory_and_large_ones_have_their_own() -
         before = asked(stager)
         results = stager.get(device).result()
         assert asked(stager) - before == 2
-        assert used(stager) == sum(round_up(n, ALIGNMENT) for n in (24, SHARE_UP_TO, SHARE_UP_TO + 8, 8, 280))
+        assert used(stager) == sum(round_up(n, ALIGNMENT) for n in (24, SHARE_UP_TO_NBYTES, SHARE_UP_TO_NBYTES + 8, 8, 280))
         for source, result in zip(sources, results, strict=True):
             assert result.shape == source.shape
             assert np.array_equal(result, source)
@@ -331,11 +331,13 @@ def test_small_results_of_one_get_share_memory_and_large_ones_have_their_own() -
 
 def test_one_small_result_that_is_kept_keeps_no_more_than_a_mebibyte() -> None:
     with xferlib.stager("host") as stager:
-        device = stager.put([np.full(SHARE_UP_TO, number, np.uint8) for number in range(3 * SHARED // SHARE_UP_TO)]).value
+        device = stager.put(
+            [np.full(SHARE_UP_TO_NBYTES, number, np.uint8) for number in range(3 * SHARED_NBYTES // SHARE_UP_TO_NBYTES)]
+        ).value
         results = stager.get(device).result()
         kept = results[-1]
         del results
-        assert until(lambda: 0 < used(stager) <= SHARED)
+        assert until(lambda: 0 < used(stager) <= SHARED_NBYTES)
         assert (kept == len(device) - 1).all()
 
 

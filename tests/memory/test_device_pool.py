@@ -21,7 +21,7 @@ import xferlib
 from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, Slab, off_main, on_thread, until
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.memory import device_pool, idle_blocks, table
-from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING, DevicePool, Lease, note_reader
+from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING_NBYTES, DevicePool, Lease, note_reader
 from xferlib.memory.idle_blocks import size_class
 from xferlib.protocol import DeviceBlock, Source, Stream
 from xferlib.reaper import start_reaper
@@ -385,7 +385,7 @@ def test_at_the_limit_the_stream_waits_and_not_the_host() -> None:
 def test_a_program_that_never_waits_takes_a_bounded_amount_of_memory() -> None:
     device = Device()
     blocks = Blocks(device)
-    size = WORTH_WAITING // READERS_BEHIND
+    size = WORTH_WAITING_NBYTES // READERS_BEHIND
     readers = [Point() for _ in range(3 * READERS_BEHIND)]
     device.fences = list(readers)
     for _ in readers:
@@ -407,7 +407,7 @@ def test_small_blocks_that_wait_for_readers_hold_up_no_copy() -> None:
 def test_where_no_copy_can_wait_for_the_readers_more_memory_is_taken() -> None:
     device = Device()
     blocks = Blocks(device)
-    size = WORTH_WAITING // READERS_BEHIND
+    size = WORTH_WAITING_NBYTES // READERS_BEHIND
     device.fences = [Point() for _ in range(READERS_BEHIND)]
     taken = [blocks.take(size) for _ in range(READERS_BEHIND)]
     blocks.give_back(*taken)
@@ -809,7 +809,7 @@ def test_who_finds_no_room_because_of_a_spare_waits_until_it_is_there(monkeypatc
         # The block is the first put's still, and the rest of the limit the spare's.
         monkeypatch.setattr(time, "sleep", noted)
         second = on_thread(lambda: blocks.lease(256, {}))
-        assert until(lambda: second.done() or slept.count(table.LOOK_SECONDS) > 3)
+        assert until(lambda: second.done() or slept.count(table.ROOM_LOOK_SECONDS) > 3)
         assert not second.done()
     finally:
         gate.set()

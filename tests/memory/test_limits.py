@@ -67,7 +67,7 @@ def test_what_a_group_has_left_counts_and_cached_files_are_left(tmp_path: Path) 
 def test_a_group_that_is_over_its_limit_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_cgroup_rooms", lambda membership, root: [-5])
     assert limits.available_memory() == 0
-    assert limits.default_pinned_limit() == limits.SMALLEST
+    assert limits.default_pinned_limit() == limits.SMALLEST_LIMIT_NBYTES
 
 
 def test_the_default_is_an_eighth_of_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

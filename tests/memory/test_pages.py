@@ -21,7 +21,7 @@ from tests import children
 from tests.mutants.laws.locking import LockingBackend
 from xferlib.memory import numa, pages
 from xferlib.memory.numa import node_near
-from xferlib.memory.pages import HUGE, LEAST_PIECE, MOST_THREADS, HostPages
+from xferlib.memory.pages import HUGE, LEAST_MAPPING_NBYTES, MOST_THREADS, HostPages
 from xferlib.memory.proc_maps import mappings
 
 MIB = 1 << 20
@@ -70,7 +70,7 @@ def over(address: int, nbytes: int) -> Any:
     return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B"), np.uint8)
 
 
-@pytest.mark.parametrize("nbytes", [4096, 12288, HUGE, HUGE + 4096, 2 * LEAST_PIECE + 4096, 48 * MIB])
+@pytest.mark.parametrize("nbytes", [4096, 12288, HUGE, HUGE + 4096, 2 * LEAST_MAPPING_NBYTES + 4096, 48 * MIB])
 def test_every_page_is_there_before_it_is_locked(backend: Locking, nbytes: int) -> None:
     there: list[int] = []
     backend.on_pin = lambda address, nbytes: there.append(resident(address, nbytes))
@@ -84,7 +84,7 @@ def test_every_page_is_there_before_it_is_locked(backend: Locking, nbytes: int) 
     found = mappings(address, nbytes)
     assert (found[0].start, found[-1].end) == (address, address + nbytes)
     # Each is a file of the kernel's, and threads fetch the pages of several faster than those of one.
-    assert len(found) == min(MOST_THREADS, -(-nbytes // LEAST_PIECE))
+    assert len(found) == min(MOST_THREADS, -(-nbytes // LEAST_MAPPING_NBYTES))
     host.free(address)
     assert not mapped(address, nbytes)
     assert backend.locked == {}
@@ -312,7 +312,7 @@ def test_memory_is_touched_on_the_cpus_near_the_device(backend: Locking, monkeyp
     monkeypatch.setattr(pages, "_fetch", fetch)
     backend.pci_bus_id = "0000:3B:00.0"
     host = HostPages(backend)
-    for nbytes in (4096, 2 * LEAST_PIECE):
+    for nbytes in (4096, 2 * LEAST_MAPPING_NBYTES):
         host.free(host.allocate(nbytes))
     assert asked == ["0000:3B:00.0"] * 2
     assert ran == [near] * 3

@@ -15,7 +15,7 @@ from tests.core.fakes import held, on_thread
 from tests.memory.test_pinned_pool import MIB, U8, Driver
 from xferlib.errors import AllocationError
 from xferlib.memory.blocks import HostBlock, WhenFull
-from xferlib.memory.pinned_pool import LOOKS, STAGING_SHARE, PinnedPool
+from xferlib.memory.pinned_pool import MOST_LOOKS, STAGING_NBYTES, PinnedPool
 from xferlib.stats import Stats
 
 
@@ -60,7 +60,7 @@ def test_memory_that_staging_never_gives_back_is_not_waited_for_for_ever(staged:
     held = pool.take(3 * MIB) if staged else pool.empty((3 * MIB,), U8)
     with pytest.raises(AllocationError, match="nothing is in flight"):
         pool.empty((2 * MIB,), U8)
-    assert len(asked) == (LOOKS + 2 if staged else 2)
+    assert len(asked) == (MOST_LOOKS + 2 if staged else 2)
     del held
 
 
@@ -147,7 +147,7 @@ def test_with_stage_an_array_beyond_the_limit_is_ordinary_memory_too() -> None:
     assert pool.fallbacks == 1
 
 
-@pytest.mark.parametrize(("limit", "share"), [(8 * MIB, 4 * MIB), (4 * STAGING_SHARE, STAGING_SHARE)])
+@pytest.mark.parametrize(("limit", "share"), [(8 * MIB, 4 * MIB), (4 * STAGING_NBYTES, STAGING_NBYTES)])
 def test_with_stage_arrays_leave_room_for_what_stages_them(limit: int, share: int) -> None:
     pool = Driver().pool(limit, "stage")
     arrays = []

@@ -31,7 +31,7 @@ from xferlib.latch import note_copy_thread
 from xferlib.memory import locker, pages, pinned_pool
 from xferlib.memory.locker import lock_later
 from xferlib.memory.pages import HostPages, Unlocked
-from xferlib.memory.pinned_pool import SMALL, UNLOCKED_FROM, PinnedPool
+from xferlib.memory.pinned_pool import LARGE_FROM_NBYTES, UNLOCKED_FROM_NBYTES, PinnedPool
 from xferlib.memory.proc_maps import mappings
 from xferlib.memory.segments import Segment, Segments
 from xferlib.memory.table import AtWork
@@ -39,7 +39,7 @@ from xferlib.memory.table import AtWork
 MIB = 1 << 20
 LEAF = 3 * MIB
 COUNT = 4
-ALONE = UNLOCKED_FROM + 4096
+ALONE = UNLOCKED_FROM_NBYTES + 4096
 ROOM = 256 * MIB
 TABLES = ("memory/pinned_pool.py", "memory/segments.py", "memory/table.py", "memory/ranges.py", "memory/blocks.py", "tickets.py")
 Tree = list[Any]
@@ -58,7 +58,7 @@ class Gated(LockingBackend):
 
     def pin(self, address: int, nbytes: int) -> None:
         by_name = self.locks_by_name and threading.current_thread().name != "xferlib-locker"
-        if (nbytes in (LEAF, ALONE) and not by_name) or (self.closed_for_all and nbytes == SMALL):
+        if (nbytes in (LEAF, ALONE) and not by_name) or (self.closed_for_all and nbytes == LARGE_FROM_NBYTES):
             self.began.set()
             assert self.gate.wait(WATCHDOG)
             if self.refuses:
@@ -155,7 +155,7 @@ def test_one_array_likewise(backend: Gated, stager: xferlib.Stager) -> None:
 
 def test_a_little_is_locked_at_once(backend: Gated, stager: xferlib.Stager) -> None:
     backend.gate.set()
-    device = device_tree(stager, [np.ones(UNLOCKED_FROM // 4, np.uint8)] * 2)
+    device = device_tree(stager, [np.ones(UNLOCKED_FROM_NBYTES // 4, np.uint8)] * 2)
     found = stager.get(device).result()
     assert backend.knows_all(found)
 
@@ -633,7 +633,7 @@ def test_a_segment_that_is_freed_meanwhile_does_not_disturb_whoever_looks_for_on
     backend: Gated, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segments = stager._pool._segments.by_number
-    stager.empty_pinned(SMALL, np.uint8)
+    stager.empty_pinned(LARGE_FROM_NBYTES, np.uint8)
     number = next(iter(segments))
     lost: list[Segment] = []
     awaited: Any = Segment.awaited
@@ -804,7 +804,7 @@ def test_a_get_whose_room_for_chunks_others_take_waits_until_its_results_are_loc
 
 def test_what_such_a_get_has_pinned_before_is_counted_once(backend: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
     with xferlib.stager(backend, pinned_limit=128 * MIB) as stager:
-        tree = [np.full(SMALL, 1, np.uint8), *values(1)]
+        tree = [np.full(LARGE_FROM_NBYTES, 1, np.uint8), *values(1)]
         device = device_tree(stager, tree)
         # Idle, and locked: the first result comes to lie there.
         stager.get(device[0]).result()
@@ -819,7 +819,7 @@ def test_what_such_a_get_has_pinned_before_is_counted_once(backend: Gated, monke
         monkeypatch.setattr(stager._gets, "_copy_pinned", noted)
         taken = room_taken(stager, monkeypatch, backend.gate.set)
         assert_same(stager.get(device).result(), tree)
-        assert copied == [SMALL]
+        assert copied == [LARGE_FROM_NBYTES]
         assert stager.stats().d2h_nbytes - before == sum(array.nbytes for array in tree)
         taken.clear()
 
@@ -873,9 +873,9 @@ def test_a_thread_that_makes_the_copies_gets_without_its_own_help(backend: Gated
     assert backend.knows_all(found)
 
 
-@pytest.mark.parametrize(("nbytes", "at_once"), [(SMALL, False), (SMALL - 1, True)])
+@pytest.mark.parametrize(("nbytes", "at_once"), [(LARGE_FROM_NBYTES, False), (LARGE_FROM_NBYTES - 1, True)])
 def test_each_array_is_large_or_locked_at_once(backend: Gated, stager: xferlib.Stager, nbytes: int, *, at_once: bool) -> None:
-    tree = [np.full(nbytes, index, np.uint8) for index in range(UNLOCKED_FROM // SMALL)]
+    tree = [np.full(nbytes, index, np.uint8) for index in range(UNLOCKED_FROM_NBYTES // LARGE_FROM_NBYTES)]
     device = device_tree(stager, tree)
     backend.closed_for_all = not at_once
     found = stager.get(device).result()

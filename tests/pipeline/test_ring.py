@@ -106,7 +106,7 @@ def test_a_dropped_slot_stays_out_while_a_view_of_it_lives(stager: xferlib.Stage
 
 
 def test_a_slot_in_a_reference_cycle_comes_back(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "COLLECT_AFTER", 0.01)
+    monkeypatch.setattr(ring_module, "COLLECT_AFTER_SECONDS", 0.01)
     with xferlib.Ring(stager, SPEC, slots=1) as ring:
         gc.disable()
         try:
@@ -145,7 +145,7 @@ def test_a_copy_of_another_stager_gives_a_slot_back(stager: xferlib.Stager) -> N
 
 
 def test_acquire_waits_for_a_copy_that_the_stager_was_asked_for(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "COLLECT_AFTER", 1000.0)
+    monkeypatch.setattr(ring_module, "COLLECT_AFTER_SECONDS", 1000.0)
     with xferlib.Ring(stager, SPEC, slots=1) as ring:
         with held(h2d(stager)) as gate:
             slot = ring.acquire()
@@ -163,7 +163,7 @@ def test_acquire_waits_for_a_copy_that_the_stager_was_asked_for(stager: xferlib.
 def test_who_waits_for_slots_that_nobody_gives_back_is_told_who_has_them(
     stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_module, "STUCK", 0.01)
+    monkeypatch.setattr(ring_module, "STUCK_SECONDS", 0.01)
     with xferlib.Ring(stager, SPEC, slots=3) as ring:
         held_here = [ring.acquire()]
         held_there = on_thread(lambda: [ring.acquire(), ring.acquire()]).result(PATIENCE)
@@ -177,7 +177,7 @@ def test_who_waits_for_slots_that_nobody_gives_back_is_told_who_has_them(
 
 def test_who_waits_is_told_once(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[None] = []
-    monkeypatch.setattr(ring_module, "STUCK", 0.01)
+    monkeypatch.setattr(ring_module, "STUCK_SECONDS", 0.01)
     monkeypatch.setattr(ring_module, "reap_all", lambda: turns.append(None))
     with xferlib.Ring(stager, SPEC, slots=1) as ring:
         slots = [ring.acquire()]
@@ -193,7 +193,7 @@ def test_who_waits_is_told_once(stager: xferlib.Stager, monkeypatch: pytest.Monk
 
 
 def test_another_thread_may_put_the_slot_that_is_waited_for(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "COLLECT_AFTER", 1000.0)
+    monkeypatch.setattr(ring_module, "COLLECT_AFTER_SECONDS", 1000.0)
     with xferlib.Ring(stager, SPEC, slots=1) as ring:
         slot = ring.acquire()
         waiting = on_thread(ring.acquire)
@@ -307,7 +307,7 @@ def test_a_ring_that_does_not_fit_is_refused_with_what_would(stager: xferlib.Sta
 
 
 def test_close_waits_for_copies_and_wakes_who_waits_for_a_slot(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "COLLECT_AFTER", 1000.0)
+    monkeypatch.setattr(ring_module, "COLLECT_AFTER_SECONDS", 1000.0)
     ring = xferlib.Ring(stager, SPEC, slots=1)
     slot = ring.acquire()
     waiting = on_thread(ring.acquire)

@@ -23,7 +23,7 @@ from tests.random_programs.kits import Kit
 from tests.random_programs.program import Program, Step
 from tests.random_programs.world import Device, Host, Named, Opened, Skip, Started, World
 from xferlib.memory import pinned_pool
-from xferlib.memory.pinned_pool import UNLOCKED_FROM
+from xferlib.memory.pinned_pool import UNLOCKED_FROM_NBYTES
 
 __all__ = ["Outcome", "finish", "run_program", "run_steps"]
 
@@ -59,7 +59,7 @@ def run_program(program: Program, kit: Kit, *, tidy: bool = False) -> Outcome:
     threads = set(threading.enumerate())
     allocated = DRIVER.allocated()
     gc.set_threshold(program.options.get("threshold", 700), 10, 10)
-    pinned_pool.UNLOCKED_FROM = program.options.get("unlocked_from", UNLOCKED_FROM)
+    pinned_pool.UNLOCKED_FROM_NBYTES = program.options.get("unlocked_from", UNLOCKED_FROM_NBYTES)
     world = World(kit)
     running.append(world)
     skipped, failure, trace = 0, None, ""
@@ -76,7 +76,7 @@ def run_program(program: Program, kit: Kit, *, tidy: bool = False) -> Outcome:
         failure, trace = f"{noted}{type(error).__name__}: {error}", traceback.format_exc()
         error.__traceback__ = None
     gc.set_threshold(700, 10, 10)
-    pinned_pool.UNLOCKED_FROM = UNLOCKED_FROM
+    pinned_pool.UNLOCKED_FROM_NBYTES = UNLOCKED_FROM_NBYTES
     if failure is not None and tidy:
         _tidy(world)
     world.end()

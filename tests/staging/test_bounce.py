@@ -13,8 +13,8 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, succeeds, tampered
-from xferlib.memory.pinned_pool import PAGE, SMALL
-from xferlib.staging.bounce import LARGEST_SLOT, PIECE, SHARE
+from xferlib.memory.pinned_pool import KEPT_SHARE, LARGE_FROM_NBYTES, PAGE
+from xferlib.staging.bounce import COPY_PIECE_NBYTES, LARGEST_SLOT_NBYTES
 from xferlib.staging.bounce import SLOTS as SIZES
 from xferlib.staging.profile import StagingProfile
 
@@ -52,7 +52,7 @@ def test_a_put_takes_the_smallest_slot_that_it_fits_into() -> None:
 def test_under_a_small_limit_a_put_takes_what_it_needs() -> None:
     """A block of the larger slots would be more than its share."""
     small, large, *_ = SIZES
-    limit = SHARE * SIZES[large] * large - 1
+    limit = KEPT_SHARE * SIZES[large] * large - 1
     with xferlib.stager("host", pinned_limit=limit) as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]  # as above
         stager.put(numbers(small + 1))
         assert small < stager._pool.usage().used < large
@@ -60,15 +60,15 @@ def test_under_a_small_limit_a_put_takes_what_it_needs() -> None:
 
 def test_what_is_larger_than_any_slot_passes_in_pieces() -> None:
     """Where the caller copies so much at all."""
-    nbytes = 3 * LARGEST_SLOT + 5
+    nbytes = 3 * LARGEST_SLOT_NBYTES + 5
     profile = StagingProfile(2, 1 << 20, hand_off_nbytes=nbytes)
     with xferlib.stager("host", staging=profile) as stager:
         with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
             transfers = [stager.put(numbers(nbytes, n)) for n in range(2)]
             transfers.append(stager.put([numbers(nbytes - 1000), numbers(7)]))
             # A slot for each of three pieces, and one of the smallest for what is left.
-            blocks = -(-3 * len(transfers) // SIZES[LARGEST_SLOT])
-            assert stager._pool.usage().used == BLOCK + blocks * SIZES[LARGEST_SLOT] * LARGEST_SLOT
+            blocks = -(-3 * len(transfers) // SIZES[LARGEST_SLOT_NBYTES])
+            assert stager._pool.usage().used == BLOCK + blocks * SIZES[LARGEST_SLOT_NBYTES] * LARGEST_SLOT_NBYTES
         for n, transfer in enumerate(transfers[:-1]):
             assert np.array_equal(transfer.result(), numbers(nbytes, n))
         large, small = transfers[-1].result()
@@ -96,7 +96,7 @@ def test_a_slot_is_not_used_again_while_its_copy_is_held() -> None:
             assert np.array_equal(transfer.result(), numbers(100, n))
 
 
-@pytest.mark.parametrize("nbytes", [100, SLOT + 1, LARGEST_SLOT])
+@pytest.mark.parametrize("nbytes", [100, SLOT + 1, LARGEST_SLOT_NBYTES])
 def test_slots_whose_copies_are_done_are_used_again_without_the_pool(nbytes: int) -> None:
     with xferlib.stager("host") as stager:
         stager.put(numbers(nbytes)).synchronize()
@@ -144,11 +144,11 @@ def test_one_large_array_is_copied_by_the_device_while_the_cpu_copies_its_rest()
         backend.inner.copy_h2d(dst, src, nbytes)
 
     backend.copy_h2d = copy
-    odd = numbers(2 * PIECE).reshape(2, -1).T
+    odd = numbers(2 * COPY_PIECE_NBYTES).reshape(2, -1).T
     with xferlib.stager(backend) as stager:
-        assert np.array_equal(stager.put(numbers(PIECE + 5)).result(), numbers(PIECE + 5))
+        assert np.array_equal(stager.put(numbers(COPY_PIECE_NBYTES + 5)).result(), numbers(COPY_PIECE_NBYTES + 5))
         assert np.array_equal(stager.put(odd).result(), odd)
-    assert copies == [PIECE, 5, 2 * PIECE]
+    assert copies == [COPY_PIECE_NBYTES, 5, 2 * COPY_PIECE_NBYTES]
 
 
 def test_blocks_whose_copies_are_done_are_used_again() -> None:
@@ -167,7 +167,7 @@ def test_idle_slots_go_back_when_they_are_asked_for() -> None:
 
 
 def test_idle_slots_make_room_for_arrays() -> None:
-    limit = SHARE * BLOCK
+    limit = KEPT_SHARE * BLOCK
     with xferlib.stager("host", pinned_limit=limit) as stager:
         stager.put(numbers(1)).synchronize()
         assert stager._pool.usage().used == BLOCK
@@ -175,13 +175,13 @@ def test_idle_slots_make_room_for_arrays() -> None:
 
 
 def test_where_the_limit_is_small_a_put_takes_what_it_needs() -> None:
-    with xferlib.stager("host", pinned_limit=SHARE * BLOCK - 4096) as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]
+    with xferlib.stager("host", pinned_limit=KEPT_SHARE * BLOCK - 4096) as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]
         stager.put(numbers(300))
         assert stager._pool.usage().asked == 300
 
 
 def test_where_no_block_is_to_be_had_a_put_takes_what_it_needs() -> None:
-    limit = SHARE * BLOCK
+    limit = KEPT_SHARE * BLOCK
     with xferlib.stager("host", pinned_limit=limit) as stager:
         rest = stager.empty_pinned(limit - 4096, np.uint8)
         assert np.array_equal(stager.put(numbers(300)).result(), numbers(300))
@@ -202,7 +202,7 @@ def test_where_the_driver_refuses_a_block_a_put_takes_what_it_needs() -> None:
     backend.alloc_pinned = once
     with xferlib.stager(backend) as stager:
         # All of the segment that small arrays share, but for less than a block of slots.
-        rest = [stager.empty_pinned(SMALL - BLOCK // 4, np.uint8) for _ in range(2)]
+        rest = [stager.empty_pinned(LARGE_FROM_NBYTES - BLOCK // 4, np.uint8) for _ in range(2)]
         assert np.array_equal(stager.put(numbers(300)).result(), numbers(300))
         assert refused
         del rest
@@ -210,7 +210,7 @@ def test_where_the_driver_refuses_a_block_a_put_takes_what_it_needs() -> None:
 
 def test_room_is_waited_for_while_another_thread_fills_its_slot() -> None:
     gated = Gated(off_main)
-    limit = SHARE * BLOCK
+    limit = KEPT_SHARE * BLOCK
     with xferlib.stager(gated.backend, pinned_limit=limit) as stager:
         source = numbers(300)
         other = on_thread(lambda: stager.put(source))
@@ -224,7 +224,7 @@ def test_room_is_waited_for_while_another_thread_fills_its_slot() -> None:
         assert asked.result(SECONDS).nbytes == limit
 
 
-@pytest.mark.parametrize("nbytes", [100, SLOT + 1, LARGEST_SLOT + 1])
+@pytest.mark.parametrize("nbytes", [100, SLOT + 1, LARGEST_SLOT_NBYTES + 1])
 def test_the_error_of_a_copy_that_could_not_be_started_holds_no_memory(nbytes: int) -> None:
     def breaks(*_: object) -> None:
         raise OSError("no copy to be had")

@@ -22,11 +22,13 @@ from tests.core.points import interrupted_at
 from xferlib.engine.lanes import Lane
 from xferlib.errors import AllocationError, CapabilityError, TransferError
 from xferlib.memory.blocks import HostBlock
+from xferlib.memory.pinned_pool import KEPT_SHARE
 from xferlib.staging import small_gets
 from xferlib.staging.profile import StagingProfile
 
 KIB, MIB = 1 << 10, 1 << 20
-LEAST_LIMIT = small_gets.SHARE * small_gets.FEWER
+LARGEST = StagingProfile(1, MIB).hand_off_nbytes
+LEAST_LIMIT = KEPT_SHARE * small_gets.FEWER_NBYTES
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +135,7 @@ def test_small_leaves_of_one_get_are_filled_together(stager: xferlib.Stager, job
 
 @pytest.mark.parametrize(
     "shapes",
-    [[(small_gets.MOST + 1,)], [(small_gets.MOST // 2,), (small_gets.MOST // 2 + 1,)], [(8,)] * 17],
+    [[(LARGEST + 1,)], [(LARGEST // 2,), (LARGEST // 2 + 1,)], [(8,)] * 17],
     ids=["large", "together", "many"],
 )
 def test_what_is_large_or_many_is_left_to_the_engine(stager: xferlib.Stager, jobs: list[Any], shapes: list[tuple[int]]) -> None:
@@ -147,13 +149,6 @@ def test_sixteen_arrays_are_not_many(stager: xferlib.Stager, jobs: list[Any]) ->
     out = [np.zeros(8, np.uint8) for _ in range(16)]
     assert stager.get([ramp(8)] * 16, out=out).done()
     assert not jobs
-
-
-def test_a_program_that_has_larger_puts_copied_by_their_callers_has_no_larger_gets_so(jobs: list[Any]) -> None:
-    with opened(staging=StagingProfile(2, MIB, hand_off_nbytes=2 * MIB)) as stager:
-        jobs.clear()
-        stager.get(ramp(2 * MIB), out=np.zeros(2 * MIB, np.uint8)).synchronize()
-        assert len(jobs) == 1
 
 
 def test_where_the_cpu_makes_the_copies_the_engine_takes_all(jobs: list[Any]) -> None:
@@ -336,7 +331,7 @@ def test_who_needs_room_waits_for_a_small_get() -> None:
         comes = small_gets._comes
         waiting: list[Any] = []
         # All but this memory, and a little of it.
-        room = stager._pool.limit - small_gets.FEWER
+        room = stager._pool.limit - small_gets.FEWER_NBYTES
 
         def asked_meanwhile(event: Any, seconds: float) -> bool:
             if not waiting and event is not None:
@@ -478,7 +473,7 @@ def test_a_copy_that_could_not_be_started_costs_the_short_way_for_no_longer_than
 def test_memory_that_went_back_for_others_is_not_taken_from_them_again(stager: xferlib.Stager) -> None:
     small = stager._staging._small_gets
     assert small.release()
-    for _ in range(small_gets.AGAIN - 1):
+    for _ in range(small_gets.ASK_AGAIN_AFTER_GETS - 1):
         stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
         assert not small._idle
 
@@ -487,7 +482,7 @@ def test_memory_that_went_back_for_others_comes_back_when_many_gets_have_missed_
     small = stager._staging._small_gets
     for _ in range(2):
         assert small.release()
-        for _ in range(small_gets.AGAIN):
+        for _ in range(small_gets.ASK_AGAIN_AFTER_GETS):
             assert not small._idle
             stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
         jobs.clear()
@@ -522,7 +517,7 @@ def test_of_two_threads_that_take_the_memory_at_once_one_does(stager: xferlib.St
     small.prepare()
     stager._ledger.reap()
     assert len(small._idle) == 1
-    assert stager._pool.usage().used <= used + small_gets.MOST
+    assert stager._pool.usage().used <= used + LARGEST
 
 
 def test_where_there_is_no_room_for_it_it_is_asked_for_seldom(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,7 +525,7 @@ def test_where_there_is_no_room_for_it_it_is_asked_for_seldom(stager: xferlib.St
     monkeypatch.setattr(stager._pool, "try_take", lambda nbytes, taken: asked.append(nbytes))
     small = stager._staging._small_gets
     assert small.release()
-    for _ in range(3 * small_gets.AGAIN):
+    for _ in range(3 * small_gets.ASK_AGAIN_AFTER_GETS):
         stager.get(ramp(64), out=np.zeros(64, np.uint8)).synchronize()
     assert len(asked) == 3
 

@@ -176,7 +176,7 @@ def test_tasks_are_taken_only_as_slots_become_free(pair: SharedRing) -> None:
 
 
 def test_a_consumer_that_holds_every_slot_is_told_so(pair: SharedRing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xferlib.pipeline.workers.run.STUCK", 0.01)
+    monkeypatch.setattr("xferlib.pipeline.workers.run.STUCK_SECONDS", 0.01)
     run = pair.run(fills.number, range(4), workers=2)
     batches = [next(run) for _ in range(3)]
     with pytest.raises(RuntimeWarning, match="have held every slot"):
@@ -186,7 +186,7 @@ def test_a_consumer_that_holds_every_slot_is_told_so(pair: SharedRing, monkeypat
 
 
 def test_a_consumer_that_holds_every_slot_again_is_told_again(pair: SharedRing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xferlib.pipeline.workers.run.STUCK", 0.01)
+    monkeypatch.setattr("xferlib.pipeline.workers.run.STUCK_SECONDS", 0.01)
     with pair.run(fills.number, range(5), workers=2) as run:
         batches = [next(run) for _ in range(3)]
         with pytest.raises(RuntimeWarning, match="have held every slot"):
@@ -200,7 +200,7 @@ def test_a_consumer_that_holds_every_slot_again_is_told_again(pair: SharedRing, 
 def test_a_batch_comes_when_it_is_filled_though_there_is_no_slot_for_the_next(
     stager: xferlib.Stager, gate: Callable[[int], Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for nap in ("FIRST_NAP", "LONGEST_NAP"):
+    for nap in ("FIRST_NAP_SECONDS", "LONGEST_NAP_SECONDS"):
         monkeypatch.setattr(f"xferlib.pipeline.workers.run.{nap}", 20.0)
     slow = gate(0)
     with SharedRing(stager, (64, np.int64), slots=2) as ring:
@@ -218,7 +218,7 @@ def test_slots_that_workers_are_filling_are_held_by_no_consumer(
     pair: SharedRing, gate: Callable[[int], Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long that takes: nobody is told to let go of batches."""
-    monkeypatch.setattr("xferlib.pipeline.workers.run.STUCK", -1.0)
+    monkeypatch.setattr("xferlib.pipeline.workers.run.STUCK_SECONDS", -1.0)
     slow = gate(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -233,7 +233,7 @@ def test_slots_that_workers_are_filling_are_held_by_no_consumer(
 
 
 def test_a_slot_in_a_dead_cycle_comes_back(pair: SharedRing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xferlib.pipeline.workers.run.STUCK", 0.01)
+    monkeypatch.setattr("xferlib.pipeline.workers.run.STUCK_SECONDS", 0.01)
     gc.disable()
     try:
         run = pair.run(fills.number, range(4), workers=2)

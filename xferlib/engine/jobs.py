@@ -22,7 +22,7 @@ __all__ = ["Job", "next_row", "refuse_parents", "refuse_stream_wait"]
 
 SLICE_MICROSECONDS = 50_000
 """How long one wait is: until a native call returns, Python runs no signal handler."""
-MANY = 64
+FINISHED_AT_ONCE = 64
 
 next_row: Callable[[], int] = itertools.count(1).__next__
 """Numbers the work of the engine, or of callers, for the whole process, in the order in which it began."""
@@ -232,7 +232,7 @@ class Job:
         self.memory = self.device = ()
         # The engine forgets only what it has told of.
         while quick().xe_forget(self.row) == BUSY:
-            quick().xe_finished((ctypes.c_uint64 * MANY)(), MANY)
+            quick().xe_finished((ctypes.c_uint64 * FINISHED_AT_ONCE)(), FINISHED_AT_ONCE)
         self.lane.jobs.pop(self.row, None)
         self._over = True
 

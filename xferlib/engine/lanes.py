@@ -25,7 +25,7 @@ from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, Pie
 from xferlib.errors import AllocationError, XferError
 from xferlib.latch import is_copy_thread
 from xferlib.memory.numa import node_near
-from xferlib.memory.pinned_pool import HostBlock, PinnedPool
+from xferlib.memory.pinned_pool import KEPT_SHARE, HostBlock, PinnedPool
 from xferlib.protocol import DriverCalls, Event, HostStager
 from xferlib.reaper import uninterrupted
 from xferlib.tracing.log import LOG
@@ -38,8 +38,8 @@ Pieces: TypeAlias = Sequence[tuple[int, int, int, int]] | np.ndarray[Any, np.dty
 USUAL_THREADS, MOST_THREADS = 6, 8
 """On an H100 machine eight threads copy up to 1.2 times as fast as six. There are more than six only if they are no more than half
 of the cores: small transfers wait for all of them to wake."""
-TOGETHER, LEAST_SHARE = 8, 16
-"""So many chunks are taken in one block, in less time than one by one. The limit is at least so many times a block."""
+CHUNKS_OF_BLOCK = 8
+"""So many chunks are taken in one block, in less time than one by one."""
 CPU_SET_NBYTES = 1024
 """Bytes of a set of CPUs, with a bit for each: as many as Linux can have."""
 STOP_MICROSECONDS = 2_000_000
@@ -257,7 +257,7 @@ class Lane:
         with self._counting:
             lacking = goal - len(self._blocks) - len(self._growing)
             # Several in one block only if the limit can spare the block until the last of them is back.
-            together = max(1, min(lacking, TOGETHER, self._pool.limit // LEAST_SHARE // self.nbytes))
+            together = max(1, min(lacking, CHUNKS_OF_BLOCK, self._pool.limit // KEPT_SHARE // self.nbytes))
             numbers = list(itertools.islice(_chunks, together if lacking > 0 else 0))
             self._growing.update(dict.fromkeys(numbers))
         try:

@@ -32,7 +32,7 @@ __all__ = ["DevicePool", "Lease", "note_reader"]
 
 READERS_BEHIND = 8
 """Blocks of one size that may wait for their readers. If there are so many, a put waits for the oldest and takes no further one."""
-WORTH_WAITING = 64 << 20
+WORTH_WAITING_NBYTES = 64 << 20
 """Bytes that such blocks must have together. The many small puts of one step must not wait for the step before."""
 
 SPARES, SPARE_NBYTES = 16, 256 << 10
@@ -251,7 +251,7 @@ class DevicePool(Table):
     def _make_room(self, size: int, number: int, streams: Streams) -> tuple[Row | None, bool]:
         """Lease a block whose readers the H2D stream waits for; or say whether one may be allocated; or doom others first."""
         behind = len(self._idle.get(size, ()))
-        if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:
+        if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING_NBYTES:
             # A program that never waits for the device would otherwise take all of its memory. Let the copies wait instead.
             with suppress(CapabilityError):
                 return self._oldest(size, number, streams), False

@@ -18,10 +18,10 @@ HostLeaf: TypeAlias = tuple[Array, int | None]
 
 
 TREES = "put takes an array, or a tree of them: dict, list, tuple, named tuple or dataclass"
-MANY = 16
-"""Leaves. From so many on, they are checked together."""
-SMALL = 64 << 10
-"""Bytes. The CPU copies them about as fast as the driver answers."""
+TOGETHER_FROM_LEAVES = 16
+"""From so many on, leaves are checked together."""
+ASSUMED_UP_TO_NBYTES = 64 << 10
+"""Leaves up to this size are taken to be like the first: the CPU copies one about as fast as the driver answers."""
 
 
 @final
@@ -51,7 +51,7 @@ class HostMemory:
         All small ones outside the pool are assumed to be like the first of them: asking the driver for each would take longer than
         copying it. If one is page-locked all the same, it is staged, which is correct, though a detour.
         """
-        if len(leaves) < MANY:
+        if len(leaves) < TOGETHER_FROM_LEAVES:
             return None
         found: list[HostLeaf] = []
         dtypes, in_pool, asked = self.dtypes, self._in_pool, False
@@ -66,7 +66,7 @@ class HostMemory:
                 if known not in dtypes:
                     return None
             nbytes = leaf.nbytes
-            if nbytes > SMALL:
+            if nbytes > ASSUMED_UP_TO_NBYTES:
                 found.append((leaf, self.address(leaf)))
                 continue
             base = leaf.base

@@ -17,7 +17,7 @@ MEMBERSHIP, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 PINNED_SHARE = 8
 AVAILABLE_SHARE = 2
-SMALLEST = 16 << 20
+SMALLEST_LIMIT_NBYTES = 16 << 20
 """Bytes. The default is never less than this: with nothing to transfer through, nothing could be transferred."""
 
 
@@ -39,7 +39,7 @@ def default_pinned_limit() -> int:
 
     What is available now counts, since others on the machine may have pinned their share already.
     """
-    return max(SMALLEST, min(memory_limit() // PINNED_SHARE, available_memory() // AVAILABLE_SHARE))
+    return max(SMALLEST_LIMIT_NBYTES, min(memory_limit() // PINNED_SHARE, available_memory() // AVAILABLE_SHARE))
 
 
 def memory_limit() -> int:

@@ -36,7 +36,7 @@ from xferlib.words import in_words
 __all__ = ["Allocators", "HostPages", "Unlocked", "allocators"]
 
 HUGE = 2 << 20
-LEAST_PIECE, PIECE = 4 << 20, 64 << 20
+LEAST_MAPPING_NBYTES, MOST_MAPPING_NBYTES = 4 << 20, 64 << 20
 """Bytes of one mapping of several side by side, at least and at most. Each costs a system call."""
 MOST_THREADS = 8
 """More of them fetch pages no faster."""
@@ -278,7 +278,7 @@ def _run_on(cpus: frozenset[int] | None) -> None:
 
 def _step(nbytes: int) -> int:
     """Return the bytes of one part, some whole huge pages, such that there are as many parts as there may be threads."""
-    return min(PIECE, max(LEAST_PIECE, -(-nbytes // (MOST_THREADS * HUGE)) * HUGE))
+    return min(MOST_MAPPING_NBYTES, max(LEAST_MAPPING_NBYTES, -(-nbytes // (MOST_THREADS * HUGE)) * HUGE))
 
 
 def _parts(address: int, nbytes: int, step: int) -> Iterator[tuple[int, int]]:

@@ -33,7 +33,7 @@ from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, s
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
 from xferlib.memory.segments import Row, Segment, Segments
-from xferlib.memory.table import LOOK_SECONDS, Growth, Reclaimer, Table
+from xferlib.memory.table import ROOM_LOOK_SECONDS, Growth, Reclaimer, Table
 from xferlib.reaper import collects, uninterrupted, watch
 from xferlib.tickets import ticket
 from xferlib.tree import Alike
@@ -45,15 +45,16 @@ __all__ = ["HostBlock", "PinnedPool", "awaiting", "promised"]
 ALIGNMENT = 256
 """Bytes. What device memory is aligned to, so that a packed block has one layout on both sides."""
 PAGE = 4096
-SHARED_SEGMENT = 2 << 20
-"""Bytes. Small requests share segments of this size: a page-lock costs milliseconds and whole pages."""
-SMALL = 1 << 20
-STAGING_SHARE = 64 << 20
-"""Bytes, or half of the limit where that is less. Arrays leave so much to staging where they give way to it."""
-UNLOCKED_FROM = 8 << 20
-"""Bytes. If the results of one get need so much new memory, or more, it is locked later. Locking less takes no longer than a detour
+LARGE_FROM_NBYTES, SHARED_SEGMENT_NBYTES = 1 << 20, 2 << 20
+"""Smaller requests share segments of this size: a page-lock costs milliseconds and whole pages."""
+KEPT_SHARE = 16
+"""The limit must have room for so many blocks of a size before one is kept for later, as chunks and slots are."""
+STAGING_NBYTES = 64 << 20
+"""Or half of the limit where that is less. Arrays leave so much to staging where they give way to it."""
+UNLOCKED_FROM_NBYTES = 8 << 20
+"""If the results of one get need so much new memory, or more, it is locked later. Locking less takes no longer than a detour
 through chunks."""
-LOOKS = 100
+MOST_LOOKS = 100
 """How often it is looked for room that staging would give back, though nothing is seen in flight, before it is said that there is
 none: other threads may use their memory again and again, each time just when they are asked."""
 GIVE_WAY_SECONDS = 0.0001
@@ -119,7 +120,7 @@ class PinnedPool(Table):
         super().__init__("pinned memory")
         self.limit = limit
         self.when_full = when_full
-        self._arrays_limit = limit - min(STAGING_SHARE, limit // 2) if when_full == "stage" else limit
+        self._arrays_limit = limit - min(STAGING_NBYTES, limit // 2) if when_full == "stage" else limit
         self._allocate = allocate
         self._allocate_write_combined = allocate_write_combined
         self._unlocked = unlocked
@@ -176,7 +177,7 @@ class PinnedPool(Table):
             asked: list[_Result] = []
             for index, (shape, dtype) in enumerate(wanted):
                 nbytes = math.prod(shape) * dtype.itemsize
-                if nbytes >= SMALL:
+                if nbytes >= LARGE_FROM_NBYTES:
                     request = _NEW(PoolRequest, (round_up(nbytes, ALIGNMENT), nbytes, None, False, True))
                     number = self._count()
                     asked.append(_Result(index, request, number, ticket(self._returns.put, number)))
@@ -250,11 +251,11 @@ class PinnedPool(Table):
                 yielded = True
             elif (waits and self._wait()) or self._worth_another_look(changes):
                 pass
-            elif collected and waits and looks < LOOKS and self._segments.used_nbytes > self._segments.arrays_nbytes:
+            elif collected and waits and looks < MOST_LOOKS and self._segments.used_nbytes > self._segments.arrays_nbytes:
                 # Staging has some: in use when it was asked to yield, at rest when it was asked what ends next, and perhaps in use
                 # again by now.
                 looks += 1
-                time.sleep(LOOK_SECONDS)
+                time.sleep(ROOM_LOOK_SECONDS)
             elif collected or (request.for_array and self.when_full == "stage"):
                 raise self._full(request.asked, waits=waits)
             else:
@@ -323,7 +324,7 @@ class PinnedPool(Table):
                 told = True
             # Where this raises, nothing is locked either.
             self._alone(bool)
-            time.sleep(LOOK_SECONDS)
+            time.sleep(ROOM_LOOK_SECONDS)
 
     def lock_next(self) -> int:
         """See `Lockable`."""
@@ -440,7 +441,7 @@ class PinnedPool(Table):
             # An interrupted call may have left work running: nobody would take back the chunks that a closed pool gave it.
             return None
         ranges, exact = self._ranges_for(request), round_up(request.size, PAGE)
-        for nbytes in (SHARED_SEGMENT, exact) if ranges is self._segments.small else (exact,):
+        for nbytes in (SHARED_SEGMENT_NBYTES, exact) if ranges is self._segments.small else (exact,):
             excess = self.nbytes + nbytes - self.limit
             if excess <= 0:
                 self._growing[number] = Growth(nbytes)
@@ -452,7 +453,8 @@ class PinnedPool(Table):
     def _ranges_for(self, request: PoolRequest) -> Ranges:
         if request.write_combined:
             return self._segments.write_combined
-        return self._segments.small if request.size < SMALL and self.limit >= 2 * SHARED_SEGMENT else self._segments.large
+        shares = request.size < LARGE_FROM_NBYTES and self.limit >= 2 * SHARED_SEGMENT_NBYTES
+        return self._segments.small if shares else self._segments.large
 
     def _fits_arrays(self, nbytes: int) -> bool:
         return self._segments.arrays_nbytes + nbytes <= self._arrays_limit
@@ -460,7 +462,7 @@ class PinnedPool(Table):
     def _reuse_for_results(self, asked: Sequence[_Result]) -> list[Row | None]:
         """Enter rows of results in idle memory, locked or not; if staging has no room beside it, only in locked memory."""
         large, pageable = self._segments.large, self._segments.pageable
-        kinds = (large, pageable) if self.nbytes + STAGING_SHARE <= self.limit else (large,)
+        kinds = (large, pageable) if self.nbytes + STAGING_NBYTES <= self.limit else (large,)
         return [self._reuse_for_result(result.request, result.number, kinds) for result in asked]
 
     def _reuse_for_result(self, request: PoolRequest, number: int, kinds: tuple[Ranges, ...]) -> Row | None:
@@ -487,8 +489,8 @@ class PinnedPool(Table):
         sizes = [round_up(result.request.size, PAGE) for result in lacking]
         total = sum(sizes)
         fits = self._fits_arrays(sum([result.request.size for result in lacking]))
-        room = fits and self.nbytes + total + STAGING_SHARE <= self.limit
-        if total < UNLOCKED_FROM or not room or self._closed:
+        room = fits and self.nbytes + total + STAGING_NBYTES <= self.limit
+        if total < UNLOCKED_FROM_NBYTES or not room or self._closed:
             return False
         for result, size in zip(lacking, sizes, strict=True):
             self._growing[result.number] = Growth(size)

@@ -24,9 +24,9 @@ from xferlib.errors import AllocationError
 from xferlib.reaper import uninterrupted
 from xferlib.tickets import Returns
 
-__all__ = ["LOOK_SECONDS", "AtWork", "Growth", "Reclaimer", "Table"]
+__all__ = ["ROOM_LOOK_SECONDS", "AtWork", "Growth", "Reclaimer", "Table"]
 
-LOOK_SECONDS = 0.0005
+ROOM_LOOK_SECONDS = 0.0005
 """How often a waiting thread looks whether another one is done with memory that it takes or gives back."""
 
 T = TypeVar("T")
@@ -195,7 +195,7 @@ class Table(ABC):
         Sleeps for a moment where another thread takes memory or gives it back.
         """
         if self._at_work.is_more_to_come():
-            time.sleep(LOOK_SECONDS)
+            time.sleep(ROOM_LOOK_SECONDS)
             return True
         return changes != self._changes or bool(self._returns)
 

@@ -42,11 +42,11 @@ from xferlib.words import counted, in_words
 
 __all__ = ["Ring", "Slot"]
 
-COLLECT_AFTER = 1.0
+COLLECT_AFTER_SECONDS = 1.0
 """Seconds."""
-FIRST_NAP = 100e-6
-LONGEST_NAP = 2e-3
-STUCK = 10.0
+FIRST_NAP_SECONDS = 100e-6
+LONGEST_NAP_SECONDS = 2e-3
+STUCK_SECONDS = 10.0
 """Seconds without a slot, with none in flight, before whoever waits is told so."""
 
 
@@ -238,9 +238,9 @@ class Ring(Generic[TreeT_co]):
 
     def _wait_for_holders(self) -> None:
         """Wait until a slot is put or comes back, or the ring is closed."""
-        nap = FIRST_NAP
+        nap = FIRST_NAP_SECONDS
         began = time.monotonic()
-        collect_at, tell_at = began + COLLECT_AFTER, began + STUCK
+        collect_at, tell_at = began + COLLECT_AFTER_SECONDS, began + STUCK_SECONDS
         while True:
             # A slot's arrays may be held by copies that `Slot.put` did not start, until somebody asks whether they are done.
             reap_all()
@@ -248,12 +248,12 @@ class Ring(Generic[TreeT_co]):
             if self._idle or self._put or self._closed:
                 return
             self._returns.wait(nap)
-            nap = min(2 * nap, LONGEST_NAP)
+            nap = min(2 * nap, LONGEST_NAP_SECONDS)
             now = time.monotonic()
             if now >= collect_at:
                 # One in a reference cycle comes back when the collector runs.
                 gc.collect()
-                collect_at = now + COLLECT_AFTER
+                collect_at = now + COLLECT_AFTER_SECONDS
             if now >= tell_at and not self._returns:
                 tell_at = float("inf")
                 self._tell()
@@ -262,7 +262,7 @@ class Ring(Generic[TreeT_co]):
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         holders = Counter(repr(names[ident]) if ident in names else "a thread that has ended" for ident in self._acquired_by)
         warnings.warn(
-            f"no slot has come back for {STUCK:.0f} seconds: all {self.slots} are held, by whoever acquired them ("
+            f"no slot has come back for {STUCK_SECONDS:.0f} seconds: all {self.slots} are held, by whoever acquired them ("
             f"{', '.join(f'{count} on {name}' for name, count in holders.items())}) or by copies under way and device views. "
             "Put or release one before another is acquired, let go of its arrays, or give the ring more slots",
             RuntimeWarning,

@@ -19,11 +19,11 @@ from xferlib.errors import AllocationError, TransferError
 from xferlib.in_flight import Fill, Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.foreign import copy_foreign, is_foreign
-from xferlib.memory.pinned_pool import PinnedPool
+from xferlib.memory.pinned_pool import KEPT_SHARE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.coalesce import Part, copy_in
 
-__all__ = ["LARGEST_SLOT", "BounceBuffers"]
+__all__ = ["LARGEST_SLOT_NBYTES", "BounceBuffers"]
 
 Slot: TypeAlias = tuple[int, Array, int, bool]
 """An address; the bytes there, which hold their block; the number of the entry with the copy out of it, behind which it may be
@@ -35,14 +35,12 @@ SLOTS = {16 << 10: 16, 64 << 10: 16, 256 << 10: 4, 512 << 10: 4}
 
 A put takes the smallest slot that it fits into, so that few bytes do not hold many.
 """
-LARGEST_SLOT = max(SLOTS)
-AT_ONCE = 64 << 10
-"""Bytes that are copied without giving up the interpreter: to get it back would take longer. Only out of memory of NumPy's own:
+LARGEST_SLOT_NBYTES = max(SLOTS)
+AT_ONCE_NBYTES = 64 << 10
+"""So much is copied without giving up the interpreter: to get it back would take longer. Only out of memory of NumPy's own:
 other memory may have to be read from a disk."""
-PIECE = 256 << 10
-"""Bytes of one large array that are copied at a time: the device copies them while the CPU copies the next."""
-SHARE = 16
-"""Blocks of a size that the pool's limit must have room for. If it has not, each put takes what it needs and no more."""
+COPY_PIECE_NBYTES = 256 << 10
+"""So much of one large array is copied at a time: the device copies them while the CPU copies the next."""
 
 
 @final
@@ -57,8 +55,9 @@ class BounceBuffers:
         self._copy_at_once, self._copy = quick().xe_copy, library().xe_copy
         self._jobs = ledger.jobs
         self._reap = ledger.reap
+        # Of the others each put takes what it needs and no more.
+        self._sizes = [size for size, count in SLOTS.items() if pool.limit >= KEPT_SHARE * count * size]
         # Changed in single steps: a finalizer may put while its thread is in here.
-        self._sizes = [size for size, count in SLOTS.items() if pool.limit >= SHARE * count * size]
         self._slots: dict[int, deque[Slot]] = {size: deque() for size in self._sizes}
         """Those that are free, or soon will be, in the order in which they were used. A rush of puts needs more blocks: their slots
         are used once, and do not come back here as long as there are others."""
@@ -123,9 +122,9 @@ class BounceBuffers:
                 self._copy_h2d(part.address, address, nbytes)
                 return
             start = address_of(arrays[0])
-            copy = self._copy_at_once if nbytes <= AT_ONCE and arrays[0].base is None else self._copy
-            for at in range(0, nbytes, PIECE):
-                piece = min(PIECE, nbytes - at)
+            copy = self._copy_at_once if nbytes <= AT_ONCE_NBYTES and arrays[0].base is None else self._copy
+            for at in range(0, nbytes, COPY_PIECE_NBYTES):
+                piece = min(COPY_PIECE_NBYTES, nbytes - at)
                 if copy(address + at, start + at, piece, 0) != OK:
                     raise _cut_off()
                 self._copy_h2d(part.address + at, address + at, piece)

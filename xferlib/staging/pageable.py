@@ -25,17 +25,17 @@ from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, piec
 from xferlib.memory.pinned_pool import PAGE, PinnedPool
 from xferlib.packing import Run
 from xferlib.protocol import Event, HostStager, Source, Stream
-from xferlib.staging.bounce import LARGEST_SLOT, BounceBuffers
+from xferlib.staging.bounce import LARGEST_SLOT_NBYTES, BounceBuffers
 from xferlib.staging.coalesce import ALIGNMENT, Part, Placed, coalesced, part_of
 from xferlib.staging.profile import StagingProfile, given_profile
 from xferlib.staging.small_gets import SmallGets
 
 __all__ = ["BorrowedCopy", "Staging"]
 
-BUDGET = 64 << 20
-"""The most bytes that the chunks of one stager take: enough for the rate of the link, few enough for the processor's cache."""
-CHUNK = 1 << 20
-"""Bytes of a chunk: as little as a small transfer takes. The engine copies from and to several at once that lie side by side."""
+CHUNKS_NBYTES = 64 << 20
+"""At most so much the chunks of one stager take: enough for the rate of the link, few enough for the processor's cache."""
+CHUNK_NBYTES = 1 << 20
+"""As little as a small transfer takes. The engine copies from and to several at once that lie side by side."""
 _NEW = tuple.__new__
 """Takes a third of the time of a named tuple's constructor."""
 LEAST_CHUNKS = 2
@@ -49,11 +49,11 @@ class Staging:
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger, profile: StagingProfile | None = None) -> None:
         self.leaves = 0
         self._ledger = ledger
-        self.profile = profile or given_profile() or StagingProfile(usual_threads(backend.pci_bus_id), CHUNK)
+        self.profile = profile or given_profile() or StagingProfile(usual_threads(backend.pci_bus_id), CHUNK_NBYTES)
         room = max(PAGE, pool.limit // 2)
         self._bounce_nbytes = min(self.profile.hand_off_nbytes, room)
         # The caller copies so many bytes of a larger array at a time, while the device copies those before.
-        self._piece_nbytes = min(LARGEST_SLOT, room)
+        self._piece_nbytes = min(LARGEST_SLOT_NBYTES, room)
         self._bounce = BounceBuffers(backend, pool, ledger)
         self._small_gets = SmallGets(backend, pool, ledger, self._bounce_nbytes)
         # A chunk is a share of the limit, so that each direction has several.
@@ -61,7 +61,7 @@ class Staging:
         # Reentrant: a finalizer may transfer while its thread is in here.
         self._counting = threading.RLock()
         start_threads(self.profile.threads, backend.pci_bus_id)
-        most = max(LEAST_CHUNKS, min(BUDGET // nbytes, pool.limit // 2 // nbytes) // 2)
+        most = max(LEAST_CHUNKS, min(CHUNKS_NBYTES // nbytes, pool.limit // 2 // nbytes) // 2)
         self._lanes = (
             Lane(H2D, backend, pool, ledger.jobs.h2d, nbytes=nbytes, most=most),
             Lane(D2H, backend, pool, ledger.jobs.d2h, nbytes=nbytes, most=most),

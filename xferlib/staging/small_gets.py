@@ -21,26 +21,22 @@ from xferlib.in_flight import Fill, Ledger, let_go
 from xferlib.latch import is_copy_thread
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import HostBlock, round_up
-from xferlib.memory.pinned_pool import ALIGNMENT, PinnedPool
+from xferlib.memory.pinned_pool import ALIGNMENT, KEPT_SHARE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source, Stream
 
 __all__ = ["FILLED", "SmallGets"]
 
-MOST = 1 << 20
-"""Bytes of one get. Larger ones are under way for longer than it takes to wake a thread."""
-FEWER = 256 << 10
-"""The same where the pool's limit has no room for so many."""
-MANY = 16
-"""Arrays. Each is a copy of its own, and the driver takes microseconds for it."""
+FEWER_NBYTES = 256 << 10
+"""What one get may have where the pool's limit has no room for more; if it has not even for this, the engine makes all gets."""
+MOST_ARRAYS = 16
+"""Each is a copy of its own, and the driver takes microseconds for it."""
 PRODUCER_SECONDS = 10e-6
 """How long the caller looks whether the arrays are computed: the device needs some of it to see that the event has no work before
 it."""
 COPY_SECONDS = 200e-6
 """How long the caller waits for the copies. They take a tenth of that unless others use the link."""
-SHARE = 16
-"""The pool's limit must have room for so many blocks of that size; if it has not even for `FEWER`, the engine makes all gets."""
-AGAIN = 256
-"""Gets that the engine makes while there is no memory for the short way, before it is asked for again: by then they have taken as
+ASK_AGAIN_AFTER_GETS = 256
+"""So many the engine makes while there is no memory for the short way, before it is asked for again: by then they have taken as
 long as it takes to page-lock it, and what others needed it for is mostly over."""
 
 
@@ -68,10 +64,11 @@ class SmallGets:
     """One stager's. Any thread."""
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger, nbytes: int) -> None:
-        """`nbytes`: what one get may have, if that is less than `MOST`."""
-        nbytes = min(nbytes, MOST if pool.limit >= SHARE * MOST else FEWER)
+        """`nbytes`: what one get may have, where the pool's limit has room."""
+        if pool.limit < KEPT_SHARE * nbytes:
+            nbytes = min(nbytes, FEWER_NBYTES)
         # A backend of the CPU makes its copies on threads, too, and cannot always tell what an array waits for.
-        self._nbytes = nbytes if backend.on_gpu and pool.limit >= SHARE * nbytes else 0
+        self._nbytes = nbytes if backend.on_gpu and pool.limit >= KEPT_SHARE * nbytes else 0
         self._copy_d2h = backend.copy_d2h
         self._pool = pool
         self._d2h = ledger.d2h
@@ -88,7 +85,7 @@ class SmallGets:
     def is_missed(self) -> bool:
         """Whether to `prepare` again: an interrupt, or a copy that could not be started, has cost the memory; or it went to others,
         long ago."""
-        return self._missed >= AGAIN if self._block is None else not self._is_there
+        return self._missed >= ASK_AGAIN_AFTER_GETS if self._block is None else not self._is_there
 
     @property
     def _is_there(self) -> bool:
@@ -97,7 +94,7 @@ class SmallGets:
     def takes(self, transfers: Sequence[tuple[int, Array]]) -> bool:
         """Tell whether a get is small, and comes from a thread that may wait: a finalizer on one that makes copies may not."""
         nbytes = sum([round_up(array.nbytes, ALIGNMENT) for _, array in transfers])
-        return nbytes <= self._nbytes and len(transfers) <= MANY and not is_copy_thread()
+        return nbytes <= self._nbytes and len(transfers) <= MOST_ARRAYS and not is_copy_thread()
 
     def prepare(self) -> None:
         """Have the memory that small gets pass through, if there is room. They are to page-lock nothing themselves."""

@@ -193,7 +193,7 @@ class CopiesAtOnce(BrokenBackend):
 @broken_core(f"{BORROWS_UNDER_COPIES}[True]", f"{BORROWS_UNDER_COPIES}[staged]", hooks=Host)
 def borrows_nothing(patch: pytest.MonkeyPatch) -> None:
     """The core lets the caller wait until the CPU has copied a source that it may borrow."""
-    patch.setattr("xferlib.h2d.BORROW_FROM", 1 << 60)
+    patch.setattr("xferlib.h2d.BORROW_FROM_NBYTES", 1 << 60)
 
 
 @broken_backend(

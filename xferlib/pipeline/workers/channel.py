@@ -18,7 +18,7 @@ __all__ = ["Channel", "receive", "send"]
 
 HEADER = struct.Struct("!Q")
 """The size of the message behind it."""
-PIECE = 256 << 10
+RECEIVE_NBYTES = 256 << 10
 """Bytes. What is read at once: about what a socket holds."""
 
 
@@ -67,7 +67,7 @@ class Channel:
     def receive(self) -> list[Any]:
         """Return the messages that have come completely."""
         try:
-            while data := self._end.recv(PIECE):
+            while data := self._end.recv(RECEIVE_NBYTES):
                 self._heard += data
             self.over = True
         except BlockingIOError:

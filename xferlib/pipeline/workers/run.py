@@ -31,9 +31,9 @@ __all__ = ["OnDeath", "Run", "WorkerTraceback"]
 OnDeath: TypeAlias = Literal["replace", "raise"]
 
 NO_SLOT = -1
-FIRST_NAP = 100e-6
-LONGEST_NAP = 2e-3
-STUCK = 10.0
+FIRST_NAP_SECONDS = 100e-6
+LONGEST_NAP_SECONDS = 2e-3
+STUCK_SECONDS = 10.0
 """Seconds without a slot, while the consumer holds all, before it is told so."""
 
 
@@ -112,7 +112,7 @@ class Run(Iterator[TreeT_co]):
         self._unsaid: list[str] = []
         self._starved = False
         self._starved_since = 0.0
-        self._nap = FIRST_NAP
+        self._nap = FIRST_NAP_SECONDS
 
     def __len__(self) -> int:
         """How many tasks there are in all, and so batches. Raises `TypeError` where their own `len()` did not say so."""
@@ -223,7 +223,7 @@ class Run(Iterator[TreeT_co]):
             was_starved = False
             worker.order(self._begin, order)
         if self._starved and not was_starved:
-            self._nap = FIRST_NAP
+            self._nap = FIRST_NAP_SECONDS
             self._starved_since = time.monotonic()
 
     def _next_order(self) -> Order | None:
@@ -293,14 +293,14 @@ class Run(Iterator[TreeT_co]):
         """Return how long to listen: until somebody speaks; but while there is no slot, only until a copy may be done."""
         if not self._starved:
             return None
-        nap, self._nap = self._nap, min(2 * self._nap, LONGEST_NAP)
-        if self._slots.all_held and time.monotonic() - self._starved_since > STUCK:
+        nap, self._nap = self._nap, min(2 * self._nap, LONGEST_NAP_SECONDS)
+        if self._slots.all_held and time.monotonic() - self._starved_since > STUCK_SECONDS:
             self._starved_since = float("inf")
             gc.collect()
             if self._slots.all_held:
                 self._unsaid.append(
-                    f"no worker can go on: the consumer, or copies under way, have held every slot for {STUCK:.0f} seconds. "
-                    "Let go of batches, or give the ring more slots"
+                    f"no worker can go on: the consumer, or copies under way, have held every slot for {STUCK_SECONDS:.0f} "
+                    "seconds. Let go of batches, or give the ring more slots"
                 )
         return nap
 

@@ -64,13 +64,13 @@ MUTANTS = [
     (TABLE, "return changes != self._changes or bool(self._returns)", "return changes != self._changes"),
     (
         DEVICE,
-        "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:",
-        "if behind > READERS_BEHIND and behind * size >= WORTH_WAITING:",
+        "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING_NBYTES:",
+        "if behind > READERS_BEHIND and behind * size >= WORTH_WAITING_NBYTES:",
     ),
     (
         DEVICE,
-        "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING:",
-        "if behind >= READERS_BEHIND and behind * size > WORTH_WAITING:",
+        "if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING_NBYTES:",
+        "if behind >= READERS_BEHIND and behind * size > WORTH_WAITING_NBYTES:",
     ),
     (
         DEVICE,

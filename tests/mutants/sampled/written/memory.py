@@ -11,7 +11,7 @@ POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, PROC_MAPS, NUMA = (
 REGISTERED, SEGMENTS = "xferlib/memory/registered.py", "xferlib/memory/segments.py"
 
 MUTANTS = [
-    (POOL, "elif collected and waits and looks < LOOKS and self.", "elif False and self."),
+    (POOL, "elif collected and waits and looks < MOST_LOOKS and self.", "elif False and self."),
     (POOL, " and self._segments.used_nbytes > self._segments.arrays_nbytes:\n", ":\n"),
     (POOL, "if size > self.limit // PAGE * PAGE:", "if size > self.limit:"),
     (POOL, "if size > self.limit // PAGE * PAGE:", "if size >= self.limit // PAGE * PAGE:"),
@@ -25,7 +25,7 @@ MUTANTS = [
         "self._segments.arrays_nbytes + nbytes <= self._arrays_limit",
         "self._segments.arrays_nbytes + nbytes < self._arrays_limit",
     ),
-    (POOL, "limit - min(STAGING_SHARE, limit // 2) if", "limit - STAGING_SHARE if"),
+    (POOL, "limit - min(STAGING_NBYTES, limit // 2) if", "limit - STAGING_NBYTES if"),
     (
         SEGMENTS,
         "kinds = (self.large, self.small, self.write_combined, self.pageable)",
@@ -61,7 +61,7 @@ MUTANTS = [
     (RANGES, "        self._whole.pop(start, None)\n        if size", "        if size"),
     (
         HOST,
-        "            if nbytes > SMALL:\n                found.append((leaf, self.address(leaf)))\n                continue\n",
+        "            if nbytes > ASSUMED_UP_TO_NBYTES:\n                found.append((leaf, self.address(leaf)))\n                continue\n",
         "",
     ),
     (HOST, "if type(base) is np.ndarray and base.base is None:", "if type(base) is np.ndarray:"),
