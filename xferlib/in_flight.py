@@ -625,7 +625,7 @@ class PinnedHolders:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.release: Callable[[], bool] = bool
-        """Gives idle chunks back, and tells whether there were any."""
+        """Gives back what staging keeps for later, and tells whether there was any. Never blocks."""
         self.owns: Callable[[int, int], bool] = lambda address, nbytes: False
         """Whether memory is the pool's."""
 
@@ -637,10 +637,6 @@ class PinnedHolders:
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
         return reap_all()
-
-    def yield_idle(self) -> bool:
-        """Give memory back that is kept for later, and tell whether there was any. Never blocks."""
-        return self.release()
 
     def wait_oldest(self) -> bool:
         """Block until something has ended. Returns False if nothing was in flight."""

@@ -63,7 +63,7 @@ class Driver:
         """Nothing is done before it is waited for, unless a test says so."""
         return self.is_done and self.wait_oldest()
 
-    def yield_idle(self) -> bool:
+    def release(self) -> bool:
         """Nothing is kept for later."""
         return False
 
@@ -495,9 +495,9 @@ def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) ->
         done()
         ask()
 
-    def take_back(done: Callable[[], None] = pool._take_back) -> None:
+    def end(number: int, done: Callable[[int], bool] = pool._end) -> bool:
         ask()
-        done()
+        return done(number)
 
     def ask() -> None:
         asked.append(None)
@@ -509,7 +509,7 @@ def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) ->
     if where in ("trim", "grow"):
         pool._segments._reindex = reindex  # type: ignore[method-assign]  # stands in for the collector
     else:
-        pool._take_back = take_back  # type: ignore[method-assign]  # stands in for the collector
+        pool._end = end  # type: ignore[method-assign]  # stands in for the collector
     calls: dict[str, Callable[[], object]] = {
         "take": lambda: pool.take(2 * MIB),
         "trim": pool.trim,
@@ -519,7 +519,7 @@ def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) ->
     calls[where]()
     assert len(refused) == len(asked) > 0
     assert all("finalizer" in error for error in refused)
-    vars(pool._segments if where in ("trim", "grow") else pool).pop("_reindex" if where in ("trim", "grow") else "_take_back")
+    vars(pool._segments if where in ("trim", "grow") else pool).pop("_reindex" if where in ("trim", "grow") else "_end")
     assert pool.usage()[:3] == (sum(driver.live.values()), driver.peak, kept.nbytes)
     assert pool.take(4 * MIB).nbytes == 4 * MIB
 

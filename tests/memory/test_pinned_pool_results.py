@@ -604,7 +604,7 @@ def test_whoever_waits_for_the_lock_hears_of_tables_that_cannot_be_settled(
         raise TypeError("settling fails")
 
     with monkeypatch.context() as patched:
-        patched.setattr(stager._pool, "_take_back", fail)
+        patched.setattr(stager._pool, "_mend", fail)
         stager._pool._torn = True
         with pytest.raises(TypeError, match="settling fails"):
             on_thread(stager._pool.idle).result(WATCHDOG)

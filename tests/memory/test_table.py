@@ -44,12 +44,8 @@ class Counter(Table):
     def _mend(self) -> None:
         return
 
-    def _take_back(self) -> None:
-        pending = self._returns.pending()
-        while pending:
-            if self.rows.pop(pending[0], None) is None:
-                self._give_up(pending[0])
-            pending.popleft()
+    def _end(self, number: int) -> bool:
+        return self.rows.pop(number, None) is not None
 
 
 def test_memory_counts_once_from_when_it_is_asked_for_until_it_is_given_back() -> None:

@@ -82,22 +82,7 @@ class DevicePool(Table):
         number = self._count()
         # First: whatever happens from here on, what the lease has by then goes back.
         held = ticket(self._returns.put, number)
-        # Does what `_alone(self._reuse, ...)` does: this is on the path of every small put.
-        with self._lock:
-            if self._inside:
-                self._refuse()
-            self._inside = True
-            try:
-                torn, self._torn = self._torn, True
-                if torn:
-                    self._mend()
-                self._sweep()
-                if torn or not self._nothing_new():
-                    self._take_back()
-                row = self._reuse(size, number, streams)
-                self._torn = False
-            finally:
-                self._inside = False
+        row = self._alone(self._reuse, size, number, streams)
         if row is None:
             row = self._find(size, number, streams)
         return row.block, held
@@ -161,20 +146,6 @@ class DevicePool(Table):
         self._doomed = deque()
         self._renew()
 
-    def _take_back(self) -> None:
-        pending, leased = self._returns.pending(), self._leased
-        self._changes += 1
-        while pending:
-            number = pending[0]
-            row = leased.get(number)
-            if row is not None and row.lease == number:
-                self._end(row)
-                del leased[number]
-            else:
-                self._give_up(number)
-            # Only now: a number that an interrupt leaves in the middle comes again.
-            pending.popleft()
-
     def _mend(self) -> None:
         """Derive anew what follows from the rows."""
         leased: dict[int, Row] = {}
@@ -192,7 +163,10 @@ class DevicePool(Table):
         # Only when they are whole: whoever asks about memory takes no lock.
         self._leased, self._places = leased, places
 
-    def _end(self, row: Row) -> None:
+    def _end(self, number: int) -> bool:
+        row = self._leased.get(number)
+        if row is None or row.lease != number:
+            return False
         streams: Sequence[Stream] = ()
         readers, doomed = NOBODY, self._closed
         # Mostly no stream was named, and the two are in the path of every small put.
@@ -215,6 +189,8 @@ class DevicePool(Table):
             self._doomed.append(row)
         else:
             self._idle[row.nbytes].append(row)
+        del self._leased[number]
+        return True
 
     def _find(self, size: int, number: int, streams: Streams) -> Row:
         """Lease a block when no idle one could be used: wait for one, make room, or allocate."""

@@ -87,7 +87,7 @@ class _Result(NamedTuple):
 class PinnedReclaimer(Reclaimer, Protocol):
     """It knows as well what is only kept for later."""
 
-    def yield_idle(self) -> bool:
+    def release(self) -> bool:
         """Give memory back that is kept for later, and tell whether there was any. Never blocks."""
 
     @property
@@ -234,7 +234,7 @@ class PinnedPool(Table):
         # Copies that are done may hold the last reference to what is asked for.
         self._reclaimer.reap()
         waits = not request.for_array or self.when_full == "wait"
-        yielded = collected = False
+        released = collected = False
         looks = 0
         while True:
             changes = self._changes
@@ -244,15 +244,15 @@ class PinnedPool(Table):
             if found is not None:
                 return found
             if self._segments.freeable():
-                uninterrupted(self._release)
-            elif not yielded:
+                uninterrupted(self._free_evicted)
+            elif not released:
                 # Memory that is only kept for later is given back before any wait.
-                self._reclaimer.yield_idle()
-                yielded = True
+                self._reclaimer.release()
+                released = True
             elif (waits and self._wait()) or self._worth_another_look(changes):
                 pass
             elif collected and waits and looks < MOST_LOOKS and self._segments.used_nbytes > self._segments.arrays_nbytes:
-                # Staging has some: in use when it was asked to yield, at rest when it was asked what ends next, and perhaps in use
+                # Staging has some: in use when it was asked for that, at rest when it was asked what ends next, and perhaps in use
                 # again by now.
                 looks += 1
                 time.sleep(ROOM_LOOK_SECONDS)
@@ -268,13 +268,13 @@ class PinnedPool(Table):
 
         Idle memory is unpinned first, where that makes room. It waits for no transfer. Raises `AllocationError`, saying what to do.
         """
-        for make_room in (self._reclaimer.reap, self._reclaimer.yield_idle, gc.collect, None):
+        for make_room in (self._reclaimer.reap, self._reclaimer.release, gc.collect, None):
             while True:
                 changes = self._changes
                 if self._alone(self._try_reserve, address, nbytes):
                     return
                 if self._segments.freeable():
-                    uninterrupted(self._release)
+                    uninterrupted(self._free_evicted)
                 elif not self._worth_another_look(changes):
                     break
             if make_room is not None:
@@ -400,15 +400,8 @@ class PinnedPool(Table):
     def _mend(self) -> None:
         self._segments.derive()
 
-    def _take_back(self) -> None:
-        pending = self._returns.pending()
-        while pending:
-            number = pending[0]
-            if not self._segments.take_back(number):
-                self._give_up(number)
-            # Only now: a number that an interrupt leaves in the middle comes again.
-            pending.popleft()
-            self._changes += 1
+    def _end(self, number: int) -> bool:
+        return self._segments.take_back(number)
 
     def _wait(self) -> bool:
         """Block until something in flight has ended. Returns False if nothing could."""
@@ -574,9 +567,9 @@ class PinnedPool(Table):
 
     def _trim(self) -> None:
         self._alone(self._segments.evict, None)
-        self._release(pauses=self._reclaimer.busy)
+        self._free_evicted(pauses=self._reclaimer.busy)
 
-    def _release(self, *, pauses: bool = False) -> None:
+    def _free_evicted(self, *, pauses: bool = False) -> None:
         """Unpin the segments to be freed, each of them whatever the others raise. On a thread without interrupts.
 
         `pauses`: others are at work, and get their turn in between.

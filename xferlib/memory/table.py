@@ -90,7 +90,7 @@ class Table(ABC):
     told of only when somebody asks.
     """
 
-    def __init__(self, memory: str, sweep: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, memory: str, sweep: Callable[[], object] = bool) -> None:
         self._memory = memory
         self._sweep = sweep
         self._torn = self._closed = False
@@ -129,7 +129,14 @@ class Table(ABC):
                 self._sweep()
                 # Numbers that were looked at and not settled are there only after an interrupt or an error.
                 if torn or not self._nothing_new():
-                    self._take_back()
+                    # All in line: a call fewer, and on the path of every small put.
+                    pending = self._returns.pending()
+                    for number in pending.copy():
+                        if not self._end(number):
+                            self._give_up(number)
+                        # Only now: a number that an interrupt leaves in the middle comes again.
+                        pending.popleft()
+                        self._changes += 1
                 outcome = step(*arguments)
                 self._torn = False
                 return outcome
@@ -208,5 +215,5 @@ class Table(ABC):
         """Derive anew what follows from the rows."""
 
     @abstractmethod
-    def _take_back(self) -> None:
-        """Settle the numbers that were posted, each taken out only then: one that an interrupt leaves in the middle comes again."""
+    def _end(self, number: int) -> bool:
+        """Take back the row that nobody holds any more. False: there is no row of this number."""
