@@ -92,7 +92,7 @@ class ByteReader:
         self._reading = Reading([source for source in sources if source is not None], finds_later=later is not None)
         # First: whatever happens from here on, nobody waits for one that is gone.
         self._ticket = ticket(self._reading.drop, None)
-        self._jobs.readings[self._reading.row] = self._reading
+        self._jobs.readings[self._reading.id] = self._reading
 
     def empty(self, nbytes: int, *, wait: bool = True) -> Array:
         """Return so many bytes of pinned memory to read into, from the stager's pool, contents undefined.
@@ -207,7 +207,7 @@ class ByteReader:
     def close(self) -> None:
         """Read no more. What was started goes on. Twice is fine; any thread."""
         self._reading.end()
-        self._jobs.readings.pop(self._reading.row, None)
+        self._jobs.readings.pop(self._reading.id, None)
         self._sources = []
         self._copied = self._later = None
 

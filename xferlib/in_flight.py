@@ -20,7 +20,7 @@ from operator import attrgetter, itemgetter
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, final
 
-from xferlib.engine.jobs import Job, next_row
+from xferlib.engine.jobs import Job, next_id
 from xferlib.errors import XferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import SLICE_SECONDS, Latch, is_copy_thread
@@ -83,7 +83,7 @@ class Entry(NamedTuple):
         return any(uses(source, target) for source in self.device) or self.uses_host(target.address, target.nbytes)
 
 
-_ASKED, _RECORDED, _ROW = itemgetter(0), itemgetter(2), attrgetter("row")
+_ASKED, _RECORDED, _ID = itemgetter(0), itemgetter(2), attrgetter("id")
 _exhaust: Callable[[Iterator[object]], None] = deque[object](maxlen=0).extend
 """Goes through an iterator and keeps nothing."""
 _TURN = 2 * REAP_EVERY_TRANSFERS
@@ -306,12 +306,12 @@ class Fill:
     """Pinned memory that a thread fills before it starts the copy: neither idle nor in flight yet. It is waited for as a `Job`
     is."""
 
-    __slots__ = ("memory", "over", "owner", "row")
+    __slots__ = ("id", "memory", "over", "owner")
 
     holds = True
 
     def __init__(self) -> None:
-        self.row = next_row()
+        self.id = next_id()
         self.owner = threading.get_ident()
         self.memory: Array | None = None
         self.over = False
@@ -334,12 +334,12 @@ class Reading:
     Any thread. Nobody waits for it on a thread that is to start the copies, or to make them: the wait would never end.
     """
 
-    __slots__ = ("_dropped", "_over", "device", "drop", "finds_later", "maker", "row", "threads")
+    __slots__ = ("_dropped", "_over", "device", "drop", "finds_later", "id", "maker", "threads")
 
     holds = False
 
     def __init__(self, device: Sequence[Source], *, finds_later: bool = False) -> None:
-        self.row = next_row()
+        self.id = next_id()
         self.device = device
         self.finds_later = finds_later
         """Whether it holds arrays of which nobody knows yet where they lie."""
@@ -391,9 +391,9 @@ class Jobs:
     def __init__(self) -> None:
         # Changed in single steps: a finalizer may add while its thread is in here.
         self.readings: dict[int, Reading] = {}
-        """By row."""
+        """By id."""
         self.h2d: dict[int, Job] = {}
-        """By row. A lane enters its jobs, and each leaves when it is seen to have finished."""
+        """By id. A lane enters its jobs, and each leaves when it is seen to have finished."""
         self.d2h: dict[int, Job] = {}
         self._fills: dict[int, Fill] = {}
 
@@ -413,22 +413,22 @@ class Jobs:
 
     def add(self, fill: Fill) -> None:
         """Count memory as in flight until its thread says that it is."""
-        self._fills[fill.row] = fill
+        self._fills[fill.id] = fill
 
     def remove(self, fill: Fill) -> None:
         """Forget a fill that is over. Twice is fine, and so is not at all: then `reap` forgets it.
 
         Its thread sets `over` itself, in line: an interrupt may come at the entry of this, as of any function.
         """
-        self._fills.pop(fill.row, None)
+        self._fills.pop(fill.id, None)
 
     def reap(self) -> bool:
         """Let go of what is over, and tell whether anything was. Never blocks."""
         # A job leaves when it is asked.
         over = [work for work in self._entries() if work.reached()]
         for work in over:
-            self._fills.pop(work.row, None)
-            self.readings.pop(work.row, None)
+            self._fills.pop(work.id, None)
+            self.readings.pop(work.id, None)
         return bool(over)
 
     def wait_oldest(self, *, pinned: bool = False) -> bool:
@@ -453,7 +453,7 @@ class Jobs:
             if not isinstance(work, Fill) and uses_it(work):
                 work.wait()
                 # One that was dropped, and not closed, would be found again and again.
-                self.readings.pop(work.row, None)
+                self.readings.pop(work.id, None)
                 return True
         return False
 
@@ -481,7 +481,7 @@ class Jobs:
             *self._fills.values(),
             *self.readings.values(),
         ]
-        found.sort(key=_ROW)
+        found.sort(key=_ID)
         return found
 
     def _waited_for(self) -> list[Job | Fill | Reading]:

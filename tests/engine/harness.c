@@ -302,7 +302,7 @@ typedef struct {
     size_t chunks, nbytes;
 } bench;
 
-static atomic_uint_fast64_t next_row = 1;
+static atomic_uint_fast64_t next_id = 1;
 static size_t together = 1;          // So many chunks of a bench lie side by side in a block.
 
 // Take back what can be, of the chunks with the first numbers, and return how many those were.
@@ -338,7 +338,7 @@ static void end_bench(bench *b) {
 // A transfer of pieces: each lies at a multiple of 256 behind the one before, on the device, in one block.
 
 typedef struct {
-    uint64_t row;
+    uint64_t id;
     bench *bench;
     size_t count, *sizes, total;
     char **host;
@@ -351,7 +351,7 @@ static char value(uint32_t seed, size_t piece, size_t at) { return (char)(seed *
 
 static transfer *new_transfer(bench *b, size_t count, const size_t *sizes, uint32_t seed) {
     transfer *t = calloc(1, sizeof *t);
-    *t = (transfer){.row = atomic_fetch_add(&next_row, 1), .bench = b, .count = count, .seed = seed};
+    *t = (transfer){.id = atomic_fetch_add(&next_id, 1), .bench = b, .count = count, .seed = seed};
     t->sizes = malloc(count * sizeof *t->sizes);
     memcpy(t->sizes, sizes, count * sizeof *t->sizes);
     t->host = calloc(count, sizeof *t->host);
@@ -372,7 +372,7 @@ static transfer *new_transfer(bench *b, size_t count, const size_t *sizes, uint3
 }
 
 static void start(transfer *t, event *after, event *done) {
-    CHECK(xe_submit(t->row, t->bench->number, t->pieces, t->count, after, done) == XE_OK);
+    CHECK(xe_submit(t->id, t->bench->number, t->pieces, t->count, after, done) == XE_OK);
 }
 
 static void check_arrived(const transfer *t) {
@@ -383,10 +383,10 @@ static void check_arrived(const transfer *t) {
 }
 
 static void end_transfer(transfer *t) {
-    uint64_t rows[8];
-    while (xe_forget(t->row) == XE_BUSY) {
-        CHECK(xe_wait(t->row, XE_FINISHED, 0) != XE_NOT_YET);
-        while (xe_finished(rows, 8)) {}
+    uint64_t ids[8];
+    while (xe_forget(t->id) == XE_BUSY) {
+        CHECK(xe_wait(t->id, XE_FINISHED, 0) != XE_NOT_YET);
+        while (xe_finished(ids, 8)) {}
     }
     for (size_t n = 0; n < t->count; n++) free(t->host[n] - 3);
     free(t->host);
@@ -399,7 +399,7 @@ static void end_transfer(transfer *t) {
 static transfer *of_one(bench *b, size_t nbytes, uint32_t seed) { return new_transfer(b, 1, &nbytes, seed); }
 
 static void finish(transfer *t) {
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_OK);
     check_arrived(t);
     end_transfer(t);
 }
@@ -408,7 +408,7 @@ static void finish(transfer *t) {
 static int ask_until(const transfer *t, int stage) {
     int status;
     double until = seconds() + PATIENCE_SECONDS;
-    while ((status = xe_wait(t->row, stage, 0)) == XE_NOT_YET && seconds() < until) pause_for(5);
+    while ((status = xe_wait(t->id, stage, 0)) == XE_NOT_YET && seconds() < until) pause_for(5);
     return status;
 }
 
@@ -517,7 +517,7 @@ static void frees_its_source(void) {
     for (uint32_t n = 0; n < 20; n++) {
         transfer *t = of_one(b, n % 2 ? 200 * KIB : 2 * MIB, n);
         start(t, NULL, NULL);
-        CHECK(xe_wait(t->row, XE_STAGED, PATIENCE) == XE_OK);
+        CHECK(xe_wait(t->id, XE_STAGED, PATIENCE) == XE_OK);
         memset(t->host[0], 0, t->sizes[0]);
         finish(t);
     }
@@ -536,8 +536,8 @@ static void joins_what_belongs_together(void) {
     memcpy(between, (char *)t->pieces[3].device, sizeof between);
     xe_piece sent[4] = {t->pieces[0], t->pieces[1], t->pieces[2], t->pieces[4]};
     sent[3].block = 2;
-    CHECK(xe_submit(t->row, 1, sent, 4, NULL, NULL) == XE_OK);
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
+    CHECK(xe_submit(t->id, 1, sent, 4, NULL, NULL) == XE_OK);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_OK);
     CHECK(memcmp(between, (char *)t->pieces[3].device, sizeof between) == 0);
     memcpy((char *)t->pieces[3].device, t->host[3], sizes[3]);
     check_arrived(t);
@@ -564,8 +564,8 @@ static void waits_for_no_lane(void) {
         finish(put);
         finish(get);
     }
-    CHECK(xe_wait(first->row, XE_FINISHED, 1000) == XE_NOT_YET);
-    CHECK(xe_wait(first->row, XE_ISSUED, 0) == XE_NOT_YET);
+    CHECK(xe_wait(first->id, XE_FINISHED, 1000) == XE_NOT_YET);
+    CHECK(xe_wait(first->id, XE_ISSUED, 0) == XE_NOT_YET);
     atomic_store(&gate, true);
     finish(first);
     end_bench(held);
@@ -585,7 +585,7 @@ static void asks_every_lane(void) {
         tell(held[n]->stream, (op){.kind = HOLD}, NULL);
         start(t[n] = of_one(held[n], 100, n), NULL, NULL);
     }
-    for (uint32_t n = 0; n < HELD; n++) CHECK(xe_wait(t[n]->row, XE_ISSUED, PATIENCE) == XE_OK);
+    for (uint32_t n = 0; n < HELD; n++) CHECK(xe_wait(t[n]->id, XE_ISSUED, PATIENCE) == XE_OK);
     bench *b = new_bench(HELD + 1, XE_D2H, &DEVICE, 1, 64 * KIB, false);
     for (uint32_t n = 0; n < 3; n++) {
         transfer *free = of_one(b, 100, n);
@@ -614,7 +614,7 @@ static void until_asleep(uint64_t times) {
 static void *start_and_wait(void *which) {
     transfer *t = which;
     start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_OK);
     return NULL;
 }
 
@@ -653,7 +653,7 @@ static void works_while_it_waits(int direction) {
     start(first, NULL, NULL);
     while (atomic_load(&held->stream->inside) == 0) pause_for(100);
     start(second, NULL, NULL);
-    CHECK(xe_wait(second->row, XE_FINISHED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(second->id, XE_FINISHED, PATIENCE) == XE_OK);
     finish(second);
     atomic_store(&gate, true);
     finish(first);
@@ -667,7 +667,7 @@ static void works_while_it_waits_to_the_host(void) { works_while_it_waits(XE_D2H
 static void *start_and_leave(void *which) {
     transfer *t = which;
     start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK);
     return NULL;
 }
 
@@ -730,7 +730,7 @@ static void waits_for_no_call(void) {
     tell(other->stream, (op){.kind = HOLD}, NULL);
     transfer *first = of_one(other, 100, 1), *second = of_one(held, 100, 2);
     start(first, NULL, NULL);
-    CHECK(xe_wait(first->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(first->id, XE_ISSUED, PATIENCE) == XE_OK);
     pause_for(50000);
     start(second, NULL, NULL);
     while (atomic_load(&held->stream->inside) == 0) pause_for(100);
@@ -782,7 +782,7 @@ static void goes_back_in_each_library(void) {
         places[0].context = places[1].context = &place;
         start(one, NULL, NULL);
         start(two, NULL, NULL);
-        CHECK(xe_wait(one->row, XE_FINISHED, PATIENCE) == XE_OK && xe_wait(two->row, XE_FINISHED, PATIENCE) == XE_OK);
+        CHECK(xe_wait(one->id, XE_FINISHED, PATIENCE) == XE_OK && xe_wait(two->id, XE_FINISHED, PATIENCE) == XE_OK);
         for (int k = 0; k < 2; k++) CHECK(places[k].context == &place && places[k].mode == STRICT);
         finish(one);
         finish(two);
@@ -808,8 +808,8 @@ static void does_what_can_be_done_at_once(void) {
         transfer *t = of_one(b, 4 * 256 * KIB, 1);
         start(t, NULL, NULL);
         // The first part is issued and asked for, and the second one issued; and so on.
-        for (int n = 0; n < 3; n++) CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET);
-        CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_OK);
+        for (int n = 0; n < 3; n++) CHECK(xe_wait(t->id, XE_FINISHED, 0) == XE_NOT_YET);
+        CHECK(xe_wait(t->id, XE_FINISHED, 0) == XE_OK);
         CHECK(places[0].context == NULL && places[0].mode == STRICT);
         finish(t);
         // What is held does not hold up who asks.
@@ -817,8 +817,8 @@ static void does_what_can_be_done_at_once(void) {
         tell(b->stream, (op){.kind = HOLD}, NULL);
         prompt.record = record;
         start(t = of_one(b, 100, 2), NULL, NULL);
-        for (int n = 0; n < 3; n++) CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET);
-        CHECK(xe_wait(t->row, XE_ISSUED, 0) == XE_OK);
+        for (int n = 0; n < 3; n++) CHECK(xe_wait(t->id, XE_FINISHED, 0) == XE_NOT_YET);
+        CHECK(xe_wait(t->id, XE_ISSUED, 0) == XE_OK);
         atomic_store(&gate, true);
         prompt.record = record_reached;
         finish(t);
@@ -840,7 +840,7 @@ static void costs_little_while_held(void) {
     tell(held->stream, (op){.kind = HOLD}, NULL);
     transfer *t = of_one(held, MIB, 1);
     start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK);
     pause_for(100000);
     xe_figures before, after;
     xe_read_figures(&before);
@@ -882,14 +882,14 @@ static void orders_its_copies(void) {
     }
     // All is held that comes behind the first wait.
     pause_for(20000);
-    CHECK(xe_wait(t[0]->row, XE_FINISHED, 0) == XE_NOT_YET);
+    CHECK(xe_wait(t[0]->id, XE_FINISHED, 0) == XE_NOT_YET);
     for (size_t k = 0; k < t[0]->total; k++) CHECK(t[0]->device[k] == 0x55);
     atomic_store(&gate, true);
     for (uint32_t n = 0; n < 6; n++) {
-        CHECK(xe_wait(t[n]->row, XE_ISSUED, PATIENCE) == XE_OK);
+        CHECK(xe_wait(t[n]->id, XE_ISSUED, PATIENCE) == XE_OK);
         // It is recorded by then: a wait for it waits for the copies.
         CHECK(atomic_load(&done[n].recorded) == 1);
-        CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_OK);
+        CHECK(xe_wait(t[n]->id, XE_FINISHED, PATIENCE) == XE_OK);
         check_arrived(t[n]);
     }
     stream *s = b->stream;
@@ -926,10 +926,10 @@ static void is_issued_when_its_event_is_recorded(void) {
     atomic_store(&held_in, b->stream);
     start(t, NULL, &done);
     while (atomic_load(&b->stream->inside) == 0) pause_for(100);
-    CHECK(xe_wait(t->row, XE_STAGED, 0) == XE_OK);
-    CHECK(xe_wait(t->row, XE_ISSUED, 0) == XE_NOT_YET);
+    CHECK(xe_wait(t->id, XE_STAGED, 0) == XE_OK);
+    CHECK(xe_wait(t->id, XE_ISSUED, 0) == XE_NOT_YET);
     atomic_store(&gate, true);
-    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK);
     CHECK(atomic_load(&done.recorded) == 1);
     finish(t);
     end_bench(b);
@@ -943,13 +943,13 @@ static void is_fair(void) {
     tell(b->stream, (op){.kind = HOLD}, NULL);
     transfer *large = of_one(b, 8 * MIB, 1);
     start(large, NULL, NULL);
-    while (xe_wait(large->row, XE_STAGED, 0) == XE_NOT_YET && b->stream->count < 5) pause_for(100);
+    while (xe_wait(large->id, XE_STAGED, 0) == XE_NOT_YET && b->stream->count < 5) pause_for(100);
     transfer *small[3];
     for (uint32_t n = 0; n < 3; n++) start(small[n] = of_one(b, 64 * KIB, n + 2), NULL, NULL);
     atomic_store(&gate, true);
     // Of two threads either may be faster.
     for (uint32_t n = 0; n < 3; n++) CHECK(ask_until(small[n], XE_FINISHED) == XE_OK);
-    CHECK(xe_wait(large->row, XE_FINISHED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(large->id, XE_FINISHED, PATIENCE) == XE_OK);
     size_t copies = 0, place[3];
     for (size_t k = 0; k < b->stream->count; k++) {
         if (b->stream->kinds[k] != COPY) continue;
@@ -979,18 +979,18 @@ static void fails_alone(int direction, bool late) {
         transfer *t = of_one(b, MIB + 100, 1);
         atomic_store(&fail_at, atomic_load(&calls_made) + at);
         start(t, &before, &done);
-        int staged = xe_wait(t->row, XE_STAGED, PATIENCE), status = xe_wait(t->row, XE_FINISHED, PATIENCE);
+        int staged = xe_wait(t->id, XE_STAGED, PATIENCE), status = xe_wait(t->id, XE_FINISHED, PATIENCE);
         CHECK(staged != XE_NOT_YET && status != XE_NOT_YET);
         int32_t why = 0;
         int lost;
         const char *what = NULL;
         if (status == XE_FAILED) {
-            CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == BROKEN && what);
+            CHECK(xe_error(t->id, &why, &what, &lost) == XE_OK && why == BROKEN && what);
             CHECK(lost == (strcmp(what, "recording an event") == 0));
             if (lost) drain(b->stream);
-            CHECK(xe_wait(t->row, XE_ISSUED, 0) == XE_FAILED && xe_wait(t->row, XE_STAGED, 0) == XE_FAILED);
+            CHECK(xe_wait(t->id, XE_ISSUED, 0) == XE_FAILED && xe_wait(t->id, XE_STAGED, 0) == XE_FAILED);
         } else {
-            CHECK(xe_error(t->row, &why, &what, &lost) == XE_NOT_YET);
+            CHECK(xe_error(t->id, &why, &what, &lost) == XE_NOT_YET);
             check_arrived(t);
         }
         // The wait, five copies and their events, and the job's.
@@ -1016,12 +1016,12 @@ static void tells_what_an_event_says(void) {
         atomic_store(&copies_fail_unseen, true);
         transfer *t = of_one(b, MIB, n);
         start(t, NULL, NULL);
-        CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+        CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_FAILED);
         atomic_store(&copies_fail_unseen, false);
         int32_t why;
         const char *what;
         int lost;
-        CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == BROKEN && lost);
+        CHECK(xe_error(t->id, &why, &what, &lost) == XE_OK && why == BROKEN && lost);
         CHECK(xe_take_chunk(b->number, 0) == XE_BUSY);
         drain(b->stream);
         end_transfer(t);
@@ -1038,11 +1038,11 @@ static void tells_what_its_owner_says(void) {
     xe_request requests[XE_MOST_PIECES];
     while (xe_requests(requests, XE_MOST_PIECES, SECOND) == 0) {}
     CHECK(xe_answer(1, 0, 0, 1) == XE_OK && xe_reached(1, 0, BROKEN) == XE_OK);
-    CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_FAILED);
+    CHECK(xe_wait(t->id, XE_FINISHED, 0) == XE_FAILED);
     int32_t why;
     const char *what;
     int lost;
-    CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == BROKEN && !lost);
+    CHECK(xe_error(t->id, &why, &what, &lost) == XE_OK && why == BROKEN && !lost);
     CHECK(xe_take_chunk(1, 0) == XE_OK);
     end_transfer(t);
     end_bench(b);
@@ -1057,7 +1057,7 @@ static void gives_away_no_chunk_that_may_be_read(void) {
     atomic_store(&fail_kind, RECORD);
     transfer *t = of_one(b, 100, 1);
     start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     atomic_store(&fail_kind, -1);
     // The one that was added last.
     CHECK(xe_take_chunk(1, 0) == XE_OK);
@@ -1076,14 +1076,14 @@ static void gives_away_no_chunk_that_it_cannot_ask_for(void) {
     tell(b->stream, (op){.kind = HOLD}, NULL);
     transfer *t = of_one(b, 100, 1);
     start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK);
     atomic_store(&enter_fails, 1);
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     atomic_store(&enter_fails, 0);
     int32_t why;
     const char *what;
     int lost;
-    CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == LOST_DEVICE && lost);
+    CHECK(xe_error(t->id, &why, &what, &lost) == XE_OK && why == LOST_DEVICE && lost);
     CHECK(xe_take_chunk(1, 0) == XE_BUSY);
     atomic_store(&gate, true);
     drain(b->stream);
@@ -1104,18 +1104,18 @@ static void fails_when_its_chunks_are_lost(void) {
     for (uint32_t n = 0; n < MANY; n++) start(t[n] = of_one(b, n % 2 ? 100 : 2 * MIB, n), NULL, NULL);
     atomic_store(&gate, true);
     for (uint32_t n = 0; n < MANY; n++) {
-        CHECK(xe_wait(t[n]->row, XE_STAGED, PATIENCE) == XE_FAILED);
-        CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+        CHECK(xe_wait(t[n]->id, XE_STAGED, PATIENCE) == XE_FAILED);
+        CHECK(xe_wait(t[n]->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     }
     atomic_store(&fail_kind, -1);
     drain(b->stream);
     transfer *late = of_one(b, 100, 1);
     start(late, NULL, NULL);
-    CHECK(xe_wait(late->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_wait(late->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     int32_t why;
     const char *what;
     int lost;
-    CHECK(xe_error(late->row, &why, &what, &lost) == XE_OK && why == ENOBUFS && !lost);
+    CHECK(xe_error(late->id, &why, &what, &lost) == XE_OK && why == ENOBUFS && !lost);
     // The same one is not given twice.
     for (uint64_t n = 0; n < 3; n++) CHECK(xe_add_chunk(1, n, b->memory, 256 * KIB, n, &b->events[n]) == XE_BUSY);
     CHECK(xe_add_chunk(1, 3, b->memory, 256 * KIB, 3, &b->events[3]) == XE_OK);
@@ -1136,7 +1136,7 @@ static void owner_fails(void) {
         atomic_store(&owner_fails_at, atomic_load(&owner_answers) + at);
         transfer *t = of_one(b, MIB + 100, 1);
         start(t, NULL, NULL);
-        int status = xe_wait(t->row, XE_FINISHED, PATIENCE);
+        int status = xe_wait(t->id, XE_FINISHED, PATIENCE);
         CHECK(status == (at < 5 ? XE_FAILED : XE_OK));
         atomic_store(&owner_fails_at, -1);
         end_transfer(t);
@@ -1163,7 +1163,7 @@ static void loses_the_device(void) {
     while (b[0]->stream->count < 8 || b[1]->stream->count < 8) pause_for(100);
     atomic_store(&device_lost, true);
     double began = seconds();
-    for (uint32_t n = 0; n < 6; n++) CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    for (uint32_t n = 0; n < 6; n++) CHECK(xe_wait(t[n]->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     printf("everybody was told after %.3f s\n", seconds() - began);
     atomic_store(&gate, true);
     for (uint32_t n = 0; n < 2; n++) {
@@ -1185,21 +1185,21 @@ static void drops_what_has_not_begun(void) {
     start(first, NULL, NULL);
     start(second, NULL, NULL);
     start(third, NULL, NULL);
-    CHECK(xe_drop(third->row) == XE_OK && xe_drop(third->row) == XE_NOT_YET);
-    CHECK(xe_wait(third->row, XE_STAGED, 0) == XE_FAILED);
+    CHECK(xe_drop(third->id) == XE_OK && xe_drop(third->id) == XE_NOT_YET);
+    CHECK(xe_wait(third->id, XE_STAGED, 0) == XE_FAILED);
     xe_start(1);
-    while (xe_drop(second->row) == XE_NOT_YET) {}
+    while (xe_drop(second->id) == XE_NOT_YET) {}
     while (b->stream->count < 3) pause_for(100);
-    CHECK(xe_drop(first->row) == XE_NOT_YET);
+    CHECK(xe_drop(first->id) == XE_NOT_YET);
     // It goes on, whoever stopped waiting for it.
-    CHECK(xe_wait(first->row, XE_FINISHED, 1000) == XE_NOT_YET);
+    CHECK(xe_wait(first->id, XE_FINISHED, 1000) == XE_NOT_YET);
     CHECK(xe_close_lane(1) == XE_BUSY);
     atomic_store(&gate, true);
     finish(first);
     int32_t why;
     const char *what;
     int lost;
-    CHECK(xe_error(second->row, &why, &what, &lost) == XE_OK && why == ECANCELED && !lost);
+    CHECK(xe_error(second->id, &why, &what, &lost) == XE_OK && why == ECANCELED && !lost);
     end_transfer(second);
     end_transfer(third);
     CHECK(xe_drop(12345) == XE_UNKNOWN);
@@ -1214,7 +1214,7 @@ static void check_abandoned(const transfer *t) {
     int32_t why;
     const char *what;
     int lost;
-    CHECK(xe_error(t->row, &why, &what, &lost) == XE_OK && why == ECANCELED && strcmp(what, "abandoned") == 0 && !lost);
+    CHECK(xe_error(t->id, &why, &what, &lost) == XE_OK && why == ECANCELED && strcmp(what, "abandoned") == 0 && !lost);
 }
 
 // What was abandoned is at rest while its copies are held, is begun no further, and holds up nobody behind it.
@@ -1227,21 +1227,21 @@ static void abandons(int direction) {
     // One has parts that want a chunk, one is in the stream as a whole, one has not begun.
     transfer *whole = of_one(b, 300 * KIB, 1), *begun = of_one(b, 8 * MIB, 2), *waiting = of_one(b, MIB, 3), *next = of_one(b, MIB, 4);
     start(whole, NULL, &done);
-    CHECK(xe_wait(whole->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(whole->id, XE_ISSUED, PATIENCE) == XE_OK);
     start(begun, NULL, &none);
     while (b->stream->count < 1 + 8 + 1) pause_for(100);
     start(waiting, NULL, &none);
     start(next, NULL, NULL);
     transfer *abandoned[3] = {whole, begun, waiting};
     for (int n = 0; n < 3; n++) {
-        CHECK(xe_abandon(abandoned[n]->row) == XE_OK && xe_abandon(abandoned[n]->row) == XE_OK);
-        CHECK(xe_wait(abandoned[n]->row, XE_STAGED, PATIENCE) == XE_FAILED);
+        CHECK(xe_abandon(abandoned[n]->id) == XE_OK && xe_abandon(abandoned[n]->id) == XE_OK);
+        CHECK(xe_wait(abandoned[n]->id, XE_STAGED, PATIENCE) == XE_FAILED);
         memset(abandoned[n]->host[0], 0x11, abandoned[n]->sizes[0]);
         check_abandoned(abandoned[n]);
     }
     // What has come so far stays there.
-    CHECK(xe_wait(whole->row, XE_ISSUED, 0) == XE_FAILED && xe_wait(begun->row, XE_ISSUED, 0) == XE_NOT_YET);
-    CHECK(xe_wait(whole->row, XE_FINISHED, 0) == XE_NOT_YET && xe_wait(waiting->row, XE_FINISHED, 0) == XE_FAILED);
+    CHECK(xe_wait(whole->id, XE_ISSUED, 0) == XE_FAILED && xe_wait(begun->id, XE_ISSUED, 0) == XE_NOT_YET);
+    CHECK(xe_wait(whole->id, XE_FINISHED, 0) == XE_NOT_YET && xe_wait(waiting->id, XE_FINISHED, 0) == XE_FAILED);
     CHECK(xe_close_lane(1) == XE_BUSY);
     atomic_store(&gate, true);
     finish(next);
@@ -1249,7 +1249,7 @@ static void abandons(int direction) {
     for (size_t n = 0; n < b->stream->count; n++) copies += b->stream->kinds[n] == COPY;
     CHECK(copies == 4 + 4 && atomic_load(&done.recorded) == 1 && atomic_load(&none.recorded) == 0);
     for (int n = 0; n < 3; n++) {
-        CHECK(xe_wait(abandoned[n]->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+        CHECK(xe_wait(abandoned[n]->id, XE_FINISHED, PATIENCE) == XE_FAILED);
         const char *host = abandoned[n]->host[0];
         for (size_t k = 0; k < abandoned[n]->sizes[0]; k++) CHECK(host[k] == 0x11);
         end_transfer(abandoned[n]);
@@ -1257,7 +1257,7 @@ static void abandons(int direction) {
     // What has finished has not failed.
     transfer *late = of_one(b, MIB, 5);
     start(late, NULL, NULL);
-    CHECK(xe_wait(late->row, XE_FINISHED, PATIENCE) == XE_OK && xe_abandon(late->row) == XE_OK);
+    CHECK(xe_wait(late->id, XE_FINISHED, PATIENCE) == XE_OK && xe_abandon(late->id) == XE_OK);
     finish(late);
     CHECK(xe_abandon(12345) == XE_UNKNOWN);
     end_bench(b);
@@ -1279,11 +1279,11 @@ static void abandons_what_is_ready(int direction) {
         pause_for(100);
         xe_read_figures(&figures);
     }
-    CHECK(xe_abandon(t->row) == XE_OK);
+    CHECK(xe_abandon(t->id) == XE_OK);
     CHECK(take_idle(1, 4) == 3);
-    CHECK(xe_wait(t->row, XE_STAGED, 0) == XE_NOT_YET && xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET);
+    CHECK(xe_wait(t->id, XE_STAGED, 0) == XE_NOT_YET && xe_wait(t->id, XE_FINISHED, 0) == XE_NOT_YET);
     atomic_store(&gate, true);
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     check_abandoned(t);
     CHECK(b->stream->count == 2);
     end_transfer(t);
@@ -1448,7 +1448,7 @@ static void joins_chunks(void) {
         atomic_store(&gate, false);
         tell(b->stream, (op){.kind = HOLD}, NULL);
         start(t, NULL, NULL);
-        CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+        CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK);
         const char *copies[32];
         for (size_t n = before; n < b->stream->count; n++)
             if (b->stream->kinds[n] == COPY) copies[found++] = b->stream->which[n];
@@ -1466,7 +1466,7 @@ static void joins_no_blocks(void) {
     bench *b = new_bench(1, XE_H2D, &DEVICE, 16, 64 * KIB, false);
     transfer *t = of_one(b, 2 * MIB, 5);
     start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK && copies_in(b) == 32);
+    CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK && copies_in(b) == 32);
     finish(t);
     end_bench(b);
 }
@@ -1479,7 +1479,7 @@ static void loses_what_it_joined(void) {
     transfer *t = of_one(b, 512 * KIB, 5);
     atomic_store(&copies_fail_unseen, true);
     start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     atomic_store(&copies_fail_unseen, false);
     int lost = 0, idle = 0;
     for (uint64_t n = 0; n < 16; n++) {
@@ -1506,9 +1506,9 @@ static void waits_for_longer_runs(void) {
     for (int n = 0; n < 8; n++) sizes[n] = 64 * KIB;
     transfer *first = of_one(b, 512 * KIB, 1), *fits = new_transfer(b, 8, sizes, 2);
     start(first, NULL, NULL);
-    CHECK(xe_wait(first->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(first->id, XE_ISSUED, PATIENCE) == XE_OK);
     start(fits, NULL, NULL);
-    CHECK(xe_wait(fits->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(fits->id, XE_ISSUED, PATIENCE) == XE_OK);
     atomic_store(&gate, true);
     finish(first);
     finish(fits);
@@ -1516,11 +1516,11 @@ static void waits_for_longer_runs(void) {
     tell(b->stream, (op){.kind = HOLD}, NULL);
     transfer *again = of_one(b, 512 * KIB, 3), *large = of_one(b, 2 * MIB, 4);
     start(again, NULL, NULL);
-    CHECK(xe_wait(again->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(again->id, XE_ISSUED, PATIENCE) == XE_OK);
     xe_figures before, after;
     xe_read_figures(&before);
     start(large, NULL, NULL);
-    CHECK(xe_wait(large->row, XE_ISSUED, 50000) == XE_NOT_YET);
+    CHECK(xe_wait(large->id, XE_ISSUED, 50000) == XE_NOT_YET);
     xe_read_figures(&after);
     CHECK(after.chunks - before.chunks == 1);
     atomic_store(&gate, true);
@@ -1573,7 +1573,7 @@ static void until_nothing_is_done(void) {
 // Of whoever owns a lane without calls: make the copies that are asked for, and those that follow, until a job has finished.
 static void copy_until_finished(const transfer *t) {
     static xe_request requests[4 * XE_MOST_PIECES];
-    while (xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET) {
+    while (xe_wait(t->id, XE_FINISHED, 0) == XE_NOT_YET) {
         size_t count = xe_requests(requests, 4 * XE_MOST_PIECES, 1000);
         for (size_t n = 0; n < count; n++) {
             memcpy(requests[n].memory, (const void *)requests[n].device, requests[n].nbytes);
@@ -1596,7 +1596,7 @@ static void leaves_longer_runs(void) {
     // In parts of four chunks, two, one and one.
     transfer *t = of_one(b, 512 * KIB, 1);
     start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK);
     // Of those that are alone, it has any two.
     for (uint64_t n = 0; n < 12; n++) CHECK(xe_take_chunk(1, n) == (n < 2 || n >= 8 ? XE_NOT_YET : XE_OK));
     atomic_store(&gate, true);
@@ -1611,9 +1611,9 @@ static void waits_where_half_is_on_its_way(void) {
     // In parts of two chunks, one and one; and of two, one and one, before it waits.
     transfer *held = of_one(b, 256 * KIB, 1), *large = of_one(b, 2 * MIB, 2);
     start(held, NULL, NULL);
-    CHECK(xe_wait(held->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(held->id, XE_ISSUED, PATIENCE) == XE_OK);
     start(large, NULL, NULL);
-    CHECK(xe_wait(large->row, XE_ISSUED, 50000) == XE_NOT_YET);
+    CHECK(xe_wait(large->id, XE_ISSUED, 50000) == XE_NOT_YET);
     xe_figures figures;
     xe_read_figures(&figures);
     CHECK(figures.chunks == 3 + 3);
@@ -1638,7 +1638,7 @@ static void fits_its_parts_to_its_chunks(void) {
         atomic_store(&gate, false);
         tell(b->stream, (op){.kind = HOLD}, NULL);
         start(t, NULL, NULL);
-        CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+        CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK);
         xe_read_figures(&figures);
         // Two chunks, one and one; or each alone.
         CHECK(figures.chunks - before.chunks == (few ? 4 : 3));
@@ -1659,7 +1659,7 @@ static void cuts_at_whole_chunks(void) {
     tell(b->stream, (op){.kind = HOLD}, NULL);
     transfer *t = of_one(b, 5 * 64 * KIB, 1);
     start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK);
     atomic_store(&gate, true);
     finish(t);
     end_bench(b);
@@ -1675,7 +1675,7 @@ static void is_fair_before_there_are_chunks(void) {
     start(large, NULL, NULL);
     start(small, NULL, NULL);
     CHECK(xe_add_chunk(1, 0, b->memory, 64 * KIB, 0, &b->events[0]) == XE_OK);
-    CHECK(xe_wait(small->row, XE_FINISHED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(small->id, XE_FINISHED, PATIENCE) == XE_OK);
     CHECK(b->stream->which[0] == small->device);
     finish(small);
     finish(large);
@@ -1691,7 +1691,7 @@ static void ends_small_where_nothing_follows(void) {
     tell(b->stream, (op){.kind = HOLD}, NULL);
     start(first, NULL, NULL);
     start(second, NULL, NULL);
-    CHECK(xe_wait(first->row, XE_ISSUED, PATIENCE) == XE_OK && xe_wait(second->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(first->id, XE_ISSUED, PATIENCE) == XE_OK && xe_wait(second->id, XE_ISSUED, PATIENCE) == XE_OK);
     xe_figures figures;
     xe_read_figures(&figures);
     // Four chunks; and two, one and one.
@@ -1732,8 +1732,8 @@ static void leaves_short_runs_to_others(void) {
     size_t count = xe_requests(before, 4 * XE_MOST_PIECES, 0);
     CHECK(count == 5);
     until_nothing_is_done();
-    CHECK(xe_requests(after, XE_MOST_PIECES, 0) == 0 && xe_abandon(large->row) == XE_OK);
-    CHECK(next_asked(after, XE_MOST_PIECES) == 1 && after[0].row == fits->row);
+    CHECK(xe_requests(after, XE_MOST_PIECES, 0) == 0 && xe_abandon(large->id) == XE_OK);
+    CHECK(next_asked(after, XE_MOST_PIECES) == 1 && after[0].id == fits->id);
     memcpy(after[0].memory, (const void *)after[0].device, after[0].nbytes);
     CHECK(xe_answer(1, after[0].chunk, 0, 1) == XE_OK && xe_reached(1, after[0].chunk, 0) == XE_OK);
     copy_until_finished(fits);
@@ -1744,7 +1744,7 @@ static void leaves_short_runs_to_others(void) {
     atomic_store(&gate, true);
     finish(fits);
     finish(held);
-    CHECK(xe_wait(large->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_wait(large->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     end_transfer(large);
     CHECK(take_idle(1, 16) == 16);
     end_bench(b);
@@ -1760,24 +1760,24 @@ static void waits_for_no_runs_that_are_lost(void) {
     CHECK(count == 5);
     until_nothing_is_done();
     // With the first of them its job fails, and the large one still waits.
-    CHECK(requests[0].row == held->row && xe_answer(1, requests[0].chunk, BROKEN, 0) == XE_OK);
+    CHECK(requests[0].id == held->id && xe_answer(1, requests[0].chunk, BROKEN, 0) == XE_OK);
     until_nothing_is_done();
     CHECK(xe_requests(requests + count, XE_MOST_PIECES, 0) == 0);
     for (size_t n = 1; n < count; n++)
-        if (requests[n].row == held->row) CHECK(xe_answer(1, requests[n].chunk, BROKEN, 0) == XE_OK);
+        if (requests[n].id == held->id) CHECK(xe_answer(1, requests[n].chunk, BROKEN, 0) == XE_OK);
     xe_request next[XE_MOST_PIECES];
-    CHECK(next_asked(next, XE_MOST_PIECES) == 1 && next[0].row == large->row);
+    CHECK(next_asked(next, XE_MOST_PIECES) == 1 && next[0].id == large->id);
     memcpy(next[0].memory, (const void *)next[0].device, next[0].nbytes);
     CHECK(xe_answer(1, next[0].chunk, 0, 1) == XE_OK && xe_reached(1, next[0].chunk, 0) == XE_OK);
     for (size_t n = 0; n < count; n++) {
-        if (requests[n].row == held->row) continue;
+        if (requests[n].id == held->id) continue;
         memcpy(requests[n].memory, (const void *)requests[n].device, requests[n].nbytes);
         CHECK(xe_answer(1, requests[n].chunk, 0, 1) == XE_OK && xe_reached(1, requests[n].chunk, 0) == XE_OK);
     }
     copy_until_finished(large);
     atomic_store(&gate, true);
     finish(large);
-    CHECK(xe_wait(held->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_wait(held->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     end_transfer(held);
     end_bench(b);
 }
@@ -1789,9 +1789,9 @@ static void waits_for_longer_runs_alone(void) {
     bench *b = of_short_runs(&DEVICE, &held, &large);
     for (uint32_t n = 0; n < 2; n++) {
         start(small[n] = of_one(b, 64 * KIB, n + 5), NULL, NULL);
-        CHECK(xe_wait(small[n]->row, XE_ISSUED, PATIENCE) == XE_OK);
+        CHECK(xe_wait(small[n]->id, XE_ISSUED, PATIENCE) == XE_OK);
     }
-    CHECK(xe_wait(large->row, XE_ISSUED, 0) == XE_NOT_YET);
+    CHECK(xe_wait(large->id, XE_ISSUED, 0) == XE_NOT_YET);
     atomic_store(&gate, true);
     for (uint32_t n = 0; n < 2; n++) finish(small[n]);
     finish(held);
@@ -1810,13 +1810,13 @@ static void rests_behind_a_call(int direction) {
     transfer *t = of_one(b, MIB, 1);
     start(t, NULL, &done);
     while (atomic_load(&b->stream->inside) == 0) pause_for(100);
-    CHECK(xe_abandon(t->row) == XE_OK && b->stream->count == 0);
-    CHECK(xe_wait(t->row, XE_STAGED, 10000) == XE_NOT_YET && xe_wait(t->row, XE_ISSUED, 0) == XE_NOT_YET);
+    CHECK(xe_abandon(t->id) == XE_OK && b->stream->count == 0);
+    CHECK(xe_wait(t->id, XE_STAGED, 10000) == XE_NOT_YET && xe_wait(t->id, XE_ISSUED, 0) == XE_NOT_YET);
     atomic_store(&gate, true);
-    CHECK(xe_wait(t->row, XE_STAGED, PATIENCE) == XE_FAILED);
+    CHECK(xe_wait(t->id, XE_STAGED, PATIENCE) == XE_FAILED);
     // The copy that was called for, and the event of its chunk.
     CHECK(b->stream->count == 2);
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     check_abandoned(t);
     // Whoever comes next has every chunk, and nothing before it.
     transfer *next = of_one(b, MIB, 2);
@@ -1837,22 +1837,22 @@ static void abandons_what_its_owner_copies(void) {
         bench *b = new_bench((uint32_t)asked + 1, XE_H2D, NULL, 4, 256 * KIB, false);
         transfer *t = of_one(b, MIB, 1);
         start(t, NULL, NULL);
-        CHECK(xe_wait(t->row, XE_STAGED, PATIENCE) == XE_OK);
+        CHECK(xe_wait(t->id, XE_STAGED, PATIENCE) == XE_OK);
         xe_request requests[4 * XE_MOST_PIECES];
         size_t count = asked ? xe_requests(requests, 4 * XE_MOST_PIECES, 0) : 0;
-        CHECK(count == (asked ? 4 : 0) && xe_abandon(t->row) == XE_OK);
+        CHECK(count == (asked ? 4 : 0) && xe_abandon(t->id) == XE_OK);
         CHECK(xe_requests(requests + count, XE_MOST_PIECES * 3, 0) == 0);
         for (size_t n = 0; n < count; n++) {
             // Until it answers, its owner may be copying.
-            CHECK(xe_wait(t->row, XE_STAGED, 0) == XE_NOT_YET);
+            CHECK(xe_wait(t->id, XE_STAGED, 0) == XE_NOT_YET);
             CHECK(xe_answer(requests[n].lane, requests[n].chunk, 0, 1) == XE_OK);
         }
-        CHECK(xe_wait(t->row, XE_STAGED, 0) == XE_FAILED);
+        CHECK(xe_wait(t->id, XE_STAGED, 0) == XE_FAILED);
         for (size_t n = 0; n < count; n++) {
-            CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET);
+            CHECK(xe_wait(t->id, XE_FINISHED, 0) == XE_NOT_YET);
             CHECK(xe_reached(requests[n].lane, requests[n].chunk, 0) == XE_OK);
         }
-        CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_FAILED);
+        CHECK(xe_wait(t->id, XE_FINISHED, 0) == XE_FAILED);
         check_abandoned(t);
         end_transfer(t);
         end_bench(b);
@@ -1892,9 +1892,9 @@ static void abandons_during_its_last_copy(void) {
     transfer *t = of_one(b, 100, 1);
     start(t, NULL, &done);
     while (atomic_load(&b->stream->inside) == 0) pause_for(100);
-    CHECK(xe_abandon(t->row) == XE_OK);
+    CHECK(xe_abandon(t->id) == XE_OK);
     atomic_store(&gate, true);
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_FAILED);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_FAILED);
     CHECK(atomic_load(&done.recorded) == 0);
     end_transfer(t);
     end_bench(b);
@@ -1910,17 +1910,17 @@ static void leaves_others_their_chunks(void) {
         start(t[n] = of_one(b, 2 * 256 * KIB, n), NULL, NULL);
         until_asleep(n + 2);
     }
-    CHECK(xe_wait(t[1]->row, XE_STAGED, 0) == XE_OK && xe_wait(t[2]->row, XE_STAGED, 0) == XE_NOT_YET);
-    CHECK(xe_abandon(t[0]->row) == XE_OK);
+    CHECK(xe_wait(t[1]->id, XE_STAGED, 0) == XE_OK && xe_wait(t[2]->id, XE_STAGED, 0) == XE_NOT_YET);
+    CHECK(xe_abandon(t[0]->id) == XE_OK);
     CHECK(ask_until(t[2], XE_STAGED) == XE_OK);
     xe_request requests[4 * XE_MOST_PIECES];
     CHECK(xe_requests(requests, 4 * XE_MOST_PIECES, 0) == 4);
     for (int n = 0; n < 4; n++) {
-        CHECK(requests[n].row == t[n < 2 ? 1 : 2]->row);
+        CHECK(requests[n].id == t[n < 2 ? 1 : 2]->id);
         memcpy((void *)requests[n].device, requests[n].memory, requests[n].nbytes);
         CHECK(xe_answer(1, requests[n].chunk, 0, 1) == XE_OK && xe_reached(1, requests[n].chunk, 0) == XE_OK);
     }
-    CHECK(xe_wait(t[0]->row, XE_FINISHED, 0) == XE_FAILED);
+    CHECK(xe_wait(t[0]->id, XE_FINISHED, 0) == XE_FAILED);
     end_transfer(t[0]);
     finish(t[1]);
     finish(t[2]);
@@ -1954,7 +1954,7 @@ static void takes_back_by_number(void) {
     transfer *t = of_one(b, 100, 1);
     start(t, NULL, NULL);
     CHECK(xe_take_chunk(1, 0) == XE_NOT_YET && xe_take_chunk(1, 2) == XE_NOT_YET);
-    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK);
     // The one that was added last is in use now.
     CHECK(xe_take_chunk(1, 2) == XE_NOT_YET && xe_take_chunk(1, 0) == XE_OK && xe_take_chunk(1, 0) == XE_UNKNOWN);
     atomic_store(&gate, true);
@@ -1962,7 +1962,7 @@ static void takes_back_by_number(void) {
     CHECK(xe_take_chunk(1, 2) == XE_OK && xe_take_chunk(1, 2) == XE_UNKNOWN);
     // Nothing is left to begin with until one is given again.
     start(t = of_one(b, 100, 2), NULL, NULL);
-    CHECK(xe_wait(t->row, XE_STAGED, 1000) == XE_NOT_YET);
+    CHECK(xe_wait(t->id, XE_STAGED, 1000) == XE_NOT_YET);
     CHECK(xe_add_chunk(1, 1, b->memory, 256 * KIB, 1, &b->events[1]) == XE_OK);
     finish(t);
     end_bench(b);
@@ -1970,7 +1970,7 @@ static void takes_back_by_number(void) {
 
 // Whoever waits for a stage.
 typedef struct {
-    uint64_t row;
+    uint64_t id;
     int stage, status;
     atomic_bool over;
     pthread_t thread;
@@ -1978,13 +1978,13 @@ typedef struct {
 
 static void *wait_for_stage(void *which) {
     waiter *w = which;
-    w->status = xe_wait(w->row, w->stage, PATIENCE);
+    w->status = xe_wait(w->id, w->stage, PATIENCE);
     atomic_store(&w->over, true);
     return NULL;
 }
 
-static void start_waiter(waiter *w, uint64_t row, int stage) {
-    *w = (waiter){.row = row, .stage = stage};
+static void start_waiter(waiter *w, uint64_t id, int stage) {
+    *w = (waiter){.id = id, .stage = stage};
     CHECK(pthread_create(&w->thread, NULL, wait_for_stage, w) == 0);
 }
 
@@ -2017,7 +2017,7 @@ static void wakes_whoever_owns_a_lane(void) {
         double began = seconds();
         pthread_join(owner, NULL);
         CHECK(count == 1 && seconds() - began < PATIENCE_SECONDS / 2.0);
-        CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
+        CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_OK);
         end_transfer(t);
         end_bench(b);
     }
@@ -2034,7 +2034,7 @@ static void wakes_whoever_waits(int direction) {
     transfer *t = of_one(b, 100, 1);
     start(t, NULL, NULL);
     waiter w[XE_FINISHED + 1];
-    for (int stage = 0; stage <= XE_FINISHED; stage++) start_waiter(&w[stage], t->row, stage);
+    for (int stage = 0; stage <= XE_FINISHED; stage++) start_waiter(&w[stage], t->id, stage);
     // They are asleep.
     pause_for(50000);
     CHECK(xe_add_chunk(1, 0, memory, 256 * KIB, 0, &b->events[0]) == XE_OK);
@@ -2068,13 +2068,13 @@ static void wakes_whoever_waits_for_what_failed(void) {
     start(t, NULL, NULL);
     start(waiting, NULL, NULL);
     while (atomic_load(&b->stream->inside) == 0) pause_for(100);
-    CHECK(xe_wait(t->row, XE_STAGED, 0) == XE_OK && xe_abandon(t->row) == XE_OK);
+    CHECK(xe_wait(t->id, XE_STAGED, 0) == XE_OK && xe_abandon(t->id) == XE_OK);
     waiter staged, finished, not_begun;
-    start_waiter(&staged, t->row, XE_STAGED);
-    start_waiter(&finished, t->row, XE_FINISHED);
-    start_waiter(&not_begun, waiting->row, XE_FINISHED);
+    start_waiter(&staged, t->id, XE_STAGED);
+    start_waiter(&finished, t->id, XE_FINISHED);
+    start_waiter(&not_begun, waiting->id, XE_FINISHED);
     pause_for(50000);
-    CHECK(!atomic_load(&staged.over) && xe_abandon(waiting->row) == XE_OK);
+    CHECK(!atomic_load(&staged.over) && xe_abandon(waiting->id) == XE_OK);
     end_waiter(&not_begun, XE_FAILED);
     atomic_store(&held_in, NULL);
     end_waiter(&staged, XE_FAILED);
@@ -2177,15 +2177,15 @@ static void may_be_called_again(void) {
     CHECK(xe_add_chunk(1, 0, b->memory, 256 * KIB, 0, &b->events[0]) == XE_OK);
     transfer *t = of_one(b, MIB, 1);
     for (int n = 0; n < 5; n++) start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_OK);
     start(t, NULL, NULL);
-    uint64_t rows[4];
-    CHECK(xe_forget(t->row) == XE_BUSY);
-    CHECK(xe_finished(rows, 4) == 1 && rows[0] == t->row);
+    uint64_t ids[4];
+    CHECK(xe_forget(t->id) == XE_BUSY);
+    CHECK(xe_finished(ids, 4) == 1 && ids[0] == t->id);
     check_arrived(t);
     end_transfer(t);
-    CHECK(xe_forget(atomic_load(&next_row) - 1) == XE_UNKNOWN);
-    CHECK(xe_wait(atomic_load(&next_row) - 1, XE_FINISHED, 0) == XE_UNKNOWN);
+    CHECK(xe_forget(atomic_load(&next_id) - 1) == XE_UNKNOWN);
+    CHECK(xe_wait(atomic_load(&next_id) - 1, XE_FINISHED, 0) == XE_UNKNOWN);
     CHECK(xe_take_chunk(1, 0) == XE_OK && xe_take_chunk(1, 0) == XE_UNKNOWN);
     CHECK(xe_take_chunk(2, 1) == XE_UNKNOWN && xe_take_chunk(1, 1) == XE_OK);
     char host[8];
@@ -2208,9 +2208,9 @@ static void may_be_called_again(void) {
     tell(b->stream, (op){.kind = HOLD}, NULL);
     t = of_one(b, 100, 1);
     start(t, NULL, NULL);
-    CHECK(xe_wait(t->row, XE_ISSUED, PATIENCE) == XE_OK);
+    CHECK(xe_wait(t->id, XE_ISSUED, PATIENCE) == XE_OK);
     CHECK(xe_reached(6, 0, 0) == XE_WRONG && xe_answer(6, 0, 0, 1) == XE_WRONG);
-    CHECK(xe_wait(t->row, XE_FINISHED, 0) == XE_NOT_YET);
+    CHECK(xe_wait(t->id, XE_FINISHED, 0) == XE_NOT_YET);
     atomic_store(&gate, true);
     finish(t);
     end_bench(b);
@@ -2306,7 +2306,7 @@ static void stops(void) {
     atomic_store(&gate, true);
     pause_for(20000);
     CHECK(b->stream->count == before);
-    CHECK(xe_wait(t->row, XE_FINISHED, PATIENCE) == XE_STOPPED);
+    CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_STOPPED);
     CHECK(xe_submit(901, 1, t->pieces, 1, NULL, NULL) == XE_STOPPED && xe_start(4) == XE_STOPPED);
     xe_request requests[XE_MOST_PIECES];
     CHECK(xe_requests(requests, XE_MOST_PIECES, PATIENCE) == 0);
@@ -2418,8 +2418,8 @@ static void *rush(void *which) {
         if (dice(&seed, 2) && xe_take_chunk(b->number, chunk) == XE_OK)
             CHECK(xe_add_chunk(b->number, chunk, b->memory + chunk * b->nbytes, b->nbytes, chunk / together, &b->events[chunk]) == XE_OK);
         for (size_t n = count; n--;) {
-            if (xe_drop(t[n]->row) != XE_OK) {
-                CHECK(xe_wait(t[n]->row, XE_FINISHED, PATIENCE) == XE_OK);
+            if (xe_drop(t[n]->id) != XE_OK) {
+                CHECK(xe_wait(t[n]->id, XE_FINISHED, PATIENCE) == XE_OK);
                 CHECK(atomic_load(&done[turn][n].recorded) == 1);
                 check_arrived(t[n]);
             }

@@ -130,7 +130,7 @@ def test_the_structs_are_those_of_the_library() -> None:
 
 def test_a_device_is_called_by_its_struct() -> None:
     """Each function stands where the library looks for it."""
-    engine, lane, row = library(), 991, 4000
+    engine, lane, job = library(), 991, 4000
     said: list[str] = []
 
     def function(name: str, arguments: list[Any], does: Callable[..., object]) -> Any:
@@ -161,45 +161,45 @@ def test_a_device_is_called_by_its_struct() -> None:
     assert engine.xe_open_lane(lane, H2D, calls, None) == OK
     memory, here, there = (np.full(4096, value, np.uint8) for value in (0, 7, 0))
     assert engine.xe_add_chunk(lane, 1, memory.ctypes.data, memory.nbytes, 1, None) == OK
-    assert engine.xe_submit(row, lane, Piece(here.ctypes.data, there.ctypes.data, here.nbytes, 0), 1, 1, 2) == OK
+    assert engine.xe_submit(job, lane, Piece(here.ctypes.data, there.ctypes.data, here.nbytes, 0), 1, 1, 2) == OK
     # Asked: whoever waits calls the device as well, and has a context of its own to go back to.
-    assert until(lambda: engine.xe_wait(row, FINISHED, 0) == OK)
+    assert until(lambda: engine.xe_wait(job, FINISHED, 0) == OK)
     assert (there == 7).all()
     # Which thread asks for the chunk's event is open, and so how often one enters.
     assert [name for name in said if name in ("wait", "copy_h2d", "record")] == ["wait", "copy_h2d", "record", "record"]
     assert {"enter", "query"} <= set(said)
     assert "current" not in said
     assert set(modes) == {RELAXED}
-    _forget(row)
+    _forget(job)
     assert engine.xe_close_lane(lane) == OK
 
 
 def test_a_job_without_chunks_is_abandoned() -> None:
-    engine, lane, row = library(), 992, 4001
+    engine, lane, job = library(), 992, 4001
     assert engine.xe_open_lane(lane, D2H, None, None) == OK
     there = np.zeros(100, np.uint8)
-    assert engine.xe_submit(row, lane, Piece(there.ctypes.data, 1, there.nbytes, 0), 1, None, None) == OK
-    assert engine.xe_wait(row, STAGED, 0) == NOT_YET
-    assert engine.xe_abandon(row) == OK
-    assert engine.xe_wait(row, STAGED, 0) == FAILED
+    assert engine.xe_submit(job, lane, Piece(there.ctypes.data, 1, there.nbytes, 0), 1, None, None) == OK
+    assert engine.xe_wait(job, STAGED, 0) == NOT_YET
+    assert engine.xe_abandon(job) == OK
+    assert engine.xe_wait(job, STAGED, 0) == FAILED
     status, at, lost = ctypes.c_int32(), ctypes.c_char_p(), ctypes.c_int()
-    assert engine.xe_error(row, status, at, lost) == OK
+    assert engine.xe_error(job, status, at, lost) == OK
     assert (status.value, at.value, lost.value) == (errno.ECANCELED, b"abandoned", 0)
-    _forget(row)
+    _forget(job)
     assert engine.xe_close_lane(lane) == OK
 
 
-def _forget(row: int) -> None:
-    rows = (ctypes.c_uint64 * 8)()
-    assert row in rows[: library().xe_finished(rows, 8)]
-    assert library().xe_forget(row) == OK
+def _forget(job: int) -> None:
+    ids = (ctypes.c_uint64 * 8)()
+    assert job in ids[: library().xe_finished(ids, 8)]
+    assert library().xe_forget(job) == OK
 
 
 class Owner:
     """A backend without calls of C: it copies at once, on a thread of its own."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, bool, bool]] = []
+        self.taken: list[tuple[int, bool, bool]] = []
         self._over = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -211,7 +211,7 @@ class Owner:
                 here, there = request.memory, request.device
                 ctypes.memmove(*((there, here) if request.lane % 2 == H2D else (here, there)), request.nbytes)
                 if request.first or request.last:
-                    self.rows.append((request.row, bool(request.first), bool(request.last)))
+                    self.taken.append((request.id, bool(request.first), bool(request.last)))
                 if request.record:
                     assert library().xe_answer(request.lane, request.chunk, 0, 1) == OK
                     assert library().xe_reached(request.lane, request.chunk, 0) == OK
@@ -236,7 +236,7 @@ def figures() -> Figures:
 
 @pytest.mark.parametrize("direction", [H2D, D2H])
 def test_bytes_cross_for_a_backend_in_python(owner: Owner, direction: int) -> None:
-    engine, lane, row = library(), 1000 + direction, 5000 + direction
+    engine, lane, job = library(), 1000 + direction, 5000 + direction
     assert engine.xe_start(2) >= 2
     assert engine.xe_open_lane(lane, direction, None, None) == OK
     memory = np.zeros((3, 1 << 20), np.uint8)
@@ -250,15 +250,15 @@ def test_bytes_cross_for_a_backend_in_python(owner: Owner, direction: int) -> No
         host, device = (mine, its) if direction == H2D else (its, mine)
         pieces[number] = Piece(host.ctypes.data, device.ctypes.data, host.nbytes, number)
     before = figures()
-    assert engine.xe_submit(row, lane, pieces, 3, None, None) == OK
-    assert engine.xe_wait(row, FINISHED, int(WATCHDOG * 1e6)) == OK
+    assert engine.xe_submit(job, lane, pieces, 3, None, None) == OK
+    assert engine.xe_wait(job, FINISHED, int(WATCHDOG * 1e6)) == OK
     assert all((mine == its).all() for mine, its in zip(here, there, strict=True))
-    assert [entry for entry in owner.rows if entry[1]] == [(row, True, owner.rows[0][2])]
-    assert [entry[0] for entry in owner.rows if entry[2]] == [row]
+    assert [entry for entry in owner.taken if entry[1]] == [(job, True, owner.taken[0][2])]
+    assert [entry[0] for entry in owner.taken if entry[2]] == [job]
     after = figures()
     assert after.threads >= 2
     assert after.jobs == before.jobs + 1
     # With what lies between the pieces.
     assert 0 <= after.copied_nbytes - before.copied_nbytes - sum(sizes) < 2 * 256
-    _forget(row)
+    _forget(job)
     assert engine.xe_close_lane(lane) == OK

@@ -221,10 +221,10 @@ def test_a_job_that_has_finished_and_that_nobody_asked_is_in_nobody_s_way(
     under_way = getattr(stager._ledger.jobs, direction)
 
     class Finished:
-        row, owner, memory = -1, None, ()
+        id, owner, memory = -1, None, ()
 
         def reached(self) -> bool:
-            return under_way.pop(self.row, None) is not None
+            return under_way.pop(self.id, None) is not None
 
     under_way[-1] = Finished()
     assert stager.get(ramp(64), out=np.zeros(64, np.uint8)).done()

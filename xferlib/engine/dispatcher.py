@@ -45,7 +45,7 @@ class Served:
 
     def serve(self, request: Request) -> None:
         """Make the calls for one request; answer when it is the last of its chunk."""
-        job = self.jobs[request.row]
+        job = self.jobs[request.id]
         try:
             if not self._failed:
                 if request.first and job.after is not None:

@@ -99,7 +99,7 @@ struct job {
     job *other;                  // In its bucket.
     job *finished_next;
     lane *lane;
-    uint64_t row;
+    uint64_t id;
     xe_piece *pieces;
     size_t count;
     size_t piece, offset;        // Where the next part begins.
@@ -255,9 +255,9 @@ static chunk *find_chunk(lane *l, uint64_t number) {
     return c;
 }
 
-static job **place_of(uint64_t row) {
-    job **place = &buckets[(row * 0x9E3779B97F4A7C15u >> 32) % BUCKETS];
-    while (*place && (*place)->row != row) place = &(*place)->other;
+static job **place_of(uint64_t id) {
+    job **place = &buckets[(id * 0x9E3779B97F4A7C15u >> 32) % BUCKETS];
+    while (*place && (*place)->id != id) place = &(*place)->other;
     return place;
 }
 
@@ -1129,7 +1129,7 @@ static void shape(job *j) {
     j->small = w.piece == j->count;
 }
 
-int xe_submit(uint64_t row, uint32_t number, const xe_piece *pieces, size_t count, void *after, void *done) {
+int xe_submit(uint64_t id, uint32_t number, const xe_piece *pieces, size_t count, void *after, void *done) {
     if (count == 0 || count > SIZE_MAX / sizeof *pieces) return XE_WRONG;
     size_t nbytes = 0;
     for (size_t n = 0; n < count; n++) {
@@ -1144,10 +1144,10 @@ int xe_submit(uint64_t row, uint32_t number, const xe_piece *pieces, size_t coun
         return XE_NO_MEMORY;
     }
     memcpy(kept, pieces, count * sizeof *kept);
-    *j = (job){.row = row, .pieces = kept, .count = count, .left = nbytes, .after = after, .done = done, .queued = true};
+    *j = (job){.id = id, .pieces = kept, .count = count, .left = nbytes, .after = after, .done = done, .queued = true};
     lock();
     lane *l = find_lane(number);
-    job **place = place_of(row);
+    job **place = place_of(id);
     int status = !l ? XE_UNKNOWN : stopping ? XE_STOPPED : !l->calls && (after || done) ? XE_WRONG : XE_OK;
     if (status == XE_OK && !*place) {
         j->lane = l;
@@ -1169,24 +1169,24 @@ int xe_submit(uint64_t row, uint32_t number, const xe_piece *pieces, size_t coun
     return status;
 }
 
-int xe_drop(uint64_t row) {
+int xe_drop(uint64_t id) {
     lock();
-    job *j = *place_of(row);
+    job *j = *place_of(id);
     int status = !j ? XE_UNKNOWN : j->started || j->finished ? XE_NOT_YET : XE_OK;
     if (status == XE_OK) fail(j, ECANCELED, "dropped before it had begun");
     unlock();
     return status;
 }
 
-int xe_abandon(uint64_t row) {
+int xe_abandon(uint64_t id) {
     lock();
-    job *j = *place_of(row);
+    job *j = *place_of(id);
     if (j && !j->finished) fail(j, ECANCELED, "abandoned");
     unlock();
     return j ? XE_OK : XE_UNKNOWN;
 }
 
-int xe_wait(uint64_t row, int stage, int64_t microseconds) {
+int xe_wait(uint64_t id, int stage, int64_t microseconds) {
     struct timespec began;
     clock_gettime(CLOCK_MONOTONIC, &began);
     struct timespec busy = began;
@@ -1195,7 +1195,7 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
     int status, questions = 1;
     lock();
     for (;;) {
-        job *j = *place_of(row);
+        job *j = *place_of(id);
         if (!j) {
             status = XE_UNKNOWN;
             break;
@@ -1249,9 +1249,9 @@ int xe_wait(uint64_t row, int stage, int64_t microseconds) {
     return status;
 }
 
-int xe_error(uint64_t row, int32_t *status, const char **at, int *lost) {
+int xe_error(uint64_t id, int32_t *status, const char **at, int *lost) {
     lock();
-    job *j = *place_of(row);
+    job *j = *place_of(id);
     int known = !j ? XE_UNKNOWN : has_failed(j) ? XE_OK : XE_NOT_YET;
     if (known == XE_OK) {
         *status = j->status;
@@ -1262,7 +1262,7 @@ int xe_error(uint64_t row, int32_t *status, const char **at, int *lost) {
     return known;
 }
 
-size_t xe_finished(uint64_t *rows, size_t count) {
+size_t xe_finished(uint64_t *ids, size_t count) {
     size_t found = 0;
     lock();
     while (found < count && finished_first) {
@@ -1270,15 +1270,15 @@ size_t xe_finished(uint64_t *rows, size_t count) {
         finished_first = j->finished_next;
         if (!finished_first) finished_last = NULL;
         j->listed = false;
-        rows[found++] = j->row;
+        ids[found++] = j->id;
     }
     unlock();
     return found;
 }
 
-int xe_forget(uint64_t row) {
+int xe_forget(uint64_t id) {
     lock();
-    job **place = place_of(row), *j = *place;
+    job **place = place_of(id), *j = *place;
     int status = !j ? XE_UNKNOWN : !j->finished || j->listed ? XE_BUSY : XE_OK;
     if (status == XE_OK) *place = j->other;
     unlock();
@@ -1307,7 +1307,7 @@ static size_t ask_for(chunk *c, xe_request *requests) {
             requests[0].nbytes = s.at + s.nbytes;
             continue;
         }
-        requests[count] = (xe_request){j->row, c->number, s.device, c->memory + s.at, s.nbytes, l->number, first && !count, 0, 0, 0};
+        requests[count] = (xe_request){j->id, c->number, s.device, c->memory + s.at, s.nbytes, l->number, first && !count, 0, 0, 0};
         count++;
     }
     requests[count - 1].record = 1;

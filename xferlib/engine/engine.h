@@ -71,7 +71,7 @@ typedef struct {
 // What the owner of a lane without calls is asked to do, in order: if `first`, let the lane wait for what comes before the job;
 // copy; if `record`, record the chunk's event; if `last`, the job's. Then xe_answer for the chunk, once, after its last request.
 typedef struct {
-    uint64_t row, chunk, device;
+    uint64_t id, chunk, device;
     void *memory;
     uint64_t nbytes;
     uint32_t lane;
@@ -105,23 +105,23 @@ int xe_take_chunk(uint32_t lane, uint64_t chunk);
 
 // Start a job. `after`: an event that the lane's stream waits for directly before the first copy; `done`: one that is recorded
 // directly behind the last. Both only for lanes with calls, and NULL for none. The pieces are copied.
-int xe_submit(uint64_t row, uint32_t lane, const xe_piece *pieces, size_t count, void *after, void *done);
+int xe_submit(uint64_t id, uint32_t lane, const xe_piece *pieces, size_t count, void *after, void *done);
 // Take back a job of which nothing has begun: as if it had failed. XE_NOT_YET: it has begun, and goes on.
-int xe_drop(uint64_t row);
+int xe_drop(uint64_t id);
 // Fail a job (ECANCELED), though it has begun. No more of it is begun or issued, and its event is not recorded any more; what is in
 // the stream goes on, and its chunks come back as ever. At XE_STAGED its host memory is at rest. A job that has failed or finished
 // stays as it is.
-int xe_abandon(uint64_t row);
+int xe_abandon(uint64_t id);
 // Block until a job has come so far, or so many microseconds have passed; 0 asks without waiting. Where there are no threads, what
 // can be done at once is done first.
-int xe_wait(uint64_t row, int stage, int64_t microseconds);
+int xe_wait(uint64_t id, int stage, int64_t microseconds);
 // Why a job failed: the device's status, and at what. `lost`: a copy may be under way of which nobody can know when it ends, so
 // that what the job refers to must be kept for good, and its chunk. While every chunk of a lane is lost, its jobs fail (ENOBUFS).
-int xe_error(uint64_t row, int32_t *status, const char **at, int *lost);
+int xe_error(uint64_t id, int32_t *status, const char **at, int *lost);
 // Store the numbers of jobs that have finished, at most `count`, each once, and return how many.
-size_t xe_finished(uint64_t *rows, size_t count);
+size_t xe_finished(uint64_t *ids, size_t count);
 // Forget a job that has finished and was told of.
-int xe_forget(uint64_t row);
+int xe_forget(uint64_t id);
 
 // Of lanes without calls. Store what is to be done next, whole chunks only, and return how many requests that is; blocks so long
 // for the first one. `count` is at least XE_MOST_PIECES.

@@ -1,8 +1,8 @@
 """Jobs: transfers that the engine works on, as the core sees them.
 
-Whoever submits a job first chooses its number and enters it, with all that must stay alive, before the engine hears of it. An
-interrupt may lose what a native call returns, but then the row is there all the same. A forked child has an engine of its own. It
-never calls its parent's engine, whose threads it does not have.
+Whoever submits a job first chooses its id and enters it, with all that must stay alive, before the engine hears of it. An interrupt
+may lose what a native call returns, but the job is in the table all the same. A forked child has an engine of its own. It never
+calls its parent's engine, whose threads it does not have.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, S
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
 from xferlib.protocol import Event, Source, Stream
 
-__all__ = ["Job", "next_row", "refuse_parents", "refuse_stream_wait"]
+__all__ = ["Job", "next_id", "refuse_parents", "refuse_stream_wait"]
 
 SLICE_MICROSECONDS = 50_000
 """How long one wait is: until a native call returns, Python runs no signal handler."""
 FINISHED_AT_ONCE = 64
 
-next_row: Callable[[], int] = itertools.count(1).__next__
+next_id: Callable[[], int] = itertools.count(1).__next__
 """Numbers the work of the engine, or of callers, for the whole process, in the order in which it began."""
 _first = 0
 """From this number on they are this process's own."""
@@ -34,15 +34,15 @@ _lost: list[object] = []
 
 def _note_fork() -> None:
     global _first
-    _first = next_row()
+    _first = next_id()
 
 
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def refuse_parents(row: int) -> None:
+def refuse_parents(number: int) -> None:
     """Raise `BackendUnavailableError` for what was numbered before this process was forked: it stayed with the parent."""
-    if row < _first:
+    if number < _first:
         raise BackendUnavailableError(
             "memory cannot be transferred here: this process was forked after the stager was opened. "
             "Open stagers in the child, and start processes with the spawn or forkserver method"
@@ -61,7 +61,7 @@ class JobLane(Protocol):
     """The lane that a job is on."""
 
     jobs: dict[int, Job]
-    """By row, all that have not finished."""
+    """By id, all that have not finished."""
 
     def failure(self, status: int, at: str) -> Exception:
         """Return the exception for a status of the device."""
@@ -92,19 +92,19 @@ class Job:
         "event",
         "given_up",
         "holds",
+        "id",
         "kept",
         "lane",
         "memory",
         "ours",
         "owner",
         "parts",
-        "row",
         "sources",
         "submitted",
     )
 
     def __init__(self, lane: JobLane, *, owner: int | None = None) -> None:
-        self.row = next_row()
+        self.id = next_id()
         self.lane = lane
         self.owner = owner
         self.holds = False
@@ -130,11 +130,11 @@ class Job:
         """Tell whether the job has come so far, failed or not. Never blocks."""
         if self._over or not (self.submitted or self.given_up):
             return self._over
-        refuse_parents(self.row)
+        refuse_parents(self.id)
         if self.given_up:
             # Perhaps the engine has not heard of that yet.
-            quick().xe_abandon(self.row)
-        status = quick().xe_wait(self.row, stage, 0)
+            quick().xe_abandon(self.id)
+        status = quick().xe_wait(self.id, stage, 0)
         if status in (NOT_YET, STOPPED):
             return False
         if status == FAILED:
@@ -147,7 +147,7 @@ class Job:
     def wait_for(self, stage: int) -> None:
         """Block, without the GIL, until the job has come so far, failed or not."""
         while not self.has_come(stage):
-            if library().xe_wait(self.row, stage, SLICE_MICROSECONDS) == STOPPED:
+            if library().xe_wait(self.id, stage, SLICE_MICROSECONDS) == STOPPED:
                 raise XferError("the interpreter ends, and nothing is transferred any more")
 
     def raise_failure(self) -> None:
@@ -157,8 +157,8 @@ class Job:
 
     def abandon(self) -> None:
         """Have nothing more of it started, and block until no thread touches the caller's memory."""
-        refuse_parents(self.row)
-        if quick().xe_abandon(self.row) == OK:
+        refuse_parents(self.id)
+        if quick().xe_abandon(self.id) == OK:
             self.submitted = True
             self.wait_for(STAGED)
         else:
@@ -209,7 +209,7 @@ class Job:
 
     def _note_failure(self) -> None:
         status, at, lost = ctypes.c_int32(), ctypes.c_char_p(), ctypes.c_int()
-        if quick().xe_error(self.row, ctypes.byref(status), ctypes.byref(at), ctypes.byref(lost)) != OK:
+        if quick().xe_error(self.id, ctypes.byref(status), ctypes.byref(at), ctypes.byref(lost)) != OK:
             return
         if self._error is None:
             if lost.value:
@@ -231,9 +231,9 @@ class Job:
         self.sources = self.kept = self.after = None
         self.memory = self.device = ()
         # The engine forgets only what it has told of.
-        while quick().xe_forget(self.row) == BUSY:
+        while quick().xe_forget(self.id) == BUSY:
             quick().xe_finished((ctypes.c_uint64 * FINISHED_AT_ONCE)(), FINISHED_AT_ONCE)
-        self.lane.jobs.pop(self.row, None)
+        self.lane.jobs.pop(self.id, None)
         self._over = True
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from xferlib.engine.cores import usable_cores
 from xferlib.engine.dispatcher import DISPATCHER, Served
-from xferlib.engine.jobs import Job, next_row, refuse_parents
+from xferlib.engine.jobs import Job, next_id, refuse_parents
 from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, Piece, library, quick
 from xferlib.errors import AllocationError, XferError
 from xferlib.latch import is_copy_thread
@@ -96,9 +96,10 @@ class Lane:
         self.direction = direction
         self.nbytes = nbytes
         self.jobs = jobs
-        """By row, all that have not finished."""
+        """By id, all that have not finished."""
         self._number = next(_lanes)
-        self._row = next_row()
+        self._id = next_id()
+        """Tells that this process has opened it: see `refuse_parents`."""
         self._pool = pool
         self._most = most
         self._blocks: dict[int, HostBlock] = {}
@@ -134,7 +135,7 @@ class Lane:
 
         `feed` must follow, or `Job.abandon` where anything is raised.
         """
-        refuse_parents(job.row)
+        refuse_parents(job.id)
         if LOG.on:
             # Before the first copy can be started.
             told = pieces.tolist() if isinstance(pieces, np.ndarray) else pieces
@@ -145,11 +146,11 @@ class Lane:
         if self._calls is not None:
             job.event, done = self._calls.new_event()
             after = None if job.after is None else self._calls.handle(job.after)
-        self.jobs[job.row] = job
+        self.jobs[job.id] = job
         if self._served is not None:
             # First: it also ends the job where an interrupt comes between here and `abandon`.
             DISPATCHER.work(self._served)
-        status = quick().xe_submit(job.row, self._number, listed, len(pieces), after, done)
+        status = quick().xe_submit(job.id, self._number, listed, len(pieces), after, done)
         if status != OK:
             raise XferError("the interpreter ends" if status == STOPPED else f"the engine refused a transfer ({status})")
         job.submitted = True
@@ -186,7 +187,7 @@ class Lane:
 
         Waits for no copy. If the device has made all copies of a job, it waits until the engine has seen that.
         """
-        refuse_parents(self._row)
+        refuse_parents(self._id)
         if self._releasing._is_owned():  # type: ignore[attr-defined]  # As `threading.Condition` asks.
             # A finalizer, inside a release.
             return False

@@ -107,7 +107,7 @@ class Request(ctypes.Structure):
     """`xe_request`."""
 
     _fields_ = (
-        ("row", _U64),
+        ("id", _U64),
         ("chunk", _U64),
         ("device", _U64),
         ("memory", _P),

@@ -148,7 +148,7 @@ MUTANTS = [
         "        return me if me == self.maker or me in self.threads else None",
         "        return me if me in self.threads else None",
     ),
-    (IN_FLIGHT, "work.row, None)\n            self.readings.pop(work.row, None)\n", "work.row, None)\n"),
+    (IN_FLIGHT, "work.id, None)\n            self.readings.pop(work.id, None)\n", "work.id, None)\n"),
     (IN_FLIGHT, "not self.jobs.d2h and not self.jobs.readings and", "not self.jobs.d2h and"),
     (IN_FLIGHT, "        self.jobs.cut_readings()\n", ""),
     (IN_FLIGHT, "        return any(me in reading.threads for reading in list(self.readings.values()))", "        return False"),
