@@ -52,7 +52,9 @@ from xferlib.overlap.report import OverlapReport as OverlapReport
 from xferlib.overlap.report import OverlapRow as OverlapRow
 from xferlib.overlap.report import Spread as Spread
 from xferlib.pipeline.drain import Drain as Drain
+from xferlib.pipeline.drain import Drained as Drained
 from xferlib.pipeline.drain import Results as Results
+from xferlib.pipeline.drain import drain as drain
 from xferlib.pipeline.host_tree import HostTree as HostTree
 from xferlib.pipeline.memory_estimate import MemoryEstimate as MemoryEstimate
 from xferlib.pipeline.prefetch import Prefetch as Prefetch
@@ -61,8 +63,6 @@ from xferlib.pipeline.report import Report as Report
 from xferlib.pipeline.ring import Ring as Ring
 from xferlib.pipeline.ring import Slot as Slot
 from xferlib.pipeline.stacking import stack as stack
-from xferlib.pipeline.stream import Drained as Drained
-from xferlib.pipeline.stream import drain as drain
 from xferlib.pipeline.stream import stream_map as stream_map
 from xferlib.pipeline.workers.ring import SharedRing as SharedRing
 from xferlib.pipeline.workers.run import Run as Run

@@ -161,8 +161,8 @@ MUTANTS = (
     Mutant(
         "results are written from the same row",
         "xferlib/pipeline/drain.py",
-        "rows.filled += count\n",
-        "rows.filled += count - (count > 1)\n",
+        "writer.filled += count\n",
+        "writer.filled += count - (count > 1)\n",
     ),
     Mutant(
         "memory of a closed stager is unlocked under its arrays",

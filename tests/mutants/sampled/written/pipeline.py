@@ -85,7 +85,7 @@ MUTANTS = [
     (DRAIN, '        if self._stager.when_full != "stage":\n', "        if True:\n"),
     (
         DRAIN,
-        "        except (XferError, TypeError, ValueError):\n            rows.filled -= count\n            raise",
+        "        except (XferError, TypeError, ValueError):\n            writer.filled -= count\n            raise",
         "        except (XferError, TypeError, ValueError):\n            raise",
     ),
     (DRAIN, "                failed = failed or error", "                failed = error"),
@@ -94,7 +94,7 @@ MUTANTS = [
         "        users += ledger.jobs.using([(address, nbytes)])\n",
         "",
     ),
-    (STREAM, "and self._drain.pending <= self._drain.depth:", "and self._drain.pending < self._drain.depth:"),
+    (DRAIN, "and self._drain.pending <= self._drain.depth:", "and self._drain.pending < self._drain.depth:"),
     (CLOCK, "        seconds = min(seconds, self._seconds.get(source, 0.0))\n", ""),
     (ROWS, "        if end > self.rows:", "        if end >= self.rows:"),
     (UNSHARED, "if count != _ALONE + owners or weakref.getweakrefcount(item):", "if count != _ALONE + owners:"),
