@@ -131,7 +131,7 @@ class ByteReader:
                     if span.nbytes:
                         self._copy_d2h(address + end, source.address + span.start, span.nbytes)
                     end += span.nbytes
-                event = self._d2h.add(end, (out,), sources)
+                event = self._d2h.add(end, (out,), sources).event
             except BaseException:
                 self._d2h.settle((sources, out), (out,), sources)
                 raise

@@ -278,7 +278,7 @@ class DeviceToHost:
         nbytes = out.nbytes
         try:
             self._backend.copy_d2h(address, source.address, nbytes)
-            event = self._d2h.add(nbytes, (out,), (source,), looked=looks)
+            event = self._d2h.add(nbytes, (out,), (source,), looked=looks).event
         except BaseException:
             self._d2h.settle((source, out), (out,), (source,))
             raise
@@ -375,7 +375,7 @@ class DeviceToHost:
         pageable: list[tuple[int, Array]] = []
         try:
             nbytes = self._copy_pinned(sources, outs, addresses, pageable)
-            event = self._d2h.add(nbytes, outs, sources, looked=looked) if nbytes or not pageable else None
+            event = self._d2h.add(nbytes, outs, sources, looked=looked).event if nbytes or not pageable else None
             if pageable:
                 try:
                     # A job raises whatever a call of the backend raised.
@@ -385,7 +385,7 @@ class DeviceToHost:
                     if not (ours and self._copy_locked(pageable, after)):
                         raise
                 # Results that were pinned from the start are counted already.
-                event = self._d2h.add(sum([array.nbytes for _, array in pageable]), outs, sources, looked=looked)
+                event = self._d2h.add(sum([array.nbytes for _, array in pageable]), outs, sources, looked=looked).event
         except BaseException:
             self._d2h.settle((sources, outs), outs, sources)
             raise

@@ -138,8 +138,7 @@ class HostToDevice:
                 transfer.stream_wait(stream)
             return transfer
         except BaseException:
-            with suppress(*self._failures):
-                event.synchronize()
+            self._h2d.wait(event)
             raise
 
     def _by_engine(self, leaves: list[Array], packing: Packing, run: Run, lease: Lease, spec: Spec) -> tuple[Event, Any]:
@@ -188,12 +187,13 @@ class HostToDevice:
         if address:
             try:
                 self._copy_h2d(block.address, address, nbytes)
-                event = self._h2d.add(nbytes, (array,))
+                event = self._h2d.add(nbytes, (array,)).event
             except BaseException:
                 self._h2d.settle((array, lease), (array,))
                 raise
         else:
-            event = self._begin_staged(block.address, array, address, lease, ())
+            found = self._stage_one(block.address, array, (), lease) if address is None else None
+            event = self._begin([block.address], [(array, address)], (0,), lease, ()) if found is None else found
         try:
             value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=lease)
             if spec is not None:
@@ -205,8 +205,7 @@ class HostToDevice:
                 transfer.stream_wait(stream)
             return transfer
         except BaseException:
-            with suppress(*self._failures):
-                event.synchronize()
+            self._h2d.wait(event)
             raise
 
     def one_into(self, array: Array, target: Any, stream: object | None) -> Transfer:
@@ -226,27 +225,21 @@ class HostToDevice:
         if address:
             try:
                 self._copy_h2d(place[0], address, nbytes)
-                event = self._h2d.add(nbytes, (array,), places)
+                event = self._h2d.add(nbytes, (array,), places).event
             except BaseException:
                 self._h2d.settle((array, place), (array,), places)
                 raise
         else:
-            event = self._begin_staged(place[0], array, address, place, places)
+            found = self._stage_one(place[0], array, places, place) if address is None else None
+            event = self._begin([place[0]], [(array, address)], (0,), place, places) if found is None else found
         try:
             transfer = Transfer(target, event, self._failures, False, partial(self._name, places), self._table)
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
         except BaseException:
-            with suppress(*self._failures):
-                event.synchronize()
+            self._h2d.wait(event)
             raise
-
-    def _begin_staged(self, destination: int, array: Array, address: int | None, target: object, places: Sequence[Source]) -> Event:
-        """Start one copy of a pageable array, or of an empty one. `target` is kept if nobody can say when the copy ends; `places`:
-        memory of the caller's."""
-        event = self._stage_one(destination, array, places, target) if address is None else None
-        return self._begin([destination], [(array, address)], (0,), target, places) if event is None else event
 
     def _name(self, places: Sequence[Source], handle: int, stream: Stream) -> None:
         """Note a stream that may read arrays of the caller's. The memory of some of them may be a stager's."""
@@ -265,8 +258,7 @@ class HostToDevice:
                 transfer.stream_wait(stream)
             return transfer
         except BaseException:
-            with suppress(*self._failures):
-                event.synchronize()
+            self._h2d.wait(event)
             raise
 
     def _places(self, sources: list[HostLeaf], spec: Spec, targets: list[Any], stream: object | None) -> list[Source]:
@@ -302,8 +294,7 @@ class HostToDevice:
                 transfer.stream_wait(stream)
             return transfer
         except BaseException:
-            with suppress(*self._failures):
-                event.synchronize()
+            self._h2d.wait(event)
             raise
 
     def _is_worth_borrowing(self, sources: list[HostLeaf]) -> bool:
@@ -434,7 +425,10 @@ class HostToDevice:
     def _begin(
         self, addresses: Sequence[int], sources: list[HostLeaf], blocks: Sequence[int], target: object, places: Sequence[Source]
     ) -> Event:
-        """Start copies; see `_begin_staged`. `blocks`: for each leaf, the number of the piece of memory that its address is in."""
+        """Start copies. `blocks`: for each leaf, the number of the piece of memory that its address is in.
+
+        `target` is kept if nobody can say when they end. `places`: memory of the caller's.
+        """
         pinned: list[Array] = []
         staged: list[Placed] = []
         fills: list[Fill] = []
@@ -443,7 +437,7 @@ class HostToDevice:
             if staged:
                 self._staging.stage(staged, fills, target)
             # Staged leaves are the caller's again as soon as they are staged; pinned ones are not.
-            event = self._h2d.add(nbytes, pinned, places, fills[-1].memory if fills else None)
+            event = self._h2d.add(nbytes, pinned, places, fills[-1].memory if fills else None).event
         except BaseException:
             self._h2d.settle((pinned, target, fills[-1].memory if fills else None), pinned, places)
             raise

@@ -112,7 +112,7 @@ class InFlight:
 
     @property
     def table(self) -> dict[int, Entry]:
-        """The table itself, for `let_go`: it refers to nothing but what is in flight."""
+        """The table itself, by `asked`: an entry is in it until its copies are known to be done."""
         return self._entries
 
     def entries(self) -> list[Entry]:
@@ -122,33 +122,21 @@ class InFlight:
 
     def add(
         self, nbytes: int, host: Sequence[Array], device: Sequence[Source] = (), keepalive: object = None, *, looked: bool = False
-    ) -> Event:
-        """Record an event behind everything started so far, and hold all that until it is done. See `Entry`.
+    ) -> Entry:
+        """Record an event behind everything started so far, and hold all that until it is done. Return its entry.
 
         `looked`: the caller has let go of what is done, or will when it matters.
         """
         asked = self._count()
         event = self._record()
-        self._entries[asked] = _NEW(Entry, (asked, event, self._count(), host, device, keepalive))
+        entry: Entry = _NEW(Entry, (asked, event, self._count(), host, device, keepalive))
+        self._entries[asked] = entry
         self.nbytes += nbytes
         # The count decides, which a transfer advances by two. The number of entries does not: it stays the same while as many end
         # as start.
         if (nbytes >= REAP_FROM_NBYTES and not looked) or asked % _TURN >= _TURN - 2:
             self.reap(newest=asked)
-        return event
-
-    def add_numbered(self, nbytes: int, device: Sequence[Source], keepalive: object) -> tuple[int, Event]:
-        """Do what `add` does if it was `looked`, and return the entry's number, too.
-
-        It is in `table` until its copies are known to be done.
-        """
-        asked = self._count()
-        event = self._record()
-        self._entries[asked] = _NEW(Entry, (asked, event, self._count(), (), device, keepalive))
-        self.nbytes += nbytes
-        if asked % _TURN >= _TURN - 2:
-            self.reap(newest=asked)
-        return asked, event
+        return entry
 
     def settle(self, keepalive: object, host: Sequence[Array] = (), device: Sequence[Source] = ()) -> bool:
         """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
@@ -158,7 +146,7 @@ class InFlight:
         A finalizer on a thread that makes the copies does not wait, since it would wait for itself: `keepalive` is held meanwhile.
         """
         try:
-            event = self.add(0, host, device, keepalive)
+            event = self.add(0, host, device, keepalive).event
         except self._failures:
             # Better to lose the memory than to have it written under its next owner.
             self._stuck.append(keepalive)
@@ -167,8 +155,7 @@ class InFlight:
             self._hold(keepalive, host, device)
             raise
         if not is_copy_thread():
-            with suppress(*self._failures):
-                event.synchronize()
+            self.wait(event)
         return True
 
     def _hold(self, keepalive: object, host: Sequence[Array], device: Sequence[Source]) -> None:
@@ -196,7 +183,7 @@ class InFlight:
         """Block until the oldest entry that `concerns` the caller is done. Returns False if there was none."""
         for entry in self.entries():
             if concerns(entry):
-                self._wait(entry.event)
+                self.wait(entry.event)
                 self._entries.pop(entry.asked, None)
                 return True
         return False
@@ -206,7 +193,7 @@ class InFlight:
         entries = self.entries()
         # The last one first: when it is done, the others are done, too, or nearly.
         for entry in reversed(entries):
-            self._wait(entry.event)
+            self.wait(entry.event)
         # Each by itself: `reap` leaves entries that other threads recorded meanwhile to its next look, and there may be none.
         for entry in entries:
             self._entries.pop(entry.asked, None)
@@ -216,7 +203,8 @@ class InFlight:
         leave(self._entries, self._stuck)
         self._entries, self._stuck = {}, []
 
-    def _wait(self, event: Event) -> None:
+    def wait(self, event: Event) -> None:
+        """Block until an event is reached, or has failed."""
         with suppress(*self._failures):
             event.synchronize()
 

@@ -77,7 +77,7 @@ def test_an_entry_is_held_until_its_event_is_done() -> None:
     queue = queue_of(point)
     thing = Thing()
     alive = weakref.ref(thing)
-    assert queue.add(REAP_FROM_NBYTES, (), (), thing) is point
+    assert queue.add(REAP_FROM_NBYTES, (), (), thing).event is point
     del thing
     queue.reap()
     assert alive() is not None
@@ -201,35 +201,27 @@ def test_a_table_that_another_thread_adds_to_meanwhile_is_looked_at_as_a_whole()
     assert [entry.event for entry in queue.entries()] == points[2:]
 
 
-Add = Callable[[InFlight], object]
-ADDS: dict[str, Add] = {"add": lambda queue: queue.add(1, ()), "add_numbered": lambda queue: queue.add_numbered(1, (), None)}
-adds = pytest.mark.parametrize("add", ADDS.values(), ids=ADDS)
-
-
-@adds
-def test_small_transfers_are_asked_about_only_now_and_then(add: Add) -> None:
+def test_small_transfers_are_asked_about_only_now_and_then() -> None:
     points = [Point(reached=True) for _ in range(REAP_EVERY_TRANSFERS)]
     queue = queue_of(*points)
     for _ in range(REAP_EVERY_TRANSFERS - 1):
-        add(queue)
+        queue.add(1, ())
     assert sum(point.asked for point in points) == 0
-    add(queue)
+    queue.add(1, ())
     assert not queue.wait_oldest()
 
 
-@adds
-def test_the_one_that_has_just_started_is_not_asked_about(add: Add) -> None:
+def test_the_one_that_has_just_started_is_not_asked_about() -> None:
     points = [Point() for _ in range(10 * REAP_EVERY_TRANSFERS)]
     queue = queue_of(*points)
     for point in points:
-        add(queue)
+        queue.add(1, ())
         assert point.asked == 0
         point.reached = True
         queue.reap()
 
 
-@adds
-def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_start(add: Add) -> None:
+def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_start() -> None:
     points = [Point() for _ in range(10 * REAP_EVERY_TRANSFERS)]
     queue = queue_of(*points)
     looks = 0
@@ -237,7 +229,7 @@ def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_
         before = sum(point.asked for point in points)
         # One ends with each that starts, from the tenth on.
         points[max(0, number - 10)].reached = number >= 10
-        add(queue)
+        queue.add(1, ())
         looks += sum(point.asked for point in points) > before
     assert looks == 10
 
@@ -1001,7 +993,7 @@ def test_only_the_newest_entry_is_let_go_of_by_its_event() -> None:
     points = [Point(reached=True), Point(reached=True)]
     copies = InFlight(iter(points).__next__, ())
     let_go(copies.table, points[0])
-    first, second = copies.add(0, ()), copies.add(0, ())
+    first, second = copies.add(0, ()).event, copies.add(0, ()).event
     let_go(copies.table, first)
     assert len(copies.entries()) == 2
     let_go(copies.table, Point(reached=True))

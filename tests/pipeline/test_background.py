@@ -41,7 +41,7 @@ def test_a_stager_that_closes_waits_for_a_put_that_a_dropped_iterator_is_startin
         del batches
         assert shared.stopping
         closing = on_thread(stager.close)
-        until(lambda: shared.changed.sleepers or closing.done())
+        until(lambda: shared.changed._sleepers or closing.done())
         assert not closing.done()
         gate.set()
         closing.result(PATIENCE)
@@ -63,7 +63,7 @@ def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
         asked.release()
         assert shared.take() == number
         assert shared._shared.inbox.qsize() <= 8
-        assert shared._shared.changed.sleepers <= 2
+        assert len(shared._shared.changed._sleepers) <= 2
     shared.close()
 
 
@@ -153,7 +153,7 @@ def test_who_waits_until_nothing_is_started_is_woken_where_a_start_fails() -> No
     items = background.BackgroundIterator(range(2), start, depth=2)
     assert inside.wait(PATIENCE)
     pausing = on_thread(items.pause)
-    until(lambda: items._shared.changed.sleepers or pausing.done())
+    until(lambda: items._shared.changed._sleepers or pausing.done())
     assert not pausing.done()
     gate.set()
     pausing.result(PATIENCE)
@@ -164,7 +164,7 @@ def test_an_iterator_that_is_made_has_begun(monkeypatch: pytest.MonkeyPatch) -> 
     wanted: list[tuple[threading.Thread, Any]] = []
     monkeypatch.setattr(background, "start_thread", lambda *start: wanted.append(start))
     making = on_thread(lambda: background.BackgroundIterator(range(1), lambda box, clock: box[0], depth=1))
-    until(lambda: wanted and (wanted[0][1].__self__.changed.sleepers or making.done()))
+    until(lambda: wanted and (wanted[0][1].__self__.changed._sleepers or making.done()))
     assert not making.done()
     wanted[0][0].start()
     assert making.result(PATIENCE).take() == 0
@@ -250,7 +250,7 @@ def test_whoever_waits_for_so_long_is_told_whether_it_came() -> None:
     assert changed.wait(lambda: True, 0.001)
     came: list[bool] = []
     waiters = [on_thread(lambda: changed.wait(lambda: came, PATIENCE)) for _ in range(3)]
-    until(lambda: changed.sleepers >= 3)
+    until(lambda: len(changed._sleepers) >= 3)
     came.append(True)
     changed.wake()
     assert all(waiter.result(PATIENCE) for waiter in waiters)

@@ -300,7 +300,7 @@ def test_a_consumer_whose_take_failed_is_told_when_nobody_is_inside_a_put(stager
     with xferlib.Prefetch([np.full(3, number) for number in range(3)], PutBy(put, take)) as loop:
         taker = on_thread(lambda: next(loop))
         shared = loop._background._shared
-        until(lambda: shared.paused and (shared.changed.sleepers or taker.done()))
+        until(lambda: shared.paused and (shared.changed._sleepers or taker.done()))
         assert not taker.done()
         gate.set()
         with pytest.raises(Lost):

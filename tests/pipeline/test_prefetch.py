@@ -356,9 +356,9 @@ def test_who_asks_for_the_bill_waits_for_the_first_batch(stager: xferlib.Stager)
     with xferlib.prefetch(source, stager, 2) as batches:
         assert source.stopped.wait(PATIENCE)
         changed = batches._background._shared.changed
-        before = changed.sleepers
+        before = len(changed._sleepers)
         asking = on_thread(lambda: batches.bill)
-        until(lambda: changed.sleepers > before or asking.done())
+        until(lambda: len(changed._sleepers) > before or asking.done())
         source.gate.set()
         assert asking.result(PATIENCE).device_nbytes == 4 * sum(leaf.nbytes for leaf in batch(0).values())
 

@@ -67,14 +67,6 @@ _NEW = tuple.__new__
 
 
 @final
-class _Fresh(NamedTuple):
-    """A segment that is counted and not there yet."""
-
-    ranges: Ranges
-    nbytes: int
-
-
-@final
 class _Result(NamedTuple):
     """A large array of `results`. `place`: its index among those wanted."""
 
@@ -209,8 +201,8 @@ class PinnedPool(Table):
         number = self._count()
         held = ticket(self._returns.put, number)
         found = self._alone(self._reuse_or_count, request, number, False)
-        if isinstance(found, _Fresh):
-            found = self._grow(request, number, found)
+        if isinstance(found, Ranges):
+            found = uninterrupted(self._lock_new, request, number, found)
         return None if found is None else HostBlock(found.address, found.size, held)
 
     def _take(self, nbytes: int, taken: Callable[[], None] | None, *, write_combined: bool, for_array: bool) -> HostBlock:
@@ -239,8 +231,9 @@ class PinnedPool(Table):
         while True:
             changes = self._changes
             found = self._alone(self._reuse_or_count, request, number, True)
-            if isinstance(found, _Fresh):
-                return self._grow(request, number, found)
+            if isinstance(found, Ranges):
+                # Outside the lock: page-locking takes milliseconds, and other threads may find idle memory meanwhile.
+                return uninterrupted(self._lock_new, request, number, found)
             if found is not None:
                 return found
             if self._segments.freeable():
@@ -423,8 +416,8 @@ class PinnedPool(Table):
         self.hits += 1
         return self._hand_out(address, ranges, request, number)
 
-    def _reuse_or_count(self, request: PoolRequest, number: int, may_evict: bool) -> Row | _Fresh | None:
-        """Enter a row in idle memory, or count a new segment. None: neither; idle segments may be freeable now."""
+    def _reuse_or_count(self, request: PoolRequest, number: int, may_evict: bool) -> Row | Ranges | None:
+        """Enter a row in idle memory, or count a new segment of the ranges returned. None: neither; some may be freeable now."""
         row = self._reuse(request, number)
         if row is not None:
             return row
@@ -438,7 +431,7 @@ class PinnedPool(Table):
             excess = self.nbytes + nbytes - self.limit
             if excess <= 0:
                 self._growing[number] = Growth(nbytes)
-                return _Fresh(ranges, nbytes)
+                return ranges
             if may_evict and self._segments.evict(excess):
                 break
         return None
@@ -521,16 +514,12 @@ class PinnedPool(Table):
         self._reserved[address] = nbytes
         return True
 
-    def _grow(self, request: PoolRequest, number: int, fresh: _Fresh) -> Row:
-        # Outside the lock: page-locking takes milliseconds, and other threads may find idle memory meanwhile.
-        return uninterrupted(self._lock_new, request, number, fresh)
-
-    def _lock_new(self, request: PoolRequest, number: int, fresh: _Fresh) -> Row:
+    def _lock_new(self, request: PoolRequest, number: int, ranges: Ranges) -> Row:
         """Page-lock a segment that was counted, and enter the row at its start. On a thread that no interrupt comes to."""
-        ranges, nbytes = fresh
         allocate = self._allocate_write_combined if ranges is self._segments.write_combined else self._allocate
         assert allocate is not None
         with self._grows(number):
+            nbytes = self._growing[number].nbytes
             (row,) = self._alone(self._enter, [(Segment(number, allocate(nbytes), nbytes, ranges), request)])
             return row
 

@@ -23,11 +23,6 @@ class Wakeup:
     def __init__(self) -> None:
         self._sleepers: deque[SimpleQueue[None]] = deque()
 
-    @property
-    def sleepers(self) -> int:
-        """How many threads sleep now; perhaps more, never fewer."""
-        return len(self._sleepers)
-
     def wait(self, reached: Callable[[], object], seconds: float | None = None) -> bool:
         """Sleep until `reached()` is true, or so many seconds have passed; return whether it is true.
 

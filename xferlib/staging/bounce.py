@@ -73,7 +73,7 @@ class BounceBuffers:
             size, (address, memory, _, kept) = self._take(part.nbytes, fills)
             self._start(part, address, memory)
             # Whoever finds no slot asks which copies are done with theirs.
-            number, event = self._h2d.add_numbered(nbytes, places, memory)
+            number, event = self._h2d.add(nbytes, (), places, memory, looked=True)[:2]
             if kept:
                 self._slots[size].append((address, memory, number, True))
         except BaseException:

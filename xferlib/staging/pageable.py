@@ -167,7 +167,7 @@ class Staging:
         whole = self._bounce_odd(leaves)
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if not whole:
-            return BorrowedCopy(None, self._ledger.h2d.add(nbytes, (), (), until_started))
+            return BorrowedCopy(None, self._ledger.h2d.add(nbytes, (), (), until_started).event)
         job = Job(self._lanes[H2D], owner=threading.get_ident())
         job.sources, job.kept, job.memory = whole, until_started, [extent(leaf.array) for leaf in whole]
         try:

@@ -167,7 +167,7 @@ class SmallGets:
             for address, array in transfers:
                 self._copy_d2h(start, address, array.nbytes)
                 start += round_up(array.nbytes, ALIGNMENT)
-            return self._d2h.add(0, (), sources, block, looked=True)
+            return self._d2h.add(0, (), sources, block, looked=True).event
         except BaseException:
             self._d2h.settle((block, sources), (), sources)
             raise

@@ -21,8 +21,8 @@ from tests.mutants.laws import maps
 from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents
 from tests.mutants.laws.cuda import LAW06, LAW13, Listing
 from xferlib.conformance import Hold, cuda
-from xferlib.in_flight import InFlight
-from xferlib.protocol import Event, Source, Stream
+from xferlib.in_flight import Entry, InFlight
+from xferlib.protocol import Source, Stream
 from xferlib.stager import Stager
 
 __all__ = ["MUTANTS"]
@@ -167,7 +167,7 @@ def takes_pinned_memory_from_cupy(patch: pytest.MonkeyPatch) -> None:
     """The core leaves host memory to CuPy's pool, which hands it out again as soon as it is dropped, and holds nothing itself."""
     add = InFlight.add
 
-    def add_without(queue: InFlight, nbytes: int, *needed: object, **more: object) -> Event:
+    def add_without(queue: InFlight, nbytes: int, *needed: object, **more: object) -> Entry:
         return add(queue, nbytes, ())
 
     def empty_pinned(stager: Stager, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

@@ -15,7 +15,7 @@ from xferlib_host.conformance import TestHost as Host
 from tests.mutants.laws.arena import ArenaHost
 from tests.mutants.laws.broken import BrokenBackend, broken_backend, broken_core
 from tests.mutants.laws.host_ownership import stand_before
-from xferlib.in_flight import InFlight
+from xferlib.in_flight import Entry, InFlight
 from xferlib.protocol import Event, Source
 from xferlib.stager import Stager
 from xferlib.staging.pageable import BorrowedCopy, Staging
@@ -346,7 +346,7 @@ def holds_nothing_in_flight(patch: pytest.MonkeyPatch) -> None:
     """The core holds nothing while a copy uses it."""
     add = InFlight.add
 
-    def add_without(queue: InFlight, nbytes: int, *held: object, **more: object) -> Event:
+    def add_without(queue: InFlight, nbytes: int, *held: object, **more: object) -> Entry:
         return add(queue, nbytes, ())
 
     patch.setattr(InFlight, "add", add_without)

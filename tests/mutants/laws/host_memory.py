@@ -17,7 +17,7 @@ from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents, 
 from tests.mutants.laws.host_copies import holds_nothing_in_flight
 from tests.mutants.laws.locking import LockingBackend, LockingHost
 from xferlib.errors import ClosedError
-from xferlib.in_flight import InFlight, Jobs, Ledger
+from xferlib.in_flight import Entry, InFlight, Jobs, Ledger
 from xferlib.memory.device_pool import DevicePool
 from xferlib.protocol import Capabilities, Event, Source, Stream
 from xferlib.stager import Stager
@@ -161,7 +161,7 @@ def never_lets_go(patch: pytest.MonkeyPatch) -> None:
     add = InFlight.add
     for_ever = []
 
-    def add_and_hold(queue: InFlight, nbytes: int, *held: Any, **more: Any) -> Event:
+    def add_and_hold(queue: InFlight, nbytes: int, *held: Any, **more: Any) -> Entry:
         for_ever.append(held)
         return add(queue, nbytes, *held, **more)
 

@@ -19,8 +19,8 @@ from tests.mutants.laws import maps
 from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents
 from tests.mutants.laws.cuda import LAW06, LAW13, Listing
 from xferlib.conformance import Hold, cuda
-from xferlib.in_flight import InFlight
-from xferlib.protocol import Event, Source, Stream
+from xferlib.in_flight import Entry, InFlight
+from xferlib.protocol import Source, Stream
 
 __all__ = ["MUTANTS"]
 
@@ -163,7 +163,7 @@ def holds_nothing_in_flight(patch: pytest.MonkeyPatch) -> None:
     """The core lets go of a copy's memory as soon as the copy is started."""
     add = InFlight.add
 
-    def add_without(queue: InFlight, nbytes: int, *held: object, **more: object) -> Event:
+    def add_without(queue: InFlight, nbytes: int, *held: object, **more: object) -> Entry:
         return add(queue, nbytes, ())
 
     patch.setattr(InFlight, "add", add_without)

@@ -11,7 +11,7 @@ MUTANTS = [
     (COALESCE, "arrays.append(_as_bytes(array) if array.flags.c_contiguous else array)", "arrays.append(_as_bytes(array))"),
     (COALESCE, "            foreign = True\n", ""),
     (FOREIGN, "base is not None and not (type(base) is np.ndarray and base.base is None)\n", "isinstance(base, np.memmap)\n"),
-    (BOUNCE, "add_numbered(nbytes, places,", "add_numbered(nbytes, (),"),
+    (BOUNCE, "add(nbytes, (), places,", "add(nbytes, (), (),"),
     (BOUNCE, "bisect_left(self._sizes, nbytes)", "bisect_left(self._sizes, nbytes + 1)"),
     (BOUNCE, "bisect_left(self._sizes, nbytes)", "bisect_left(self._sizes, nbytes - 1)"),
     (BOUNCE, "settle((target, fills[-1].memory if fills else None), (), places)", "settle(fills[-1].memory if fills else None)"),

@@ -29,11 +29,9 @@ MUTANTS = [
     (INFLIGHT, "if near < len(entries) and self._ended(entries[near]):", "if False:"),
     (INFLIGHT, "entries = self._oldest(FEW)", "entries = self.entries()"),
     (INFLIGHT, "entries[-1].asked == newest", "False"),
-    (INFLIGHT, "self.reap(newest=asked)\n        return event", "self.reap()\n        return event"),
-    (INFLIGHT, "self.reap(newest=asked)\n        return asked, event", "self.reap()\n        return asked, event"),
+    (INFLIGHT, "self.reap(newest=asked)\n", "self.reap()\n"),
     (INFLIGHT, "            entries.pop()\n        # Mostly", "            entries.clear()\n        # Mostly"),
-    (INFLIGHT, "not looked) or asked % _TURN >= _TURN - 2", "not looked) or len(self._entries) % LOOK_EVERY == 0"),
-    (INFLIGHT, "if asked % _TURN >= _TURN - 2", "if len(self._entries) % LOOK_EVERY == 0"),
+    (INFLIGHT, "not looked) or asked % _TURN >= _TURN - 2", "not looked) or len(self._entries) % REAP_EVERY_TRANSFERS == 0"),
     (INFLIGHT, "gone, more = self._take_done(newest)", "gone, more = self._take_done(newest)[0], True"),
     # Nobody waits for what another stager's jobs use.
     (INFLIGHT, " or ledger.jobs.wait_user(job_concerns)\n", "\n"),
