@@ -24,14 +24,14 @@ FLOORS = [
     {"xferlib.gates", "xferlib.tracing.summary"},
     {"xferlib.engine.building"},
     {"xferlib.engine.native"},
-    {"xferlib.reaper"},
+    {"xferlib.reaper", "xferlib.uninterrupted"},
     {"xferlib.tracing.chrome", "xferlib.tracing.gpu", "xferlib.tracing.rows"},
     {"xferlib.tracing.page", "xferlib.tracing.picture"},
     {"xferlib.tracing.trace"},
     {"xferlib.tracing.__main__"},
     {"xferlib.protocol"},
     {"xferlib.tree", "xferlib.memory.arrays", "xferlib.memory.limits", "xferlib.memory.ranges"},
-    {"xferlib.engine.cores", "xferlib.engine.jobs", "xferlib.memory.foreign"},
+    {"xferlib.engine.cores", "xferlib.engine.jobs", "xferlib.in_flight", "xferlib.memory.foreign"},
     {"xferlib.engine.dispatcher"},
     {"xferlib.cuda", "xferlib.cuda.driver", "xferlib.cuda.refusals", "xferlib.cuda.streams"},
     {"xferlib.cuda.context", "xferlib.cuda.events"},
@@ -42,7 +42,7 @@ FLOORS = [
     {"xferlib.checks", "xferlib.memory.device_pool", "xferlib.memory.pinned_pool", "xferlib.stats"},
     {"xferlib.memory.host"},
     {"xferlib.memory.mapped"},
-    {"xferlib.in_flight"},
+    {"xferlib.ledger"},
     {"xferlib.engine.lanes", "xferlib.memory.registered", "xferlib.transfer"},
     {"xferlib.packing", "xferlib.pageable_warning"},
     {"xferlib.staging.coalesce", "xferlib.staging.profile"},
@@ -198,6 +198,7 @@ def test_backend_imports_only_the_contract(path: Path) -> None:
         "tracing.log",
         "tree",
         "typed",
+        "uninterrupted",
     )
     allowed = {"xferlib", *(f"xferlib.{name}" for name in names), *CUDA}
     if path.stem == "conformance":

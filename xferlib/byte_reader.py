@@ -17,7 +17,7 @@ import numpy as np
 
 from xferlib.checks import positive_nbytes, translated, uncopied
 from xferlib.errors import AllocationError, ClosedError, XferError
-from xferlib.in_flight import Ledger, Reading
+from xferlib.ledger import Ledger, Reading
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.protocol import Event, HostStager, Source

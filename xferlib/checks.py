@@ -13,8 +13,8 @@ from numpy.ma import MaskedArray
 
 from xferlib.errors import CapabilityError, XferError
 from xferlib.protocol import HostStager
-from xferlib.reaper import collects
 from xferlib.tree import Alike, Spec, path
+from xferlib.uninterrupted import collects
 
 __all__ = [
     "check_alike",

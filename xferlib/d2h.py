@@ -12,7 +12,8 @@ import numpy as np
 from xferlib.byte_reader import ByteReader
 from xferlib.checks import check_apart, check_out
 from xferlib.errors import AllocationError, CapabilityError
-from xferlib.in_flight import REAP_FROM_NBYTES, Ledger
+from xferlib.in_flight import REAP_FROM_NBYTES
+from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import round_up
 from xferlib.memory.host import HostMemory

@@ -17,7 +17,8 @@ import numpy as np
 from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalizers
 from xferlib.engine.jobs import Job
 from xferlib.errors import CapabilityError
-from xferlib.in_flight import Fill, Ledger, all_ledgers, uses
+from xferlib.in_flight import uses
+from xferlib.ledger import Fill, Ledger, all_ledgers
 from xferlib.memory.arrays import Array
 from xferlib.memory.device_pool import DevicePool, Lease, note_reader
 from xferlib.memory.host import HostLeaf, HostMemory

@@ -40,7 +40,7 @@ from xferlib.debug import Sources, wanted, watch_get
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.forks import forget_in_child
 from xferlib.h2d import HostToDevice
-from xferlib.in_flight import DeviceHolders, Ledger, PinnedHolders
+from xferlib.ledger import DeviceHolders, Ledger, PinnedHolders
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import WhenFull
 from xferlib.memory.device_pool import DevicePool
@@ -52,7 +52,7 @@ from xferlib.memory.pinned_pool import PinnedPool, promised
 from xferlib.memory.registered import Pin, Pins, splits
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import Capabilities, HostStager
-from xferlib.reaper import close_later, closed_when_dropped, collects, start_reaper, uninterrupted
+from xferlib.reaper import close_later, closed_when_dropped, start_reaper
 from xferlib.staging.pageable import Staging
 from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.stats import Stats
@@ -61,6 +61,7 @@ from xferlib.tracing.log import LOG
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import HasDtype, KeyT, NamedT, Sequences, TreeT, Unnamed
+from xferlib.uninterrupted import collects, uninterrupted
 
 __all__ = ["Stager", "before_closing", "check_stager", "open_stagers", "owns"]
 

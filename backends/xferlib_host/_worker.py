@@ -15,8 +15,8 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, final
 
 from xferlib.errors import ClosedError
-from xferlib.reaper import uninterrupted
 from xferlib.tickets import Alive, ticket
+from xferlib.uninterrupted import uninterrupted
 
 __all__ = ["Job", "Worker"]
 

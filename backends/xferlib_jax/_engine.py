@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, cast, final
 from xferlib import protocol
 from xferlib.errors import CapabilityError, ClosedError
 from xferlib.latch import note_copy_thread
-from xferlib.reaper import collects
+from xferlib.uninterrupted import collects
 from xferlib_jax._promise import ComputeError, Promise, Promises
 
 __all__ = ["CopyError", "CpuEvent", "Engine"]

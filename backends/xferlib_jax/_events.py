@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 from xferlib.errors import CapabilityError
 from xferlib.handles import Handles, Keep
 from xferlib.protocol import Event, Stream
-from xferlib.reaper import uninterrupted
+from xferlib.uninterrupted import uninterrupted
 from xferlib_jax._driver import Driver
 
 __all__ = ["CudaEvent", "EventPool", "event_pool"]

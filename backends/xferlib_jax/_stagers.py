@@ -26,7 +26,7 @@ import numpy as np
 
 import xferlib
 from xferlib.errors import XferError
-from xferlib.reaper import start_thread, uninterrupted
+from xferlib.uninterrupted import start_thread, uninterrupted
 
 __all__ = ["Device", "Hold", "close", "given", "hold", "local_stagers"]
 

@@ -15,8 +15,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, final
 
-from xferlib.reaper import uninterrupted, watch
+from xferlib.reaper import watch
 from xferlib.tickets import Returns
+from xferlib.uninterrupted import uninterrupted
 from xferlib_numba import _memory
 from xferlib_numba._device import Device
 from xferlib_numba._memory import Block

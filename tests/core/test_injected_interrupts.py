@@ -17,7 +17,7 @@ from tests.core.fakes import Device, DeviceHolders, Point, tampered, until
 from tests.core.garbage import collected_when_told  # noqa: F401  # A fixture for each test.
 from tests.core.points import interrupted_at
 from tests.memory.test_pinned_pool import Driver
-from xferlib import in_flight
+from xferlib import ledger
 from xferlib.errors import XferError
 from xferlib.memory import device_pool, registered
 from xferlib.memory.device_pool import DevicePool
@@ -519,7 +519,9 @@ STAGER = (
     "xferlib/stager.py",
     "xferlib/registry.py",
     "xferlib/reaper.py",
+    "xferlib/uninterrupted.py",
     "xferlib/in_flight.py",
+    "xferlib/ledger.py",
     "memory/device_pool.py",
     "memory/idle_blocks.py",
     "memory/registered.py",
@@ -550,7 +552,7 @@ def let_go() -> Callable[[], object]:
 def of_stagers() -> tuple[int, int, int, int]:
     """Return how many entries the tables of the process have of stagers that were not closed, and how many threads they have."""
     workers = [thread for thread in threading.enumerate() if thread.name.startswith("xferlib-host")]
-    return len(in_flight.all_ledgers()), len(device_pool._open), len(registered._open), len(workers)
+    return len(ledger.all_ledgers()), len(device_pool._open), len(registered._open), len(workers)
 
 
 @pytest.mark.parametrize("prepare", [opened, closed, let_go])

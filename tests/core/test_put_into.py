@@ -14,7 +14,7 @@ import xferlib_host
 
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread, tampered, until
-from xferlib import in_flight
+from xferlib import ledger
 from xferlib.in_flight import REAP_FROM_NBYTES
 
 
@@ -103,7 +103,7 @@ def test_the_only_stager_of_a_process_waits_for_its_own_gets(
     stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, staged: bool, tree: bool
 ) -> None:
     """Where there is another, each transfer of all of them is looked at."""
-    monkeypatch.setattr(in_flight, "_open", {0: stager._ledger})
+    monkeypatch.setattr(ledger, "_open", {0: stager._ledger})
     nbytes = 64 << 20 if staged else 1 << 20
     target, new = np.full(nbytes, 1, np.uint8), stager.empty_pinned(1 << 20, np.uint8)
     new[:] = 2

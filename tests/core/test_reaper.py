@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 from contextlib import suppress
 from typing import Any
@@ -183,84 +182,6 @@ def test_a_stager_that_is_opened_while_the_reaper_is_started_starts_no_second_on
     reaper.start_reaper()
     reaper.start_reaper()
     assert len(started) == 1
-
-
-def test_a_starter_of_threads_that_was_interrupted_is_started_again() -> None:
-    succeeds(
-        """
-        from xferlib import reaper
-        start, cut = reaper.start_new_thread, []
-
-        def interrupted(call, arguments):
-            if not cut:
-                cut.append(call)
-                raise KeyboardInterrupt
-            return start(call, arguments)
-
-        reaper.start_new_thread = interrupted
-        try:
-            reaper.uninterrupted(int)
-        except KeyboardInterrupt:
-            pass
-        assert reaper.uninterrupted(int) == 0
-        """
-    )
-
-
-def test_an_interrupt_ends_the_waiting_and_not_the_call() -> None:
-    begun, gate, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def call() -> None:
-        begun.set()
-        assert gate.wait(WATCHDOG)
-        ended.set()
-
-    def interrupt() -> None:
-        assert begun.wait(WATCHDOG)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    interrupting = on_thread(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        reaper.uninterrupted(call)
-    interrupting.result(WATCHDOG)
-    assert not ended.is_set()
-    gate.set()
-    assert ended.wait(WATCHDOG)
-
-
-def test_a_finalizer_that_the_collector_runs_needs_no_other_thread() -> None:
-    """The main thread may have a lock, of a framework's or its own, that another would wait for."""
-    lock = threading.RLock()
-    called: list[int] = []
-
-    class Asks:
-        def __init__(self) -> None:
-            self.me = self
-
-        def __del__(self) -> None:
-            reaper.uninterrupted(ask)
-
-    def ask() -> None:
-        if lock.acquire(timeout=WATCHDOG):
-            called.append(threading.get_ident())
-            lock.release()
-
-    Asks()
-    with lock:
-        gc.collect()
-    assert called == [threading.get_ident()]
-    assert reaper.uninterrupted(threading.get_ident) != threading.get_ident()
-
-
-def test_what_an_uninterrupted_call_returns_or_raises_comes_back() -> None:
-    def fail() -> None:
-        raise LookupError("no")
-
-    assert reaper.uninterrupted(lambda: 3) == 3
-    with pytest.raises(LookupError, match="no"):
-        reaper.uninterrupted(fail)
-    # Interrupts come to the main thread alone.
-    assert on_thread(lambda: reaper.uninterrupted(threading.get_ident) == threading.get_ident()).result(WATCHDOG)
 
 
 def test_a_forked_child_settles_nothing_and_opens_stagers_of_its_own() -> None:

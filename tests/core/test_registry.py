@@ -11,7 +11,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import tampered
-from xferlib import in_flight, registry
+from xferlib import ledger, registry
 from xferlib.errors import BackendUnavailableError, UnknownBackendError
 from xferlib.memory import device_pool
 from xferlib.stager import open_stagers
@@ -174,7 +174,7 @@ def test_a_variable_that_is_refused_leaves_no_backend_open(installed: list[Entry
 def test_an_interrupt_while_a_stager_is_opened_leaves_nothing_open(installed: list[Entry], monkeypatch: pytest.MonkeyPatch) -> None:
     opens = Opens()
     installed.append(Entry("a", opens))
-    before = len(in_flight.all_ledgers()), len(device_pool._open), open_stagers()
+    before = len(ledger.all_ledgers()), len(device_pool._open), open_stagers()
 
     def strike() -> None:
         raise KeyboardInterrupt
@@ -183,7 +183,7 @@ def test_an_interrupt_while_a_stager_is_opened_leaves_nothing_open(installed: li
     with pytest.raises(KeyboardInterrupt):
         xferlib.stager("a")
     assert opens.closed == opens.opened != []
-    assert (len(in_flight.all_ledgers()), len(device_pool._open), open_stagers()) == before
+    assert (len(ledger.all_ledgers()), len(device_pool._open), open_stagers()) == before
 
 
 def test_a_backend_of_your_own_may_be_passed() -> None:

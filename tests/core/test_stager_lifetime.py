@@ -17,7 +17,7 @@ import pytest
 import xferlib
 from tests.core.fakes import WATCHDOG, Tampered, held, on_thread, run_python, succeeds, tampered, until
 from xferlib.callers import wait_for_callers
-from xferlib.in_flight import all_ledgers
+from xferlib.ledger import all_ledgers
 
 MODULE = sys.modules["xferlib.stager"]
 """Not the function of that name."""

@@ -13,7 +13,7 @@ import xferlib
 from tests.core.fakes import on_thread, until
 from tests.interrupts.harness import COUNT, PATIENCE, SEED, interrupted, until_free
 from tests.interrupts.transfers import OPERATIONS, STAGED, STARTS, WAITS, Bench, interrupt
-from xferlib.in_flight import all_ledgers
+from xferlib.ledger import all_ledgers
 
 HOST = OPERATIONS["host"]
 

@@ -19,7 +19,7 @@ import xferlib
 from tests import children
 from tests.core.fakes import on_thread, until
 from xferlib.byte_reader import Span
-from xferlib.in_flight import Reading
+from xferlib.ledger import Reading
 from xferlib.stager import Stager
 
 jax = pytest.importorskip("jax")

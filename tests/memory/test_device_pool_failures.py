@@ -18,7 +18,7 @@ from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.idle_blocks import Row
 from xferlib.memory.table import Growth
 from xferlib.protocol import Stream
-from xferlib.reaper import uninterrupted
+from xferlib.uninterrupted import uninterrupted
 
 MIB = 1 << 20
 

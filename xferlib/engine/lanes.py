@@ -27,8 +27,8 @@ from xferlib.latch import is_copy_thread
 from xferlib.memory.numa import node_near
 from xferlib.memory.pinned_pool import KEPT_SHARE, HostBlock, PinnedPool
 from xferlib.protocol import DriverCalls, Event, HostStager
-from xferlib.reaper import uninterrupted
 from xferlib.tracing.log import LOG
+from xferlib.uninterrupted import uninterrupted
 
 __all__ = ["Lane", "Pieces", "start_threads", "usual_threads"]
 

@@ -24,8 +24,9 @@ from xferlib.latch import is_copy_thread
 from xferlib.memory.idle_blocks import NOBODY, IdleBlocks, Row, Streams, size_class
 from xferlib.memory.table import Growth, Reclaimer, Table
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
-from xferlib.reaper import uninterrupted, watch
+from xferlib.reaper import watch
 from xferlib.tickets import ticket
+from xferlib.uninterrupted import uninterrupted
 from xferlib.words import in_words
 
 __all__ = ["DevicePool", "Lease", "note_reader"]

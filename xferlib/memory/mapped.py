@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast, final
 
 from xferlib.errors import TransferError
 from xferlib.forks import forget_in_child, leave
+from xferlib.in_flight import meet
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.memory.host import HostMemory
 from xferlib.protocol import Event, HostStager, MapsMemory, Stream
@@ -82,12 +83,12 @@ class Views:
         self._fence_ended()
         # In this order: a view that gets stuck meanwhile is in the second.
         held = [*(view.memory for view in list(self._rows.values())), *self._stuck]
-        return any(_meets(memory, address, nbytes) for memory in held)
+        return any(meet(address_of(memory), memory.nbytes, address, nbytes) for memory in held)
 
     def readers(self, address: int, nbytes: int) -> list[Event]:
         """Return the events after which no view that is gone uses part of this memory."""
         self._fence_ended()
-        return [event for memory, event in list(self._fenced.values()) if _meets(memory, address, nbytes)]
+        return [event for memory, event in list(self._fenced.values()) if meet(address_of(memory), memory.nbytes, address, nbytes)]
 
     def reap(self) -> bool:
         """Let go of memory whose work is done, and tell whether there was any. Never blocks."""
@@ -201,8 +202,3 @@ def mappable(array: object, host: HostMemory) -> tuple[Array, int]:
             "the array is not in pinned memory, and the device reaches no other. Fill one from stager.empty_pinned(...), or put it"
         )
     return plain, address
-
-
-def _meets(memory: Array, address: int, nbytes: int) -> bool:
-    start = address_of(memory)
-    return start < address + nbytes and address < start + memory.nbytes

@@ -34,9 +34,10 @@ from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
 from xferlib.memory.segments import Row, Segment, Segments
 from xferlib.memory.table import ROOM_LOOK_SECONDS, Growth, Reclaimer, Table
-from xferlib.reaper import collects, uninterrupted, watch
+from xferlib.reaper import watch
 from xferlib.tickets import ticket
 from xferlib.tree import Alike
+from xferlib.uninterrupted import collects, uninterrupted
 from xferlib.words import in_words
 
 __all__ = ["HostBlock", "PinnedPool", "awaiting", "promised"]

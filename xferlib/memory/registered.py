@@ -15,14 +15,15 @@ from xferlib.checks import translated, uncopied
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child, leave
-from xferlib.in_flight import Ledger
+from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.memory.locker import is_locker
 from xferlib.memory.pinned_pool import PinnedPool, awaiting
 from xferlib.memory.proc_maps import why_unlockable
 from xferlib.protocol import HostStager
-from xferlib.reaper import close_later, uninterrupted
+from xferlib.reaper import close_later
 from xferlib.tickets import Returns
+from xferlib.uninterrupted import uninterrupted
 from xferlib.words import in_words
 
 __all__ = ["Pin", "Pins", "splits"]

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from typing import NoReturn, Protocol, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError
-from xferlib.reaper import uninterrupted
 from xferlib.tickets import Returns
+from xferlib.uninterrupted import uninterrupted
 
 __all__ = ["ROOM_LOOK_SECONDS", "AtWork", "Growth", "Reclaimer", "Table"]
 

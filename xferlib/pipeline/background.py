@@ -24,7 +24,7 @@ from xferlib.errors import BackendUnavailableError, ClosedError
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.source_thread import SourceThread, Start, live, run
-from xferlib.reaper import start_thread
+from xferlib.uninterrupted import start_thread
 
 __all__ = ["BackgroundIterator"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol, final
 
-from xferlib.in_flight import all_ledgers, all_views
+from xferlib.ledger import all_ledgers, all_views
 from xferlib.memory.mapped import Views
 from xferlib.transfer import Transfer
 

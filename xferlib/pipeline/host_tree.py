@@ -19,7 +19,8 @@ import numpy as np
 from xferlib.checks import uncopied, whole_number
 from xferlib.engine.jobs import Job
 from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
-from xferlib.in_flight import Entry, Reading, all_ledgers, uses, wait_for_others
+from xferlib.in_flight import Entry, uses
+from xferlib.ledger import Reading, all_ledgers, wait_for_others
 from xferlib.memory.arrays import Array, address_of, check_dtype, host_array
 from xferlib.memory.blocks import round_up
 from xferlib.protocol import Source

@@ -25,7 +25,7 @@ import numpy as np
 from xferlib.checks import checked_at, package_of, shorten, uncopied, whole_number
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError, ClosedError, TransferError
-from xferlib.in_flight import reap_all
+from xferlib.ledger import reap_all
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import HostBlock
 from xferlib.pipeline.ends import End, Users, end_of

@@ -16,7 +16,7 @@ import numpy as np
 
 from xferlib.engine.native import OK, library, quick
 from xferlib.errors import AllocationError, TransferError
-from xferlib.in_flight import Fill, Ledger
+from xferlib.ledger import Fill, Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.foreign import copy_foreign, is_foreign
 from xferlib.memory.pinned_pool import KEPT_SHARE, PinnedPool

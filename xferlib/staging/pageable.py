@@ -19,8 +19,9 @@ from xferlib.engine.jobs import Job
 from xferlib.engine.lanes import Lane, Pieces, start_threads, usual_threads
 from xferlib.engine.native import D2H, H2D, ISSUED, STAGED
 from xferlib.errors import XferError
-from xferlib.in_flight import Fill, Ledger, uses
+from xferlib.in_flight import uses
 from xferlib.latch import is_copy_thread
+from xferlib.ledger import Fill, Ledger
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, pieces
 from xferlib.memory.pinned_pool import PAGE, PinnedPool
 from xferlib.packing import Run

@@ -17,8 +17,9 @@ from typing import Any, Final, final
 from xferlib.engine.jobs import refuse_stream_wait
 from xferlib.engine.native import OK, library
 from xferlib.errors import AllocationError
-from xferlib.in_flight import Fill, Ledger, let_go
+from xferlib.in_flight import let_go
 from xferlib.latch import is_copy_thread
+from xferlib.ledger import Fill, Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import HostBlock, round_up
 from xferlib.memory.pinned_pool import ALIGNMENT, KEPT_SHARE, PinnedPool

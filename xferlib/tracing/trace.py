@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Final, final
 
 from xferlib.errors import XferError
-from xferlib.reaper import uninterrupted
 from xferlib.tracing import chrome, page, picture
 from xferlib.tracing.collection import no_collection
 from xferlib.tracing.events import HOST, Recording
@@ -20,6 +19,7 @@ from xferlib.tracing.gpu import Gpus, has_gpu
 from xferlib.tracing.log import LOG
 from xferlib.tracing.summary import Summary, summarize
 from xferlib.tracing.termination import Termination
+from xferlib.uninterrupted import uninterrupted
 
 __all__ = ["Trace", "trace"]
 

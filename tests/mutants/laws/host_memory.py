@@ -17,7 +17,8 @@ from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents, 
 from tests.mutants.laws.host_copies import holds_nothing_in_flight
 from tests.mutants.laws.locking import LockingBackend, LockingHost
 from xferlib.errors import ClosedError
-from xferlib.in_flight import Entry, InFlight, Jobs, Ledger
+from xferlib.in_flight import Entry, InFlight
+from xferlib.ledger import Jobs, Ledger
 from xferlib.memory.device_pool import DevicePool
 from xferlib.protocol import Capabilities, Event, Source, Stream
 from xferlib.stager import Stager

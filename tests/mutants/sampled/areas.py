@@ -118,12 +118,12 @@ AREAS = {
     "transfers": Area(
         tuple(f"xferlib/{name}.py" for name in ("h2d", "d2h", "transfer", "stager", "checks", "pageable_warning", "registry")),
         # Of what written ones break elsewhere: what is in flight, and views of host memory.
-        (*core("put_into", "across_stagers", "in_flight"), "tests/memory/test_mapped.py", *LAWS),
+        (*core("put_into", "across_stagers", "ledger"), "tests/memory/test_mapped.py", *LAWS),
         {
             "/h2d.py": (
                 *PUTS,
                 *memory("device_pool_readers"),
-                *core("second_leaf", "across_stagers", "packing", "bad_input", "in_flight"),
+                *core("second_leaf", "across_stagers", "packing", "bad_input", "in_flight", "ledger"),
                 *memory("device_pool"),
                 "tests/core/test_pageable_warning.py",
                 *LAWS,
@@ -133,7 +133,7 @@ AREAS = {
                 *GETS,
                 *JOBS,
                 *memory("pinned_pool_results"),
-                *core("second_leaf", "bad_input", "in_flight"),
+                *core("second_leaf", "bad_input", "in_flight", "ledger"),
                 *LAWS,
                 *pipeline("ring_reuse"),
             ),
@@ -201,6 +201,7 @@ AREAS = {
             *(f"xferlib/memory/{name}.py" for name in ("device_pool", "idle_blocks", "table")),
             "xferlib/tickets.py",
             "xferlib/reaper.py",
+            "xferlib/uninterrupted.py",
         ),
         (
             *memory("table", "device_pool", "device_pool_failures"),
@@ -216,26 +217,34 @@ AREAS = {
                 *POOL,
             ),
             "/tickets.py": (*core("ticket*"), *memory("device_pool", "device_pool_failures"), *core("stager_lifetime")),
-            "/reaper.py": (
-                *core("reaper", "foreign_finalizers"),
-                *memory("device_pool", "device_pool_failures"),
-                *core("stager_lifetime"),
+            **dict.fromkeys(
+                ("/reaper.py", "/uninterrupted.py"),
+                (
+                    *core("reaper", "uninterrupted", "foreign_finalizers"),
+                    *memory("device_pool", "device_pool_failures"),
+                    *core("stager_lifetime"),
+                ),
             ),
         },
     ),
     "ownership": Area(
-        tuple(f"xferlib/{name}.py" for name in ("in_flight", "handles", "latch", "forks", "callers", "debug")),
+        tuple(f"xferlib/{name}.py" for name in ("in_flight", "ledger", "handles", "latch", "forks", "callers", "debug")),
         (),
         {
             "/in_flight.py": (
-                *core("in_flight"),
+                *core("in_flight", "ledger"),
+                *core("across_stagers", "put_into"),
+                *core("reaper", "foreign_finalizers", "stager_lifetime"),
+            ),
+            "/ledger.py": (
+                *core("ledger"),
                 *staging("pageable_room"),
                 *core("across_stagers", "put_into"),
                 *memory("device_pool_readers"),
                 *core("reaper", "foreign_finalizers", "stager_lifetime"),
             ),
             "/handles.py": core("handles"),
-            "/latch.py": (*core("latch", "in_flight", "transfer", "reaper", "stager_lifetime"), "tests/host"),
+            "/latch.py": (*core("latch", "in_flight", "ledger", "transfer", "reaper", "stager_lifetime"), "tests/host"),
             "/forks.py": (*core("stager_lifetime", "reaper", "transfer"), "tests/memory/test_mapped.py"),
             "/callers.py": core("stager_lifetime"),
             "/debug.py": ("tests/test_debug.py",),

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 from xferlib.checks import uncopied
 from xferlib.errors import WorkerDiedError, WorkerError
-from xferlib.in_flight import reap_all
+from xferlib.ledger import reap_all
 from xferlib.pipeline.one_pass import told_length
 from xferlib.pipeline.workers.layout import Parts
 from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised

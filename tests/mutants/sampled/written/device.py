@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-DEVICE, TICKETS, REAPER = "xferlib/memory/device_pool.py", "xferlib/tickets.py", "xferlib/reaper.py"
+DEVICE, TICKETS, UNINTERRUPTED = "xferlib/memory/device_pool.py", "xferlib/tickets.py", "xferlib/uninterrupted.py"
 TABLE, IDLE = "xferlib/memory/table.py", "xferlib/memory/idle_blocks.py"
 
 MUTANTS = [
@@ -120,12 +120,12 @@ MUTANTS = [
     ),
     (TICKETS, "return not self._posted.empty() or bool(self._unsettled)", "return not self._posted.empty()"),
     (
-        REAPER,
+        UNINTERRUPTED,
         "    if _over or get_ident() != _main or collects():\n        return call(*arguments)\n",
         "    return call(*arguments)\n",
     ),
-    (REAPER, "    return _order == _BEGUN and getattr(", "    return getattr("),
-    (REAPER, ' and getattr(_told_here, "start", None) is _told["start"]', ""),
+    (UNINTERRUPTED, "    return _order == _BEGUN and getattr(", "    return getattr("),
+    (UNINTERRUPTED, ' and getattr(_told_here, "start", None) is _told["start"]', ""),
     (DEVICE, "min(behind, SPARES, SPARE_NBYTES // size)", "min(SPARES, SPARE_NBYTES // size)"),
     (DEVICE, "min(behind, SPARES, SPARE_NBYTES // size)", "min(behind, SPARES)"),
     (

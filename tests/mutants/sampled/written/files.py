@@ -4,7 +4,7 @@ from __future__ import annotations
 
 SAVE, TEMPORARY, FORMATS, NAMES, LOAD = (f"xferlib/files/{name}.py" for name in ("save", "temporary", "formats", "names", "load"))
 WRITING, PLAN, SERIES, READERS = (f"xferlib/files/{name}.py" for name in ("writing", "plan", "series", "readers"))
-READER, IN_FLIGHT, H2D = "xferlib/byte_reader.py", "xferlib/in_flight.py", "xferlib/h2d.py"
+READER, LEDGER, H2D = "xferlib/byte_reader.py", "xferlib/ledger.py", "xferlib/h2d.py"
 
 MUTANTS = [
     (SAVE, "stager.stats().pinned_limit_nbytes // 2)", "stager.stats().pinned_limit_nbytes)"),
@@ -137,21 +137,21 @@ MUTANTS = [
         "self._copy_d2h(address + end, source.address + span.start, span.nbytes)",
         "self._copy_d2h(address + end, source.address, span.nbytes)",
     ),
-    (IN_FLIGHT, "        self._over.open()\n        self.device = ()", "        self._over.open()"),
+    (LEDGER, "        self._over.open()\n        self.device = ()", "        self._over.open()"),
     (
-        IN_FLIGHT,
+        LEDGER,
         "        return me if me == self.maker or me in self.threads else None",
         "        return me if me == self.maker else None",
     ),
     (
-        IN_FLIGHT,
+        LEDGER,
         "        return me if me == self.maker or me in self.threads else None",
         "        return me if me in self.threads else None",
     ),
-    (IN_FLIGHT, "work.id, None)\n            self.readings.pop(work.id, None)\n", "work.id, None)\n"),
-    (IN_FLIGHT, "not self.jobs.d2h and not self.jobs.readings and", "not self.jobs.d2h and"),
-    (IN_FLIGHT, "        self.jobs.cut_readings()\n", ""),
-    (IN_FLIGHT, "        return any(me in reading.threads for reading in list(self.readings.values()))", "        return False"),
+    (LEDGER, "work.id, None)\n            self.readings.pop(work.id, None)\n", "work.id, None)\n"),
+    (LEDGER, "not self.jobs.d2h and not self.jobs.readings and", "not self.jobs.d2h and"),
+    (LEDGER, "        self.jobs.cut_readings()\n", ""),
+    (LEDGER, "        return any(me in reading.threads for reading in list(self.readings.values()))", "        return False"),
     (
         H2D,
         "                if any(uses(source, place) for source in reading.device):\n                    reading.wait()",

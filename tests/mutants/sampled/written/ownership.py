@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-INFLIGHT = "xferlib/in_flight.py"
+INFLIGHT, LEDGER = "xferlib/in_flight.py", "xferlib/ledger.py"
 
 MUTANTS = [
     # What is not done is let go of.
@@ -12,11 +12,11 @@ MUTANTS = [
     (INFLIGHT, "max(map(_RECORDED, entries[:-1])) > last.asked", "False"),
     (INFLIGHT, "if entry is last or entry.recorded < last.asked]", "if entry is last or entry.asked < last.asked]"),
     # Two threads that wait for each other, or memory that is unlocked under a copy.
-    (INFLIGHT, " and not (fills and isinstance(work, Fill))", ""),
-    (INFLIGHT, "if work.owner != me]", "if work.owner != me and not isinstance(work, Fill)]"),
+    (LEDGER, " and not (fills and isinstance(work, Fill))", ""),
+    (LEDGER, "if work.owner != me]", "if work.owner != me and not isinstance(work, Fill)]"),
     # A finalizer waits for the thread that it runs on.
-    (INFLIGHT, "        if is_copy_thread():\n            return False\n", ""),
-    (INFLIGHT, "others = [] if is_copy_thread() else [", "others = ["),
+    (LEDGER, "        if is_copy_thread():\n            return False\n", ""),
+    (LEDGER, "others = [] if is_copy_thread() else [", "others = ["),
     # What a failed start has left under way is used, and nobody knows.
     (INFLIGHT, "event = self.add(0, host, device, keepalive)", "event = self.add(0, (), (), keepalive)"),
     (INFLIGHT, "            self.add(0, host, device, keepalive)", "            self.add(0, (), (), keepalive)"),
@@ -34,8 +34,8 @@ MUTANTS = [
     (INFLIGHT, "not looked) or asked % _TURN >= _TURN - 2", "not looked) or len(self._entries) % REAP_EVERY_TRANSFERS == 0"),
     (INFLIGHT, "gone, more = self._take_done(newest)", "gone, more = self._take_done(newest)[0], True"),
     # Nobody waits for what another stager's jobs use.
-    (INFLIGHT, " or ledger.jobs.wait_user(job_concerns)\n", "\n"),
-    (INFLIGHT, "if not isinstance(work, Fill) and uses_it(work):", "if not isinstance(work, Fill):"),
+    (LEDGER, " or ledger.jobs.wait_user(job_concerns)\n", "\n"),
+    (LEDGER, "if not isinstance(work, Fill) and uses_it(work):", "if not isinstance(work, Fill):"),
     # Another thread adds meanwhile.
     (INFLIGHT, "        except RuntimeError:\n            # Another", "        except ZeroDivisionError:\n            # Another"),
 ]

@@ -20,17 +20,17 @@ MUTANTS = [
         "        streams: Streams = {}\n        block, lease = self._blocks.lease(packing",
     ),
     (
-        "xferlib/in_flight.py",
+        "xferlib/ledger.py",
         "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
         "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries",
     ),
     (
-        "xferlib/in_flight.py",
+        "xferlib/ledger.py",
         "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
         "return not self.jobs.d2h and not self.jobs.readings and len(_open) == 1",
     ),
     (
-        "xferlib/in_flight.py",
+        "xferlib/ledger.py",
         "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
         "return not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
     ),
