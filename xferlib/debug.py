@@ -35,7 +35,7 @@ __all__ = ["VARIABLE", "Check", "Put", "Sources", "caller", "verify_done", "want
 VARIABLE = "XFERLIB_DEBUG"
 CHECKSUM_PIECE_NBYTES = 4096
 """Bytes that are summed at a time: a difference is found to this precision."""
-SOME = 256 * CHECKSUM_PIECE_NBYTES
+READ_NBYTES = 256 * CHECKSUM_PIECE_NBYTES
 """Bytes of a file that are copied at a time, to be summed."""
 
 
@@ -206,9 +206,9 @@ def _sums(array: Array, foreign: bool) -> np.ndarray[Any, np.dtype[np.uint32]] |
     if not foreign:
         return np.array(_summed(flat), np.uint32)
     sums: list[int] = []
-    some = np.empty(min(len(flat), SOME), np.uint8)
-    for start in range(0, len(flat), SOME):
-        part = flat[start : start + SOME]
+    some = np.empty(min(len(flat), READ_NBYTES), np.uint8)
+    for start in range(0, len(flat), READ_NBYTES):
+        part = flat[start : start + READ_NBYTES]
         if not copy_foreign(part, some.ctypes.data):
             return None
         sums += _summed(some[: len(part)])

@@ -95,7 +95,7 @@ class HostToDevice:
         if sources is None:
             sources = [checked_at(spec, index, self._host.leaf, leaf) for index, leaf in enumerate(leaves)]
         if into is None:
-            if borrow and self._is_worth_borrowing(sources):
+            if borrow and sum([array.nbytes for array, address in sources if address is None]) >= BORROW_FROM_NBYTES:
                 return self._borrowed(sources, spec, stream)
             if not borrow:
                 self._warning.put(sources, spec)
@@ -297,9 +297,6 @@ class HostToDevice:
         except BaseException:
             self._h2d.wait(event)
             raise
-
-    def _is_worth_borrowing(self, sources: list[HostLeaf]) -> bool:
-        return sum(array.nbytes for array, address in sources if address is None) >= BORROW_FROM_NBYTES
 
     def _borrowed(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
         """Put a tree and borrow its pageable leaves, which threads of ours copy after this has returned."""

@@ -339,14 +339,12 @@ def wait_for_others(own: Ledger | None, concerns: Concerns, job_concerns: Callab
 class DeviceHolders:
     """What may hold device memory of one stager: transfers in flight, of whatever stager."""
 
+    reap = staticmethod(reap_all)
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.owns: Callable[[Source], bool] = lambda source: False
         """Whether memory is the stager's."""
-
-    def reap(self) -> bool:
-        """Let go of what is done, and tell whether anything was. Never blocks."""
-        return reap_all()
 
     def wait_oldest(self) -> bool:
         """Block until something has ended. Returns False if nothing was in flight."""
@@ -363,6 +361,8 @@ class DeviceHolders:
 class PinnedHolders:
     """What may make room in one stager's pinned pool: chunks that are idle, and transfers that will end, of whatever stager."""
 
+    reap = staticmethod(reap_all)
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.release: Callable[[], bool] = bool
@@ -374,10 +374,6 @@ class PinnedHolders:
     def busy(self) -> bool:
         """Whether anything of the process may be in flight."""
         return any(ledger.busy for ledger in all_ledgers())
-
-    def reap(self) -> bool:
-        """Let go of what is done, and tell whether anything was. Never blocks."""
-        return reap_all()
 
     def wait_oldest(self) -> bool:
         """Block until something has ended. Returns False if nothing was in flight."""

@@ -16,8 +16,9 @@ from xferlib.checks import positive_nbytes, shorten
 from xferlib.debug import wanted
 from xferlib.errors import BackendUnavailableError, UnknownBackendError
 from xferlib.memory.blocks import WhenFull, check_when_full
+from xferlib.parts import owns
 from xferlib.protocol import Capabilities, HostStager, Opener
-from xferlib.stager import Stager, owns
+from xferlib.stager import Stager
 from xferlib.staging.profile import StagingProfile, as_profile, given_profile
 
 __all__ = ["backends", "companion", "open_backend", "stager"]

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from operator import methodcaller
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeAlias, final, overload
@@ -51,6 +50,7 @@ from xferlib.memory.pages import allocators
 from xferlib.memory.pinned_pool import PinnedPool, promised
 from xferlib.memory.registered import Pin, Pins, splits
 from xferlib.pageable_warning import PageableWarning
+from xferlib.parts import Parts, before_closing, close_dropped
 from xferlib.protocol import Capabilities, HostStager
 from xferlib.reaper import close_later, closed_when_dropped, start_reaper
 from xferlib.staging.pageable import Staging
@@ -63,8 +63,7 @@ from xferlib.tree import trees_of
 from xferlib.typed import HasDtype, KeyT, NamedT, Sequences, TreeT, Unnamed
 from xferlib.uninterrupted import collects, uninterrupted
 
-__all__ = ["Stager", "before_closing", "check_stager", "open_stagers", "owns"]
-
+__all__ = ["Stager", "check_stager", "open_stagers"]
 
 Borrow: TypeAlias = bool | Literal["staged"]
 CLOSED = "this stager is closed. Open another one with xferlib.stager(...)"
@@ -94,7 +93,7 @@ class Stager:
     ) -> None:
         self._refusal: XferError | None = None
         self._closing = threading.RLock()
-        self._parts = parts = _Parts(backend)
+        self._parts = parts = Parts(backend)
         # First: whatever happens from here on, the parts that there are by then are given back.
         self._ticket: object = closed_when_dropped(parts)
         self.backend = backend
@@ -152,7 +151,7 @@ class Stager:
         self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(promised, strict=strict))
         parts.sources = self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
         self._gets = DeviceToHost(backend, host, pool, staged, ledger)
-        _parts[id(parts)] = parts
+        parts.enter()
         _live.add(self)
         forget_in_child(self)
 
@@ -480,16 +479,12 @@ class Stager:
         for wait in before_closing:
             wait()
         with self._closing:
-            if self._closed or isinstance(self._refusal, BackendUnavailableError):
+            if self._parts.closed or isinstance(self._refusal, BackendUnavailableError):
                 return
             self._refusal = ClosedError(CLOSED)
             # If this is interrupted here, it may be called again; else the stager is closed when it is dropped.
             wait_for_callers(self, _CALLS, LEAVE_SECONDS)
             self._parts.give_back()
-
-    @property
-    def _closed(self) -> bool:
-        return self._parts.closed
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
@@ -547,91 +542,26 @@ class Stager:
         return f"{self!r} was never closed. Use it as a context manager"
 
 
-@final
-class _Parts:
-    """What a stager is made of, and gives back when it is closed. It refers to no stager, so it may outlive one that is dropped."""
-
-    def __init__(self, backend: HostStager[Any]) -> None:
-        self.backend = backend
-        self.failures = backend.failures
-        self.owns_backend = self.closed = False
-        self.ledger: Ledger | None = None
-        self.pool: PinnedPool | None = None
-        self.blocks: DevicePool | None = None
-        self.staging: Staging | None = None
-        self.pins: Pins | None = None
-        self.sources: Sources | None = None
-        self._giving_back = threading.RLock()
-
-    def close(self) -> None:
-        """Do what `Stager.close` does, for whoever dropped the stager. Any thread."""
-        for wait in before_closing:
-            wait()
-        self.give_back()
-
-    def give_back(self) -> None:
-        """Wait for what is in flight, and give everything back, once. Any thread; after an interrupt it may be called again."""
-        if self.ledger is not None and not self.closed:
-            self.ledger.wait_all()
-        uninterrupted(self._give_back)
-
-    def _give_back(self) -> None:
-        """Take everything apart, once. On a thread that no interrupt comes to."""
-        with self._giving_back:
-            if self.closed:
-                return
-            self.closed = True
-            with translated(self.failures, "not all of the stager's memory could be given back"), ExitStack() as steps:
-                self._list(steps)
-
-    def _list(self, steps: ExitStack) -> None:
-        """List what is to be done: last in, first out, and each of them whatever those before it raise."""
-        # Until all of it is done the end of the interpreter waits for it.
-        steps.callback(_parts.pop, id(self), None)
-        backend = self.backend if self.owns_backend else None
-        for part in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
-            if part is not None:
-                # `close` is looked up only then: a backend that has none keeps no other part open.
-                steps.callback(methodcaller("close"), part)
-
-
 _CALLS = frozenset(
     call.__code__ for call in (Stager.empty_pinned, Stager.pin, Stager.mapped, Stager.put, Stager.get, Stager.reader)
 )
-before_closing: list[Callable[[], None]] = []
-"""Each is called before a stager closes, to wait until no thread that nobody holds any more is inside one of its calls."""
 _live: Alive[Stager] = Alive()
-_parts: dict[int, _Parts] = {}
-"""The parts of open or dropped stagers that are to be given back, or are being given back, by their `id`."""
 # What is the parent's is not given back in a forked child.
 os.register_at_fork(after_in_child=_live.clear)
-os.register_at_fork(after_in_child=_parts.clear)
 
 
 def open_stagers() -> list[Stager]:
     """Return the stagers of this process that are not closed. Any thread."""
-    return [stager for stager in _live if not stager._closed]
-
-
-def owns(backend: HostStager[Any]) -> bool:
-    """Tell whether a stager, perhaps one that is dropped, is going to close this backend. Any thread."""
-    return any(parts.owns_backend and parts.backend is backend for parts in list(_parts.values()))
+    return [stager for stager in _live if not stager._parts.closed]
 
 
 def _close_all() -> None:
     """Close what was never closed, while the workers still run."""
     with ExitStack() as steps:
-        # For those that were dropped a moment ago, or whose closing was interrupted.
-        steps.callback(_close_dropped)
+        steps.callback(close_dropped)
         for stager in open_stagers():
             steps.callback(stager.close)
             steps.callback(warnings.warn, stager._never_closed(), ResourceWarning, 1, stager)
-
-
-def _close_dropped() -> None:
-    with ExitStack() as steps:
-        for parts in list(_parts.values()):
-            steps.callback(parts.close)
 
 
 atexit.register(_close_all)

@@ -146,7 +146,7 @@ class Trees:
                 return taken
         leaves, spec = optree.tree_flatten(tree, namespace=self.namespace)
         kinds = set(map(type, leaves))
-        if kinds != NUMPY and not kinds <= self.bare and self._learn(kinds, leaves):
+        if kinds != NUMPY and not kinds <= self.bare and self._learn(leaves):
             return self._taken_apart(tree)
         return leaves, None if spec.is_leaf() else spec, kinds
 
@@ -179,7 +179,7 @@ class Trees:
         spec, take = known
         return list(take(tree)), spec, kinds
 
-    def _learn(self, kinds: set[type], leaves: list[Any]) -> bool:
+    def _learn(self, leaves: list[Any]) -> bool:
         """Look at leaves of types that are not known, one of each: there may be hundreds. Tell whether any can be taken apart.
 
         This is also true for a type that another thread has registered since they were flattened.

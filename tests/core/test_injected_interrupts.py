@@ -251,7 +251,7 @@ class Pool:
 
 def _over(pool: PinnedPool, nbytes: int) -> HostBlock:
     """Take memory as for an array, but touch none: it is only an address."""
-    return pool._take(nbytes, None, write_combined=False, for_array=True)
+    return pool.take(nbytes, for_array=True)
 
 
 POOL: dict[str, Callable[[PinnedPool], object]] = {
@@ -517,6 +517,7 @@ def test_a_failure_of_any_call_loses_no_view(name: str, failure: type[Exception]
 
 STAGER = (
     "xferlib/stager.py",
+    "xferlib/parts.py",
     "xferlib/registry.py",
     "xferlib/reaper.py",
     "xferlib/uninterrupted.py",

@@ -561,12 +561,12 @@ def test_close_waits_for_calls_that_are_inside(kind: str, monkeypatch: pytest.Mo
     assert until(lambda: stager._refusal is not None)
     with pytest.raises(TimeoutError):
         closing.result(0.1)
-    assert not stager._closed
+    assert not stager._parts.closed
     gate.set()
     # On a thread with nothing above it, so that nobody but this test has the result.
     assert (calling.result(WATCHDOG) == values).all()
     closing.result(WATCHDOG)
-    assert stager._closed
+    assert stager._parts.closed
     calls.clear()
     del device, out, source, calling
     gc.collect()

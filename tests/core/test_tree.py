@@ -289,10 +289,10 @@ def test_a_class_that_another_thread_learns_in_between_is_taken_apart_all_the_sa
     trees = Trees("learned by two")
     learn = trees._learn
 
-    def after_another(kinds: set[type], leaves: list[Any]) -> bool:
+    def after_another(leaves: list[Any]) -> bool:
         monkeypatch.setattr(trees, "_learn", learn)
-        assert on_thread(lambda: learn(kinds, leaves)).result(WATCHDOG)
-        return learn(kinds, leaves)
+        assert on_thread(lambda: learn(leaves)).result(WATCHDOG)
+        return learn(leaves)
 
     monkeypatch.setattr(trees, "_learn", after_another)
     image = np.arange(3)

@@ -239,7 +239,7 @@ def test_random_arrays_fill_the_limit_and_waste_little_at_the_peak(kind: str, mo
     for nbytes in SIZES[kind](rng, 12_000).tolist():
         while True:
             try:
-                blocks.append((pool._take(nbytes, None, write_combined=False, for_array=True), nbytes))
+                blocks.append((pool.take(nbytes, for_array=True), nbytes))
                 break
             except AllocationError:
                 blocks[rng.integers(len(blocks))] = blocks[-1]

@@ -148,7 +148,7 @@ class PinnedPool(Table):
         if nbytes == 0:
             return np.empty(shape, dtype)
         try:
-            block = self._take(nbytes, None, write_combined=write_combined, for_array=True)
+            block = self.take(nbytes, write_combined=write_combined, for_array=True)
         except AllocationError:
             if self.when_full != "stage":
                 raise
@@ -189,24 +189,10 @@ class PinnedPool(Table):
                 found[result.place] = _array(row, result.ticket, *wanted[result.place])
         return [self.empty(*one) if array is None else array for one, array in zip(wanted, found, strict=True)]
 
-    def take(self, nbytes: int, taken: Callable[[], None] | None = None) -> HostBlock:
-        """Return `nbytes` bytes (at least 1) for staging, waiting for transfers in flight where that makes room.
-
-        `taken` is called before any other thread can find the memory gone.
-        """
-        return self._take(nbytes, taken, write_combined=False, for_array=False)
-
-    def try_take(self, nbytes: int, taken: Callable[[], None] | None = None) -> HostBlock | None:
-        """Return `nbytes` bytes for staging as `take` does, where that neither waits for a transfer nor unpins."""
-        request = PoolRequest(round_up(nbytes, ALIGNMENT), nbytes, taken, False, False)
-        number = self._count()
-        held = ticket(self._returns.put, number)
-        found = self._alone(self._reuse_or_count, request, number, False)
-        if isinstance(found, Ranges):
-            found = uninterrupted(self._lock_new, request, number, found)
-        return None if found is None else HostBlock(found.address, found.size, held)
-
-    def _take(self, nbytes: int, taken: Callable[[], None] | None, *, write_combined: bool, for_array: bool) -> HostBlock:
+    def take(
+        self, nbytes: int, taken: Callable[[], None] | None = None, *, write_combined: bool = False, for_array: bool = False
+    ) -> HostBlock:
+        """Return `nbytes` bytes (at least 1), waiting for transfers in flight where that makes room; see `PoolRequest`."""
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if size > self.limit // PAGE * PAGE:
             raise AllocationError(
@@ -221,6 +207,16 @@ class PinnedPool(Table):
         if row is None:
             row = self._find(request, number)
         return HostBlock(row.address, size, held)
+
+    def try_take(self, nbytes: int, taken: Callable[[], None] | None = None) -> HostBlock | None:
+        """Return `nbytes` bytes for staging as `take` does, where that neither waits for a transfer nor unpins."""
+        request = PoolRequest(round_up(nbytes, ALIGNMENT), nbytes, taken, False, False)
+        number = self._count()
+        held = ticket(self._returns.put, number)
+        found = self._alone(self._reuse_or_count, request, number, False)
+        if isinstance(found, Ranges):
+            found = uninterrupted(self._lock_new, request, number, found)
+        return None if found is None else HostBlock(found.address, found.size, held)
 
     def _find(self, request: PoolRequest, number: int) -> Row:
         """Make room, step by step, after a first look has found no idle memory."""

@@ -17,10 +17,10 @@ from types import GeneratorType
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
 from xferlib.forks import forget_in_child
+from xferlib.parts import before_closing
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.wakeup import Wakeup
-from xferlib.stager import before_closing
 from xferlib.tickets import Alive
 from xferlib.tracing.log import LOG
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from xferlib.memory.arrays import Array
 from xferlib.memory.foreign import is_foreign
+from xferlib.memory.pinned_pool import ALIGNMENT
 from xferlib.packing import Run
 
-__all__ = ["ALIGNMENT", "Part", "Placed", "coalesced", "copy_in", "part_of"]
+__all__ = ["Part", "Placed", "coalesced", "copy_in", "part_of"]
 
-ALIGNMENT = 256
 BYTES = np.dtype(np.uint8)
 _PADS = [np.zeros(nbytes, np.uint8) for nbytes in range(ALIGNMENT)]
 

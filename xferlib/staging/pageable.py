@@ -23,11 +23,11 @@ from xferlib.in_flight import uses
 from xferlib.latch import is_copy_thread
 from xferlib.ledger import Fill, Ledger
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, pieces
-from xferlib.memory.pinned_pool import PAGE, PinnedPool
+from xferlib.memory.pinned_pool import ALIGNMENT, PAGE, PinnedPool
 from xferlib.packing import Run
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import LARGEST_SLOT_NBYTES, BounceBuffers
-from xferlib.staging.coalesce import ALIGNMENT, Part, Placed, coalesced, part_of
+from xferlib.staging.coalesce import Part, Placed, coalesced, part_of
 from xferlib.staging.profile import StagingProfile, given_profile
 from xferlib.staging.small_gets import SmallGets
 

@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         "close does not wait",
-        "xferlib/stager.py",
+        "xferlib/parts.py",
         "            self.ledger.wait_all()\n",
         "            pass\n",
     ),

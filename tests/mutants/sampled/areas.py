@@ -116,7 +116,9 @@ AREAS = {
         but=("*/device_pool.py", "*/idle_blocks.py", "*/table.py"),
     ),
     "transfers": Area(
-        tuple(f"xferlib/{name}.py" for name in ("h2d", "d2h", "transfer", "stager", "checks", "pageable_warning", "registry")),
+        tuple(
+            f"xferlib/{name}.py" for name in ("h2d", "d2h", "transfer", "stager", "parts", "checks", "pageable_warning", "registry")
+        ),
         # Of what written ones break elsewhere: what is in flight, and views of host memory.
         (*core("put_into", "across_stagers", "ledger"), "tests/memory/test_mapped.py", *LAWS),
         {
@@ -146,6 +148,7 @@ AREAS = {
             ),
             "/pageable_warning.py": (*core("pageable_warning"), *memory("pinned_pool_results")),
             "/registry.py": core("registry"),
+            "/parts.py": core("stager_lifetime", "registry", "reaper"),
             "/stager.py": (
                 *core("bad_input", "stager_put", "stager_get", "stager_lifetime"),
                 *memory("pinned_pool_policies"),

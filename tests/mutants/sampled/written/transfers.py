@@ -76,7 +76,7 @@ MUTANTS = [
         "            if len(made) == packing.count:\n                return unflatten(spec, made)\n",
         "            if made:\n                return unflatten(spec, made)\n",
     ),
-    (PUTS, "for array, address in sources if address is None) >= BORROW_FROM", "for array, address in sources) >= BORROW_FROM"),
+    (PUTS, "for array, address in sources if address is None]) >= BORROW_FROM", "for array, address in sources]) >= BORROW_FROM"),
     (PUTS, "            elif address:\n                # Before", "            else:\n                # Before"),
     (PUTS, "until_started=leases, beside=pinned)", "until_started=leases[:1], beside=pinned)"),
     (
@@ -111,7 +111,7 @@ MUTANTS = [
         "            self._staging.release()\n            self._pool.trim()",
     ),
     (STAGER, "            self._pins.sweep()\n            self._ledger.reap()", "            self._ledger.reap()"),
-    (STAGER, "        uninterrupted(self._give_back)", "        self._give_back()"),
+    ("xferlib/parts.py", "        uninterrupted(self._give_back)", "        self._give_back()"),
     (STAGER, "            pinned_nbytes=locks * pool.pinned,", "            pinned_nbytes=locks * pool.used,"),
     (CHECKS, "        if following < start + nbytes:", "        if following <= start + nbytes:"),
     (GETS, "if outs is not None and len(outs) > 1:", "if outs is not None and len(outs) > 2:"),
