@@ -145,6 +145,13 @@ def test_what_is_large_or_many_is_left_to_the_engine(stager: xferlib.Stager, job
     assert len(jobs) == 1
 
 
+def test_a_get_of_as_much_as_a_caller_copies_is_not_large(stager: xferlib.Stager, jobs: list[Any]) -> None:
+    out = np.zeros(LARGEST, np.uint8)
+    assert stager.get(ramp(LARGEST), out=out).done()
+    assert np.array_equal(out, ramp(LARGEST))
+    assert not jobs
+
+
 def test_sixteen_arrays_are_not_many(stager: xferlib.Stager, jobs: list[Any]) -> None:
     out = [np.zeros(8, np.uint8) for _ in range(16)]
     assert stager.get([ramp(8)] * 16, out=out).done()

@@ -21,7 +21,7 @@ from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
-from xferlib.pipeline.one_pass import capped_depth, known_length, steps, told_length, warn_of_ended
+from xferlib.pipeline.one_pass import OnePass, capped_depth, known_length, steps, warn_of_ended
 from xferlib.pipeline.output_writer import OutputWriter
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.prefetch import Prefetch
@@ -380,7 +380,7 @@ class Results(Generic[TreeT_co]):
 
 
 @final
-class Drained(Generic[TreeT_co]):
+class Drained(OnePass, Generic[TreeT_co]):
     """Host trees whose copies were started ahead, for one pass: `for result in loop`, or `next(loop)`. A context manager.
 
     Made by `drain` and `stream_map`. What was raised for a result comes out in its place, and only that result is lost: when the
@@ -451,14 +451,6 @@ class Drained(Generic[TreeT_co]):
             if self._source is not None:
                 self._source.close()
 
-    def __len__(self) -> int:
-        """How many results there are in all, taken or not. Raises `TypeError` where `len()` of the source did not say so."""
-        return told_length(self._length)
-
-    def __bool__(self) -> bool:
-        """Say yes, whatever the length, as other iterators do."""
-        return True
-
     def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
         if self._spent:
@@ -498,12 +490,6 @@ class Drained(Generic[TreeT_co]):
         for _ in self:
             pass
         return self.report()
-
-    def __enter__(self) -> Drained[TreeT_co]:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "spent" if self._spent else "closed" if self._closed else f"{self._drain.pending} ahead of {self._drain.depth}"

@@ -1,18 +1,46 @@
-"""What loops that go over their source once have in common: how long they are, and what a `for` iterates."""
+"""What loops that go over their source once have in common: how they end, how long they are, and what a `for` iterates."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import repeat
 from operator import call
 from types import GeneratorType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-__all__ = ["capped_depth", "known_length", "steps", "told_length", "warn_of_ended"]
+__all__ = ["OnePass", "capped_depth", "known_length", "steps", "warn_of_ended"]
 
 T = TypeVar("T")
+
+
+class OnePass(ABC):
+    """A loop over a source, for one pass. A context manager."""
+
+    _length: int | None
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the loop. Twice is fine."""
+
+    def __len__(self) -> int:
+        """How many there are in all, taken or not. Raises `TypeError` where `len()` of the source did not say so."""
+        if self._length is None:
+            # Which `list` and progress bars take for no length.
+            raise TypeError("this loop has no length, as len() of its source tells none. Count the batches while they come")
+        return self._length
+
+    def __bool__(self) -> bool:
+        """Say yes, whatever the length, as other iterators do."""
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
 
 def known_length(source: Any) -> int | None:
@@ -22,13 +50,6 @@ def known_length(source: Any) -> int | None:
         return len(source)
     except Exception:
         return None
-
-
-def told_length(length: int | None) -> int:
-    """Return a known length, for `len()` of a loop. Else raises `TypeError`, which `list` and progress bars take for no length."""
-    if length is None:
-        raise TypeError("this loop has no length, as len() of its source tells none. Count the batches while they come")
-    return length
 
 
 def capped_depth(depth: int, length: int | None) -> int:

@@ -10,7 +10,6 @@ import reprlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, final, overload
 
 import numpy as np
@@ -23,7 +22,7 @@ from xferlib.packing import Packing
 from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.ends import End, end_of
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
-from xferlib.pipeline.one_pass import capped_depth, known_length, steps, told_length, warn_of_ended
+from xferlib.pipeline.one_pass import OnePass, capped_depth, known_length, steps, warn_of_ended
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
@@ -130,7 +129,7 @@ class Puts(Protocol):
 
 
 @final
-class Prefetch(Generic[TreeT_co]):
+class Prefetch(OnePass, Generic[TreeT_co]):
     """Device trees that are put ahead of time, on a thread, for one pass: `for batch in loop`, or `next(loop)`. Made by `prefetch`.
 
     Batches may be kept for as long as wanted; a consumer that never waits for its own work on the device runs ahead of it, and
@@ -201,14 +200,6 @@ class Prefetch(Generic[TreeT_co]):
         if not self._background.forked:
             self._starter.settle()
 
-    def __len__(self) -> int:
-        """How many batches the source has in all, taken or not. Raises `TypeError` where its own `len()` did not say so."""
-        return told_length(self._length)
-
-    def __bool__(self) -> bool:
-        """Say yes, whatever the length, as other iterators do."""
-        return True
-
     def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
         if self._background.spent:
@@ -238,16 +229,10 @@ class Prefetch(Generic[TreeT_co]):
             self.close()
             raise
 
-    def __enter__(self) -> Prefetch[TreeT_co]:
-        return self
-
     def __repr__(self) -> str:
         thread = self._background
         state = "spent" if thread.spent else "closed" if thread.closed else f"{thread.ahead} ahead of {thread.depth}"
         return f"<Prefetch, {self._taken} taken, {state}>"
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _next(self) -> TreeT_co:
         waiting = self._background.ready

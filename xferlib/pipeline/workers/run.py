@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 from xferlib.checks import uncopied
 from xferlib.errors import WorkerDiedError, WorkerError
 from xferlib.ledger import reap_all
-from xferlib.pipeline.one_pass import told_length
+from xferlib.pipeline.one_pass import OnePass
 from xferlib.pipeline.workers.layout import Parts
 from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised
 from xferlib.pipeline.workers.pool import Exit, WorkerPool
@@ -67,7 +67,7 @@ class _Step(NamedTuple):
 
 
 @final
-class Run(Iterator[TreeT_co]):
+class Run(OnePass, Iterator[TreeT_co]):
     """The batches of one pass. Iterate on one thread; `close()` works on any.
 
     After an exception the iteration may go on: the batch of that task is the only one lost.
@@ -113,14 +113,6 @@ class Run(Iterator[TreeT_co]):
         self._starved = False
         self._starved_since = 0.0
         self._nap = FIRST_NAP_SECONDS
-
-    def __len__(self) -> int:
-        """How many tasks there are in all, and so batches. Raises `TypeError` where their own `len()` did not say so."""
-        return told_length(self._length)
-
-    def __bool__(self) -> bool:
-        """Say yes, whatever the length, as other iterators do."""
-        return True
 
     def __next__(self) -> TreeT_co:
         while True:
@@ -171,16 +163,10 @@ class Run(Iterator[TreeT_co]):
         if self._ended is None:
             self._ended = reason
 
-    def __enter__(self) -> Run[TreeT_co]:
-        return self
-
     def __repr__(self) -> str:
         total = "" if self._length is None else f" of {self._length}"
         state = "ended" if self._ended is not None else counted(self._workers, "worker")
         return f"<Run, {self._given}{total} taken, {state}>"
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _refusal(self) -> Exception:
         assert self._ended is not None
