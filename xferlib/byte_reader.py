@@ -11,22 +11,26 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias, cast, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from xferlib.checks import positive_nbytes, translated, uncopied
+from xferlib.engine.native import D2H, library
 from xferlib.errors import AllocationError, ClosedError, XferError
+from xferlib.latch import give_way
 from xferlib.ledger import Ledger, Reading
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.pinned_pool import PinnedPool
-from xferlib.protocol import Event, HostStager, Source
+from xferlib.protocol import DriverCalls, Event, HostStager, Source
 from xferlib.tickets import ticket
 from xferlib.transfer import Transfer
 from xferlib.tree import Alike, Spec
 
 __all__ = ["ByteReader", "Span"]
 
+FOUND_AT_ONCE = 8
+"""Arrays that are found before other threads have their turn: a framework may take some microseconds for each."""
 CLOSED = "this reader is closed. Make another one with stager.reader(...)"
 
 
@@ -53,6 +57,7 @@ class ByteReader:
 
     Attributes:
         described: Shape and dtype of each array.
+        sizes: Bytes of each array.
         spec: The shape of the tree, for `xferlib.tree`.
         snapshot: Whether it reads copies of the arrays: then nothing of the above is asked of the arrays themselves, once what
             overwrites them is ordered behind what `stream` had enqueued when the reader was made.
@@ -77,11 +82,13 @@ class ByteReader:
         `later`: what finds arrays when they are read, and all arrays. Nobody overwrites such, so nobody asks whether they are read.
         """
         self.described = list(described)
+        self.sizes = _sizes(self.described)
         self.spec = spec
         self.snapshot = copied is not None
         self._copied = copied
         self._failures = backend.failures
         self._copy_d2h = backend.copy_d2h
+        self._driver: DriverCalls | None = getattr(backend, "driver_calls", None)
         self._sweep = backend.sweep
         self._pool = pool
         self._d2h = ledger.d2h
@@ -120,22 +127,36 @@ class ByteReader:
         """
         if self._reading.reached():
             raise ClosedError(CLOSED)
-        total = sum([self._checked(*span) for span in spans])
+        total = self._checked(spans)
         address = self._address(out, total)
         with translated(self._failures, "the arrays cannot be read"):
-            sources = self._found([span.array for span in spans])
-        end = 0
+            sources = self._found([array for array, _, _ in spans])
         with translated(self._failures, "the copy to the host could not be started"):
             try:
-                for source, span in zip(sources, spans, strict=True):
-                    if span.nbytes:
-                        self._copy_d2h(address + end, source.address + span.start, span.nbytes)
-                    end += span.nbytes
-                event = self._d2h.add(end, (out,), sources).event
+                self._copy(address, sources, spans)
+                event = self._d2h.add(total, (out,), sources).event
             except BaseException:
                 self._d2h.settle((sources, out), (out,), sources)
                 raise
-        return Transfer(out[:end], event, self._failures, True)
+        return Transfer(out[:total], event, self._failures, True)
+
+    def _copy(self, address: int, sources: list[Source], spans: Sequence[Span]) -> None:
+        """Start the copies."""
+        driver = self._driver
+        if driver is not None and len(spans) > 1:
+            # Otherwise this thread would have the interpreter most of the time, and a thread that launches work would wait for it.
+            device = np.array([source.address + start for source, (_, start, _) in zip(sources, spans, strict=True)], np.uint64)
+            sizes = np.array([nbytes for _, _, nbytes in spans], np.uint64)
+            stream = driver.streams[D2H]
+            status = library().xe_copies_d2h(driver.calls, stream, address, address_of(device), address_of(sizes), len(spans))
+            if status:
+                raise driver.failure(status)
+            return
+        copy = self._copy_d2h
+        for source, (_, start, nbytes) in zip(sources, spans, strict=True):
+            if nbytes:
+                copy(address, source.address + start, nbytes)
+            address += nbytes
 
     def _found(self, numbers: Sequence[int]) -> list[Source]:
         """Return where arrays lie, once what produces them is done. Those that are to be found later are found now."""
@@ -143,38 +164,51 @@ class ByteReader:
         if self._reading.reached():
             # Looked at behind them, since another thread may close it, which ends it first and then lets go of them.
             raise ClosedError(CLOSED)
-        if later is not None:
+        if later is None:
+            self._wait(self._after)
+            self._after = None
+        else:
             find, arrays = later
             missing = [number for number in dict.fromkeys(numbers) if sources[number] is None]
-            if missing:
+            # Where threads of ours read, others launch work.
+            gives_way = self._reading.maker is None
+            step = FOUND_AT_ONCE if gives_way else max(1, len(missing))
+            for first in range(0, len(missing), step):
+                some = missing[first : first + step]
                 try:
-                    found, self._after = find([arrays[number] for number in missing])
+                    found, after = find([arrays[number] for number in some])
                 except self._failures:
                     raise
                 except (TypeError, ValueError, RuntimeError) as error:
                     raise XferError(f"arrays were deleted or donated before they were read: {error}") from error
-                self._wait()
-                for number, source in zip(missing, found, strict=True):
+                self._wait(after)
+                for number, source in zip(some, found, strict=True):
                     sources[number] = source
-        self._wait()
-        return [cast("Source", sources[number]) for number in numbers]
-
-    def _wait(self) -> None:
-        if self._after is not None:
-            with translated(self._failures, "the arrays could not be computed"):
-                self._after.synchronize()
-            self._after = None
+                if gives_way:
+                    give_way()
         # What they are copies of may go.
         self._copied = None
+        return [sources[number] for number in numbers]  # type: ignore[misc]  # None was looked for.
 
-    def _checked(self, array: int, start: int, nbytes: int) -> int:
-        if not 0 <= operator.index(array) < len(self.described):
-            raise ValueError(f"there is no array number {array}: there are {len(self.described)}, counted from 0")
-        shape, dtype = self.described[array]
-        start, nbytes, there = operator.index(start), operator.index(nbytes), math.prod(shape) * dtype.itemsize
-        if start < 0 or nbytes < 0 or start + nbytes > there:
-            raise ValueError(f"array {array} has {there} bytes, and {nbytes} from {start} on are asked")
-        return nbytes
+    def _wait(self, after: Event | None) -> None:
+        if after is not None:
+            with translated(self._failures, "the arrays could not be computed"):
+                after.synchronize()
+
+    def _checked(self, spans: Sequence[Span]) -> int:
+        """Return the bytes of spans. Raises as `read`."""
+        sizes = self.sizes
+        total = starts = 0
+        for array, start, nbytes in spans:
+            if not 0 <= array < len(sizes):
+                raise ValueError(f"there is no array number {array}: there are {len(sizes)}, counted from 0")
+            if start < 0 or nbytes < 0 or start + nbytes > sizes[array]:
+                raise ValueError(f"array {array} has {sizes[array]} bytes, and {nbytes} from {start} on are asked")
+            total += nbytes
+            starts += start
+        # Whatever is no integer among them makes its sum none, and to ask for each takes as long as all the rest.
+        operator.index(starts)
+        return operator.index(total)
 
     def _address(self, out: Array, nbytes: int) -> int:
         if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.ndim != 1 or not out.flags.c_contiguous:
@@ -216,3 +250,16 @@ class ByteReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _sizes(described: Sequence[Alike]) -> list[int]:
+    # There are thousands of arrays, and a few dtypes and shapes. By the dtypes' identity, since hashing one takes longer than this.
+    known: dict[tuple[int, tuple[int, ...]], int] = {}
+    sizes: list[int] = []
+    for shape, dtype in described:
+        key = id(dtype), shape
+        nbytes = known.get(key)
+        if nbytes is None:
+            nbytes = known[key] = math.prod(shape) * dtype.itemsize
+        sizes.append(nbytes)
+    return sizes

@@ -414,7 +414,7 @@ class DriverCalls(Protocol):
     """How the engine calls a device itself: the addresses of the driver's functions, and what these take.
 
     A backend may offer this in addition, as its attribute `driver_calls`. Without it, the core makes the engine's calls through the
-    methods of `HostStager`, on one thread of the process.
+    methods of `HostStager`, on one thread of the process. Copies of many arrays that a save reads are also started by these.
     """
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import queue
 import time
@@ -18,10 +19,11 @@ import xferlib
 from tests.core.fakes import WATCHDOG, off_main, on_thread, until
 from tests.engine.build import COMPILER
 from tests.engine.device import FUNCTIONS, Device, DeviceError, DeviceStream, Driven, built_device
+from xferlib.byte_reader import Span
 from xferlib.engine.jobs import SLICE_MICROSECONDS
 from xferlib.engine.native import _SIGNATURES as SIGNATURES
 from xferlib.engine.native import Figures, library, quick
-from xferlib.errors import ClosedError, TransferError
+from xferlib.errors import ClosedError, TransferError, XferError
 from xferlib.staging.profile import StagingProfile
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler: a device of C was not tried")
@@ -297,6 +299,38 @@ def test_a_put_into_an_array_comes_behind_a_get_that_reads_it(stager: xferlib.St
     assert np.array_equal(out, before)
     put.synchronize()
     assert np.array_equal(array, after)
+
+
+def test_arrays_that_are_read_together_come_one_behind_the_other(stager: xferlib.Stager, device: Device) -> None:
+    """By one call of C, in which other threads have the interpreter."""
+    arrays = [numbers(100 + number, number) for number in range(70)]
+    spans = [Span(number, number, array.nbytes - number) for number, array in enumerate(arrays)]
+    spans[10:10] = [Span(3, 0, 0), Span(4, 7, 5)]
+    wanted = b"".join(arrays[number][start : start + nbytes].tobytes() for number, start, nbytes in spans)
+    context = ctypes.c_void_p(4711)
+    device.library.device_enter(context)
+    with stager.reader(arrays) as reader:
+        found = reader.read(spans, reader.empty(len(wanted)))
+        assert found.result().tobytes() == wanted
+    device.library.device_current(ctypes.byref(context))
+    assert context.value == 4711
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_copy_that_is_refused_fails_the_read(stager: xferlib.Stager, after: int) -> None:
+    """The copies before it are waited for: their memory is used again."""
+    arrays = [numbers(100, number) for number in range(6)]
+    spans = [Span(number, 0, 100) for number in range(6)]
+    with stager.reader(arrays) as reader:
+        memory = reader.empty(600)
+        memory[:] = 255
+        driven(stager).d2h.refuse(after, BROKEN)
+        with pytest.raises(XferError, match="could not be started: the device says") as raised:
+            reader.read(spans, memory)
+        assert isinstance(raised.value.__cause__, DeviceError)
+        assert memory[: after * 100].tobytes() == b"".join(array.tobytes() for array in arrays[:after])
+        assert (memory[after * 100 :] == 255).all()
+        assert reader.read(spans, memory).result().tobytes() == b"".join(array.tobytes() for array in arrays)
 
 
 @final

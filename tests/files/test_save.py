@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -291,13 +292,17 @@ def test_more_names_than_a_header_has_room_for_are_refused(stager: Stager, tmp_p
         xferlib.save(tmp_path / "a.safetensors", [there(stager, np.arange(3))] * 9, stager)
 
 
-def test_thousands_of_arrays_are_worked_on_in_parts() -> None:
+def test_thousands_of_arrays_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile no other Python thread runs. Each array is in the header once, and in the pieces once."""
-    count = 2 * formats.BURST + 3
+    count = 2 * formats.GLANCES + 3
     names = [f"layers.{number}" for number in range(count)]
     described = [((3, number % 5), np.dtype(f"f{2 << number % 3}")) for number in range(count)]
-    plan = Plan(".safetensors", names, described, {"a": "b"}, 0)
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in described]
+    plan = Plan(".safetensors", names, described, {"a": "b"}, sizes, sum(sizes))
+    ways: list[None] = []
+    monkeypatch.setattr(formats, "give_way", lambda: ways.append(None))
     layout = plan.laid_out()
+    assert len(ways) == -(-count // formats.GLANCES) - (-count // formats.BURST)
     (header,) = layout.headers
     found = json.loads(header[8:])
     assert found.pop("__metadata__") == {"a": "b"}

@@ -1401,6 +1401,16 @@ int xe_copy(void *dst, const void *src, size_t nbytes, int aside) {
     return copy_guarded(dst, src, nbytes, aside != 0, &unused) ? XE_OK : XE_WRONG;
 }
 
+int xe_copies_d2h(const xe_calls *calls, void *stream, void *host, const uint64_t *device, const uint64_t *nbytes, size_t count) {
+    here.guest = true;
+    int status = enter(calls);
+    char *to = host;
+    for (size_t n = 0; n < count && status == 0; to += nbytes[n++])
+        if (nbytes[n]) status = calls->copy_d2h(to, device[n], nbytes[n], stream);
+    go_back();
+    return status;
+}
+
 int xe_gather(void *dst, const void *src, int axes, const int64_t *shape, const int64_t *strides, size_t itemsize) {
     if (axes < 0 || axes > MOST_AXES) return XE_WRONG;
     pthread_once(&once, set_up);

@@ -146,6 +146,10 @@ void xe_read_figures(xe_figures *figures);
 // file's that has become shorter.
 int xe_copy(void *dst, const void *src, size_t nbytes, int aside);
 
+// Start copies from device memory to host memory, where each begins as the one before ends, in order. For threads that are not the
+// engine's: this one is where it was when it returns. Returns the device's status; the copies before one that failed may be under way.
+int xe_copies_d2h(const xe_calls *calls, void *stream, void *host, const uint64_t *device, const uint64_t *nbytes, size_t count);
+
 // Copy an array's items to one piece of memory, in C order; `src` is the first of them, and strides are bytes. XE_WRONG as above, and
 // for more than 64 axes.
 int xe_gather(void *dst, const void *src, int axes, const int64_t *shape, const int64_t *strides, size_t itemsize);

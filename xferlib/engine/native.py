@@ -194,6 +194,7 @@ _SIGNATURES = {
     "xe_stop": (_I, (_I64,)),
     "xe_read_figures": (None, (ctypes.POINTER(Figures),)),
     "xe_copy": (_I, (_P, _P, _N, _I)),
+    "xe_copies_d2h": (_I, (ctypes.POINTER(Calls), _P, _P, _P, _P, _N)),
     "xe_gather": (_I, (_P, _P, _I, ctypes.POINTER(_I64), ctypes.POINTER(_I64), _N)),
     "xe_touch": (_I, (_P, _N)),
     # Device addresses are described as pointers, too: ctypes takes those in half the time.

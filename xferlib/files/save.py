@@ -101,7 +101,7 @@ def save(
             error.add_note(OF_NUMPY)
         raise
     try:
-        plan = planned(file, reader.spec, reader.described, metadata)
+        plan = planned(file, reader.spec, reader.described, reader.sizes, metadata)
         writing = Writing(file, plan, reader, memory, rate_limit, keep)
         handle = Save(writing)
     except BaseException:
