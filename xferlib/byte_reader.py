@@ -29,7 +29,7 @@ from xferlib.tree import Alike, Spec
 
 __all__ = ["ByteReader", "Span"]
 
-FOUND_AT_ONCE = 8
+FOUND_AT_ONCE = 16
 """Arrays that are found before other threads have their turn: a framework may take some microseconds for each."""
 CLOSED = "this reader is closed. Make another one with stager.reader(...)"
 

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 
 import cupy
 import numpy as np
-from cupy.cuda import MemoryPointer, UnownedMemory
+from cupy.cuda import MemoryPointer, UnownedMemory, runtime
 
+from xferlib.protocol import Source
 from xferlib_cupy._device import Device
 from xferlib_cupy._streams import Streams
 
@@ -25,6 +26,8 @@ OF_NUMPY, OF_ANOTHER_PACKAGE = 1, 2
 """`dtype.isbuiltin`."""
 ALIGNMENT = 256
 """Bytes, as CuPy's own."""
+ANY_TO_ANY = 4
+"""The driver looks where memory is: an array may be a view of memory of the host."""
 SHARED_NBYTES = 4 << 20
 """Copies of fewer bytes share memory."""
 LARGEST_SHARED_NBYTES = 64 << 20
@@ -62,35 +65,46 @@ def contiguous(array: CupyArray, stream: object | None, streams: Streams, device
     return device.here(_in_order, array, streams.current_as(stream))
 
 
-def copies(arrays: Sequence[CupyArray], stream: Any) -> list[CupyArray]:
-    """Return copies in C order, made by CuPy on the stream, out of CuPy's pool.
+def copies(arrays: Sequence[CupyArray], stream: Any, handle: int) -> list[Source]:
+    """Return where copies in C order are, made on the stream, of which this is the handle. Their memory is out of CuPy's pool.
 
-    Smaller ones share memory: for each CuPy would take memory and launch a kernel, and a state has thousands.
+    Smaller ones share memory, and none is an array: a state has thousands, and the caller waits here.
     """
     with stream:
-        return _copied(arrays)
+        return _copied(arrays, handle)
 
 
-def _copied(arrays: Sequence[CupyArray]) -> list[CupyArray]:
-    rooms = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
-    share = [0 < room < SHARED_NBYTES and array._c_contiguous for array, room in zip(arrays, rooms, strict=True)]
-    left = sum([room for room, shares in zip(rooms, share, strict=True) if shares])
-    copied: list[CupyArray] = []
-    memory: Any = None
-    free = 0
-    for array, room, shares in zip(arrays, rooms, share, strict=True):
-        if not shares:
-            copied.append(_copy(array))
-            continue
-        if room > free:
-            # Not all at once: between the arrays of a program there may be no place for that.
-            free = min(left, LARGEST_SHARED_NBYTES)
-            memory = cupy.cuda.alloc(free)
-        # On the current stream.
-        memory.copy_from_device_async(array.data, array.nbytes)
-        copied.append(cupy.ndarray(array.shape, array.dtype, memory))
-        memory, free, left = memory + room, free - room, left - room
-    return copied
+def _copied(arrays: Sequence[CupyArray], handle: int) -> list[Source]:
+    sizes = [array.nbytes for array in arrays]
+    shares = [0 < nbytes < SHARED_NBYTES and array._c_contiguous for array, nbytes in zip(arrays, sizes, strict=True)]
+    left = sum([_room(nbytes) for nbytes, small in zip(sizes, shares, strict=True) if small])
+    copy, new = runtime.memcpyAsync, tuple.__new__
+    sources: list[Source] = []
+    shared: Any = None
+    address = free = 0
+    for array, nbytes, small in zip(arrays, sizes, shares, strict=True):
+        if small:
+            room = _room(nbytes)
+            if room > free:
+                # Not all at once: between the arrays of a program there may be no place for that.
+                free = min(left, LARGEST_SHARED_NBYTES)
+                shared = cupy.cuda.alloc(free)
+                address = shared.ptr
+            copy(address, array.data.ptr, nbytes, ANY_TO_ANY, handle)
+            sources.append(new(Source, (address, nbytes, shared, None)))
+            address, free, left = address + room, free - room, left - room
+        elif nbytes and array._c_contiguous:
+            memory = cupy.cuda.alloc(nbytes)
+            copy(memory.ptr, array.data.ptr, nbytes, ANY_TO_ANY, handle)
+            sources.append(new(Source, (memory.ptr, nbytes, memory, None)))
+        else:
+            made = _copy(array)
+            sources.append(new(Source, (made.data.ptr, nbytes, made, None)))
+    return sources
+
+
+def _room(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _copy(array: CupyArray) -> CupyArray:

@@ -181,7 +181,10 @@ class CupyStager:
         self._order(self.d2h, handle)
         return source
 
-    def place(self, array: CupyArray, stream: object | None = None) -> Source:
+    def place(self, array: CupyArray | Source, stream: object | None = None) -> Source:
+        if isinstance(array, Source):
+            # A copy that `copied` made.
+            return array
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
             _arrays.check_array(array, self.ordinal)
         # Refuses a stream that is being captured.
@@ -198,8 +201,10 @@ class CupyStager:
             self._order(self.d2h, self._handle(stream))
         return sources
 
-    def places(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[Source] | None:
+    def places(self, arrays: Sequence[CupyArray | Source], stream: object | None = None) -> list[Source] | None:
         # As `place`.
+        if isinstance(arrays[0], Source):
+            return list(arrays)
         self._handle(stream)
         return self._in_place(arrays)
 
@@ -215,12 +220,13 @@ class CupyStager:
             sources.append(_SOURCE(Source, (data.ptr, array.nbytes, array, None)))
         return sources
 
-    def copied(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[CupyArray]:
+    def copied(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[Source]:
         for array in arrays:
-            _arrays.check_array(array, self.ordinal)
+            if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
+                _arrays.check_array(array, self.ordinal)
         # Refuses a stream that is being captured.
-        self._handle(stream)
-        return self._device.here(_arrays.copies, arrays, self._streams.current_as(stream))
+        handle = self._handle(stream)
+        return self._device.here(_arrays.copies, arrays, self._streams.current_as(stream), handle)
 
     def as_target(self, array: CupyArray, stream: object | None = None) -> Source:
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
