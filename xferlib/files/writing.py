@@ -27,7 +27,7 @@ from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.files.plan import Layout, Piece, Plan
 from xferlib.files.series import remove_older, series_of
 from xferlib.files.temporary import TemporaryFile
-from xferlib.latch import SLICE_SECONDS, Latch
+from xferlib.latch import SLICE_SECONDS, Latch, give_way
 from xferlib.memory.arrays import Array
 
 __all__ = ["Writing", "refuse_late"]
@@ -163,6 +163,8 @@ class Writing:
         # Those that run do what others do not, but slower.
         while started < wanted and self._start_one():
             started += 1
+            # Else all would want the interpreter at once, and whoever launches work would wait behind each.
+            give_way()
         for _ in range(wanted - max(1, started)):
             self._leave()
         if not started:
