@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -19,10 +20,11 @@ import safetensors.numpy
 
 import xferlib
 from tests.core.fakes import on_thread, until
-from xferlib.files.ahead import MADV_POPULATE_READ, ReadAhead, Stretch, unmap
+from xferlib.files.ahead import MADV_POPULATE_READ, ReadAhead, Stretch, Unmapping
 from xferlib.stager import Stager
 
 load_module: Any = sys.modules["xferlib.files.load"]
+ahead_module: Any = sys.modules["xferlib.files.ahead"]
 MIB = 1 << 20
 SIZES = {"a": 5, "b": 3, "c": 3, "d": 9}
 
@@ -208,11 +210,43 @@ def test_what_is_in_the_cache_is_mapped_ahead_and_unmapped_behind(path: Path) ->
             ahead([stretch])
             assert until(lambda: mapped_nbytes(path) >= nbytes)
         assert mapped_nbytes(path) < len(data) - MIB
-    unmap([stretch])
-    # Its first and its last page may have bytes of others, and the system maps some around a fault.
-    assert mapped_nbytes(path) <= 2 * MIB
+    with Unmapping() as behind:
+        behind([stretch._replace(nbytes=10), stretch._replace(nbytes=0)], raw)
+        assert not any(thread.name == "xferlib-unmap" for thread in threading.enumerate())
+        behind([stretch], raw)
+        # Its first and its last page may have bytes of others, and the system maps some around a fault.
+        assert until(lambda: mapped_nbytes(path) <= 2 * MIB)
     assert raw[start : start + nbytes].tobytes() == data[start : start + nbytes]
-    unmap([stretch._replace(nbytes=10), stretch._replace(nbytes=0)])
+
+
+def test_a_mapping_is_held_while_it_is_unmapped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other memory that came there meanwhile would lose what is in it."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(address: int, nbytes: int, advice: int) -> None:
+        begun.set()
+        goes_on.wait(20)
+
+    monkeypatch.setattr(ahead_module, "_madvise", slow)
+    with path.open("rb") as stream:
+        raw = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        stretch = Stretch(stream.fileno(), 0, raw.nbytes, raw.ctypes.data)
+        held = weakref.ref(raw)
+        with Unmapping() as behind:
+            behind([stretch], raw)
+            del raw
+            assert begun.wait(20)
+            assert held() is not None
+            goes_on.set()
+            assert until(lambda: held() is None)
+
+
+def test_a_load_does_without_threads_of_its_own(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_to_be_had(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_to_be_had)
+    assert {name: int(array[0]) for name, array in xferlib.load(path, stager).items()} == SIZES
 
 
 def test_pages_of_arrays_that_are_on_the_device_are_unmapped_while_others_are_put(
@@ -220,8 +254,14 @@ def test_pages_of_arrays_that_are_on_the_device_are_unmapped_while_others_are_pu
 ) -> None:
     """Otherwise all of it is left to the end, when nothing is copied any more."""
     monkeypatch.setattr(load_module, "PIECE", 5 * MIB)
-    left: list[int] = []
-    got = xferlib.load(path, stager, progress=lambda done, total: left.append(total - done - mapped_nbytes(path)))
-    assert {name: int(array[-1]) for name, array in got.items()} == SIZES
     # At the end nothing is left but pages around the ends.
-    assert left[-1] >= -MIB
+    looks: list[bool] = []
+
+    def tell(done: int, total: int) -> None:
+        looks.append(until(lambda: mapped_nbytes(path) <= total - done + MIB))
+
+    got = xferlib.load(path, stager, progress=tell)
+    assert {name: int(array[-1]) for name, array in got.items()} == SIZES
+    assert len(looks) > 2
+    assert all(looks)
+    assert not any(thread.name == "xferlib-unmap" for thread in threading.enumerate())

@@ -214,7 +214,7 @@ def test_an_interrupt_at_any_point_leaves_nothing_behind(stager: Stager, path: P
     assert points > 100
     assert told[-1] == 5 * NBYTES + 100
     deadline = time.monotonic() + 20
-    while any(thread.name == "xferlib-read-ahead" for thread in threading.enumerate()):
+    while any(thread.name in ("xferlib-read-ahead", "xferlib-unmap") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     stager.trim()

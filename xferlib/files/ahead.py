@@ -1,4 +1,5 @@
-"""Files are read into the system's cache and mapped in front of the copies, on a thread: otherwise these wait for page faults.
+"""Files are read into the system's cache and mapped in front of the copies, and unmapped behind them, on threads: otherwise these
+wait for page faults, and whoever starts them for the system's tables.
 
 It is advice to the system, and may come late or not at all: the copies are right without it.
 """
@@ -9,18 +10,22 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
-from typing import NamedTuple, final
+from typing import Generic, NamedTuple, TypeVar, final
 
 from xferlib.tickets import ticket
 
-__all__ = ["ReadAhead", "Stretch", "unmap"]
+__all__ = ["ReadAhead", "Stretch", "Unmapping"]
+
+T = TypeVar("T")
 
 LOOK_EVERY = 4 << 20
 """Bytes: one page in so many is asked whether it is in the system's cache."""
+LEAST_UNMAPPED = 1 << 20
+"""Bytes."""
 ADVISED = 128 << 10
 """Bytes that the system is asked to read at a time. What is above its own limit it ignores; this is the usual one."""
 NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
@@ -41,16 +46,48 @@ class Stretch(NamedTuple):
     address: int
 
 
-def unmap(stretches: Iterable[Stretch]) -> None:
-    """Have the system forget where pages of stretches lie, which are in the order of their file. Readers find them again.
+@final
+class _Worker(Generic[T]):
+    """A thread that works on what it is given, in order, until its `with` ends, or this is dropped. There is none before that."""
 
-    With pages of 4 KiB this takes 60 ms for each GiB on a small machine: if it is left to the end, nothing is copied meanwhile.
-    """
-    for stretch in _joined(stretches):
-        first = -(-stretch.address // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (stretch.address + stretch.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > first:
-            _madvise(first, end - first, mmap.MADV_DONTNEED)
+    def __init__(self, name: str, work: Callable[[T, list[None]], None]) -> None:
+        """`work` ends early where the list is not empty any more."""
+        self._name = name
+        self._work = work
+        self._given: SimpleQueue[T | None] = SimpleQueue()
+        self._over: list[None] = []
+        # An interrupt may keep the `with` from its end. The thread holds nothing of this object but these two.
+        self._ticket = ticket(self._given.put, None)
+        self._thread: threading.Thread | None = None
+
+    def give(self, thing: T) -> None:
+        """Have it worked on. Returns at once; where the system has no thread nothing is done."""
+        if self._thread is None:
+            thread = threading.Thread(target=_run, args=(self._work, self._given, self._over), name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return
+            self._thread = thread
+        self._given.put(thing)
+
+    def __enter__(self) -> _Worker[T]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.append(None)
+        self._given.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _run(work: Callable[[T, list[None]], None], given: SimpleQueue[T | None], over: list[None]) -> None:
+    while (thing := given.get()) is not None:
+        # A file system may take no advice.
+        with suppress(OSError):
+            work(thing, over)
+        # It may hold a mapping, which is not to live until the next one comes.
+        del thing
 
 
 @final
@@ -58,38 +95,64 @@ class ReadAhead:
     """Has stretches read ahead, in order, until its `with` ends, or it is dropped. The files must be open until then."""
 
     def __init__(self) -> None:
-        self._asked: SimpleQueue[Stretch | None] = SimpleQueue()
-        self._over: list[None] = []
-        # An interrupt may keep the `with` from its end. The thread holds nothing of this object but these two.
-        self._ticket = ticket(self._asked.put, None)
-        self._thread: threading.Thread | None = None
+        self._worker: _Worker[Stretch] = _Worker("xferlib-read-ahead", _read)
 
     def __call__(self, stretches: Iterable[Stretch]) -> None:
         """Have stretches read, which are in the order of their file. Returns at once."""
         for stretch in _joined(stretches):
             # The system's own reading ahead is as good for less.
             if stretch.nbytes >= LOOK_EVERY:
-                if self._thread is None:
-                    thread = threading.Thread(target=_run, args=(self._asked, self._over), name="xferlib-read-ahead", daemon=True)
-                    thread.start()
-                    self._thread = thread
-                self._asked.put(stretch)
+                self._worker.give(stretch)
 
     def __enter__(self) -> ReadAhead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._over.append(None)
-        self._asked.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        self._worker.__exit__(kind, error, trace)
 
 
-def _run(asked: SimpleQueue[Stretch | None], over: list[None]) -> None:
-    while (stretch := asked.get()) is not None:
-        # A file system may take no advice.
-        with suppress(OSError):
-            _read(stretch, over)
+@final
+class Unmapping:
+    """Has the system forget where pages of stretches lie, until its `with` ends, or it is dropped. Readers find them again.
+
+    With pages of 4 KiB this takes 30 to 60 ms for each GiB: if it is left to the end, nothing is copied meanwhile, and whoever does
+    it between two copies starts these late. At the end what is left is left.
+    """
+
+    def __init__(self) -> None:
+        self._worker: _Worker[_Behind] = _Worker("xferlib-unmap", _unmap)
+
+    def __call__(self, stretches: Iterable[Stretch], mapping: object) -> None:
+        """Unmap stretches, which are in the order of their file. Returns at once. `mapping` holds where they are mapped.
+
+        It must: other memory that comes there would lose what is in it.
+        """
+        # For less there is not enough to be saved.
+        joined = [stretch for stretch in _joined(stretches) if stretch.nbytes >= LEAST_UNMAPPED]
+        if joined:
+            self._worker.give(_Behind(joined, mapping))
+
+    def __enter__(self) -> Unmapping:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._worker.__exit__(kind, error, trace)
+
+
+class _Behind(NamedTuple):
+    """What is to be unmapped, and what holds the mapping until then."""
+
+    stretches: list[Stretch]
+    mapping: object
+
+
+def _unmap(behind: _Behind, over: list[None]) -> None:
+    for stretch in behind.stretches:
+        if over:
+            return
+        first = -(-stretch.address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (stretch.address + stretch.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise(first, end - first, mmap.MADV_DONTNEED)
 
 
 def _read(stretch: Stretch, over: list[None]) -> None:

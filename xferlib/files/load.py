@@ -16,7 +16,7 @@ import numpy as np
 
 from xferlib.checks import translated
 from xferlib.errors import AllocationError, CapabilityError, XferError
-from xferlib.files.ahead import ReadAhead, Stretch, unmap
+from xferlib.files.ahead import ReadAhead, Stretch, Unmapping
 from xferlib.files.dtypes import Conversions, DtypeRule
 from xferlib.files.names import Named, named
 from xferlib.files.patterns import check_patterns
@@ -170,13 +170,14 @@ def load(
             raise ValueError(f"{held.shown} holds one array, without a name. Leave names out")
         likes = {} if parts is None else _likes(held, parts)
         ahead = files.enter_context(ReadAhead()) if puts.whole else None
+        behind = files.enter_context(Unmapping())
         tell = files.enter_context(told(progress, held.readers[0].file.name if len(held.readers) == 1 else "files"))
         conversions.check(held.known)
         for argument, patterns in puts.patterns.items():
             check_patterns(argument, patterns, held.known)
         # Now: whatever is refused here would be refused behind all that was put.
         riders = [] if parts is None else _riders(held, parts)
-        found = _Load(held, puts, conversions, trees, likes, tell).run(ahead)
+        found = _Load(held, puts, conversions, trees, likes, tell, behind).run(ahead)
         if parts is not None:
             return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
     return next(iter(found.values())) if held.alone else found
@@ -218,7 +219,14 @@ class _Load:
     """One load, from the open files to the arrays on the device."""
 
     def __init__(
-        self, held: Held, puts: Puts, conversions: Conversions, trees: Trees, likes: dict[str, Any], tell: Tell | None
+        self,
+        held: Held,
+        puts: Puts,
+        conversions: Conversions,
+        trees: Trees,
+        likes: dict[str, Any],
+        tell: Tell | None,
+        behind: Unmapping,
     ) -> None:
         self._held = held
         self._puts = puts
@@ -226,6 +234,7 @@ class _Load:
         self._trees = trees
         self._likes = likes
         self._tell = tell
+        self._behind = behind
         self._sizes = {name: reader.nbytes(name) for name, reader in held.arrays.items()}
         self._total, self._done = sum(self._sizes.values()), 0
         self._found: dict[str, Any] = {}
@@ -334,8 +343,8 @@ class _Load:
         started.synchronize()
         arrays = started.value
         del self._under_way[0], started
-        # While the others are copied.
-        unmap(_stretches(piece))
+        # While the others are copied. The reader holds the mapping.
+        self._behind(_stretches(piece), piece.reader)
         self._found |= self._converted(piece, arrays)
         self._done += piece.nbytes
         self._told()
