@@ -48,7 +48,10 @@ class Stretch(NamedTuple):
 
 @final
 class _Worker(Generic[T]):
-    """A thread that works on what it is given, in order, until its `with` ends, or this is dropped. There is none before that."""
+    """A thread that works on what it is given, in order. There is none before that.
+
+    It ends by `end` or `no_more`, or when this is dropped and all is done that was given.
+    """
 
     def __init__(self, name: str, work: Callable[[T, list[None]], None]) -> None:
         """`work` ends early where the list is not empty any more."""
@@ -71,12 +74,14 @@ class _Worker(Generic[T]):
             self._thread = thread
         self._given.put(thing)
 
-    def __enter__(self) -> _Worker[T]:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._over.append(None)
+    def no_more(self) -> None:
+        """Have the thread end when it has done what it was given. Returns at once."""
         self._given.put(None)
+
+    def end(self) -> None:
+        """Leave what is not begun, and block until the thread has ended."""
+        self._over.append(None)
+        self.no_more()
         if self._thread is not None:
             self._thread.join()
 
@@ -108,15 +113,15 @@ class ReadAhead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._worker.__exit__(kind, error, trace)
+        self._worker.end()
 
 
 @final
 class Unmapping:
-    """Has the system forget where pages of stretches lie, until its `with` ends, or it is dropped. Readers find them again.
+    """Has the system forget where pages of stretches lie. Readers find them again.
 
     With pages of 4 KiB this takes 30 to 60 ms for each GiB: if it is left to the end, nothing is copied meanwhile, and whoever does
-    it between two copies starts these late. At the end what is left is left.
+    it between two copies starts these late. So nobody waits for it: it goes on behind the end of a `with` that did not fail.
     """
 
     def __init__(self) -> None:
@@ -136,7 +141,10 @@ class Unmapping:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._worker.__exit__(kind, error, trace)
+        if kind is None:
+            self._worker.no_more()
+        else:
+            self._worker.end()
 
 
 class _Behind(NamedTuple):
