@@ -90,6 +90,24 @@ def test_the_call_lays_nothing_out(stager: Stager, tmp_path: Path, monkeypatch: 
     assert threading.get_ident() not in makers
 
 
+def test_its_threads_start_one_by_one(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have the interpreter in between."""
+    seen: list[str] = []
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        if thread.name == "xferlib-save":
+            seen.append("start")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    monkeypatch.setattr("xferlib.files.writing.give_way", lambda: seen.append("give way"))
+    array = there(stager, bits((MIB,), np.dtype(np.uint8)))
+    xferlib.save(tmp_path / "a.npy", array, stager, memory=MIB).result(20)
+    assert len(seen) >= 4
+    assert seen == ["start", "give way"] * (len(seen) // 2)
+
+
 def test_it_returns_while_the_copies_are_held_and_waits_for_what_was_read(stager: Stager, tmp_path: Path) -> None:
     backend: Any = stager.backend
     array = there(stager, bits((MIB,), np.dtype(np.uint8)))

@@ -352,10 +352,14 @@ def finding(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S
         yield other, called
 
 
-def test_the_call_of_a_save_finds_no_array(finding: tuple[Stager, list[Callable[[Any], None]]], tmp_path: Path) -> None:
+def test_the_call_of_a_save_finds_no_array(
+    finding: tuple[Stager, list[Callable[[Any], None]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A state has thousands, and they never change: threads of the save find them, piece by piece."""
     stager, called = finding
     found: list[tuple[int, int]] = []
+    ways: list[int] = []
+    monkeypatch.setattr("xferlib.byte_reader.give_way", lambda: ways.append(threading.get_ident()))
     called.append(lambda arrays: found.append((threading.get_ident(), len(arrays))))
     state = {str(number): jax.numpy.full((9, 9), number, "float32") for number in range(20)}
     save = xferlib.save(tmp_path / "a.safetensors", state, stager)
@@ -364,10 +368,12 @@ def test_the_call_of_a_save_finds_no_array(finding: tuple[Stager, list[Callable[
     assert threading.get_ident() not in [thread for thread, _ in found]
     # Others have the interpreter in between. Whoever reads alone finds all at once.
     assert max(count for _, count in found) == FOUND_AT_ONCE < len(state)
+    assert ways == [thread for thread, _ in found]
     found.clear()
     with stager.reader(list(state.values())) as reader:
         reader.wait()
     assert [count for _, count in found] == [len(state)]
+    assert threading.get_ident() not in ways
 
 
 def test_what_is_deleted_before_it_is_read_ends_the_save(
