@@ -1,13 +1,14 @@
 """Random programs: one seed, one program over the whole public face, checked by a model that knows every byte.
 
     python -m tests.random_programs --backend host --minutes 5 --seed 1
+    python -m tests.random_programs --backend driven --large         # those of large arrays
     python -m tests.random_programs --seed 1 --program 217           # one program of a seed again, printed, and made short
     python -m tests.random_programs --replay FILE                    # one that was kept
     python -m tests.mutants.planted --backend host             # how soon planted defects are found
 
-`--backend` is host, jax, cupy or numba. On a GPU they need a checkout, the installed package, pytest and `cuda-bindings`; JAX
-takes a GPU with `--gpu`. A failure is printed with its program made as short as it still fails, `--save FOLDER` keeps that,
-`--keep-going` goes on and counts failures that look alike, `--json FILE` writes the figures.
+`--backend` is host, driven (a device of C), jax, cupy or numba. On a GPU they need a checkout, the installed package, pytest and
+`cuda-bindings`; JAX takes a GPU with `--gpu`. A failure is printed with its program made as short as it still fails, `--save
+FOLDER` keeps that, `--keep-going` goes on and counts failures that look alike, `--json FILE` writes the figures.
 
 What is covered: trees of one to 600 leaves of every dtype and layout, whose sizes lie at the boundaries in the code; pinned memory
 and views of it, pageable, read-only, mapped from files, page-locked in place, borrowed; `into=` and `out=`; streams, named, current
@@ -17,11 +18,16 @@ reference cycles, with and without finalizers, some of which bring all of it bac
 allocation; `trim`, limits, `close` while arrays live on; copies and compute that are held; threads. Not covered: worker processes
 (`SharedRing`), forks, interrupts, failing copies, JAX's shardings and donation, graphs.
 
+Programs of large arrays (`--large`) are drawn from the same steps. They have two stagers with limits, and arrays of 8 bytes to
+40 MiB, on a GPU 256 MiB, so that transfers take more chunks than there are, pools grow and are full, and much memory is locked
+late. Most of each is on three threads. They take several times as long.
+
 What is checked: every byte that a transfer or a loop gives, past the stager and by it; that `done()` says yes only to what is
 there; readers on the device that are behind held work; canaries, memory of others beside ours; on host and on JAX's CPU a driver
 as strict as a GPU's, whose freed memory is poisoned (`driver`); that nothing hangs or crashes, that nothing is raised in finalizers
-and on threads; and that when all is dropped no memory and no thread is left. The model follows the documented rules: it rewrites a
-pinned source only when `done()` says so, and keeps what a stream reads that nobody named.
+and on threads; that no stager has more memory than its limits; and that when all is dropped no memory and no thread is left. The
+model follows the documented rules: it rewrites a pinned source only when `done()` says so, and keeps what a stream reads that
+nobody named.
 
 How it is made: a program is drawn as data before any of it runs (`draw`, `sketch`, `sizes`), so that steps can be left out of one
 that fails (`shrink`); a step whose things are missing is skipped. One process runs programs (`worker`, `run`), another has them

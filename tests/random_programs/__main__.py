@@ -21,7 +21,7 @@ def main() -> int:
     options = _options()
     environment = {} if options.backend != "jax" or options.gpu else {"JAX_PLATFORMS": "cpu"}
     try:
-        with Runner(options.backend, environment) as runner:
+        with Runner(options.backend, environment, large=options.large) as runner:
             if options.replay is not None:
                 return _replay(runner, options)
             return _hunt(runner, options)
@@ -40,6 +40,7 @@ def _options() -> Any:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--program", type=int, help="run this one of the seed alone, and print it")
     parser.add_argument("--first", type=int, default=0, help="begin with this one")
+    parser.add_argument("--large", action="store_true", help="run the programs of large arrays, which several threads use")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run a program that was kept")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure, and count failures that look alike")
     parser.add_argument("--no-shrink", action="store_true")
@@ -77,6 +78,7 @@ def _hunt(runner: Runner, options: Any) -> int:
                 break
     figures = {
         "backend": options.backend,
+        "large": options.large,
         "seed": options.seed,
         "programs": ran,
         "steps": steps,
@@ -101,7 +103,7 @@ def _tell(runner: Runner, failure: Failure, options: Any) -> None:
     print(f"{short.trace}\n{Program.from_json(short.program)}", flush=True)
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
-        file = options.save / f"{options.backend}-{failure.seed}-{failure.number}.json"
+        file = options.save / f"{options.backend}{'-large' * options.large}-{failure.seed}-{failure.number}.json"
         file.write_text(short.program)
         print(f"kept in {file}", flush=True)
 

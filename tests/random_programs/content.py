@@ -18,8 +18,8 @@ __all__ = ["Array", "Content", "Wrong", "assert_holds", "dtype_named", "fill", "
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-LARGEST = 17 << 20
-"""Bytes of one array, at most."""
+LARGEST, LARGE = 256 << 20, 17 << 20
+"""Bytes of one array, at most; and of nearly all of them."""
 PLACES = 1 << 18
 STEP = 16
 EXTENSIONS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -69,7 +69,8 @@ def viewed(array: Any, how: str) -> Any:
 def raw(key: str, nbytes: int, *, booleans: bool = False) -> Array:
     """Return the bytes that belong to a key."""
     start = zlib.crc32(key.encode()) % PLACES * STEP
-    return (_zeros_and_ones() if booleans else _noise())[start : start + nbytes]
+    most = LARGE if nbytes <= LARGE else LARGEST
+    return (_zeros_and_ones(most) if booleans else _noise(most))[start : start + nbytes]
 
 
 def fill(array: Array, content: Content) -> None:
@@ -104,14 +105,14 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 
 @functools.cache
-def _noise() -> Array:
-    noise = np.random.default_rng(13).integers(0, 256, LARGEST + PLACES * STEP, np.uint8)
+def _noise(most: int) -> Array:
+    noise = np.random.default_rng(13).integers(0, 256, most + PLACES * STEP, np.uint8)
     noise.flags.writeable = False
     return noise
 
 
 @functools.cache
-def _zeros_and_ones() -> Array:
-    booleans = _noise() & np.uint8(1)
+def _zeros_and_ones(most: int) -> Array:
+    booleans = _noise(most) & np.uint8(1)
     booleans.flags.writeable = False
     return booleans

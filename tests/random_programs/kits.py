@@ -25,7 +25,6 @@ __all__ = ["NAMES", "Kit", "kit_named"]
 NAMES = ("host", "driven", "jax", "cupy", "numba")
 SLICED_BY_NUMBA = 4096
 """Elements."""
-LATE_MICROSECONDS = 200
 PLAIN = ("bool", "int8", "uint8", "int16", "int32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
 
 
@@ -99,6 +98,10 @@ class Kit(ABC):
     def open(self, device: int, *, locks: bool) -> Any:
         """Open a backend for a stager."""
         return self.opener(device=device)
+
+    def be_late(self, microseconds: int) -> None:
+        """Have copies, streams and events be late now and then, by at most so much, where they can be made so."""
+        return
 
     def open_gates(self) -> None:
         """Release whatever is held on a GPU, of holds that are being entered as well."""
@@ -207,7 +210,9 @@ class DrivenKit(HostKit):
         self._take(TestDriven(), lambda: Driven(self.device))
         self.canaries = {"numpy": NumpyCanary, "arena": ArenaCanary}
         self.device.watch(DRIVER.check_copy)
-        self.device.library.device_be_late(LATE_MICROSECONDS)
+
+    def be_late(self, microseconds: int) -> None:
+        self.device.library.device_be_late(microseconds)
 
     def stream(self) -> Any:
         return self.device.stream()

@@ -19,6 +19,7 @@ from tests.random_programs.driver import DRIVER
 from tests.random_programs.kinds import KINDS
 from tests.random_programs.kinds.locks import Locked
 from tests.random_programs.kinds.rings import Slots
+from tests.random_programs.kinds.stagers import check_figures
 from tests.random_programs.kits import Kit
 from tests.random_programs.program import Program, Step
 from tests.random_programs.world import Device, Host, Named, Opened, Skip, Started, World
@@ -30,6 +31,8 @@ __all__ = ["Outcome", "finish", "run_program", "run_steps"]
 SETTLE_SECONDS = 1.0
 """In which memory of a stager that is closed comes back after its last array went."""
 SETTLE_LOOKS = 300
+LATE_MICROSECONDS = 200
+"""By which streams are late at most, where a program says nothing else."""
 
 running: deque[World] = deque(maxlen=1)
 """That of the program that runs now, or ran last."""
@@ -60,6 +63,7 @@ def run_program(program: Program, kit: Kit, *, tidy: bool = False) -> Outcome:
     allocated = DRIVER.allocated()
     gc.set_threshold(program.options.get("threshold", 700), 10, 10)
     pinned_pool.UNLOCKED_FROM_NBYTES = program.options.get("unlocked_from", UNLOCKED_FROM_NBYTES)
+    kit.be_late(program.options.get("late", LATE_MICROSECONDS))
     world = World(kit)
     running.append(world)
     skipped, failure, trace = 0, None, ""
@@ -161,6 +165,7 @@ def account(world: World, threads: set[threading.Thread], allocated: int) -> Non
         if not opened.closed:
             _flat(world.kit, opened.stager, stagers, "after trim")
     for opened in stagers:
+        check_figures(opened.stager)
         opened.stager.close()
         _flat(world.kit, opened.stager, [], "after close")
     opened = None

@@ -1,7 +1,11 @@
-"""Which sizes, dtypes and layouts a program has: few of each, so that memory is used again, and near every boundary in the code."""
+"""Which sizes, dtypes and layouts a program has: few of each, so that memory is used again, and near every boundary in the code.
+
+Those of large programs are spread over all magnitudes.
+"""
 
 from __future__ import annotations
 
+import math
 from random import Random
 from typing import Any, TypeAlias, final
 
@@ -20,7 +24,6 @@ PACKED = (65_535, 65_536, 65_537, 60_000, 8192)
 """Up to here, and up to the first of the next, leaves share a block."""
 MIDDLE = (72 << 10, 128 << 10, 200_000, 256 << 10, 300_000)
 LARGE = (1 << 20, (1 << 20) - 1, (1 << 20) + 256, (2 << 20) - 256, 2 << 20, (2 << 20) + 256, 3_000_000)
-HUGE = (5 << 20, 8 << 20, 16 << 20)
 STAGING = (
     (1, 64 << 10, 2 << 20),
     (2, 256 << 10, 2 << 20),
@@ -31,6 +34,13 @@ STAGING = (
     (2, 1 << 20, 1 << 20),
 )
 """Threads, bytes of a chunk, and of the transfers from which on several threads copy."""
+LEAST, MOST, MOST_ON_GPU = 8, 40 << 20, 256 << 20
+"""Bytes of an array of a large program: less than a page, up to dozens of the product's own chunks."""
+BOUNDARIES = ((512 << 10), (512 << 10) + 1, 1 << 20, (1 << 20) + 1, (8 << 20) - 1, 8 << 20, 9 << 20)
+"""Bytes from which on threads copy, chunks are full, and results are page-locked later, where nothing else is asked for."""
+LARGE_STAGING = (None, (1, 1 << 20, 512 << 10), (3, 64 << 10, 512 << 10), (8, 1 << 20, 512 << 10), (2, 256 << 10, 512 << 10))
+LIMITS = (48 << 20, 128 << 20, 512 << 20)
+"""Bytes of pinned memory of a stager of a large program."""
 LAYOUTS = ("C", "C", "C", "C", "F", "steps", "backwards", "offset")
 MEMORIES = ("pinned", "pinned", "pinned", "pageable", "pageable", "view", "readonly", "memmap")
 MANY = (15, 16, 17, 40, 150, 600)
@@ -40,27 +50,44 @@ MANY = (15, 16, 17, 40, 150, 600)
 class Palette:
     """What one program draws its arrays from."""
 
-    def __init__(self, random: Random, traits: Traits) -> None:
+    def __init__(self, random: Random, traits: Traits, *, large: bool = False) -> None:
         self._random = random
         self._traits = traits
-        self.staging = random.choice(STAGING)
-        chunk = self.staging[1]
-        self.weight = random.choices(("small", "middle", "large", "huge"), (55, 29, 14, 2))[0]
+        self.large = large
+        self.staging: tuple[int, int, int] | None
+        """None: the product's own."""
+        if large:
+            self.staging = random.choice(LARGE_STAGING)
+            self.most_nbytes = MOST_ON_GPU if traits.on_gpu else MOST
+            self.sizes = [self._of_any_magnitude() for _ in range(random.randint(4, 8))]
+        else:
+            self.staging, self.sizes, self.most_nbytes = self._few()
+        if traits.held_sizes and random.random() < 0.7:
+            self.sizes += [random.choice(traits.held_sizes[: 2 if self.most_nbytes == 1 << 20 else 3])] * 2
+        if random.random() < 0.7:
+            self.sizes += [random.choice((256, 4096, 30_000))]
+        some = random.sample(traits.dtypes, min(3, len(traits.dtypes)))
+        self.dtypes = ["uint8", "uint8", *some]
+
+    def _of_any_magnitude(self) -> int:
+        if self._random.random() < 0.2:
+            return self._random.choice(BOUNDARIES)
+        return int(2 ** self._random.uniform(math.log2(LEAST), math.log2(self.most_nbytes)))
+
+    def _few(self) -> tuple[tuple[int, int, int], list[int], int]:
+        """Draw how pageable memory is staged, a few sizes, and the most bytes of one tree."""
+        random = self._random
+        staging = random.choice(STAGING)
+        chunk = staging[1]
+        weight = random.choices(("small", "middle", "large"), (55, 29, 16))[0]
         around = (chunk - 256, chunk, chunk + 1, chunk + 256, 3 * chunk + 1000)
         pools = {
             "small": (*TINY, *TINY, *PACKED, *(size for size in around if size < 1 << 17)),
             "middle": (*TINY, *PACKED, *MIDDLE, *MIDDLE, chunk, chunk + 1),
             "large": (*TINY, *PACKED, *MIDDLE, *LARGE, *LARGE, *around),
-            "huge": (*PACKED, *MIDDLE, *LARGE, *HUGE, *around),
         }
-        self.sizes = [random.choice(pools[self.weight]) for _ in range(random.randint(1, 4))]
-        if traits.held_sizes and random.random() < 0.7:
-            self.sizes += [random.choice(traits.held_sizes[: 2 if self.weight == "small" else 3])] * 2
-        if random.random() < 0.7:
-            self.sizes += [random.choice((256, 4096, 30_000))]
-        some = random.sample(traits.dtypes, min(3, len(traits.dtypes)))
-        self.dtypes = ["uint8", "uint8", *some]
-        self.most_nbytes = {"small": 1 << 20, "middle": 2 << 20, "large": 8 << 20, "huge": 24 << 20}[self.weight]
+        sizes = [random.choice(pools[weight]) for _ in range(random.randint(1, 4))]
+        return staging, sizes, {"small": 1 << 20, "middle": 2 << 20, "large": 8 << 20}[weight]
 
     def groups(self, *, memory: str | None = None, plain: bool = False) -> list[Group]:
         """Draw the leaves of one tree. `plain`: in C order and none empty."""

@@ -54,11 +54,18 @@ class Runner:
     """Runs programs in a process, another one after each failure. A context manager."""
 
     def __init__(
-        self, backend: str, environment: dict[str, str] | None = None, *, root: Path = ROOT, defect: str | None = None
+        self,
+        backend: str,
+        environment: dict[str, str] | None = None,
+        *,
+        large: bool = False,
+        root: Path = ROOT,
+        defect: str | None = None,
     ) -> None:
-        """`root`: the checkout whose programs, and whose library, are run. `defect`: see `defects`."""
+        """`large`: see `draw_program`. `root`: the checkout whose programs, and whose library, are run. `defect`: see `defects`."""
         self._arguments = [backend] if defect is None else [backend, defect]
         self.backend = backend
+        self.large = large
         self.on_gpu = False
         self.rss: list[int] = []
         """Of the process that runs now, after each program."""
@@ -69,7 +76,7 @@ class Runner:
 
     def run(self, seed: int, number: int) -> tuple[dict[str, Any], Failure | None]:
         """Draw and run one program."""
-        return self._run({"seed": seed, "number": number}, seed, number)
+        return self._run({"seed": seed, "number": number, "large": self.large}, seed, number)
 
     def run_text(self, program: str, *, tidy: bool = False) -> Failure | None:
         """Run a program that is given as JSON. `tidy`: in the same process as the last, also after a failure."""
@@ -77,7 +84,7 @@ class Runner:
 
     def draw(self, seed: int, number: int) -> str:
         """Return the program as JSON, without running it."""
-        answer = self._ask({"seed": seed, "number": number, "only_draw": True})
+        answer = self._ask({"seed": seed, "number": number, "large": self.large, "only_draw": True})
         if answer is None:
             raise RuntimeError(f"the worker ended while it drew program {number} of seed {seed}: {self._end()}")
         program: str = answer["program"]

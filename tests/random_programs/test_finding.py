@@ -58,6 +58,15 @@ def test_a_program_that_fails_is_made_short() -> None:
     assert Program.from_json(short.program).count <= 8
 
 
+def test_programs_of_large_arrays_find_what_others_have_no_arrays_for(tmp_path: Path) -> None:
+    (mutant,) = [mutant for mutant in MUTANTS if "mapped over the second" in mutant.name]
+    assert plant(mutant, tmp_path)
+    with Runner("host", environment_of(tmp_path), large=True, root=tmp_path) as runner:
+        failure = first_failure(runner, "the process died")
+        again = runner.draw(7, failure.number or 0)
+    assert again == failure.program
+
+
 def test_a_hang_is_told_with_the_place_where_it_hangs() -> None:
     with Runner("host", {"XFERLIB_RANDOM_PROGRAMS_HANG_SECONDS": "2"}, defect="hangs") as runner:
         failure = first_failure(runner, "the program hung")

@@ -20,6 +20,8 @@ from tests.random_programs.supervise import Failure, Runner
 HERE = Path(__file__).parent
 SECONDS = float(os.environ.get("XFERLIB_RANDOM_PROGRAMS_SECONDS", "45"))
 """For new programs of each backend."""
+LARGE_SECONDS = SECONDS / 10
+"""Likewise for programs of large arrays."""
 SHRINK_SECONDS = 30.0
 BACKENDS = [
     "host",
@@ -40,7 +42,8 @@ def told(failure: Failure, runner: Runner) -> str:
     words = f"{short.message}\nat {short.at or '?'}\n{short.trace}\n{Program.from_json(short.program)}\n{short.program}"
     if failure.number is None:
         return words
-    again = f"python -m tests.random_programs --backend {runner.backend} --seed {failure.seed} --program {failure.number}"
+    kind = f"{runner.backend}{' --large' * runner.large}"
+    again = f"python -m tests.random_programs --backend {kind} --seed {failure.seed} --program {failure.number}"
     return f"seed {failure.seed}, program {failure.number}. Again: {again}\n{words}"
 
 
@@ -49,9 +52,11 @@ def failed_once(backend: str) -> list[tuple[int, int]]:
     return [(int(line[1]), int(line[2])) for line in lines if line and line[0] == backend]
 
 
-def test_programs_of_the_day_come_out_right(runner: Runner) -> None:
+@pytest.mark.parametrize("large", [False, True], ids=["usual", "large"])
+def test_programs_of_the_day_come_out_right(runner: Runner, large: bool) -> None:
+    runner.large = large
     seed = int(datetime.date.today().strftime("%Y%m%d"))
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + (LARGE_SECONDS if large else SECONDS)
     number = 0
     while time.monotonic() < end:
         _, failure = runner.run(seed, number)

@@ -94,7 +94,7 @@ def _answer(request: dict[str, Any], kit: Kit, traits: Traits) -> dict[str, Any]
     if "program" in request:
         program = Program.from_json(request["program"])
     else:
-        program = draw_program(traits, request["seed"], request["number"])
+        program = draw_program(traits, request["seed"], request["number"], large=request["large"])
     if request.get("only_draw"):
         return {"program": program.to_json()}
     begin_program()

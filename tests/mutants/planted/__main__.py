@@ -35,19 +35,19 @@ def main() -> int:
             if not plant(mutant, root):
                 print(f"| {mutant.name} | its text is gone | |", flush=True)
                 continue
-            found = _hunt(options.backend, root, options.seed, options.programs)
+            found = _hunt(options.backend, root, options.seed, options.programs, large=mutant.large)
         words = "NOT FOUND |" if found is None or found.number is None else f"{1 + found.number} | {found.signature}"
         missed += found is None
         print(f"| {mutant.name} | {words} | {time.monotonic() - began:.0f} s |", flush=True)
     return missed
 
 
-def _hunt(backend: str, root: Path, seed: int, programs: int) -> Failure | None:
+def _hunt(backend: str, root: Path, seed: int, programs: int, *, large: bool) -> Failure | None:
     """Return the first program that fails with the mutant and passes without it."""
     environment = environment_of(root)
     if backend == "jax":
         environment["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
-    with Runner(backend, environment, root=root) as mutated, Runner(backend) as sound:
+    with Runner(backend, environment, large=large, root=root) as mutated, Runner(backend) as sound:
         for number in range(programs):
             try:
                 _, failure = mutated.run(seed, number)

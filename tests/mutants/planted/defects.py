@@ -18,6 +18,8 @@ class Mutant(NamedTuple):
     new: str
     only: tuple[str, ...] = ()
     """The backends that it shows in; empty: every one."""
+    large: bool = False
+    """Whether it is for programs of large arrays to find."""
 
 
 MUTANTS = (
@@ -188,6 +190,20 @@ MUTANTS = (
         "xferlib/d2h.py",
         "source = self._backend.as_source(array, stream)",
         "source = self._backend.as_source(array, None)",
+    ),
+    Mutant(
+        "memory that is locked later is not held to the limit",
+        "xferlib/memory/pinned_pool.py",
+        "room = fits and self.nbytes + total + STAGING_SHARE <= self.limit",
+        "room = fits",
+        large=True,
+    ),
+    Mutant(
+        "parts of large pinned memory are mapped over the second",
+        "xferlib/memory/pages.py",
+        "yield address + offset, min(step, nbytes - offset)",
+        "yield address + min(step, offset), min(step, nbytes - offset)",
+        large=True,
     ),
     Mutant(
         "an array is adopted at another place",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, final
 
 from tests.random_programs.content import Wrong
@@ -13,6 +14,9 @@ from tests.random_programs.trees import built
 from tests.random_programs.world import CURRENT, HOST, Device, Host, Leaf, Skip, Started, World
 
 __all__ = ["ALL", "adopt", "put_alike"]
+
+SHORT_SECONDS = 0.0005
+"""Less than what is held stays so while a step waits."""
 
 
 @final
@@ -224,7 +228,7 @@ class Value(Kind):
             case "result":
                 value = transfer.result()
             case "timeout":
-                value = transfer.result(60)
+                value = in_time(transfer)
             case _:
                 value = transfer.value
                 current = arguments.get("current")
@@ -234,7 +238,7 @@ class Value(Kind):
 
     def _take_result(self, world: World, started: Started, to: str | None, how: str) -> None:
         transfer = started.transfer
-        value = transfer.result() if how == "result" else transfer.result(60) if how == "timeout" else transfer.value
+        value = transfer.result() if how == "result" else in_time(transfer) if how == "timeout" else transfer.value
         leaves = world.check_result(started.form, value, started.contents, "what get gave")
         if started.out is not None:
             if not started.out_is_ours:
@@ -253,6 +257,13 @@ class Value(Kind):
         world.check_host(host, "what get gave")
         if to is not None:
             world.things[to] = host
+
+
+def in_time(transfer: Any) -> Any:
+    """Wait for a transfer with a timeout that may be too short, and then with a long one."""
+    with suppress(TimeoutError):
+        return transfer.result(SHORT_SECONDS)
+    return transfer.result(60)
 
 
 def adopt(world: World, name: str | None, leaves: list[Any], started: Started) -> Device:

@@ -8,10 +8,11 @@ import xferlib
 from tests.random_programs.content import Wrong
 from tests.random_programs.kinds.kind import Kind
 from tests.random_programs.program import Step
+from tests.random_programs.sizes import LIMITS
 from tests.random_programs.sketch import Sketch
 from tests.random_programs.world import Host, Opened, World
 
-__all__ = ["ALL"]
+__all__ = ["ALL", "check_figures"]
 
 PLENTY = 192 << 20
 
@@ -26,6 +27,8 @@ class Open(Kind):
         if len(sketch.names("stager")) >= 3:
             return []
         random, palette = sketch.random, sketch.palette
+        if palette.large:
+            return [self._limited(sketch)]
         most = max(palette.most_nbytes, 1 << 20)
         tight = sketch.chance(0.15)
         options: dict[str, Any] = {
@@ -35,13 +38,27 @@ class Open(Kind):
             "device_limit": random.choice((None, 3 * most)) if tight else None,
             "when_full": random.choice(("wait", "wait", "raise", "stage")),
         }
+        return [self._with(sketch, tight=tight, options=options)]
+
+    def _limited(self, sketch: Sketch) -> Step:
+        """Return the step that opens a stager of a large program, with limits that its arrays may reach."""
+        random = sketch.random
+        limits = {
+            "pinned_limit": random.choice(LIMITS),
+            "device_limit": random.choice((None, None, 4 * sketch.palette.most_nbytes)),
+        }
+        options = {"device": random.randrange(sketch.traits.devices), "staging": sketch.palette.staging, **limits}
+        return self._with(sketch, tight=True, options={**options, "when_full": random.choice(("wait", "wait", "raise", "stage"))})
+
+    def _with(self, sketch: Sketch, *, tight: bool, options: dict[str, Any]) -> Step:
         name = sketch.add(sketch.name("s"), "stager", device=options["device"])
-        return [self.step(to=name, locks=sketch.chance(0.6), tight=tight, options=options)]
+        return self.step(to=name, locks=sketch.chance(0.6), tight=tight, options=options)
 
     def run(self, world: World, **arguments: Any) -> None:
         options = dict(arguments["options"])
         device = options.pop("device")
-        options["staging"] = xferlib.StagingProfile(*options["staging"])
+        if options["staging"] is not None:
+            options["staging"] = xferlib.StagingProfile(*options["staging"])
         backend = world.kit.open(device, locks=arguments["locks"])
         stager = xferlib.stager(backend, **options)
         world.things[arguments["to"]] = Opened(stager, device, tight=arguments["tight"])
@@ -70,11 +87,19 @@ class Stats(Kind):
         return [] if stager is None else [self.step(stager=stager)]
 
     def run(self, world: World, **arguments: Any) -> None:
-        opened = world.find(arguments["stager"], Opened)
-        stats = opened.stager.stats()
-        figures = (stats.pinned_nbytes, stats.pinned_used_nbytes, stats.device_nbytes, stats.h2d_nbytes, stats.d2h_nbytes)
-        if min(figures) < 0:
-            raise Wrong(f"figures below nothing: {stats}")
+        check_figures(world.find(arguments["stager"], Opened).stager)
+
+
+def check_figures(stager: xferlib.Stager) -> None:
+    """Raise `Wrong` where a stager has, or has had, less memory than none, or more than its limits allow."""
+    stats = stager.stats()
+    figures = (stats.pinned_nbytes, stats.pinned_used_nbytes, stats.device_nbytes, stats.h2d_nbytes, stats.d2h_nbytes)
+    if min(figures) < 0:
+        raise Wrong(f"figures below nothing: {stats}")
+    if stats.pinned_peak_nbytes > stats.pinned_limit_nbytes:
+        raise Wrong(f"pinned_limit was exceeded: {stats}")
+    if stats.device_limit_nbytes is not None and stats.device_peak_nbytes > stats.device_limit_nbytes:
+        raise Wrong(f"device_limit was exceeded: {stats}")
 
 
 @final

@@ -23,15 +23,17 @@ class Threads(Kind):
     on_threads = False
 
     def draw(self, sketch: Sketch) -> list[Step]:
+        return self.of(sketch, threads=sketch.random.randint(2, 3), most=12) if sketch.names("stager") else []
+
+    def of(self, sketch: Sketch, *, threads: int, most: int) -> list[Step]:
+        """Return the step of so many threads, each of at most so many draws."""
         from tests.random_programs.draw import draw_steps
 
-        if not sketch.names("stager"):
-            return []
         name = sketch.name("n")
         branches = []
-        for number in range(sketch.random.randint(2, 3)):
+        for number in range(threads):
             child = Sketch(sketch.random, sketch.traits, sketch.palette, sketch, f"{name}{'abc'[number]}")
-            branches.append(tuple(draw_steps(child, sketch.random.randint(2, 12))))
+            branches.append(tuple(draw_steps(child, sketch.random.randint(2, most))))
         return [Step(self.name, {}, tuple(branches))]
 
     def run(self, world: World, **arguments: Any) -> None:
