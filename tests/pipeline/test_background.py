@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -94,6 +94,23 @@ def test_two_takers_of_an_iterator_both_hear_of_its_end() -> None:
     gate.set()
     for taker in both:
         assert taker.result(PATIENCE) == []
+
+
+@pytest.mark.parametrize("asks", [next, lambda loop: loop.bill], ids=["next", "bill"])
+def test_a_source_that_waits_for_its_own_loop_is_told_so(stager: xferlib.Stager, asks: Callable[[Any], object]) -> None:
+    made: list[xferlib.Prefetch[Any]] = []
+    gate = threading.Event()
+
+    def source() -> Iterator[Any]:
+        assert gate.wait(PATIENCE)
+        asks(made[0])
+        yield batch(0)
+
+    with xferlib.prefetch(source(), stager) as loop:
+        made.append(loop)
+        gate.set()
+        with pytest.raises(xferlib.XferError, match="asks its own loop"):
+            on_thread(lambda: next(loop)).result(PATIENCE)
 
 
 def test_an_item_that_comes_with_the_end_between_two_looks_of_a_taker_is_not_lost() -> None:

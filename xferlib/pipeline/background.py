@@ -20,7 +20,7 @@ from typing import Any, Generic, NoReturn, TypeVar, final
 
 from xferlib.checks import whole_number
 from xferlib.debug import caller
-from xferlib.errors import BackendUnavailableError, ClosedError
+from xferlib.errors import BackendUnavailableError, ClosedError, XferError
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.source_thread import SourceThread, Start, live, run
@@ -107,14 +107,17 @@ class BackgroundIterator(Generic[T]):
         return self._shared.forked
 
     def seen(self) -> None:
-        """Block until the source has given its first item, or has ended."""
+        """Block until the source has given its first item, or has ended. Raises `XferError` on its own thread."""
         shared = self._shared
+        if not (shared.begun or shared.ended):
+            self._refuse_own_thread()
         shared.changed.wait(lambda: shared.begun or shared.ended or shared.closed or shared.forked)
 
     def take(self) -> T:
         """Return the next item. Raises what the source or the start of the item raised, in its place.
 
-        `StopIteration` when there is no more; `ClosedError` when the iterator was closed before that, by whatever thread.
+        `StopIteration` when there is no more; `ClosedError` when the iterator was closed before that, by whatever thread;
+        `XferError` where the iterator's own thread would wait for itself.
         """
         shared = self._shared
         while True:
@@ -132,6 +135,7 @@ class BackgroundIterator(Generic[T]):
                 self._refuse_closed()
                 if ended:
                     self._end()
+                self._refuse_own_thread()
                 shared.sleep()
                 continue
             # Perhaps another thread has closed it, and has dropped items before this one.
@@ -165,6 +169,13 @@ class BackgroundIterator(Generic[T]):
     def _refuse_closed(self) -> None:
         if self._shared.closed:
             raise ClosedError("this pipeline was closed before its end. Make another one")
+
+    def _refuse_own_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise XferError(
+                "a source asks its own loop for what it is to give itself, and would wait for ever. "
+                "Take batches outside of the source"
+            )
 
     def _end(self) -> NoReturn:
         """Remember that a taker is told of the end, and wait for the thread."""
