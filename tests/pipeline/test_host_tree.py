@@ -311,6 +311,22 @@ def test_a_group_that_is_undefined_is_told_of_in_its_place() -> None:
         assert [(name, value_of(arrays)) for name, arrays in each] == [("b", 8), ("c", 2)]
 
 
+def test_what_the_names_raise_comes_behind_the_groups_before(stager: xferlib.Stager) -> None:
+    def names() -> Iterator[str]:
+        yield "a"
+        yield "b"
+        raise OSError("no more names")
+
+    got = []
+    with home_of(stager) as home:
+        each = home.fetch_each(names(), ahead=5)
+        with pytest.raises(OSError, match="no more names"):
+            for name, arrays in each:
+                got.append((name, value_of(arrays)))
+        assert list(each) == []
+    assert got == [("a", 0), ("b", 1)]
+
+
 def test_without_room_ahead_groups_come_one_by_one() -> None:
     most = 4 * SIZE + 4096
     with xferlib.stager("host", device_limit=most) as stager, home_of(stager) as home:
@@ -465,6 +481,24 @@ def test_closing_waits_for_what_is_under_way(stager: xferlib.Stager) -> None:
         gate.set()
     closing.result(20)
     assert store.done()
+
+
+def test_whoever_is_in_a_call_while_the_tree_is_closed_hears_that_it_is_closed(stager: xferlib.Stager) -> None:
+    class Closing(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            home.close()
+            return super().__getitem__(name)
+
+    def names() -> Iterator[str]:
+        yield "a"
+        home.close()
+
+    home = home_of(stager)
+    with pytest.raises(xferlib.ClosedError, match="this tree is closed"):
+        home.fetch(names())
+    home = home_of(stager)
+    with pytest.raises(xferlib.ClosedError, match="this tree is closed"):
+        home.store(["a", "b"], Closing(a=group(3), b=group(4)))
 
 
 def test_a_stager_that_is_closed_first_leaves_the_home_readable() -> None:

@@ -23,6 +23,7 @@ from xferlib.in_flight import Entry, uses
 from xferlib.ledger import Reading, all_ledgers, wait_for_others
 from xferlib.memory.arrays import Array, address_of, check_dtype, host_array
 from xferlib.memory.blocks import round_up
+from xferlib.pipeline.failed import Failed
 from xferlib.protocol import Source
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
@@ -122,7 +123,8 @@ class HostTree:
         """Iterate names and device arrays of groups (None: of all), each safe on the calling thread's current stream.
 
         `ahead`: how many more are on their way meanwhile. Store a group before you ask for the next one, which may be the same:
-        then it is fetched when it is asked for, and not ahead. Raises as `fetch`, when it comes to the group.
+        then it is fetched when it is asked for, and not ahead. Raises as `fetch` and what `names` raises, in its
+        place.
         """
         whole_number(ahead, "ahead", least=0)
         # One name is no iterable of names, though Python takes it for one.
@@ -179,7 +181,7 @@ class HostTree:
             raise TypeError(f"{name!r} is no name of a group. Take several one by one, or look at `tree`")
         self._wanted(name)
         self._settle(name)
-        group = self._groups[name]
+        group = self._group(name)
         return unflatten(group.spec, map(_read_only, group.arrays))
 
     @property
@@ -264,12 +266,18 @@ class HostTree:
         return _Group(arrays, spec, described, Source(address_of(memory), memory.nbytes, None))
 
     def _each(self, names: Iterator[str], ahead: int) -> Iterator[tuple[str, Any]]:
-        coming: deque[tuple[str, Transfer[Any]]] = deque()
+        coming: deque[tuple[str, Transfer[Any] | Failed]] = deque()
         # One that was looked at, and may not be fetched yet: the caller may store it before.
         waiting: list[str] = []
         while True:
-            while len(coming) <= ahead and (waiting or (waiting := list(itertools.islice(names, 1)))):
-                if any(waiting[0] == name for name, _ in coming):
+            while len(coming) <= ahead:
+                try:
+                    waiting = waiting or list(itertools.islice(names, 1))
+                except Exception as error:
+                    # As with a group: those before it are sound.
+                    coming.append(("", Failed(error)))
+                    names = iter(())
+                if not waiting or any(waiting[0] == name for name, _ in coming):
                     break
                 try:
                     coming.append((waiting[0], self.fetch(waiting[0])))
@@ -292,7 +300,7 @@ class HostTree:
         for name in wanted:
             if not isinstance(name, str):
                 raise TypeError(f"names={names!r}: {name!r} is no name of a group. Names are text")
-            if name not in self._groups:
+            if name not in self._stores:
                 raise KeyError(f"there is no group {name!r}: there are {', '.join(map(repr, self.names[:16]))}")
         if not wanted or len(set(wanted)) < len(wanted):
             raise ValueError(f"names={wanted!r}: expected names of groups, each once")
@@ -307,7 +315,7 @@ class HostTree:
 
     def _check(self, name: str, tree: Any) -> None:
         """Raise `ValueError` or `TypeError` unless this is what the group's home has room for."""
-        group = self._groups[name]
+        group = self._group(name)
         leaves = self._trees.flatten_like(group.spec, tree, name=f"group {name!r}")
         for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, group.described, strict=True)):
             got = _described(self._trees, name, group.spec, index, leaf)
@@ -317,8 +325,15 @@ class HostTree:
                     f"{shape} and dtype {dtype}. Convert it, or make another HostTree"
                 )
 
+    def _group(self, name: str) -> _Group:
+        """Return a group. Raises `ClosedError` where another thread has closed the tree meanwhile."""
+        group = self._groups.get(name)
+        if group is None:
+            raise ClosedError(CLOSED)
+        return group
+
     def _tree(self, name: str) -> Any:
-        group = self._groups[name]
+        group = self._group(name)
         return unflatten(group.spec, group.arrays)
 
     def _settle(self, name: str) -> None:
@@ -347,7 +362,7 @@ class HostTree:
 
         Raises `XferError` on a thread that is to read it itself, and so would wait for good.
         """
-        place = self._groups[name].memory
+        place = self._group(name).memory
 
         def reads(work: Entry | Job | Reading) -> bool:
             return any(uses(source, place) for source in work.device)
