@@ -12,7 +12,7 @@ import gc
 import os
 import threading
 from _thread import get_ident, start_new_thread
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar, TypeVarTuple
@@ -25,7 +25,11 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 _to_start: SimpleQueue[tuple[threading.Thread, Callable[[RuntimeError], object]]] = SimpleQueue()
-_starting = _over = False
+_free_starters: deque[None] = deque()
+"""One entry for each thread that waits for others to start, and that nobody counts on yet."""
+_starting = False
+"""Whether there is such a thread, free or not."""
+_over = False
 _main = threading.main_thread().ident
 """The thread that interrupts come to. In a forked child this is the thread that forked."""
 
@@ -54,10 +58,17 @@ def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], obj
     If there can be no more threads, `refused` is called with the error, on another thread.
     """
     global _starting
-    if not _starting:
-        # In this order: after an interrupt in between a second one is started, which does no harm. In the other order callers might
-        # wait for a thread that was never started.
-        start_new_thread(_start_others, ())
+    try:
+        # An interrupt from here on leaves one that nobody counts on, which does no harm.
+        _free_starters.pop()
+    except IndexError:
+        # Those there are may be in the middle of a start, which a finalizer has stopped there, and in the new thread, until it has
+        # what it waits for: perhaps this one.
+        try:
+            start_new_thread(_start_others, ())
+        except RuntimeError:
+            if not _starting:
+                raise
         _starting = True
     _to_start.put((thread, refused))
 
@@ -109,6 +120,9 @@ def _start_others() -> None:
         except RuntimeError as error:
             refused(error)
         del thread, refused
+        if _free_starters:
+            return
+        _free_starters.append(None)
 
 
 def _end() -> None:
@@ -121,6 +135,7 @@ def _forget() -> None:
     """In a forked child: there is no thread."""
     global _starting, _main, _to_start
     _starting, _main, _to_start = False, get_ident(), SimpleQueue()
+    _free_starters.clear()
 
 
 atexit.register(_end)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tests.core.fakes import WATCHDOG, on_thread, succeeds
-from xferlib.uninterrupted import uninterrupted
+from xferlib.uninterrupted import start_thread, uninterrupted
 
 
 def test_a_starter_of_threads_that_was_interrupted_is_started_again() -> None:
@@ -32,6 +32,21 @@ def test_a_starter_of_threads_that_was_interrupted_is_started_again() -> None:
         assert steps.uninterrupted(int) == 0
         """
     )
+
+
+def test_a_finalizer_on_the_thread_that_starts_others_may_wait_for_a_new_one() -> None:
+    inside, started = threading.Event(), threading.Event()
+
+    class Finalizes(threading.Thread):
+        """Is started as if the collector ran meanwhile."""
+
+        def start(self) -> None:
+            start_thread(threading.Thread(target=inside.set), lambda error: None)
+            assert inside.wait(WATCHDOG)
+            super().start()
+
+    start_thread(Finalizes(target=started.set), lambda error: None)
+    assert started.wait(WATCHDOG)
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_call() -> None:
