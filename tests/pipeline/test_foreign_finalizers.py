@@ -18,6 +18,7 @@ import xferlib
 from tests.core.fakes import on_thread
 from tests.pipeline.passes import PASSES, Pass
 from tests.pipeline.steps import PATIENCE
+from xferlib.pipeline import background
 
 PIPELINE = str(Path(xferlib.__file__).parent / "pipeline")
 FILES = {
@@ -124,6 +125,30 @@ def test_a_finalizer_that_takes_from_the_prefetch_it_interrupts_takes_what_is_ne
         taken, told = on_thread(lambda: take_while_finalizers_take(loop, 36)).result(PATIENCE)
     assert sorted(taken) == list(range(len(taken)))
     assert told == []
+
+
+@pytest.mark.parametrize("asks", [next, lambda loop: loop.bill], ids=["next", "bill"])
+def test_a_finalizer_does_not_wait_for_ever_for_a_loop_that_waits_for_what_was_stopped_by_it(
+    monkeypatch: pytest.MonkeyPatch, stager: xferlib.Stager, asks: Callable[[Any], object]
+) -> None:
+    monkeypatch.setattr(background, "FINALIZER_SECONDS", 0.05)
+    stopped, told = threading.Lock(), list[str]()
+
+    def source() -> Iterator[Any]:
+        with stopped:
+            yield np.zeros(3)
+
+    def act() -> None:
+        with pytest.raises(xferlib.XferError, match="a finalizer that the garbage collector runs has waited"):
+            asks(loop)
+        told.append("refused")
+
+    with stopped:
+        loop = xferlib.prefetch(source(), stager)
+        Garbage(act)
+        gc.collect()
+    assert told == ["refused"]
+    assert len(list(loop)) == 1
 
 
 def test_a_finalizer_that_takes_from_the_drain_whose_taking_it_interrupts_takes_what_is_next(stager: xferlib.Stager) -> None:

@@ -24,7 +24,7 @@ from xferlib.errors import BackendUnavailableError, ClosedError, XferError
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.source_thread import SourceThread, Start, live, run
-from xferlib.uninterrupted import start_thread
+from xferlib.uninterrupted import collects, start_thread
 
 __all__ = ["BackgroundIterator"]
 
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 CLOSE_SECONDS = 2.0
 """How long `close()` waits for a source that is inside its own `next`: nothing can interrupt it there."""
-
-
+FINALIZER_SECONDS = 2.0
+"""How long a finalizer that the collector runs waits: perhaps for a thread that waits for what was stopped in the middle by it."""
 _NOTHING: Any = object()
 """Stands for an item where there is none."""
 
@@ -107,17 +107,17 @@ class BackgroundIterator(Generic[T]):
         return self._shared.forked
 
     def seen(self) -> None:
-        """Block until the source has given its first item, or has ended. Raises `XferError` on its own thread."""
+        """Block until the source has given its first item, or has ended. Raises `XferError` as `take`."""
         shared = self._shared
         if not (shared.begun or shared.ended):
-            self._refuse_own_thread()
-        shared.changed.wait(lambda: shared.begun or shared.ended or shared.closed or shared.forked)
+            came = shared.changed.wait(lambda: shared.begun or shared.ended or shared.closed or shared.forked, self._patience())
+            self._refuse_finalizers(came)
 
     def take(self) -> T:
         """Return the next item. Raises what the source or the start of the item raised, in its place.
 
         `StopIteration` when there is no more; `ClosedError` when the iterator was closed before that, by whatever thread;
-        `XferError` where the iterator's own thread would wait for itself.
+        `XferError` where the iterator's own thread would wait for itself, and where a finalizer has waited for long.
         """
         shared = self._shared
         while True:
@@ -135,8 +135,7 @@ class BackgroundIterator(Generic[T]):
                 self._refuse_closed()
                 if ended:
                     self._end()
-                self._refuse_own_thread()
-                shared.sleep()
+                self._refuse_finalizers(shared.sleep(self._patience()))
                 continue
             # Perhaps another thread has closed it, and has dropped items before this one.
             self._refuse_closed()
@@ -170,11 +169,20 @@ class BackgroundIterator(Generic[T]):
         if self._shared.closed:
             raise ClosedError("this pipeline was closed before its end. Make another one")
 
-    def _refuse_own_thread(self) -> None:
+    def _patience(self) -> float | None:
+        """Return how long to wait for the thread. Raises `XferError` on that thread."""
         if threading.current_thread() is self._thread:
             raise XferError(
                 "a source asks its own loop for what it is to give itself, and would wait for ever. "
                 "Take batches outside of the source"
+            )
+        return FINALIZER_SECONDS if collects() else None
+
+    def _refuse_finalizers(self, came: bool) -> None:
+        if not came:
+            raise XferError(
+                f"a finalizer that the garbage collector runs has waited {FINALIZER_SECONDS} seconds for a loop, whose thread may "
+                "wait for what the collector has stopped here. Take batches in ordinary code"
             )
 
     def _end(self) -> NoReturn:

@@ -94,8 +94,8 @@ class SourceThread(Generic[T]):
         # The child has no thread, and these may be in the middle of a change that nobody will finish.
         self._begin()
 
-    def sleep(self) -> None:
-        """Wait, as a taker, until there may be something to take."""
+    def sleep(self, seconds: float | None = None) -> bool:
+        """Wait, as a taker, until there may be something to take, or for so many seconds; return whether there may be."""
         # Not the thread's number: a finalizer may take on this very thread, meanwhile.
         taker = object()
         try:
@@ -104,7 +104,7 @@ class SourceThread(Generic[T]):
                 # Otherwise the thread waits for no taker, and a wake costs both of them the interpreter. It looks for takers after
                 # it was paused.
                 self.inbox.put(None)
-            self.changed.wait(self.may_take)
+            return self.changed.wait(self.may_take, seconds)
         finally:
             self.takers.pop(taker, None)
 
