@@ -19,8 +19,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xferlib
+from xferlib.reaper import collects
 from xferlib.tickets import Alive
 from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
+from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS
 from xferlib_jax._sharded import ShardedPuts
 from xferlib_jax._spread import local_devices_of
 from xferlib_jax._stagers import Device, Hold, given, hold
@@ -73,6 +75,7 @@ def prefetch(
     """
     if isinstance(batches, jax.sharding.Sharding):
         raise TypeError(f"batches is {batches!r}: expected an iterable of batches. The sharding comes second")
+    _refuse_finalizers()
     devices = _devices_of(sharding)
     held = hold(devices, keep=True) if stagers is None else given(stagers, devices)
     if rewrites is None:
@@ -156,6 +159,7 @@ class ShardedPrefetch(Generic[TreeT_co]):
         return map(call, repeat(self.__next__))
 
     def __next__(self) -> TreeT_co:
+        _refuse_finalizers()
         try:
             return next(self._loop)
         except StopIteration:
@@ -173,6 +177,12 @@ class ShardedPrefetch(Generic[TreeT_co]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _refuse_finalizers() -> None:
+    """Raise `CapabilityError` in a finalizer that the collector runs, where JAX may not be called."""
+    if not FINALIZERS and collects():
+        raise xferlib.CapabilityError(f"backend 'jax' {NO_FINALIZERS}")
 
 
 def _devices_of(sharding: Any) -> tuple[Device, ...]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 
+import jax
 import numpy as np
 import pytest
+import xferlib_jax
+from jax.sharding import SingleDeviceSharding
+from xferlib_jax._arrays import FINALIZERS
 
+import xferlib
 from tests.core.fakes import WATCHDOG, on_thread
 from tests.core.garbage import at_every_allocation, collected_when_told  # noqa: F401  # A fixture for each test.
 from xferlib.stager import Stager
@@ -38,3 +44,29 @@ def test_finalizers_that_transfer_run_at_any_allocation(call: str, act: str, sta
     else:
         assert all("in a finalizer that the garbage collector runs" in outcome for outcome in came)
     assert (stager.get(stager.put(large).result()).result() == large).all()
+
+
+@pytest.mark.skipif(FINALIZERS, reason="finalizers may call JAX here")
+def test_loops_over_devices_are_refused_in_finalizers_and_go_on_behind_them(stager: Stager) -> None:
+    sharding = SingleDeviceSharding(jax.local_devices()[0])
+    told: list[str] = []
+
+    class Garbage:
+        def __init__(self, act: Callable[[], object]) -> None:
+            self.me = self
+            self.act = act
+
+        def __del__(self) -> None:
+            try:
+                self.act()
+            except xferlib.CapabilityError as error:
+                told.append(str(error))
+
+    with xferlib_jax.prefetch([np.full(3, number, np.float32) for number in range(3)], sharding, stagers=[stager]) as loop:
+        assert next(loop)[0] == 0
+        Garbage(lambda: next(loop))
+        Garbage(lambda: xferlib_jax.prefetch([np.zeros(3, np.float32)], sharding, stagers=[stager]))
+        gc.collect()
+        assert len(told) == 2
+        assert all("in a finalizer that the garbage collector runs" in words for words in told)
+        assert [batch[0] for batch in loop] == [1, 2]
