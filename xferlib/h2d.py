@@ -26,11 +26,11 @@ from xferlib.memory.idle_blocks import Streams
 from xferlib.packing import Packing, Packings, Run
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
-from xferlib.reaper import uninterrupted
 from xferlib.staging.coalesce import Placed
 from xferlib.staging.pageable import Staging
 from xferlib.transfer import Later, Transfer
 from xferlib.tree import NUMPY, Spec, path, trees_of, unflatten
+from xferlib.uninterrupted import uninterrupted
 
 __all__ = ["HostToDevice"]
 

@@ -19,7 +19,11 @@ from typing import TypeVar, TypeVarTuple
 
 from xferlib.latch import Latch
 
-__all__ = ["collects", "start_thread", "uninterrupted"]
+__all__ = ["collects", "patience", "start_thread", "uninterrupted"]
+
+FINALIZER_SECONDS = 2.0
+"""How long a finalizer that the collector runs waits for a thread of ours: that may wait for what was stopped in the middle by it,
+or may be the one that was."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -50,6 +54,11 @@ def collects() -> bool:
     """Tell whether the collector runs on the calling thread now, and so whether this is a finalizer."""
     # Equal means in the same order, too.
     return _order == _BEGUN and getattr(_told_here, "start", None) is _told["start"]
+
+
+def patience() -> float | None:
+    """Return how long the caller may wait for a thread of ours: in a finalizer that the collector runs, not for ever (None)."""
+    return FINALIZER_SECONDS if collects() else None
 
 
 def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], object]) -> None:

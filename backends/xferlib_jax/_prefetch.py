@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xferlib
-from xferlib.reaper import collects
 from xferlib.tickets import Alive
 from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
+from xferlib.uninterrupted import collects
 from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS
 from xferlib_jax._sharded import ShardedPuts
 from xferlib_jax._spread import local_devices_of

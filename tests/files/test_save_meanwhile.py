@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
@@ -18,6 +19,7 @@ from xferlib_host import Stream, open_stager
 import xferlib
 from tests.core.fakes import held, on_thread, until
 from tests.files.saves import MIB, bits, held_files, held_writes, only, same, there
+from xferlib import reaper
 from xferlib.byte_reader import ByteReader
 from xferlib.files.plan import Layout, Plan
 from xferlib.files.temporary import TemporaryFile
@@ -125,6 +127,38 @@ def test_it_returns_while_the_copies_are_held_and_waits_for_what_was_read(stager
         save.result(20)
     assert "done" in repr(save)
     assert np.load(save.path).any()
+
+
+@pytest.mark.parametrize("wait", ["result", "wait_read"])
+def test_a_finalizer_does_not_wait_for_ever(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    """The collector may run it on the very thread that writes."""
+    monkeypatch.setattr(reaper, "FINALIZER_SECONDS", 0.05)
+    backend: Any = stager.backend
+    array = there(stager, bits((MIB,), np.dtype(np.uint8)))
+    told: list[str] = []
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            with suppress(TimeoutError):
+                getattr(save, wait)(0.01)
+            try:
+                getattr(save, wait)()
+            except xferlib.XferError as error:
+                told.append(str(error))
+
+    def collect() -> None:
+        Garbage()
+        gc.collect()
+
+    with held(backend.d2h) as gate:
+        save = xferlib.save(tmp_path / "a.npy", array, stager)
+        on_thread(collect).result(20)
+        gate.set()
+        assert save.result(20).exists()
+    assert "a finalizer that the garbage collector runs has waited long" in told[0]
 
 
 def test_what_is_read_is_free_before_it_is_written(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

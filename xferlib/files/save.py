@@ -13,14 +13,16 @@ from typing import Any, final
 import numpy as np
 
 from xferlib.checks import positive_nbytes, uncopied, whole_number
-from xferlib.errors import BackendUnavailableError
+from xferlib.errors import BackendUnavailableError, XferError
 from xferlib.files.formats import SUFFIXES
 from xferlib.files.plan import planned
 from xferlib.files.series import is_numbered
 from xferlib.files.writing import Writing, refuse_late
+from xferlib.latch import Latch
 from xferlib.pipeline.host_tree import HostTree
 from xferlib.stager import Stager, check_stager
 from xferlib.tree import trees_of
+from xferlib.uninterrupted import patience
 from xferlib.words import in_words
 
 __all__ = ["Save", "save"]
@@ -161,7 +163,7 @@ class Save:
         `RuntimeWarning` of `keep`: the file is there then.
         """
         self._refuse_children()
-        if not self._writing.ended.wait(timeout):
+        if not self._come(self._writing.ended, timeout):
             raise TimeoutError(f"the save to {str(self.path)!r} has not ended after {timeout} seconds")
         self._raise_failure()
         return self.path
@@ -172,7 +174,7 @@ class Save:
         Raises `TimeoutError` after `timeout` seconds. Says nothing of a failure.
         """
         self._refuse_children()
-        if not self._writing.was_read.wait(timeout):
+        if not self._come(self._writing.was_read, timeout):
             raise TimeoutError(f"the arrays have not been read after {timeout} seconds")
 
     def cancel(self) -> bool:
@@ -183,6 +185,15 @@ class Save:
         """
         self._refuse_children()
         return self._writing.cancel()
+
+    def _come(self, latch: Latch, timeout: float | None) -> bool:
+        """Wait for the threads that write. Raises `XferError` where a finalizer has waited long, perhaps on such a thread."""
+        if timeout is not None or latch.wait(patience()):
+            return latch.wait(timeout)
+        raise XferError(
+            f"a finalizer that the garbage collector runs has waited long for the save to {str(self.path)!r}, whose threads may "
+            "wait for what the collector has stopped here. Wait in ordinary code, or pass timeout="
+        )
 
     def _raise_failure(self) -> None:
         error = self._writing.error or self._writing.warned

@@ -24,7 +24,7 @@ from xferlib.errors import BackendUnavailableError, ClosedError, XferError
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.source_thread import SourceThread, Start, live, run
-from xferlib.uninterrupted import collects, start_thread
+from xferlib.uninterrupted import patience, start_thread
 
 __all__ = ["BackgroundIterator"]
 
@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 CLOSE_SECONDS = 2.0
 """How long `close()` waits for a source that is inside its own `next`: nothing can interrupt it there."""
-FINALIZER_SECONDS = 2.0
-"""How long a finalizer that the collector runs waits: perhaps for a thread that waits for what was stopped in the middle by it."""
 _NOTHING: Any = object()
 """Stands for an item where there is none."""
 
@@ -176,13 +174,13 @@ class BackgroundIterator(Generic[T]):
                 "a source asks its own loop for what it is to give itself, and would wait for ever. "
                 "Take batches outside of the source"
             )
-        return FINALIZER_SECONDS if collects() else None
+        return patience()
 
     def _refuse_finalizers(self, came: bool) -> None:
         if not came:
             raise XferError(
-                f"a finalizer that the garbage collector runs has waited {FINALIZER_SECONDS} seconds for a loop, whose thread may "
-                "wait for what the collector has stopped here. Take batches in ordinary code"
+                "a finalizer that the garbage collector runs has waited long for a loop, whose thread may wait for what the "
+                "collector has stopped here. Take batches in ordinary code"
             )
 
     def _end(self) -> NoReturn:
