@@ -128,7 +128,7 @@ class Drain(Generic[TreeT_co]):
     @property
     def has_out(self) -> bool:
         """Whether results are written to arrays of the caller's."""
-        return self._rows is not None
+        return self._writer is not None
 
     @property
     def failing(self) -> bool:

@@ -194,7 +194,7 @@ MUTANTS = (
     Mutant(
         "memory that is locked later is not held to the limit",
         "xferlib/memory/pinned_pool.py",
-        "room = fits and self.nbytes + total + STAGING_SHARE <= self.limit",
+        "room = fits and self.nbytes + total + STAGING_NBYTES <= self.limit",
         "room = fits",
         large=True,
     ),

@@ -129,7 +129,7 @@ MUTANTS = [
     (HOST, "[*self._fetches[name].values(), *self._stores[name].values()]", "[*self._stores[name].values()]"),
     (HOST, "[*self._fetches[name].values(), *self._stores[name].values()]", "[*self._fetches[name].values()]"),
     (HOST, "            fetches[number] = end\n", ""),
-    (HOST, "                if any(waiting[0] == name for name, _ in coming):\n                    break\n", ""),
+    (HOST, "if not waiting or any(waiting[0] == name for name, _ in coming):", "if not waiting:"),
     (HOST, "            self._stores[name][number] = None\n", "            pass\n"),
     (HOST, "                self._stores[name].pop(number, None)\n            raise", "                pass\n            raise"),
     (HOST, "                stores.pop(earlier, None)\n", "                pass\n"),

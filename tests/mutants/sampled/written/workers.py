@@ -45,10 +45,14 @@ MUTANTS = [
     (RING, "        if self.nbytes > limit:", "        if self.nbytes >= limit:"),
     (RING, 'whole_number(slots, "slots", least=2)', 'whole_number(slots, "slots", least=1)'),
     (RING, "workers=min(workers, self.slots)", "workers=workers"),
-    (WORKER, "                _check_untouched(views, *before)\n", "                pass\n"),
+    (WORKER, "beside = _put_beside(views, *before)", "beside = None"),
     (WORKER, "if value is None or isinstance(value, (int, np.integer)):", "if value is None:"),
-    (WORKER, "if index >= len(arrays) or leaf is not arrays[index]:", "if leaf is not arrays[min(index, len(arrays) - 1)]:"),
-    (WORKER, "if found != structure:", "if False:"),
+    (
+        WORKER,
+        "if number >= len(arrays) or leaves[index] is not arrays[number]:",
+        "if leaves[index] is not arrays[min(number, len(arrays) - 1)]:",
+    ),
+    (WORKER, "[paths[index] for index in places] != structure.paths():", "False:"),
     (RING, '        self._end_run(RuntimeError("a later', '        repr(RuntimeError("a later'),
     (SLOTS, "            if holder == FILLING and index not in taken:", "            if index not in taken:"),
     (
