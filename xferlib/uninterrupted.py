@@ -14,6 +14,7 @@ import threading
 from _thread import get_ident, start_new_thread
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TypeVar, TypeVarTuple
 
@@ -30,9 +31,8 @@ Arguments = TypeVarTuple("Arguments")
 
 _to_start: SimpleQueue[tuple[threading.Thread, Callable[[RuntimeError], object]]] = SimpleQueue()
 _free_starters: deque[None] = deque()
-"""One entry for each thread that waits for others to start, and that nobody counts on yet."""
+"""Has an entry if the thread that starts others waits for the next, and nobody counts on it yet."""
 _starting = False
-"""Whether there is such a thread, free or not."""
 _over = False
 _main = threading.main_thread().ident
 """The thread that interrupts come to. In a forked child this is the thread that forked."""
@@ -67,18 +67,21 @@ def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], obj
     If there can be no more threads, `refused` is called with the error, on another thread.
     """
     global _starting
-    try:
-        # An interrupt from here on leaves one that nobody counts on, which does no harm.
-        _free_starters.pop()
-    except IndexError:
-        # Those there are may be in the middle of a start, which a finalizer has stopped there, and in the new thread, until it has
-        # what it waits for: perhaps this one.
-        try:
-            start_new_thread(_start_others, ())
-        except RuntimeError:
-            if not _starting:
-                raise
+    if not _starting:
+        # In this order: after an interrupt in between a second one is started, which does no harm. In the other order callers might
+        # wait for a thread that was never started.
+        start_new_thread(_start_others, ())
         _starting = True
+    else:
+        try:
+            # An interrupt from here on leaves it waiting: then others are started as below.
+            _free_starters.pop()
+        except IndexError:
+            # It is in the middle of a start. Perhaps a finalizer has stopped it there, or the new thread, and waits for this one. If
+            # there can be no more threads, its turn comes.
+            with suppress(RuntimeError):
+                start_new_thread(_start_one, (thread, refused))
+                return
     _to_start.put((thread, refused))
 
 
@@ -123,15 +126,15 @@ def _called(call: Callable[[*Arguments], T], arguments: tuple[*Arguments]) -> T:
 def _start_others() -> None:
     threading.current_thread().name = "xferlib-starter"
     while True:
-        thread, refused = _to_start.get()
-        try:
-            thread.start()
-        except RuntimeError as error:
-            refused(error)
-        del thread, refused
-        if _free_starters:
-            return
+        _start_one(*_to_start.get())
         _free_starters.append(None)
+
+
+def _start_one(thread: threading.Thread, refused: Callable[[RuntimeError], object]) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        refused(error)
 
 
 def _end() -> None:
