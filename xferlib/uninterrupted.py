@@ -77,8 +77,8 @@ def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], obj
             # An interrupt from here on leaves it waiting: then others are started as below.
             _free_starters.pop()
         except IndexError:
-            # It is in the middle of a start. Perhaps a finalizer has stopped it there, or the new thread, and waits for this one. If
-            # there can be no more threads, its turn comes.
+            # It is in the middle of a start. Perhaps a finalizer has stopped it there, or the new thread, and waits for this one.
+            # If there can be no more threads, its turn comes.
             with suppress(RuntimeError):
                 start_new_thread(_start_one, (thread, refused))
                 return
