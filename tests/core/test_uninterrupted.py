@@ -45,8 +45,14 @@ def test_a_finalizer_on_the_thread_that_starts_others_may_wait_for_a_new_one() -
             assert inside.wait(WATCHDOG)
             super().start()
 
+    def starters() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "xferlib-starter"]
+
+    assert uninterrupted(int) == 0
+    before = starters()
     start_thread(Finalizes(target=started.set), lambda error: None)
     assert started.wait(WATCHDOG)
+    assert starters() == before
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_call() -> None:
