@@ -274,6 +274,7 @@ static void rotate(lane *l) {
 
 // Of those that look out for work no more come than are called: all of them at once would only wait for the lock.
 static void wake(size_t many) {
+    if (many > (size_t)threads) many = (size_t)threads;
     if (atomic_load_explicit(&called, memory_order_relaxed) < many) atomic_store_explicit(&called, many, memory_order_relaxed);
     if (many && dozing) {
         pthread_cond_signal(&doze);
