@@ -6,6 +6,7 @@ The core knows no backend by name. Nothing is imported before it is asked for.
 from __future__ import annotations
 
 import difflib
+import sys
 from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -27,6 +28,8 @@ GROUP = "xferlib.backends"
 HOST = "host"
 OF_THE_CPU = {"cpu", "numpy"}
 """What people call that which needs no GPU."""
+_entries: dict[tuple[str, ...], EntryPoint] = {}
+"""By name and where packages are looked for: to read what all of them say takes some ten milliseconds."""
 
 
 def backends() -> tuple[str, ...]:
@@ -119,11 +122,15 @@ def companion(name: str, part: Literal["workload", "conformance", "diagnosis"]) 
 
 
 def _entry(name: str) -> EntryPoint:
+    known = _entries.get((name, *sys.path))
+    if known is not None:
+        return known
     found = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
     if len(found) > 1:
         raise UnknownBackendError(f"several installed packages provide backend {name!r}: {sorted(found)}. Uninstall all but one")
     if found:
-        return next(iter(found.values()))
+        entry = _entries[name, *sys.path] = next(iter(found.values()))
+        return entry
     installed = backends()
     meant = HOST if name.casefold() in OF_THE_CPU else name.casefold()
     close = difflib.get_close_matches(meant, installed, n=1)

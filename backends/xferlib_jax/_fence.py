@@ -70,7 +70,13 @@ class Fences:
                 f"backend 'jax' cannot run here: {SWITCH}={wanted!r} is neither {BY_DELETER!r} nor {BY_FENCE!r}. Unset it"
             )
         version = tuple(int(part) for part in re.findall(r"\d+", jax.__version__)[:3])
-        return version < DEFERRED_SINCE or not self._deleter_is_deferred(driver, block, imports, capsules)
+        if (
+            version >= DEFERRED_SINCE
+            and self._device not in _deferred
+            and self._deleter_is_deferred(driver, block, imports, capsules)
+        ):
+            _deferred.add(self._device)
+        return self._device not in _deferred
 
     def _deleter_is_deferred(self, driver: Driver, block: Block, imports: Imports, capsules: Capsules) -> bool:
         """Drop an array whose reader is held, and look whether its lease outlives the hold.
@@ -101,6 +107,10 @@ class Fences:
             if has_ended:
                 return False
             looks += 1
+
+
+_deferred: set[Any] = set()
+"""The devices of this process where the test has shown that no fences are needed. It takes as long as it holds a stream."""
 
 
 @functools.cache

@@ -39,6 +39,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
         return [entry for entry in found if name is None or entry.name == name]
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr(registry, "_entries", {})
     return found
 
 
@@ -224,6 +225,26 @@ def test_a_stranger_s_package_is_found_like_ours(stranger: str) -> None:
     assert part is not None
     assert part.ANSWER == 42
     assert registry.companion(stranger, "conformance") is None
+
+
+def test_packages_are_asked_once_for_a_backend_that_is_there(installed: list[Entry], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    usual: Any = vars(registry)["entry_points"]
+
+    def entry_points(*, group: str, name: str | None = None) -> list[Entry]:
+        asked.append(name)
+        return list(usual(group=group, name=name))
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    with pytest.raises(UnknownBackendError):
+        xferlib.stager("late")
+    installed.append(Entry("late", Opens()))
+    for _ in range(3):
+        registry.open_backend("late")
+    assert asked.count("late") == 2, "once before it was installed, once behind"
+    monkeypatch.syspath_prepend("/nowhere")
+    registry.open_backend("late")
+    assert asked.count("late") == 3, "other packages may be there"
 
 
 def test_what_a_part_of_a_backend_lacks_is_not_taken_for_the_part(stranger: str, tmp_path: Path) -> None:
