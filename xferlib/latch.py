@@ -1,4 +1,5 @@
-"""A point that one thread reaches and others wait for. An interrupt leaves it whole.
+"""A point that one thread reaches and others wait for. An interrupt leaves it whole. And what else threads owe each other:
+to give way, and not to wait for copies on a thread that makes them.
 
 `threading.Event` and `threading.Condition` are written in Python: an interrupt (Ctrl-C) inside their `wait` or `set` may leave
 their lock held for ever, and hang whoever comes next. Here every change is one call of C or one assignment.

@@ -1,4 +1,4 @@
-"""Steps that no interrupt cuts: calls, and the start of threads.
+"""Steps that no interrupt cuts: calls, and the start of threads. And what a finalizer may do of such: `collects`, `patience`.
 
 Python raises an interrupt (Ctrl-C, a signal's handler) on the main thread alone, and the result of the call that has just ended is
 lost. So calls that take memory or give it back run on another thread, and the main thread waits for them: an interrupt ends only

@@ -58,7 +58,7 @@ def usual_threads(pci_bus_id: str | None) -> int:
 
     They are half as many more for each further device of a node that has been asked for, up to half of the cores. On a machine with
     two H100, twelve threads copied 1.1 to 1.25 times as much for both devices as eight, and 0.8 times as much to the host from one
-    of them alone.
+    of them alone (with an earlier engine, whose threads waited for each other where two devices are served).
     """
     cores = usable_cores()
     one = max(min(USUAL_THREADS, cores), min(MOST_THREADS, cores // 2))

@@ -72,9 +72,8 @@ def save(
       are read, as without it, and `Save.held_nbytes` says how much that holds up.
 
     Raises `ValueError` and `TypeError` for arguments, and as `Stager.get` does; `FileNotFoundError` where the folder is not there;
-    `ClosedError` in handlers of `atexit` that were
-    registered before xferlib was imported. What goes wrong later, a full disk for example, is
-    raised by `Save.result`.
+    `ClosedError` in handlers of `atexit` that were registered before xferlib was imported. What goes wrong later, a full disk for
+    example, is raised by `Save.result`.
     """
     refuse_late()
     check_stager(stager, tree if isinstance(tree, Stager) else path, comes="third")
