@@ -15,9 +15,9 @@ from xferlib.errors import AllocationError, CapabilityError
 from xferlib.in_flight import REAP_FROM_NBYTES
 from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of
-from xferlib.memory.blocks import round_up
+from xferlib.memory.blocks import ALIGNMENT, PAGE, round_up
 from xferlib.memory.host import HostMemory
-from xferlib.memory.pinned_pool import ALIGNMENT, LARGE_FROM_NBYTES, PAGE, PinnedPool
+from xferlib.memory.pinned_pool import LARGE_FROM_NBYTES, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.pageable import Staging
 from xferlib.staging.small_gets import FILLED

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 
 from xferlib.memory.arrays import Array
+from xferlib.memory.blocks import ALIGNMENT
 from xferlib.memory.host import HostLeaf
-from xferlib.memory.pinned_pool import ALIGNMENT
 from xferlib.protocol import Place
 from xferlib.tree import Alike
 

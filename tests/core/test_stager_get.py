@@ -13,8 +13,7 @@ import xferlib
 from tests.core.fakes import held, on_thread, tampered, until
 from xferlib.byte_reader import Span
 from xferlib.d2h import SHARE_UP_TO_NBYTES, SHARED_NBYTES
-from xferlib.memory.blocks import WhenFull, round_up
-from xferlib.memory.pinned_pool import ALIGNMENT
+from xferlib.memory.blocks import ALIGNMENT, WhenFull, round_up
 from xferlib.staging.profile import StagingProfile
 
 

@@ -13,7 +13,8 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, succeeds, tampered
-from xferlib.memory.pinned_pool import KEPT_SHARE, LARGE_FROM_NBYTES, PAGE
+from xferlib.memory.blocks import PAGE
+from xferlib.memory.pinned_pool import KEPT_SHARE, LARGE_FROM_NBYTES
 from xferlib.staging.bounce import COPY_PIECE_NBYTES, LARGEST_SLOT_NBYTES
 from xferlib.staging.bounce import SLOTS as SIZES
 from xferlib.staging.profile import StagingProfile

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from xferlib.pipeline.workers.layout import ALIGNMENT, SlotLayout
+from xferlib.memory.blocks import ALIGNMENT
+from xferlib.pipeline.workers.layout import SlotLayout
 
 
 @dataclass

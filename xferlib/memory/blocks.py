@@ -1,11 +1,15 @@
-"""What is asked for pinned memory, and what is returned: requests, blocks, figures. No policy."""
+"""What is asked for pinned memory, and what is returned: requests, blocks, figures, and at which multiples. No policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias, final, get_args
 
-__all__ = ["HostBlock", "PoolRequest", "Usage", "WhenFull", "check_when_full", "round_up"]
+__all__ = ["ALIGNMENT", "PAGE", "HostBlock", "PoolRequest", "Usage", "WhenFull", "check_when_full", "round_up"]
+
+ALIGNMENT = 256
+"""Bytes. What device memory is aligned to, so that a packed block has one layout on both sides."""
+PAGE = 4096
 
 WhenFull: TypeAlias = Literal["wait", "raise", "stage"]
 """What happens to an array for which the limit has no room. "wait": it waits while transfers in flight will make room, and fails if

@@ -28,7 +28,7 @@ from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.latch import is_copy_thread
 from xferlib.memory.arrays import Array
-from xferlib.memory.blocks import HostBlock, PoolRequest, Usage, WhenFull, check_when_full, round_up
+from xferlib.memory.blocks import ALIGNMENT, PAGE, HostBlock, PoolRequest, Usage, WhenFull, check_when_full, round_up
 from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, start_locker
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
@@ -42,10 +42,6 @@ from xferlib.words import in_words
 
 __all__ = ["HostBlock", "PinnedPool", "awaiting", "promised"]
 
-
-ALIGNMENT = 256
-"""Bytes. What device memory is aligned to, so that a packed block has one layout on both sides."""
-PAGE = 4096
 LARGE_FROM_NBYTES, SHARED_SEGMENT_NBYTES = 1 << 20, 2 << 20
 """Smaller requests share segments of this size: a page-lock costs milliseconds and whole pages."""
 KEPT_SHARE = 16

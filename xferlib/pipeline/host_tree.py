@@ -22,7 +22,7 @@ from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityE
 from xferlib.in_flight import Entry, uses
 from xferlib.ledger import Reading, all_ledgers, wait_for_others
 from xferlib.memory.arrays import Array, address_of, check_dtype, host_array
-from xferlib.memory.blocks import round_up
+from xferlib.memory.blocks import ALIGNMENT, round_up
 from xferlib.pipeline.failed import Failed
 from xferlib.protocol import Source
 from xferlib.stager import Stager, check_stager
@@ -32,8 +32,6 @@ from xferlib.words import in_words
 
 __all__ = ["HostTree"]
 
-ALIGNMENT = 256
-"""Bytes at whose multiples arrays of a group begin."""
 CLOSED = "this tree is closed. What was taken out of it before is still there"
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xferlib.memory.arrays import Array
+from xferlib.memory.blocks import ALIGNMENT
 from xferlib.memory.foreign import is_foreign
-from xferlib.memory.pinned_pool import ALIGNMENT
 from xferlib.packing import Run
 
 __all__ = ["Part", "Placed", "coalesced", "copy_in", "part_of"]

@@ -23,7 +23,8 @@ from xferlib.in_flight import uses
 from xferlib.latch import is_copy_thread
 from xferlib.ledger import Fill, Ledger
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, pieces
-from xferlib.memory.pinned_pool import ALIGNMENT, PAGE, PinnedPool
+from xferlib.memory.blocks import ALIGNMENT, PAGE
+from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.packing import Run
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import LARGEST_SLOT_NBYTES, BounceBuffers

@@ -17,16 +17,12 @@ import numpy.typing as npt
 import optree
 
 from xferlib.memory.arrays import Array, check_dtype
-from xferlib.memory.blocks import round_up
+from xferlib.memory.blocks import ALIGNMENT, PAGE, round_up
 from xferlib.sketch import sketched
 from xferlib.tree import PLAIN, Host, Spec, Trees, flatten, path, rides_along, unflatten
 from xferlib.words import counted
 
-__all__ = ["ALIGNMENT", "Part", "Parts", "SlotLayout", "marked"]
-
-ALIGNMENT = 256
-"""Bytes. What device memory is aligned to."""
-PAGE = 4096
+__all__ = ["Part", "Parts", "SlotLayout", "marked"]
 
 Bytes = npt.NDArray[np.uint8]
 
