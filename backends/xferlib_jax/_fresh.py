@@ -46,8 +46,8 @@ class FreshArrays:
         function = self._function(nbytes)
         # At once, since inside a function that is being traced it would become a step of that.
         with jax.ensure_compile_time_eval():
-            # A function would ask for ten seconds for memory that is not there.
-            if function is not None and has_room(nbytes, self._device):
+            # A function would ask for ten seconds for memory that is not there, and one that is compiled is refused without jit.
+            if function is not None and has_room(nbytes, self._device) and not jax.config.jax_disable_jit:
                 return function()
             self._sent[nbytes] = self._sent.get(nbytes, 0) + nbytes
             return jax.device_put(np.empty(nbytes, np.uint8), self._device)
@@ -56,17 +56,24 @@ class FreshArrays:
         if nbytes not in self._functions:
             if self._sent.get(nbytes, 0) + nbytes < WORTH_COMPILING_NBYTES or len(self._functions) >= MOST:
                 return None
-            self._functions[nbytes] = self._compiled(nbytes)
-        return self._functions[nbytes]
+            # What the calling thread's settings of JAX refuse is tried again: a mesh of other devices is one of them.
+            self._sent[nbytes] = 0
+            with suppress(ValueError):
+                self._functions[nbytes] = self._compiled(nbytes)
+        return self._functions.get(nbytes)
 
     def _compiled(self, nbytes: int) -> Callable[[], JaxArray] | None:
         place = jax.sharding.SingleDeviceSharding(self._device)
-        # Without it, all goes on as before.
-        with suppress(Exception):
+        try:
             lowered = jax.jit(partial(jax.lax.empty, (nbytes,), np.uint8), out_shardings=place).lower()
             if TARGET in lowered.as_text():
                 compiled: Callable[[], JaxArray] = lowered.compile()
                 return compiled
+        except ValueError:
+            raise
+        except Exception:
+            # Without it, all goes on as before.
+            return None
         return None
 
 

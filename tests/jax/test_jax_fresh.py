@@ -121,3 +121,28 @@ def test_room_is_what_the_limit_leaves(in_use: int, fits: bool, monkeypatch: pyt
     assert _fresh.has_room(20, Device()) == fits
     monkeypatch.setattr(_fresh, "memory_grows", lambda: "it does")
     assert _fresh.has_room(20, Device()), "nobody can say"
+
+
+def test_without_jit_arrays_are_sent(fresh: FreshArrays, sent: list[int]) -> None:
+    fresh.make(WORTH_COMPILING_NBYTES)
+    assert not sent
+    with jax.disable_jit():
+        assert is_fresh(fresh.make(WORTH_COMPILING_NBYTES), WORTH_COMPILING_NBYTES)
+    assert sent == [WORTH_COMPILING_NBYTES]
+
+
+def test_a_function_that_was_refused_once_is_compiled_later(
+    fresh: FreshArrays, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread's settings may refuse it: JAX takes no device beside those of the mesh that is set there."""
+    jit = jax.jit
+
+    def refuses(*arguments: Any, **options: Any) -> Any:
+        raise ValueError("Received incompatible devices for jitted computation")
+
+    monkeypatch.setattr(jax, "jit", refuses)
+    for _ in range(2):
+        fresh.make(WORTH_COMPILING_NBYTES)
+    monkeypatch.setattr(jax, "jit", jit)
+    fresh.make(WORTH_COMPILING_NBYTES)
+    assert sent == [WORTH_COMPILING_NBYTES] * 2
