@@ -115,7 +115,7 @@ class ByteReader:
 
     def wait(self) -> None:
         """Block until what produces the arrays is done. Raises `XferError` if it failed."""
-        if not self._reading.reached():
+        if not self._reading.is_closed:
             with translated(self._failures, "the arrays cannot be read"):
                 self._found(range(len(self.described)))
 
@@ -125,7 +125,7 @@ class ByteReader:
         Blocks until what produces the arrays is done, the first time. One thread at a time. Raises as `wait`; `ClosedError`;
         `ValueError` for a span that is not in its array, and for memory that is too small or not of `empty`.
         """
-        if self._reading.reached():
+        if self._reading.is_closed:
             raise ClosedError(CLOSED)
         total = self._checked(spans)
         address = self._address(out, total)
@@ -161,8 +161,8 @@ class ByteReader:
     def _found(self, numbers: Sequence[int]) -> list[Source]:
         """Return where arrays lie, once what produces them is done. Those that are to be found later are found now."""
         sources, later = self._sources, self._later
-        if self._reading.reached():
-            # Looked at behind them, since another thread may close it, which ends it first and then lets go of them.
+        if self._reading.is_closed:
+            # Looked at behind them, since another thread may close it, which says so first and then lets go of them.
             raise ClosedError(CLOSED)
         if later is None:
             self._wait(self._after)
@@ -240,10 +240,12 @@ class ByteReader:
 
     def close(self) -> None:
         """Read no more. What was started goes on. Twice is fine; any thread."""
-        self._reading.end()
-        self._jobs.readings.pop(self._reading.id, None)
+        self._reading.closing = threading.get_ident()
         self._sources = []
         self._copied = self._later = None
+        # Only now: who has waited for this looks for the memory of the arrays next.
+        self._reading.end()
+        self._jobs.readings.pop(self._reading.id, None)
 
     def __enter__(self) -> ByteReader:
         return self

@@ -75,7 +75,7 @@ class Reading:
     Any thread. Nobody waits for it on a thread that is to start the copies, or to make them: the wait would never end.
     """
 
-    __slots__ = ("_dropped", "_over", "device", "drop", "finds_later", "id", "maker", "threads")
+    __slots__ = ("_dropped", "_over", "closing", "device", "drop", "finds_later", "id", "maker", "threads")
 
     holds = False
 
@@ -83,11 +83,13 @@ class Reading:
         self.id = next_id()
         self.device = device
         self.finds_later = finds_later
-        """Whether it holds arrays of which nobody knows yet where they lie."""
+        """Whether it holds arrays of which nobody knows yet where they lie, or not any more."""
         self.maker: int | None = threading.get_ident()
         """The thread that is to read, and that nobody but its own code holds up. None: others are to."""
         self.threads: dict[int, None] = {}
         """Threads of ours that read. Changed in single steps: finalizers ask."""
+        self.closing: int | None = None
+        """The thread that lets go of the arrays, since nothing more is read, and ends this then."""
         self._over = Latch()
         self._dropped: SimpleQueue[None] = SimpleQueue()
         self.drop = self._dropped.put
@@ -95,14 +97,22 @@ class Reading:
 
     @property
     def owner(self) -> int | None:
-        """The calling thread, if it is one of those that are to read."""
+        """The calling thread, if it is one of those that are to read, or to end this."""
         me = threading.get_ident()
-        return me if me == self.maker or me in self.threads else None
+        return me if me in (self.maker, self.closing) or me in self.threads else None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more is read. Never blocks."""
+        return self.closing is not None or self.reached()
 
     def end(self) -> None:
         """Let everybody pass who waits: all that will be read is read, or in flight. Twice is fine."""
-        self._over.open()
+        self.closing = threading.get_ident()
+        # Behind the arrays: who waits for their memory looks for room next. Until then it goes on waiting.
+        self.finds_later = True
         self.device = ()
+        self._over.open()
 
     def reached(self) -> bool:
         """Tell whether it has ended, or nobody is left to read. Never blocks."""
@@ -351,10 +361,10 @@ class DeviceHolders:
         return self._ledger.wait_oldest() or wait_for_others(self._ledger, self._is_read, self._is_read)
 
     def _is_read(self, work: Entry | Job | Reading) -> bool:
-        if isinstance(work, Reading) and work.finds_later:
-            # They may be this stager's, and nobody else has them perhaps.
-            return not work.reached()
-        return any(map(self.owns, work.device))
+        if any(map(self.owns, work.device)):
+            return True
+        # They may be this stager's, and nobody else has them perhaps. Asked second: one that ends forgets first where they lie.
+        return isinstance(work, Reading) and work.finds_later and not work.reached()
 
 
 @final

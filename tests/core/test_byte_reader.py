@@ -16,7 +16,8 @@ from xferlib_host import Stream, open_stager
 import xferlib
 from tests.core.fakes import held, interrupted_twice, on_thread, tampered, until
 from xferlib.byte_reader import ByteReader, Span
-from xferlib.latch import note_copy_thread
+from xferlib.latch import Latch, note_copy_thread
+from xferlib.ledger import Reading
 from xferlib.protocol import Source
 from xferlib.stager import Stager
 
@@ -157,6 +158,52 @@ def test_one_that_dies_in_a_cycle_lets_everybody_pass_and_keeps_no_array(stager:
     there.clear()
     stager._ledger.reap()
     assert until(lambda: gone() is None)
+
+
+def test_who_waits_for_it_finds_room_as_soon_as_it_lets_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long its thread goes no further then."""
+    waiting = threading.Event()
+    wait, opens = Reading.wait, Latch.open
+
+    def noted(self: Reading) -> None:
+        waiting.set()
+        wait(self)
+
+    with xferlib.stager("host", device_limit=1 << 20) as stager:
+        reader = stager.reader(stager.put(np.ones(200_000, np.float32)).result())
+        latch = reader._reading._over
+        monkeypatch.setattr(Reading, "wait", noted)
+        putting = on_thread(lambda: stager.put(np.zeros(200_000, np.float32)).result())
+        assert waiting.wait(30)
+
+        def stops(self: Latch) -> None:
+            opens(self)
+            if self is latch:
+                until(putting.done, 30)
+
+        monkeypatch.setattr(Latch, "open", stops)
+        reader.close()
+        assert not putting.result(30).any()
+
+
+def test_a_finalizer_of_what_is_let_go_of_does_not_wait_for_that() -> None:
+    """It runs in the middle of the close, on whatever thread that is."""
+    said: list[str] = []
+
+    def puts() -> None:
+        try:
+            stager.put(np.ones(200_000, np.float32))
+        except xferlib.AllocationError as error:
+            said.append(str(error))
+
+    with xferlib.stager("host", device_limit=1 << 20) as stager:
+        array = stager.put(np.ones(200_000, np.float32)).result()
+        weakref.finalize(array, puts)
+        reader = stager.reader(array)
+        del array
+        on_thread(reader.close).result(30)
+        assert len(said) == 1
+        assert "device memory is full" in said[0]
 
 
 def test_closing_the_stager_waits_for_it() -> None:

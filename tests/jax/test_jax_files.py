@@ -318,6 +318,33 @@ def test_a_put_waits_for_a_save_by_another_stager_that_has_not_found_its_arrays(
     same(np.asarray(got["0"]), np.arange(200_000, dtype=np.float32))
 
 
+def test_who_waits_for_a_reader_finds_room_as_soon_as_it_has_ended(
+    finding: tuple[Stager, list[Callable[[Any], None]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its thread goes no further then."""
+    reading, _ = finding
+    waiting = threading.Event()
+    wait, end = Reading.wait, Reading.end
+
+    def noted(self: Reading) -> None:
+        waiting.set()
+        wait(self)
+
+    with xferlib.stager("jax", device_limit=1 << 20) as stager:
+        reader = reading.reader([stager.put(np.arange(200_000, dtype=np.float32)).result(), jax.numpy.ones(3)])
+        monkeypatch.setattr(Reading, "wait", noted)
+        putting = on_thread(lambda: stager.put(np.zeros(200_000, np.float32)).result())
+        assert waiting.wait(30)
+
+        def stops(self: Reading) -> None:
+            end(self)
+            until(putting.done, 30)
+
+        monkeypatch.setattr(Reading, "end", stops)
+        reader.close()
+        assert not np.asarray(putting.result(30)).any()
+
+
 def test_what_cannot_be_saved_is_refused_by_the_call(stager: Stager, tmp_path: Path) -> None:
     """With the place in the tree, though arrays are found only later."""
     refused = {
