@@ -19,7 +19,6 @@ from xferlib_host import Stream, open_stager
 import xferlib
 from tests.core.fakes import held, on_thread, until
 from tests.files.saves import MIB, bits, held_files, held_writes, only, same, there
-from xferlib import reaper
 from xferlib.byte_reader import ByteReader
 from xferlib.files.plan import Layout, Plan
 from xferlib.files.temporary import TemporaryFile
@@ -132,7 +131,7 @@ def test_it_returns_while_the_copies_are_held_and_waits_for_what_was_read(stager
 @pytest.mark.parametrize("wait", ["result", "wait_read"])
 def test_a_finalizer_does_not_wait_for_ever(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
     """The collector may run it on the very thread that writes."""
-    monkeypatch.setattr(reaper, "FINALIZER_SECONDS", 0.05)
+    monkeypatch.setattr("xferlib.uninterrupted.FINALIZER_SECONDS", 0.05)
     backend: Any = stager.backend
     array = there(stager, bits((MIB,), np.dtype(np.uint8)))
     told: list[str] = []

@@ -18,7 +18,6 @@ import xferlib
 from tests.core.fakes import on_thread
 from tests.pipeline.passes import PASSES, Pass
 from tests.pipeline.steps import PATIENCE
-from xferlib import reaper
 
 PIPELINE = str(Path(xferlib.__file__).parent / "pipeline")
 FILES = {
@@ -131,7 +130,7 @@ def test_a_finalizer_that_takes_from_the_prefetch_it_interrupts_takes_what_is_ne
 def test_a_finalizer_does_not_wait_for_ever_for_a_loop_that_waits_for_what_was_stopped_by_it(
     monkeypatch: pytest.MonkeyPatch, stager: xferlib.Stager, asks: Callable[[Any], object]
 ) -> None:
-    monkeypatch.setattr(reaper, "FINALIZER_SECONDS", 0.05)
+    monkeypatch.setattr("xferlib.uninterrupted.FINALIZER_SECONDS", 0.05)
     stopped, told = threading.Lock(), list[str]()
 
     def source() -> Iterator[Any]:
