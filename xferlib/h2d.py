@@ -334,17 +334,14 @@ class HostToDevice:
 
     def _leases(self, packing: Packing, streams: Streams) -> list[Lease]:
         # The first one here, and what a finalizer of somebody else's asks for inside of the pool is refused.
-        leases = self._leased(packing.sizes[:1], streams)
+        leases = [self._blocks.lease(packing.sizes[0], streams)]
         more = packing.sizes[1:]
         if more and self._blocks.lacks(more):
-            # For each block that is allocated the main thread waits for another one: so once for all of them.
-            return leases + uninterrupted(self._leased, more, streams)
-        return leases + self._leased(more, streams)
-
-    def _leased(self, sizes: Sequence[int], streams: Streams) -> list[Lease]:
-        leases: list[Lease] = []
-        for size in sizes:
-            leases.append(self._blocks.lease(size, streams))  # noqa: PERF401  # Each is held before the next may fail.
+            # For each block that is allocated the main thread waits for another one: so once for all of them. What has to be waited
+            # for is waited for here: another thread would wait for a reader of this one's, too.
+            leases += uninterrupted(self._blocks.lease_at_once, more, streams)
+        for size in packing.sizes[len(leases) :]:
+            leases.append(self._blocks.lease(size, streams))
         return leases
 
     def _made(self, packing: Packing, leases: list[Lease], spec: Spec, event: Event) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -14,6 +15,7 @@ import pytest
 from xferlib_host import Stream, open_stager
 
 import xferlib
+from tests.children import run
 from tests.core.fakes import held, interrupted_twice, on_thread, tampered, until
 from xferlib.byte_reader import ByteReader, Span
 from xferlib.latch import Latch, note_copy_thread
@@ -259,6 +261,21 @@ def test_device_memory_that_the_same_thread_reads_is_not_waited_for() -> None:
         there = stager.put(np.zeros(1 << 20, np.uint8)).result()
         with stager.reader(there), pytest.raises(xferlib.AllocationError):
             stager.put(np.zeros(1 << 20, np.uint8))
+
+
+def test_device_memory_that_the_same_thread_reads_is_not_waited_for_by_a_tree_of_several_blocks() -> None:
+    """Those that are allocated are had on another thread, where the main thread is waiting."""
+    program = """
+import numpy as np, xferlib
+with xferlib.stager("host", device_limit=8 << 20) as stager:
+    with stager.reader(stager.put(np.zeros(6 << 20, np.uint8)).result()):
+        try:
+            stager.put([np.zeros(nbytes << 20, np.uint8) for nbytes in (1, 2, 3)])
+        except xferlib.AllocationError as error:
+            print(error)
+"""
+    done = run([sys.executable, "-c", program], seconds=30)
+    assert "device memory is full" in done.stdout, done.stderr
 
 
 def test_threads_of_ours_read_until_they_leave(stager: Stager) -> None:

@@ -88,6 +88,25 @@ class DevicePool(Table):
             row = self._find(size, number, streams)
         return row.block, held
 
+    def lease_at_once(self, sizes: Iterable[int], streams: Streams) -> list[Lease]:
+        """Lease blocks as `lease` does, up to the first that something would have to be waited for."""
+        # As in `_find`.
+        self._reclaimer.reap()
+        leases: list[Lease] = []
+        for size in map(size_class, sizes):
+            number = self._count()
+            held = ticket(self._returns.put, number)
+            row = self._alone(self._reuse, size, number, streams)
+            reserved = False
+            if row is None:
+                row, reserved = self._alone(self._make_room, size, number, streams)
+            if reserved:
+                row = self._grow(size, number, streams)
+            if row is None:
+                break
+            leases.append((row.block, held))
+        return leases
+
     def lacks(self, sizes: Iterable[int]) -> bool:
         """Tell whether two or more of these blocks will have to be allocated, as far as can be told without the lock."""
         missing = [size for size in sizes if not ((idle := self._idle.get(size_class(size))) and (idle.free or idle.behind))]
