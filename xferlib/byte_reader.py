@@ -10,6 +10,7 @@ import math
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -127,7 +128,7 @@ class ByteReader:
         """
         if self._reading.is_closed:
             raise ClosedError(CLOSED)
-        total = self._checked(spans)
+        total, spans = self._checked(spans)
         address = self._address(out, total)
         with translated(self._failures, "the arrays cannot be read"):
             sources = self._found([array for array, _, _ in spans])
@@ -195,20 +196,20 @@ class ByteReader:
             with translated(self._failures, "the arrays could not be computed"):
                 after.synchronize()
 
-    def _checked(self, spans: Sequence[Span]) -> int:
-        """Return the bytes of spans. Raises as `read`."""
+    def _checked(self, spans: Sequence[Span]) -> tuple[int, Sequence[Span]]:
+        """Return the bytes of spans, and these with Python's integers: NumPy's would overflow. Raises as `read`."""
+        # Mostly they are, and to convert each takes as long as all the rest.
+        if set(map(type, chain.from_iterable(spans))) - {int}:
+            spans = [Span(*map(operator.index, span)) for span in spans]
         sizes = self.sizes
-        total = starts = 0
+        total = 0
         for array, start, nbytes in spans:
             if not 0 <= array < len(sizes):
                 raise ValueError(f"there is no array number {array}: there are {len(sizes)}, counted from 0")
             if start < 0 or nbytes < 0 or start + nbytes > sizes[array]:
                 raise ValueError(f"array {array} has {sizes[array]} bytes, and {nbytes} from {start} on are asked")
             total += nbytes
-            starts += start
-        # Whatever is no integer among them makes its sum none, and to ask for each takes as long as all the rest.
-        operator.index(starts)
-        return operator.index(total)
+        return total, spans
 
     def _address(self, out: Array, nbytes: int) -> int:
         if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.ndim != 1 or not out.flags.c_contiguous:

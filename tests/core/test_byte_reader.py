@@ -320,6 +320,18 @@ def test_what_is_no_number_is_refused(stager: Stager, span: Any) -> None:
         reader.read([Span(*span)], reader.empty(100))
 
 
+def test_numbers_of_numpy_do_not_overflow(stager: Stager) -> None:
+    small: Any = np.uint8
+    with stager.reader(stager.put(np.arange(250, dtype=np.uint8)).result()) as reader:
+        memory = reader.empty(300)
+        with pytest.raises(ValueError, match="250 bytes, and 100 from 200 on"):
+            reader.read([Span(0, small(200), small(100))], memory)
+        spans = [Span(small(0), small(start), small(100)) for start in (0, 100, 150)]
+        with pytest.raises(ValueError, match="the spans have 300"):
+            reader.read(spans, memory[:44])
+        assert reader.read(spans, memory).result().tolist() == [*range(200), *range(150, 250)]
+
+
 def test_memory_that_is_too_small_or_not_pinned_is_refused(stager: Stager) -> None:
     _, reader = opened(stager)
     memory = reader.empty(100)
