@@ -263,8 +263,16 @@ static int record(void *which, void *where) {
     return status;
 }
 
+// Questions of the threads that say so do not return before they may.
+static _Thread_local bool is_held_asking;
+static atomic_bool asks, may_ask;
+
 static int query(void *which) {
     event *e = which;
+    if (is_held_asking) {
+        atomic_store(&asks, true);
+        while (!atomic_load(&may_ask)) pause_for(100);
+    }
     CHECK((places[0].entered && places[0].mode == RELAXED) || (places[1].entered && places[1].mode == RELAXED));
     if (atomic_load(&device_lost)) return LOST_DEVICE;
     if (atomic_load(&copies_fail_unseen)) return BROKEN;
@@ -703,6 +711,49 @@ static void leaves_what_it_began(void) {
 }
 
 // Nor does it matter that there were none when it began.
+static void *asks_and_leaves(void *which) {
+    is_held_asking = true;
+    CHECK(xe_wait(((const transfer *)which)->id, XE_FINISHED, 1000) == XE_NOT_YET);
+    return NULL;
+}
+
+// Whoever waits, and asks meanwhile, leaves that to others when its time is over: they sleep.
+static void leaves_what_it_asks_for(void) {
+    xe_start(1);
+    bench *held = new_bench(1, XE_H2D, &DEVICE, 1, 64 * KIB, false), *b = new_bench(2, XE_H2D, &DEVICE, 1, 64 * KIB, false);
+    atomic_store(&gate, false);
+    atomic_store(&held_in, held->stream);
+    tell(b->stream, (op){.kind = HOLD}, NULL);
+    transfer *first = of_one(b, 100, 1), *second = of_one(held, 100, 2);
+    start(first, NULL, NULL);
+    CHECK(ask_until(first, XE_ISSUED) == XE_OK);
+    start(second, NULL, NULL);
+    while (atomic_load(&held->stream->inside) == 0) pause_for(100);
+    pthread_t waits;
+    CHECK(pthread_create(&waits, NULL, asks_and_leaves, first) == 0);
+    while (!atomic_load(&asks)) pause_for(100);
+    xe_figures before, after;
+    xe_read_figures(&before);
+    atomic_store(&held_in, NULL);
+    until_asleep(before.sleeps + 1);
+    atomic_store(&may_ask, true);
+    pthread_join(waits, NULL);
+    xe_read_figures(&before);
+    double until = seconds() + PATIENCE_SECONDS;
+    // Without a word to the engine that might wake somebody.
+    do {
+        pause_for(1000);
+        xe_read_figures(&after);
+    } while (after.polls == before.polls && seconds() < until);
+    CHECK(after.polls > before.polls);
+    CHECK(ask_until(second, XE_FINISHED) == XE_OK);
+    atomic_store(&gate, true);
+    finish(first);
+    finish(second);
+    end_bench(b);
+    end_bench(held);
+}
+
 static void leaves_what_it_began_before_there_were_threads(void) {
     bench *b = new_bench(1, XE_H2D, &DEVICE, 1, 64 * KIB, false);
     atomic_store(&gate, false);
@@ -2752,7 +2803,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(fits_its_parts_to_its_chunks), TEST(makes_no_part_too_long), TEST(cuts_at_whole_chunks), TEST(ends_small_where_nothing_follows), TEST(is_fair_before_there_are_chunks), TEST(leaves_longer_runs), TEST(waits_where_half_is_on_its_way), TEST(leaves_short_runs_to_others), TEST(waits_for_no_runs_that_are_lost), TEST(waits_for_longer_runs_alone),
     TEST(copies_together_to_the_device), TEST(copies_together_to_the_host), TEST(abandons_what_several_copy), TEST(fails_while_others_copy), TEST(waits_for_no_lane), TEST(asks_every_lane),
     TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(works_while_it_waits_to_the_device),
-    TEST(works_while_it_waits_to_the_host), TEST(leaves_what_it_began), TEST(leaves_what_it_began_before_there_were_threads),
+    TEST(works_while_it_waits_to_the_host), TEST(leaves_what_it_began), TEST(leaves_what_it_asks_for), TEST(leaves_what_it_began_before_there_were_threads),
     TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),
     TEST(goes_back_in_each_library), TEST(does_what_can_be_done_at_once),
     TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_issued_when_its_event_is_recorded), TEST(is_fair), TEST(fails_alone_to_the_device),

@@ -1192,7 +1192,7 @@ int xe_wait(uint64_t id, int stage, int64_t microseconds) {
     clock_gettime(CLOCK_MONOTONIC, &began);
     struct timespec busy = began;
     here.guest = true;
-    bool worked = false;
+    bool worked = false, has_asked = false;
     int status, questions = 1;
     lock();
     for (;;) {
@@ -1222,6 +1222,7 @@ int xe_wait(uint64_t id, int stage, int64_t microseconds) {
             status = XE_NOT_YET;
             break;
         }
+        has_asked = has_asked || (copying && !polling);
         if (threads && help(j)) {
             worked = true;
             clock_gettime(CLOCK_MONOTONIC, &busy);
@@ -1244,8 +1245,8 @@ int xe_wait(uint64_t id, int stage, int64_t microseconds) {
         go_back();
         come_back();
     }
-    // As above; threads that were started meanwhile may sleep already.
-    if (worked) wake(1);
+    // As above; threads that were started meanwhile may sleep already. Those that saw this one ask do, and do not ask.
+    if (worked || (has_asked && copying && !polling)) wake(1);
     unlock();
     return status;
 }

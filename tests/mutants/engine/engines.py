@@ -776,9 +776,15 @@ MUTANTS = (
     ),
     Mutant(
         "what whoever waits has begun is left to nobody",
-        "may sleep already.\n    if (worked) wake(1);\n",
-        "may sleep already.\n",
+        "    if (worked || (has_asked && copying && !polling)) wake(1);\n",
+        "    if (has_asked && copying && !polling) wake(1);\n",
         "leaves_what_it_began",
+    ),
+    Mutant(
+        "what whoever waits has asked for is left to nobody",
+        "    if (worked || (has_asked && copying && !polling)) wake(1);\n",
+        "    if (worked) wake(1);\n",
+        "leaves_what_it_asks_for",
     ),
     Mutant(
         "whoever only asks does nothing",
