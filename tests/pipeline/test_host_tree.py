@@ -573,11 +573,12 @@ def test_a_store_is_refused_on_the_thread_that_still_reads_the_group(stager: xfe
 def test_it_is_saved_as_arrays_of_the_host_and_begun_again(stager: xferlib.Stager, tmp_path: Path) -> None:
     with home_of(stager) as home:
         home.store("c", group(33))
-        xferlib.save(tmp_path / "home.npz", home.tree, stager)
+        first = xferlib.save(tmp_path / "home.npz", home.tree, stager)
         # It waits until the save has read the group.
         home.store("c", group(44))
         before = xferlib.save(tmp_path / "again.npz", home.tree, stager, snapshot=True)
         home.store("c", group(55)).synchronize()
+        first.result(20)
         before.result(20)
     for name, value in (("home", 33), ("again", 44)):
         with np.load(tmp_path / f"{name}.npz") as found:
