@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ def test_one_array_is_a_tree_as_well() -> None:
 @pytest.mark.parametrize(
     ("items", "error", "words", "note"),
     [
-        ([item(0)] * 5, ValueError, "5 items, and room for 4", "at tree.at[0]: a row is of shape () and dtype int32"),
+        ([item(0)] * 5, ValueError, r"more items than rows: there is room for 4 \(tree.at\[0\]\)", None),
+        (itertools.repeat(item(0)), ValueError, "more items than rows", None),
         ([item(0), {"image": 1}], ValueError, "item 1 has another structure: expected {.*, got {'image': array}", None),
         (
             [item(0), item(0) | {"image": np.zeros((3, 2))}],
@@ -48,9 +50,15 @@ def test_one_array_is_a_tree_as_well() -> None:
             "at tree.image: a row is of shape (2, 3) and dtype float32, and item 1 of shape (3, 2)",
         ),
         ([{"image": np.zeros((2, 3)), "at": [0.5, np.zeros(1, np.uint8)]}], TypeError, "Cannot cast", "at tree.at[0]: a row"),
+        (
+            [{"image": np.ma.zeros((2, 3)), "at": [1, np.zeros(1, np.uint8)]}],
+            TypeError,
+            "the mask would be lost",
+            "at tree.image: a row",
+        ),
         ([{"image": "a.png", "at": [1, np.zeros(1, np.uint8)]}], (TypeError, ValueError), "dimension", "at tree.image: a row"),
     ],
-    ids=["too many", "structure", "shape", "dtype", "text"],
+    ids=["too many", "without end", "structure", "shape", "dtype", "masked", "text"],
 )
 def test_items_that_are_no_rows_are_refused_and_the_ring_has_its_slots(
     stager: xferlib.Stager, items: list[Any], error: Any, words: str, note: str | None
@@ -90,3 +98,37 @@ def test_names_of_items_ride_along_as_lists(stager: xferlib.Stager) -> None:
         # An array that the spec lacks is none that rides along.
         with pytest.raises(ValueError, match="item 0 has another structure"):
             ring.collate([item(0) | {"mask": np.zeros(3)}])
+
+
+def test_rows_of_the_batch_itself_may_be_items() -> None:
+    out = batch()
+    xferlib.stack(map(item, range(4)), out)
+    xferlib.stack([{"image": out["image"][row], "at": [3 - row, out["at"][1][row]]} for row in (3, 2, 1, 0)], out)
+    assert out["image"][:, 1, 2].tolist() == [3, 2, 1, 0]
+    assert out["at"][1][:, 0].tolist() == [3, 2, 1, 0]
+    rows = np.arange(6).reshape(3, 2)
+    assert xferlib.stack(rows[::-1, ::-1], rows) == 3
+    assert rows.tolist() == [[5, 4], [3, 2], [1, 0]]
+
+
+def test_a_batch_is_filled_again_and_has_the_names_of_its_own_items() -> None:
+    out = batch() | {"epoch": 3}
+    for first in (0, 2):
+        items = [item(number) | {"name": f"{number}.png"} for number in range(first, first + 2)]
+        assert xferlib.stack(items, out) == 2
+        assert (out["name"], out["epoch"]) == ([f"{first}.png", f"{first + 1}.png"], 3)
+        assert out["at"][0][:2].tolist() == [first, first + 1]
+    # The names would be those of other items.
+    with pytest.raises(ValueError, match=r"item 0 has \[\] beside its arrays, and out has \['name'\]"):
+        xferlib.stack([item(4)], out)
+
+
+class Named(NamedTuple):
+    image: Any
+    name: Any
+
+
+@pytest.mark.parametrize("out", [Named(np.zeros((4, 2)), "a"), Named(np.zeros((4, 2)), np.zeros(())), [np.zeros((4, 2)), [1]]])
+def test_where_a_batch_has_no_rows_it_says_so(out: Any) -> None:
+    with pytest.raises(TypeError, match=r"out has .* \(tree\[1\].*: expected a NumPy array of rows"):
+        xferlib.stack([], out)
