@@ -334,13 +334,13 @@ class HostToDevice:
 
     def _leases(self, packing: Packing, streams: Streams) -> list[Lease]:
         # The first one here, and what a finalizer of somebody else's asks for inside of the pool is refused.
-        leases = [self._blocks.lease(packing.sizes[0], streams)]
-        more = packing.sizes[1:]
-        if more and self._blocks.lacks(more):
+        sizes = packing.sizes
+        leases = [self._blocks.lease(sizes[0], streams)]
+        if len(sizes) > 2 and self._blocks.lacks(sizes[1:]):
             # For each block that is allocated the main thread waits for another one: so once for all of them. What has to be waited
             # for is waited for here: another thread would wait for a reader of this one's, too.
-            leases += uninterrupted(self._blocks.lease_at_once, more, streams)
-        for size in packing.sizes[len(leases) :]:
+            leases += uninterrupted(self._blocks.lease_at_once, sizes[1:], streams)
+        for size in sizes[len(leases) :]:
             leases.append(self._blocks.lease(size, streams))
         return leases
 

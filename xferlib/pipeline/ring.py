@@ -43,11 +43,10 @@ from xferlib.words import counted, in_words
 __all__ = ["Ring", "Slot"]
 
 COLLECT_AFTER_SECONDS = 1.0
-"""Seconds."""
 FIRST_NAP_SECONDS = 100e-6
 LONGEST_NAP_SECONDS = 2e-3
 STUCK_SECONDS = 10.0
-"""Seconds without a slot, with none in flight, before whoever waits is told so."""
+"""Without a slot, with none in flight, before whoever waits is told so."""
 
 
 @final
