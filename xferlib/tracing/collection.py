@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable
+from functools import partial
+from operator import call
+from typing import TypeVar, TypeVarTuple
 
-__all__ = ["no_collection"]
+__all__ = ["uncollected"]
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
+_waits: dict[object, None] = {}
+"""The calls under way that have turned it off."""
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep the collector from running in the block, on all threads; what is no longer referred to goes all the same.
+def uncollected(work: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+    """Call without the collector, on all threads, and return what that returns; what is no longer referred to goes all the same.
 
     Where it is off already, it stays off. If two threads are inside, it may run again when the first leaves.
     """
-    runs = gc.isenabled()
+    if not gc.isenabled():
+        return work(*arguments)
+    me = object()
+    # One call of C at the end: no interrupt comes in between. No context manager: one that comes at the entry of its `__exit__`
+    # would leave the collector off.
+    steps: tuple[Callable[[], object], ...] = (gc.enable, partial(_waits.pop, me, None))
+    leave = map(call, steps)
     try:
+        _waits[me] = None
         gc.disable()
-        yield
+        return work(*arguments)
     finally:
-        if runs:
-            gc.enable()
+        list(leave)
+
+
+def _renew() -> None:
+    """In a forked child: the threads that would turn it on again are not there."""
+    if _waits:
+        _waits.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_renew)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from xferlib.tracing.atomic import atomic_text
-from xferlib.tracing.collection import no_collection
+from xferlib.tracing.collection import uncollected
 from xferlib.tracing.events import Recording
 from xferlib.tracing.gaps import Gap, all_gaps
 from xferlib.tracing.rows import MOST_ROWS, Row, least_apart, rows, thinned
@@ -38,8 +38,7 @@ def write(recording: Recording, path: Path, *, most_nbytes: int = MOST_NBYTES) -
 
 def page(recording: Recording, *, most_nbytes: int = MOST_NBYTES) -> str:
     """Return the text of the page."""
-    with no_collection():
-        return _page(recording, most_nbytes)
+    return uncollected(_page, recording, most_nbytes)
 
 
 def _page(recording: Recording, most_nbytes: int) -> str:

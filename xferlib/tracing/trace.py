@@ -13,7 +13,7 @@ from typing import Final, final
 
 from xferlib.errors import XferError
 from xferlib.tracing import chrome, page, picture
-from xferlib.tracing.collection import no_collection
+from xferlib.tracing.collection import uncollected
 from xferlib.tracing.events import HOST, Recording
 from xferlib.tracing.gpu import Gpus, has_gpu
 from xferlib.tracing.log import LOG
@@ -191,12 +191,15 @@ class Trace:
         end = perf_counter_ns()
         LOG.stop()
         try:
-            with no_collection():
-                if self._gpus is not None:
-                    self._gpus.finish(LOG)
-                self._recording = _recording(self._start, end, IDLE_GPU if self._gpus is not None else NO_GPU)
+            self._recording = uncollected(self._recorded, end)
         finally:
             self._abandon()
+
+    def _recorded(self, end: int) -> Recording:
+        if self._gpus is None:
+            return _recording(self._start, end, NO_GPU)
+        self._gpus.finish(LOG)
+        return _recording(self._start, end, IDLE_GPU)
 
     def _end_at_exit(self) -> None:
         """End and write what still runs: in a thread that nobody waits for, or since an interrupt came as its block ended."""
