@@ -306,11 +306,32 @@ def _refuses() -> Any:
     raise Fragile("not here")
 
 
+class Stopping:
+    """The same, and what it raises looks like an end."""
+
+    def __reduce__(self) -> Any:
+        return next, (iter(()),)
+
+
 def unmakeable(task: int, slot: Any) -> None:
     """Put beside the arrays, for one task, what cannot be made in the parent."""
     slot["image"][:] = task
     if task == 1:
         slot["name"] = xferlib.Host(Unmakeable())
+
+
+def stopping(task: int, slot: Any) -> None:
+    """Do the same."""
+    slot["image"][:] = task
+    if task == 1:
+        slot["name"] = xferlib.Host(Stopping())
+
+
+def leaves_names(task: str, slot: Any) -> Any:
+    """Put the task beside the arrays, and return views without it, or with it."""
+    slot["name"] = task
+    views = {"image": slot["image"][:2]}
+    return views | {"name": "other"} if task == "with" else [views["image"]] if task == "list" else views
 
 
 def looks_elsewhere(task: Any, slot: Any) -> Any:

@@ -112,3 +112,17 @@ def test_views_that_are_returned_are_what_counts() -> None:
     reply, views = filled(fills.looks_elsewhere, 0)
     assert isinstance(reply, Filled)
     assert (views["image"] == 5).all()  # type: ignore[index]  # A dict.
+
+
+@pytest.mark.parametrize("task", ["without", "list"])
+def test_names_that_a_returned_tree_lacks_are_not_lost_in_silence(task: str) -> None:
+    reply, _ = filled(fills.leaves_names, task)
+    assert isinstance(reply, Raised)
+    assert f"fill has put '{task}' into its slot (tree.name), and returned a tree without it" in reply.words
+
+
+def test_names_in_a_returned_tree_are_what_counts() -> None:
+    reply, _ = filled(fills.leaves_names, "with")
+    assert isinstance(reply, Filled)
+    assert reply.parts is not None
+    assert pickle.loads(reply.parts).tree["name"].value == "other"

@@ -580,3 +580,9 @@ def test_what_fill_gives_beside_its_arrays_comes_with_the_batch_and_is_put(stage
         assert caught.value.__notes__ == ["what fill gave beside its arrays could not be made here, for task 1 (1)"]
         # That batch alone is lost, and its slot is free again.
         assert [first(batch["image"]) for batch in broken] == [2]
+        stopped = ring.run(fills.stopping, range(3), workers=1)
+        assert first(next(stopped)["image"]) == 0
+        # It would look like the end of the run.
+        with pytest.raises(RuntimeError, match="StopIteration was raised"):
+            next(stopped)
+        assert [first(batch["image"]) for batch in stopped] == [2]

@@ -261,7 +261,12 @@ class Run(OnePass, Iterator[TreeT_co]):
 
     def _given_out(self, outcome: _InSlot | Exception) -> _Step:
         self._given += 1
-        return _Step(tree=self._slots.lease(*outcome)) if isinstance(outcome, _InSlot) else _Step(error=outcome)
+        if isinstance(outcome, _InSlot):
+            return _Step(tree=self._slots.lease(*outcome))
+        if isinstance(outcome, StopIteration):
+            # By itself it would look like the end.
+            outcome = _error_of(outcome)
+        return _Step(error=outcome)
 
     def _listen(self) -> None:
         patience = self._patience()
@@ -333,6 +338,12 @@ class Run(OnePass, Iterator[TreeT_co]):
         self._slots.give_back(lost.slot)
         times = f", with {tries - 1} tries before" if tries > 1 else ""
         self._outcomes[lost.number] = WorkerDiedError(f"{words} while it filled a slot for task {lost.words}{times}")
+
+
+def _error_of(stop: StopIteration) -> RuntimeError:
+    error = RuntimeError("StopIteration was raised where a task is pickled, or what fill gave is unpickled")
+    error.__cause__ = stop
+    return error
 
 
 def _error(raised: Raised, task: str) -> Exception:

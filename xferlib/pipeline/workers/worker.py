@@ -86,6 +86,8 @@ class _Filler:
                 beside = _put_beside(views, *before)
                 if beside is not None:
                     parts = (parts or self._whole)._replace(tree=beside)
+            else:
+                _check_nothing_left(views, value)
             return Filled(None if parts is None else _sent(parts))
         except BaseException as error:
             return _raised(error)
@@ -112,6 +114,19 @@ def _put_beside(views: Any, arrays: list[Any], structure: Any) -> Any | None:
     if structure is None or [paths[index] for index in places] != structure.paths():
         raise TypeError(MOVED)
     return marked(leaves, found)
+
+
+def _check_nothing_left(views: Any, value: Any) -> None:
+    """Raise `TypeError` where `fill` has put something beside the arrays of its slot, and returned a tree that lacks it."""
+    leaves, found = flatten(views)
+    _, structure = flatten(value)
+    returned = [] if structure is None else structure.paths()
+    for index, leaf in enumerate(leaves):
+        if found is not None and rides_along(type(leaf)) and found.paths()[index] not in returned:
+            raise TypeError(
+                f"fill has put {reprlib.repr(leaf)} into its slot ({path(found, index)}), and returned a tree without it. Put it "
+                "there, or return None or a number of rows"
+            )
 
 
 def _sent(parts: Parts) -> bytes:
