@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def test_every_public_name_is_on_the_page_of_the_api(package: object) -> None:
 
 def is_public(name: str, value: object) -> bool:
     return not name.startswith("_") and not isinstance(value, type(xferlib))
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"`([a-z_/]+\.(?!(?:c|h|py)`)[A-Za-z_]+)`", (DOCS / "internals.md").read_text())))
+)
+def test_what_the_page_of_internals_names_is_there(name: str) -> None:
+    module, _, attribute = name.replace("/", ".").rpartition(".")
+    assert hasattr(import_module(f"xferlib.{module}"), attribute)
 
 
 def test_every_page_is_in_the_contents() -> None:
