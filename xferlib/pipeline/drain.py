@@ -126,11 +126,6 @@ class Drain(Generic[TreeT_co]):
         return len(self._pending)
 
     @property
-    def has_out(self) -> bool:
-        """Whether results are written to arrays of the caller's."""
-        return self._writer is not None
-
-    @property
     def failing(self) -> bool:
         """Whether the newest result that is not taken is one that `fail` was told of."""
         try:
@@ -413,6 +408,7 @@ class Drained(OnePass, Generic[TreeT_co]):
         self._results = iter(results)
         self._source = source
         whole_number(depth, "depth", least=1)
+        self._has_out = out is not None
         self._drain: Drain[TreeT_co] = Drain(stager, capped_depth(depth, length), out=out)
         self._drain.expect(length)
         self._length = length
@@ -485,7 +481,7 @@ class Drained(OnePass, Generic[TreeT_co]):
         Raises what is raised for a result, as `next` does, and may be called again to go on. Raises `ValueError` without `out=`,
         where nobody would have the results.
         """
-        if not self._drain.has_out:
+        if not self._has_out:
             raise ValueError("run() drops the results where no out= keeps them: give out=, or iterate, as in list(loop)")
         for _ in self:
             pass
