@@ -531,6 +531,25 @@ def test_a_program_that_is_terminated_leaves_its_trace(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"] == []
 
 
+def test_a_trace_that_another_thread_has_ended_takes_nothing_from_the_next(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        left = xferlib.trace(tmp_path / "left.json", gpu=False).__enter__()
+        ending = threading.Thread(target=left.__exit__, args=(None, None, None))
+        ending.start()
+        ending.join()
+        with xferlib.trace(tmp_path / "next.json", gpu=False):
+            pass
+        # Its own handler was set, and taken back.
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with pytest.raises(SystemExit), xferlib.trace(tmp_path / "run.json", gpu=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (tmp_path / "run.json").exists()
+
+
 def test_a_file_that_is_being_written_is_finished_before_the_program_is_terminated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

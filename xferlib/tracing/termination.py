@@ -34,7 +34,7 @@ class Termination:
         self._came = False
 
     def __enter__(self) -> Termination:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if threading.current_thread() is threading.main_thread() and _ends_process(signal.getsignal(signal.SIGTERM)):
             self._set = True
             Termination.entered = self
             signal.signal(signal.SIGTERM, self._handle)
@@ -73,6 +73,12 @@ class Termination:
             self._came = True
         else:
             raise SystemExit(STATUS)
+
+
+def _ends_process(handler: object) -> bool:
+    """Tell whether a handler does as the system, as one of ours does that was left on another thread."""
+    owner = getattr(handler, "__self__", None)
+    return handler is signal.SIG_DFL or (isinstance(owner, Termination) and not owner._set)
 
 
 _masks: dict[int, set[int]] = {}
