@@ -22,7 +22,7 @@ from xferlib.tree import Alike
 __all__ = ["Packing", "Packings", "Run"]
 
 PACK_UP_TO_NBYTES = 64 << 10
-"""Bytes. Leaves of one put up to this size share a device block; larger ones have their own, so keeping one keeps no other."""
+"""Leaves of one put up to this size share a device block; larger ones have their own, so keeping one keeps no other."""
 KEPT_PACKINGS = 64
 """Packings. A program has a few; one that makes new shapes for ever must not fill memory with them."""
 

@@ -18,7 +18,7 @@ MEMBERSHIP, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 PINNED_SHARE = 8
 AVAILABLE_SHARE = 2
 SMALLEST_LIMIT_NBYTES = 16 << 20
-"""Bytes. The default is never less than this: with nothing to transfer through, nothing could be transferred."""
+"""The default is never less than this: with nothing to transfer through, nothing could be transferred."""
 
 
 class _Files(NamedTuple):

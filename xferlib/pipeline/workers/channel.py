@@ -19,7 +19,7 @@ __all__ = ["Channel", "receive", "send"]
 HEADER = struct.Struct("!Q")
 """The size of the message behind it."""
 RECEIVE_NBYTES = 256 << 10
-"""Bytes. What is read at once: about what a socket holds."""
+"""What is read at once: about what a socket holds."""
 
 
 @final
