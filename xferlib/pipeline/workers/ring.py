@@ -166,9 +166,10 @@ class SharedRing(Generic[TreeT_co]):
 
         `slot` is the tree of the spec with arrays to write into. `fill` returns None if it has filled them all, the number of rows
         (along every first axis) that it has filled, or a tree of views of them. What belongs to the batch and is no array of the
-        spec goes beside these, as in `slot["file"] = names`: text, numbers, `xferlib.Host(value)`. It is pickled, and comes out
-        with the batch. The worker finds `fill` by import, and what it carries is pickled, so it must stand in a module and not in a
-        notebook. Each task is pickled, too, and should be small: a path, an index.
+        spec goes beside these, as in `slot["file"] = names`, and into the tree that `fill` returns, if it does: text, numbers,
+        `xferlib.Host(value)`. It is pickled, and comes out with the batch. The worker finds `fill` by import, and what it carries
+        is pickled, so it must stand in a module and not in a notebook. Each task is pickled, too, and should be small: a path, an
+        index.
 
         The batches are trees of arrays in the slots themselves: `stager.put` reads them where they are. Keep one as long as you
         like; its slot is filled again when no array over it is left and no copy reads it. `ordered`: they come in the order of the
