@@ -43,9 +43,8 @@ from xferlib.ledger import DeviceHolders, Ledger, PinnedHolders
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import WhenFull
 from xferlib.memory.device_pool import DevicePool
-from xferlib.memory.host import HostMemory
+from xferlib.memory.host import HostMemory, mappable
 from xferlib.memory.limits import default_pinned_limit
-from xferlib.memory.mapped import mappable
 from xferlib.memory.pages import allocators
 from xferlib.memory.pinned_pool import PinnedPool, promised
 from xferlib.memory.registered import Pin, Pins, splits

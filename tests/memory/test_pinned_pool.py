@@ -78,8 +78,10 @@ class Driver:
     def busy(self) -> bool:
         return False
 
-    def pool(self, limit: int, when_full: WhenFull = "wait") -> PinnedPool:
-        return PinnedPool(allocate=self.allocate, free=self.free, reclaimer=self, limit=limit, when_full=when_full)
+    def pool(self, limit: int, when_full: WhenFull = "wait", **options: Any) -> PinnedPool:
+        # It also plays what the pool asks of the ledger.
+        reclaimer: Any = self
+        return PinnedPool(allocate=self.allocate, free=self.free, reclaimer=reclaimer, limit=limit, when_full=when_full, **options)
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -15,7 +15,7 @@ from tests.core.fakes import held, on_thread
 from tests.memory.test_pinned_pool import MIB, U8, Driver
 from xferlib.errors import AllocationError
 from xferlib.memory.blocks import HostBlock, WhenFull
-from xferlib.memory.pinned_pool import MOST_LOOKS, STAGING_NBYTES, PinnedPool
+from xferlib.memory.pinned_pool import MOST_LOOKS, STAGING_NBYTES
 from xferlib.stats import Stats
 
 
@@ -75,9 +75,7 @@ def test_what_whole_pages_take_beyond_the_limit_is_refused_at_once() -> None:
 
 def test_idle_memory_of_either_kind_makes_room_and_is_freed_by_trim() -> None:
     driver = Driver()
-    pool = PinnedPool(
-        allocate=driver.allocate, allocate_write_combined=driver.allocate, free=driver.free, reclaimer=driver, limit=4 * MIB
-    )
+    pool = driver.pool(4 * MIB, allocate_write_combined=driver.allocate)
     for combined in (True, False, True):
         # Dropped at once, and there is no room for the next one beside it.
         assert pool.empty((3 * MIB,), U8, write_combined=combined).nbytes == 3 * MIB
@@ -98,7 +96,7 @@ def test_memory_of_one_kind_is_never_handed_out_as_the_other(nbytes: int) -> Non
         combined[start] = size
         return start
 
-    pool = PinnedPool(allocate=driver.allocate, allocate_write_combined=combine, free=driver.free, reclaimer=driver, limit=64 * MIB)
+    pool = driver.pool(64 * MIB, allocate_write_combined=combine)
     # The second of each kind finds what the first has left.
     for wanted in (True, False, True, False):
         address = pool.empty((nbytes,), U8, write_combined=wanted).ctypes.data

@@ -566,7 +566,7 @@ def test_a_table_that_raises_each_time_is_told_of_once_and_keeps_no_other_waitin
     told: list[str] = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: told.append(str(arguments.exc_value)))
     failing = Failing()
-    lock_later(failing)
+    lock_later(failing.lock_next)
     until(lambda: failing.calls > 3)
     backend.gate.set()
     found = stager.get(device_tree(stager, values(1))).result()
@@ -582,10 +582,10 @@ def test_a_table_that_raises_is_tried_again_though_others_ask_all_the_time(monke
     locker.start_locker()
     failing, other = Failing(), Failing()
     other.mended = True
-    lock_later(failing)
+    lock_later(failing.lock_next)
 
     def again() -> bool:
-        lock_later(other)
+        lock_later(other.lock_next)
         return failing.calls > 3
 
     until(again)
@@ -912,7 +912,7 @@ def test_an_interrupt_at_any_point_loses_no_memory_that_is_locked_later() -> Non
 def later(driver: Driver, **options: Any) -> PinnedPool:
     """Return a pool over memory that is only addresses, and locked later."""
     unlocked = Unlocked(lambda sizes: [driver.allocate(nbytes) for nbytes in sizes], lambda address: None)
-    return PinnedPool(allocate=driver.allocate, free=driver.free, reclaimer=driver, unlocked=unlocked, **options)
+    return driver.pool(unlocked=unlocked, **options)
 
 
 def test_a_closed_pool_grows_for_no_chunks_and_maps_nothing_that_is_locked_later() -> None:
@@ -929,7 +929,7 @@ def test_a_closed_pool_grows_for_no_chunks_and_maps_nothing_that_is_locked_later
 def test_a_pool_that_is_closed_before_a_segment_is_claimed_locks_it_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     pool = later(driver, limit=ROOM)
-    monkeypatch.setattr(pinned_pool, "lock_later", lambda pool: None)
+    monkeypatch.setattr(pinned_pool, "lock_later", lambda lock: None)
     (array,) = pool.results([((4 * LEAF,), np.dtype(np.uint8))])
     closes = [pool.close]
 
@@ -976,7 +976,7 @@ def test_what_the_system_has_not_to_be_locked_later_is_asked_for_as_ever() -> No
 
     driver = Driver()
     unlocked = Unlocked(refuse, lambda address: None)
-    pool = PinnedPool(allocate=driver.allocate, free=driver.free, reclaimer=driver, limit=ROOM, unlocked=unlocked)
+    pool = driver.pool(ROOM, unlocked=unlocked)
     found = pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)
     assert sorted(array.ctypes.data for array in found) == sorted(driver.live)
     assert pool.nbytes == COUNT * LEAF
@@ -1024,7 +1024,7 @@ def test_what_the_driver_refuses_is_warned_of_when_it_is_put(backend: Gated, sta
 
 
 def test_what_is_about_to_be_given_back_is_not_locked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_pool, "lock_later", lambda pool: None)
+    monkeypatch.setattr(pinned_pool, "lock_later", lambda lock: None)
     driver = Driver()
     pool = later(driver, limit=ROOM)
     pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)

@@ -12,7 +12,7 @@ import errno
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, final
 
 from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, STAGED, STOPPED, UNKNOWN, library, quick
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
@@ -57,22 +57,9 @@ def refuse_stream_wait() -> NoReturn:
     )
 
 
-class JobLane(Protocol):
-    """The lane that a job is on."""
-
-    jobs: dict[int, Job]
-    """By id, all that have not finished."""
-
-    def failure(self, status: int, at: str) -> Exception:
-        """Return the exception for a status of the device."""
-
-    def let_go_of_lost(self) -> None:
-        """Give up chunks that are lost, so that others take their place."""
-
-
 @final
 class Job:
-    """One transfer. Any thread. The event of a get that ends with a copy by the CPU.
+    """One transfer. Any thread. The event of a get that ends with a copy by the CPU. Made by `Lane.job`.
 
     `owner`: the thread that is starting it, which must not wait for it; None: the engine has all that it needs. `holds`: pinned
     memory comes back when it has finished. `parts`: how many chunks it can use at once. `memory`: the ranges of the caller's that
@@ -83,7 +70,9 @@ class Job:
     """
 
     __slots__ = (
+        "_device_failure",
         "_error",
+        "_let_go_of_lost",
         "_over",
         "after",
         "beside",
@@ -93,8 +82,8 @@ class Job:
         "given_up",
         "holds",
         "id",
+        "jobs",
         "kept",
-        "lane",
         "memory",
         "ours",
         "owner",
@@ -103,9 +92,19 @@ class Job:
         "submitted",
     )
 
-    def __init__(self, lane: JobLane, *, owner: int | None = None) -> None:
+    def __init__(
+        self,
+        jobs: dict[int, Job],
+        failure: Callable[[int, str], Exception],
+        let_go_of_lost: Callable[[], object],
+        *,
+        owner: int | None = None,
+    ) -> None:
+        """`jobs`: by id, all of its lane that have not finished. The other two are the lane's."""
         self.id = next_id()
-        self.lane = lane
+        self.jobs = jobs
+        self._device_failure = failure
+        self._let_go_of_lost = let_go_of_lost
         self.owner = owner
         self.holds = False
         self.parts = 1
@@ -214,7 +213,7 @@ class Job:
         if self._error is None:
             if lost.value:
                 _lost.append(self.kept)
-                self.lane.let_go_of_lost()
+                self._let_go_of_lost()
             self._error = self._failure(status.value, (at.value or b"").decode())
 
     def _failure(self, status: int, at: str) -> Exception:
@@ -224,7 +223,7 @@ class Job:
             return TransferError("the transfer was given up before its end")
         if at in _OWN:
             return TransferError(f"{_OWN[at]} ({os.strerror(status) if at.startswith('every') else 'SIGBUS'})")
-        return self.lane.failure(status, at)
+        return self._device_failure(status, at)
 
     def _end(self) -> None:
         """Forget the job: it has finished. Twice is fine. If an interrupt cuts this short, the next look does it again."""
@@ -233,7 +232,7 @@ class Job:
         # The engine forgets only what it has told of.
         while quick().xe_forget(self.id) == BUSY:
             quick().xe_finished((ctypes.c_uint64 * FINISHED_AT_ONCE)(), FINISHED_AT_ONCE)
-        self.lane.jobs.pop(self.id, None)
+        self.jobs.pop(self.id, None)
         self._over = True
 
 

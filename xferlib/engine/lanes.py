@@ -130,6 +130,10 @@ class Lane:
             return XferError(f"{at} failed with status {status}")
         return self._calls.failure(status)
 
+    def job(self, *, owner: int | None = None) -> Job:
+        """Return a job that `submit` may start. See `Job`."""
+        return Job(self.jobs, self.failure, self.let_go_of_lost, owner=owner)
+
     def submit(self, job: Job, pieces: Pieces) -> None:
         """Start a job.
 

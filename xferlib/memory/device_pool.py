@@ -21,8 +21,9 @@ from typing import Any, TypeAlias, final
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import is_copy_thread
+from xferlib.ledger import DeviceHolders
 from xferlib.memory.idle_blocks import NOBODY, IdleBlocks, Row, Streams, size_class
-from xferlib.memory.table import Growth, Reclaimer, Table
+from xferlib.memory.table import Growth, Table
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 from xferlib.reaper import watch
 from xferlib.tickets import ticket
@@ -51,7 +52,7 @@ class DevicePool(Table):
     makes the H2D stream, not the host, wait for the oldest.
     """
 
-    def __init__(self, backend: HostStager[Any], reclaimer: Reclaimer, limit: int | None) -> None:
+    def __init__(self, backend: HostStager[Any], reclaimer: DeviceHolders, limit: int | None) -> None:
         super().__init__("device memory", backend.sweep)
         self.limit = limit
         self.peak_nbytes = self.waits = 0

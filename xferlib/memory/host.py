@@ -11,7 +11,7 @@ from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, check_dtype,
 from xferlib.memory.pinned_pool import PinnedPool, awaiting
 from xferlib.protocol import HostStager
 
-__all__ = ["HostLeaf", "HostMemory"]
+__all__ = ["HostLeaf", "HostMemory", "mappable"]
 
 HostLeaf: TypeAlias = tuple[Array, int | None]
 """A host array, and its address: None if its memory must be staged, 0 if it has no bytes."""
@@ -122,3 +122,21 @@ class HostMemory:
         if pool is not None:
             pool.idle()
         return self.address(array)
+
+
+def mappable(array: object, host: HostMemory) -> tuple[Array, int]:
+    """Return the array and its address. Raises `TypeError` or `ValueError` where the device can have no view of it."""
+    plain = host_array(array)
+    host.check_dtype(plain.dtype)
+    if plain.nbytes == 0:
+        raise ValueError("an empty array has no memory to view. Put it")
+    if not plain.flags.c_contiguous:
+        raise ValueError("the array is not contiguous in C order. Map the array that it is a view of, and cut the view")
+    if not plain.flags.writeable:
+        raise ValueError("the array is read-only, and the device could write to it. Map an array that may be written")
+    address = host.settled_address(plain)
+    if address is None:
+        raise ValueError(
+            "the array is not in pinned memory, and the device reaches no other. Fill one from stager.empty_pinned(...), or put it"
+        )
+    return plain, address

@@ -12,11 +12,12 @@ import os
 import threading
 import time
 from _thread import get_ident, start_new_thread
+from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, TypeAlias, final
 
-__all__ = ["Lockable", "is_locker", "is_over", "lock_later", "pause_after", "start_locker"]
+__all__ = ["Lock", "is_locker", "is_over", "lock_later", "pause_after", "start_locker"]
 
 PACE = 8 << 30
 """Bytes a second: a pause of 2 ms behind 16 MiB, whose lock takes 1."""
@@ -24,18 +25,14 @@ ERROR_SECONDS, MOST_ERROR_SECONDS = 0.01, 1.0
 """How long until a table that raised is tried again, at first and at most: twice as long each time that it raises again."""
 
 
-class Lockable(Protocol):
-    """A table with memory that is to be locked."""
+Lock: TypeAlias = Callable[[], int]
+"""Locks some memory of a table, and returns its bytes; 0: there is none that is to be locked. Called by one thread.
 
-    def lock_next(self) -> int:
-        """Lock some memory, and return its bytes; 0: there is none that is to be locked. Called by one thread.
+If it raises, the error is reported (once, if the same error comes again), and it is called again after others had their turn. So
+memory that cannot be locked must no longer count as memory to be locked.
+"""
 
-        If it raises, the error is reported (once, if the same error comes again), and it is called again after others had their
-        turn. So memory that cannot be locked must no longer count as memory to be locked.
-        """
-
-
-_wanted: SimpleQueue[Lockable | None] = SimpleQueue()
+_wanted: SimpleQueue[Lock | None] = SimpleQueue()
 _started = _over = False
 _locker = 0
 """The thread."""
@@ -51,9 +48,9 @@ def start_locker() -> None:
         _started = True
 
 
-def lock_later(table: Lockable) -> None:
+def lock_later(lock: Lock) -> None:
     """Have everything locked that is to be. Waits for nothing; any thread, also in a finalizer."""
-    _wanted.put(table)
+    _wanted.put(lock)
 
 
 def pause_after(nbytes: int) -> None:
@@ -75,40 +72,39 @@ def _run() -> None:
     global _locker
     _locker = get_ident()
     threading.current_thread().name = "xferlib-locker"
-    failed: dict[int, _Failed] = {}
+    failed: dict[Lock, _Failed] = {}
     while not _over:
         due = min([one.due for one in failed.values()], default=None)
-        asked: Lockable | None = None
+        asked: Lock | None = None
         with suppress(Empty):
             asked = _wanted.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
         now = time.monotonic()
         # Also where others ask all the time.
-        again = [one.table for one in failed.values() if one.due <= now and one.table is not asked]
-        for table in (asked, *again):
-            if table is not None:
-                _lock_all(table, failed)
+        again = [lock for lock, one in failed.items() if one.due <= now and lock != asked]
+        for lock in (asked, *again):
+            if lock is not None:
+                _lock_all(lock, failed)
         # Not kept while there is nothing to do.
-        del asked, again, table
+        del asked, again, lock
 
 
 @final
 class _Failed(NamedTuple):
     """What a table has raised, and when it is tried again: so many seconds later."""
 
-    table: Lockable
     said: str
     seconds: float
     due: float
 
 
-def _lock_all(table: Lockable, failed: dict[int, _Failed]) -> None:
+def _lock_all(lock: Lock, failed: dict[Lock, _Failed]) -> None:
     try:
-        _lock_each(table, failed)
+        _lock_each(lock, failed)
     except BaseException as error:
         # Nothing may end this thread: whoever waits until all is locked would wait for ever.
-        before = failed.get(id(table))
+        before = failed.get(lock)
         seconds = ERROR_SECONDS if before is None else min(2 * before.seconds, MOST_ERROR_SECONDS)
-        failed[id(table)] = _Failed(table, repr(error), seconds, time.monotonic() + seconds)
+        failed[lock] = _Failed(repr(error), seconds, time.monotonic() + seconds)
         if before is None or before.said != repr(error):
             with suppress(BaseException):
                 threading.excepthook(
@@ -116,10 +112,10 @@ def _lock_all(table: Lockable, failed: dict[int, _Failed]) -> None:
                 )
 
 
-def _lock_each(table: Lockable, failed: dict[int, _Failed]) -> None:
+def _lock_each(lock: Lock, failed: dict[Lock, _Failed]) -> None:
     while not _over:
-        nbytes = table.lock_next()
-        failed.pop(id(table), None)
+        nbytes = lock()
+        failed.pop(lock, None)
         if not nbytes:
             return
         pause_after(nbytes)

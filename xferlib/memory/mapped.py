@@ -14,13 +14,12 @@ from typing import Any, TypeAlias, cast, final
 from xferlib.errors import TransferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.in_flight import meet
-from xferlib.memory.arrays import Array, address_of, host_array
-from xferlib.memory.host import HostMemory
+from xferlib.memory.arrays import Array, address_of
 from xferlib.protocol import Event, HostStager, MapsMemory, Stream
 from xferlib.tickets import Returns
 from xferlib.words import in_words
 
-__all__ = ["View", "Views", "mappable", "views_left"]
+__all__ = ["View", "Views", "views_left"]
 
 Fenced: TypeAlias = tuple[Array, Event]
 """Memory, and the event after which it may be let go."""
@@ -184,21 +183,3 @@ os.register_at_fork(after_in_child=_left.clear)
 def views_left() -> list[Views]:
     """Return the views that outlive their stagers. Any thread."""
     return list(_left.values())
-
-
-def mappable(array: object, host: HostMemory) -> tuple[Array, int]:
-    """Return the array and its address. Raises `TypeError` or `ValueError` where the device can have no view of it."""
-    plain = host_array(array)
-    host.check_dtype(plain.dtype)
-    if plain.nbytes == 0:
-        raise ValueError("an empty array has no memory to view. Put it")
-    if not plain.flags.c_contiguous:
-        raise ValueError("the array is not contiguous in C order. Map the array that it is a view of, and cut the view")
-    if not plain.flags.writeable:
-        raise ValueError("the array is read-only, and the device could write to it. Map an array that may be written")
-    address = host.settled_address(plain)
-    if address is None:
-        raise ValueError(
-            "the array is not in pinned memory, and the device reaches no other. Fill one from stager.empty_pinned(...), or put it"
-        )
-    return plain, address

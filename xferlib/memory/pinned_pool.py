@@ -20,20 +20,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.latch import is_copy_thread
+from xferlib.ledger import PinnedHolders
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import ALIGNMENT, PAGE, HostBlock, PoolRequest, Usage, WhenFull, check_when_full, round_up
 from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, start_locker
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
 from xferlib.memory.segments import Row, Segment, Segments
-from xferlib.memory.table import ROOM_LOOK_SECONDS, Growth, Reclaimer, Table
+from xferlib.memory.table import ROOM_LOOK_SECONDS, Growth, Table
 from xferlib.reaper import watch
 from xferlib.tickets import ticket
 from xferlib.tree import Alike
@@ -73,17 +74,6 @@ class _Result(NamedTuple):
     ticket: object
 
 
-class PinnedReclaimer(Reclaimer, Protocol):
-    """It knows as well what is only kept for later."""
-
-    def release(self) -> bool:
-        """Give memory back that is kept for later, and tell whether there was any. Never blocks."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything of the process may be in flight."""
-
-
 @final
 class PinnedPool(Table):
     """Hands out pinned memory as NumPy arrays. Any thread. `allocate` and `free` are the backend's.
@@ -97,7 +87,7 @@ class PinnedPool(Table):
         *,
         allocate: Callable[[int], int],
         free: Callable[[int], None],
-        reclaimer: PinnedReclaimer,
+        reclaimer: PinnedHolders,
         limit: int,
         allocate_write_combined: Callable[[int], int] | None = None,
         unlocked: Unlocked | None = None,
@@ -306,14 +296,14 @@ class PinnedPool(Table):
                 )
             if not told:
                 # An interrupted call may not have told the locker.
-                lock_later(self)
+                lock_later(self.lock_next)
                 told = True
             # Where this raises, nothing is locked either.
             self._alone(bool)
             time.sleep(ROOM_LOOK_SECONDS)
 
     def lock_next(self) -> int:
-        """See `Lockable`."""
+        """Lock some memory that is to be locked: see `lock_later`."""
         # From before it is claimed: whoever finds no room except what is claimed waits for this.
         with self._at_work:
             segment = self._alone(self._claim)
@@ -461,7 +451,7 @@ class PinnedPool(Table):
             # In this order: an interrupt in between leaves it refused.
             segment.tried_again = True
             segment.refused = False
-            lock_later(self)
+            lock_later(self.lock_next)
 
     def _count_unlocked(self, lacking: list[_Result]) -> bool:
         """Count what is to be mapped for these. False: so little that it is locked at once, or the limit has no room."""
@@ -491,7 +481,7 @@ class PinnedPool(Table):
                 for result, start, nbytes in zip(lacking, starts, sizes, strict=True)
             ]
             rows = self._alone(self._enter, fresh)
-        lock_later(self)
+        lock_later(self.lock_next)
         return rows
 
     def _claim(self) -> Segment | None:

@@ -24,7 +24,7 @@ from xferlib.errors import AllocationError
 from xferlib.tickets import Returns
 from xferlib.uninterrupted import uninterrupted
 
-__all__ = ["ROOM_LOOK_SECONDS", "AtWork", "Growth", "Reclaimer", "Table"]
+__all__ = ["ROOM_LOOK_SECONDS", "AtWork", "Growth", "Table"]
 
 ROOM_LOOK_SECONDS = 0.0005
 """How often a waiting thread looks whether another one is done with memory that it takes or gives back."""
@@ -39,16 +39,6 @@ class Entered(Protocol):
 
     @property
     def nbytes(self) -> int: ...
-
-
-class Reclaimer(Protocol):
-    """What a full table asks for memory: what is in flight may hold tickets that end when it is done."""
-
-    def reap(self) -> bool:
-        """Let go of what is done, and tell whether anything was. Never blocks."""
-
-    def wait_oldest(self) -> bool:
-        """Block until something has ended. Returns False if nothing was in flight."""
 
 
 @final

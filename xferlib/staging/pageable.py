@@ -141,7 +141,7 @@ class Staging:
         job.sources = None
 
     def _job(self, sources: object, target: object) -> Job:
-        job = Job(self._lanes[H2D], owner=threading.get_ident())
+        job = self._lanes[H2D].job(owner=threading.get_ident())
         job.sources, job.kept = sources, target
         return job
 
@@ -170,7 +170,7 @@ class Staging:
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if not whole:
             return BorrowedCopy(None, self._ledger.h2d.add(nbytes, (), (), until_started).event)
-        job = Job(self._lanes[H2D], owner=threading.get_ident())
+        job = self._lanes[H2D].job(owner=threading.get_ident())
         job.sources, job.kept, job.memory = whole, until_started, [extent(leaf.array) for leaf in whole]
         try:
             self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes, len({leaf.block for leaf in whole}))
@@ -199,7 +199,7 @@ class Staging:
             self._count(len(transfers))
         whole = [(address, array) for address, array in transfers if array.nbytes]
         nbytes = sum([array.nbytes for _, array in whole])
-        job = Job(self._lanes[D2H], owner=threading.get_ident())
+        job = self._lanes[D2H].job(owner=threading.get_ident())
         job.kept, job.device, job.memory = (transfers, sources), sources, [extent(array) for _, array in whole]
         job.after, job.beside, job.ours = after, before, ours
         self._wait_for_writers(job)

@@ -267,7 +267,7 @@ def is_staged_behind_the_end_of_others(patch: pytest.MonkeyPatch) -> None:
 
     def wait_in_turn(copy: BorrowedCopy) -> None:
         if copy._job is not None:
-            for number, job in list(copy._job.lane.jobs.items()):
+            for number, job in list(copy._job.jobs.items()):
                 if number < copy._job.id:
                     job.wait()
         wait_staged(copy)
