@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +60,7 @@ FLOORS = [
     {"xferlib.pipeline.workers.process"},
     {"xferlib.pipeline.workers.pool", "xferlib.pipeline.workers.worker"},
     {"xferlib.pipeline.workers.run"},
-    {"xferlib.pipeline.workers.ring"},
+    {"xferlib.pipeline.workers.shared_ring"},
     {f"xferlib.pipeline.{name}" for name in ("host_tree", "ring", "source_thread")},
     {"xferlib.pipeline.background"},
     {"xferlib.pipeline.prefetch"},
@@ -172,6 +173,15 @@ def test_every_module_of_the_core_has_a_floor() -> None:
 @pytest.mark.parametrize("path", core_files, ids=lambda path: str(path.relative_to(ROOT)))
 def test_core_names_no_framework(path: Path) -> None:
     assert not FRAMEWORKS.findall(path.read_text())
+
+
+def test_a_name_stands_for_one_class_and_one_file_in_what_moves_arrays() -> None:
+    apart = ("cli", "conformance", "files", "overlap", "tracing")
+    moving = [path for path in core_files if path.relative_to(CORE).parts[0] not in apart]
+    classes = [node.name for path in moving for node in defined(path).values() if isinstance(node, ast.ClassDef)]
+    assert len(classes) > 100
+    files = [path.stem for path in moving if not path.stem.startswith("__")]
+    assert [name for name, count in Counter([*classes, *files]).items() if count > 1] == []
 
 
 def test_no_container_runs_python_when_something_in_it_goes() -> None:

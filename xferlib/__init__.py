@@ -64,8 +64,8 @@ from xferlib.pipeline.ring import Ring as Ring
 from xferlib.pipeline.ring import Slot as Slot
 from xferlib.pipeline.stacking import stack as stack
 from xferlib.pipeline.stream import stream_map as stream_map
-from xferlib.pipeline.workers.ring import SharedRing as SharedRing
 from xferlib.pipeline.workers.run import Run as Run
+from xferlib.pipeline.workers.shared_ring import SharedRing as SharedRing
 from xferlib.protocol import Capabilities as Capabilities
 from xferlib.protocol import Event as Event
 from xferlib.protocol import HostStager as HostStager

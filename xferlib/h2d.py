@@ -23,12 +23,12 @@ from xferlib.memory.arrays import Array
 from xferlib.memory.device_pool import DevicePool, Lease, note_reader
 from xferlib.memory.host import HostLeaf, HostMemory
 from xferlib.memory.idle_blocks import Streams
-from xferlib.packing import Packing, Packings, Run
+from xferlib.packing import PackedRun, Packing, Packings
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
 from xferlib.staging.coalesce import Placed
 from xferlib.staging.pageable import Staging
-from xferlib.transfer import Later, Transfer
+from xferlib.transfer import LazyValue, Transfer
 from xferlib.tree import NUMPY, Spec, path, trees_of, unflatten
 from xferlib.uninterrupted import uninterrupted
 
@@ -142,7 +142,7 @@ class HostToDevice:
             self._h2d.wait(event)
             raise
 
-    def _by_engine(self, leaves: list[Array], packing: Packing, run: Run, lease: Lease, spec: Spec) -> tuple[Event, Any]:
+    def _by_engine(self, leaves: list[Array], packing: Packing, run: PackedRun, lease: Lease, spec: Spec) -> tuple[Event, Any]:
         """Copy a tree of small pageable arrays by the engine. Return the event, and the tree of arrays; None: they are not made."""
         address = lease[0].address
         begun: list[Job] = []
@@ -321,7 +321,7 @@ class HostToDevice:
             refuse_finalizers(self._backend)
             return self._made(packing, leases, spec, copy.enqueued())
 
-        transfer = Transfer(Later(make), copy, (Exception,), False, streams.__setitem__)
+        transfer = Transfer(LazyValue(make), copy, (Exception,), False, streams.__setitem__)
         transfer._in_place = bool(pinned)
         if stream is not None:
             try:

@@ -19,7 +19,7 @@ from xferlib.memory.host import HostLeaf
 from xferlib.protocol import Place
 from xferlib.tree import Alike
 
-__all__ = ["Packing", "Packings", "Run"]
+__all__ = ["PackedRun", "Packing", "Packings"]
 
 PACK_UP_TO_NBYTES = 64 << 10
 """Leaves of one put up to this size share a device block; larger ones have their own, so keeping one keeps no other."""
@@ -31,7 +31,7 @@ Signature: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, np.dt
 here."""
 
 
-class Run(NamedTuple):
+class PackedRun(NamedTuple):
     """Small leaves one after the other in one block, from its start, each at the next multiple of 256: one copy takes them all."""
 
     nbytes: int
@@ -84,7 +84,7 @@ class Packing:
         self.run = self._run(leaves)
         """All leaves, if they share one block and none of them is empty."""
 
-    def _run(self, leaves: Sequence[Alike]) -> Run | None:
+    def _run(self, leaves: Sequence[Alike]) -> PackedRun | None:
         if len(self.sizes) != 1:
             return None
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in leaves]
@@ -99,7 +99,7 @@ class Packing:
         table = np.zeros((self.count, 4), np.uint64)
         table[:, 1], table[:, 2] = self._offsets, sizes
         extent = self._offsets[-1] + sizes[-1]
-        return Run(sum(sizes), extent, max(sizes), dtype, [kinds[gap] for gap in gaps] if any(gaps) else None, table)
+        return PackedRun(sum(sizes), extent, max(sizes), dtype, [kinds[gap] for gap in gaps] if any(gaps) else None, table)
 
     def addresses(self, blocks: Sequence[int]) -> list[int]:
         """Return each leaf's address, given the blocks'."""

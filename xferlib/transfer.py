@@ -19,14 +19,14 @@ from xferlib.sketch import sketched
 from xferlib.tracing.log import LOG
 from xferlib.typed import TreeT, TreeT_co
 
-__all__ = ["Later", "Transfer"]
+__all__ = ["LazyValue", "Transfer"]
 
 Name: TypeAlias = Callable[[int, Stream], None]
 """Notes a stream, by handle, that was told to wait for a put, and so may read its arrays."""
 
 
 @final
-class Later(Generic[TreeT]):
+class LazyValue(Generic[TreeT]):
     """Arrays that can be made only when their copies are started. Any thread; all get the same."""
 
     def __init__(self, make: Callable[[], TreeT]) -> None:
@@ -243,7 +243,7 @@ class Transfer(Generic[TreeT_co]):
             raise TypeError(NO_ARRAY)
 
     def __repr__(self) -> str:
-        value = self._value.made if isinstance(self._value, Later) else self._value
+        value = self._value.made if isinstance(self._value, LazyValue) else self._value
         arrays = "" if value is None else f": {sketched(value)}"
         return f"<Transfer {'D2H' if self._on_host else 'H2D'}{arrays}, {self._state()}>"
 
@@ -268,8 +268,8 @@ class Transfer(Generic[TreeT_co]):
         return "of another process" if _forks and self._born != _forks else "in flight"
 
     def _arrays(self) -> TreeT_co:
-        value: TreeT_co | Later[TreeT_co] = self._value
-        if isinstance(value, Later):
+        value: TreeT_co | LazyValue[TreeT_co] = self._value
+        if isinstance(value, LazyValue):
             try:
                 value = value()
             except CapabilityError:

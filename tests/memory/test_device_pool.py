@@ -55,7 +55,7 @@ def test_a_table_that_is_mended_while_its_blocks_are_taken_to_be_freed_frees_eac
     blocks = Blocks(device)
     others: list[Future[None]] = []
 
-    class Row(idle_blocks.Row):  # type: ignore[misc]  # Final, but for this one test of what comes between two steps of it.
+    class Row(idle_blocks.BlockRow):  # type: ignore[misc]  # Final, but for this one test of what comes between two steps of it.
         __slots__ = ("taken",)
 
         @property
@@ -74,7 +74,7 @@ def test_a_table_that_is_mended_while_its_blocks_are_taken_to_be_freed_frees_eac
         def freed(self, value: bool) -> None:
             self.taken = value
 
-    monkeypatch.setattr(device_pool, "Row", Row)
+    monkeypatch.setattr(device_pool, "BlockRow", Row)
     blocks.give_back(blocks.take(MIB))
     blocks.cache.trim()
     others[0].result(10)
@@ -185,7 +185,7 @@ def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:
 def test_a_question_about_memory_may_come_while_blocks_are_leased(monkeypatch: pytest.MonkeyPatch, question: str) -> None:
     taken: list[Lease] = []
 
-    class Row(idle_blocks.Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
+    class Row(idle_blocks.BlockRow):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
         __slots__ = ("_address",)
 
         @property
@@ -200,7 +200,7 @@ def test_a_question_about_memory_may_come_while_blocks_are_leased(monkeypatch: p
         def address(self, value: int) -> None:
             self._address = value
 
-    monkeypatch.setattr(device_pool, "Row", Row)
+    monkeypatch.setattr(device_pool, "BlockRow", Row)
     asking: list[str] = []
     blocks = cache(Device())
     streams: dict[int, Stream] = {}
@@ -220,7 +220,7 @@ def test_a_question_about_memory_may_come_while_the_table_is_mended(monkeypatch:
     """It takes no lock, so other threads ask meanwhile; a stream that is not noted then reads memory that is written anew."""
     answers: list[tuple[bool, bool]] = []
 
-    class Row(idle_blocks.Row):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
+    class Row(idle_blocks.BlockRow):  # type: ignore[misc]  # Final, but for this test of what comes between two steps of it.
         __slots__ = ("_doomed",)
 
         @property
@@ -234,7 +234,7 @@ def test_a_question_about_memory_may_come_while_the_table_is_mended(monkeypatch:
         def doomed(self, value: bool) -> None:
             self._doomed = value
 
-    monkeypatch.setattr(device_pool, "Row", Row)
+    monkeypatch.setattr(device_pool, "BlockRow", Row)
     blocks = cache(Device())
     streams: dict[int, Stream] = {}
     leases = [blocks.lease(MIB, streams), blocks.lease(MIB, {})]

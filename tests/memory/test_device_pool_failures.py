@@ -15,7 +15,7 @@ import xferlib
 from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, held, on_thread, until
 from xferlib.errors import AllocationError
 from xferlib.memory.device_pool import DevicePool
-from xferlib.memory.idle_blocks import Row
+from xferlib.memory.idle_blocks import BlockRow
 from xferlib.memory.table import Growth
 from xferlib.protocol import Stream
 from xferlib.uninterrupted import uninterrupted
@@ -422,11 +422,11 @@ def test_a_block_that_is_entered_while_the_reaper_looks_is_looked_at_again() -> 
     blocks.close()
     blocks._growing[7] = Growth(MIB)
 
-    class Entered(dict[int, Row]):
+    class Entered(dict[int, BlockRow]):
         def __len__(self) -> int:
             seen = super().__len__()
             if blocks._growing.pop(7, None) is not None:
-                self[7] = Row(7, blocks._backend.alloc_device(MIB))
+                self[7] = BlockRow(7, blocks._backend.alloc_device(MIB))
             return seen
 
     blocks._rows = Entered()

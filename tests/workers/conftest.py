@@ -16,7 +16,7 @@ import pytest
 
 import xferlib
 from tests.workers.fills import Gate
-from xferlib.pipeline.workers.ring import SharedRing
+from xferlib.pipeline.workers.shared_ring import SharedRing
 
 
 @pytest.fixture(autouse=True, scope="session")

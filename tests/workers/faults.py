@@ -29,8 +29,8 @@ from tests.core.fakes import on_thread
 from tests.pipeline.steps import PATIENCE
 from tests.workers.fills import STAMPED, OwnError, Stamp, Trip, stamp
 from xferlib.errors import WorkerDiedError
-from xferlib.pipeline.workers.ring import SharedRing
 from xferlib.pipeline.workers.run import Run
+from xferlib.pipeline.workers.shared_ring import SharedRing
 
 WORKERS = 2
 ROWS = STAMPED["image"][0][0]

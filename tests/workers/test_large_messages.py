@@ -25,7 +25,7 @@ from tests.workers import fills
 from tests.workers.conftest import descriptors, first
 from tests.workers.fills import Gate, Large
 from xferlib.pipeline.workers.channel import Channel, receive, send
-from xferlib.pipeline.workers.ring import SharedRing
+from xferlib.pipeline.workers.shared_ring import SharedRing
 
 HUGE = 8 << 20
 """Bytes. No socket holds so many."""
@@ -123,7 +123,7 @@ def test_the_rest_of_a_task_goes_out_while_batches_come_that_were_there_already(
 
 
 def test_closing_waits_for_no_message(stager: xferlib.Stager, gate: Callable[[int], Gate], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xferlib.pipeline.workers.ring.FINISHING", 0.1)
+    monkeypatch.setattr("xferlib.pipeline.workers.shared_ring.FINISHING", 0.1)
     slow = gate(0)
     with SharedRing(stager, (64, np.int64), slots=3) as ring:
         run = ring.run(fills.large, [Large(0, b"", 1, slow), Large(1, bytes(HUGE), 1)], workers=1)

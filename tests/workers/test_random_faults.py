@@ -33,7 +33,7 @@ from tests.workers.faults import MARK, ROWS, SHARES, WORKERS, Boom, Pass, Scenar
 from tests.workers.fills import STAMPED, OwnError, Stamp, stamp
 from xferlib.conformance.guard import allow
 from xferlib.errors import WorkerDiedError
-from xferlib.pipeline.workers.ring import SharedRing
+from xferlib.pipeline.workers.shared_ring import SharedRing
 
 FAULTS = int(os.environ.get("XFERLIB_FAULTS", "40"))
 SEED = int(os.environ.get("XFERLIB_SEED", "1"))

@@ -24,7 +24,7 @@ from tests.pipeline.steps import busy, until
 from tests.workers import fills
 from tests.workers.conftest import descriptors, first
 from xferlib.pipeline.workers.process import Worker
-from xferlib.pipeline.workers.ring import SharedRing
+from xferlib.pipeline.workers.shared_ring import SharedRing
 
 SHARED = tuple(f"workers/{name}.py" for name in ("channel", "pool", "memory", "process", "ring", "run", "executor", "slots"))
 SPEC = (64, np.int64)

@@ -24,8 +24,8 @@ from tests.workers import fills
 from tests.workers.conftest import first
 from tests.workers.fills import Gate
 from xferlib.errors import AllocationError, ClosedError, WorkerError
-from xferlib.pipeline.workers.ring import SharedRing
 from xferlib.pipeline.workers.run import WorkerTraceback
+from xferlib.pipeline.workers.shared_ring import SharedRing
 
 TREE = {"image": ((6, 4), np.int32), "label": (6, np.int64)}
 

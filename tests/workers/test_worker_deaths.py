@@ -29,7 +29,7 @@ from tests.workers import fills
 from tests.workers.conftest import descriptors, first, shared_names
 from tests.workers.fills import Gate
 from xferlib.errors import WorkerDiedError
-from xferlib.pipeline.workers.ring import SharedRing
+from xferlib.pipeline.workers.shared_ring import SharedRing
 
 KILLS = int(os.environ.get("XFERLIB_KILLS", "20"))
 SEED = int(os.environ.get("XFERLIB_SEED", "1"))
@@ -227,7 +227,7 @@ def test_killing_the_parent_leaves_no_worker_and_no_memory(tmp_path: Path, pidfd
     program = f"""
 import pathlib, numpy, xferlib
 from tests.workers.fills import Gate, behind
-from xferlib.pipeline.workers.ring import SharedRing
+from xferlib.pipeline.workers.shared_ring import SharedRing
 stager = xferlib.stager("host")
 ring = SharedRing(stager, (64, numpy.int64), slots=3)
 run = ring.run(behind, [0, 1, (2, Gate(pathlib.Path({str(gate.place)!r}))), 3], workers=2)
@@ -297,7 +297,7 @@ def test_an_interrupt_of_the_consumer_ends_the_run_and_the_ring_goes_on(
 def test_closing_kills_a_worker_that_does_not_come_to_an_end(
     stager: xferlib.Stager, gate: Callable[[int], Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xferlib.pipeline.workers.ring.FINISHING", 0.1)
+    monkeypatch.setattr("xferlib.pipeline.workers.shared_ring.FINISHING", 0.1)
     slow = gate(0)
     with SharedRing(stager, (64, np.int64), slots=2) as ring:
         run = ring.run(fills.behind, [1, (0, slow)], workers=1)
@@ -312,7 +312,7 @@ def test_workers_that_cannot_start_are_an_error_that_says_what_to_do(tmp_path: P
         """
 import operator, sys
 import xferlib
-from xferlib.pipeline.workers.ring import SharedRing
+from xferlib.pipeline.workers.shared_ring import SharedRing
 stager = xferlib.stager("host")
 ring = SharedRing(stager, (64, "int64"), slots=3)
 try:
@@ -333,7 +333,7 @@ def test_a_program_that_forgets_its_ring_ends_and_its_workers_with_it(tmp_path: 
     program.write_text(
         """
 import xferlib
-from xferlib.pipeline.workers.ring import SharedRing
+from xferlib.pipeline.workers.shared_ring import SharedRing
 
 def fill(task, slot):
     slot[:] = task

@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias, final
 
-from xferlib.engine.native import VERSION, Calls, Context, library
+from xferlib.engine.native import VERSION, Calls, EngineContext, library
 from xferlib.protocol import Event
 
 __all__ = ["LIBRARY", "RELAXED", "ContextCalls", "EngineCalls", "Failure", "cuda_calls", "primary_context"]
@@ -102,7 +102,7 @@ class ContextCalls:
 
     def __init__(self, context: int) -> None:
         found = library()
-        self._context = Context(context=context, relaxed=RELAXED, **_addresses(_IN_CONTEXT))
+        self._context = EngineContext(context=context, relaxed=RELAXED, **_addresses(_IN_CONTEXT))
         here = ctypes.byref(self._context)
         self.copy_h2d: Callable[[int, int, int, int], int] = partial(found.xe_context_copy_h2d, here)
         self.copy_d2h: Callable[[int, int, int, int], int] = partial(found.xe_context_copy_d2h, here)

@@ -29,7 +29,7 @@ __all__ = [
     "VERSION",
     "Call",
     "Calls",
-    "Context",
+    "EngineContext",
     "Figures",
     "Frame",
     "Piece",
@@ -76,7 +76,7 @@ class Calls(ctypes.Structure):
     )
 
 
-class Context(ctypes.Structure):
+class EngineContext(ctypes.Structure):
     """`xe_context`."""
 
     _fields_ = (

@@ -22,7 +22,7 @@ from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import is_copy_thread
 from xferlib.ledger import DeviceHolders
-from xferlib.memory.idle_blocks import NOBODY, IdleBlocks, Row, Streams, size_class
+from xferlib.memory.idle_blocks import NOBODY, BlockRow, IdleBlocks, Streams, size_class
 from xferlib.memory.table import Growth, Table
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
 from xferlib.reaper import watch
@@ -60,16 +60,16 @@ class DevicePool(Table):
         self._failures = backend.failures
         self._lost, self._retire = backend.lost, backend.retire
         self._reclaimer = reclaimer
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, BlockRow] = {}
         self._late: defaultdict[int, int] = defaultdict(int)
         """By size, how often a spare was attempted after a put that came only just too early."""
         # Derived from the rows.
-        self._leased: dict[int, Row] = {}
-        self._places: dict[int, Row] = {}
+        self._leased: dict[int, BlockRow] = {}
+        self._places: dict[int, BlockRow] = {}
         """By address, what is there: leased or idle."""
         self._idle: defaultdict[int, IdleBlocks] = defaultdict(IdleBlocks)
         """By size."""
-        self._doomed: deque[Row] = deque()
+        self._doomed: deque[BlockRow] = deque()
         _open[id(self)] = self
         forget_in_child(self)
 
@@ -125,7 +125,7 @@ class DevicePool(Table):
         row.streams[stream.handle] = stream
         return True
 
-    def _found(self, address: int) -> Row | None:
+    def _found(self, address: int) -> BlockRow | None:
         """Return the leased block that has this address."""
         row = self._places.get(address)
         if row is not None and row.lease is not None:
@@ -169,8 +169,8 @@ class DevicePool(Table):
 
     def _mend(self) -> None:
         """Derive anew what follows from the rows."""
-        leased: dict[int, Row] = {}
-        places: dict[int, Row] = {}
+        leased: dict[int, BlockRow] = {}
+        places: dict[int, BlockRow] = {}
         self._idle, self._doomed = defaultdict(IdleBlocks), deque()
         for row in list(self._rows.values()):
             if row.doomed:
@@ -213,7 +213,7 @@ class DevicePool(Table):
         del self._leased[number]
         return True
 
-    def _find(self, size: int, number: int, streams: Streams) -> Row:
+    def _find(self, size: int, number: int, streams: Streams) -> BlockRow:
         """Lease a block when no idle one could be used: wait for one, make room, or allocate."""
         # Whether there are idle ones whose readers were not done just now.
         behind = bool(self._idle.get(size))
@@ -245,7 +245,7 @@ class DevicePool(Table):
                 gc.collect()
                 collected = True
 
-    def _make_room(self, size: int, number: int, streams: Streams) -> tuple[Row | None, bool]:
+    def _make_room(self, size: int, number: int, streams: Streams) -> tuple[BlockRow | None, bool]:
         """Lease a block whose readers the H2D stream waits for; or say whether one may be allocated; or doom others first."""
         behind = len(self._idle.get(size, ()))
         if behind >= READERS_BEHIND and behind * size >= WORTH_WAITING_NBYTES:
@@ -261,7 +261,7 @@ class DevicePool(Table):
             self._doom_others(size, reached=False)
         return row, False
 
-    def _reuse(self, size: int, number: int, streams: Streams) -> Row | None:
+    def _reuse(self, size: int, number: int, streams: Streams) -> BlockRow | None:
         """Lease an idle block whose readers are done. Oldest first: those are the likeliest."""
         idle = self._idle.get(size)
         if idle is None:
@@ -281,13 +281,13 @@ class DevicePool(Table):
                 rows.popleft()
                 self._leased[number] = row
                 return row
-            useless: list[Row] = []
+            useless: list[BlockRow] = []
             found = self._first_reached(idle, row, reached, useless)
             self._doom(useless)
             return None if found is None else self._leased_to(found, idle, number, streams)
         return None
 
-    def _first_reached(self, idle: IdleBlocks, first: Row, told: bool | None, useless: list[Row]) -> Row | None:
+    def _first_reached(self, idle: IdleBlocks, first: BlockRow, told: bool | None, useless: list[BlockRow]) -> BlockRow | None:
         """Find an idle block whose readers are done. `told` says whether those of `first` are. Enter in `useless` what nobody can
         use."""
         for readers, group in chain([(NOBODY, idle.free)], idle.behind.items()):
@@ -303,7 +303,7 @@ class DevicePool(Table):
                     break
         return None
 
-    def _oldest(self, size: int, number: int, streams: Streams) -> Row | None:
+    def _oldest(self, size: int, number: int, streams: Streams) -> BlockRow | None:
         """Lease the oldest idle block of this size, and make the H2D stream wait for its readers."""
         idle = self._idle.get(size)
         if not idle:
@@ -314,7 +314,7 @@ class DevicePool(Table):
             self.waits += 1
         return self._leased_to(row, idle, number, streams)
 
-    def _leased_to(self, row: Row, idle: IdleBlocks, number: int, streams: Streams) -> Row:
+    def _leased_to(self, row: BlockRow, idle: IdleBlocks, number: int, streams: Streams) -> BlockRow:
         idle.remove(row)
         row.fence, row.lease, row.streams = None, number, streams
         self._leased[number] = row
@@ -338,7 +338,7 @@ class DevicePool(Table):
         """Have idle blocks of other sizes freed, enough to make room under the limit; tell whether there were enough."""
         assert self.limit is not None
         excess = self.nbytes + size - self.limit
-        chosen: list[Row] = []
+        chosen: list[BlockRow] = []
         for other, idle in self._idle.items():
             for row in idle if other != size else ():
                 if excess > 0 and (not reached or self._reached(row.fence)):
@@ -349,7 +349,7 @@ class DevicePool(Table):
         self._doom(chosen)
         return True
 
-    def _doom(self, rows: list[Row]) -> None:
+    def _doom(self, rows: list[BlockRow]) -> None:
         for row in rows:
             row.doomed = True
             self._idle[row.nbytes].remove(row)
@@ -365,7 +365,7 @@ class DevicePool(Table):
 
     def _free_doomed(self) -> None:
         """Wait for the readers of doomed blocks and free them, without the lock held. On a thread that no interrupt comes to."""
-        rows: list[Row] = []
+        rows: list[BlockRow] = []
         with self._at_work:
             # With the lock: otherwise a thread that mends the table could list rows again that are taken, and each is freed only
             # once.
@@ -377,7 +377,7 @@ class DevicePool(Table):
                     steps.callback(self._free, row)
                 self._wait_for_users(rows)
 
-    def _take_doomed(self, rows: list[Row]) -> None:
+    def _take_doomed(self, rows: list[BlockRow]) -> None:
         while self._doomed:
             row = self._doomed.popleft()
             if not row.freed:
@@ -387,7 +387,7 @@ class DevicePool(Table):
                 if self._places.get(row.address) is row:
                     del self._places[row.address]
 
-    def _wait_for_users(self, rows: list[Row]) -> None:
+    def _wait_for_users(self, rows: list[BlockRow]) -> None:
         if not rows:
             return
         if not self._closed:
@@ -400,7 +400,7 @@ class DevicePool(Table):
                 if row.fence is not None:
                     row.fence.synchronize()
 
-    def _free(self, row: Row) -> None:
+    def _free(self, row: BlockRow) -> None:
         try:
             # What the framework refuses to free is its own again, or nobody's.
             with suppress(*self._failures):
@@ -409,7 +409,7 @@ class DevicePool(Table):
             self._rows.pop(row.key, None)
             self._changes += 1
 
-    def _grow(self, size: int, number: int, streams: Streams) -> Row:
+    def _grow(self, size: int, number: int, streams: Streams) -> BlockRow:
         row = uninterrupted(self._allocate, size, number, streams)
         if row.fence is not None:
             self._backend.order_h2d(row.fence)
@@ -421,16 +421,16 @@ class DevicePool(Table):
                     uninterrupted(self._add_spare, size)
         return row
 
-    def _allocate(self, size: int, number: int, streams: Streams) -> Row:
+    def _allocate(self, size: int, number: int, streams: Streams) -> BlockRow:
         """Allocate a block that was counted, and spares where readers are behind. On a thread that no interrupt comes to."""
         with self._grows(number):
-            row = self._enter(Row(number, self._allocated(size)), streams)
+            row = self._enter(BlockRow(number, self._allocated(size)), streams)
             # If there are no more, whoever needs one is told.
             with suppress(*self._failures):
                 self._add_spares(size)
             return row
 
-    def _enter(self, row: Row, streams: Streams) -> Row:
+    def _enter(self, row: BlockRow, streams: Streams) -> BlockRow:
         """Enter a new block, leased or, where nobody waits for it, idle."""
         try:
             self._alone(self._entered, row, streams)
@@ -440,7 +440,7 @@ class DevicePool(Table):
             raise
         return row
 
-    def _entered(self, row: Row, streams: Streams) -> None:
+    def _entered(self, row: BlockRow, streams: Streams) -> None:
         self._rows[row.key] = row
         self._places[row.address] = row
         if self._grown(row.key):
@@ -492,7 +492,7 @@ class DevicePool(Table):
             if not self._alone(self._reserve_spare, size, number):
                 return False
             with self._grows(number):
-                self._enter(Row(number, self._backend.alloc_device(size)), {})
+                self._enter(BlockRow(number, self._backend.alloc_device(size)), {})
             return True
 
     def _reserve_spare(self, size: int, number: int) -> bool:

@@ -15,7 +15,7 @@ from typing import TypeAlias, final
 
 from xferlib.protocol import DeviceBlock, Stream
 
-__all__ = ["NOBODY", "IdleBlocks", "Row", "Streams", "size_class"]
+__all__ = ["NOBODY", "BlockRow", "IdleBlocks", "Streams", "size_class"]
 
 Streams: TypeAlias = dict[int, Stream]
 """By handle: the streams that were told to wait for a transfer, and so may read its arrays."""
@@ -24,7 +24,7 @@ NOBODY: tuple[int, ...] = ()
 
 
 @final
-class Row:
+class BlockRow:
     """A block: leased, or idle, or about to be freed."""
 
     __slots__ = ("address", "block", "doomed", "fence", "freed", "key", "lease", "nbytes", "readers", "since", "streams")
@@ -54,9 +54,9 @@ class IdleBlocks:
     __slots__ = ("behind", "free")
 
     def __init__(self) -> None:
-        self.free: deque[Row] = deque()
+        self.free: deque[BlockRow] = deque()
         """Those that may be written at once, the oldest first."""
-        self.behind: dict[tuple[int, ...], deque[Row]] = {}
+        self.behind: dict[tuple[int, ...], deque[BlockRow]] = {}
         """The others, by their readers. Of those that the same streams read, the oldest comes first and answers for all."""
 
     def __bool__(self) -> bool:
@@ -65,10 +65,10 @@ class IdleBlocks:
     def __len__(self) -> int:
         return len(self.free) + sum(map(len, self.behind.values()))
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[BlockRow]:
         return chain(self.free, *self.behind.values())
 
-    def append(self, row: Row) -> None:
+    def append(self, row: BlockRow) -> None:
         if row.fence is None:
             self.free.append(row)
             return
@@ -82,10 +82,10 @@ class IdleBlocks:
         else:
             group.append(row)
 
-    def remove(self, row: Row) -> None:
+    def remove(self, row: BlockRow) -> None:
         (self.free if row.fence is None else self.behind[row.readers]).remove(row)
 
-    def oldest(self) -> Row:
+    def oldest(self) -> BlockRow:
         return self.free[0] if self.free else min([group[0] for group in self.behind.values() if group], key=_SINCE)
 
 

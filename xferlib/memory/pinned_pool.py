@@ -33,7 +33,7 @@ from xferlib.memory.blocks import ALIGNMENT, PAGE, HostBlock, PoolRequest, Usage
 from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, start_locker
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
-from xferlib.memory.segments import Row, Segment, Segments
+from xferlib.memory.segments import PinnedRow, Segment, Segments
 from xferlib.memory.table import ROOM_LOOK_SECONDS, Growth, Table
 from xferlib.reaper import watch
 from xferlib.tickets import ticket
@@ -204,7 +204,7 @@ class PinnedPool(Table):
             found = uninterrupted(self._lock_new, request, number, found)
         return None if found is None else HostBlock(found.address, found.size, held)
 
-    def _find(self, request: PoolRequest, number: int) -> Row:
+    def _find(self, request: PoolRequest, number: int) -> PinnedRow:
         """Make room, step by step, after a first look has found no idle memory."""
         # Copies that are done may hold the last reference to what is asked for.
         self._reclaimer.reap()
@@ -388,7 +388,7 @@ class PinnedPool(Table):
         self.wait_seconds += time.perf_counter() - start
         return True
 
-    def _reuse(self, request: PoolRequest, number: int) -> Row | None:
+    def _reuse(self, request: PoolRequest, number: int) -> PinnedRow | None:
         """Enter a row in idle memory."""
         if request.for_array and not self._fits_arrays(request.size):
             return None
@@ -399,7 +399,7 @@ class PinnedPool(Table):
         self.hits += 1
         return self._hand_out(address, ranges, request, number)
 
-    def _reuse_or_count(self, request: PoolRequest, number: int, may_evict: bool) -> Row | Ranges | None:
+    def _reuse_or_count(self, request: PoolRequest, number: int, may_evict: bool) -> PinnedRow | Ranges | None:
         """Enter a row in idle memory, or count a new segment of the ranges returned. None: neither; some may be freeable now."""
         row = self._reuse(request, number)
         if row is not None:
@@ -428,13 +428,13 @@ class PinnedPool(Table):
     def _fits_arrays(self, nbytes: int) -> bool:
         return self._segments.arrays_nbytes + nbytes <= self._arrays_limit
 
-    def _reuse_for_results(self, asked: Sequence[_Result]) -> list[Row | None]:
+    def _reuse_for_results(self, asked: Sequence[_Result]) -> list[PinnedRow | None]:
         """Enter rows of results in idle memory, locked or not; if staging has no room beside it, only in locked memory."""
         large, pageable = self._segments.large, self._segments.pageable
         kinds = (large, pageable) if self.nbytes + STAGING_NBYTES <= self.limit else (large,)
         return [self._reuse_for_result(result.request, result.number, kinds) for result in asked]
 
-    def _reuse_for_result(self, request: PoolRequest, number: int, kinds: tuple[Ranges, ...]) -> Row | None:
+    def _reuse_for_result(self, request: PoolRequest, number: int, kinds: tuple[Ranges, ...]) -> PinnedRow | None:
         for ranges in kinds if self._fits_arrays(request.size) else ():
             address = ranges.take(request.size)
             if address is not None:
@@ -465,7 +465,7 @@ class PinnedPool(Table):
             self._growing[result.number] = Growth(size)
         return True
 
-    def _map_unlocked(self, lacking: list[_Result]) -> list[Row]:
+    def _map_unlocked(self, lacking: list[_Result]) -> list[PinnedRow]:
         """Map the segments that were counted, and enter the rows; none where the system refuses. No interrupt comes here."""
         assert self._unlocked is not None
         _mapping[id(self)] = self
@@ -497,7 +497,7 @@ class PinnedPool(Table):
         self._reserved[address] = nbytes
         return True
 
-    def _lock_new(self, request: PoolRequest, number: int, ranges: Ranges) -> Row:
+    def _lock_new(self, request: PoolRequest, number: int, ranges: Ranges) -> PinnedRow:
         """Page-lock a segment that was counted, and enter the row at its start. On a thread that no interrupt comes to."""
         allocate = self._allocate_write_combined if ranges is self._segments.write_combined else self._allocate
         assert allocate is not None
@@ -506,24 +506,24 @@ class PinnedPool(Table):
             (row,) = self._alone(self._enter, [(Segment(number, allocate(nbytes), nbytes, ranges), request)])
             return row
 
-    def _enter(self, fresh: Sequence[tuple[Segment, PoolRequest]]) -> list[Row]:
+    def _enter(self, fresh: Sequence[tuple[Segment, PoolRequest]]) -> list[PinnedRow]:
         """Enter new segments, and at the start of each the row, where somebody still waits for it."""
         rows = [self._enter_one(segment, request) for segment, request in fresh]
         self.note_peaks()
         return rows
 
-    def _enter_one(self, segment: Segment, request: PoolRequest) -> Row:
+    def _enter_one(self, segment: Segment, request: PoolRequest) -> PinnedRow:
         self._segments.add(segment)
         # Only now: a segment that was refused never counts.
         self.misses += 1
         self._changes += 1
         if not self._grown(segment.number):
-            return Row(segment.start, 0, 0, False, segment.ranges)
+            return PinnedRow(segment.start, 0, 0, False, segment.ranges)
         # Out of the new segment, not the best fit: another thread may have asked meanwhile.
         segment.ranges.take_at(segment.start, request.size)
         return self._hand_out(segment.start, segment.ranges, request, segment.number)
 
-    def _hand_out(self, address: int, ranges: Ranges, request: PoolRequest, number: int) -> Row:
+    def _hand_out(self, address: int, ranges: Ranges, request: PoolRequest, number: int) -> PinnedRow:
         row = self._segments.hand_out(address, ranges, request, number)
         if self._segments.asked_nbytes + self._reserved_asked > self._asked_peak:
             self._asked_peak = self._segments.asked_nbytes + self._reserved_asked
@@ -599,7 +599,7 @@ class PinnedPool(Table):
         )
 
 
-def _array(row: Row, ticket: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def _array(row: PinnedRow, ticket: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return np.ndarray(shape, dtype, buffer=np.asarray(HostBlock(row.address, row.size, ticket)))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 from xferlib.memory.blocks import PoolRequest
 from xferlib.memory.ranges import Ranges
 
-__all__ = ["Row", "Segment", "Segments"]
+__all__ = ["PinnedRow", "Segment", "Segments"]
 
 
 @final
@@ -47,7 +47,7 @@ class Segment:
 
 
 @final
-class Row(NamedTuple):
+class PinnedRow(NamedTuple):
     """What is handed out."""
 
     address: int
@@ -69,7 +69,7 @@ class Segments:
     def __init__(self) -> None:
         self.by_number: dict[int, Segment] = {}
         """Not by address: that may be another segment's as soon as the driver has freed it."""
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, PinnedRow] = {}
         # Derived from these two.
         self.large, self.small, self.write_combined, self.pageable = Ranges(), Ranges(), Ranges(), Ranges()
         """Free ranges of segments that are locked; the last, of segments that are not locked yet."""
@@ -101,10 +101,10 @@ class Segments:
         if segment.locked:
             self._reindex()
 
-    def hand_out(self, address: int, ranges: Ranges, request: PoolRequest, number: int) -> Row:
+    def hand_out(self, address: int, ranges: Ranges, request: PoolRequest, number: int) -> PinnedRow:
         """Enter a row for memory that was taken from these ranges."""
         size, asked, _, _, for_array = request
-        row: Row = _NEW(Row, (address, size, asked, for_array, ranges))
+        row: PinnedRow = _NEW(PinnedRow, (address, size, asked, for_array, ranges))
         self.rows[number] = row
         self.used_nbytes += size
         self.asked_nbytes += asked

@@ -32,7 +32,7 @@ from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
 from xferlib.typed import KeyT, NamedT, TreeT, TreeT_co, Unnamed
 
-__all__ = ["Prefetch", "Puts", "prefetch"]
+__all__ = ["BatchPuts", "Prefetch", "prefetch"]
 
 
 @overload
@@ -96,7 +96,7 @@ def prefetch(
     return Prefetch(batches, _StagerPuts(stager, rewrites=rewrites, stream=stream), depth)
 
 
-class Puts(Protocol):
+class BatchPuts(Protocol):
     """How a prefetch puts batches. Called on its thread, except `take` and `device_waits`."""
 
     @property
@@ -150,7 +150,7 @@ class Prefetch(OnePass, Generic[TreeT_co]):
 
     __reduce_ex__ = uncopied("Begin another with xferlib.prefetch(...)")
 
-    def __init__(self, batches: Iterable[Any], puts: Puts, depth: int = 2) -> None:
+    def __init__(self, batches: Iterable[Any], puts: BatchPuts, depth: int = 2) -> None:
         if isinstance(batches, Mapping):
             raise TypeError(
                 f"batches is a {type(batches).__qualname__}, of which only the keys would be iterated: expected an iterable of "
@@ -270,7 +270,7 @@ class _Mark(NamedTuple):
 class _Starter:
     """Starts the items of one prefetch, on its thread: no more than `depth` copies are under way."""
 
-    def __init__(self, puts: Puts, depth: int, count: int) -> None:
+    def __init__(self, puts: BatchPuts, depth: int, count: int) -> None:
         """`count`: how many batches there are at a time."""
         self.bill = MemoryEstimate()
         self._puts = puts
@@ -380,7 +380,7 @@ def _wait_for(wait: Callable[[], None]) -> None:
 
 @final
 class _StagerPuts:
-    """Puts by one stager: see `Puts`. Batches are used on `stream`; None: on the consumer's current one."""
+    """Puts by one stager: see `BatchPuts`. Batches are used on `stream`; None: on the consumer's current one."""
 
     def __init__(self, stager: Stager, *, rewrites: bool, stream: object | None) -> None:
         self.rewrites = rewrites
@@ -389,7 +389,7 @@ class _StagerPuts:
         self._waits_before = stager.stats().device_waits
 
     def put(self, batch: Any, *, unshared: bool) -> Transfer:
-        """See `Puts`."""
+        """See `BatchPuts`."""
         if isinstance(batch, Slot):
             if batch.ring.stager is not self._stager:
                 raise ValueError(
@@ -400,11 +400,11 @@ class _StagerPuts:
         return self._stager.put(batch, borrow="staged" if self.rewrites and not unshared else True)
 
     def nbytes(self, batch: Any) -> int:
-        """See `Puts`."""
+        """See `BatchPuts`."""
         return tree_nbytes(batch, trees_of(self._stager.backend))
 
     def check_room(self, batch: Any, depth: int, count: int) -> None:
-        """See `Puts`. The room is what `device_limit` leaves."""
+        """See `BatchPuts`. The room is what `device_limit` leaves."""
         limit = self._stager.stats().device_limit_nbytes
         if limit is None:
             return
@@ -413,18 +413,18 @@ class _StagerPuts:
         check_room("device", depth, count, sum(map(size_class, sizes)), limit, "batches")
 
     def in_place(self, batch: Any) -> bool:
-        """See `Puts`. So it is for pinned memory, which copies read where it is."""
+        """See `BatchPuts`. So it is for pinned memory, which copies read where it is."""
         if not self.rewrites or isinstance(batch, Slot):
             return False
         leaves, _ = trees_of(self._stager.backend).flatten(batch)
         return any(self._is_pinned(leaf) for leaf in leaves if isinstance(leaf, np.ndarray))
 
     def take(self, started: Transfer) -> Any:
-        """See `Puts`."""
+        """See `BatchPuts`."""
         return started.value if self._stream is None else started.value_on(self._stream)
 
     def device_waits(self) -> int:
-        """See `Puts`."""
+        """See `BatchPuts`."""
         return self._stager.stats().device_waits - self._waits_before
 
     def _is_pinned(self, array: Array) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import ALIGNMENT
 from xferlib.memory.foreign import is_foreign
-from xferlib.packing import Run
+from xferlib.packing import PackedRun
 
 __all__ = ["Part", "Placed", "coalesced", "copy_in", "part_of"]
 
@@ -73,7 +73,7 @@ def coalesced(leaves: Sequence[Placed]) -> list[Part]:
     return parts
 
 
-def part_of(run: Run, address: int, arrays: Sequence[Array]) -> Part:
+def part_of(run: PackedRun, address: int, arrays: Sequence[Array]) -> Part:
     """Return the part that the arrays of a run make at an address. The bytes between them are overwritten."""
     if run.dtype is None:
         arrays = list(map(_as_bytes, arrays))

@@ -25,7 +25,7 @@ from xferlib.ledger import Fill, Ledger
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, pieces
 from xferlib.memory.blocks import ALIGNMENT, PAGE
 from xferlib.memory.pinned_pool import PinnedPool
-from xferlib.packing import Run
+from xferlib.packing import PackedRun
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import LARGEST_SLOT_NBYTES, BounceBuffers
 from xferlib.staging.coalesce import Part, Placed, coalesced, part_of
@@ -97,7 +97,7 @@ class Staging:
             self.give_up(job)
             raise
 
-    def stage_run(self, run: Run, address: int, arrays: Sequence[Array], target: object) -> Event | None:
+    def stage_run(self, run: PackedRun, address: int, arrays: Sequence[Array], target: object) -> Event | None:
         """Start the copy of the pageable arrays of a run, to this address. They are free on return, and the bytes between them are
         overwritten. None: they are too many for the caller to copy, and nothing was started.
 
@@ -108,7 +108,7 @@ class Staging:
         self._count(len(arrays))
         return self._bounce(part_of(run, address, arrays), run.nbytes, (), target)
 
-    def begin_run(self, run: Run, address: int, arrays: Sequence[Array], begun: list[Job], target: object) -> bool:
+    def begin_run(self, run: PackedRun, address: int, arrays: Sequence[Array], begun: list[Job], target: object) -> bool:
         """Have the engine begin with what `stage_run` does. False: it cannot read these arrays, and nothing was started.
 
         `end` must follow, or `give_up` where anything is raised, for the job in `begun`, which is there before it is started.

@@ -1,6 +1,6 @@
 """Where the arrays of one batch lie in a slot: the same words on both sides of the process boundary.
 
-Pure arithmetic over bytes that others own. A worker is sent `Parts`. A structure with classes that are new to the other process
+Pure arithmetic over bytes that others own. A worker is sent `SlotTree`. A structure with classes that are new to the other process
 does not travel by pickle, so there it is kept as a tree with numbers at the leaves.
 """
 
@@ -22,12 +22,12 @@ from xferlib.sketch import sketched
 from xferlib.tree import PLAIN, Host, Spec, Trees, flatten, path, rides_along, unflatten
 from xferlib.words import counted
 
-__all__ = ["Part", "Parts", "SlotLayout", "marked"]
+__all__ = ["SlotArray", "SlotLayout", "SlotTree", "marked"]
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class Part(NamedTuple):
+class SlotArray(NamedTuple):
     """One array inside a slot. `offset` counts bytes from the slot's beginning."""
 
     offset: int
@@ -40,18 +40,18 @@ class Part(NamedTuple):
         return np.ndarray(self.shape, self.dtype, slot, self.offset, self.strides)
 
 
-class Parts(NamedTuple):
+class SlotTree(NamedTuple):
     """A tree of arrays inside a slot: the numbers at its leaves count `parts`, and a `Host` has what rides along in its place."""
 
     tree: Any
-    parts: tuple[Part, ...]
+    parts: tuple[SlotArray, ...]
 
     def views(self, slot: Bytes) -> Any:
         """Return the tree of arrays over these bytes."""
         marks, spec = flatten(self.tree)
         return unflatten(spec, [mark.value if isinstance(mark, Host) else self.parts[mark].view(slot) for mark in marks])
 
-    def returned(self, value: Any, slot: Bytes) -> Parts | None:
+    def returned(self, value: Any, slot: Bytes) -> SlotTree | None:
         """Say where a batch lies, from what `fill` returned: None: all of it; a number of rows; a tree of views of the slot.
 
         Text, numbers and what else rides along may stand beside the views.
@@ -65,9 +65,9 @@ class Parts(NamedTuple):
         parts = tuple(_part(leaves[index], slot, path(structure, index)) for index in arrays)
         if not parts:
             raise TypeError(f"fill returned {value!r}: expected None, a number of rows, or views of its slot")
-        return Parts(marked(leaves, structure), parts)
+        return SlotTree(marked(leaves, structure), parts)
 
-    def _rows(self, rows: int) -> Parts:
+    def _rows(self, rows: int) -> SlotTree:
         room = min((part.shape[0] if part.shape else -1) for part in self.parts)
         if not 0 <= rows <= room:
             raise ValueError(f"fill returned {counted(rows, 'row')}; the first axis of its slot has room for 0 to {room}")
@@ -75,7 +75,7 @@ class Parts(NamedTuple):
 
 
 def marked(leaves: Sequence[Any], structure: Spec) -> Any:
-    """Return the tree of `Parts` for these leaves: a number for each array, in order, and for each that rides along a `Host`."""
+    """Return the tree of `SlotTree` for these leaves: a number for each array, in order, and for each that rides along a `Host`."""
     numbers = itertools.count()
     return unflatten(structure, [Host(leaf) if rides_along(type(leaf)) else next(numbers) for leaf in leaves])
 
@@ -98,12 +98,12 @@ class SlotLayout:
             if not isinstance(leaf, _Leaf):
                 where = path(structure, index)
                 raise TypeError(f"{where}: expected an array, or a pair (shape, dtype) such as ((8, 3), 'float32'), got {leaf!r}")
-            parts.append(Part(end, leaf.shape, None, leaf.dtype))
+            parts.append(SlotArray(end, leaf.shape, None, leaf.dtype))
             end += round_up(math.prod(leaf.shape) * leaf.dtype.itemsize, ALIGNMENT)
         if not end:
             raise ValueError(f"every array in {spec!r} is empty: there is no memory to share")
         self.structure = structure
-        self.whole = Parts(unflatten(structure, range(len(parts))), tuple(parts))
+        self.whole = SlotTree(unflatten(structure, range(len(parts))), tuple(parts))
         """The full batch."""
         self.nbytes = round_up(end, PAGE)
         """Bytes of one slot."""
@@ -161,11 +161,11 @@ def _is_pair(given: Any) -> bool:
     return isinstance(dtype, (str, type, np.dtype)) and all(isinstance(length, (int, np.integer)) for length in lengths)
 
 
-def _part(leaf: Any, slot: Bytes, where: str) -> Part:
+def _part(leaf: Any, slot: Bytes, where: str) -> SlotArray:
     if not isinstance(leaf, np.ndarray):
         raise TypeError(f"fill returned {leaf!r} ({where}): expected None, a number of rows, or views of its slot")
     offset = leaf.ctypes.data - slot.ctypes.data if leaf.nbytes else 0
-    part = Part(offset, leaf.shape, leaf.strides, leaf.dtype)
+    part = SlotArray(offset, leaf.shape, leaf.strides, leaf.dtype)
     try:
         if offset >= 0:
             part.view(slot)

@@ -29,7 +29,7 @@ class Ready(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """From the worker: its oldest order is done. `parts`: its `Parts`, pickled; None: all of the slot.
+    """From the worker: its oldest order is done. `parts`: its `SlotTree`, pickled; None: all of the slot.
 
     They may have objects of the user's, which fail to be made here without harm to other messages.
     """

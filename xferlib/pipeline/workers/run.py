@@ -18,7 +18,7 @@ from xferlib.checks import uncopied
 from xferlib.errors import WorkerDiedError, WorkerError
 from xferlib.ledger import reap_all
 from xferlib.pipeline.one_pass import OnePass
-from xferlib.pipeline.workers.layout import Parts
+from xferlib.pipeline.workers.layout import SlotTree
 from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised
 from xferlib.pipeline.workers.pool import Exit, WorkerPool
 from xferlib.pipeline.workers.process import Answer
@@ -52,7 +52,7 @@ class _InSlot(NamedTuple):
     """A batch that is filled and not given out yet."""
 
     slot: int
-    parts: Parts | None
+    parts: SlotTree | None
 
 
 class _Step(NamedTuple):

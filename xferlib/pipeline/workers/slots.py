@@ -14,7 +14,7 @@ import numpy as np
 
 from xferlib.memory.arrays import address_of
 from xferlib.memory.blocks import HostBlock
-from xferlib.pipeline.workers.layout import Bytes, Parts, SlotLayout
+from xferlib.pipeline.workers.layout import Bytes, SlotLayout, SlotTree
 from xferlib.tickets import Returns
 
 __all__ = ["Slots"]
@@ -53,7 +53,7 @@ class Slots:
             if holder == FILLING and index not in taken:
                 self._holders[index] = FREE
 
-    def lease(self, index: int, parts: Parts | None) -> Any:
+    def lease(self, index: int, parts: SlotTree | None) -> Any:
         """Return the tree of arrays in a filled slot. The slot is free when none of them, and no view of any, is left."""
         number = next(self._numbers)
         raw = self._bytes[index]

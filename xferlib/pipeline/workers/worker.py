@@ -21,7 +21,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from xferlib.pipeline.workers.channel import receive, send
-from xferlib.pipeline.workers.layout import Bytes, Parts, marked
+from xferlib.pipeline.workers.layout import Bytes, SlotTree, marked
 from xferlib.pipeline.workers.memory import Descriptor, map_shared
 from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised, Ready, Reply
 from xferlib.pipeline.workers.process import watch
@@ -34,7 +34,7 @@ LONGEST_TEXT = 16_000
 MOVED = "fill has renamed or taken out an array of its slot. Leave them where they are, and write into them"
 
 
-def serve(parent: int, descriptor: Descriptor, whole: Parts, nbytes: int, slots: int, connection: socket.socket) -> None:
+def serve(parent: int, descriptor: Descriptor, whole: SlotTree, nbytes: int, slots: int, connection: socket.socket) -> None:
     """Fill orders until the parent hangs up. `whole`: the full batch; `nbytes`: of each slot."""
     # The parent is told of Ctrl-C as well, and decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -59,7 +59,7 @@ def serve(parent: int, descriptor: Descriptor, whole: Parts, nbytes: int, slots:
 class _Filler:
     """The function of the present run, and the slots."""
 
-    def __init__(self, whole: Parts, slots: list[Bytes]) -> None:
+    def __init__(self, whole: SlotTree, slots: list[Bytes]) -> None:
         self._whole = whole
         self._slots = slots
         self._fill: Callable[[Any, Any], Any] = _nothing
@@ -94,7 +94,7 @@ class _Filler:
 
 
 def _put_beside(views: Any, arrays: list[Any], structure: Any) -> Any | None:
-    """Return the tree of `Parts` with what `fill` has put beside the arrays of its slot; None if there is nothing.
+    """Return the tree of `SlotTree` with what `fill` has put beside the arrays of its slot; None if there is nothing.
 
     Raises `TypeError` where it has put something in place of an array: the memory would keep an older batch.
     """
@@ -129,7 +129,7 @@ def _check_nothing_left(views: Any, value: Any) -> None:
             )
 
 
-def _sent(parts: Parts) -> bytes:
+def _sent(parts: SlotTree) -> bytes:
     try:
         return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
     except Exception as error:

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 RUN, RING, SLOTS, POOL, WORKER, PROCESS, LAYOUT, MEMORY = (
-    f"xferlib/pipeline/workers/{name}.py" for name in ("run", "ring", "slots", "pool", "worker", "process", "layout", "memory")
+    f"xferlib/pipeline/workers/{name}.py"
+    for name in ("run", "shared_ring", "slots", "pool", "worker", "process", "layout", "memory")
 )
 
 MUTANTS = [
