@@ -11,14 +11,14 @@ UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """Return "1 slot", "3 slots". `many`: the plural, where it is not `one` and an s."""
-    return f"{number} {one if number == 1 else many or f'{one}s'}"
+    """Return "1 slot", "3 slots", "1,024 slots". `many`: the plural, where it is not `one` and an s."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def in_words(nbytes: int) -> str:
     """Return a size in the largest unit of which there is one: "1 byte", "1.5 KiB", "64.0 MiB"."""
     if nbytes < 1024:
-        return counted(nbytes, "byte")
+        return "1 byte" if nbytes == 1 else f"{nbytes} bytes"
     size = float(nbytes)
     for unit in UNITS:
         size /= 1024

@@ -27,5 +27,5 @@ def test_a_size_is_said_in_the_largest_unit_of_which_there_is_one(nbytes: int, t
 
 
 def test_one_is_one() -> None:
-    assert [counted(number, "slot") for number in (0, 1, 2, 1234)] == ["0 slots", "1 slot", "2 slots", "1234 slots"]
+    assert [counted(number, "slot") for number in (0, 1, 2, 1234)] == ["0 slots", "1 slot", "2 slots", "1,234 slots"]
     assert [counted(number, "batch", "batches") for number in (1, 2)] == ["1 batch", "2 batches"]

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.cli.demo.source import Source, counted, from_array
+from xferlib.cli.demo.source import Source, from_array
 from xferlib.cli.errors import CommandError, require_plot
+from xferlib.words import counted
 
 __all__ = ["bundled", "open_folder", "open_image"]
 

@@ -11,9 +11,10 @@ from rich.table import Table
 
 from xferlib.cli.companions import diagnosis, own_versions
 from xferlib.cli.demo.plan import Options
-from xferlib.cli.demo.source import Source, counted
+from xferlib.cli.demo.source import Source
 from xferlib.cli.demo.stream import Run
 from xferlib.stager import Stager
+from xferlib.words import counted
 from xferlib.workload import EdgeSpec
 
 __all__ = ["device_words", "figures", "hidden_share", "show"]

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from xferlib.cli.demo import reference
 from xferlib.cli.demo.report import device_words
-from xferlib.cli.demo.source import Source, counted
+from xferlib.cli.demo.source import Source
+from xferlib.words import counted
 
 __all__ = ["draw"]
 

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from xferlib.cli.errors import CommandError
+from xferlib.words import counted
 
-__all__ = ["PIECE", "Source", "counted", "from_array", "open_npy", "tiled"]
+__all__ = ["PIECE", "Source", "from_array", "open_npy", "tiled"]
 
 Array = npt.NDArray[Any]
 
@@ -131,8 +132,3 @@ def tiled(base: Source, frames: int, pool: Executor) -> Source:
     list(pool.map(repeat, range(1, -(-frames // period))))
     label = base.label if frames <= base.frames else f"{base.label}, repeated and shifted"
     return replace(base, label=label, frames=frames, read=from_array(memory, label).read, original=original)
-
-
-def counted(number: int, noun: str) -> str:
-    """Return "1 frame", "2 frames"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
