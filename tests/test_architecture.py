@@ -184,6 +184,11 @@ def test_a_name_stands_for_one_class_and_one_file_in_what_moves_arrays() -> None
     assert [name for name, count in Counter([*classes, *files]).items() if count > 1] == []
 
 
+def test_what_a_forked_child_is_told_is_said_in_one_place() -> None:
+    said = [str(path.relative_to(CORE)) for path in core_files if "process was forked after" in path.read_text()]
+    assert said == ["forks.py"]
+
+
 def test_no_container_runs_python_when_something_in_it_goes() -> None:
     """An interrupt that came there would be reported and forgotten: see `xferlib.tickets.Alive`."""
     weak = re.compile(r"\b(WeakSet|WeakKeyDictionary|WeakValueDictionary|WeakMethod|finalize)\(")

@@ -1,4 +1,6 @@
-"""Objects that must forget their memory in a forked child: device, page-locks and threads stayed with the parent."""
+"""Objects that must forget their memory in a forked child, where device, page-locks and threads stayed with the parent, and what
+whoever uses the parent's there is told.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,12 @@ import ctypes
 import os
 from typing import Protocol
 
+from xferlib.errors import BackendUnavailableError
 from xferlib.tickets import Alive
 
-__all__ = ["Forgetful", "forget_in_child", "leave"]
+__all__ = ["IN_CHILD", "Forgetful", "forget_in_child", "leave", "stayed"]
+
+IN_CHILD = "Open stagers in the child, and start processes with the spawn or forkserver method"
 
 
 class Forgetful(Protocol):
@@ -30,6 +35,11 @@ def leave(*held: object) -> None:
     """Never free these objects nor what they hold, not even when the interpreter ends."""
     for thing in held:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def stayed(what: str, since: str, advice: str = IN_CHILD) -> BackendUnavailableError:
+    """Return the error for use of what is the parent's: "the stager cannot be used", "the stager was opened"."""
+    return BackendUnavailableError(f"{what} here: this process was forked after {since}. {advice}")
 
 
 def _forget_all() -> None:

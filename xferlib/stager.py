@@ -37,7 +37,7 @@ from xferlib.checks import (
 from xferlib.d2h import DeviceToHost
 from xferlib.debug import Sources, wanted, watch_get
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
-from xferlib.forks import forget_in_child
+from xferlib.forks import forget_in_child, stayed
 from xferlib.h2d import HostToDevice
 from xferlib.ledger import DeviceHolders, Ledger, PinnedHolders
 from xferlib.memory.arrays import Array, check_dtype
@@ -488,10 +488,7 @@ class Stager:
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
         self._closing = threading.RLock()
-        self._refusal = BackendUnavailableError(
-            f"backend {self.name!r} cannot run here: this process was forked after the stager was opened. "
-            "Open stagers in the child, and start processes with the spawn or forkserver method"
-        )
+        self._refusal = stayed(f"backend {self.name!r} cannot run", "the stager was opened")
 
     def __enter__(self) -> Stager:
         return self

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias, final
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
+from xferlib.forks import IN_CHILD, stayed
 from xferlib.in_flight import Entry, let_go
 from xferlib.latch import is_copy_thread
 from xferlib.protocol import Event, Stream
@@ -307,7 +308,4 @@ class Transfer(Generic[TreeT_co]):
 
 
 def _forked() -> BackendUnavailableError:
-    return BackendUnavailableError(
-        "this transfer cannot be waited for here: this process was forked after the transfer was started. "
-        "Wait for it in the parent, open stagers in the child, and start processes with the spawn or forkserver method"
-    )
+    return stayed("this transfer cannot be waited for", "the transfer was started", f"Wait for it in the parent. {IN_CHILD}")

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
 
 from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, STAGED, STOPPED, UNKNOWN, library, quick
-from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
+from xferlib.errors import CapabilityError, TransferError, XferError
+from xferlib.forks import stayed
 from xferlib.protocol import Event, Source, Stream
 
 __all__ = ["Job", "next_id", "refuse_parents", "refuse_stream_wait"]
@@ -43,10 +44,7 @@ os.register_at_fork(after_in_child=_note_fork)
 def refuse_parents(number: int) -> None:
     """Raise `BackendUnavailableError` for what was numbered before this process was forked: it stayed with the parent."""
     if number < _first:
-        raise BackendUnavailableError(
-            "memory cannot be transferred here: this process was forked after the stager was opened. "
-            "Open stagers in the child, and start processes with the spawn or forkserver method"
-        )
+        raise stayed("memory cannot be transferred", "the stager was opened")
 
 
 def refuse_stream_wait() -> NoReturn:

@@ -13,11 +13,12 @@ from typing import Any, final
 import numpy as np
 
 from xferlib.checks import positive_nbytes, uncopied, whole_number
-from xferlib.errors import BackendUnavailableError, XferError
+from xferlib.errors import XferError
 from xferlib.files.formats import SUFFIXES
 from xferlib.files.plan import planned
 from xferlib.files.series import is_numbered
 from xferlib.files.writing import Writing, refuse_late
+from xferlib.forks import stayed
 from xferlib.latch import Latch
 from xferlib.pipeline.host_tree import HostTree
 from xferlib.stager import Stager, check_stager
@@ -203,10 +204,7 @@ class Save:
 
     def _refuse_children(self) -> None:
         if os.getpid() != self._writing.process:
-            raise BackendUnavailableError(
-                f"the save to {str(self.path)!r} cannot be waited for here: this process was forked after it was started. "
-                "Wait for it in the parent"
-            )
+            raise stayed(f"the save to {str(self.path)!r} cannot be waited for", "it was started", "Wait for it in the parent")
 
     def __repr__(self) -> str:
         writing = self._writing

@@ -20,7 +20,8 @@ from typing import Any, Generic, NoReturn, TypeVar, final
 
 from xferlib.checks import whole_number
 from xferlib.debug import caller
-from xferlib.errors import BackendUnavailableError, ClosedError, XferError
+from xferlib.errors import ClosedError, XferError
+from xferlib.forks import stayed
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.source_thread import SourceThread, Start, live, run
@@ -122,9 +123,7 @@ class BackgroundIterator(Generic[T]):
             if self._spent:
                 raise StopIteration
             if shared.forked:
-                raise BackendUnavailableError(
-                    "this pipeline cannot go on here: the process was forked after it had begun. Begin it in the child"
-                )
+                raise stayed("this pipeline cannot go on", "it had begun", "Begin it in the child")
             # Asked before the queue: then everything that came before the end is in there.
             ended = shared.ended
             entry: T | Failed = _first(shared.items)

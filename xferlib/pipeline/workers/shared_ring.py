@@ -22,7 +22,7 @@ from typing import Any, Generic, final
 
 from xferlib.checks import uncopied, whole_number
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError
-from xferlib.forks import forget_in_child, leave
+from xferlib.forks import forget_in_child, leave, stayed
 from xferlib.memory.registered import Pin
 from xferlib.pipeline.one_pass import known_length
 from xferlib.pipeline.workers.executor import Executor
@@ -232,7 +232,7 @@ class SharedRing(Generic[TreeT_co]):
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
-        self._end(BackendUnavailableError("this ring cannot be used here: this process was forked after the ring was made"))
+        self._end(stayed("this ring cannot be used", "it was made", "Make rings in the child"))
         self._holdings.forget()
 
     def __enter__(self) -> SharedRing[TreeT_co]:
