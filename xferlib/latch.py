@@ -25,7 +25,7 @@ def give_way() -> None:
     """Let other threads have the interpreter. For threads of ours that work on thousands of arrays.
 
     Else a thread that launches work would wait for it, up to 5 ms each time that it asks for it. To release it for a moment is not
-    enough: who waits has to wake up first.
+    enough: whoever waits has to wake up first.
     """
     time.sleep(GIVE_WAY_SECONDS)
 
@@ -46,7 +46,7 @@ class Latch:
         return self._open
 
     def open(self) -> None:
-        """Let everybody pass who waits now or comes later. Twice is fine."""
+        """Let whoever waits now, or comes later, pass. Twice is fine."""
         self._open = True
         try:
             # Whoever waits takes it, and hands it on.

@@ -107,7 +107,7 @@ class Reading:
         return self.closing is not None or self.reached()
 
     def end(self) -> None:
-        """Let everybody pass who waits: all that will be read is read, or in flight. Twice is fine."""
+        """Let whoever waits pass: all that will be read is read, or in flight. Twice is fine."""
         self.closing = threading.get_ident()
         # Behind the arrays: who waits for their memory looks for room next. Until then it goes on waiting.
         self.finds_later = True

@@ -59,7 +59,7 @@ def run_python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 def succeeds(code: str, *flags: str) -> str:
     """Run a program, expect status 0 and nothing said on stderr, and return what it printed."""
     # From 3.12 on every fork of a process with threads is a warning; here it is the point.
-    # And that a put of ordinary memory waits is none of their matter.
+    # And that a put of pageable memory waits is none of their matter.
     ended = run_python(code, "-W", "ignore::DeprecationWarning", "-W", "ignore:put waits for a CPU copy", *flags)
     assert ended.returncode == 0, ended.stderr or "it hung"
     assert ended.stderr == ""

@@ -129,7 +129,7 @@ class RandomRun:
         return self._noise[start : start + words] ^ np.uint32(self._random.getrandbits(32))
 
     def _put(self, values: Array) -> Transfer:
-        """Put from pinned memory, which is dropped at once, or now and then from ordinary memory, which is written over."""
+        """Put from pinned memory, which is dropped at once, or now and then from pageable memory, which is written over."""
         if self._random.random() < 0.9:
             return self._stager.put(self._laws.pinned(self._stager, values))
         source = values.copy()

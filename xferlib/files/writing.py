@@ -333,7 +333,7 @@ class Writing:
             self.say_failed()
 
     def _end(self) -> None:
-        """Leave nothing behind, and let everybody pass who waits. Twice is fine."""
+        """Leave nothing behind, and let whoever waits pass. Twice is fine."""
         self._reader.close()
         self._reader.let_go()
         self.was_read.open()

@@ -160,7 +160,7 @@ class RecordsOnTheWrongStream(BrokenBackend):
     f"{LAW05_BEHIND_COPIES}[large-get]",
 )
 class SellsPageableMemoryAsPinned(BrokenBackend):
-    """Hands out ordinary memory and calls it page-locked."""
+    """Hands out pageable memory and calls it page-locked."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)

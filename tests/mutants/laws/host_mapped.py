@@ -186,7 +186,7 @@ def hands_out_what_it_cannot_map(patch: pytest.MonkeyPatch) -> None:
 
 @broken_core(WHAT_IT_SAYS, FOR_THOSE_WHO_ASK, hooks=Host)
 def combines_in_words_only(patch: pytest.MonkeyPatch) -> None:
-    """Write-combined memory is promised where there is none, and ordinary memory given."""
+    """Write-combined memory is promised where there is none, and pageable memory given."""
     empty = Stager.empty_pinned
     patch.setattr(Stager, "empty_pinned", lambda stager, shape, dtype, *, write_combined=False: empty(stager, shape, dtype))
 

@@ -352,7 +352,7 @@ def closes_by_halves(patch: pytest.MonkeyPatch) -> None:
 
 @broken_core("test_law10_close_after_an_interrupt_waits_as_ever", hooks=Host)
 def gives_up_what_lands(patch: pytest.MonkeyPatch) -> None:
-    """An interrupt while closing waits for what lands in ordinary memory, and only then, counts as the end of closing."""
+    """An interrupt while closing waits for what lands in pageable memory, and only then, counts as the end of closing."""
     close, wait_all = Stager.close, Jobs.wait_all
     given_up: list[Jobs] = []
 

@@ -107,7 +107,7 @@ class FlipsToTheHost(BrokenBackend):
     hooks=Host,
 )
 def lands_elsewhere(patch: pytest.MonkeyPatch) -> None:
-    """What a get is to write into ordinary memory goes to a copy of it."""
+    """What a get is to write into pageable memory goes to a copy of it."""
     copy_out = Staging.copy_out
 
     def copy_out_elsewhere(staging: Staging, pageable: Any, *what: Any, **rest: Any) -> Any:
@@ -118,7 +118,7 @@ def lands_elsewhere(patch: pytest.MonkeyPatch) -> None:
 
 @broken_core("test_law01_put_into_overwrites_the_array_of_the_caller", hooks=Host)
 def overwrites_from_pinned_memory_only(patch: pytest.MonkeyPatch) -> None:
-    """A put of ordinary memory into an array of the caller's does nothing."""
+    """A put of pageable memory into an array of the caller's does nothing."""
     put = Stager.put
 
     def put_unless_pageable(stager: Stager, tree: Any, *, into: Any = None, **options: Any) -> Any:

@@ -159,7 +159,7 @@ class HookChecks(Laws):
         ordinary = words(1, LARGE)
         start = ordinary.ctypes.data
         for address in (start, start + LARGE // 2, start + LARGE - 1):
-            assert not self.page_locked(address), "the hook page_locked says yes of ordinary memory"
+            assert not self.page_locked(address), "the hook page_locked says yes of pageable memory"
 
     def test_hook_write_writes(self, stager: Stager) -> None:
         if not stager.capabilities.mapped:
