@@ -5,7 +5,6 @@ The site itself is built by CI, which fails at a warning.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import sys
