@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from xferlib.tracing.atomic import atomic_text
 from xferlib.tracing.events import HOST, Event, Recording
@@ -24,13 +24,16 @@ def write(recording: Recording, path: Path) -> None:
         file.write('{"displayTimeUnit":"ms","otherData":')
         json.dump({"source": "xferlib", "notes": list(recording.notes)}, file)
         file.write(',"traceEvents":[\n')
-        between = ""
-        entries = _entries(recording)
-        # Some at a time: a call of the encoder takes longer than what it does for one.
-        while some := list(islice(entries, AT_ONCE)):
-            file.write(between + json.dumps(some, separators=(",", ":"))[1:-1])
-            between = ",\n"
+        _write_entries(file, _entries(recording))
         file.write("\n]}\n")
+
+
+def _write_entries(file: TextIO, entries: Iterator[dict[str, Any]]) -> None:
+    """Write them some at a time: a call of the encoder takes longer than what it does for one."""
+    between = ""
+    while some := list(islice(entries, AT_ONCE)):
+        file.write(between + json.dumps(some, separators=(",", ":"))[1:-1])
+        between = ",\n"
 
 
 def _entries(recording: Recording) -> Iterator[dict[str, Any]]:
