@@ -6,9 +6,12 @@ import gc
 import itertools
 from collections.abc import Callable
 
-import jax
 import numpy as np
 import pytest
+
+pytest.importorskip("jax")
+
+import jax
 import xferlib_jax
 from jax.sharding import SingleDeviceSharding
 from xferlib_jax._arrays import FINALIZERS

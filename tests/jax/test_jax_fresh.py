@@ -6,9 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
+
+pytest.importorskip("jax")
+
+import jax
 from xferlib_jax import _fresh
 from xferlib_jax._fresh import WORTH_COMPILING_NBYTES, FreshArrays
 
