@@ -63,8 +63,7 @@ enum {
     GLANCE = 5,                  // Microseconds between two questions of a thread that waits.
     PAUSE = 10,                  // Microseconds between two questions of who asks, for each mebibyte of a part: half of what it takes.
     MOST_PAUSES = 4,
-    TRIES = 200,                 // Breaths, to get the lock: some microseconds.
-    MOST_BREATHS = 16,           // Between two tries.
+    TRIES = 200,                 // To get the lock: some microseconds.
     BREATHS = 32,                // Between two looks at the clock: about a microsecond.
 };
 
@@ -151,6 +150,7 @@ static bool polling, dozing, stopping;      // A thread asks; it sleeps between 
 static xe_figures figures;
 static _Atomic bool taken;       // `mu` is, as far as can be told by looking.
 static _Atomic size_t called;    // So many of the threads that look out for work are to come, and have not yet.
+static _Atomic unsigned work_told;     // How often there was something new to do.
 static _Atomic unsigned news_told;     // How often a job has come further.
 static _Atomic bool spares_cores;      // There are twice as many as threads.
 // Where this thread is, for the device.
@@ -172,14 +172,14 @@ static void take_breath(void) {
 }
 
 // Where there are cores to spare, whoever has the lock lets it go before a thread would have fallen asleep. To try for it takes its
-// cache line from whoever has it, and so do many who look at the same moment.
+// cache line from whoever has it, so that it is tried for only when it looks free.
 static void lock(void) {
-    for (int n = 0, pause = 1; spares_cores && n < TRIES; n += pause, pause = pause < MOST_BREATHS ? 2 * pause : pause) {
+    for (int n = 0; spares_cores && n < TRIES; n++) {
         if (!atomic_load_explicit(&taken, memory_order_relaxed) && pthread_mutex_trylock(&mu) == 0) {
             atomic_store_explicit(&taken, true, memory_order_relaxed);
             return;
         }
-        for (int breath = 0; breath < pause; breath++) take_breath();
+        take_breath();
     }
     pthread_mutex_lock(&mu);
     atomic_store_explicit(&taken, true, memory_order_relaxed);
@@ -275,6 +275,7 @@ static void rotate(lane *l) {
 // Of those that look out for work no more come than are called: all of them at once would only wait for the lock.
 static void wake(size_t many) {
     if (many > (size_t)threads) many = (size_t)threads;
+    if (many) atomic_fetch_add_explicit(&work_told, 1, memory_order_relaxed);
     if (atomic_load_explicit(&called, memory_order_relaxed) < many) atomic_store_explicit(&called, many, memory_order_relaxed);
     if (many && dozing) {
         pthread_cond_signal(&doze);
@@ -902,6 +903,8 @@ static bool is_called(unsigned unused) {
     return left > 0;
 }
 
+static bool is_work(unsigned seen) { return atomic_load_explicit(&work_told, memory_order_relaxed) != seen; }
+
 static bool is_news(unsigned seen) { return atomic_load_explicit(&news_told, memory_order_relaxed) != seen; }
 
 // Look out for a moment whether there is more: waking up takes longer than the next part needs to come. Not where the cores are
@@ -943,8 +946,8 @@ static void rest(void) {
         dozing = false;
     } else if (copying > 1) {
         // Each question takes a lock of the driver's, which whoever launches work wants, too. Meanwhile the device goes on with the
-        // next one.
-        stays_awake(is_called, 0, rest_between);
+        // next one. Whatever is new ends the pause, since others may have come for it and be in calls.
+        stays_awake(is_work, atomic_load_explicit(&work_told, memory_order_relaxed), rest_between);
     }
     polling = false;
     // One of them is this thread's.

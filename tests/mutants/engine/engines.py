@@ -24,6 +24,8 @@ STAYS_AWAKE = """    size_t left = atomic_load_explicit(&called, memory_order_re
     return left > 0;
 }
 
+static bool is_work(unsigned seen) { return atomic_load_explicit(&work_told, memory_order_relaxed) != seen; }
+
 static bool is_news(unsigned seen) { return atomic_load_explicit(&news_told, memory_order_relaxed) != seen; }
 
 // Look out for a moment whether there is more: waking up takes longer than the next part needs to come. Not where the cores are
