@@ -380,7 +380,7 @@ static transfer *new_transfer(bench *b, size_t count, const size_t *sizes, uint3
 }
 
 static void start(transfer *t, event *after, event *done) {
-    CHECK(xe_submit(t->id, t->bench->number, t->pieces, t->count, after, done) == XE_OK);
+    CHECK(xe_submit(t->id, t->bench->number, t->pieces, t->count, NULL, after, done) == XE_OK);
 }
 
 static void check_arrived(const transfer *t) {
@@ -544,7 +544,7 @@ static void joins_what_belongs_together(void) {
     memcpy(between, (char *)t->pieces[3].device, sizeof between);
     xe_piece sent[4] = {t->pieces[0], t->pieces[1], t->pieces[2], t->pieces[4]};
     sent[3].block = 2;
-    CHECK(xe_submit(t->id, 1, sent, 4, NULL, NULL) == XE_OK);
+    CHECK(xe_submit(t->id, 1, sent, 4, NULL, NULL, NULL) == XE_OK);
     CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_OK);
     CHECK(memcmp(between, (char *)t->pieces[3].device, sizeof between) == 0);
     memcpy((char *)t->pieces[3].device, t->host[3], sizes[3]);
@@ -1381,7 +1381,7 @@ static void rests_behind_a_copy(int direction) {
     set_trap();
     char *device = calloc(1, MIB);
     xe_piece piece = {trap, (uint64_t)device, MIB, 0};
-    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
     while (atomic_load(&trapped) == 0) pause_for(100);
     CHECK(xe_abandon(700) == XE_OK);
     CHECK(xe_wait(700, XE_STAGED, 10000) == XE_NOT_YET);
@@ -1409,7 +1409,7 @@ static void copies_together(int direction) {
     leave_trap_at(512 * KIB);
     char *device = calloc(1, MIB);
     xe_piece piece = {trap, (uint64_t)device, MIB, 0};
-    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
     xe_figures figures = {0};
     for (double until = seconds() + PATIENCE_SECONDS; seconds() < until; pause_for(100)) {
         xe_read_figures(&figures);
@@ -1437,7 +1437,7 @@ static void abandons_what_several_copy(void) {
     leave_trap_at(0);
     char *device = calloc(1, MIB);
     xe_piece piece = {trap, (uint64_t)device, MIB, 0};
-    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
     while (atomic_load(&trapped) == 0) pause_for(100);
     CHECK(xe_abandon(700) == XE_OK);
     CHECK(xe_wait(700, XE_FINISHED, 10000) == XE_NOT_YET && xe_take_chunk(1, 0) == XE_NOT_YET);
@@ -1463,7 +1463,7 @@ static void fails_while_others_copy(void) {
     CHECK(mapped != MAP_FAILED && ftruncate(file, 0) == 0);
     // Each is half of the part.
     xe_piece pieces[2] = {{trap, (uint64_t)device, 512 * KIB, 1}, {mapped, (uint64_t)device + 512 * KIB, 512 * KIB, 1}};
-    CHECK(xe_submit(700, 1, pieces, 2, NULL, NULL) == XE_OK);
+    CHECK(xe_submit(700, 1, pieces, 2, NULL, NULL, NULL) == XE_OK);
     int32_t why;
     const char *what;
     int lost;
@@ -1762,7 +1762,7 @@ static void makes_no_part_too_long(void) {
     b->memory = malloc(16 * 4 * MIB);
     for (size_t n = 0; n < 16; n++) CHECK(xe_add_chunk(1, n, b->memory + n * 4 * MIB, 4 * MIB, 0, NULL) == XE_OK);
     xe_piece piece = {b->memory, 256, 64 * MIB, 0};
-    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
     static xe_request requests[4 * XE_MOST_PIECES];
     size_t count = next_asked(requests, 4 * XE_MOST_PIECES);
     CHECK(count > 0 && requests[0].nbytes == 8 * MIB);
@@ -1917,7 +1917,7 @@ static void abandons_what_has_landed(void) {
     set_trap();
     char *device = calloc(1, MIB);
     xe_piece piece = {trap, (uint64_t)device, MIB, 0};
-    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
     xe_request requests[4 * XE_MOST_PIECES];
     for (int n = 0; n < 4; n++) {
         while (xe_requests(requests, XE_MOST_PIECES, SECOND) == 0) {}
@@ -2242,13 +2242,13 @@ static void may_be_called_again(void) {
     char host[8];
     xe_piece nothing = {host, 1, 0, 0}, nowhere = {NULL, 1, 8, 0}, piece = {host, 1, 8, 0};
     event e = {0};
-    CHECK(xe_submit(900, 1, &piece, 0, NULL, NULL) == XE_WRONG && xe_submit(900, 1, &nothing, 1, NULL, NULL) == XE_WRONG);
-    CHECK(xe_submit(900, 1, &nowhere, 1, NULL, NULL) == XE_WRONG && xe_submit(900, 9, &piece, 1, NULL, NULL) == XE_UNKNOWN);
+    CHECK(xe_submit(900, 1, &piece, 0, NULL, NULL, NULL) == XE_WRONG && xe_submit(900, 1, &nothing, 1, NULL, NULL, NULL) == XE_WRONG);
+    CHECK(xe_submit(900, 1, &nowhere, 1, NULL, NULL, NULL) == XE_WRONG && xe_submit(900, 9, &piece, 1, NULL, NULL, NULL) == XE_UNKNOWN);
     CHECK(xe_open_lane(5, 2, &DEVICE, NULL) == XE_WRONG);
     xe_calls older = DEVICE;
     older.version--;
     CHECK(xe_open_lane(5, XE_H2D, &older, NULL) == XE_WRONG);
-    CHECK(xe_open_lane(5, XE_H2D, NULL, NULL) == XE_OK && xe_submit(900, 5, &piece, 1, &e, NULL) == XE_WRONG);
+    CHECK(xe_open_lane(5, XE_H2D, NULL, NULL) == XE_OK && xe_submit(900, 5, &piece, 1, NULL, &e, NULL) == XE_WRONG);
     CHECK(xe_close_lane(5) == XE_OK && xe_close_lane(5) == XE_UNKNOWN);
     CHECK(xe_add_chunk(5, 1, host, 256, 1, NULL) == XE_UNKNOWN && xe_add_chunk(1, 1, host, 8, 1, NULL) == XE_WRONG);
     CHECK(xe_answer(1, 77, 0, 1) == XE_UNKNOWN && xe_reached(1, 77, 0) == XE_UNKNOWN);
@@ -2267,6 +2267,91 @@ static void may_be_called_again(void) {
     end_bench(b);
 }
 
+static int open_descriptors(void) {
+    int found = 0;
+    for (int n = 0; n < 256; n++) found += fcntl(n, F_GETFD) >= 0;
+    return found;
+}
+
+// A file with so many bytes of a transfer's kind, and no name.
+static int file_of(size_t nbytes, uint32_t seed) {
+    char name[] = "/tmp/xferlib-engine-XXXXXX", *bytes = malloc(nbytes);
+    int file = mkstemp(name);
+    unlink(name);
+    for (size_t k = 0; k < nbytes; k++) bytes[k] = value(seed, 0, k);
+    CHECK(file >= 0 && write(file, bytes, nbytes) == (ssize_t)nbytes);
+    free(bytes);
+    return file;
+}
+
+static void check_read(const char *device, size_t from, size_t nbytes, uint32_t seed) {
+    for (size_t k = 0; k < nbytes; k++) CHECK(device[k] == value(seed, 0, from + k));
+}
+
+// Host memory that a job says is a file's is never touched, and the file is open as long as it is read, whoever else closes it.
+static void reads_a_file(void) {
+    xe_start(2);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 256 * KIB, false);
+    size_t from = 3 * KIB + 1, nbytes = MIB, all = from + nbytes;
+    // Nobody may read here.
+    char *mapped = mmap(NULL, 2 * all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), *device = aligned_alloc(256, 2 * MIB);
+    char *beside = malloc(64 * KIB);
+    for (size_t k = 0; k < 64 * KIB; k++) beside[k] = value(8, 0, k);
+    xe_piece pieces[2] = {{mapped + from, (uint64_t)device, nbytes, 1}, {beside, (uint64_t)device + MIB, 64 * KIB, 1}};
+    int file = file_of(all, 7), before = open_descriptors();
+    xe_file read = {mapped, all, file, 0};
+    CHECK(xe_submit(700, 1, pieces, 2, &read, NULL, NULL) == XE_OK);
+    close(file);
+    CHECK(xe_wait(700, XE_FINISHED, PATIENCE) == XE_OK);
+    check_read(device, from, nbytes, 7);
+    // What is no part of the file is copied.
+    check_read(device + MIB, 0, 64 * KIB, 8);
+    // It is closed though nobody has forgotten the job.
+    for (double until = seconds() + PATIENCE_SECONDS; open_descriptors() >= before && seconds() < until;) pause_for(100);
+    CHECK(open_descriptors() == before - 1);
+    // Nor is one left open where nothing was read.
+    before = open_descriptors();
+    file = file_of(all, 7);
+    read.descriptor = file;
+    CHECK(xe_submit(701, 9, pieces, 2, &read, NULL, NULL) == XE_UNKNOWN && open_descriptors() == before + 1);
+    CHECK(xe_open_lane(2, XE_H2D, &DEVICE, b->stream) == XE_OK);
+    CHECK(xe_submit(702, 2, pieces, 2, &read, NULL, NULL) == XE_OK && open_descriptors() == before + 2);
+    uint64_t ids[4];
+    CHECK(xe_abandon(702) == XE_OK && xe_finished(ids, 4) == 2 && xe_forget(702) == XE_OK && xe_forget(700) == XE_OK);
+    close(file);
+    CHECK(open_descriptors() == before && xe_close_lane(2) == XE_OK);
+    munmap(mapped, 2 * all);
+    free(beside);
+    free(device);
+    end_bench(b);
+}
+
+// A file that has fewer bytes than it had fails the job, even by less than a page, of which a mapping would have zeros.
+static void reads_no_more_than_a_file_has(void) {
+    xe_start(2);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 256 * KIB, false);
+    char *mapped = mmap(NULL, MIB, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), *device = malloc(MIB);
+    int file = file_of(MIB, 7), before = open_descriptors();
+    CHECK(ftruncate(file, MIB - 10) == 0);
+    xe_file read = {mapped, MIB, file, 0};
+    xe_piece piece = {mapped, (uint64_t)device, MIB, 0};
+    CHECK(xe_submit(700, 1, &piece, 1, &read, NULL, NULL) == XE_OK);
+    CHECK(xe_wait(700, XE_FINISHED, PATIENCE) == XE_FAILED);
+    int32_t why;
+    const char *what;
+    int lost;
+    CHECK(xe_error(700, &why, &what, &lost) == XE_OK && why == SIGBUS && !lost);
+    for (double until = seconds() + PATIENCE_SECONDS; open_descriptors() > before && seconds() < until;) pause_for(100);
+    CHECK(open_descriptors() == before);
+    transfer *next = of_one(b, MIB, 2);
+    start(next, NULL, NULL);
+    finish(next);
+    munmap(mapped, MIB);
+    free(device);
+    close(file);
+    end_bench(b);
+}
+
 // A source whose file was cut off fails the job, and nobody else.
 static void survives_a_file_that_is_cut_off(void) {
     xe_start(2);
@@ -2279,7 +2364,7 @@ static void survives_a_file_that_is_cut_off(void) {
     CHECK(mapped != MAP_FAILED && ftruncate(file, 64 * KIB) == 0);
     char *device = malloc(MIB);
     xe_piece piece = {mapped, (uint64_t)device, MIB, 0};
-    CHECK(xe_submit(500, 1, &piece, 1, NULL, NULL) == XE_OK);
+    CHECK(xe_submit(500, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
     CHECK(xe_wait(500, XE_FINISHED, PATIENCE) == XE_FAILED);
     int32_t why;
     const char *what;
@@ -2309,7 +2394,7 @@ static int end_of_child(void (*handler)(int), bool while_copying) {
             new_bench(1, XE_H2D, &DEVICE, 1, 256 * KIB, false);
             set_trap();
             xe_piece piece = {trap, 256, 100, 0};
-            CHECK(xe_submit(800, 1, &piece, 1, NULL, NULL) == XE_OK);
+            CHECK(xe_submit(800, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
             while (atomic_load(&trapped) == 0) pause_for(100);
             kill(getpid(), SIGBUS);
             CHECK(xe_wait(800, XE_FINISHED, PATIENCE) == XE_FAILED);
@@ -2358,7 +2443,7 @@ static void stops(void) {
     pause_for(20000);
     CHECK(b->stream->count == before);
     CHECK(xe_wait(t->id, XE_FINISHED, PATIENCE) == XE_STOPPED);
-    CHECK(xe_submit(901, 1, t->pieces, 1, NULL, NULL) == XE_STOPPED && xe_start(4) == XE_STOPPED);
+    CHECK(xe_submit(901, 1, t->pieces, 1, NULL, NULL, NULL) == XE_STOPPED && xe_start(4) == XE_STOPPED);
     xe_request requests[XE_MOST_PIECES];
     CHECK(xe_requests(requests, XE_MOST_PIECES, PATIENCE) == 0);
 }
@@ -2391,7 +2476,7 @@ static void stops_behind_a_copy(void) {
     set_trap();
     static char device[MIB];
     xe_piece piece = {trap, (uint64_t)device, MIB, 0};
-    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL) == XE_OK);
+    CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
     while (atomic_load(&trapped) == 0) pause_for(100);
     CHECK(xe_stop(1000) == XE_NOT_YET);
     atomic_store(&gate, true);
@@ -2817,7 +2902,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(leaves_chunks_to_jobs_that_want_them), TEST(takes_back_by_number), TEST(wakes_whoever_waits_to_the_device),
     TEST(wakes_whoever_waits_to_the_host), TEST(wakes_whoever_waits_for_what_failed), TEST(misses_nothing_as_it_falls_asleep),
     TEST(falls_asleep), TEST(stands_near_a_device), TEST(may_be_called_again),
-    TEST(survives_a_file_that_is_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(stops_behind_a_copy), TEST(wakes_whoever_owns_a_lane), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole), TEST(gathers_in_order), TEST(gathers_from_a_file_that_is_cut_off),
+    TEST(reads_a_file), TEST(reads_no_more_than_a_file_has), TEST(survives_a_file_that_is_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(stops_behind_a_copy), TEST(wakes_whoever_owns_a_lane), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole), TEST(gathers_in_order), TEST(gathers_from_a_file_that_is_cut_off),
     TEST(calls_in_its_context), TEST(calls_nothing_where_it_cannot_go), TEST(asks_in_whatever_mode_it_gets),
 };
 

@@ -161,7 +161,7 @@ def test_a_device_is_called_by_its_struct() -> None:
     assert engine.xe_open_lane(lane, H2D, calls, None) == OK
     memory, here, there = (np.full(4096, value, np.uint8) for value in (0, 7, 0))
     assert engine.xe_add_chunk(lane, 1, memory.ctypes.data, memory.nbytes, 1, None) == OK
-    assert engine.xe_submit(job, lane, Piece(here.ctypes.data, there.ctypes.data, here.nbytes, 0), 1, 1, 2) == OK
+    assert engine.xe_submit(job, lane, Piece(here.ctypes.data, there.ctypes.data, here.nbytes, 0), 1, None, 1, 2) == OK
     # Asked: whoever waits calls the device as well, and has a context of its own to go back to.
     assert until(lambda: engine.xe_wait(job, FINISHED, 0) == OK)
     assert (there == 7).all()
@@ -178,7 +178,7 @@ def test_a_job_without_chunks_is_abandoned() -> None:
     engine, lane, job = library(), 992, 4001
     assert engine.xe_open_lane(lane, D2H, None, None) == OK
     there = np.zeros(100, np.uint8)
-    assert engine.xe_submit(job, lane, Piece(there.ctypes.data, 1, there.nbytes, 0), 1, None, None) == OK
+    assert engine.xe_submit(job, lane, Piece(there.ctypes.data, 1, there.nbytes, 0), 1, None, None, None) == OK
     assert engine.xe_wait(job, STAGED, 0) == NOT_YET
     assert engine.xe_abandon(job) == OK
     assert engine.xe_wait(job, STAGED, 0) == FAILED
@@ -250,7 +250,7 @@ def test_bytes_cross_for_a_backend_in_python(owner: Owner, direction: int) -> No
         host, device = (mine, its) if direction == H2D else (its, mine)
         pieces[number] = Piece(host.ctypes.data, device.ctypes.data, host.nbytes, number)
     before = figures()
-    assert engine.xe_submit(job, lane, pieces, 3, None, None) == OK
+    assert engine.xe_submit(job, lane, pieces, 3, None, None, None) == OK
     assert engine.xe_wait(job, FINISHED, int(WATCHDOG * 1e6)) == OK
     assert all((mine == its).all() for mine, its in zip(here, there, strict=True))
     assert [entry for entry in owner.taken if entry[1]] == [(job, True, owner.taken[0][2])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import re
@@ -20,7 +19,9 @@ import safetensors.numpy
 
 import xferlib
 from tests.core.fakes import on_thread, until
-from xferlib.files.ahead import MADV_POPULATE_READ, ReadAhead, Stretch, Unmapping
+from xferlib.errors import TransferError
+from xferlib.files.ahead import Stretch, Unmapping
+from xferlib.memory.foreign import file_of, mapped
 from xferlib.stager import Stager
 
 load_module: Any = sys.modules["xferlib.files.load"]
@@ -201,19 +202,14 @@ def mapped_nbytes(path: Path) -> int:
     return found
 
 
-def test_what_is_in_the_cache_is_mapped_ahead_and_unmapped_behind(path: Path) -> None:
+def test_what_was_mapped_is_unmapped_behind(path: Path) -> None:
     data = path.read_bytes()
     with path.open("rb") as stream:
         raw = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        start, nbytes = 12_345, 9 * MIB
-        stretch = Stretch(stream.fileno(), start, nbytes, raw.ctypes.data + start)
-        trial = ctypes.CDLL(None).madvise(ctypes.c_void_p(raw.ctypes.data), ctypes.c_size_t(4096), MADV_POPULATE_READ)
-        if trial != 0:
-            pytest.skip("this system maps nothing ahead")
-        with ReadAhead() as ahead:
-            ahead([stretch])
-            assert until(lambda: mapped_nbytes(path) >= nbytes)
-        assert mapped_nbytes(path) < len(data) - MIB
+    start, nbytes = 12_345, 9 * MIB
+    stretch = Stretch(0, start, nbytes, raw.ctypes.data + start)
+    assert raw[start : start + nbytes].tobytes() == data[start : start + nbytes]
+    assert mapped_nbytes(path) >= nbytes
     with Unmapping() as behind:
         behind([stretch._replace(nbytes=10), stretch._replace(nbytes=0)], raw)
         assert not unmaps()
@@ -255,6 +251,74 @@ def test_a_load_does_without_threads_of_its_own(stager: Stager, path: Path, monk
     assert {name: int(array[0]) for name, array in xferlib.load(path, stager).items()} == SIZES
 
 
+def test_arrays_are_read_from_the_file_and_no_page_is_mapped(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "PIECE", 5 * MIB)
+    # The first one to be asked holds up nothing that would unmap.
+    monkeypatch.setattr(ahead_module, "_madvise", lambda *_: None)
+    before, looks = open_files(), []
+
+    def tell(done: int, total: int) -> None:
+        looks.append(mapped_nbytes(path))
+
+    got = xferlib.load(path, stager, progress=tell)
+    assert {name: int(array[-1]) for name, array in got.items()} == SIZES
+    assert len(looks) > 2
+    assert looks == [0] * len(looks)
+    assert open_files() == before
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_is_closed_is_read_through_its_mapping(stager: Stager, path: Path) -> None:
+    with path.open("rb") as stream:
+        raw = mapped(stream)
+        array = raw[MIB : 3 * MIB]
+        assert file_of(array) is file_of(raw) is not None
+    assert file_of(array) is None
+    assert file_of(np.zeros(8, np.uint8)) is None
+    assert file_of(np.frombuffer(bytes(8), np.uint8)) is None
+    got = stager.put(array, borrow=True).result()
+    assert mapped_nbytes(path) >= array.nbytes
+    assert got.tobytes() == path.read_bytes()[MIB : 3 * MIB]
+
+
+def test_a_file_that_loses_a_few_bytes_meanwhile_is_an_error(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than a page has: a mapping would have zeros there."""
+    monkeypatch.setattr(load_module, "PIECE", 5 * MIB)
+    size = path.stat().st_size
+
+    def cut(done: int, total: int) -> None:
+        # When it is mapped. The last array is not asked for yet.
+        if done:
+            os.truncate(path, size - 10)
+
+    with pytest.raises(TransferError, match="cut off"):
+        xferlib.load(path, stager, progress=cut)
+    with path.open("ab") as file:
+        file.write(bytes([SIZES["d"]] * 10))
+    assert {name: int(array[-1]) for name, array in xferlib.load(path, stager).items()} == SIZES
+
+
+class Halves:
+    """Stands in the stager's place, and puts every other item of each array: no run of bytes, so they are read from the mapping."""
+
+    whole = True
+    patterns: ClassVar[dict[str, list[str]]] = {}
+
+    def __init__(self, stager: Stager) -> None:
+        self.backend = stager.backend
+        self._stager = stager
+
+    def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> xferlib.Transfer[Any]:
+        return self._stager.put({name: array[::2] for name, array in arrays.items()}, borrow=True)
+
+    def wait(self, arrays: list[Any]) -> None: ...
+
+    def trim(self) -> None: ...
+
+
 def test_pages_of_arrays_that_are_on_the_device_are_unmapped_while_others_are_put(
     stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +330,7 @@ def test_pages_of_arrays_that_are_on_the_device_are_unmapped_while_others_are_pu
     def tell(done: int, total: int) -> None:
         looks.append(until(lambda: mapped_nbytes(path) <= total - done + MIB))
 
-    got = xferlib.load(path, stager, progress=tell)
+    got = xferlib.load(path, Halves(stager), progress=tell)
     assert {name: int(array[-1]) for name, array in got.items()} == SIZES
     assert len(looks) > 2
     assert all(looks)

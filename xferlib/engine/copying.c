@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -102,6 +103,18 @@ static bool copy_bytes(void *dst, const void *src, size_t nbytes, bool aside) {
 #endif
     memcpy(dst, src, nbytes);
     return false;
+}
+
+bool read_whole(int descriptor, int64_t offset, char *dst, size_t nbytes) {
+    while (nbytes) {
+        ssize_t found = pread(descriptor, dst, nbytes, offset);
+        if (found < 0 && errno == EINTR) continue;
+        if (found <= 0) return false;
+        dst += found;
+        offset += found;
+        nbytes -= (size_t)found;
+    }
+    return true;
 }
 
 // `count` runs of bytes, each `stride` behind the one before. Compilers make one move of a copy whose size they know.

@@ -12,6 +12,8 @@ bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside, bool *f
 enum { MOST_AXES = 64 };
 bool gather_guarded(void *dst, const void *src, int axes, const int64_t *shape, const int64_t *strides, size_t itemsize);
 void survive_bus_errors(void);
+// Read bytes of a file. False where it has no so many, or cannot be read.
+bool read_whole(int descriptor, int64_t offset, char *dst, size_t nbytes);
 // Have the system put pages under a range, whose contents stay. Returns 0, or why it has none (errno).
 int touch_pages(char *memory, size_t nbytes);
 

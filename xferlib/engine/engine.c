@@ -31,6 +31,7 @@
 #include "engine.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -103,6 +104,7 @@ struct job {
     size_t count;
     size_t piece, offset;        // Where the next part begins.
     size_t left;                 // Bytes that are in no part yet.
+    xe_file file;                // Its descriptor is this job's own; -1: there is none, or it is closed.
     void *after, *done;
     size_t started, issued, out; // Parts that were given a chunk; whose copies are in the stream; whose chunk is not back.
     size_t filling;              // Of those, how many are not filled yet.
@@ -579,6 +581,12 @@ static void have_copied(chunk *c) {
     wake(slices(c, &unused) - 1);
 }
 
+// Whether memory is a mapping of the job's file, from where on.
+static bool is_of_file(const job *j, const char *host, int64_t *offset) {
+    *offset = (int64_t)((uintptr_t)host - (uintptr_t)j->file.memory);
+    return j->file.descriptor >= 0 && *offset >= 0 && (uint64_t)*offset < j->file.nbytes;
+}
+
 // Without `mu`.
 static bool copy_range(const chunk *c, size_t from, size_t to, bool *fresh) {
     bool to_device = c->lane->direction == XE_H2D, whole = true;
@@ -588,11 +596,39 @@ static bool copy_range(const chunk *c, size_t from, size_t to, bool *fresh) {
         size_t begin = s.at < from ? from : s.at, end = s.at + s.nbytes < to ? s.at + s.nbytes : to;
         if (begin >= end) continue;
         char *host = s.host + (begin - s.at), *there = c->memory + begin;
+        int64_t offset;
         // What is read by a copy engine next stays in a cache; the caller's memory is read by nobody knows whom.
-        whole = to_device ? copy_guarded(there, host, end - begin, false, fresh)
-                          : copy_guarded(host, there, end - begin, true, fresh);
+        if (to_device && is_of_file(c->job, host, &offset)) whole = read_whole(c->job->file.descriptor, offset, there, end - begin);
+        else whole = to_device ? copy_guarded(there, host, end - begin, false, fresh)
+                               : copy_guarded(host, there, end - begin, true, fresh);
     }
     return whole;
+}
+
+// Where nobody reads a job's file any more, close it: whoever owns it may want it gone long before the job is forgotten. Lets go of
+// `mu` meanwhile.
+static void let_go_of_file(job *j) {
+    int descriptor = j->file.descriptor;
+    bool more = has_failed(j) ? j->touched > 0 : j->filling > 0 || !all_started(j);
+    if (descriptor < 0 || more) return;
+    j->file.descriptor = -1;
+    unlock();
+    close(descriptor);
+    lock();
+}
+
+// All of a chunk is copied, or no more of it is.
+static void copied(chunk *c) {
+    job *j = c->job;
+    if (has_failed(j) || c->state == LANDING) {
+        give_back(c);
+        return;
+    }
+    c->state = READY;
+    j->filling--;
+    push(&c->lane->ready, c);
+    look_at(j);
+    if (!c->lane->calls) pthread_cond_signal(&asked);
 }
 
 // Of a chunk that is in `uncopied`.
@@ -614,15 +650,8 @@ static void copy_slice(chunk *c) {
     if (!whole) fail(j, SIGBUS, c->lane->direction == XE_H2D ? "reading the source" : "writing the destination");
     // The last one goes on, and the rest of one that failed is not begun.
     if (--c->hands || c->begun < c->part_nbytes) return;
-    if (has_failed(j) || c->state == LANDING) {
-        give_back(c);
-        return;
-    }
-    c->state = READY;
-    j->filling--;
-    push(&c->lane->ready, c);
-    look_at(j);
-    if (!c->lane->calls) pthread_cond_signal(&asked);
+    copied(c);
+    let_go_of_file(j);
 }
 
 // Where a thread is, all without `mu`. Other functions are those of another device's library, and what was exchanged by them is set
@@ -1133,7 +1162,15 @@ static void shape(job *j) {
     j->small = w.piece == j->count;
 }
 
-int xe_submit(uint64_t id, uint32_t number, const xe_piece *pieces, size_t count, void *after, void *done) {
+static void free_job(job *j) {
+    if (j->file.descriptor >= 0) close(j->file.descriptor);
+    free(j->pieces);
+    free(j);
+}
+
+int xe_submit(
+    uint64_t id, uint32_t number, const xe_piece *pieces, size_t count, const xe_file *file, void *after, void *done
+) {
     if (count == 0 || count > SIZE_MAX / sizeof *pieces) return XE_WRONG;
     size_t nbytes = 0;
     for (size_t n = 0; n < count; n++) {
@@ -1149,6 +1186,9 @@ int xe_submit(uint64_t id, uint32_t number, const xe_piece *pieces, size_t count
     }
     memcpy(kept, pieces, count * sizeof *kept);
     *j = (job){.id = id, .pieces = kept, .count = count, .left = nbytes, .after = after, .done = done, .queued = true};
+    j->file = file ? *file : (xe_file){.descriptor = -1};
+    // Where the process may have no more of them, the mapping is read.
+    if (file) j->file.descriptor = fcntl(file->descriptor, F_DUPFD_CLOEXEC, 0);
     lock();
     lane *l = find_lane(number);
     job **place = place_of(id);
@@ -1165,11 +1205,9 @@ int xe_submit(uint64_t id, uint32_t number, const xe_piece *pieces, size_t count
         wake(1 + nbytes / LEAST_SLICE);
         fail_without_chunks(l);
         j = NULL;
-        kept = NULL;
     }
     unlock();
-    free(j);
-    free(kept);
+    if (j) free_job(j);
     return status;
 }
 
@@ -1288,8 +1326,7 @@ int xe_forget(uint64_t id) {
     if (status == XE_OK) *place = j->other;
     unlock();
     if (status != XE_OK) return status;
-    free(j->pieces);
-    free(j);
+    free_job(j);
     return XE_OK;
 }
 

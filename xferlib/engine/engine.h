@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define XE_VERSION 4
+#define XE_VERSION 5
 
 enum { XE_H2D, XE_D2H };
 
@@ -68,6 +68,15 @@ typedef struct {
     uint64_t block;
 } xe_piece;
 
+// A file, from its start, of which host memory that a job reads is a mapping. What lies there is read from the file: no pages have to
+// be found for the mapping, and a file that was cut off is a short read. `descriptor` is the caller's, and is needed for the call alone.
+typedef struct {
+    const void *memory;
+    uint64_t nbytes;
+    int32_t descriptor;
+    int32_t reserved;
+} xe_file;
+
 // What the owner of a lane without calls is asked to do, in order: if `first`, let the lane wait for what comes before the job;
 // copy; if `record`, record the chunk's event; if `last`, the job's. Then xe_answer for the chunk, once, after its last request.
 typedef struct {
@@ -104,8 +113,8 @@ int xe_add_chunk(uint32_t lane, uint64_t chunk, void *memory, size_t nbytes, uin
 int xe_take_chunk(uint32_t lane, uint64_t chunk);
 
 // Start a job. `after`: an event that the lane's stream waits for directly before the first copy; `done`: one that is recorded
-// directly behind the last. Both only for lanes with calls, and NULL for none. The pieces are copied.
-int xe_submit(uint64_t id, uint32_t lane, const xe_piece *pieces, size_t count, void *after, void *done);
+// directly behind the last. Both only for lanes with calls, and NULL for none. `file`: see xe_file; NULL for none. The pieces are copied.
+int xe_submit(uint64_t id, uint32_t lane, const xe_piece *pieces, size_t count, const xe_file *file, void *after, void *done);
 // Take back a job of which nothing has begun: as if it had failed. XE_NOT_YET: it has begun, and goes on.
 int xe_drop(uint64_t id);
 // Fail a job (ECANCELED), though it has begun. No more of it is begun or issued, and its event is not recorded any more; what is in

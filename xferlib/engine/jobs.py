@@ -17,6 +17,7 @@ from typing import Any, NoReturn, final
 from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, STAGED, STOPPED, UNKNOWN, library, quick
 from xferlib.errors import CapabilityError, TransferError, XferError
 from xferlib.forks import stayed
+from xferlib.memory.foreign import MappedFile
 from xferlib.protocol import Event, Source, Stream
 
 __all__ = ["Job", "next_id", "refuse_parents", "refuse_stream_wait"]
@@ -64,7 +65,7 @@ class Job:
     are used until then. `kept`: held until then. `sources`: arrays that it reads, held until they are staged. `device`: memory of
     the caller's that it reads there; `after`: an event that its lane waits for before its first copy; `beside`: an event that must
     be reached, too, before it is done; `event`: the event behind its last copy, once that is issued. `ours`: its result is in
-    memory of ours.
+    memory of ours. `file`: sources in the mapping of it are read from the file itself; until it is submitted.
     """
 
     __slots__ = (
@@ -77,6 +78,7 @@ class Job:
         "cause",
         "device",
         "event",
+        "file",
         "given_up",
         "holds",
         "id",
@@ -112,6 +114,7 @@ class Job:
         self.beside: Event | None = None
         self.event: Event | None = None
         self.ours = False
+        self.file: MappedFile | None = None
         self.kept: Any = None
         self.sources: Any = None
         self.cause: Exception | None = None

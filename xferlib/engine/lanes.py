@@ -21,7 +21,7 @@ import numpy as np
 from xferlib.engine.cores import usable_cores
 from xferlib.engine.dispatcher import DISPATCHER, Served
 from xferlib.engine.jobs import Job, next_id, refuse_parents
-from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, Piece, library, quick
+from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, File, Piece, library, quick
 from xferlib.errors import AllocationError, XferError
 from xferlib.latch import is_copy_thread
 from xferlib.memory.numa import node_near
@@ -154,10 +154,13 @@ class Lane:
         if self._served is not None:
             # First: it also ends the job where an interrupt comes between here and `abandon`.
             DISPATCHER.work(self._served)
-        status = quick().xe_submit(job.id, self._number, listed, len(pieces), after, done)
+        # From here on the engine has the file open, whoever closes it.
+        file = None if job.file is None else File(job.file.address, len(job.file), job.file.stream.fileno())
+        status = quick().xe_submit(job.id, self._number, listed, len(pieces), file, after, done)
         if status != OK:
             raise XferError("the interpreter ends" if status == STOPPED else f"the engine refused a transfer ({status})")
         job.submitted = True
+        job.file = None
 
     def feed(self, job: Job, nbytes: int, blocks: int) -> None:
         """Get chunks for a job of so many bytes, as far as the pool has room, and at least one. Raises `AllocationError`."""

@@ -31,6 +31,7 @@ __all__ = [
     "Calls",
     "EngineContext",
     "Figures",
+    "File",
     "Frame",
     "Piece",
     "Python",
@@ -46,7 +47,7 @@ OK, NOT_YET, FAILED, UNKNOWN, STOPPED, BUSY = 1, 0, -1, -2, -4, -5
 MOST_PIECES = 256
 """`XE_MOST_PIECES`."""
 
-VERSION = 4
+VERSION = 5
 FOLDER = Path(__file__).parent
 REBUILD = "Rebuild it: pip install -e . in a checkout, else pip install --force-reinstall xferlib"
 
@@ -101,6 +102,12 @@ class Piece(ctypes.Structure):
     """`xe_piece`."""
 
     _fields_ = (("host", _P), ("device", _U64), ("nbytes", _U64), ("block", _U64))
+
+
+class File(ctypes.Structure):
+    """`xe_file`."""
+
+    _fields_ = (("memory", _P), ("nbytes", _U64), ("descriptor", _I32), ("reserved", _I32))
 
 
 class Request(ctypes.Structure):
@@ -182,7 +189,7 @@ _SIGNATURES = {
     "xe_close_lane": (_I, (_U32,)),
     "xe_add_chunk": (_I, (_U32, _U64, _P, _N, _U64, _P)),
     "xe_take_chunk": (_I, (_U32, _U64)),
-    "xe_submit": (_I, (_U64, _U32, ctypes.POINTER(Piece), _N, _P, _P)),
+    "xe_submit": (_I, (_U64, _U32, ctypes.POINTER(Piece), _N, ctypes.POINTER(File), _P, _P)),
     "xe_abandon": (_I, (_U64,)),
     "xe_wait": (_I, (_U64, _I, _I64)),
     "xe_error": (_I, (_U64, ctypes.POINTER(_I32), ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(_I))),

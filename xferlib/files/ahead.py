@@ -1,5 +1,5 @@
-"""Files are read into the system's cache and mapped in front of the copies, and unmapped behind them, on threads: otherwise these
-wait for page faults, and whoever starts them for the system's tables.
+"""Files are read into the system's cache in front of the copies, and what was mapped of them is unmapped behind these, on threads:
+otherwise copies wait for the disk, and whoever starts them for the system's tables.
 
 It is advice to the system, and may come late or not at all: the copies are right without it.
 """
@@ -30,8 +30,6 @@ ADVISED = 128 << 10
 """Bytes that the system is asked to read at a time. What is above its own limit it ignores; this is the usual one."""
 NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 """Where the C library has no such flag the page is read, and nothing is asked for."""
-MADV_POPULATE_READ = 22
-"""Linux has it since 5.14: https://man7.org/linux/man-pages/man2/madvise.2.html"""
 # Unlike the method of `mmap` it does not keep the interpreter meanwhile.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -118,7 +116,7 @@ class ReadAhead:
 
 @final
 class Unmapping:
-    """Has the system forget where pages of stretches lie. Readers find them again.
+    """Has the system forget where pages of stretches lie, of arrays that are no file to the engine. Readers find them again.
 
     With pages of 4 KiB this takes 30 to 60 ms for each GiB: if it is left to the end, nothing is copied meanwhile, and whoever does
     it between two copies starts these late. So nobody waits for it: it goes on behind the end of a `with` that did not fail.
@@ -164,17 +162,13 @@ def _unmap(behind: _Behind, over: list[None]) -> None:
 
 
 def _read(stretch: Stretch, over: list[None]) -> None:
-    descriptor, start, nbytes, address = stretch
+    descriptor, start, nbytes, _ = stretch
     for block in range(start, start + nbytes, LOOK_EVERY):
         if over:
             return
-        end = min(block + LOOK_EVERY, start + nbytes)
         if _is_cached(descriptor, block):
-            # Where an interrupt has kept the `with` from its end it may come when other memory is there. That is read, and no more.
-            first = (address + block - start) // mmap.PAGESIZE * mmap.PAGESIZE
-            _madvise(first, address + end - start - first, MADV_POPULATE_READ)
             continue
-        for at in range(block, end, ADVISED):
+        for at in range(block, min(block + LOOK_EVERY, start + nbytes), ADVISED):
             os.posix_fadvise(descriptor, at, ADVISED, os.POSIX_FADV_WILLNEED)
 
 

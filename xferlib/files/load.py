@@ -1,7 +1,8 @@
 """Files of arrays to the device: what files hold is mapped into memory, not read, and put as it is.
 
-The files' pages are pageable memory to `put`, so files of any size pass through as much pinned memory as the stager may have. They
-are put piece by piece: while one is on its way, the system reads those behind it, and those before it are converted.
+The files' pages are pageable memory to `put`, so files of any size pass through as much pinned memory as the stager may have. The
+engine reads runs of bytes from the file straight into its chunks, and other parts through the mapping. Arrays are put piece by
+piece: while one is on its way, the system reads those behind it, and those before it are converted.
 """
 
 from __future__ import annotations

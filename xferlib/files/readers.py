@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import mmap
 import os
 import re
 import stat
@@ -28,6 +27,7 @@ from xferlib.files.ahead import Stretch
 from xferlib.files.formats import EXTENSIONS, INSTALL, PLAIN, SUFFIXES, VALUES
 from xferlib.files.names import ALONE
 from xferlib.memory.arrays import Array, address_of
+from xferlib.memory.foreign import mapped
 from xferlib.memory.limits import available_memory
 from xferlib.words import in_words
 
@@ -113,12 +113,12 @@ def opened(file: Path) -> Iterator[Reader]:
     with _opened(file) as stream:
         match suffix:
             case ".npy":
-                yield _Npy(file, stream.fileno(), stream)
+                yield _Npy(file, stream)
             case ".npz":
                 with _read(file, lambda: zipfile.ZipFile(stream)) as archive:
                     yield _Npz(file, archive)
             case _:
-                yield _Safetensors(file, stream.fileno())
+                yield _Safetensors(file, stream)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -166,10 +166,10 @@ def _check_kind(file: Path, mode: int) -> None:
 
 @final
 class _Pages:
-    """The pages of a file. The mapping lives as long as arrays over it; `descriptor` is open as long as the reader."""
+    """The pages of a file. The mapping lives as long as arrays over it; the stream is open as long as the reader."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
         self._raw: Array | None = None
         self._address = 0
 
@@ -178,11 +178,11 @@ class _Pages:
 
     def stretch(self, start: int, nbytes: int) -> Stretch:
         self._mapped()
-        return Stretch(self._descriptor, start, nbytes, self._address + start)
+        return Stretch(self._stream.fileno(), start, nbytes, self._address + start)
 
     def _mapped(self) -> Array:
         if self._raw is None:
-            raw = np.frombuffer(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
+            raw = mapped(self._stream)
             self._address = address_of(raw)
             self._raw = raw
         return self._raw
@@ -192,13 +192,13 @@ class _Pages:
 class _Npy:
     in_memory = False
 
-    def __init__(self, file: Path, descriptor: int, stream: IO[bytes]) -> None:
+    def __init__(self, file: Path, stream: IO[bytes]) -> None:
         self.file = file
         self.names: Sequence[str] = (ALONE,)
-        self._pages = _Pages(descriptor)
+        self._pages = _Pages(stream)
 
         def read() -> tuple[Array, int]:
-            shape, dtype, order, nbytes = _header(stream, os.fstat(descriptor).st_size)
+            shape, dtype, order, nbytes = _header(stream, os.fstat(stream.fileno()).st_size)
             return self._pages.array(shape, dtype, stream.tell(), nbytes, order), stream.tell()
 
         self._array, self._start = _read(file, read)
@@ -322,10 +322,10 @@ def _header(stream: IO[bytes], total: int) -> Header:
 class _Safetensors:
     in_memory = False
 
-    def __init__(self, file: Path, descriptor: int) -> None:
+    def __init__(self, file: Path, stream: IO[bytes]) -> None:
         self.file = file
-        self._pages = _Pages(descriptor)
-        self._tensors, self._metadata = _tensors(file, Path(f"/proc/self/fd/{descriptor}"))
+        self._pages = _Pages(stream)
+        self._tensors, self._metadata = _tensors(file, Path(f"/proc/self/fd/{stream.fileno()}"))
         self.names: Sequence[str] = tuple(self._tensors)
 
     def nbytes(self, name: str) -> int:

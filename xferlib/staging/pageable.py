@@ -24,6 +24,7 @@ from xferlib.latch import is_copy_thread
 from xferlib.ledger import Fill, Ledger
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, pieces
 from xferlib.memory.blocks import ALIGNMENT, PAGE
+from xferlib.memory.foreign import file_of
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.packing import PackedRun
 from xferlib.protocol import Event, HostStager, Source, Stream
@@ -173,6 +174,8 @@ class Staging:
         job = self._lanes[H2D].job(owner=threading.get_ident())
         job.sources, job.kept, job.memory = whole, until_started, [extent(leaf.array) for leaf in whole]
         try:
+            # Nobody borrows arrays of several files at once, so the first tells for all.
+            job.file = file_of(whole[0].array)
             self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes, len({leaf.block for leaf in whole}))
         except BaseException:
             job.given_up = True

@@ -590,6 +590,42 @@ MUTANTS = (
         "survives_a_file_that_is_cut_off",
     ),
     Mutant(
+        "a file is read through its mapping",
+        "if (to_device && is_of_file(c->job, host, &offset)) whole",
+        "if (to_device && !c && is_of_file(c->job, host, &offset)) whole",
+        "reads_a_file",
+    ),
+    Mutant(
+        "all memory of a job is a file's",
+        "j->file.descriptor >= 0 && *offset >= 0 && (uint64_t)*offset < j->file.nbytes;",
+        "j->file.descriptor >= 0;",
+        "reads_a_file",
+    ),
+    Mutant("a file is read from its start", "(int64_t)((uintptr_t)host - (uintptr_t)j->file.memory);", "0;", "reads_a_file"),
+    Mutant(
+        "a file is closed under those who read it",
+        "fcntl(file->descriptor, F_DUPFD_CLOEXEC, 0)",
+        "file->descriptor",
+        "reads_a_file",
+    ),
+    Mutant("a file stays open until its job is forgotten", "    let_go_of_file(j);\n", "", "reads_a_file"),
+    Mutant(
+        "a file of which nothing was read stays open", "if (j->file.descriptor >= 0) close(j->file.descriptor);", "", "reads_a_file"
+    ),
+    Mutant(
+        "a file is closed at its first part",
+        "if (descriptor < 0 || more) return;",
+        "if (descriptor < 0) return;",
+        "reads_a_file",
+    ),
+    Mutant(
+        "what a file does not have counts as read",
+        "        if (found <= 0) return false;\n",
+        "        if (found <= 0) return true;\n",
+        "reads_no_more_than_a_file_has",
+        file="copying.c",
+    ),
+    Mutant(
         "a file that is cut off ends the process",
         "    if (guarded && !sent) {\n",
         "    if (guarded && number == 0) {\n",

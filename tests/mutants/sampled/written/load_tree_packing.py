@@ -37,7 +37,7 @@ MUTANTS = [
     (AHEAD, "if _is_cached(descriptor, block):", "if False:"),
     (AHEAD, "        if self._thread is not None:\n            self._thread.join()", "        pass"),
     (AHEAD, "<= end + ADVISED", "<= -1"),
-    (AHEAD, "            _madvise(first, address + end - start - first, MADV_POPULATE_READ)\n", ""),
+    (AHEAD, "        _madvise(first, end - first, mmap.MADV_DONTNEED)\n", ""),
     (LOAD, "        self._behind(_stretches(piece), piece.reader)\n", ""),
     (DTYPES, 'dtype.kind == "f" or dtype.name in FLOATS', 'dtype.kind == "f"'),
     (FORMATS, '"C64": "complex64"', '"C64": "complex128"'),
