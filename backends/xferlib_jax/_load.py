@@ -6,6 +6,7 @@ The files are `xferlib.load`'s: this says where their arrays go.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, final, overload
 
@@ -13,8 +14,9 @@ import jax
 
 import xferlib
 from xferlib.typed import TreeT
+from xferlib.uninterrupted import uninterrupted
 from xferlib_jax._prefetch import checked_devices
-from xferlib_jax._sharded import BatchPlan, start, wait_for_all
+from xferlib_jax._sharded import BatchPlan, start, start_at_once, wait_for_all
 from xferlib_jax._spread import Array, plan_whole_leaf
 from xferlib_jax._stagers import Device, Hold, given, hold
 from xferlib_jax._trees import with_records
@@ -90,10 +92,13 @@ def load(
         )
     ordered = sorted(devices, key=lambda device: device.id)
     held = hold(ordered, keep=False) if stagers is None else given(stagers, ordered)
+    threads = ThreadPoolExecutor(len(ordered), "xferlib-jax-load")
     try:
-        puts = _Puts(held, rules, list(rules) if isinstance(sharding, Mapping) else [])
+        puts = _Puts(held, rules, list(rules) if isinstance(sharding, Mapping) else [], threads)
         return xferlib.load(path, puts, names=names, like=like, dtype=dtype, progress=progress)
     finally:
+        # If an interrupt comes before this, they end when nobody refers to them.
+        uninterrupted(threads.shutdown)
         held.release()
 
 
@@ -107,8 +112,9 @@ def _rules(sharding: Any) -> dict[str, Any]:
 class _Puts:
     """See `xferlib.files.load.Puts`."""
 
-    def __init__(self, held: Hold, rules: Mapping[str, Any], patterns: Sequence[str]) -> None:
+    def __init__(self, held: Hold, rules: Mapping[str, Any], patterns: Sequence[str], threads: Executor) -> None:
         self._stagers = held.stagers
+        self._threads = threads
         self._rules = rules
         self.backend = next(iter(held.stagers.values())).backend
         # Otherwise other processes need a part of each array.
@@ -122,7 +128,9 @@ class _Puts:
         for name, plan in plans.items():
             for device, pulled in plan.views([arrays[name]]).items():
                 views.setdefault(device, []).extend(pulled)
-        return _Started(plans, start(self._stagers, views, borrow=True))
+        if len(views) == 1:
+            return _Started(plans, start(self._stagers, views, borrow=True))
+        return _Started(plans, start_at_once(self._stagers, views, self._threads))
 
     def wait(self, arrays: list[Any]) -> None:
         jax.block_until_ready(arrays)

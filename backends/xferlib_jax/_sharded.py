@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias, final
 
@@ -17,7 +18,9 @@ import numpy as np
 
 import xferlib
 from xferlib.errors import ClosedError, XferError
+from xferlib.latch import Latch
 from xferlib.tree import rides_along
+from xferlib.uninterrupted import uninterrupted
 from xferlib_jax import _arrays
 from xferlib_jax._gather import gathers
 from xferlib_jax._globals import GlobalArrays
@@ -25,7 +28,7 @@ from xferlib_jax._spread import Array, LeafPlan, plan_leaf
 from xferlib_jax._stagers import Device, Hold
 from xferlib_jax._trees import with_records, without_records
 
-__all__ = ["BatchPlan", "ShardedPuts", "ShardedTransfer", "start", "wait_for_all"]
+__all__ = ["BatchPlan", "ShardedPuts", "ShardedTransfer", "start", "start_at_once", "wait_for_all"]
 
 KEPT_PLANS = 16
 NUMPY = {np.ndarray}
@@ -255,6 +258,48 @@ def start(
     except BaseException:
         wait_for_all(transfers.values())
         raise
+    return transfers
+
+
+def start_at_once(
+    stagers: Mapping[Device, xferlib.Stager], views: Mapping[Device, list[Array]], threads: Executor
+) -> dict[Device, xferlib.Transfer]:
+    """Start as `start` does, and borrow, with a thread for each device: the first put of a stager takes memory of the driver's, and
+    all of them memory of JAX's, for which no device is to wait until another one has its own."""
+    transfers: dict[Device, xferlib.Transfer] = {}
+    errors: list[BaseException | None] = []
+    ended = Latch()
+    owner: dict[None, str] = {}
+    # JAX keeps it for each thread.
+    wide = jax.config.jax_enable_x64
+
+    def put(device: Device) -> None:
+        with jax.enable_x64(wide):
+            transfers[device] = stagers[device].put(views[device], borrow=True)
+
+    def put_all() -> None:
+        try:
+            if owner.setdefault(None, "started") == "started":
+                begun = [threads.submit(put, device) for device in views]
+                errors.extend([one.exception() for one in begun])
+        finally:
+            ended.open()
+
+    try:
+        # No interrupt comes to those threads, and none between a transfer and its entry.
+        uninterrupted(put_all)
+        for error in errors:
+            if error is not None:
+                raise error
+    except BaseException:
+        # Whoever interrupts the wait for it waits all the same, unless it has not begun.
+        if owner.setdefault(None, "given up") == "started":
+            ended.wait()
+        wait_for_all(transfers.values())
+        raise
+    finally:
+        # They refer to this frame.
+        errors.clear()
     return transfers
 
 

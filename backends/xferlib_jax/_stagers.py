@@ -179,7 +179,11 @@ class _Shared:
             if not row.keeps:
                 self._forget(kept)
         self._watches.pop(number, None)
-        self._close(left)
+        if len(left) > 1:
+            # All at once, as they were opened: to give pinned memory back takes the driver a while.
+            uninterrupted(self._close_at_once, left)
+        else:
+            self._close(left)
         return idle
 
     def close(self) -> None:
@@ -225,6 +229,11 @@ class _Shared:
             # Each whatever the others raise.
             for number, stager in left.items():
                 steps.callback(self._close_one, number, stager)
+
+    def _close_at_once(self, left: Mapping[int, xferlib.Stager]) -> None:
+        with ThreadPoolExecutor(len(left), "xferlib-jax-close") as threads, ExitStack() as steps:
+            for one in [threads.submit(self._close_one, number, stager) for number, stager in left.items()]:
+                steps.callback(one.result)
 
     def _close_one(self, number: int, stager: xferlib.Stager) -> None:
         try:
