@@ -73,7 +73,7 @@ def load(
 
     Every byte is read once, and a process reads what its own devices need; under `jax.distributed` all processes see the files, and
     all of them load. What several devices of a process need crosses the bus once, as `prefetch` says, which needs a compilation for
-    each shape that is replicated. Parts that are no rows are copied by the calling thread alone.
+    each shape that is replicated. Parts that are no rows are copied by one thread for each device.
 
     `stagers` as for `prefetch`, all else as for `xferlib.load`: `.npy` gives an array. Raises as these do, and `ValueError` for an
     array that has no sharding, or one that cannot divide it, and for a pattern without effect.

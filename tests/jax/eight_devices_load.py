@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,81 @@ def test_what_fails_half_way_leaves_nothing(path: Path, stagers: tuple[Stager, .
     for stager in stagers:
         stager._ledger.wait_all()
         assert not stager._ledger.busy
+
+
+def slow_puts(monkeypatch: pytest.MonkeyPatch, before: Callable[[Stager], object]) -> None:
+    """Have each put of a load do something first, on the thread that it runs on."""
+    put = Stager.put
+
+    def told(stager: Stager, tree: Any, **options: Any) -> Any:
+        before(stager)
+        return put(stager, tree, **options)
+
+    monkeypatch.setattr(Stager, "put", told)
+
+
+def test_the_devices_are_put_to_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stager's first put takes memory of the driver's: none waits for another one's."""
+    array = RANDOM.random((512, 1024)).astype(np.float32)
+    np.save(tmp_path / "a.npy", array)
+    together = threading.Barrier(len(jax.devices()))
+    slow_puts(monkeypatch, lambda _: together.wait(20))
+    assert_is(xferlib_jax.load(tmp_path / "a.npy", over(("a", "b"))), array, over(("a", "b")))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("xferlib-jax-load")]
+
+
+def test_the_threads_have_the_callers_64_bit_types(tmp_path: Path) -> None:
+    array = RANDOM.random((512, 1024))
+    np.save(tmp_path / "a.npy", array)
+    with jax.enable_x64(True):
+        assert_is(xferlib_jax.load(tmp_path / "a.npy", over("a")), array, over("a"))
+
+
+def test_where_one_device_cannot_be_put_to_the_others_are_done_before_it_is_said(
+    path: Path, stagers: tuple[Stager, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(stager: Stager) -> None:
+        if stager is stagers[3]:
+            raise xferlib.AllocationError("no room on this one")
+
+    slow_puts(monkeypatch, refuse)
+    with pytest.raises(xferlib.AllocationError, match="no room on this one"):
+        xferlib_jax.load(path, RULES, stagers=stagers)
+    assert pulled(stagers) > 0
+    assert not any(stager._ledger.h2d.busy for stager in stagers)
+
+
+def test_an_interrupt_waits_for_puts_that_have_begun(
+    path: Path, stagers: tuple[Stager, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, interrupted, ended = threading.Event(), threading.Event(), []
+
+    def hold_up(stager: Stager) -> None:
+        if stager is stagers[5]:
+            inside.set()
+            assert interrupted.wait(20)
+            ended.append(stager)
+
+    def handle(*_: Any) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        assert inside.wait(20)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]  # It runs.
+
+    slow_puts(monkeypatch, hold_up)
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        other = threading.Thread(target=interrupt)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            xferlib_jax.load(path, RULES, stagers=stagers)
+        other.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended == [stagers[5]]
+    assert not any(stager._ledger.h2d.busy for stager in stagers)
 
 
 def test_a_pattern_without_effect_is_refused_before_anything_is_put(path: Path, stagers: tuple[Stager, ...]) -> None:

@@ -97,10 +97,7 @@ class DevicePool(Table):
         for size in map(size_class, sizes):
             number = self._count()
             held = ticket(self._returns.put, number)
-            row = self._alone(self._reuse, size, number, streams)
-            reserved = False
-            if row is None:
-                row, reserved = self._alone(self._make_room, size, number, streams)
+            row, reserved = self._alone(self._reuse_or_make_room, size, number, streams)
             if reserved:
                 row = self._grow(size, number, streams)
             if row is None:
@@ -244,6 +241,10 @@ class DevicePool(Table):
             else:
                 gc.collect()
                 collected = True
+
+    def _reuse_or_make_room(self, size: int, number: int, streams: Streams) -> tuple[BlockRow | None, bool]:
+        row = self._reuse(size, number, streams)
+        return self._make_room(size, number, streams) if row is None else (row, False)
 
     def _make_room(self, size: int, number: int, streams: Streams) -> tuple[BlockRow | None, bool]:
         """Lease a block whose readers the H2D stream waits for; or say whether one may be allocated; or doom others first."""
@@ -466,6 +467,8 @@ class DevicePool(Table):
 
     def _add_spares(self, size: int) -> None:
         """Take as many spares as blocks wait for their readers, but only a few: each one costs more than a small put does."""
+        if size > SPARE_NBYTES:
+            return
         behind = self._alone(lambda: len(self._idle.get(size, ())))
         for _ in range(min(behind, SPARES, SPARE_NBYTES // size)):
             if not self._add_spare(size):

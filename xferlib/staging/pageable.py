@@ -172,11 +172,12 @@ class Staging:
         if not whole:
             return BorrowedCopy(None, self._ledger.h2d.add(nbytes, (), (), until_started).event)
         job = self._lanes[H2D].job(owner=threading.get_ident())
-        job.sources, job.kept, job.memory = whole, until_started, [extent(leaf.array) for leaf in whole]
+        listed = [_piece(leaf) for leaf in whole]
+        job.sources, job.kept, job.memory = whole, until_started, [(host, size) for host, _, size, _ in listed]
         try:
             # Nobody borrows arrays of several files at once, so the first tells for all.
             job.file = file_of(whole[0].array)
-            self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes, len({leaf.block for leaf in whole}))
+            self._start(self._lanes[H2D], job, listed, nbytes, len({leaf.block for leaf in whole}))
         except BaseException:
             job.given_up = True
             job.abandon()

@@ -115,7 +115,7 @@ MUTANTS = [
     (LOAD, "    if type(value) is not type(like):", "    if False:"),
     (READERS, "        if not isinstance(values, dict):", "        if False:"),
     (LOAD, "    if held.alone and parts.spec is not None:", "    if False:"),
-    (READERS, 'Path(f"/proc/self/fd/{descriptor}")', "file"),
+    (READERS, 'Path(f"/proc/self/fd/{stream.fileno()}")', "file"),
     (READER, "            self._wait(self._after)\n", ""),
     (READER, "                self._wait(after)\n", ""),
     (READER, "event = self._d2h.add(total, (out,), sources)", "event = self._d2h.add(total, (), sources)"),

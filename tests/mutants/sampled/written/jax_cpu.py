@@ -61,7 +61,18 @@ MUTANTS = [
         "            arrays = [array[: slot.rows] for array in arrays[:1]] + arrays[1:]",
     ),
     (SHARDED, "        if not all(end.done() for end in self._ends):", "        if not self._ends[0].done():"),
-    (SHARDED, "        wait_for_all(transfers.values())\n        raise", "        raise"),
+    (
+        SHARDED,
+        "    except BaseException:\n        wait_for_all(transfers.values())\n        raise",
+        "    except BaseException:\n        raise",
+    ),
+    (SHARDED, "            ended.wait()\n        wait_for_all(transfers.values())\n", "            ended.wait()\n"),
+    (SHARDED, "            ended.wait()\n", "            pass\n"),
+    (
+        SHARDED,
+        "        with jax.enable_x64(wide):\n            transfers",
+        "        with jax.enable_x64(False):\n            transfers",
+    ),
     (SHARDED, "            return batch.ring.slots <= self._depth", "            return batch.ring.slots < self._depth"),
     (
         SHARDED,
