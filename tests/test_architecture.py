@@ -57,7 +57,7 @@ FLOORS = [
         f"xferlib.pipeline{part}"
         for part in ("", ".memory_estimate", ".phase_timer", ".ends", ".report", ".output_writer", ".workers.layout")
     },
-    {f"xferlib.pipeline.workers{part}" for part in ("", ".channel", ".memory", ".messages", ".executor", ".slots")},
+    {f"xferlib.pipeline.workers{part}" for part in ("", ".channel", ".memory", ".messages", ".slots")},
     {"xferlib.pipeline.workers.process"},
     {"xferlib.pipeline.workers.pool", "xferlib.pipeline.workers.worker"},
     {"xferlib.pipeline.workers.run"},

@@ -30,14 +30,8 @@ class Remains(Protocol):
         """Give back what nobody holds any more; tell whether anything is left. Called by the reaper alone, and may wait."""
 
 
-class Closable(Protocol):
-    """A stager, or something else that nobody closed."""
-
-    def close(self) -> None: ...
-
-
 _remains: dict[int, Remains] = {}
-_dropped: SimpleQueue[Closable | None] = SimpleQueue()
+_dropped: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
 _reaper: dict[None, object] = {}
 """Has an entry if the reaper runs, or is being started."""
 _over = False
@@ -62,15 +56,14 @@ def watch(remains: Remains) -> None:
     _dropped.put(None)
 
 
-def close_later(thing: Closable) -> None:
+def close_later(close: Callable[[], object]) -> None:
     """Close something that is being finalized. Called by its finalizer: puts it into a queue, and does nothing else."""
-    _dropped.put(thing)
+    _dropped.put(close)
 
 
-def closed_when_dropped(thing: Closable) -> object:
-    """Return a ticket: when its last reference is gone, the reaper closes the thing. No reference may lead from that to the
-    ticket."""
-    return ticket(_dropped.put, thing)
+def closed_when_dropped(close: Callable[[], object]) -> object:
+    """Return a ticket: when its last reference is gone, the reaper calls this. No reference may lead from that to the ticket."""
+    return ticket(_dropped.put, close)
 
 
 def _run() -> None:
@@ -79,7 +72,7 @@ def _run() -> None:
         with suppress(Empty):
             dropped = _dropped.get(timeout=SETTLE_EVERY_SECONDS if _remains else None)
             if dropped is not None:
-                _attempt(dropped.close)
+                _attempt(dropped)
             del dropped
         for key, remains in _remains.copy().items():
             if not _over and not _attempt(remains.settle):

@@ -94,7 +94,7 @@ class Stager:
         self._closing = threading.RLock()
         self._parts = parts = Parts(backend)
         # First: whatever happens from here on, the parts that there are by then are given back.
-        self._ticket: object = closed_when_dropped(parts)
+        self._ticket: object = closed_when_dropped(parts.close)
         self.backend = backend
         self._failures = parts.failures
         self._capabilities = backend.capabilities
@@ -473,7 +473,7 @@ class Stager:
         `SourceRewrittenError` at the end, if there is one that nobody was told of.
         """
         if self._entered:
-            close_later(self)
+            close_later(self.close)
             return
         for wait in before_closing:
             wait()

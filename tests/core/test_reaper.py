@@ -104,13 +104,8 @@ def test_what_a_table_raises_is_said_and_the_others_are_settled() -> None:
 def test_nothing_that_a_table_raises_ends_the_reaper(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch, *, told: bool
 ) -> None:
-    class Raises:
-        def close(self) -> None:
-            raise error
-
-    class Closed:
-        def close(self) -> None:
-            closed.set()
+    def raises() -> None:
+        raise error
 
     def refuse(arguments: object) -> None:
         raise RuntimeError("no")
@@ -118,8 +113,8 @@ def test_nothing_that_a_table_raises_ends_the_reaper(
     closed = threading.Event()
     monkeypatch.setattr(threading, "excepthook", (lambda arguments: None) if told else refuse)
     reaper.start_reaper()
-    reaper.close_later(Raises())
-    reaper.close_later(Closed())
+    reaper.close_later(raises)
+    reaper.close_later(closed.set)
     assert closed.wait(5)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import weakref
 
 import pytest
 
-from tests.core.fakes import WATCHDOG, on_thread, succeeds
+from tests.core.fakes import WATCHDOG, on_thread, succeeds, until
 from xferlib.uninterrupted import start_thread, uninterrupted
 
 
@@ -109,3 +110,22 @@ def test_what_an_uninterrupted_call_returns_or_raises_comes_back() -> None:
         uninterrupted(fail)
     # Interrupts come to the main thread alone.
     assert on_thread(lambda: uninterrupted(threading.get_ident) == threading.get_ident()).result(WATCHDOG)
+
+
+def test_an_error_of_a_call_comes_back_and_is_gone_when_it_is_dropped() -> None:
+    class OwnError(Exception):
+        pass
+
+    def fail() -> None:
+        raise OwnError
+
+    gc.disable()
+    try:
+        with pytest.raises(OwnError) as caught:
+            uninterrupted(fail)
+        left = weakref.ref(caught.value)
+        del caught
+        # The thread lets go of it behind its answer. The collector never comes: it could come to nobody's help.
+        assert until(lambda: left() is None)
+    finally:
+        gc.enable()

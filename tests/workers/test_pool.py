@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -34,17 +34,9 @@ class Played:
         return -9
 
 
-class Executor:
-    """Calls on the spot."""
-
-    def call(self, what: Callable[[], Any]) -> Any:
-        return what()
-
-
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    played: Any = Executor()
-    pool = WorkerPool(lambda: pytest.fail("nobody is to be started"), played)
+    pool = WorkerPool(lambda: pytest.fail("nobody is to be started"))
     with closing(pool.wakeup):
         yield pool
 

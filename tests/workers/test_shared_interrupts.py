@@ -26,7 +26,10 @@ from tests.workers.conftest import descriptors, first
 from xferlib.pipeline.workers.process import Worker
 from xferlib.pipeline.workers.shared_ring import SharedRing
 
-SHARED = tuple(f"workers/{name}.py" for name in ("channel", "pool", "memory", "process", "shared_ring", "run", "executor", "slots"))
+SHARED = (
+    "xferlib/uninterrupted.py",
+    *(f"workers/{name}.py" for name in ("channel", "pool", "memory", "process", "shared_ring", "run", "slots")),
+)
 SPEC = (64, np.int64)
 ALARMS = int(os.environ.get("XFERLIB_ALARMS", "12"))
 """Each costs a process."""

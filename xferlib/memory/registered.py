@@ -51,7 +51,7 @@ class Pin:
         Raises `XferError` in a finalizer on a thread that makes the copies, where some are in flight: it would wait for itself.
         """
         if self._open and self._pins.entered:
-            close_later(self)
+            close_later(self.close)
         elif self._open:
             # If this is interrupted or refused, it may be called again.
             self._pins.remove(self._number)

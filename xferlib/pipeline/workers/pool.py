@@ -10,13 +10,12 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, final
 
 from xferlib.errors import WorkerDiedError
-from xferlib.pipeline.workers.executor import Executor
 from xferlib.pipeline.workers.messages import Order
 from xferlib.pipeline.workers.process import Answer, Worker, ended
+from xferlib.uninterrupted import uninterrupted
 
 __all__ = ["Exit", "WakeupFd", "WorkerPool"]
 
@@ -68,19 +67,21 @@ class Exit(NamedTuple):
 
 @final
 class WorkerPool:
-    """Worker processes. One thread at a time, the one that has `lock`; what starts and ends them runs on the executor.
+    """Worker processes. One thread at a time, the one that has `lock`; they are started and ended where no interrupt comes.
 
     If `torn` is true, a thread was interrupted while it had the lock: then nothing here is known to be whole, and `mend` must
     follow.
     """
 
-    def __init__(self, start: Callable[[], Worker], executor: Executor) -> None:
+    def __init__(self, start: Callable[[], Worker]) -> None:
         self.lock = threading.Lock()
         self.torn = False
         self.wakeup = WakeupFd()
         self._start = start
-        self._executor = executor
         self._workers: list[Worker] = []
+        self._changing = threading.RLock()
+        """Held while processes are started or ended: after an interrupt another thread may still be at that."""
+        self._closed = False
         self._failed_starts = 0
         self._cannot_start: str | None = None
 
@@ -98,7 +99,7 @@ class WorkerPool:
                 'A program that uses workers starts below: if __name__ == "__main__"'
             )
         if len(self._workers) < count:
-            self._executor.call(partial(self._start_up_to, count))
+            uninterrupted(self._start_up_to, count)
 
     def pick(self, count: int) -> Worker | None:
         """Return the one of the first `count` workers that has least to do; None if all have enough."""
@@ -143,17 +144,18 @@ class WorkerPool:
 
     def mend(self) -> None:
         """Kill all workers: what they and their parent know of each other was cut by an interrupt."""
-        self._executor.call(partial(self._dismiss, 0))
+        uninterrupted(self._dismiss, 0.0)
 
     def close(self, patience: float) -> None:
-        """End all workers; kill those that do not within so many seconds. On the executor. Twice is fine."""
+        """End all workers; kill those that do not within so many seconds. On a thread that no interrupt comes to. Twice is fine."""
+        self._closed = True
         self._dismiss(patience)
         self.wakeup.close()
 
     def forget(self) -> None:
         """Let go of everything in a forked child: the workers are the parent's."""
         # It may have been forked in the middle of a step: nothing is to be mended here, and nobody would do it.
-        self.lock, self.torn = threading.Lock(), False
+        self.lock, self.torn, self._closed = threading.Lock(), False, True
         for worker in self._workers:
             worker.disconnect()
             worker.exit_file.close()
@@ -173,11 +175,12 @@ class WorkerPool:
         return heard
 
     def _start_up_to(self, count: int) -> None:
-        while len(self._workers) < count:
-            self._workers.append(self._start())
+        with self._changing:
+            while not self._closed and len(self._workers) < count:
+                self._workers.append(self._start())
 
     def _take_out(self, worker: Worker) -> Exit:
-        code = self._executor.call(partial(self._end, worker))
+        code = uninterrupted(self._end, worker)
         words = ended(code)
         if not worker.ready:
             self._failed_starts += 1
@@ -187,14 +190,17 @@ class WorkerPool:
         return Exit(f"worker {worker.pid} {words}", lost, tuple(worker.assigned))
 
     def _end(self, worker: Worker) -> int | None:
-        code = worker.end(EXIT_SECONDS)
-        self._workers.remove(worker)
-        return code
+        with self._changing:
+            # If not, the caller was interrupted, and all were killed since.
+            code = worker.end(EXIT_SECONDS) if worker in self._workers else None
+            self._workers = [other for other in self._workers if other is not worker]
+            return code
 
     def _dismiss(self, patience: float) -> None:
-        for worker in self._workers:
-            worker.disconnect()
-        deadline = time.monotonic() + patience
-        while self._workers:
-            self._workers[-1].end(max(0.0, deadline - time.monotonic()))
-            self._workers.pop()
+        with self._changing:
+            for worker in self._workers:
+                worker.disconnect()
+            deadline = time.monotonic() + patience
+            while self._workers:
+                self._workers[-1].end(max(0.0, deadline - time.monotonic()))
+                self._workers.pop()

@@ -1,6 +1,6 @@
 """One worker process, as its parent sees it.
 
-It is started and ended on the ring's executor, where no interrupt comes; the rest is the iterating thread's.
+It is started and ended where no interrupt comes; the rest is the iterating thread's.
 """
 
 from __future__ import annotations

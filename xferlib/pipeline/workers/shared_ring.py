@@ -12,6 +12,7 @@ import pickle
 import pickletools
 import reprlib
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -25,7 +26,6 @@ from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError
 from xferlib.forks import forget_in_child, leave, stayed
 from xferlib.memory.registered import Pin
 from xferlib.pipeline.one_pass import known_length
-from xferlib.pipeline.workers.executor import Executor
 from xferlib.pipeline.workers.layout import SlotLayout
 from xferlib.pipeline.workers.memory import SharedMemory
 from xferlib.pipeline.workers.messages import Begin
@@ -34,8 +34,10 @@ from xferlib.pipeline.workers.process import Worker
 from xferlib.pipeline.workers.run import OnDeath, Run
 from xferlib.pipeline.workers.slots import Slots
 from xferlib.pipeline.workers.worker import serve
+from xferlib.reaper import closed_when_dropped
 from xferlib.stager import Stager, check_stager
 from xferlib.typed import TreeT_co
+from xferlib.uninterrupted import start_thread, uninterrupted
 from xferlib.words import counted, in_words
 
 __all__ = ["SharedRing"]
@@ -46,7 +48,8 @@ FINISHING = 1.0
 
 @final
 class _Holdings:
-    """What a ring takes from the system and gives back, on the executor. It refers to no ring, so that a ring can be dropped."""
+    """What a ring takes from the system and gives back, where no interrupt comes. It refers to no ring, so that a ring can be
+    dropped."""
 
     def __init__(self, stager: Stager, layout: SlotLayout, slots: int) -> None:
         self.words = ""
@@ -57,34 +60,46 @@ class _Holdings:
         self._layout = layout
         self._slots = slots
         self._pin: Pin | None = None
+        self._closed = False
+        self._changing = threading.RLock()
+        """Held by `open` and `close`: after an interrupt of one, another thread may still be at it."""
 
-    def open(self, executor: Executor) -> tuple[WorkerPool, Slots]:
+    def open(self) -> tuple[WorkerPool, Slots]:
         """Take everything but the workers. Raises `AllocationError`; `close` must follow then, too."""
         layout, slots = self._layout, self._slots
-        self.memory = memory = SharedMemory(slots * layout.nbytes)
-        if self._stager.capabilities.register:
-            try:
-                self._pin = self._stager.pin(memory.raw)
-            except AllocationError as error:
-                error.add_note(f"for {counted(slots, 'slot')} of {in_words(layout.nbytes)}. Use fewer or smaller slots")
-                raise
-        self.pool = pool = WorkerPool(partial(Worker, serve, (memory.descriptor, layout.whole, layout.nbytes, slots)), executor)
-        return pool, Slots(memory.raw, layout, slots)
+        with self._changing:
+            if self._closed:
+                raise ClosedError("nobody waits for this ring any more")
+            self.memory = memory = SharedMemory(slots * layout.nbytes)
+            if self._stager.capabilities.register:
+                try:
+                    self._pin = self._stager.pin(memory.raw)
+                except AllocationError as error:
+                    error.add_note(f"for {counted(slots, 'slot')} of {in_words(layout.nbytes)}. Use fewer or smaller slots")
+                    raise
+            self.pool = pool = WorkerPool(partial(Worker, serve, (memory.descriptor, layout.whole, layout.nbytes, slots)))
+            return pool, Slots(memory.raw, layout, slots)
 
     def close(self) -> None:
         """Give everything back. Twice is fine; what was refused may be tried again."""
-        with ExitStack() as steps:
-            # Last in, first out.
-            if self.memory is not None:
-                steps.callback(self.memory.close)
-            if self._pin is not None:
-                steps.callback(self._pin.close)
-            if self.pool is not None:
-                steps.callback(self.pool.close, FINISHING)
-        self.memory = self.pool = self._pin = None
+        with self._changing:
+            self._closed = True
+            with ExitStack() as steps:
+                # Last in, first out.
+                if self.memory is not None:
+                    steps.callback(self.memory.close)
+                if self._pin is not None:
+                    steps.callback(self._pin.close)
+                if self.pool is not None:
+                    steps.callback(self.pool.close, FINISHING)
+            self.memory = self.pool = self._pin = None
 
     def dropped(self) -> None:
-        """Close what nobody has closed, and say so."""
+        """Close what nobody has closed, on a thread of its own: the reaper has more to do than wait for workers."""
+        if not self._closed or self.memory is not None:
+            start_thread(threading.Thread(target=self._close_dropped, name="xferlib-workers", daemon=True), self._close_dropped)
+
+    def _close_dropped(self, refused: object = None) -> None:
         try:
             if self.pool is not None:
                 warnings.warn(f"{self.words} was never closed. Use it as a context manager", ResourceWarning, 2)
@@ -93,6 +108,7 @@ class _Holdings:
 
     def forget(self) -> None:
         """Let go of everything in a forked child."""
+        self._changing = threading.RLock()
         leave(self._pin)
         if self.memory is not None:
             self.memory.close()
@@ -132,13 +148,11 @@ class SharedRing(Generic[TreeT_co]):
         self._run: weakref.ref[Run[TreeT_co]] | None = None
         self._holdings = holdings = _Holdings(stager, layout, slots)
         holdings.words = repr(self)
-        self._executor = executor = Executor(holdings.dropped)
-        self._ticket = executor.start()
+        self._ticket = closed_when_dropped(holdings.dropped)
         try:
-            self._pool, self._places = executor.call(partial(holdings.open, executor))
+            self._pool, self._places = uninterrupted(holdings.open)
         except BaseException:
-            executor.call(holdings.close)
-            executor.end()
+            uninterrupted(holdings.close)
             raise
         forget_in_child(self)
 
@@ -227,8 +241,7 @@ class SharedRing(Generic[TreeT_co]):
         self._end(ClosedError("this ring is closed. Make another SharedRing"))
         self._pool.wakeup.wake()
         with self._pool.lock:
-            self._executor.call(self._holdings.close)
-            self._executor.end()
+            uninterrupted(self._holdings.close)
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
