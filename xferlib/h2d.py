@@ -94,14 +94,11 @@ class HostToDevice:
         sources = self._host.leaves(leaves)
         if sources is None:
             sources = [checked_at(spec, index, self._host.leaf, leaf) for index, leaf in enumerate(leaves)]
-        if into is None:
-            if borrow and sum([array.nbytes for array, address in sources if address is None]) >= BORROW_FROM_NBYTES:
-                return self._borrowed(sources, spec, stream)
-            if not borrow:
-                self._warning.put(sources, spec)
-            return self._fresh(sources, spec, stream)
-        self._warning.put(sources, spec, into=True)
-        return self._into(sources, spec, into, stream)
+        if borrow and sum([array.nbytes for array, address in sources if address is None]) >= BORROW_FROM_NBYTES:
+            return self._borrowed(sources, spec, stream)
+        if not borrow:
+            self._warning.put(sources, spec, into=into is not None)
+        return self._many(sources, spec, into, stream)
 
     # A tree of small pageable arrays, without a look at each, and without the lists that `start` makes: for hundreds of leaves
     # these would take longer than the copies.
@@ -169,8 +166,8 @@ class HostToDevice:
 
     # One array, without the lists that `start` makes: they would take half of the time of a small transfer.
 
-    def one(self, array: Array, stream: object | None, borrow: object, spec: Spec = None) -> Transfer:
-        """Put one array into fresh memory. `spec`: the tree whose only array it is."""
+    def one(self, array: Array, stream: object | None, borrow: object, spec: Spec = None, into: Any = None) -> Transfer:
+        """Put one array into fresh memory, or `into` one of the caller's. `spec`: the tree whose only array it is."""
         # All in line: two calls fewer save a twentieth of the time.
         if array.dtype not in self._dtypes:
             self._host.check_dtype(array.dtype)
@@ -180,61 +177,41 @@ class HostToDevice:
             if borrow and nbytes >= BORROW_FROM_NBYTES:
                 return self._borrowed([(array, address)], spec, stream)
             if not borrow and self._warning.concerns(nbytes):
-                self._warning.one(array, spec)
-        if stream is not None:
-            self._backend.check_stream(stream)
-        streams: Streams = {}
-        block, lease = self._blocks.lease(nbytes, streams)
-        if address:
-            try:
-                self._copy_h2d(block.address, address, nbytes)
-                event = self._h2d.add(nbytes, (array,)).event
-            except BaseException:
-                self._h2d.settle((array, lease), (array,))
-                raise
-        else:
-            found = self._stage_one(block.address, array, (), lease) if address is None else None
-            event = self._begin([block.address], [(array, address)], (0,), lease, ()) if found is None else found
-        try:
-            value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=lease)
-            if spec is not None:
-                value = unflatten(spec, (value,))
-            transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._table)
-            if address:
-                transfer._in_place = True
+                self._warning.one(array, spec, into=into is not None)
+        places: tuple[Source, ...] = ()
+        target: Any
+        if into is None:
             if stream is not None:
-                transfer.stream_wait(stream)
-            return transfer
-        except BaseException:
-            self._h2d.wait(event)
-            raise
-
-    def one_into(self, array: Array, target: Any, stream: object | None) -> Transfer:
-        """Put one array into one of the caller's."""
-        # As in `one`.
-        if array.dtype not in self._dtypes:
-            self._host.check_dtype(array.dtype)
-        address = self._address(array)
-        nbytes = array.nbytes
-        if address is None and self._warning.concerns(nbytes):
-            self._warning.one(array, into=True)
-        self._check_target(target, array)
-        place = self._as_target(target, stream)
-        places = (place,)
-        if not self._ledger.has_no_readers and self._may_have_readers():
-            self._order_after_users(place)
+                self._backend.check_stream(stream)
+            streams: Streams = {}
+            block, target = self._blocks.lease(nbytes, streams)
+            to, name = block.address, streams.__setitem__
+        else:
+            self._check_target(into, array)
+            target = self._as_target(into, stream)
+            places = (target,)
+            if not self._ledger.has_no_readers and self._may_have_readers():
+                self._order_after_users(target)
+            to, name = target.address, partial(self._name, places)
         if address:
             try:
-                self._copy_h2d(place[0], address, nbytes)
+                self._copy_h2d(to, address, nbytes)
                 event = self._h2d.add(nbytes, (array,), places).event
             except BaseException:
-                self._h2d.settle((array, place), (array,), places)
+                self._h2d.settle((array, target), (array,), places)
                 raise
         else:
-            found = self._stage_one(place[0], array, places, place) if address is None else None
-            event = self._begin([place[0]], [(array, address)], (0,), place, places) if found is None else found
+            found = self._stage_one(to, array, places, target) if address is None else None
+            event = self._begin([to], [(array, address)], (0,), target, places) if found is None else found
         try:
-            transfer = Transfer(target, event, self._failures, False, partial(self._name, places), self._table)
+            value = into
+            if into is None:
+                value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=target)
+                if spec is not None:
+                    value = unflatten(spec, (value,))
+            transfer = Transfer(value, event, self._failures, False, name, self._table)
+            if address:
+                transfer._in_place = True
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -247,14 +224,28 @@ class HostToDevice:
         for place in places:
             note_reader(place, stream, self._blocks)
 
-    def _into(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
-        places = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
-        if self._may_have_readers():
-            for place in places:
-                self._order_after_users(place)
-        event = self._begin([place.address for place in places], sources, range(len(places)), places, places)
+    def _many(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
+        """Put a tree, as `one` puts one array."""
+        places: list[Source] = []
+        if into is None:
+            if stream is not None:
+                self._backend.check_stream(stream)
+            streams: Streams = {}
+            packing = self._packings.of(sources)
+            leases = self._leases(packing, streams)
+            addresses = packing.addresses([block.address for block, _ in leases])
+            event = self._begin(addresses, sources, packing.numbers, leases, ())
+        else:
+            places = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
+            if self._may_have_readers():
+                for place in places:
+                    self._order_after_users(place)
+            event = self._begin([place.address for place in places], sources, range(len(places)), places, places)
         try:
-            transfer = Transfer(into, event, self._failures, False, partial(self._name, places), self._table)
+            value = self._made(packing, leases, spec, event) if into is None else into
+            name = streams.__setitem__ if into is None else partial(self._name, places)
+            transfer = Transfer(value, event, self._failures, False, name, self._table)
+            transfer._in_place = any(map(_ADDRESS, sources))
             if stream is not None:
                 transfer.stream_wait(stream)
             return transfer
@@ -278,25 +269,6 @@ class HostToDevice:
             raise
         check_apart([(place.address, place.nbytes) for place in places], "into")
         return places
-
-    def _fresh(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
-        if stream is not None:
-            self._backend.check_stream(stream)
-        streams: Streams = {}
-        packing = self._packings.of(sources)
-        leases = self._leases(packing, streams)
-        addresses = packing.addresses([block.address for block, _ in leases])
-        event = self._begin(addresses, sources, packing.numbers, leases, ())
-        try:
-            value = self._made(packing, leases, spec, event)
-            transfer = Transfer(value, event, self._failures, False, streams.__setitem__, self._table)
-            transfer._in_place = any(map(_ADDRESS, sources))
-            if stream is not None:
-                transfer.stream_wait(stream)
-            return transfer
-        except BaseException:
-            self._h2d.wait(event)
-            raise
 
     def _borrowed(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
         """Put a tree and borrow its pageable leaves, which threads of ours copy after this has returned."""

@@ -295,10 +295,8 @@ class Stager:
             before = sources and sources.look(tree, borrow=borrow is True)
             if type(tree) is not np.ndarray:
                 transfer = self._puts.start(tree, into, stream, borrow)
-            elif into is None:
-                transfer = self._puts.one(tree, stream, borrow)
             else:
-                transfer = self._puts.one_into(tree, into, stream)
+                transfer = self._puts.one(tree, stream, borrow, None, into)
             if started:
                 self._note_put(tree, started, borrow)
             return before.watch(transfer) if before else transfer

@@ -11,8 +11,8 @@ PUTS, GETS, TRANSFER, STAGER, CHECKS, MAPPED = (
 MUTANTS = [
     (
         PUTS,
-        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        block, lease = self._blocks.lease(nbytes",
-        "        streams: Streams = {}\n        block, lease = self._blocks.lease(nbytes",
+        "            if stream is not None:\n                self._backend.check_stream(stream)\n            streams: Streams = {}\n            block, target = self._blocks.lease(nbytes",
+        "            streams: Streams = {}\n            block, target = self._blocks.lease(nbytes",
     ),
     (
         PUTS,
@@ -37,8 +37,8 @@ MUTANTS = [
     (PUTS, "if event is not None and ledger.place == self._ledger.place:\n", "if event is not None:\n"),
     (
         PUTS,
-        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        packing = self._packings.of(sources)\n        leases = self._leases(packing, streams)\n        addresses = packing.addresses([block.address for block, _ in leases])\n        event",
-        "        streams: Streams = {}\n        packing = self._packings.of(sources)\n        leases = self._leases(packing, streams)\n        addresses = packing.addresses([block.address for block, _ in leases])\n        event",
+        "            if stream is not None:\n                self._backend.check_stream(stream)\n            streams: Streams = {}\n            packing = self._packings.of(sources)\n            leases",
+        "            streams: Streams = {}\n            packing = self._packings.of(sources)\n            leases",
     ),
     (
         PUTS,
@@ -47,8 +47,8 @@ MUTANTS = [
     ),
     (
         PUTS,
-        "            for place in places:\n                self._order_after_users(place)\n        event",
-        "            self._order_after_users(places[0])\n        event",
+        "                for place in places:\n                    self._order_after_users(place)\n            event",
+        "                self._order_after_users(places[0])\n            event",
     ),
     (
         PUTS,
@@ -87,7 +87,7 @@ MUTANTS = [
     (PUTS, '        check_apart([(place.address, place.nbytes) for place in places], "into")\n', ""),
     (GETS, "self._d2h.settle((sources, outs), outs, sources)", "self._d2h.settle(outs)"),
     (GETS, "settle((source, out), (out,), (source,))", "settle((source, out))"),
-    (PUTS, "settle((array, lease), (array,))", "settle((array, lease))"),
+    (PUTS, "settle((array, target), (array,), places)", "settle((array, target), (), places)"),
     (TRANSFER, "            self._make = None\n", "            pass\n"),
     (
         TRANSFER,
