@@ -1,5 +1,5 @@
 """A point that one thread reaches and others wait for. An interrupt leaves it whole. And what else threads owe each other:
-to give way, and not to wait for copies on a thread that makes them.
+to give way, to take what has failed for over, and not to wait for copies on a thread that makes them.
 
 `threading.Event` and `threading.Condition` are written in Python: an interrupt (Ctrl-C) inside their `wait` or `set` may leave
 their lock held for ever, and hang whoever comes next. Here every change is one call of C or one assignment.
@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from _thread import allocate_lock
+from collections.abc import Callable
 from typing import Final, final
 
-__all__ = ["SLICE_SECONDS", "Latch", "give_way", "is_copy_thread", "note_copy_thread"]
+__all__ = ["SLICE_SECONDS", "Latch", "give_way", "is_copy_thread", "is_over", "note_copy_thread"]
 
 SLICE_SECONDS: Final = 0.05
 """How long a thread waits at a time: a signal that comes a moment before the wait does not wake it."""
@@ -22,12 +23,20 @@ GIVE_WAY_SECONDS: Final = 20e-6
 
 
 def give_way() -> None:
-    """Let other threads have the interpreter. For threads of ours that work on thousands of arrays.
+    """Let other threads have the interpreter, in the middle of work on thousands of arrays or of a call that maps much memory.
 
     Else a thread that launches work would wait for it, up to 5 ms each time that it asks for it. To release it for a moment is not
     enough: whoever waits has to wake up first.
     """
     time.sleep(GIVE_WAY_SECONDS)
+
+
+def is_over(done: Callable[[], bool], failures: type[Exception] | tuple[type[Exception], ...] = Exception) -> bool:
+    """Tell whether something is done, or has failed: whoever holds the transfer is told of that. Other errors are raised."""
+    try:
+        return done()
+    except failures:
+        return True
 
 
 @final

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, final
 from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, STAGED, STOPPED, UNKNOWN, library, quick
 from xferlib.errors import CapabilityError, TransferError, XferError
 from xferlib.forks import stayed
+from xferlib.latch import is_over
 from xferlib.memory.foreign import MappedFile
 from xferlib.protocol import Event, Source, Stream
 
@@ -175,7 +176,7 @@ class Job:
 
     def is_copied(self) -> bool:
         """Tell whether the device has made every copy."""
-        return self.has_come(ISSUED) and self.event is not None and _is_over(self.event)
+        return self.has_come(ISSUED) and self.event is not None and is_over(self.event.done)
 
     def reached(self) -> bool:
         """Tell whether nothing of the job is under way any more, failed or not. Never blocks."""
@@ -243,11 +244,3 @@ _OWN = {
     "every chunk of the lane is lost": "nobody can know when the device is done with earlier copies",
 }
 """Failures in the engine itself, by where they happen."""
-
-
-def _is_over(event: Event) -> bool:
-    try:
-        return event.done()
-    except Exception:
-        # Its transfer says so to whoever asks.
-        return True

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast, final
 from xferlib.errors import TransferError
 from xferlib.forks import forget_in_child, leave
 from xferlib.in_flight import meet
+from xferlib.latch import is_over
 from xferlib.memory.arrays import Array, address_of
 from xferlib.protocol import Event, HostStager, MapsMemory, Stream
 from xferlib.tickets import Returns
@@ -94,7 +95,8 @@ class Views:
         if not self.busy:
             return False
         self._fence_ended()
-        gone = [self._fenced.pop(number, None) for number, (_, event) in self._fenced.copy().items() if self._is_over(event)]
+        fenced = self._fenced.copy().items()
+        gone = [self._fenced.pop(number, None) for number, (_, event) in fenced if is_over(event.done, self._failures)]
         # What is let go of now may run foreign finalizers, which may come back here.
         return any(gone)
 
@@ -162,12 +164,6 @@ class Views:
             return
         if event is not None:
             self._fenced[number] = (view.memory, event)
-
-    def _is_over(self, event: Event) -> bool:
-        try:
-            return event.done()
-        except self._failures:
-            return True
 
     def _wait(self, event: Event) -> None:
         with suppress(*self._failures):

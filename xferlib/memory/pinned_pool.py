@@ -26,7 +26,7 @@ import numpy as np
 
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
-from xferlib.latch import is_copy_thread
+from xferlib.latch import give_way, is_copy_thread
 from xferlib.ledger import PinnedHolders
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import ALIGNMENT, PAGE, HostBlock, PoolRequest, Usage, WhenFull, check_when_full, round_up
@@ -55,9 +55,6 @@ through chunks."""
 MOST_LOOKS = 100
 """How often it is looked for room that staging would give back, though nothing is seen in flight, before it is said that there is
 none: other threads may use their memory again and again, each time just when they are asked."""
-GIVE_WAY_SECONDS = 0.0001
-"""How long a get that takes much new memory leaves the interpreter to others in the middle. A thread that launches would get its
-turn only after the switch interval, 5 ms, and behind each of its calls again."""
 
 
 _NEW = tuple.__new__
@@ -167,10 +164,10 @@ class PinnedPool(Table):
                     found[result.place] = _array(row, result.ticket, *wanted[result.place])
         counted = bool(lacking) and self._alone(self._count_unlocked, lacking)
         if counted:
-            time.sleep(GIVE_WAY_SECONDS)
+            give_way()
             # If this call is interrupted, all rows go back with their tickets.
             rows = uninterrupted(self._map_unlocked, lacking)
-            time.sleep(GIVE_WAY_SECONDS)
+            give_way()
             for result, row in zip(lacking, rows, strict=False):
                 found[result.place] = _array(row, result.ticket, *wanted[result.place])
         return [self.empty(*one) if array is None else array for one, array in zip(wanted, found, strict=True)]

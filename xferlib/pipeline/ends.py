@@ -5,8 +5,11 @@ Whoever only waits must not hold the device arrays: their memory could not be us
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol, final
 
+from xferlib.latch import is_over
 from xferlib.ledger import all_ledgers, all_views
 from xferlib.memory.mapped import Views
 from xferlib.transfer import Transfer
@@ -14,14 +17,10 @@ from xferlib.transfer import Transfer
 __all__ = ["End", "Users", "end_of"]
 
 
-class Pending(Protocol):
-    """Something that is over at some time, and can be asked."""
+class End(Protocol):
+    """A point that is reached when a transfer is done. Raises `TransferError` if that failed."""
 
     def done(self) -> bool: ...
-
-
-class End(Pending, Protocol):
-    """A point that is reached when a transfer is done. Raises `TransferError` if that failed."""
 
     def synchronize(self) -> None: ...
 
@@ -44,48 +43,29 @@ class Users:
     def done(self) -> bool:
         """Tell whether none of them uses it any more, failed or not. Never blocks."""
         # A new list: a finalizer may ask, too, while this goes through the old one.
-        self._left = [use for use in self._left if not _is_over(use)]
+        self._left = [use for use in self._left if not is_over(use)]
         return not self._left
 
 
-@final
-class _Use:
-    """The use of memory by device views that live, and by the work on them."""
-
-    def __init__(self, views: Views, address: int, nbytes: int) -> None:
-        self._views = views
-        self._address = address
-        self._nbytes = nbytes
-
-    def done(self) -> bool:
-        """Tell whether the views are gone, and the work on them is done."""
-        # In this order: the work on a view that goes meanwhile is in the second.
-        if self._views.held(self._address, self._nbytes):
-            return False
-        return all(map(_is_over, self._views.readers(self._address, self._nbytes)))
+def _is_unseen(views: Views, address: int, nbytes: int) -> bool:
+    """Tell whether the device views of some memory are gone, and the work on them is done."""
+    # In this order: the work on a view that goes meanwhile is in the second.
+    return not views.held(address, nbytes) and all(is_over(event.done) for event in views.readers(address, nbytes))
 
 
-def _users_of(address: int, nbytes: int) -> list[Pending]:
-    """Return copies and views, each of which is done no sooner than its use is over.
+def _users_of(address: int, nbytes: int) -> list[Callable[[], bool]]:
+    """Return what tells of each copy and each view whether it is done: no sooner than its use is over.
 
     A view that lives is not done, and nobody can wait for it.
     """
-    users: list[Pending] = []
+    users: list[Callable[[], bool]] = []
     for ledger in all_ledgers():
         ledger.reap()
-        users += [entry.event for entry in ledger.entries() if entry.uses_host(address, nbytes)]
-        users += ledger.jobs.using([(address, nbytes)])
+        users += [entry.event.done for entry in ledger.entries() if entry.uses_host(address, nbytes)]
+        users += [job.done for job in ledger.jobs.using([(address, nbytes)])]
     for views in all_views():
         # In this order: a view that goes meanwhile is in the second.
         if views.held(address, nbytes):
-            users.append(_Use(views, address, nbytes))
-        users += views.readers(address, nbytes)
+            users.append(partial(_is_unseen, views, address, nbytes))
+        users += [event.done for event in views.readers(address, nbytes)]
     return users
-
-
-def _is_over(use: Pending) -> bool:
-    try:
-        return use.done()
-    except Exception:
-        # Whoever holds the transfer is told of its failure.
-        return True

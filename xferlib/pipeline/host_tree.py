@@ -20,6 +20,7 @@ from xferlib.checks import uncopied, whole_number
 from xferlib.engine.jobs import Job
 from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.in_flight import Entry, uses
+from xferlib.latch import is_over
 from xferlib.ledger import Reading, all_ledgers, wait_for_others
 from xferlib.memory.arrays import Array, address_of, check_dtype, host_array
 from xferlib.memory.blocks import ALIGNMENT, round_up
@@ -112,7 +113,7 @@ class HostTree:
         end, number = transfer.end, next(self._numbers)
         for name in wanted:
             fetches = self._fetches[name]
-            for earlier in [earlier for earlier, other in list(fetches.items()) if _is_over(other)]:
+            for earlier in [earlier for earlier, other in list(fetches.items()) if is_over(other.done, TransferError)]:
                 fetches.pop(earlier, None)
             fetches[number] = end
         return transfer
@@ -396,10 +397,3 @@ def _read_only(array: Array) -> Array:
     view = array[...]
     view.flags.writeable = False
     return view
-
-
-def _is_over(transfer: Transfer[None]) -> bool:
-    try:
-        return transfer.done()
-    except TransferError:
-        return True

@@ -16,6 +16,7 @@ import numpy as np
 
 from xferlib.checks import check_iterable, uncopied, whole_number
 from xferlib.errors import AllocationError, ClosedError, XferError
+from xferlib.latch import is_over
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.idle_blocks import size_class
 from xferlib.packing import Packing
@@ -294,7 +295,7 @@ class _Starter:
             while len(self._recent) >= self._depth:
                 # Otherwise a consumer that takes batches as fast as they come would have them all under way.
                 oldest = self._recent[0]
-                if not _is_over(oldest):
+                if not is_over(oldest.done, XferError):
                     clock.turn("copy")
                     _wait_for(oldest.synchronize)
                     clock.turn("start")
@@ -360,14 +361,6 @@ class _Starter:
             self.bill = MemoryEstimate((device,))
         self._puts.check_room(tree, self._depth, self._count)
         self._fits = True
-
-
-def _is_over(end: End) -> bool:
-    try:
-        return end.done()
-    except XferError:
-        # As below.
-        return True
 
 
 def _wait_for(wait: Callable[[], None]) -> None:

@@ -105,14 +105,14 @@ MUTANTS = (
     Mutant(
         "a slot is handed out while another stager reads it",
         "xferlib/pipeline/ends.py",
-        "users += [entry.event for entry in ledger.entries() if entry.uses_host(address, nbytes)]",
+        "users += [entry.event.done for entry in ledger.entries() if entry.uses_host(address, nbytes)]",
         "users += []",
     ),
     Mutant("a slot is handed out under a view of it", "xferlib/pipeline/ends.py", "if views.held(address, nbytes):", "if False:"),
     Mutant(
         "a slot is handed out while work on a view of it goes on",
         "xferlib/pipeline/ends.py",
-        "users += views.readers(address, nbytes)",
+        "users += [event.done for event in views.readers(address, nbytes)]",
         "users += []",
     ),
     Mutant(

@@ -91,7 +91,7 @@ MUTANTS = [
     (DRAIN, "                failed = failed or error", "                failed = error"),
     (
         ENDS,
-        "        users += ledger.jobs.using([(address, nbytes)])\n",
+        "        users += [job.done for job in ledger.jobs.using([(address, nbytes)])]\n",
         "",
     ),
     (DRAIN, "and self._drain.pending <= self._drain.depth:", "and self._drain.pending < self._drain.depth:"),
@@ -114,7 +114,7 @@ MUTANTS = [
     (PREFETCH, "        if in_place:\n", "        if True:\n"),
     (PREFETCH, "started._in_place, started._staged", "False, started._staged"),
     (PREFETCH, "started._in_place, started._staged", "started._in_place, True"),
-    (PREFETCH, "if not _is_over(oldest):", "if False:"),
+    (PREFETCH, "if not is_over(oldest.done, XferError):", "if False:"),
     (PREFETCH, "put(batch, unshared=unshared)", "put(batch, unshared=True)"),
     (
         HOST,
