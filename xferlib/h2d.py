@@ -18,7 +18,7 @@ from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalize
 from xferlib.engine.jobs import Job
 from xferlib.errors import CapabilityError
 from xferlib.in_flight import uses
-from xferlib.ledger import Fill, Ledger, all_ledgers
+from xferlib.ledger import Ledger, all_ledgers
 from xferlib.memory.arrays import Array
 from xferlib.memory.device_pool import DevicePool, Lease, note_reader
 from xferlib.memory.host import HostLeaf, HostMemory
@@ -398,23 +398,14 @@ class HostToDevice:
         """
         pinned: list[Array] = []
         staged: list[Placed] = []
-        fills: list[Fill] = []
         try:
             nbytes = self._copy_pinned(addresses, sources, blocks, pinned, staged)
-            if staged:
-                self._staging.stage(staged, fills, target)
+            event = self._staging.stage(staged, nbytes, pinned, places, target) if staged else None
             # Staged leaves are the caller's again as soon as they are staged; pinned ones are not.
-            event = self._h2d.add(nbytes, pinned, places, fills[-1].memory if fills else None).event
+            return self._h2d.add(nbytes, pinned, places).event if event is None else event
         except BaseException:
-            self._h2d.settle((pinned, target, fills[-1].memory if fills else None), pinned, places)
+            self._h2d.settle((pinned, target), pinned, places)
             raise
-        finally:
-            if fills:
-                # As in `BounceBuffers`.
-                fill = fills[-1]
-                fill.memory, fill.over = None, True
-                self._ledger.jobs.remove(fill)
-        return event
 
     def _copy_pinned(
         self,

@@ -202,7 +202,7 @@ def test_a_finalizer_that_asks_while_others_are_asked_hides_none_of_them(monkeyp
                 assert not users.done()
             return self.over
 
-    monkeypatch.setattr(ends, "_users_of", lambda address, nbytes: [Asked(over=False), Asked(over=True)])
+    monkeypatch.setattr(ends, "_users_of", lambda address, nbytes: [Asked(over=False).done, Asked(over=True).done])
     users = ends.Users(0, 1)
     assert not users.done()
 

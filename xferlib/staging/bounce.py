@@ -62,25 +62,33 @@ class BounceBuffers:
         """Those that are free, or soon will be, in the order in which they were used. A rush of puts needs more blocks: their slots
         are used once, and do not come back here as long as there are others."""
 
-    def __call__(self, part: Part, nbytes: int = 0, places: Sequence[Source] = (), target: object = None) -> Event:
+    def __call__(
+        self,
+        part: Part,
+        nbytes: int = 0,
+        places: Sequence[Source] = (),
+        target: object = None,
+        pinned: Sequence[Array] = (),
+    ) -> Event:
         """Start the copy of a part, and enter it as in flight; its arrays are free on return.
 
         `nbytes`: so many are counted; none if the caller counts them. `places`: see `Entry.device`. `target` is kept, too, if
-        nobody can say when the copy ends.
+        nobody can say when the copy ends. `pinned`: arrays whose copies were started before, and are in flight until this one is
+        done.
         """
         fills: list[Fill] = []
         try:
             size, (address, memory, _, kept) = self._take(part.nbytes, fills)
             self._start(part, address, memory)
             # Whoever finds no slot asks which copies are done with theirs.
-            number, event = self._h2d.add(nbytes, (), places, memory, looked=True)[:2]
+            number, event = self._h2d.add(nbytes, pinned, places, memory, looked=not pinned)[:2]
             if kept:
                 self._slots[size].append((address, memory, number, True))
         except BaseException:
-            self._h2d.settle((target, fills[-1].memory if fills else None), (), places)
+            self._h2d.settle((target, pinned, fills[-1].memory if fills else None), pinned, places)
             raise
         finally:
-            # As in `begin`.
+            # If the copy fails, this frame lives as long as the exception.
             memory = None  # type: ignore[assignment]  # Nobody uses it after this.
             if fills:
                 fill = fills[-1]
@@ -88,19 +96,6 @@ class BounceBuffers:
                 fill.memory, fill.over = None, True
                 self._jobs.remove(fill)
         return event
-
-    def begin(self, part: Part, fills: list[Fill]) -> None:
-        """Start the copy of a part; its arrays are free on return.
-
-        The caller must next enter the memory of the last of `fills` as in flight, and then end that fill, whatever is raised. The
-        fills before it are over.
-        """
-        _, (address, memory, _, _) = self._take(part.nbytes, fills)
-        try:
-            self._start(part, address, memory)
-        finally:
-            # If the copy fails, this frame lives as long as the exception.
-            del memory
 
     def release(self) -> bool:
         """Give idle slots back to the pool, and tell whether there were any."""
@@ -129,7 +124,7 @@ class BounceBuffers:
                     raise _cut_off()
                 self._copy_h2d(part.address + at, address + at, piece)
         finally:
-            # As in `begin`.
+            # As in `__call__`.
             del memory
 
     def _copy_each(self, arrays: Sequence[Array], memory: Array) -> None:
@@ -141,7 +136,7 @@ class BounceBuffers:
                     raise _cut_off()
                 end += array.nbytes
         finally:
-            # As in `begin`.
+            # As in `__call__`.
             del memory
 
     def _take(self, nbytes: int, fills: list[Fill]) -> tuple[int, Slot]:
@@ -189,7 +184,7 @@ class BounceBuffers:
                 block = self._pool.try_take(nbytes, lambda: self._jobs.add(fill))
                 if block is not None:
                     memory = np.asarray(block)
-                    # Those of an earlier block may be gone: what enters a copy together with others does not bring its slot back.
+                    # Those of an earlier block may be gone: what fails does not bring its slot back.
                     kept = not any(slot[3] for slot in self._slots[size].copy())
                     # Before those that are in use.
                     self._slots[size].extendleft(

@@ -21,7 +21,7 @@ from xferlib.engine.native import D2H, H2D, ISSUED, STAGED
 from xferlib.errors import XferError
 from xferlib.in_flight import uses
 from xferlib.latch import is_copy_thread
-from xferlib.ledger import Fill, Ledger
+from xferlib.ledger import Ledger
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, pieces
 from xferlib.memory.blocks import ALIGNMENT, PAGE
 from xferlib.memory.foreign import file_of
@@ -70,11 +70,20 @@ class Staging:
             Lane(D2H, backend, pool, ledger.jobs.d2h, nbytes=nbytes, most=most),
         )
 
-    def stage(self, leaves: Sequence[Placed], fills: list[Fill], target: object = None) -> None:
-        """Start the copies of pageable arrays; their memory is free on return.
+    def stage(
+        self,
+        leaves: Sequence[Placed],
+        total: int,
+        pinned: Sequence[Array] = (),
+        places: Sequence[Source] = (),
+        target: object = None,
+    ) -> Event | None:
+        """Start the copies of pageable arrays; their memory is free on return. Return the event behind all copies of the put, which
+        is entered as in flight; None: the caller is to enter one.
 
-        Bytes between leaves of one block, up to the next multiple of 256, may be overwritten. `fills`: see `BounceBuffers.begin`.
-        `target`: what they are copied to. A job keeps it while it may start copies, though whoever waits for it is interrupted.
+        Bytes between leaves of one block, up to the next multiple of 256, may be overwritten. `total`: bytes of the put; `pinned`:
+        its arrays whose copies are started; `places`: see `Entry.device`. `target`: what is copied to. A job keeps it while it may
+        start copies, though whoever waits for it is interrupted.
         """
         self._count(len(leaves))
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
@@ -84,11 +93,10 @@ class Staging:
             # event.
             for part in parts[:-1]:
                 self._bounce(part)
-            self._bounce.begin(parts[-1], fills)
-            return
+            return self._bounce(parts[-1], total, places, target, pinned)
         whole = self._bounce_odd(leaves)
         if not whole:
-            return
+            return None
         job = self._job(whole, target)
         try:
             self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes, len({leaf.block for leaf in whole}))
@@ -97,6 +105,7 @@ class Staging:
             job.given_up = True
             self.give_up(job)
             raise
+        return None
 
     def stage_run(self, run: PackedRun, address: int, arrays: Sequence[Array], target: object) -> Event | None:
         """Start the copy of the pageable arrays of a run, to this address. They are free on return, and the bytes between them are
@@ -171,17 +180,12 @@ class Staging:
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if not whole:
             return BorrowedCopy(None, self._ledger.h2d.add(nbytes, (), (), until_started).event)
-        job = self._lanes[H2D].job(owner=threading.get_ident())
         listed = [_piece(leaf) for leaf in whole]
-        job.sources, job.kept, job.memory = whole, until_started, [(host, size) for host, _, size, _ in listed]
-        try:
-            # Nobody borrows arrays of several files at once, so the first tells for all.
-            job.file = file_of(whole[0].array)
-            self._start(self._lanes[H2D], job, listed, nbytes, len({leaf.block for leaf in whole}))
-        except BaseException:
-            job.given_up = True
-            job.abandon()
-            raise
+        # Nobody borrows arrays of several files at once, so the first tells for all.
+        file = file_of(whole[0].array)
+        job = self._job(whole, until_started)
+        job.memory, job.file = [(host, size) for host, _, size, _ in listed], file
+        self._start(self._lanes[H2D], job, listed, nbytes, len({leaf.block for leaf in whole}))
         self._ledger.h2d.nbytes += nbytes
         return BorrowedCopy(job)
 
@@ -210,13 +214,8 @@ class Staging:
         if not self._lanes[D2H].has_chunks or self._small_gets.is_missed:
             # Memory is page-locked now in any case, or comes back from where it was lost, or from others.
             self._small_gets.prepare()
-        try:
-            listed = [(address_of(array), address, array.nbytes, 0) for address, array in whole]
-            self._start(self._lanes[D2H], job, listed, nbytes, 1)
-        except BaseException:
-            job.given_up = True
-            job.abandon()
-            raise
+        listed = [(address_of(array), address, array.nbytes, 0) for address, array in whole]
+        self._start(self._lanes[D2H], job, listed, nbytes, 1)
         self._ledger.d2h.nbytes += nbytes
         return job
 
@@ -274,10 +273,15 @@ class Staging:
             self.leaves += leaves
 
     def _start(self, lane: Lane, job: Job, pieces: Pieces, nbytes: int, blocks: int) -> None:
-        # Until somebody asks, a job that has ended refers to what it should have copied.
-        self._ledger.jobs.reap()
-        lane.submit(job, pieces)
-        lane.feed(job, nbytes, blocks)
+        try:
+            # Until somebody asks, a job that has ended refers to what it should have copied.
+            self._ledger.jobs.reap()
+            lane.submit(job, pieces)
+            lane.feed(job, nbytes, blocks)
+        except BaseException:
+            job.given_up = True
+            job.abandon()
+            raise
 
     def _bounce_odd(self, leaves: Sequence[Placed]) -> list[Placed]:
         """Start the copies of arrays that the engine cannot read, and return the rest.

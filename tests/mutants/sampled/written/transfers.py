@@ -58,12 +58,12 @@ MUTANTS = [
     (PUTS, "event = self._h2d.add(nbytes, (array,), places)", "event = self._h2d.add(nbytes, (array,), ())"),
     (
         PUTS,
-        "event = self._h2d.add(nbytes, pinned, places, ",
-        "event = self._h2d.add(nbytes, pinned[-1:], places, ",
+        "return self._h2d.add(nbytes, pinned, places).event",
+        "return self._h2d.add(nbytes, pinned[-1:], places).event",
     ),
     (
         PUTS,
-        "            self._h2d.settle((pinned, target, fills[-1].memory if fills else None), pinned, places)\n",
+        "            self._h2d.settle((pinned, target), pinned, places)\n",
         "",
     ),
     (
