@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, final
 
 import numpy as np
 
@@ -37,16 +37,6 @@ CHECKSUM_PIECE_NBYTES = 4096
 """Bytes that are summed at a time: a difference is found to this precision."""
 READ_NBYTES = 256 * CHECKSUM_PIECE_NBYTES
 """Bytes of a file that are copied at a time, to be summed."""
-
-
-class _Checkable(Protocol):
-    """A transfer, as far as it is looked at here."""
-
-    _check: Check | None
-    _event: Any
-
-
-T = TypeVar("T", bound=_Checkable)
 
 
 def wanted(debug: bool | None) -> bool:
@@ -76,7 +66,7 @@ def verify_done() -> None:
             put.verify()
 
 
-def watch_get(transfer: T) -> T:
+def watch_get(transfer: Any) -> Any:
     """Have sources verified when this get is done: often nothing else tells that the puts before it are done, too."""
     transfer._check = Check(None)
     return transfer
@@ -240,7 +230,7 @@ class Put:
         self._where = where
         self._borrow = borrow
 
-    def watch(self, transfer: T) -> T:
+    def watch(self, transfer: Any) -> Any:
         """Have the sources verified when the transfer, which was started by this put, is done."""
         self._event = transfer._event
         transfer._check = check = Check(self)

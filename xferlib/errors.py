@@ -6,6 +6,8 @@ What a framework raises is translated in one place (`Stager`), always with the f
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 __all__ = [
     "AllocationError",
     "BackendUnavailableError",
@@ -19,7 +21,10 @@ __all__ = [
     "WorkerDiedError",
     "WorkerError",
     "XferError",
+    "anew",
 ]
+
+ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
 class XferError(Exception):
@@ -74,3 +79,8 @@ class SynchronousTransferWarning(RuntimeWarning):
 
     Shown once for each line that starts such transfers, as Python shows warnings. `stager(..., strict=True)` raises instead.
     """
+
+
+def anew(error: ErrorT) -> ErrorT:
+    """Return a new error like one that is kept: several threads may be refused at once, and an exception carries one traceback."""
+    return type(error)(*error.args)

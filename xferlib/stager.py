@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from functools import partial
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeAlias, final, overload
+from typing import Any, Literal, TypeAlias, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ from xferlib.checks import (
 )
 from xferlib.d2h import DeviceToHost
 from xferlib.debug import Sources, wanted, watch_get
-from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
+from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError, anew
 from xferlib.forks import forget_in_child, stayed
 from xferlib.h2d import HostToDevice
 from xferlib.ledger import DeviceHolders, Ledger, PinnedHolders
@@ -195,8 +195,7 @@ class Stager:
         the caches stay free for other work. Reading it on the CPU takes a hundred times as long, so it is no target for `get`.
         Raises `CapabilityError` where the backend has none.
         """
-        if self._refusal is not None:
-            self._refuse()
+        self._check_open()
         if write_combined and not self._capabilities.write_combined:
             raise lacking(self.backend, "write_combined", "has no write-combined memory. Leave write_combined out")
         wanted = np.dtype(dtype)
@@ -217,8 +216,7 @@ class Stager:
         Raises `CapabilityError` where the backend cannot; `ValueError` for memory that is locked already, not contiguous, or a
         writable shared mapping of a file on disk; `AllocationError` where the limit has no room or the driver refuses.
         """
-        if self._refusal is not None:
-            self._refuse()
+        self._check_open()
         if not self._capabilities.register:
             raise CapabilityError(f"backend {self.name!r} cannot page-lock memory of yours. Use stager.empty_pinned(...) instead")
         return self._pins.add(array)
@@ -236,8 +234,7 @@ class Stager:
         Raises `CapabilityError` where the backend has no such views, `ValueError` for memory that is not pinned, not contiguous in
         C order, or read-only.
         """
-        if self._refusal is not None:
-            self._refuse()
+        self._check_open()
         if not self._capabilities.mapped:
             raise lacking(self.backend, "mapped", "gives the device no view of host memory. Copy it with put")
         if stream is not None:
@@ -276,12 +273,7 @@ class Stager:
         mode `SourceRewrittenError` for an earlier put whose transfer nobody holds any more.
         Raises `TransferError` if a copy could not be started; nothing of it is under way then.
         """
-        if self._refusal is not None:
-            self._refuse()
-        if not self._finalizers:
-            refuse_finalizers(self.backend)
-        if stream is not None:
-            self._check_stream(stream)
+        self._admit(stream)
         if borrow and borrow is not True and borrow != "staged":
             raise ValueError(f"borrow={borrow!r}: expected False, True or 'staged'")
         if borrow and into is not None:
@@ -337,12 +329,7 @@ class Stager:
 
         Raises as `put` does.
         """
-        if self._refusal is not None:
-            self._refuse()
-        if not self._finalizers:
-            refuse_finalizers(self.backend)
-        if stream is not None:
-            self._check_stream(stream)
+        self._admit(stream)
         started = perf_counter_ns() if LOG.on else 0
         try:
             transfer = self._gets.start(tree, out, stream)
@@ -368,12 +355,7 @@ class Stager:
 
         Raises as `get` does, and `CapabilityError` for a snapshot that the backend cannot make.
         """
-        if self._refusal is not None:
-            self._refuse()
-        if not self._finalizers:
-            refuse_finalizers(self.backend)
-        if stream is not None:
-            self._check_stream(stream)
+        self._admit(stream)
         try:
             return self._gets.reader(tree, stream, snapshot=snapshot)
         except XferError:
@@ -429,8 +411,7 @@ class Stager:
         nothing. Memory that the driver refuses to lock is pageable; the driver is asked once more when it is handed out again.
         Raises nothing about failed transfers, but `XferError` in a finalizer that would wait for the call that it runs inside.
         """
-        if self._refusal is not None:
-            self._refuse()
+        self._check_open()
         if self._entered:
             # Other threads may wait for a lock of ours in the middle of their transfers, and this would wait for those transfers.
             raise XferError("a finalizer would wait for the call that it runs inside of. Ask from ordinary code")
@@ -443,8 +424,7 @@ class Stager:
         On CUDA the driver does so when the device has nothing to do. Until then, transfers and kernels that other threads start
         have to wait (seen on an H200, driver 580).
         """
-        if self._refusal is not None:
-            self._refuse()
+        self._check_open()
         if not self._entered:
             uninterrupted(self._trim)
 
@@ -509,8 +489,7 @@ class Stager:
 
     def check_stream(self, stream: object) -> None:
         """Raise what naming this stream to a transfer would raise, and do nothing else."""
-        if self._refusal is not None:
-            self._refuse()
+        self._check_open()
         try:
             self._check_stream(stream)
             self.backend.check_stream(stream)
@@ -522,10 +501,19 @@ class Stager:
         state = ("" if self._sources is None else ", debug") + ("" if self._refusal is None else ", closed")
         return f"<Stager {self.name!r} on {self.device}{state}>"
 
-    def _refuse(self) -> NoReturn:
-        assert self._refusal is not None
-        # A new one each time: several threads may be refused at once, and an exception carries one traceback.
-        raise type(self._refusal)(*self._refusal.args)
+    def _admit(self, stream: object | None) -> None:
+        """Refuse a transfer where the stager is closed, or the parent's; where a finalizer asks, and the framework does not survive
+        that; and for a stream that cannot be named."""
+        if self._refusal is not None:
+            raise anew(self._refusal)
+        if not self._finalizers:
+            refuse_finalizers(self.backend)
+        if stream is not None:
+            self._check_stream(stream)
+
+    def _check_open(self) -> None:
+        if self._refusal is not None:
+            raise anew(self._refusal)
 
     def _check_stream(self, stream: object) -> None:
         refuse_bare_zero(stream)

@@ -18,7 +18,7 @@ from _thread import get_ident
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, Protocol, TypeVar, TypeVarTuple, final
+from typing import Any, NoReturn, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError
 from xferlib.tickets import Returns
@@ -30,15 +30,7 @@ ROOM_LOOK_SECONDS = 0.0005
 """How often a waiting thread looks whether another one is done with memory that it takes or gives back."""
 
 T = TypeVar("T")
-EnteredT = TypeVar("EnteredT", bound="Entered")
 Arguments = TypeVarTuple("Arguments")
-
-
-class Entered(Protocol):
-    """Memory that a table has."""
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 @final
@@ -141,7 +133,7 @@ class Table(ABC):
         if not self.entered:
             uninterrupted(self._trim)
 
-    def _counted(self, entered: dict[int, EnteredT]) -> int:
+    def _counted(self, entered: dict[int, Any]) -> int:
         """Return the bytes of what is entered and of what the driver is being asked for. Takes no lock."""
         # One call: other threads change both meanwhile. What is just being entered is in both under one number, and counts once.
         return sum([memory.nbytes for memory in (self._growing | entered).values()])

@@ -24,7 +24,7 @@ import numpy as np
 
 from xferlib.checks import checked_at, package_of, shorten, uncopied, whole_number
 from xferlib.debug import verify_done
-from xferlib.errors import AllocationError, ClosedError, TransferError
+from xferlib.errors import ClosedError, TransferError
 from xferlib.ledger import reap_all
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import HostBlock
@@ -38,7 +38,7 @@ from xferlib.tickets import Returns
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of, unflatten
 from xferlib.typed import TreeT_co
-from xferlib.words import counted, in_words
+from xferlib.words import counted
 
 __all__ = ["Ring", "Slot"]
 
@@ -81,7 +81,7 @@ class Ring(Generic[TreeT_co]):
         self.stager = stager
         self.slots = slots
         self.bill = MemoryEstimate((Charge("pinned", slots, layout.nbytes, "slots"),))
-        self._check(stager)
+        layout.check_room(slots, stager.stats().pinned_limit_nbytes)
         self._words = layout.in_words
         """The arrays of a slot, for people."""
         self._memory = {index: stager.empty_pinned(layout.nbytes, np.uint8) for index in range(slots)}
@@ -267,16 +267,6 @@ class Ring(Generic[TreeT_co]):
             RuntimeWarning,
             4,
         )
-
-    def _check(self, stager: Stager) -> None:
-        limit = stager.stats().pinned_limit_nbytes
-        fit = limit // self._layout.nbytes
-        if self.slots > fit:
-            advice = f"Use slots={fit}, or raise pinned_limit" if fit else "Raise pinned_limit, or use smaller batches"
-            raise AllocationError(
-                f"{counted(self.slots, 'slot')} of {in_words(self._layout.nbytes)} need {in_words(self.bill.pinned_nbytes)} of "
-                f"pinned memory, more than pinned_limit={limit} ({in_words(limit)}). {advice}"
-            )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -380,7 +380,8 @@ def says_nothing(patch: pytest.MonkeyPatch) -> None:
 @broken_core("test_law10_a_closed_stager_refuses_everything", hooks=Host)
 def refuses_nothing(patch: pytest.MonkeyPatch) -> None:
     """A closed stager can be used as long as nobody below objects."""
-    patch.setattr(Stager, "_refuse", lambda stager: None)
+    patch.setattr(Stager, "_check_open", lambda stager: None)
+    patch.setattr(Stager, "_admit", lambda stager, stream: None)
 
 
 @broken_core("test_law10_a_closed_stager_refuses_everything", hooks=Host)

@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import optree
 
+from xferlib.errors import AllocationError
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import ALIGNMENT, PAGE, round_up
 from xferlib.sketch import sketched
 from xferlib.tree import PLAIN, Host, Spec, Trees, flatten, path, rides_along, unflatten
-from xferlib.words import counted
+from xferlib.words import counted, in_words
 
 __all__ = ["SlotArray", "SlotLayout", "SlotTree", "marked"]
 
@@ -112,6 +113,16 @@ class SlotLayout:
     def in_words(self) -> str:
         """The arrays and their sizes, for people."""
         return sketched(unflatten(self.structure, [_Leaf(part.shape, part.dtype) for part in self.whole.parts]))
+
+    def check_room(self, slots: int, limit: int, *, least: int = 1) -> None:
+        """Raise `AllocationError` where `pinned_limit` has no room for so many slots. `least`: how many a ring must have."""
+        fit, total = limit // self.nbytes, slots * self.nbytes
+        if slots > fit:
+            advice = f"Use slots={fit}, or raise pinned_limit" if fit >= least else "Raise pinned_limit, or use smaller batches"
+            raise AllocationError(
+                f"{counted(slots, 'slot')} of {in_words(self.nbytes)} need {in_words(total)} of pinned memory, more than "
+                f"pinned_limit={limit} ({in_words(limit)}). {advice}"
+            )
 
     def views(self, slot: Bytes) -> Any:
         """Return the tree of arrays of the full batch over these bytes."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 from xferlib.checks import uncopied
-from xferlib.errors import WorkerDiedError, WorkerError
+from xferlib.errors import WorkerDiedError, WorkerError, anew
 from xferlib.ledger import reap_all
 from xferlib.pipeline.one_pass import OnePass
 from xferlib.pipeline.workers.layout import SlotTree
@@ -132,7 +132,7 @@ class Run(OnePass, Iterator[TreeT_co]):
             if self._pool.torn:
                 self._mend()
             if self._ended is not None:
-                return _Step(error=self._refusal())
+                return _Step(error=anew(self._ended))
             self._pool.torn = True
             try:
                 step = self._advance()
@@ -168,18 +168,13 @@ class Run(OnePass, Iterator[TreeT_co]):
         state = "ended" if self._ended is not None else counted(self._workers, "worker")
         return f"<Run, {self._given}{total} taken, {state}>"
 
-    def _refusal(self) -> Exception:
-        assert self._ended is not None
-        # A new one each time: several threads may be refused at once, and an exception carries one traceback.
-        return type(self._ended)(*self._ended.args)
-
     def _advance(self) -> _Step:
         if not self._begun:
             self._slots.keep_only(self._pool.taken())
             self._begun = True
         while True:
             if self._ended is not None:
-                return _Step(error=self._refusal())
+                return _Step(error=anew(self._ended))
             if self._unsaid:
                 return _Step(warning=self._unsaid.pop(0))
             try:

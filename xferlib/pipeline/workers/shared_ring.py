@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Generic, final
 
 from xferlib.checks import uncopied, whole_number
-from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError
+from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError, anew
 from xferlib.forks import forget_in_child, leave, stayed
 from xferlib.memory.registered import Pin
 from xferlib.pipeline.one_pass import known_length
@@ -143,7 +143,7 @@ class SharedRing(Generic[TreeT_co]):
         self._layout = layout = SlotLayout(spec)
         self.slots = slots
         self.nbytes = slots * layout.nbytes
-        self._check_limit(stager)
+        layout.check_room(slots, stager.stats().pinned_limit_nbytes, least=2)
         self._runs = itertools.count()
         self._run: weakref.ref[Run[TreeT_co]] | None = None
         self._holdings = holdings = _Holdings(stager, layout, slots)
@@ -199,7 +199,7 @@ class SharedRing(Generic[TreeT_co]):
         interrupted, for example by Ctrl-C while it waited: its workers are killed, and the next run starts others.
         """
         if self._refusal is not None:
-            raise type(self._refusal)(*self._refusal.args)
+            raise anew(self._refusal)
         if not callable(fill):
             raise TypeError(f"fill={reprlib.repr(fill)}: expected a function, called with a task and a slot")
         workers = whole_number(workers, "workers", least=1)
@@ -267,14 +267,6 @@ class SharedRing(Generic[TreeT_co]):
         run = None if self._run is None else self._run()
         if run is not None:
             run.end(reason)
-
-    def _check_limit(self, stager: Stager) -> None:
-        limit = stager.stats().pinned_limit_nbytes
-        if self.nbytes > limit:
-            raise AllocationError(
-                f"{counted(self.slots, 'slot')} of {in_words(self.slot_nbytes)} need {in_words(self.nbytes)} of pinned memory, "
-                f"more than pinned_limit={limit} ({in_words(limit)}). Raise pinned_limit, or use fewer or smaller slots"
-            )
 
 
 def _pickled(fill: Callable[[Any, Any], Any]) -> bytes:

@@ -14,7 +14,11 @@ MUTANTS = [
     (BOUNCE, "add(nbytes, pinned, places,", "add(nbytes, pinned, (),"),
     (BOUNCE, "bisect_left(self._sizes, nbytes)", "bisect_left(self._sizes, nbytes + 1)"),
     (BOUNCE, "bisect_left(self._sizes, nbytes)", "bisect_left(self._sizes, nbytes - 1)"),
-    (BOUNCE, "settle((target, pinned, fills[-1].memory if fills else None), pinned, places)", "settle(fills[-1].memory if fills else None)"),
+    (
+        BOUNCE,
+        "settle((target, pinned, fills[-1].memory if fills else None), pinned, places)",
+        "settle(fills[-1].memory if fills else None)",
+    ),
     (STAGING, "            address += piece.nbytes\n", ""),
     (STAGING, "if part.nbytes <= self._piece_nbytes or len(part.arrays) > 1:", "if part.nbytes <= self._piece_nbytes:"),
     (STAGING, "nbytes > self._piece_nbytes or nbytes > self._bounce_nbytes", "nbytes > self._piece_nbytes"),

@@ -25,7 +25,7 @@ MUTANTS = [
     (HOST, "return {name: tree[name] for name in wanted}", "return tree"),
     (HOST, "CapabilityError, ClosedError, BackendUnavailableError):", "CapabilityError):"),
     (HOST, "                reading.wait()\n", "                pass\n"),
-    (RING, "        if self.slots > fit:", "        if self.slots >= fit:"),
+    (RING, "stager.stats().pinned_limit_nbytes)", "stager.stats().pinned_limit_nbytes - 1)"),
     (
         RING,
         "        _freeze(leaves, block)\n        del self._tree\n        self.ring._in_flight(",

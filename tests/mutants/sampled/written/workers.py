@@ -43,7 +43,7 @@ MUTANTS = [
         "                # An interrupt. If another one comes in here, the next step finds the pool torn.\n                self._mend()\n                raise",
         "                self._pool.torn = False\n                raise",
     ),
-    (RING, "        if self.nbytes > limit:", "        if self.nbytes >= limit:"),
+    (LAYOUT, "        if slots > fit:", "        if slots >= fit:"),
     (RING, 'whole_number(slots, "slots", least=2)', 'whole_number(slots, "slots", least=1)'),
     (RING, "workers=min(workers, self.slots)", "workers=workers"),
     (WORKER, "beside = _put_beside(views, *before)", "beside = None"),
