@@ -25,6 +25,7 @@ FLOORS = [
     {"xferlib.gates", "xferlib.tracing.summary"},
     {"xferlib.engine.building"},
     {"xferlib.engine.native"},
+    {"xferlib.daemon"},
     {"xferlib.reaper", "xferlib.uninterrupted"},
     {"xferlib.tracing.chrome", "xferlib.tracing.gpu", "xferlib.tracing.rows"},
     {"xferlib.tracing.page", "xferlib.tracing.picture"},

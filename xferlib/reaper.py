@@ -6,18 +6,16 @@ thread of the process looks now and then, for as long as anything is left. It ma
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
-from _thread import start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from queue import Empty
+from typing import Any, Final, Protocol
 
+from xferlib.daemon import Daemon
 from xferlib.tickets import ticket
 
-__all__ = ["Remains", "close_later", "closed_when_dropped", "start_reaper", "watch"]
+__all__ = ["REAPER", "Remains", "close_later", "closed_when_dropped", "start_reaper", "watch"]
 
 SETTLE_EVERY_SECONDS = 0.2
 """How often the reaper looks while a closed stager's memory is still held."""
@@ -31,51 +29,33 @@ class Remains(Protocol):
 
 
 _remains: dict[int, Remains] = {}
-_dropped: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-_reaper: dict[None, object] = {}
-"""Has an entry if the reaper runs, or is being started."""
-_over = False
-
-
-def start_reaper() -> None:
-    """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
-    mine = object()
-    # In one step: two stagers that are opened at once would start two.
-    if not _over and _reaper.setdefault(None, mine) is mine:
-        try:
-            start_new_thread(_run, ())
-        except RuntimeError:
-            # The system has no more threads now: the next stager asks again.
-            _reaper.clear()
-            raise
 
 
 def watch(remains: Remains) -> None:
     """Settle the table from now on until nothing is left in it. It is kept alive meanwhile."""
     _remains[id(remains)] = remains
-    _dropped.put(None)
+    REAPER.inbox.put(None)
 
 
 def close_later(close: Callable[[], object]) -> None:
     """Close something that is being finalized. Called by its finalizer: puts it into a queue, and does nothing else."""
-    _dropped.put(close)
+    REAPER.inbox.put(close)
 
 
 def closed_when_dropped(close: Callable[[], object]) -> object:
     """Return a ticket: when its last reference is gone, the reaper calls this. No reference may lead from that to the ticket."""
-    return ticket(_dropped.put, close)
+    return ticket(REAPER.inbox.put, close)
 
 
 def _run() -> None:
-    threading.current_thread().name = "xferlib-reaper"
-    while not _over:
+    while not REAPER.over:
         with suppress(Empty):
-            dropped = _dropped.get(timeout=SETTLE_EVERY_SECONDS if _remains else None)
+            dropped = REAPER.inbox.get(timeout=SETTLE_EVERY_SECONDS if _remains else None)
             if dropped is not None:
                 _attempt(dropped)
             del dropped
         for key, remains in _remains.copy().items():
-            if not _over and not _attempt(remains.settle):
+            if not REAPER.over and not _attempt(remains.settle):
                 _remains.pop(key, None)
             del remains
 
@@ -91,19 +71,5 @@ def _attempt(call: Callable[[], Any]) -> Any:
         return False
 
 
-def _end() -> None:
-    """At interpreter exit, before modules are taken apart: what is left goes with the process."""
-    global _over
-    _over = True
-    _dropped.put(None)
-
-
-def _forget() -> None:
-    """In a forked child: what is left is the parent's, and there is no thread."""
-    global _dropped, _remains
-    _reaper.clear()
-    _dropped, _remains = SimpleQueue(), {}
-
-
-atexit.register(_end)
-os.register_at_fork(after_in_child=_forget)
+REAPER: Final[Daemon[Callable[[], object]]] = Daemon("xferlib-reaper", _run, _remains.clear)
+start_reaper = REAPER.start

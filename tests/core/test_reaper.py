@@ -12,7 +12,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import WATCHDOG, on_thread, succeeds, tampered, until
-from xferlib import reaper
+from xferlib import daemon, reaper
 
 SECOND = 1.0
 """Within this the memory of a closed stager is back: law 14."""
@@ -141,17 +141,17 @@ def test_a_reaper_that_the_system_had_no_thread_for_is_started_with_the_next_sta
         """
         import warnings, xferlib
         from tests.core.fakes import until
-        from xferlib import reaper
+        from xferlib import daemon, reaper
         warnings.simplefilter("ignore", ResourceWarning)
-        start, refused = reaper.start_new_thread, []
+        start, refused = daemon.start_new_thread, []
 
         def refuse(call, arguments):
-            if call is reaper._run and not refused:
+            if call == reaper.REAPER._serve and not refused:
                 refused.append(call)
                 raise RuntimeError("can't start new thread")
             return start(call, arguments)
 
-        reaper.start_new_thread = refuse
+        daemon.start_new_thread = refuse
         try:
             xferlib.stager("host")
         except RuntimeError:
@@ -172,8 +172,8 @@ def test_a_stager_that_is_opened_while_the_reaper_is_started_starts_no_second_on
         started.append(run)
         on_thread(reaper.start_reaper).result(SECOND)
 
-    monkeypatch.setattr(reaper, "_reaper", {})
-    monkeypatch.setattr(reaper, "start_new_thread", start)
+    monkeypatch.setattr(reaper.REAPER, "_running", {})
+    monkeypatch.setattr(daemon, "start_new_thread", start)
     reaper.start_reaper()
     reaper.start_reaper()
     assert len(started) == 1

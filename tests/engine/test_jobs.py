@@ -698,8 +698,7 @@ class Asleep(SimpleQueue[None]):
 
 def test_a_dispatcher_that_has_nothing_to_do_ends_when_it_is_stopped() -> None:
     idle = Dispatcher()
-    idle._woken = asleep = Asleep()
-    idle._running = True
+    idle._daemon.inbox = asleep = Asleep()
     ending = on_thread(idle._run)
     assert asleep.entered.wait(WATCHDOG)
     idle.stop()

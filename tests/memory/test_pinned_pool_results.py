@@ -25,7 +25,7 @@ from tests.core.points import interrupted_at
 from tests.memory.test_pinned_pool import Driver
 from tests.mutants.laws.broken import BrokenBackend
 from tests.mutants.laws.locking import LockingBackend, LockingHost
-from xferlib import pageable_warning
+from xferlib import daemon, pageable_warning
 from xferlib.errors import AllocationError
 from xferlib.latch import note_copy_thread
 from xferlib.memory import locker, pages, pinned_pool
@@ -579,7 +579,7 @@ def test_a_table_that_raises_each_time_is_told_of_once_and_keeps_no_other_waitin
 
 def test_a_table_that_raises_is_tried_again_though_others_ask_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
-    locker.start_locker()
+    locker.LOCKER.start()
     failing, other = Failing(), Failing()
     other.mended = True
     lock_later(failing.lock_next)
@@ -619,13 +619,13 @@ def test_a_thread_that_did_not_start_is_started_by_the_next_stager(monkeypatch: 
     def refuse(*call: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(locker, "_started", False)
-    monkeypatch.setattr(locker, "start_new_thread", refuse)
+    monkeypatch.setattr(locker.LOCKER, "_running", {})
+    monkeypatch.setattr(daemon, "start_new_thread", refuse)
     with pytest.raises(RuntimeError, match="new thread"):
-        locker.start_locker()
-    monkeypatch.setattr(locker, "start_new_thread", lambda *call: started.append(call))
-    locker.start_locker()
-    locker.start_locker()
+        locker.LOCKER.start()
+    monkeypatch.setattr(daemon, "start_new_thread", lambda *call: started.append(call))
+    locker.LOCKER.start()
+    locker.LOCKER.start()
     assert len(started) == 1
 
 

@@ -6,14 +6,11 @@ A request counts as failed until its method has returned. What a method raises i
 
 from __future__ import annotations
 
-import os
-import threading
-from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any, Final, final
 
+from xferlib.daemon import Daemon
 from xferlib.engine.jobs import Job
 from xferlib.engine.native import FINISHED, H2D, MOST_PIECES, Request, library, quick
 from xferlib.errors import XferError
@@ -114,47 +111,36 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self._lanes: dict[int, Served] = {}
-        self._running = False
-        self._woken: SimpleQueue[None] = SimpleQueue()
-        os.register_at_fork(after_in_child=self._forget)
+        self._daemon: Daemon[None] = Daemon("xferlib-dispatcher", self._run, self._lanes.clear)
 
     def start(self) -> None:
-        """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
-        if not self._running:
-            self._running = True
-            try:
-                start_new_thread(self._run, ())
-            except RuntimeError:
-                # There can be no more threads now. Whoever opens the next stager tries again.
-                self._running = False
-                raise
+        """Start the thread, if it does not run. See `Daemon`."""
+        if self._daemon.over:
+            # At exit, and behind `stop`: a stager that is opened there transfers as ever.
+            self._daemon = Daemon("xferlib-dispatcher", self._run, self._lanes.clear)
+        self._daemon.start()
+
+    def stop(self) -> None:
+        """End the thread, whatever is under way. At exit."""
+        self._daemon.end()
 
     def work(self, lane: Served) -> None:
         """Serve a lane, which has a job now."""
         self._lanes[lane.number] = lane
-        self._woken.put(None)
+        self._daemon.inbox.put(None)
 
     def leave(self, lane: Served) -> None:
         """Serve a lane no more; it has no job."""
         self._lanes.pop(lane.number, None)
 
-    def stop(self) -> None:
-        """End the thread, whatever is under way. At exit."""
-        self._running = False
-        self._woken.put(None)
-
-    def _forget(self) -> None:
-        self._lanes, self._running, self._woken = {}, False, SimpleQueue()
-
     def _run(self) -> None:
-        threading.current_thread().name = "xferlib-dispatcher"
         note_copy_thread()
         requests = (Request * BATCH)()
         pause = FIRST_PAUSE
-        while self._running:
+        while not self._daemon.over:
             busy = [lane for lane in list(self._lanes.values()) if lane.jobs]
             if not busy:
-                self._woken.get()
+                self._daemon.inbox.get()
                 continue
             count = library().xe_requests(requests, BATCH, pause)
             for request in requests[:count]:

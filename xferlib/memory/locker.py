@@ -7,17 +7,16 @@ The length of one call cannot be helped: if memory is locked in slices, the driv
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 import time
-from _thread import get_ident, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeAlias, final
+from queue import Empty
+from typing import Final, NamedTuple, TypeAlias, final
 
-__all__ = ["Lock", "is_locker", "is_over", "lock_later", "pause_after", "start_locker"]
+from xferlib.daemon import Daemon
+
+__all__ = ["LOCKER", "Lock", "lock_later", "pause_after"]
 
 PACE = 8 << 30
 """Bytes a second: a pause of 2 ms behind 16 MiB, whose lock takes 1."""
@@ -32,25 +31,10 @@ If it raises, the error is reported (once, if the same error comes again), and i
 memory that cannot be locked must no longer count as memory to be locked.
 """
 
-_wanted: SimpleQueue[Lock | None] = SimpleQueue()
-_started = _over = False
-_locker = 0
-"""The thread."""
-
-
-def start_locker() -> None:
-    """Start the thread, if it does not run. Called when a stager is opened: a finalizer could not."""
-    global _started
-    if not _started and not _over:
-        # In this order: after an interrupt in between a second one is started, which does no harm. In the other order callers might
-        # wait for a thread that was never started.
-        start_new_thread(_run, ())
-        _started = True
-
 
 def lock_later(lock: Lock) -> None:
     """Have everything locked that is to be. Waits for nothing; any thread, also in a finalizer."""
-    _wanted.put(lock)
+    LOCKER.inbox.put(lock)
 
 
 def pause_after(nbytes: int) -> None:
@@ -58,26 +42,13 @@ def pause_after(nbytes: int) -> None:
     time.sleep(nbytes / PACE)
 
 
-def is_over() -> bool:
-    """Tell whether nothing is locked any more: the interpreter ends."""
-    return _over
-
-
-def is_locker() -> bool:
-    """Tell whether the calling thread locks, and so whether this is a finalizer on it, which must not wait for a lock."""
-    return get_ident() == _locker
-
-
 def _run() -> None:
-    global _locker
-    _locker = get_ident()
-    threading.current_thread().name = "xferlib-locker"
     failed: dict[Lock, _Failed] = {}
-    while not _over:
+    while not LOCKER.over:
         due = min([one.due for one in failed.values()], default=None)
         asked: Lock | None = None
         with suppress(Empty):
-            asked = _wanted.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+            asked = LOCKER.inbox.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
         now = time.monotonic()
         # Also where others ask all the time.
         again = [lock for lock, one in failed.items() if one.due <= now and lock != asked]
@@ -113,7 +84,7 @@ def _lock_all(lock: Lock, failed: dict[Lock, _Failed]) -> None:
 
 
 def _lock_each(lock: Lock, failed: dict[Lock, _Failed]) -> None:
-    while not _over:
+    while not LOCKER.over:
         nbytes = lock()
         failed.pop(lock, None)
         if not nbytes:
@@ -121,18 +92,4 @@ def _lock_each(lock: Lock, failed: dict[Lock, _Failed]) -> None:
         pause_after(nbytes)
 
 
-def _end() -> None:
-    """At interpreter exit: what is not locked yet stays as it is."""
-    global _over
-    _over = True
-    _wanted.put(None)
-
-
-def _forget() -> None:
-    """In a forked child: the memory is the parent's, and there is no thread."""
-    global _started, _locker, _wanted
-    _started, _locker, _wanted = False, 0, SimpleQueue()
-
-
-atexit.register(_end)
-os.register_at_fork(after_in_child=_forget)
+LOCKER: Final[Daemon[Lock]] = Daemon("xferlib-locker", _run)

@@ -30,7 +30,7 @@ from xferlib.latch import give_way, is_copy_thread
 from xferlib.ledger import PinnedHolders
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import ALIGNMENT, PAGE, HostBlock, PoolRequest, Usage, WhenFull, check_when_full, round_up
-from xferlib.memory.locker import is_locker, is_over, lock_later, pause_after, start_locker
+from xferlib.memory.locker import LOCKER, lock_later, pause_after
 from xferlib.memory.pages import Unlocked
 from xferlib.memory.ranges import Ranges
 from xferlib.memory.segments import PinnedRow, Segment, Segments
@@ -92,7 +92,7 @@ class PinnedPool(Table):
     ) -> None:
         check_when_full(when_full)
         if unlocked is not None:
-            start_locker()
+            LOCKER.start()
         super().__init__("pinned memory")
         self.limit = limit
         self.when_full = when_full
@@ -285,8 +285,8 @@ class PinnedPool(Table):
     def idle(self) -> None:
         """Block until all is locked that is to be. Raises `AllocationError` in a finalizer that would wait for ever."""
         told = False
-        while not (self._closed or is_over()) and any(segment.awaited for segment in list(self._segments.by_number.values())):
-            if is_locker() or collects() or self.entered:
+        while not (self._closed or LOCKER.over) and any(segment.awaited for segment in list(self._segments.by_number.values())):
+            if LOCKER.is_here() or collects() or self.entered:
                 raise AllocationError(
                     "a finalizer would wait until memory is page-locked, perhaps by the call that it runs inside of. "
                     "Ask from ordinary code"

@@ -17,7 +17,7 @@ from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child, leave
 from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of, host_array
-from xferlib.memory.locker import is_locker
+from xferlib.memory.locker import LOCKER
 from xferlib.memory.pinned_pool import PinnedPool, awaiting
 from xferlib.memory.proc_maps import why_unlockable
 from xferlib.protocol import HostStager
@@ -106,7 +106,7 @@ class Pins:
     @property
     def entered(self) -> bool:
         """Whether this is a finalizer inside a call that transfers or other pins may be waiting for."""
-        return self._pool.entered or is_locker()
+        return self._pool.entered or LOCKER.is_here()
 
     def add(self, array: object) -> Pin:
         """Page-lock an array's memory, which counts against the pool's limit until it is unlocked.

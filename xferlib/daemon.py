@@ -1,0 +1,70 @@
+"""The threads of the process that serve all stagers: each is there once, sleeps while nothing is to be done, and ends at exit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from _thread import get_ident, start_new_thread
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar, final
+
+__all__ = ["Daemon"]
+
+T = TypeVar("T")
+
+
+@final
+class Daemon(Generic[T]):
+    """A thread that takes from `inbox` what is to be done, by `run`, which returns once it is `over`. None only wakes it.
+
+    In a forked child there is no such thread: what was in the inbox is the parent's, and the next stager starts another.
+    """
+
+    def __init__(self, name: str, run: Callable[[], None], forget: Callable[[], object] = bool) -> None:
+        """`forget` is called in a forked child, too."""
+        self.inbox: SimpleQueue[T | None] = SimpleQueue()
+        self.over = False
+        """The interpreter ends: nothing new is begun."""
+        self._name = name
+        self._run = run
+        self._forgotten = forget
+        self._ident = 0
+        self._running: dict[None, object] = {}
+        """Has an entry if the thread runs, or is being started."""
+        atexit.register(self.end)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def start(self) -> None:
+        """Start the thread, if it does not run. Called when a stager is opened, where no interrupt comes: a finalizer could not.
+
+        Raises `RuntimeError` if there can be no more threads: the next stager tries again.
+        """
+        mine = object()
+        # In one step: two stagers that are opened at once would start two.
+        if not self.over and self._running.setdefault(None, mine) is mine:
+            try:
+                start_new_thread(self._serve, ())
+            except RuntimeError:
+                self._running.clear()
+                raise
+
+    def is_here(self) -> bool:
+        """Tell whether this is the calling thread, and so whether the caller is a finalizer on it."""
+        return get_ident() == self._ident
+
+    def end(self) -> None:
+        """Let it end, whatever is left to do. At exit, before modules are taken apart."""
+        self.over = True
+        self.inbox.put(None)
+
+    def _serve(self) -> None:
+        self._ident = get_ident()
+        threading.current_thread().name = self._name
+        self._run()
+
+    def _forget(self) -> None:
+        self._running.clear()
+        self._ident, self.inbox = 0, SimpleQueue()
+        self._forgotten()
