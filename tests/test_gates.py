@@ -80,7 +80,7 @@ import os
 from xferlib.gates import Gate, gate_table
 
 Gate()
-print(gate_table().watchdog_pid, flush=True)
+print(gate_table()._watchdog.pid, flush=True)
 {ending}
 """
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

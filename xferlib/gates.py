@@ -53,10 +53,6 @@ class GateTable:
         """Whether the watchdog's process is alive."""
         return self._watchdog.poll() is None
 
-    @property
-    def watchdog_pid(self) -> int:
-        return self._watchdog.pid
-
     def _end_watchdog(self) -> None:
         assert self._watchdog.stdin is not None
         assert self._watchdog.stdout is not None

@@ -119,7 +119,7 @@ class HostToDevice:
             if self._address(leaf) is not None:
                 return None
         if not borrow and self._warning.concerns(run.nbytes):
-            self._warning.outside(leaves, spec)
+            self._warning.warn(leaves, spec, outside=True)
         if stream is not None:
             self._backend.check_stream(stream)
         streams: Streams = {}
@@ -177,7 +177,7 @@ class HostToDevice:
             if borrow and nbytes >= BORROW_FROM_NBYTES:
                 return self._borrowed([(array, address)], spec, stream)
             if not borrow and self._warning.concerns(nbytes):
-                self._warning.one(array, spec, into=into is not None)
+                self._warning.warn((array,), spec, into=into is not None)
         places: tuple[Source, ...] = ()
         target: Any
         if into is None:

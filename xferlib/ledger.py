@@ -19,9 +19,9 @@ from xferlib.errors import XferError
 from xferlib.in_flight import Concerns, Entry, InFlight, meet
 from xferlib.latch import SLICE_SECONDS, Latch, is_copy_thread
 from xferlib.memory.arrays import Array, address_of
-from xferlib.memory.mapped import Views, views_left
+from xferlib.memory.mapped import Views
 from xferlib.protocol import HostStager, Source
-from xferlib.reaper import watch
+from xferlib.reaper import remaining, watch
 
 __all__ = [
     "DeviceHolders",
@@ -302,13 +302,13 @@ class Ledger:
 
     def close(self) -> None:
         """Leave the table of open ledgers. Nothing is in flight, and nothing will be."""
-        # First: whoever looks for views meanwhile finds them here, or among those that are left.
+        # First: whoever looks for views meanwhile finds them here, or with the reaper.
         self.views.close()
+        if self.views.settle():
+            watch(self.views)
         _open.pop(id(self), None)
         self.jobs.cut_readings()
         self.jobs.reap()
-        if self.views.settle():
-            watch(self.views)
 
 
 _open: dict[int, Ledger] = {}
@@ -320,7 +320,7 @@ os.register_at_fork(after_in_child=_open.clear)
 def all_views() -> list[Views]:
     """Return the views of all stagers of this process, also of closed ones. Any thread."""
     # In this order: those of a stager that closes meanwhile are in the second.
-    return [*(ledger.views for ledger in all_ledgers()), *views_left()]
+    return [*(ledger.views for ledger in all_ledgers()), *(left for left in remaining() if isinstance(left, Views))]
 
 
 def all_ledgers() -> list[Ledger]:

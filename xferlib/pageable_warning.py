@@ -51,28 +51,17 @@ class PageableWarning:
         staged = [array for array, address in sources if address is None]
         if staged and self.concerns(sum(map(NBYTES, staged))):
             index = next(index for index, (_, address) in enumerate(sources) if address is None) if self._strict else 0
-            self._warn(staged, spec, index, self._promised, into=into)
+            self.warn(staged, spec, index, into=into)
 
-    def one(self, array: Array, spec: Spec | None = None, *, into: bool = False) -> None:
-        """Look at one pageable array, which concerns somebody. See `put`."""
-        self._warn((array,), spec, 0, self._promised, into=into)
-
-    def outside(self, arrays: Sequence[Array], spec: Spec | None) -> None:
-        """Look at arrays that are all pageable, that concern somebody, and that lie in memory of no pool."""
-        self._warn(arrays, spec, 0, None, into=False)
-
-    def _warn(
-        self,
-        arrays: Sequence[Array],
-        spec: Spec | None,
-        index: int,
-        promised: Callable[[int, int], bool] | None,
-        *,
-        into: bool,
+    def warn(
+        self, arrays: Sequence[Array], spec: Spec | None = None, index: int = 0, *, into: bool = False, outside: bool = False
     ) -> None:
-        """Warn of pageable arrays, unless all of them are `promised`. `index`: where the first stands."""
+        """Warn of pageable arrays that concern somebody, unless all of them are promised. `index`: where the first stands.
+
+        `outside`: they lie in memory of no pool.
+        """
         level = _level_of_caller()
-        if level is None or (promised is not None and _are_promised(arrays, promised)):
+        if level is None or (not outside and _are_promised(arrays, self._promised)):
             return
         if self._strict:
             raise _refusal(arrays[0], spec, index, into)

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from xferlib.daemon import Daemon
 from xferlib.tickets import ticket
 
-__all__ = ["REAPER", "Remains", "close_later", "closed_when_dropped", "start_reaper", "watch"]
+__all__ = ["REAPER", "Remains", "close_later", "closed_when_dropped", "remaining", "start_reaper", "watch"]
 
 SETTLE_EVERY_SECONDS = 0.2
 """How often the reaper looks while a closed stager's memory is still held."""
@@ -35,6 +35,11 @@ def watch(remains: Remains) -> None:
     """Settle the table from now on until nothing is left in it. It is kept alive meanwhile."""
     _remains[id(remains)] = remains
     REAPER.inbox.put(None)
+
+
+def remaining() -> list[Remains]:
+    """Return the tables that have something left. Any thread."""
+    return list(_remains.values())
 
 
 def close_later(close: Callable[[], object]) -> None:

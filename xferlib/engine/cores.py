@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from xferlib.memory.limits import MEMBERSHIP, ROOT, control_groups
+from xferlib.memory.limits import MEMBERSHIP, ROOT, control_groups, text_of
 
 __all__ = ["usable_cores"]
 
@@ -23,21 +23,14 @@ def _quotas(membership: Path, root: Path) -> list[int]:
 
 
 def _quota_2(group: Path) -> int | None:
-    words = _text(group / "cpu.max").split()
+    words = text_of(group / "cpu.max").split()
     return _whole(words[0], words[1]) if len(words) == 2 else None
 
 
 def _quota_1(group: Path) -> int | None:
-    return _whole(_text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us"))
+    return _whole(text_of(group / "cpu.cfs_quota_us"), text_of(group / "cpu.cfs_period_us"))
 
 
 def _whole(quota: str, period: str) -> int | None:
     # "max", or -1 in version 1, means as much as there is.
     return -(-int(quota) // int(period)) if quota.isdigit() and period.isdigit() and int(period) else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

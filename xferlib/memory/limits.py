@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-__all__ = ["MEMBERSHIP", "ROOT", "available_memory", "control_groups", "default_pinned_limit", "memory_limit"]
+__all__ = ["MEMBERSHIP", "ROOT", "available_memory", "control_groups", "default_pinned_limit", "memory_limit", "text_of"]
 
 MEMBERSHIP, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
@@ -77,19 +77,21 @@ def _limits(group: Path, files: _Files) -> list[int]:
 
 
 def _reclaimable(group: Path, files: _Files) -> int:
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = text_of(group / "memory.stat").splitlines()
     return sum(int(value) for name, _, value in (line.partition(" ") for line in lines) if name in files.reclaimable)
 
 
 def _read(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = text_of(file)
     return int(text) if text.isdigit() else None
+
+
+def text_of(file: Path) -> str:
+    """Return what the kernel says in a file; nothing where there is none, or it says nothing."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def control_groups(controller: str, membership: Path, root: Path) -> Iterator[tuple[Path, bool]]:
@@ -97,11 +99,7 @@ def control_groups(controller: str, membership: Path, root: Path) -> Iterator[tu
 
     Inside a container the path may be the host's and absent here; the root of the mount is then the container's own group.
     """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in text_of(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         old = controllers != ""
         if old and controller not in controllers.split(","):

@@ -7,7 +7,6 @@ work that was enqueued before, and lets the memory go when the event is done. Th
 from __future__ import annotations
 
 import itertools
-import os
 from contextlib import suppress
 from typing import Any, TypeAlias, cast, final
 
@@ -20,7 +19,7 @@ from xferlib.protocol import Event, HostStager, MapsMemory, Stream
 from xferlib.tickets import Returns
 from xferlib.words import in_words
 
-__all__ = ["View", "Views", "views_left"]
+__all__ = ["View", "Views"]
 
 Fenced: TypeAlias = tuple[Array, Event]
 """Memory, and the event after which it may be let go."""
@@ -126,14 +125,10 @@ class Views:
         self._over = True
         self._fence_ended()
         self._fenced.clear()
-        if self._rows:
-            _left[id(self)] = self
 
     def settle(self) -> bool:
         """Let go of memory whose views are gone; tell whether any view is left. See `Remains`."""
         self._fence_ended()
-        if not self._rows:
-            _left.pop(id(self), None)
         return bool(self._rows)
 
     def forget(self) -> None:
@@ -168,14 +163,3 @@ class Views:
     def _wait(self, event: Event) -> None:
         with suppress(*self._failures):
             event.synchronize()
-
-
-_left: dict[int, Views] = {}
-"""Those of closed stagers of which some are not gone."""
-# In a forked child they are the parent's.
-os.register_at_fork(after_in_child=_left.clear)
-
-
-def views_left() -> list[Views]:
-    """Return the views that outlive their stagers. Any thread."""
-    return list(_left.values())

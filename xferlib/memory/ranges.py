@@ -28,13 +28,8 @@ class Ranges:
         """Forget everything."""
         self.__init__()  # type: ignore[misc]  # There is nothing to keep.
 
-    def add_segment(self, start: int, nbytes: int) -> None:
-        """Add new memory, all of it free."""
-        self.segments[start] = nbytes
-        self._insert(start, start + nbytes)
-
-    def add_used_segment(self, start: int, nbytes: int, used: Iterable[tuple[int, int]]) -> None:
-        """Add memory of which parts are handed out: (start, nbytes) of each, in order."""
+    def add_segment(self, start: int, nbytes: int, used: Iterable[tuple[int, int]] = ()) -> None:
+        """Add memory. `used`: parts of it that are handed out, (start, nbytes) of each, in order."""
         self.segments[start] = nbytes
         free = start
         for part, size in used:

@@ -132,7 +132,7 @@ class Segments:
         for number in numbers:
             self.rows[number] = self.rows[number]._replace(ranges=self.large)
         used = sorted((self.rows[number].address, self.rows[number].size) for number in numbers)
-        self.large.add_used_segment(segment.start, segment.nbytes, used)
+        self.large.add_segment(segment.start, segment.nbytes, used)
         self._reindex()
 
     def claim(self) -> Segment | None:
@@ -180,7 +180,7 @@ class Segments:
         for segment in list(self.by_number.values()):
             if not segment.freeing:
                 used = [(row.address, row.size) for row in rows if segment.start <= row.address < segment.end]
-                segment.ranges.add_used_segment(segment.start, segment.nbytes, used)
+                segment.ranges.add_segment(segment.start, segment.nbytes, used)
         self._reindex()
 
     def _reindex(self) -> None:
