@@ -178,7 +178,7 @@ class HostToDevice:
                 return self._borrowed([(array, address)], spec, stream)
             if not borrow and self._warning.concerns(nbytes):
                 self._warning.warn((array,), spec, into=into is not None)
-        places: tuple[Source, ...] = ()
+        overwritten: tuple[Source, ...] = ()
         target: Any
         if into is None:
             if stream is not None:
@@ -189,20 +189,20 @@ class HostToDevice:
         else:
             self._check_target(into, array)
             target = self._as_target(into, stream)
-            places = (target,)
+            overwritten = (target,)
             if not self._ledger.has_no_readers and self._may_have_readers():
                 self._order_after_users(target)
-            to, name = target.address, partial(self._name, places)
+            to, name = target.address, partial(self._name, overwritten)
         if address:
             try:
                 self._copy_h2d(to, address, nbytes)
-                event = self._h2d.add(nbytes, (array,), places).event
+                event = self._h2d.add(nbytes, (array,), overwritten).event
             except BaseException:
-                self._h2d.settle((array, target), (array,), places)
+                self._h2d.settle((array, target), (array,), overwritten)
                 raise
         else:
-            found = self._stage_one(to, array, places, target) if address is None else None
-            event = self._begin([to], [(array, address)], (0,), target, places) if found is None else found
+            found = self._stage_one(to, array, overwritten, target) if address is None else None
+            event = self._begin([to], [(array, address)], (0,), target, overwritten) if found is None else found
         try:
             value = into
             if into is None:
@@ -219,14 +219,14 @@ class HostToDevice:
             self._h2d.wait(event)
             raise
 
-    def _name(self, places: Sequence[Source], handle: int, stream: Stream) -> None:
+    def _name(self, overwritten: Sequence[Source], handle: int, stream: Stream) -> None:
         """Note a stream that may read arrays of the caller's. The memory of some of them may be a stager's."""
-        for place in places:
+        for place in overwritten:
             note_reader(place, stream, self._blocks)
 
     def _many(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
         """Put a tree, as `one` puts one array."""
-        places: list[Source] = []
+        overwritten: list[Source] = []
         if into is None:
             if stream is not None:
                 self._backend.check_stream(stream)
@@ -236,14 +236,16 @@ class HostToDevice:
             addresses = packing.addresses([block.address for block, _ in leases])
             event = self._begin(addresses, sources, packing.numbers, leases, ())
         else:
-            places = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
+            overwritten = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
             if self._may_have_readers():
-                for place in places:
+                for place in overwritten:
                     self._order_after_users(place)
-            event = self._begin([place.address for place in places], sources, range(len(places)), places, places)
+            event = self._begin(
+                [place.address for place in overwritten], sources, range(len(overwritten)), overwritten, overwritten
+            )
         try:
             value = self._made(packing, leases, spec, event) if into is None else into
-            name = streams.__setitem__ if into is None else partial(self._name, places)
+            name = streams.__setitem__ if into is None else partial(self._name, overwritten)
             transfer = Transfer(value, event, self._failures, False, name, self._table)
             transfer._in_place = any(map(_ADDRESS, sources))
             if stream is not None:
@@ -254,7 +256,7 @@ class HostToDevice:
             raise
 
     def _places(self, sources: list[HostLeaf], spec: Spec, targets: list[Any], stream: object | None) -> list[Source]:
-        places: list[Source] = []
+        overwritten: list[Source] = []
         index = 0
         try:
             # All checks first: a backend that is asked for a place makes every later copy wait for what the target waits for.
@@ -263,12 +265,12 @@ class HostToDevice:
             # Only the backend knows where a target lies and whether it may be written. If it refuses one after another target got
             # its place, later copies were held up for nothing: they are late, not wrong.
             for index, target in enumerate(targets):  # noqa: B007  # The note says it.
-                places.append(self._as_target(target, stream))
+                overwritten.append(self._as_target(target, stream))
         except (TypeError, ValueError) as error:
             error.add_note(f"into: {path(spec, index)}")
             raise
-        check_apart([(place.address, place.nbytes) for place in places], "into")
-        return places
+        check_apart([(place.address, place.nbytes) for place in overwritten], "into")
+        return overwritten
 
     def _borrowed(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
         """Put a tree and borrow its pageable leaves, which threads of ours copy after this has returned."""
@@ -390,21 +392,26 @@ class HostToDevice:
             end.synchronize()
 
     def _begin(
-        self, addresses: Sequence[int], sources: list[HostLeaf], blocks: Sequence[int], target: object, places: Sequence[Source]
+        self,
+        addresses: Sequence[int],
+        sources: list[HostLeaf],
+        blocks: Sequence[int],
+        target: object,
+        overwritten: Sequence[Source],
     ) -> Event:
         """Start copies. `blocks`: for each leaf, the number of the piece of memory that its address is in.
 
-        `target` is kept if nobody can say when they end. `places`: memory of the caller's.
+        `target` is kept if nobody can say when they end. `overwritten`: memory of the caller's.
         """
         pinned: list[Array] = []
         staged: list[Placed] = []
         try:
             nbytes = self._copy_pinned(addresses, sources, blocks, pinned, staged)
-            event = self._staging.stage(staged, nbytes, pinned, places, target) if staged else None
+            event = self._staging.stage(staged, nbytes, pinned, overwritten, target) if staged else None
             # Staged leaves are the caller's again as soon as they are staged; pinned ones are not.
-            return self._h2d.add(nbytes, pinned, places).event if event is None else event
+            return self._h2d.add(nbytes, pinned, overwritten).event if event is None else event
         except BaseException:
-            self._h2d.settle((pinned, target), pinned, places)
+            self._h2d.settle((pinned, target), pinned, overwritten)
             raise
 
     def _copy_pinned(

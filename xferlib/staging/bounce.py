@@ -21,7 +21,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.foreign import copy_foreign, is_foreign
 from xferlib.memory.pinned_pool import KEPT_SHARE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
-from xferlib.staging.coalesce import Part, copy_in
+from xferlib.staging.coalesce import Crossing, copy_in
 
 __all__ = ["LARGEST_SLOT_NBYTES", "BounceBuffers"]
 
@@ -64,28 +64,28 @@ class BounceBuffers:
 
     def __call__(
         self,
-        part: Part,
+        crossing: Crossing,
         nbytes: int = 0,
-        places: Sequence[Source] = (),
+        overwritten: Sequence[Source] = (),
         target: object = None,
         pinned: Sequence[Array] = (),
     ) -> Event:
-        """Start the copy of a part, and enter it as in flight; its arrays are free on return.
+        """Start the copy of a crossing, and enter it as in flight; its arrays are free on return.
 
-        `nbytes`: so many are counted; none if the caller counts them. `places`: see `Entry.device`. `target` is kept, too, if
+        `nbytes`: so many are counted; none if the caller counts them. `overwritten`: see `Entry.device`. `target` is kept, too, if
         nobody can say when the copy ends. `pinned`: arrays whose copies were started before, and are in flight until this one is
         done.
         """
         fills: list[Fill] = []
         try:
-            size, (address, memory, _, kept) = self._take(part.nbytes, fills)
-            self._start(part, address, memory)
+            size, (address, memory, _, kept) = self._take(crossing.nbytes, fills)
+            self._start(crossing, address, memory)
             # Whoever finds no slot asks which copies are done with theirs.
-            number, event = self._h2d.add(nbytes, pinned, places, memory, looked=not pinned)[:2]
+            number, event = self._h2d.add(nbytes, pinned, overwritten, memory, looked=not pinned)[:2]
             if kept:
                 self._slots[size].append((address, memory, number, True))
         except BaseException:
-            self._h2d.settle((target, pinned, fills[-1].memory if fills else None), pinned, places)
+            self._h2d.settle((target, pinned, fills[-1].memory if fills else None), pinned, overwritten)
             raise
         finally:
             # If the copy fails, this frame lives as long as the exception.
@@ -105,16 +105,16 @@ class BounceBuffers:
             slots.clear()
         return found
 
-    def _start(self, part: Part, address: int, memory: Array) -> None:
-        """Copy the arrays of a part, and start its copy to the device."""
-        nbytes, arrays = part.nbytes, part.arrays
+    def _start(self, crossing: Crossing, address: int, memory: Array) -> None:
+        """Copy the arrays of a crossing, and start its copy to the device."""
+        nbytes, arrays = crossing.nbytes, crossing.arrays
         try:
             if len(arrays) > 1 or not arrays[0].flags.c_contiguous:
-                if part.foreign or (len(arrays) == 1 and is_foreign(arrays[0])):
+                if crossing.foreign or (len(arrays) == 1 and is_foreign(arrays[0])):
                     self._copy_each(arrays, memory)
                 else:
-                    copy_in(part, memory[:nbytes])
-                self._copy_h2d(part.address, address, nbytes)
+                    copy_in(crossing, memory[:nbytes])
+                self._copy_h2d(crossing.address, address, nbytes)
                 return
             start = address_of(arrays[0])
             copy = self._copy_at_once if nbytes <= AT_ONCE_NBYTES and arrays[0].base is None else self._copy
@@ -122,7 +122,7 @@ class BounceBuffers:
                 piece = min(COPY_PIECE_NBYTES, nbytes - at)
                 if copy(address + at, start + at, piece, 0) != OK:
                     raise _cut_off()
-                self._copy_h2d(part.address + at, address + at, piece)
+                self._copy_h2d(crossing.address + at, address + at, piece)
         finally:
             # As in `__call__`.
             del memory

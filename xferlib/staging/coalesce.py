@@ -13,13 +13,13 @@ from xferlib.memory.blocks import ALIGNMENT
 from xferlib.memory.foreign import is_foreign
 from xferlib.packing import PackedRun
 
-__all__ = ["Part", "Placed", "coalesced", "copy_in", "part_of"]
+__all__ = ["Crossing", "Placed", "coalesced", "copy_in", "crossing_of"]
 
 BYTES = np.dtype(np.uint8)
 _PADS = [np.zeros(nbytes, np.uint8) for nbytes in range(ALIGNMENT)]
 
 
-class Part(NamedTuple):
+class Crossing(NamedTuple):
     """A range of device memory, and the host arrays that lie in it one after the other, pads included."""
 
     address: int
@@ -40,15 +40,15 @@ class Placed(NamedTuple):
     """Arrays with the same number lie in one piece of device memory. Two pieces may lie side by side, but no copy may span them."""
 
 
-def coalesced(leaves: Sequence[Placed]) -> list[Part]:
-    """Join small arrays into as few parts as possible, where they follow each other in one block.
+def coalesced(leaves: Sequence[Placed]) -> list[Crossing]:
+    """Join small arrays into as few crossings as possible, where they follow each other in one block.
 
     The bytes between them, fewer than 256, are overwritten.
     """
     if len(leaves) == 1:
         ((address, array, _),) = leaves
-        return [Part(address, array.nbytes, (array,))]
-    parts: list[Part] = []
+        return [Crossing(address, array.nbytes, (array,))]
+    crossings: list[Crossing] = []
     arrays: list[Array] = []
     start = end = last = 0
     foreign = False
@@ -57,7 +57,7 @@ def coalesced(leaves: Sequence[Placed]) -> list[Part]:
         gap = address - end
         if not arrays or block != last or not 0 <= gap < ALIGNMENT:
             if arrays:
-                parts.append(Part(start, end - start, arrays, None, len(arrays) > 1 and foreign))
+                crossings.append(Crossing(start, end - start, arrays, None, len(arrays) > 1 and foreign))
             arrays, start, last, foreign = [], address, block, False
         elif gap:
             arrays.append(_PADS[gap])
@@ -69,25 +69,25 @@ def coalesced(leaves: Sequence[Placed]) -> list[Part]:
             arrays.append(_as_bytes(array))
         end = address + nbytes
     if arrays:
-        parts.append(Part(start, end - start, arrays, None, len(arrays) > 1 and foreign))
-    return parts
+        crossings.append(Crossing(start, end - start, arrays, None, len(arrays) > 1 and foreign))
+    return crossings
 
 
-def part_of(run: PackedRun, address: int, arrays: Sequence[Array]) -> Part:
-    """Return the part that the arrays of a run make at an address. The bytes between them are overwritten."""
+def crossing_of(run: PackedRun, address: int, arrays: Sequence[Array]) -> Crossing:
+    """Return the crossing that the arrays of a run make at an address. The bytes between them are overwritten."""
     if run.dtype is None:
         arrays = list(map(_as_bytes, arrays))
     if run.pads is not None:
         arrays = list(chain.from_iterable(zip(arrays, run.pads, strict=True)))
-    return Part(address, run.extent, arrays, run.dtype)
+    return Crossing(address, run.extent, arrays, run.dtype)
 
 
-def copy_in(part: Part, into: Array) -> None:
-    """Copy a part's arrays into bytes of its size."""
-    arrays = part.arrays
+def copy_in(crossing: Crossing, into: Array) -> None:
+    """Copy a crossing's arrays into bytes of its size."""
+    arrays = crossing.arrays
     if len(arrays) > 1:
         # Without an axis arrays of any shapes, and of any layouts, are taken in C order.
-        np.concatenate(arrays, axis=None, out=into if part.dtype is None else into.view(part.dtype))
+        np.concatenate(arrays, axis=None, out=into if crossing.dtype is None else into.view(crossing.dtype))
         return
     (array,) = arrays
     np.copyto(into if array.dtype is BYTES and array.ndim == 1 else _shaped(into, array), array)

@@ -29,7 +29,7 @@ from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.packing import PackedRun
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import LARGEST_SLOT_NBYTES, BounceBuffers
-from xferlib.staging.coalesce import Part, Placed, coalesced, part_of
+from xferlib.staging.coalesce import Crossing, Placed, coalesced, crossing_of
 from xferlib.staging.profile import StagingProfile, given_profile
 from xferlib.staging.small_gets import SmallGets
 
@@ -75,25 +75,25 @@ class Staging:
         leaves: Sequence[Placed],
         total: int,
         pinned: Sequence[Array] = (),
-        places: Sequence[Source] = (),
+        overwritten: Sequence[Source] = (),
         target: object = None,
     ) -> Event | None:
         """Start the copies of pageable arrays; their memory is free on return. Return the event behind all copies of the put, which
         is entered as in flight; None: the caller is to enter one.
 
-        Bytes between leaves of one block, up to the next multiple of 256, may be overwritten. `total`: bytes of the put; `pinned`:
-        its arrays whose copies are started; `places`: see `Entry.device`. `target`: what is copied to. A job keeps it while it may
+        Bytes between leaves of one block, up to the next multiple of 256, may be lost. `total`: bytes of the put; `pinned`: its
+        arrays whose copies are started; `overwritten`: see `Entry.device`. `target`: what is copied to. A job keeps it while it may
         start copies, though whoever waits for it is interrupted.
         """
         self._count(len(leaves))
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce_nbytes:
-            parts = [part for whole in coalesced(leaves) for part in self._cut(whole)]
+            crossings = [crossing for whole in coalesced(leaves) for crossing in self._cut(whole)]
             # Each is in flight before the next waits for room. The last is entered with what else the put copies, which saves an
             # event.
-            for part in parts[:-1]:
-                self._bounce(part)
-            return self._bounce(parts[-1], total, places, target, pinned)
+            for crossing in crossings[:-1]:
+                self._bounce(crossing)
+            return self._bounce(crossings[-1], total, overwritten, target, pinned)
         whole = self._bounce_odd(leaves)
         if not whole:
             return None
@@ -116,7 +116,7 @@ class Staging:
         if run.extent > self._bounce_nbytes or run.extent > self._piece_nbytes:
             return None
         self._count(len(arrays))
-        return self._bounce(part_of(run, address, arrays), run.nbytes, (), target)
+        return self._bounce(crossing_of(run, address, arrays), run.nbytes, (), target)
 
     def begin_run(self, run: PackedRun, address: int, arrays: Sequence[Array], begun: list[Job], target: object) -> bool:
         """Have the engine begin with what `stage_run` does. False: it cannot read these arrays, and nothing was started.
@@ -155,17 +155,17 @@ class Staging:
         job.sources, job.kept = sources, target
         return job
 
-    def stage_one(self, address: int, array: Array, places: Sequence[Source], target: object) -> Event | None:
+    def stage_one(self, address: int, array: Array, overwritten: Sequence[Source], target: object) -> Event | None:
         """Start the copy of one pageable array, which is free on return; None: it would take more than one copy, and nothing was
         started.
 
-        `places`, `target`: see `BounceBuffers`.
+        `overwritten`, `target`: see `BounceBuffers`.
         """
         nbytes = array.nbytes
         if nbytes > self._piece_nbytes or nbytes > self._bounce_nbytes:
             return None
         self._count(1)
-        return self._bounce(_NEW(Part, (address, nbytes, (array,), None, False)), nbytes, places, target)
+        return self._bounce(_NEW(Crossing, (address, nbytes, (array,), None, False)), nbytes, overwritten, target)
 
     def borrow(self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array]) -> BorrowedCopy:
         """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
@@ -293,18 +293,18 @@ class Staging:
             if leaf.array.flags.c_contiguous and not is_copy_thread():
                 whole.append(leaf)
                 continue
-            for part in self._cut(Part(leaf.address, leaf.array.nbytes, (leaf.array,))):
-                self._bounce(part)
+            for crossing in self._cut(Crossing(leaf.address, leaf.array.nbytes, (leaf.array,))):
+                self._bounce(crossing)
         return whole
 
-    def _cut(self, part: Part) -> Iterator[Part]:
-        """Cut a part that is one large array."""
-        if part.nbytes <= self._piece_nbytes or len(part.arrays) > 1:
-            yield part
+    def _cut(self, crossing: Crossing) -> Iterator[Crossing]:
+        """Cut a crossing that is one large array."""
+        if crossing.nbytes <= self._piece_nbytes or len(crossing.arrays) > 1:
+            yield crossing
             return
-        address = part.address
-        for piece in pieces(part.arrays[0], self._piece_nbytes):
-            yield Part(address, piece.nbytes, (piece,))
+        address = crossing.address
+        for piece in pieces(crossing.arrays[0], self._piece_nbytes):
+            yield Crossing(address, piece.nbytes, (piece,))
             address += piece.nbytes
 
     def _wait_for_writers(self, job: Job) -> None:

@@ -150,7 +150,7 @@ class SharedRing(Generic[TreeT_co]):
         holdings.words = repr(self)
         self._ticket = closed_when_dropped(holdings.dropped)
         try:
-            self._pool, self._places = uninterrupted(holdings.open)
+            self._pool, self._slots = uninterrupted(holdings.open)
         except BaseException:
             uninterrupted(holdings.close)
             raise
@@ -217,7 +217,7 @@ class SharedRing(Generic[TreeT_co]):
         run: Run[TreeT_co] = Run(
             self,
             self._pool,
-            self._places,
+            self._slots,
             begin,
             iterator,
             # More would have nothing to write into.
