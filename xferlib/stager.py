@@ -11,9 +11,8 @@ import reprlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, final, overload
@@ -100,15 +99,14 @@ class Stager:
         self._capabilities = backend.capabilities
         self._finalizers = self._capabilities.finalizers
         # An interrupt between the making of a part and its entry would leave it in a table of its own for ever.
-        make = partial(self._make_parts, pinned_limit, device_limit, when_full, strict, staging, debug)
-        uninterrupted(partial(self._set_up, make))
+        uninterrupted(self._set_up, pinned_limit, device_limit, when_full, strict, staging, debug)
         # Only now does the stager own it: if the constructor does not come to its end, the backend stays open.
         parts.owns_backend = True
 
-    def _set_up(self, make: Callable[[], None]) -> None:
+    def _set_up(self, *given: Any) -> None:
         """Make the parts. On a thread that no interrupt comes to."""
         try:
-            make()
+            self._make_parts(*given)
         except BaseException:
             # Nothing was asked of them yet.
             self._parts.give_back()

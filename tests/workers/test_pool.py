@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
@@ -36,7 +37,7 @@ class Played:
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(lambda: pytest.fail("nobody is to be started"))
+    pool = WorkerPool(lambda: pytest.fail("nobody is to be started"), threading.RLock())
     with closing(pool.wakeup):
         yield pool
 

@@ -10,6 +10,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, final
 
 from xferlib.errors import WorkerDiedError
@@ -73,14 +74,14 @@ class WorkerPool:
     follow.
     """
 
-    def __init__(self, start: Callable[[], Worker]) -> None:
+    def __init__(self, start: Callable[[], Worker], changing: AbstractContextManager[object]) -> None:
+        """`changing`: reentrant, and held while processes are started or ended: an interrupt may leave another thread at that."""
         self.lock = threading.Lock()
         self.torn = False
         self.wakeup = WakeupFd()
         self._start = start
         self._workers: list[Worker] = []
-        self._changing = threading.RLock()
-        """Held while processes are started or ended: after an interrupt another thread may still be at that."""
+        self._changing = changing
         self._closed = False
         self._failed_starts = 0
         self._cannot_start: str | None = None

@@ -62,7 +62,7 @@ class _Holdings:
         self._pin: Pin | None = None
         self._closed = False
         self._changing = threading.RLock()
-        """Held by `open` and `close`: after an interrupt of one, another thread may still be at it."""
+        """Held by `open`, `close`, and what starts and ends workers: after an interrupt, another thread may still be at it."""
 
     def open(self) -> tuple[WorkerPool, Slots]:
         """Take everything but the workers. Raises `AllocationError`; `close` must follow then, too."""
@@ -77,7 +77,8 @@ class _Holdings:
                 except AllocationError as error:
                     error.add_note(f"for {counted(slots, 'slot')} of {in_words(layout.nbytes)}. Use fewer or smaller slots")
                     raise
-            self.pool = pool = WorkerPool(partial(Worker, serve, (memory.descriptor, layout.whole, layout.nbytes, slots)))
+            start = partial(Worker, serve, (memory.descriptor, layout.whole, layout.nbytes, slots))
+            self.pool = pool = WorkerPool(start, self._changing)
             return pool, Slots(memory.raw, layout, slots)
 
     def close(self) -> None:
