@@ -271,7 +271,9 @@ class Stager:
         mode `SourceRewrittenError` for an earlier put whose transfer nobody holds any more.
         Raises `TransferError` if a copy could not be started; nothing of it is under way then.
         """
-        self._admit(stream)
+        self._admit()
+        if stream is not None:
+            self._check_stream(stream)
         if borrow and borrow is not True and borrow != "staged":
             raise ValueError(f"borrow={borrow!r}: expected False, True or 'staged'")
         if borrow and into is not None:
@@ -327,7 +329,9 @@ class Stager:
 
         Raises as `put` does.
         """
-        self._admit(stream)
+        self._admit()
+        if stream is not None:
+            self._check_stream(stream)
         started = perf_counter_ns() if LOG.on else 0
         try:
             transfer = self._gets.start(tree, out, stream)
@@ -353,7 +357,9 @@ class Stager:
 
         Raises as `get` does, and `CapabilityError` for a snapshot that the backend cannot make.
         """
-        self._admit(stream)
+        self._admit()
+        if stream is not None:
+            self._check_stream(stream)
         try:
             return self._gets.reader(tree, stream, snapshot=snapshot)
         except XferError:
@@ -499,15 +505,12 @@ class Stager:
         state = ("" if self._sources is None else ", debug") + ("" if self._refusal is None else ", closed")
         return f"<Stager {self.name!r} on {self.device}{state}>"
 
-    def _admit(self, stream: object | None) -> None:
-        """Refuse a transfer where the stager is closed, or the parent's; where a finalizer asks, and the framework does not survive
-        that; and for a stream that cannot be named."""
+    def _admit(self) -> None:
+        """Refuse a transfer where the stager is closed, or the parent's, and in a finalizer that the framework does not survive."""
         if self._refusal is not None:
             raise anew(self._refusal)
         if not self._finalizers:
             refuse_finalizers(self.backend)
-        if stream is not None:
-            self._check_stream(stream)
 
     def _check_open(self) -> None:
         if self._refusal is not None:

@@ -381,7 +381,7 @@ def says_nothing(patch: pytest.MonkeyPatch) -> None:
 def refuses_nothing(patch: pytest.MonkeyPatch) -> None:
     """A closed stager can be used as long as nobody below objects."""
     patch.setattr(Stager, "_check_open", lambda stager: None)
-    patch.setattr(Stager, "_admit", lambda stager, stream: None)
+    patch.setattr(Stager, "_admit", lambda stager: None)
 
 
 @broken_core("test_law10_a_closed_stager_refuses_everything", hooks=Host)
