@@ -29,6 +29,8 @@ html_theme = "furo"
 html_title = "xferlib"
 html_copy_source = False
 html_show_copyright = False
+# The site is read from disk, where a page cannot fetch others: each result of a search would be an error.
+html_show_search_summary = False
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist"]

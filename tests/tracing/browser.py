@@ -1,4 +1,7 @@
-"""A Chromium without a window, spoken to through pipes in its DevTools protocol. Needs no package."""
+"""A Chromium without a window, spoken to through pipes in its DevTools protocol; as a command, telling that there is none.
+
+Needs no package of Python, and of the system only `chromium`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,17 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SECONDS = 30
+READY = "document.body && document.body.dataset.ready === 'yes'"
+"""What a report says of itself when it is drawn."""
+LOADED = "document.readyState === 'complete'"
+"""So is any other page."""
 # The browser reads from 3 and writes to 4.
 START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 
@@ -27,13 +35,22 @@ def chromium() -> str | None:
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
+def untried() -> str:
+    """Return what is said where no page is opened; empty: there is a browser."""
+    return "" if chromium() else "NOT TRIED: reports and the site in a browser. Install one: apt-get install chromium."
+
+
+class LeftError(Exception):
+    """The page was left while it was asked."""
+
+
 @final
 class Page:
     """A page that was opened from disk. A context manager."""
 
-    def __init__(self, file: Path, *, dark: bool = False, size: tuple[int, int] = (1400, 1000)) -> None:
+    def __init__(self, file: Path, *, ready: str = READY, dark: bool = False, size: tuple[int, int] = (1400, 1000)) -> None:
         self.errors: list[str] = []
-        """What the console said, and exceptions."""
+        """What the console complained of, and exceptions."""
         self.requests: list[str] = []
         """All addresses that were asked for, the page's own first."""
         self._numbers = itertools.count(1)
@@ -62,8 +79,13 @@ class Page:
             self.send(f"{domain}.enable")
         if dark:
             self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-        self.send("Page.navigate", url=file.resolve().as_uri())
-        self.wait_for("document.body && document.body.dataset.ready === 'yes'")
+        self.open(file, ready=ready)
+
+    def open(self, file: Path, *, ready: str = READY) -> None:
+        """Open a page, and wait until it is ready."""
+        url = file.resolve().as_uri()
+        self.send("Page.navigate", url=url)
+        self.wait_for(f"location.href === {json.dumps(url)} && ({ready})")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol and return its result."""
@@ -75,6 +97,8 @@ class Page:
         while number not in self._answers:
             self._read()
         answer = self._answers.pop(number)
+        if "navigated" in answer.get("error", {}).get("message", ""):
+            raise LeftError
         assert "error" not in answer, answer
         result: dict[str, Any] = answer["result"]
         return result
@@ -86,9 +110,12 @@ class Page:
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Wait until an expression is true."""
+        """Wait until an expression is true, on this page or on the one that a click leads to."""
         deadline = time.monotonic() + SECONDS
-        while not self.evaluate(expression):
+        while True:
+            with suppress(LeftError):
+                if self.evaluate(expression):
+                    return
             assert time.monotonic() < deadline, f"{expression} did not come true; the console said {self.errors}"
 
     def click(self, x: float, y: float) -> None:
@@ -113,6 +140,13 @@ class Page:
     def picture(self, file: Path) -> None:
         """Write what is seen into a .png file."""
         file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+
+    def png_at(self, selector: str, *, pixels: int = 4) -> bytes:
+        """Return what is seen of an element's upper left corner, wherever it is on the page, as a .png."""
+        box = f"(box => [box.x + scrollX, box.y + scrollY])(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
+        x, y = self.evaluate(box)
+        clip = {"x": x, "y": y, "width": pixels, "height": pixels, "scale": 1}
+        return base64.b64decode(self.send("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)["data"])
 
     def __enter__(self) -> Page:
         return self
@@ -139,9 +173,13 @@ class Page:
             match message["method"]:
                 case "Runtime.exceptionThrown":
                     self.errors.append(json.dumps(parameters["exceptionDetails"]))
-                case "Runtime.consoleAPICalled":
+                case "Runtime.consoleAPICalled" if parameters["type"] != "log":
                     self.errors.append(json.dumps(parameters["args"]))
                 case "Log.entryAdded":
                     self.errors.append(parameters["entry"]["text"])
                 case "Network.requestWillBeSent":
                     self.requests.append(parameters["request"]["url"])
+
+
+if __name__ == "__main__":
+    print(untried())
