@@ -357,8 +357,33 @@ def overhead(h200: Results, _: Results) -> Table:
     ]
 
 
+def bystander(h200: Results, h100: Results) -> Table:
+    turns, interval = ("quiet", "pinned", "staging"), ", switch interval 1 ms"
+
+    def row(words: str, results: Results, label: str) -> list[str]:
+        details = results.one("bystander", "cupy", "h2d", 256 * MIB, label)["details"]
+        medians = [details[f"{turn}_median_us"] / 1e6 for turn in turns]
+        tails = [details[f"{turn}_p99_over_median"] for turn in turns]
+        rates = [details[f"{turn}_gbps"] for turn in turns[1:]]
+        return [words, *(both(write, of, " / ") for write, of in ((ms, medians), (digits, tails), (rate, rates)))]
+
+    training, python = "training step beside staging", "Python step beside staging"
+    return [
+        [
+            "step of another thread: alone / beside pinned / beside pageable batches",
+            *("median, ms", "99th percentile over median", "GB/s: pinned / pageable"),
+        ],
+        row("training, 170 launches and little Python, H200 (2)", h200, training),
+        row("the same, switch interval of 1 ms (2)", h200, training + interval),
+        row("training, H100", h100, training),
+        row("the same, switch interval of 1 ms", h100, training + interval),
+        row("nothing but Python, H200 (2)", h200, python),
+        row("the same, switch interval of 1 ms (2)", h200, python + interval),
+    ]
+
+
 TABLES: Mapping[str, Callable[[Results, Results], Table]] = {
-    table.__name__: table for table in (steps, loaders, pageable, calls, leaves, pinned, first_get, saving, overhead)
+    table.__name__: table for table in (steps, loaders, pageable, calls, leaves, pinned, first_get, saving, overhead, bystander)
 }
 
 if __name__ == "__main__":

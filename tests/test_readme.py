@@ -16,7 +16,7 @@ DOCS = [f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))]
 LINKS = [
     (page, link)
     for page in ("README.md", *(f"{part}/README.md" for part in ("backends", "benchmarks", "examples")), *DOCS)
-    for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
+    for link in re.findall(r"\]\(([^):]+)\)", (ROOT / page).read_text())
 ]
 
 
@@ -32,7 +32,17 @@ def test_there_is_an_example() -> None:
 
 @pytest.mark.parametrize(("page", "link"), LINKS)
 def test_link_leads_somewhere(page: str, link: str) -> None:
-    assert (ROOT / page).parent.joinpath(link).exists()
+    file, _, anchor = link.partition("#")
+    target = (ROOT / page).parent.joinpath(file) if file else ROOT / page
+    assert target.exists()
+    assert not anchor or anchor in anchors(target)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what the headings of a page are called in links, as GitHub and the site have it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_ci_runs_the_test_command_that_the_page_names() -> None:

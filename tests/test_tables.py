@@ -18,6 +18,9 @@ from benchmarks import plot, records, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = "python -m benchmarks.tables --write"
+NUMBER = r"\**(\d+\.\d+|\d+(\.\d+)? ?(%|x|us|ms|s|GB/s))\**"
+MEASURED = re.compile(rf"{NUMBER}(( to | / |, | of ){NUMBER})*( (us|ms|s|GB/s))?")
+"""What looks like a figure that was measured: with decimals, or with a unit."""
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -35,6 +38,18 @@ def test_every_table_is_shown_and_every_mark_has_its_end() -> None:
     assert set(re.findall(r"<!-- table: (\w+) -->", "".join(pages))) == set(tables.TABLES)
     for page in pages:
         assert re.findall(r"<!-- (table|end of table)", page) == ["table", "end of table"] * page.count("<!-- table")
+
+
+@pytest.mark.parametrize("page", sorted({ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")}), ids=str)
+def test_no_figure_stands_in_a_table_that_nobody_writes(page: Path) -> None:
+    text = re.sub(r"<!-- table: .*?<!-- end of table -->", "", page.read_text(), flags=re.DOTALL)
+    cells = [cell.strip() for row in re.findall(r"^\|(.*)\|$", text, flags=re.MULTILINE) for cell in row.split("|")]
+    assert [cell for cell in cells if MEASURED.fullmatch(cell)] == [], "write it in benchmarks/tables.py"
+
+
+@pytest.mark.parametrize("cell", ["1.07", "1.05 to 1.2", "**2.86**", "9.67 ms", "37 GB/s", "95 %", "4.84 / 1.23"])
+def test_a_figure_is_known_as_one(cell: str) -> None:
+    assert MEASURED.fullmatch(cell)
 
 
 def test_a_figure_that_is_changed_by_hand_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
