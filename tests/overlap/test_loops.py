@@ -245,6 +245,43 @@ def test_options_that_prove_nothing_are_refused(options: dict[str, int], named: 
         xferlib.assert_overlaps(lambda: None, **options)
 
 
+def test_what_is_no_function_is_refused_before_anything_else() -> None:
+    with pytest.raises(TypeError, match=r"got list_iterator\. If next\(\) runs a step, pass its method __next__"):
+        xferlib.assert_overlaps(iter([]))  # type: ignore[arg-type]
+
+
+def test_a_generator_s_next_is_a_step_and_its_function_is_refused(device: Played) -> None:
+    inner = overlapping(device)
+
+    def loop() -> Iterator[None]:
+        while True:
+            inner()
+            yield
+
+    xferlib.assert_overlaps(loop().__next__)
+    with pytest.raises(TypeError, match=r"to call it runs no step, since it returns a generator\. .* pass the method __next__"):
+        xferlib.assert_overlaps(loop)
+
+
+def test_a_coroutine_is_refused_and_closed(device: Played) -> None:
+    async def step() -> None: ...
+
+    with pytest.raises(TypeError, match=r"returns a coroutine\. .* run a coroutine to its end inside the function"):
+        xferlib.assert_overlaps(step)
+
+
+@pytest.mark.parametrize("count", [0, 4, 8, 11])
+def test_a_loop_that_ends_is_no_verdict_and_it_says_how_many_steps_are_needed(device: Played, count: int) -> None:
+    inner, batches = overlapping(device), iter(range(count))
+
+    def step() -> None:
+        next(batches)
+        inner()
+
+    with pytest.raises(xferlib.UndecidedError, match=rf"ended after {count} steps, and up to 33 are run: .* itertools\.cycle"):
+        xferlib.assert_overlaps(step)
+
+
 def test_without_a_gpu_it_says_that_a_cpu_has_nothing_to_prove(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xferlib.overlap.driver.LIBRARY", "libxferlib-there-is-none.so")
     with pytest.raises(xferlib.BackendUnavailableError, match="A CPU has nothing to prove"):

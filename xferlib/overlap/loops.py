@@ -7,7 +7,7 @@ be done while other work was held, and the order of its calls says why; see `ver
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from dataclasses import replace
 from typing import Literal, final
 
@@ -28,6 +28,8 @@ SLOWEST_SECONDS = 2.0
 """Of a step."""
 MOST_REHEARSALS = 3
 """Each but the first only because the one before took memory: the next shows whether it was enough."""
+MOST_HOLDS = 2
+"""Of one kind of work: see `_Watch.hold`."""
 
 
 def assert_overlaps(
@@ -38,8 +40,8 @@ def assert_overlaps(
     `step` runs one step of the loop and returns without waiting for it, as a training loop does: it launches work and starts the
     copies that belong to it. It is called on this thread, `warmup` times and then `steps` times for a baseline, as often again with
     all work held (up to three times, until pools of memory have grown), with the compute held, with the copies to the device held,
-    and with those to the host held. What is compiled, allocated or page-locked in each step after the warm-up counts as part of the
-    loop. Steps must copy the same number of bytes. Copies below `nbytes` bytes are looked at as causes, but need not overlap.
+    and with those to the host held: with the defaults up to 33 times, so its source must have as many batches, or begin anew. What is
+    compiled, allocated or page-locked in each step after the warm-up counts as part of the loop. Steps must copy the same number of bytes. Copies below `nbytes` bytes are looked at as causes, but need not overlap.
 
     Work on other devices than `device` is not looked at. Nothing else in the process may use CUPTI meanwhile (profilers do), and
     nothing else should use CUDA. A wait of the loop that would never end is ended from outside after some seconds.
@@ -48,6 +50,11 @@ def assert_overlaps(
     cannot be told, and why; `BackendUnavailableError` without a GPU or CUPTI: a CPU has nothing to prove.
     """
     __tracebackhide__ = True
+    if not callable(step):
+        raise TypeError(
+            f"step: expected a function that runs one step of the loop, got {type(step).__name__}. If next() runs a step, pass "
+            "its method __next__"
+        )
     if steps < ENOUGH:
         raise ValueError(f"steps={steps!r}: expected at least {ENOUGH}")
     if warmup < 1:
@@ -91,6 +98,7 @@ class _Watch:
         self._smallest = smallest
         self._slowest = 0.0
         self._first = 0
+        self._made = self._most = 0
 
     @property
     def calls(self) -> list[Call]:
@@ -98,8 +106,9 @@ class _Watch:
         return self._recording.calls[self._first :]
 
     def warm_up(self, count: int) -> None:
+        self._most = count + self._steps * (1 + MOST_REHEARSALS + MOST_HOLDS * (1 + len(DIRECTIONS)))
         for _ in range(count):
-            self._step()
+            self._run_step()
         # The first wait for a gate loads what it needs.
         self._rest()
         self._first = len(self._recording.calls)
@@ -109,7 +118,7 @@ class _Watch:
         recording = self._recording
         for _ in range(self._steps):
             began = time.monotonic()
-            self._step()
+            self._run_step()
             self._slowest = max(self._slowest, time.monotonic() - began)
             self._check()
             self._rest()
@@ -195,7 +204,7 @@ class _Watch:
             recording.listener = hold
             hold.start()
             for _ in range(self._steps):
-                self._step()
+                self._run_step()
                 self._check()
                 recording.step += 1
                 hold.returned += 1
@@ -217,6 +226,22 @@ class _Watch:
         gate.give_back()
         if error is not None:
             raise error
+
+    def _run_step(self) -> None:
+        try:
+            made = self._step()
+        except StopIteration as ended:
+            raise UndecidedError(
+                f"the loop ended after {self._made} steps, and up to {self._most} are run: compute and copies are held in turn. Let "
+                "its source begin anew, as itertools.cycle does"
+            ) from ended
+        if isinstance(made, Generator | Coroutine):
+            made.close()
+            raise TypeError(
+                f"step: to call it runs no step, since it returns a {type(made).__name__}. Of a generator pass the method __next__; "
+                "run a coroutine to its end inside the function"
+            )
+        self._made += 1
 
     def _patience(self) -> float:
         return max(PATIENCE_SECONDS, 4 * self._slowest)
