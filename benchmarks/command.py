@@ -55,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for file in options.compare:
             if not file.is_file():
                 parser.error(f"--compare {file}: there is no such file")
-        report.show_ratios(_console(sys.stdout), *map(records.read, options.compare))
+        try:
+            old, new = map(records.read, options.compare)
+        except ValueError as error:
+            parser.error(f"--compare {error}")
+        report.show_ratios(_console(sys.stdout), old, new)
         return 0
     cases = [CASES[name] for name in options.case or CASES]
     try:
@@ -98,6 +102,13 @@ def run(
     `resume`: where the case can do so, write each record at once and leave out rows that the file has already.
     """
     file = _file(json_file, machine.slug(device.name))
+    if file is not None:
+        try:
+            # Before minutes are spent on what could not be put into it.
+            records.read(file)
+        except ValueError as error:
+            print(f"cannot run: {error}", file=sys.stderr)
+            return 1
     limited = MINUTES if minutes is None and not (full or quick) else minutes
     budget = Budget(None if limited is None else 60 * limited, cases)
     teller = Teller(budget, Console(stderr=True))

@@ -146,8 +146,17 @@ def keys_of(file: Path, run: Run) -> set[Key]:
 
 
 def read(file: Path) -> list[Record]:
-    """Return the records of a file; none of one that is not there."""
-    known: list[Record] = json.loads(file.read_text()) if file.exists() else []
+    """Return the records of a file; none of one that is not there. Raises `ValueError` for one that holds anything else."""
+    if not file.exists():
+        return []
+    try:
+        known = json.loads(file.read_text())
+        if not isinstance(known, list) or not all(isinstance(one, dict) for one in known):
+            raise ValueError("it is no list of records")
+        for one in known:
+            check(one)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: expected records, as --json writes them: {error}") from error
     return known
 
 

@@ -32,25 +32,47 @@ def show(console: Console, records: Iterable[Record], absences: Mapping[str, str
 
 
 def show_ratios(console: Console, old: Iterable[Record], new: Iterable[Record]) -> None:
-    """Print a row for each record that both have: new over old, of the times and of what part of its own limit each reached."""
+    """Print a row for each record that both have: new over old, of the times and of what part of its own limit each reached.
+
+    "slower" and "faster" are said where not even the best sample of one is as good as the worst of the other.
+    """
     before = {key(record): record for record in old}
     table = Table(title="new over old")
     for heading in ("case", "backend", "label", "direction", "size"):
         table.add_column(heading, no_wrap=True)
     for heading in ("time", "of limit"):
         table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     after = {key(record): record for record in new}
     for one in sorted(after.keys() & before.keys()):
         _add_ratios(table, before[one], after[one])
     console.print(table)
     gone, added = len(before.keys() - after.keys()), len(after.keys() - before.keys())
     console.print(f"rows of one file alone: {gone} of the old, {added} of the new")
+    for line in _differences([(before[one], after[one]) for one in after.keys() & before.keys()]):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _differences(pairs: Iterable[tuple[Record, Record]]) -> list[str]:
+    """Return in words what the records of a row were made on, and with, where it is not the same."""
+    lines = set()
+    for old, new in pairs:
+        if _where(old) != _where(new):
+            lines.add(f"not the same machine: {_where(old)}, then {_where(new)}. Compare the shares of the limit, not the times")
+        # What only one of them names may have been installed for another case.
+        for name in old["versions"].keys() & new["versions"].keys():
+            if old["versions"][name] != new["versions"][name]:
+                lines.add(f"not the same {name}: {old['versions'][name]}, then {new['versions'][name]}")
+    return sorted(lines)
 
 
 def _add_ratios(table: Table, old: Record, new: Record) -> None:
     words = new["case"], new["backend"], new["label"], new["direction"], _size(new["nbytes"])
     times = new["seconds"]["median"] / old["seconds"]["median"]
-    table.add_row(*words, f"{times:.3f}", f"{new['of_limit'] / old['of_limit']:.3f}")
+    slower = new["seconds"]["min"] > old["seconds"]["max"]
+    faster = new["seconds"]["max"] < old["seconds"]["min"]
+    said = "slower" if slower else "faster" if faster else ""
+    table.add_row(*words, f"{times:.3f}", f"{new['of_limit'] / old['of_limit']:.3f}", said)
 
 
 def _show_details(console: Console, record: Record) -> None:

@@ -83,15 +83,58 @@ def test_a_picture_suits_light_and_dark_pages_and_is_the_same_each_time(tmp_path
         assert re.search(rf'style="[^"]*fill: {light}', pictures[0].read_text())
 
 
+def compared(*files: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--compare", *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_two_files_of_records_are_compared_row_by_row(tmp_path: Path) -> None:
-    old = records.read(tables.H100)[:3]
+    old = records.read(tables.H100)[:4]
     new = json.loads(json.dumps(old[1:]))
     new[0]["seconds"]["median"] *= 2
+    new[0]["seconds"]["max"] *= 2
     new[1]["of_limit"] *= 0.5
+    new[2]["seconds"].update({name: value * 1000 for name, value in new[2]["seconds"].items() if name != "n"})
     files = [tmp_path / name for name in ("old.json", "new.json")]
     for file, rows in zip(files, (old, new), strict=True):
         file.write_text(json.dumps(rows))
-    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--compare", *map(str, files)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"(\d\.\d{3}) +\S +(\d\.\d{3})", shown) == [("2.000", "1.000"), ("1.000", "0.500")]
+    shown = compared(*files).stdout
+    found = re.findall(r"(\d+\.\d{3}) +\S +(\d\.\d{3}) +\S +(\w*)", shown)
+    assert found == [("2.000", "1.000", ""), ("1.000", "0.500", ""), ("1000.000", "1.000", "slower")]
     assert "rows of one file alone: 1 of the old, 0 of the new" in shown
+    assert "not the same" not in shown
+
+
+def test_a_comparison_says_where_machine_or_versions_differ(tmp_path: Path) -> None:
+    shown = compared(tables.H200, tables.H100).stdout
+    assert "not the same machine: NVIDIA H200, then NVIDIA H100 80GB HBM3. Compare the shares of the limit" in shown
+    newer = records.read(tables.H100)[:1]
+    newer[0]["versions"]["numpy"] = "3.1"
+    (tmp_path / "newer.json").write_text(json.dumps(newer))
+    assert re.search(
+        r"^not the same numpy: 2\.\d+\.\d+, then 3\.1$", compared(tables.H100, tmp_path / "newer.json").stdout, re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize("text", ["no JSON", "{}", "[1]", '[{"case": "link"}]'])
+def test_a_file_that_holds_no_records_is_refused_and_kept(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    refused = compared(file, tables.H100)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"--compare {file}: expected records, as --json writes them: " in refused.stderr
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "run.py"),
+        "--backend",
+        "host",
+        "--quick",
+        "--case",
+        "link",
+        "--json",
+        str(file),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"cannot run: {file}: expected records" in done.stderr
+    assert file.read_text() == text

@@ -40,8 +40,9 @@ def assert_overlaps(
     `step` runs one step of the loop and returns without waiting for it, as a training loop does: it launches work and starts the
     copies that belong to it. It is called on this thread, `warmup` times and then `steps` times for a baseline, as often again with
     all work held (up to three times, until pools of memory have grown), with the compute held, with the copies to the device held,
-    and with those to the host held: with the defaults up to 33 times, so its source must have as many batches, or begin anew. What is
-    compiled, allocated or page-locked in each step after the warm-up counts as part of the loop. Steps must copy the same number of bytes. Copies below `nbytes` bytes are looked at as causes, but need not overlap.
+    and with those to the host held: up to 33 times with the defaults, so let its source begin anew when it ends. What is compiled,
+    allocated or page-locked in each step after the warm-up counts as part of the loop. Steps must copy the same number of bytes.
+    Copies below `nbytes` bytes are looked at as causes, but need not overlap.
 
     Work on other devices than `device` is not looked at. Nothing else in the process may use CUPTI meanwhile (profilers do), and
     nothing else should use CUDA. A wait of the loop that would never end is ended from outside after some seconds.
@@ -232,14 +233,14 @@ class _Watch:
             made = self._step()
         except StopIteration as ended:
             raise UndecidedError(
-                f"the loop ended after {self._made} steps, and up to {self._most} are run: compute and copies are held in turn. Let "
-                "its source begin anew, as itertools.cycle does"
+                f"the loop ended after {self._made} steps, and up to {self._most} are run: compute and copies are held in turn. "
+                "Let its source begin anew, as itertools.cycle does"
             ) from ended
         if isinstance(made, Generator | Coroutine):
             made.close()
             raise TypeError(
-                f"step: to call it runs no step, since it returns a {type(made).__name__}. Of a generator pass the method __next__; "
-                "run a coroutine to its end inside the function"
+                f"step: to call it runs no step, since it returns a {type(made).__name__}. Of a generator pass the method "
+                "__next__; run a coroutine to its end inside the function"
             )
         self._made += 1
 
