@@ -68,8 +68,8 @@ class CpuStager:
         trial = self.memory.alloc_device(TRIAL_NBYTES)
         self._imports.try_private_call(trial.address)
         self.memory.free_device(trial.address)
-        self.h2d: Final = Engine("xferlib-jax-h2d", self._promises)
-        self.d2h: Final = Engine("xferlib-jax-d2h", self._promises)
+        self.h2d: Final = Engine("xferlib-jax-h2d", self._promises, "h2d")
+        self.d2h: Final = Engine("xferlib-jax-d2h", self._promises, "d2h")
 
     def alloc_pinned(self, nbytes: int) -> int:
         return self.memory.alloc_pinned(nbytes)

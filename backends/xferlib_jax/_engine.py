@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeAlias, cast, final
+from time import perf_counter_ns
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 from xferlib import protocol
 from xferlib.errors import CapabilityError, ClosedError
 from xferlib.latch import note_copy_thread
+from xferlib.tracing.events import CPU
+from xferlib.tracing.events import Event as Traced
+from xferlib.tracing.log import LOG
 from xferlib.uninterrupted import collects
 from xferlib_jax._promise import ComputeError, Promise, Promises
 
@@ -32,6 +37,8 @@ Caller: TypeAlias = tuple[int, bool]
 """A thread, and whether it is a finalizer that the collector runs there, between two steps of the thread's own."""
 
 EXIT_SECONDS = 2.0
+FIRST_NUMBER = 1 << 32
+"""Of an engine in traces. Streams of other backends on the CPU have smaller ones."""
 
 
 class CopyError(Exception):
@@ -111,9 +118,11 @@ class CpuEvent:
 class Engine:
     """One direction. Any thread may call any method but `close`, and none of them waits for what is queued."""
 
-    def __init__(self, name: str, promises: Promises) -> None:
+    def __init__(self, name: str, promises: Promises, kind: Literal["h2d", "d2h"] = "h2d") -> None:
         self._name = name
         self._promises = promises
+        self._kind: Literal["h2d", "d2h"] = kind
+        self._number = next(_numbers)
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._open = True
         self._pid = os.getpid()
@@ -127,11 +136,20 @@ class Engine:
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Copy when all that was started before has ended."""
+        move: Callable[[int, int, int], Any] = ctypes.memmove
+        if LOG.on:
+            move = partial(self._traced, perf_counter_ns(), LOG.site(), dst if self._kind == "h2d" else src)
         promise, src = self._promises.find(src)
         if promise is None:
-            self._put(partial(self._make, partial(ctypes.memmove, dst, src, nbytes)))
+            self._put(partial(self._make, partial(move, dst, src, nbytes)))
         else:
-            self._put(partial(self._make, partial(_copy_promised, dst, promise, src, nbytes), _caller()))
+            self._put(partial(self._make, partial(_copy_promised, move, dst, promise, src, nbytes), _caller()))
+
+    def _traced(self, issued: int, site: str, address: int, dst: int, src: int, nbytes: int) -> None:
+        start = perf_counter_ns()
+        ctypes.memmove(dst, src, nbytes)
+        event = Traced(self._kind, "memmove", start, perf_counter_ns(), CPU, self._number, nbytes, "pinned", site, issued)
+        LOG.copy(event, self._name, "the CPU (JAX)", address)
 
     def submit(self, job: Job) -> None:
         """Run any job in the place of a copy, for tests of programs.
@@ -198,8 +216,8 @@ def _caller() -> Caller:
     return threading.get_ident(), collects()
 
 
-def _copy_promised(dst: int, promise: Promise, offset: int, nbytes: int) -> None:
-    ctypes.memmove(dst, promise.wait() + offset, nbytes)
+def _copy_promised(move: Callable[[int, int, int], Any], dst: int, promise: Promise, offset: int, nbytes: int) -> None:
+    move(dst, promise.wait() + offset, nbytes)
 
 
 def _run(queue: SimpleQueue[Job | None]) -> None:
@@ -213,6 +231,7 @@ def _run(queue: SimpleQueue[Job | None]) -> None:
     _threads.pop(me, None)
 
 
+_numbers = itertools.count(FIRST_NUMBER)
 _threads: dict[int, None] = {}
 """Those of engines, by number."""
 _engines: dict[int, Engine] = {}

@@ -7,12 +7,14 @@ import glob
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from xferlib_jax import conformance
 
+import xferlib
 from tests import children
 from tests.core.fakes import on_thread
 from tests.jax.test_jax_layouts import by_import
@@ -33,6 +35,27 @@ def cpu(stager: Stager) -> Iterator[Stager]:
 def on_cpu(array: np.ndarray) -> Any:
     jax = conformance.bench().jax
     return jax.device_put(array, jax.local_devices(backend="cpu")[0])
+
+
+def test_a_trace_has_the_copies_with_their_bytes_and_lines(cpu: Stager) -> None:
+    array = np.arange(3 << 20, dtype=np.uint8)
+    jax = conformance.bench().jax
+    with xferlib.trace(gpu=False) as traced:
+        put = cpu.put(array).value
+        computed = jax.jit(lambda x: x + np.uint8(1))(put)  # Not there yet as its get begins.
+        cpu.get(computed).result()
+    lines = {"h2d": line_of("put = cpu.put"), "d2h": line_of("cpu.get(computed)")}
+    for kind, line in lines.items():
+        copies = [event for event in traced.recording.events if event.kind == kind]
+        assert sum(event.nbytes for event in copies) == array.nbytes
+        assert {event.site.rpartition("/")[2] for event in copies} == {f"test_jax_cpu.py:{line}"}
+        assert all(event.issued <= event.start <= event.end for event in copies)
+    assert [device.name for device in traced.summary().devices] == ["the CPU (JAX)"]
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return 1 + next(number for number, line in enumerate(lines) if line.strip().startswith(text))
 
 
 def test_what_could_not_be_computed_fails_the_next_event_of_whoever_copied_it() -> None:
