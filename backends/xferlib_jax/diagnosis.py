@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import metadata
 
 from xferlib_jax._probe import ON_CUDA, has_idle_gpu, memory_grows
 
 __all__ = ["findings", "versions"]
 
+TRUE = ("1", "y", "yes", "t", "true", "on")
+"""What JAX takes for yes in a variable."""
+WAITING = {
+    "JAX_DEBUG_NANS": "has JAX look for NaN in every result, for which it waits",
+    "JAX_DEBUG_INFS": "has JAX look for infinities in every result, for which it waits",
+    "JAX_DISABLE_JIT": "has JAX launch operation by operation what it would compile as one, so that the host is seldom ahead",
+}
+UNFENCED = (0, 11, 2)
+"""The first version on which device memory is used again without a fence, and the oldest that was run on a GPU."""
 DISTRIBUTIONS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
@@ -41,6 +51,18 @@ def findings() -> list[str]:
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
         found.append(
             "XLA_PYTHON_CLIENT_ALLOCATOR=platform makes JAX ask CUDA for every array, which waits for the device. Unset it"
+        )
+    found += [
+        f"{name}={os.environ[name]} {what}: nothing overlaps with that. Unset it"
+        for name, what in WAITING.items()
+        if os.environ.get(name, "").lower() in TRUE
+    ]
+    release = tuple(int(part) for part in re.findall(r"\d+", installed["jax"])[:3])
+    if release < UNFENCED and any(name.endswith("-plugin") for name in installed):
+        found.append(
+            f"JAX {installed['jax']} may free device memory that it was given while its kernels still read it. So that memory is "
+            "used again only behind a fence on JAX's compute stream, for which puts may wait. Update to 0.11.2 or newer, which needs "
+            'Python 3.12: pip install "jax[cuda13]>=0.11.2"'
         )
     setting = memory_grows()
     if setting is not None and any(name.endswith("-plugin") for name in installed):

@@ -106,7 +106,7 @@ def test_a_setting_of_ours_that_cannot_be_read_is_a_finding_and_no_backends_faul
     assert "unknown, threads x chunk" in page
 
 
-@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])
+@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_INJECTION64_PATH"])
 def test_settings_that_break_overlap_are_reported(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,6 +287,29 @@ def test_a_jax_whose_memory_grows_is_told_of(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     assert any("XLA_PYTHON_CLIENT_PREALLOCATE=false lets" in finding for finding in diagnosis.findings())
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    assert diagnosis.findings() == []
+
+
+@pytest.mark.parametrize("name", ["JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT"])
+def test_settings_by_which_jax_waits_are_told_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from xferlib_jax import diagnosis
+
+    monkeypatch.setattr(diagnosis, "versions", lambda: {"jax": "0.11.2"})
+    monkeypatch.setenv(name, "True")
+    (finding,) = diagnosis.findings()
+    assert finding.startswith(f"{name}=True has JAX ")
+    assert finding.endswith("nothing overlaps with that. Unset it")
+    monkeypatch.setenv(name, "0")
+    assert diagnosis.findings() == []
+
+
+@pytest.mark.parametrize(("version", "is_bad"), [("0.10.2", True), ("0.11.1", True), ("0.11.2", False), ("0.12.0.dev1", False)])
+def test_a_jax_that_is_known_to_be_bad_on_a_gpu_is_told_of(version: str, is_bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from xferlib_jax import diagnosis
+
+    monkeypatch.setattr(diagnosis, "versions", lambda: {"jax": version, "jax-cuda13-plugin": version})
+    assert [f"JAX {version} may free device memory" in finding for finding in diagnosis.findings()] == [True] * is_bad
+    monkeypatch.setattr(diagnosis, "versions", lambda: {"jax": version})
     assert diagnosis.findings() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from xferlib_host import open_stager
 import xferlib
 from tests.mutants.laws.locking import LockingBackend
 from xferlib.cli import doctor
-from xferlib.cli.link import Link, link_of, measured_link
+from xferlib.cli.link import Link, link_of, measured_link, node_of
 
 DEVICE = "0000:3b:00.0"
 LINK = Link(speed=32.0, width=16, most_speed=32.0, most_width=16, node=None, h2d_gbps=55.2, d2h_gbps=54.8)
@@ -100,6 +101,30 @@ def test_copies_that_do_not_use_the_link_are_a_finding_either_way(h2d: float, d2
     (finding,) = link.findings()
     assert "12.0 GB/s on a link that carries 63.0" in finding
     assert "--cpunodebind=1" in finding
+
+
+def test_a_process_that_may_not_run_where_the_device_is_is_a_finding() -> None:
+    link = Link(speed=32.0, width=16, most_speed=32.0, most_width=16, node=1, is_far=True, h2d_gbps=55.0, d2h_gbps=55.0)
+    (finding,) = link.findings()
+    assert finding.startswith("this process may use no CPU of NUMA node 1, where the device is")
+    assert "on NUMA node 1, where this process may not run" in str(link)
+
+
+@pytest.mark.parametrize(
+    ("online", "cpus", "told"),
+    [("0", "0-63", (None, False)), ("0-1", "here", (1, False)), ("0-1", "999", (1, True)), ("0-1", "", (None, False))],
+    ids=["one node", "near", "far", "no CPUs there"],
+)
+def test_whether_the_device_is_near_is_read_as_the_kernel_tells_it(
+    online: str, cpus: str, told: tuple[int | None, bool], tmp_path: Path
+) -> None:
+    here = ",".join(map(str, os.sched_getaffinity(0)))
+    (tmp_path / "0000:17:00.0").mkdir()
+    (tmp_path / "0000:17:00.0" / "numa_node").write_text("1\n")
+    (tmp_path / "node1").mkdir()
+    (tmp_path / "online").write_text(f"{online}\n")
+    (tmp_path / "node1" / "cpulist").write_text(f"{here if cpus == 'here' else cpus}\n")
+    assert node_of("0000:17:00.0", tmp_path, tmp_path) == told
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from typing import Literal, final
 import numpy as np
 
 from xferlib.cli.breakeven import NBYTES, seconds_of
-from xferlib.memory.numa import DEVICES, node_near, pci_name
+from xferlib.memory.numa import DEVICES, NODES, node_near, pci_name
 from xferlib.stager import Stager
 
-__all__ = ["Link", "link_of", "measured_link"]
+__all__ = ["Link", "link_of", "measured_link", "node_of"]
 
 OLD_SPEED = 5.0
 """GT/s: up to this, ten bits carry eight; 128 of 130 do on newer links."""
@@ -28,6 +28,7 @@ class Link:
 
     Attributes:
         node: The NUMA node of the device; None: there is one node, or nobody knows.
+        is_far: Whether this process may use no CPU of that node.
     """
 
     speed: float
@@ -37,6 +38,7 @@ class Link:
     node: int | None
     h2d_gbps: float
     d2h_gbps: float
+    is_far: bool = False
 
     @property
     def carries_gbps(self) -> float:
@@ -45,7 +47,7 @@ class Link:
 
     def __str__(self) -> str:
         least = f", of {self.most_speed:g} GT/s x{self.most_width} that both ends could do" if self._is_less else ""
-        node = "" if self.node is None else f", on NUMA node {self.node}"
+        node = "" if self.node is None else f", on NUMA node {self.node}{', where this process may not run' if self.is_far else ''}"
         return (
             f"PCI Express {self.speed:g} GT/s x{self.width}{least}{node}: {self.carries_gbps:.1f} GB/s each way; pinned memory "
             f"travels at {self.h2d_gbps:.1f} GB/s to the device and {self.d2h_gbps:.1f} to the host"
@@ -59,11 +61,16 @@ class Link:
                 f"the link runs at {self.speed:g} GT/s x{self.width}, and both ends could do {self.most_speed:g} GT/s "
                 f"x{self.most_width}: look whether the card is in the right slot, and whether it shares lanes with another device"
             )
+        if self.is_far:
+            found.append(
+                f"this process may use no CPU of NUMA node {self.node}, where the device is, so its memory lies on another node "
+                "and each copy crosses between them. Give the process, or its container, CPUs of that node"
+            )
         slowest = min(self.h2d_gbps, self.d2h_gbps)
         if slowest < USUAL_SHARE * self.carries_gbps:
             near = (
                 ""
-                if self.node is None
+                if self.node is None or self.is_far
                 else f" Run on the node of the device: numactl --cpunodebind={self.node} --membind={self.node}"
             )
             found.append(
@@ -91,13 +98,14 @@ def measured_link(stager: Stager, devices: Path = DEVICES) -> Link | None:
     if ends is None:
         return None
     speed, width, most_speed, most_width = ends
-    near = node_near(stager.backend.pci_bus_id, devices=devices)
+    node, is_far = node_of(stager.backend.pci_bus_id, devices)
     return Link(
         speed=speed,
         width=width,
         most_speed=most_speed,
         most_width=most_width,
-        node=None if near is None else near.node,
+        node=node,
+        is_far=is_far,
         h2d_gbps=NBYTES / seconds_of(lambda: stager.put(source).synchronize()) / 1e9,
         d2h_gbps=NBYTES / seconds_of(lambda: stager.get(array).synchronize()) / 1e9,
     )
@@ -120,6 +128,20 @@ def link_of(pci_bus_id: str | None, devices: Path = DEVICES) -> tuple[float, int
     except (OSError, ValueError):
         ends.append((speed, width))
     return speed, width, min(most for most, _ in ends), min(most for _, most in ends)
+
+
+def node_of(pci_bus_id: str | None, devices: Path = DEVICES, nodes: Path = NODES) -> tuple[int | None, bool]:
+    """Return the NUMA node of a device, and whether this process may use none of its CPUs; None: one node, or nobody knows."""
+    near = node_near(pci_bus_id, devices=devices, nodes=nodes)
+    if near is not None:
+        return near.node, False
+    try:
+        node = int((devices / pci_name(pci_bus_id or "") / "numa_node").read_text())
+        is_one_of_many = not (nodes / "online").read_text().strip().isdecimal()
+        has_cpus = bool((nodes / f"node{node}" / "cpulist").read_text().strip())
+    except (OSError, ValueError):
+        return None, False
+    return (node, True) if is_one_of_many and has_cpus else (None, False)
 
 
 def _told(end: Path, kind: Literal["current", "max"]) -> tuple[float, int]:

@@ -24,7 +24,7 @@ LITTLE = 256 << 20
 
 
 def settings() -> list[str]:
-    """Return a sentence for each variable of CUDA's that keeps work from overlapping, or hides the devices."""
+    """Return a sentence for each variable of CUDA's that keeps work from overlapping, hides the devices, or lets a tool in."""
     found = []
     # Seen on an H200: kernels of other streams stand still behind a held one, and copies do not.
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -38,6 +38,12 @@ def settings() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):
         found.append(f"CUDA_VISIBLE_DEVICES={visible} is set: it hides every GPU from this process. Unset it, or name one")
+    tool = os.environ.get("CUDA_INJECTION64_PATH")
+    if tool:
+        found.append(
+            f"CUDA_INJECTION64_PATH={tool} is set: CUDA loads this tool, as of a profiler, into every process. It may hold "
+            "launches up, and where it uses CUPTI, xferlib trace and assert_overlaps cannot. Unset it unless you want it"
+        )
     return found
 
 
