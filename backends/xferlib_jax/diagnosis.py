@@ -61,8 +61,8 @@ def findings() -> list[str]:
     if release < UNFENCED and any(name.endswith("-plugin") for name in installed):
         found.append(
             f"JAX {installed['jax']} may free device memory that it was given while its kernels still read it. So that memory is "
-            "used again only behind a fence on JAX's compute stream, for which puts may wait. Update to 0.11.2 or newer, which needs "
-            'Python 3.12: pip install "jax[cuda13]>=0.11.2"'
+            "used again only behind a fence on JAX's compute stream, for which puts may wait. Update to 0.11.2 or newer, which "
+            'needs Python 3.12: pip install "jax[cuda13]>=0.11.2"'
         )
     setting = memory_grows()
     if setting is not None and any(name.endswith("-plugin") for name in installed):
