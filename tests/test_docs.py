@@ -55,6 +55,7 @@ def test_there_are_programs() -> None:
         "memory",
         "overlap",
         "pipelines",
+        "reports",
         "tracing",
     }
 
