@@ -639,3 +639,10 @@ def test_threads_of_the_host_have_their_names(stager: xferlib.Stager) -> None:
 )
 def test_what_is_installed_anywhere_is_not_the_program(file: str, expected: bool) -> None:
     assert is_program(file) is expected
+
+
+def test_a_gpu_that_is_asked_for_and_is_not_there_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xferlib.tracing.trace.has_gpu", lambda: False)
+    with pytest.raises(xferlib.XferError, match=r"gpu=True, and this process has no NVIDIA GPU.* Leave gpu out"):
+        xferlib.trace(gpu=True).__enter__()
+    assert xferlib.Trace.running() is None

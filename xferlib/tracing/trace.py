@@ -57,8 +57,8 @@ def trace(path: str | os.PathLike[str] | None = None, *, gpu: bool | None = None
     `path`, and on the main thread, SIGTERM ends the block as `sys.exit(143)` would, so that the file is written, unless the program
     has a handler of its own.
 
-    Raises `XferError`, before the block is entered, if another trace runs, another tool has CUPTI, or CUPTI is not installed or not
-    known; `FileNotFoundError` if the folder of `path` is not there.
+    Raises `XferError`, before the block is entered, if another trace runs, another tool has CUPTI, CUPTI is not installed or not
+    known, or `gpu` is true and there is none; `FileNotFoundError` if the folder of `path` is not there.
     """
     return Trace(None if path is None else Path(path), gpu)
 
@@ -160,6 +160,11 @@ class Trace:
                 raise XferError(
                     "a trace runs in this process already, and there is one at a time. End that one first: one that an interrupt "
                     "kept from ending with its block is ended by xferlib.Trace.running().__exit__(None, None, None)"
+                )
+            if self._gpu and not has_gpu():
+                raise XferError(
+                    "gpu=True, and this process has no NVIDIA GPU, or its driver does not work: see xferlib doctor. Leave gpu "
+                    "out to record what backends without a GPU do"
                 )
             if self._gpu or (self._gpu is None and has_gpu()):
                 self._gpus = Gpus()
