@@ -26,7 +26,7 @@ MUTANTS = [
         "        # As it closes, the core gives back pinned memory and then device memory; nobody has asked JAX about the latter since.\n        self.sweep()\n",
         "",
     ),
-    (ENGINE, "ctypes.memmove(dst, promise.wait() + offset, nbytes)", "ctypes.memmove(dst, promise.wait(), nbytes)"),
+    (ENGINE, "move(dst, promise.wait() + offset, nbytes)", "move(dst, promise.wait(), nbytes)"),
     (
         ENGINE,
         "                self._unmade.setdefault(caller, _Failure(error.cause, lasting=False))",
