@@ -15,11 +15,12 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
+import numpy.typing as npt
 
 from xferlib.checks import positive_nbytes, translated, uncopied
 from xferlib.engine.native import D2H, library
 from xferlib.errors import AllocationError, ClosedError, XferError
-from xferlib.latch import give_way
+from xferlib.latch import Turn
 from xferlib.ledger import Ledger, Reading
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.pinned_pool import PinnedPool
@@ -30,11 +31,13 @@ from xferlib.tree import Alike, Spec
 
 __all__ = ["ByteReader", "Span"]
 
-FOUND_AT_ONCE = 16
-"""Arrays that are found before other threads have their turn: a framework may take some microseconds for each."""
+FOUND_AT_ONCE = 4
+"""Arrays that are found before it is looked whether other threads are to have their turn: a framework may take ten microseconds for
+each."""
 CLOSED = "this reader is closed. Make another one with stager.reader(...)"
 
 
+Numbers: TypeAlias = npt.NDArray[np.int64]
 Find: TypeAlias = Callable[[list[Any]], tuple[list[Source], Event | None]]
 """Returns where arrays lie, and what is behind their producers, as `place` and `mark` of a backend do."""
 
@@ -84,6 +87,9 @@ class ByteReader:
         """
         self.described = list(described)
         self.sizes = _sizes(self.described)
+        self._nbytes: Numbers = np.array(self.sizes, np.int64)
+        self._unread = self._nbytes.copy()
+        """Of each array, by `read_row`."""
         self.spec = spec
         self.snapshot = copied is not None
         self._copied = copied
@@ -96,7 +102,7 @@ class ByteReader:
         self._jobs = ledger.jobs
         self._sources = list(sources)
         self._after = after
-        self._later = later
+        self._later = None if later is None else (later[0], list(later[1]))
         self._reading = Reading([source for source in sources if source is not None], finds_later=later is not None)
         # First: whatever happens from here on, nobody waits for one that is gone.
         self._ticket = ticket(self._reading.drop, None)
@@ -130,31 +136,57 @@ class ByteReader:
             raise ClosedError(CLOSED)
         total, spans = self._checked(spans)
         address = self._address(out, total)
+        starts, sizes = np.array([(start, nbytes) for _, start, nbytes in spans], np.int64).reshape(-1, 2).T
+        return self._start([array for array, _, _ in spans], starts, np.ascontiguousarray(sizes), address, total, out)
+
+    def read_row(self, arrays: Numbers, skipped: int, nbytes: int, out: Array) -> Transfer[Array]:
+        """Start copying arrays by number, one behind the other, from some bytes into the first on, and so many bytes in all.
+
+        As `read`, in a fraction of the time for many small arrays, and for threads of ours, which ask for what is there. Each byte
+        is read once: an array that nobody overwrites is let go of with its last.
+        """
+        address = self._address(out, nbytes)
+        sizes = self._nbytes[arrays]
+        starts = np.zeros_like(sizes)
+        starts[:1] += skipped
+        sizes[:1] -= skipped
+        sizes[-1:] -= sizes.sum() - nbytes
+        transfer = self._start(arrays.tolist(), starts, sizes, address, nbytes, out)
+        # Rows may be read in any order.
+        self._unread[arrays] -= sizes
+        later = self._later
+        if later is not None:
+            for number in arrays[self._unread[arrays] == 0].tolist():
+                self._sources[number] = later[1][number] = None
+        return transfer
+
+    def _start(self, numbers: list[int], starts: Numbers, sizes: Numbers, address: int, total: int, out: Array) -> Transfer[Array]:
+        """Start copying so many bytes of each array, `total` in all, to an address in `out`."""
         with translated(self._failures, "the arrays cannot be read"):
-            sources = self._found([array for array, _, _ in spans])
+            sources = self._found(numbers)
         with translated(self._failures, "the copy to the host could not be started"):
             try:
-                self._copy(address, sources, spans)
+                self._copy(address, sources, starts, sizes)
                 event = self._d2h.add(total, (out,), sources).event
             except BaseException:
                 self._d2h.settle((sources, out), (out,), sources)
                 raise
         return Transfer(out[:total], event, self._failures, True)
 
-    def _copy(self, address: int, sources: list[Source], spans: Sequence[Span]) -> None:
+    def _copy(self, address: int, sources: list[Source], starts: Numbers, sizes: Numbers) -> None:
         """Start the copies."""
         driver = self._driver
-        if driver is not None and len(spans) > 1:
+        if driver is not None and len(sources) > 1:
             # Otherwise this thread would have the interpreter most of the time, and a thread that launches work would wait for it.
-            device = np.array([source.address + start for source, (_, start, _) in zip(sources, spans, strict=True)], np.uint64)
-            sizes = np.array([nbytes for _, _, nbytes in spans], np.uint64)
+            device = np.array([source.address for source in sources], np.uint64)
+            device += starts.astype(np.uint64)
             stream = driver.streams[D2H]
-            status = library().xe_copies_d2h(driver.calls, stream, address, address_of(device), address_of(sizes), len(spans))
+            status = library().xe_copies_d2h(driver.calls, stream, address, address_of(device), address_of(sizes), len(sources))
             if status:
                 raise driver.failure(status)
             return
         copy = self._copy_d2h
-        for source, (_, start, nbytes) in zip(sources, spans, strict=True):
+        for source, start, nbytes in zip(sources, starts.tolist(), sizes.tolist(), strict=True):
             if nbytes:
                 copy(address, source.address + start, nbytes)
             address += nbytes
@@ -174,6 +206,7 @@ class ByteReader:
             # Where threads of ours read, others launch work.
             gives_way = self._reading.maker is None
             step = FOUND_AT_ONCE if gives_way else max(1, len(missing))
+            turn = Turn()
             for first in range(0, len(missing), step):
                 some = missing[first : first + step]
                 try:
@@ -186,7 +219,7 @@ class ByteReader:
                 for number, source in zip(some, found, strict=True):
                     sources[number] = source
                 if gives_way:
-                    give_way()
+                    turn.end_if_long()
         # What they are copies of may go.
         self._copied = None
         return [sources[number] for number in numbers]  # type: ignore[misc]  # None was looked for.

@@ -13,13 +13,15 @@ from _thread import allocate_lock
 from collections.abc import Callable
 from typing import Final, final
 
-__all__ = ["SLICE_SECONDS", "Latch", "give_way", "is_copy_thread", "is_over", "note_copy_thread"]
+__all__ = ["SLICE_SECONDS", "Latch", "Turn", "give_way", "is_copy_thread", "is_over", "note_copy_thread"]
 
 SLICE_SECONDS: Final = 0.05
 """How long a thread waits at a time: a signal that comes a moment before the wait does not wake it."""
 
 GIVE_WAY_SECONDS: Final = 20e-6
 """What is asked for. With what the system adds it is enough for a thread that waits for the interpreter to wake up."""
+TURN_SECONDS = 25e-6
+"""A tenth of a short training step."""
 
 
 def give_way() -> None:
@@ -37,6 +39,21 @@ def is_over(done: Callable[[], bool], failures: type[Exception] | tuple[type[Exc
         return done()
     except failures:
         return True
+
+
+@final
+class Turn:
+    """How long a thread of ours has had the interpreter for work on thousands of arrays. By the clock: how many arrays that are
+    depends on the machine, and on the framework that is asked about each."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    def end_if_long(self) -> None:
+        """Give way, if there was work for as long as others may be made to wait. Called between two arrays."""
+        if time.perf_counter() - self._began >= TURN_SECONDS:
+            give_way()
+            self._began = time.perf_counter()
 
 
 @final

@@ -32,6 +32,7 @@ __all__ = [
     "Reading",
     "all_ledgers",
     "all_views",
+    "puts_under_way",
     "reap_all",
     "wait_for_others",
 ]
@@ -332,6 +333,15 @@ def reap_all() -> bool:
     """Have every stager let go of what its copies are done with, and tell whether there was anything. Never blocks."""
     found = [ledger.reap() for ledger in all_ledgers()]
     return any(found)
+
+
+def puts_under_way() -> bool:
+    """Tell whether any stager's puts are under way, and let go of those that are done. Never blocks."""
+    for ledger in all_ledgers():
+        ledger.h2d.reap()
+        if ledger.h2d.busy or any(not job.reached() for job in list(ledger.jobs.h2d.values())):
+            return True
+    return False
 
 
 def wait_for_others(own: Ledger | None, concerns: Concerns, job_concerns: Callable[[Job | Reading], bool]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -22,9 +23,11 @@ import safetensors.numpy
 
 import xferlib
 from tests.files.saves import DTYPES, MIB, bits, only, same, there
+from xferlib import latch
+from xferlib.byte_reader import ByteReader
 from xferlib.files import formats
-from xferlib.files.plan import MOST_SPANS, Plan
-from xferlib.files.temporary import SUFFIX
+from xferlib.files.plan import MOST_ARRAYS, Layout, Plan
+from xferlib.files.temporary import BORDER, SUFFIX
 from xferlib.stager import Stager
 
 
@@ -294,29 +297,51 @@ def test_more_names_than_a_header_has_room_for_are_refused(stager: Stager, tmp_p
 
 def test_thousands_of_arrays_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile no other Python thread runs. Each array is in the header once, and in the pieces once."""
-    count = 2 * formats.GLANCES + 3
+    count = 500
     names = [f"layers.{number}" for number in range(count)]
     described = [((3, number % 5), np.dtype(f"f{2 << number % 3}")) for number in range(count)]
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in described]
     plan = Plan(".safetensors", names, described, {"a": "b"}, sizes, sum(sizes))
     ways: list[None] = []
-    monkeypatch.setattr(formats, "give_way", lambda: ways.append(None))
+    monkeypatch.setattr(latch, "give_way", lambda: ways.append(None))
+    monkeypatch.setattr(latch, "TURN_SECONDS", 1e9)
+    assert plan.laid_out().headers
+    assert ways == []
+    monkeypatch.setattr(latch, "TURN_SECONDS", 0)
     layout = plan.laid_out()
-    assert len(ways) == -(-count // formats.GLANCES) - (-count // formats.BURST)
+    assert len(ways) == 2 * count
     (header,) = layout.headers
     found = json.loads(header[8:])
     assert found.pop("__metadata__") == {"a": "b"}
     assert len(found) == count
     assert header[8:].decode().startswith('{"__metadata__":{"a":"b"},"layers.')
     pieces = list(layout.pieces(1 << 30))
-    assert max(len(piece.spans) for piece in pieces) == MOST_SPANS
+    assert max(len(piece.arrays) for piece in pieces) == MOST_ARRAYS
     for piece in pieces:
         offset = piece.offset - len(header)
-        for number, start, nbytes in piece.spans:
-            assert (found[names[number]]["data_offsets"], start) == ([offset, offset + nbytes], 0)
-            offset += nbytes
+        for number in piece.arrays.tolist():
+            assert found[names[number]]["data_offsets"] == [offset, offset + sizes[number]]
+            offset += sizes[number]
         assert offset == piece.offset - len(header) + piece.nbytes
-    assert sum(len(piece.spans) for piece in pieces) == sum(1 for shape, _ in described if shape[1])
+    assert sum(len(piece.arrays) for piece in pieces) == sum(1 for shape, _ in described if shape[1])
+
+
+@pytest.mark.parametrize(("nbytes", "border"), [(13, 1), (100, 1), (10_000, 4096), (9000, 4096), (1 << 30, 4096)])
+def test_pieces_have_each_byte_once_and_end_at_borders(nbytes: int, border: int) -> None:
+    sizes = [0, 7, 20_000, 4096, 0, 1, 5000, *[3] * 150, 8192, 0]
+    order = list(reversed(range(len(sizes))))
+    offset, read = 100, dict.fromkeys(order, 0)
+    for piece in Layout([bytes(offset)], order, sizes, []).pieces(nbytes, border):
+        assert (piece.offset, 0 < piece.nbytes <= nbytes) == (offset, True)
+        left, skipped = piece.nbytes, piece.skipped
+        for number in piece.arrays.tolist():
+            assert read[number] == skipped
+            read[number] = min(sizes[number], skipped + left)
+            left, skipped = left - (read[number] - skipped), 0
+        assert left == 0
+        offset += piece.nbytes
+        assert read[number] == sizes[number] or offset % border == 0
+    assert [read[number] for number in range(len(sizes))] == sizes
 
 
 def test_what_a_header_may_take_at_most_is_no_less_than_it_takes() -> None:
@@ -476,3 +501,103 @@ def test_a_file_on_a_disk_is_written_by_calls(stager: Stager, tmp_path: Path, mo
     save = xferlib.save(tmp_path / "a.npy", there(stager, np.arange(1000)), stager)
     assert np.array_equal(np.load(save.result(20)), np.arange(1000))
     assert calls == [0, 128]
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list[tuple[bool, int, int]]]]:
+    """A folder where files are written directly, and what is written: whether directly, where, and how much."""
+    probe = tmp_path / "probe"
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct writes")
+    probe.unlink()
+    write, seen = os.pwrite, list[tuple[bool, int, int]]()
+
+    def noted(descriptor: int, data: memoryview, offset: int) -> int:
+        seen.append((bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT), offset, data.nbytes))
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr("xferlib.files.temporary._lies_in_memory", lambda descriptor: False)
+    monkeypatch.setattr("xferlib.files.writing.DIRECT_FROM_NBYTES", 100_000)
+    monkeypatch.setattr(os, "pwrite", noted)
+    yield tmp_path, seen
+    assert not [link for link in map(os.readlink, descriptors()) if SUFFIX in link]
+
+
+def descriptors() -> list[str]:
+    return [path for path in (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")) if os.path.islink(path)]
+
+
+@pytest.mark.parametrize("shift", [0, 256])
+@pytest.mark.parametrize("nbytes", [300_001, 2 * MIB, 2 * MIB + 4096 - 128])
+def test_a_large_file_on_a_disk_is_written_past_the_cache(
+    stager: Stager,
+    on_disk: tuple[Path, list[tuple[bool, int, int]]],
+    nbytes: int,
+    shift: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole blocks, of which each is written once, wherever the pool's memory begins. What is left over at both ends goes by the
+    cache."""
+    folder, seen = on_disk
+    empty = ByteReader.empty
+    monkeypatch.setattr(ByteReader, "empty", lambda self, size, *, wait=True: empty(self, size + shift, wait=wait)[shift:])
+    array = bits((nbytes,), np.dtype(np.uint8))
+    path = xferlib.save(folder / "a.npy", there(stager, array), stager, memory=400_000).result(20)
+    same(np.load(path), array)
+    direct = [(offset, size) for is_direct, offset, size in seen if is_direct]
+    assert sum(size for _, size in direct) == (128 + nbytes) // BORDER * BORDER - BORDER
+    assert all(offset % BORDER == size % BORDER == 0 for offset, size in direct)
+    assert sum(size for *_, size in seen) == 128 + nbytes
+    only(folder, "a.npy")
+
+
+def test_a_tree_of_small_arrays_is_written_past_the_cache_as_far_as_it_can_be(
+    stager: Stager, on_disk: tuple[Path, list[tuple[bool, int, int]]]
+) -> None:
+    folder, seen = on_disk
+    state = {f"w{number}": bits((number * 37 % 9000,), np.dtype(np.uint8)) for number in range(300)}
+    path = xferlib.save(folder / "a.safetensors", there(stager, state), stager, memory=400_000).result(20)
+    found = safetensors.numpy.load_file(path)
+    assert all(found[name].tobytes() == value.tobytes() for name, value in state.items())
+    assert any(is_direct for is_direct, *_ in seen)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT])
+def test_memory_or_files_that_are_not_for_direct_writes_go_by_the_cache(
+    stager: Stager, on_disk: tuple[Path, list[tuple[bool, int, int]]], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = on_disk
+    write, refused = os.pwrite, list[int]()
+
+    def refusing(descriptor: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(code, os.strerror(code))
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    array = bits((MIB,), np.dtype(np.uint8))
+    same(np.load(xferlib.save(folder / "a.npy", there(stager, array), stager, memory=200_000).result(20)), array)
+    assert 1 <= len(refused) <= 2
+
+
+def test_a_full_disk_is_an_error_of_direct_writes_as_well(
+    stager: Stager, on_disk: tuple[Path, list[tuple[bool, int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = on_disk
+    write = os.pwrite
+
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset > 400_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data, offset)
+
+    (folder / "a.npy").write_bytes(b"old")
+    monkeypatch.setattr(os, "pwrite", full)
+    save = xferlib.save(folder / "a.npy", there(stager, bits((MIB,), np.dtype(np.uint8))), stager, memory=200_000)
+    with pytest.raises(OSError, match="No space left"):
+        save.result(20)
+    only(folder, "a.npy")
+    assert (folder / "a.npy").read_bytes() == b"old"

@@ -450,8 +450,8 @@ def test_a_finalizer_in_its_threads_is_refused_and_does_not_hang(
         finalize()
         begin(self, target, **options)
 
-    def cutting(self: Any, nbytes: int) -> Iterator[Any]:
-        for piece in pieces(self, nbytes):
+    def cutting(self: Any, *sizes: int) -> Iterator[Any]:
+        for piece in pieces(self, *sizes):
             finalize()
             yield piece
 

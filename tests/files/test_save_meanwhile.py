@@ -19,9 +19,12 @@ from xferlib_host import Stream, open_stager
 import xferlib
 from tests.core.fakes import held, on_thread, until
 from tests.files.saves import MIB, bits, held_files, held_writes, only, same, there
+from xferlib import ledger
 from xferlib.byte_reader import ByteReader
+from xferlib.files import writing
 from xferlib.files.plan import Layout, Plan
 from xferlib.files.temporary import TemporaryFile
+from xferlib.files.writing import READS_AHEAD
 from xferlib.stager import Stager
 
 
@@ -513,3 +516,86 @@ def test_it_does_with_what_the_pool_has(tmp_path: Path, limit: int) -> None:
         kept = stager.empty_pinned(limit // 2, np.uint8)
         same(np.load(xferlib.save(tmp_path / "a.npy", array, stager).result(20)), array)
         del kept
+
+
+def test_a_get_waits_behind_few_copies_of_a_save(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies are held until every thread of the save is there: then the get's comes behind as many as may be started."""
+    monkeypatch.setattr("xferlib.files.writing.usable_cores", lambda: 8)
+    monkeypatch.setattr("xferlib.files.writing.PIECE_NBYTES", MIB // 8)
+    backend: Any = stager.backend
+    copies: list[int] = []
+    copy, empty, had = backend.copy_d2h, ByteReader.empty, list[int]()
+
+    def noted(dst: int, src: int, nbytes: int) -> None:
+        copies.append(nbytes)
+        copy(dst, src, nbytes)
+
+    def counted(self: ByteReader, nbytes: int, *, wait: bool = True) -> Any:
+        memory = empty(self, nbytes, wait=wait)
+        had.append(nbytes)
+        return memory
+
+    monkeypatch.setattr(ByteReader, "empty", counted)
+    array, loss = there(stager, bits((2 * MIB,), np.dtype(np.uint8))), there(stager, np.arange(3))
+    with held(backend.d2h) as gate:
+        # The reader takes it as it is then.
+        monkeypatch.setattr(type(backend), "copy_d2h", lambda self, *arguments: noted(*arguments))
+        save = xferlib.save(tmp_path / "a.npy", array, stager, memory=MIB)
+        assert until(lambda: len(had) == 8 and len(copies) == READS_AHEAD)
+        got = stager.get(loss)
+        gate.set()
+        assert got.result().tolist() == [0, 1, 2]
+    same(np.load(save.result(20)), array)
+    assert copies.index(loss.nbytes) == READS_AHEAD
+    assert len(copies) == 1 + 2 * MIB // (128 * 1024)
+
+
+def test_puts_come_first(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the training's next batch is on its way, of whatever stager, a save starts no copy."""
+    monkeypatch.setattr("xferlib.files.writing.PUTS_SECONDS", 20)
+    looked: list[bool] = []
+    look = ledger.puts_under_way
+
+    def looking() -> bool:
+        looked.append(look())
+        return looked[-1]
+
+    monkeypatch.setattr(writing, "puts_under_way", looking)
+    array = there(stager, np.arange(1000))
+    with xferlib.stager("host") as other:
+        backend: Any = other.backend
+        with held(backend.h2d) as gate:
+            batch = other.put(other.empty_pinned(10, np.uint8))
+            save = xferlib.save(tmp_path / "a.npy", array, stager)
+            assert until(lambda: len(looked) > 3)
+            with pytest.raises(TimeoutError):
+                save.wait_read(0)
+            gate.set()
+        batch.synchronize()
+    same(np.load(save.result(20)), array)
+    assert all(looked[:3])
+    assert not looked[-1]
+
+
+def test_a_save_comes_to_its_end_beside_puts_that_never_end(stager: Stager, tmp_path: Path) -> None:
+    array = there(stager, np.arange(1000))
+    backend: Any = stager.backend
+    with held(backend.h2d) as gate:
+        batch = stager.put(stager.empty_pinned(10, np.uint8))
+        same(np.load(xferlib.save(tmp_path / "a.npy", array, stager).result(20)), array)
+        assert not batch.done()
+        gate.set()
+
+
+def test_a_save_that_waits_for_puts_is_cancelled(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xferlib.files.writing.PUTS_SECONDS", 20)
+    array = there(stager, np.arange(1000))
+    backend: Any = stager.backend
+    with held(backend.h2d) as gate:
+        stager.put(stager.empty_pinned(10, np.uint8))
+        save = xferlib.save(tmp_path / "a.npy", array, stager)
+        assert save.cancel()
+        with pytest.raises(xferlib.XferError, match="cancelled"):
+            save.result(10)
+        gate.set()
+    only(tmp_path)

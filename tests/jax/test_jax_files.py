@@ -386,7 +386,8 @@ def test_the_call_of_a_save_finds_no_array(
     stager, called = finding
     found: list[tuple[int, int]] = []
     ways: list[int] = []
-    monkeypatch.setattr("xferlib.byte_reader.give_way", lambda: ways.append(threading.get_ident()))
+    monkeypatch.setattr("xferlib.latch.give_way", lambda: ways.append(threading.get_ident()))
+    monkeypatch.setattr("xferlib.latch.TURN_SECONDS", 0)
     called.append(lambda arrays: found.append((threading.get_ident(), len(arrays))))
     state = {str(number): jax.numpy.full((9, 9), number, "float32") for number in range(20)}
     save = xferlib.save(tmp_path / "a.safetensors", state, stager)
@@ -395,12 +396,14 @@ def test_the_call_of_a_save_finds_no_array(
     assert threading.get_ident() not in [thread for thread, _ in found]
     # Others have the interpreter in between. Whoever reads alone finds all at once.
     assert max(count for _, count in found) == FOUND_AT_ONCE < len(state)
-    assert ways == [thread for thread, _ in found]
+    assert set(ways) >= {thread for thread, _ in found}
+    assert len(ways) >= len(found)
     found.clear()
+    ways.clear()
     with stager.reader(list(state.values())) as reader:
         reader.wait()
     assert [count for _, count in found] == [len(state)]
-    assert threading.get_ident() not in ways
+    assert ways == []
 
 
 def test_what_is_deleted_before_it_is_read_ends_the_save(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.lib import format as npy
 
-from xferlib.latch import give_way
+from xferlib.latch import Turn
 from xferlib.tree import Alike
 
 __all__ = [
@@ -53,10 +53,6 @@ STEP = 64
 """Bytes. The arrays begin at a multiple of it, so that each lies as its dtype wants."""
 LARGEST_HEADER = 100_000_000
 """Bytes: readers of the format take no larger one."""
-BURST = 32
-"""Arrays that are worked on, by a thread of a save, before other threads have their turn. It takes some 50 us."""
-GLANCES = 256
-"""Arrays of which only the dtype is looked at, likewise."""
 ESCAPED = 6
 """Bytes that JSON takes for one byte of text, at most."""
 ENTRY = 2048
@@ -103,17 +99,17 @@ def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadat
     heads: dict[tuple[int, tuple[int, ...]], tuple[str, int]] = {}
     quoted = json.JSONEncoder(ensure_ascii=False).encode
     end = 0
-    for first in range(0, len(order), BURST):
-        for index in order[first : first + BURST]:
-            shape, dtype = described[index]
-            known = heads.get((id(dtype), shape))
-            if known is None:
-                lengths = ",".join(map(str, shape))
-                head = f'{{"dtype":"{_kind(names[index], dtype)}","shape":[{lengths}],"data_offsets":'
-                known = heads[id(dtype), shape] = head, math.prod(shape) * dtype.itemsize
-            start, end = end, end + known[1]
-            parts.append(f"{quoted(names[index])}:{known[0]}[{start},{end}]}}")
-        give_way()
+    turn = Turn()
+    for index in order:
+        shape, dtype = described[index]
+        known = heads.get((id(dtype), shape))
+        if known is None:
+            lengths = ",".join(map(str, shape))
+            head = f'{{"dtype":"{_kind(names[index], dtype)}","shape":[{lengths}],"data_offsets":'
+            known = heads[id(dtype), shape] = head, math.prod(shape) * dtype.itemsize
+        start, end = end, end + known[1]
+        parts.append(f"{quoted(names[index])}:{known[0]}[{start},{end}]}}")
+        turn.end_if_long()
     text = f"{{{','.join(parts)}}}".encode()
     text += b" " * (-(8 + len(text)) % STEP)
     if len(text) > LARGEST_HEADER:
@@ -126,14 +122,13 @@ def _widest_first(described: Sequence[Alike]) -> list[int]:
     # NumPy takes a while to say how wide a dtype is.
     widths: dict[int, int] = {}
     of_width: dict[int, list[int]] = {}
-    for first in range(0, len(described), GLANCES):
-        for index in range(first, min(first + GLANCES, len(described))):
-            dtype = described[index][1]
-            width = widths.get(id(dtype))
-            if width is None:
-                width = widths[id(dtype)] = dtype.itemsize
-            of_width.setdefault(width, []).append(index)
-        give_way()
+    turn = Turn()
+    for index, (_, dtype) in enumerate(described):
+        width = widths.get(id(dtype))
+        if width is None:
+            width = widths[id(dtype)] = dtype.itemsize
+        of_width.setdefault(width, []).append(index)
+        turn.end_if_long()
     return [index for width in sorted(of_width, reverse=True) for index in of_width[width]]
 
 

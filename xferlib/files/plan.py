@@ -7,33 +7,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from xferlib.byte_reader import Span
+import numpy as np
+
+from xferlib.byte_reader import Numbers
 from xferlib.files.formats import VALUES, check_npy, check_safetensors, npy_header, safetensors_layout
 from xferlib.files.names import names_of
-from xferlib.latch import give_way
+from xferlib.latch import Turn
 from xferlib.tree import Alike, Spec
 
 __all__ = ["Layout", "Piece", "Plan", "planned"]
 
-MOST_SPANS = 64
-"""Arrays of a piece. For each some microseconds of Python are due, in which a thread that launches work has to wait."""
-HEADERS = 8
-"""Members of an archive whose headers are made before other threads have their turn: NumPy takes 20 us for each."""
+MOST_ARRAYS = 64
+"""Arrays of a piece. Who lets go of them has the interpreter for about a microsecond for each."""
 LONGEST_MEMBER = 60_000
 """Bytes of the name of an archive's member: the format has two bytes for their number."""
 JSON = (str, int, float)
 """What rides along and is the same when JSON has had it; a bool is an int."""
 
-_NEW = tuple.__new__
-"""Takes a third of the time of a named tuple's constructor."""
-
 
 class Piece(NamedTuple):
-    """Part of a file: bytes of arrays, one behind the other."""
+    """Part of a file: bytes of arrays, one behind the other. `skipped`: of the first array so many stand in the piece before."""
 
     offset: int
     nbytes: int
-    spans: list[Span]
+    arrays: Numbers
+    skipped: int
 
 
 @final
@@ -63,10 +61,10 @@ class Plan(NamedTuple):
                 return Layout([npy_header(*self.described[0])], [0], sizes, [])
         members = [f"{name}.npy" for name in self.names]
         headers: list[bytes] = []
+        turn = Turn()
         for alike in self.described:
             headers.append(npy_header(*alike))
-            if not len(headers) % HEADERS:
-                give_way()
+            turn.end_if_long()
         return Layout(headers, list(range(len(sizes))), sizes, members)
 
 
@@ -80,29 +78,31 @@ class Layout(NamedTuple):
     members: list[str]
     """Of an archive; else empty."""
 
-    def pieces(self, nbytes: int) -> Iterator[Piece]:
-        """Iterate the pieces of a file that is no archive, of at most so many bytes, and of not too many arrays."""
-        sizes = self.sizes
-        offset = start = len(self.headers[0])
-        spans: list[Span] = []
-        for index in self.order:
-            size, at = sizes[index], 0
-            while at < size:
-                taken = min(size - at, start + nbytes - offset)
-                spans.append(_NEW(Span, (index, at, taken)))
-                at += taken
-                offset += taken
-                if offset == start + nbytes or len(spans) == MOST_SPANS:
-                    yield Piece(start, offset - start, spans)
-                    start, spans = offset, []
-        if spans:
-            yield Piece(start, offset - start, spans)
+    def pieces(self, nbytes: int, border: int = 1) -> Iterator[Piece]:
+        """Iterate the pieces of a file that is no archive, of at most so many bytes, and of not too many arrays.
+
+        A piece that ends inside of an array ends at a multiple of `border` in the file.
+        """
+        order = np.array(self.order, np.int64)
+        sizes = np.array(self.sizes, np.int64)[order]
+        order, sizes = order[sizes > 0], sizes[sizes > 0]
+        # Where each array ends in the file.
+        ends = np.cumsum(sizes) + len(self.headers[0])
+        offset, first = len(self.headers[0]), 0
+        while first < len(order):
+            last = min(first + MOST_ARRAYS, len(order)) - 1
+            end, most = int(ends[last]), offset + nbytes
+            if end > most:
+                end = most - most % border
+                last = int(np.searchsorted(ends, end))
+            yield Piece(offset, end - offset, order[first : last + 1], offset - int(ends[first] - sizes[first]))
+            offset, first = end, last + (end == ends[last])
 
     def by_member(self, nbytes: int) -> Iterator[list[Piece]]:
         """Iterate the pieces of each member of an archive. The writer knows where they belong."""
         for index, size in enumerate(self.sizes):
             starts = range(0, size, nbytes)
-            yield [Piece(0, min(nbytes, size - start), [Span(index, start, min(nbytes, size - start))]) for start in starts]
+            yield [Piece(0, min(nbytes, size - start), np.array([index]), start) for start in starts]
 
 
 def planned(file: Path, spec: Spec, described: Sequence[Alike], sizes: list[int], metadata: Mapping[str, str] | None) -> Plan:

@@ -19,6 +19,7 @@ from _thread import start_new_thread
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any, Literal, final
 
 from xferlib.byte_reader import ByteReader
@@ -26,18 +27,27 @@ from xferlib.engine.cores import usable_cores
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.files.plan import Layout, Piece, Plan
 from xferlib.files.series import remove_older, series_of
-from xferlib.files.temporary import TemporaryFile
+from xferlib.files.temporary import BORDER, TemporaryFile
 from xferlib.latch import SLICE_SECONDS, Latch, give_way
-from xferlib.memory.arrays import Array
+from xferlib.ledger import puts_under_way
+from xferlib.memory.arrays import Array, address_of
 
 __all__ = ["Writing", "refuse_late"]
 
 PIECE_NBYTES = 16 << 20
 """Bytes: many times what a write and a copy cost beside their bytes."""
 LEAST_NBYTES = 4 << 10
+DIRECT_FROM_NBYTES = 8 << 20
+"""Bytes of a file. A smaller one is written as fast through the system's cache, and found there."""
 MOST_THREADS = 16
 THREADS_TO_MAP = 8
 """From so many on they write more into a mapping than by calls."""
+READS_AHEAD = 3
+"""Pieces whose copies are started, and not done. They keep a link busy, and a get of the program's waits behind no more of them."""
+PUTS_SECONDS = 0.005
+"""How long the copy of a piece waits for puts. They come first; and where there is always one, a save still comes to its end."""
+LOOK_SECONDS = 0.0005
+"""How often it is looked whether puts are under way."""
 
 
 @final
@@ -66,8 +76,13 @@ class Writing:
         self._piece_nbytes = max(LEAST_NBYTES, min(PIECE_NBYTES, memory // 2, plan.nbytes))
         self._left = 1
         self._layout: Layout | None = None
+        self._border = 1
         self._pieces: Iterator[Piece] = iter(())
         self._lock = threading.Lock()
+        self._reads: SimpleQueue[None] = SimpleQueue()
+        """As many as may be started. Taken and put back in calls of C, which wake one thread each."""
+        for _ in range(READS_AHEAD):
+            self._reads.put(None)
         self._issued = self._read = 0
         self._due = 0.0
         """When the next piece may be read, by the rate."""
@@ -220,7 +235,12 @@ class Writing:
                 if smallest:
                     raise
                 self._piece_nbytes //= 2
-        self._pieces = layout.pieces(self._piece_nbytes)
+        most, border = self._piece_nbytes, 1
+        if not layout.members and nbytes >= DIRECT_FROM_NBYTES and most > 2 * BORDER and temporary.go_direct(nbytes):
+            # Each piece lies in its memory as in the file's blocks, wherever the memory begins.
+            most, border = most - BORDER, BORDER
+        self._border = border
+        self._pieces = layout.pieces(most, border)
         if not layout.members:
             temporary.write(memoryview(layout.headers[0]), 0)
         return memory
@@ -255,20 +275,42 @@ class Writing:
 
     def _data(self, memory: Array) -> Iterator[tuple[int, memoryview]]:
         """Iterate what this thread is to write, and where: the next pieces that no other has taken, read into this memory."""
-        while True:
-            with self._lock:
-                piece = next(self._pieces, None)
-                if piece is None:
+        while (piece := self._take_piece()) is not None:
+            part = self._place(piece, memory)
+            self._reads.get()
+            try:
+                # Not with the lock: others have pieces to note.
+                if not self._may_read(piece):
                     return
-                seconds = self._seconds_until(piece.nbytes)
-            # Not with the lock: others have pieces to note.
-            if self.error is not None or (seconds > 0 and self._stop.wait(seconds)):
-                return
-            with self._lock:
-                transfer = self._start_read(piece, memory)
-            data = transfer.result()
+                with self._lock:
+                    transfer = self._start_read(piece, part)
+                data = transfer.result()
+            finally:
+                self._reads.put(None)
             self._note_read(piece.nbytes)
             yield piece.offset, memoryview(data)
+
+    def _take_piece(self) -> Piece | None:
+        with self._lock:
+            # Named: an interrupt behind the call comes while the lock is still given back.
+            piece = next(self._pieces, None)
+        return piece  # noqa: RET504  # As said.
+
+    def _may_read(self, piece: Piece) -> bool:
+        """Wait for the rate, and for the program's puts, which come first. False: nothing is to be read any more."""
+        with self._lock:
+            seconds = self._seconds_until(piece.nbytes)
+        if seconds > 0 and self._stop.wait(seconds):
+            return False
+        deadline = time.monotonic() + PUTS_SECONDS
+        while puts_under_way() and time.monotonic() < deadline:
+            if self._stop.wait(LOOK_SECONDS):
+                return False
+        return self.error is None
+
+    def _place(self, piece: Piece, memory: Array) -> Array:
+        """Return the part of its memory that a piece is read into."""
+        return memory[(piece.offset - address_of(memory)) % self._border :]
 
     def _seconds_until(self, nbytes: int) -> float:
         """Return how long the next piece, of so many bytes, has to wait until it may be read."""
@@ -281,7 +323,7 @@ class Writing:
         return due - now
 
     def _start_read(self, piece: Piece, memory: Array) -> Any:
-        transfer = self._reader.read(piece.spans, memory)
+        transfer = self._reader.read_row(piece.arrays, piece.skipped, piece.nbytes, memory)
         self._issued += piece.nbytes
         if self._issued == self.plan.nbytes:
             # From here on the copies are known as what they are.
