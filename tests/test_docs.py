@@ -26,7 +26,7 @@ PROGRAMS = {
     for page in PAGES
     for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
 }
-PACKAGES = ("jax", "torch", "grain", "datasets", "tensorflow", "ray", "orbax")
+PACKAGES = ("jax", "torch", "grain", "datasets", "tensorflow", "ray", "orbax", "flax", "equinox")
 SECONDS = 100
 
 

@@ -216,6 +216,21 @@ def test_what_cannot_be_saved_is_refused_at_the_call(
     assert not stager._ledger.jobs.readings
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "advice"),
+    [
+        ("x.safetensors", "complex128", r"Save it as \.npy"),
+        ("x.safetensors", "float8_e3m4", "No other file here can"),
+        ("x.npy", "bfloat16", r"Save it as \.safetensors"),
+        ("x.npz", "float8_e3m4", "No other file here can"),
+    ],
+)
+def test_what_is_said_of_a_dtype_can_be_done(stager: Stager, tmp_path: Path, name: str, dtype: str, advice: str) -> None:
+    array = there(stager, np.zeros(2, getattr(ml_dtypes, dtype, dtype)))
+    with pytest.raises(TypeError, match=advice):
+        xferlib.save(tmp_path / name, {"w": array} if name != "x.npy" else array, stager)
+
+
 def test_a_stager_comes_third(stager: Stager) -> None:
     with pytest.raises(TypeError, match="comes third"):
         xferlib.save(stager, np.zeros(3), "x.npy")  # type: ignore[arg-type]  # on purpose

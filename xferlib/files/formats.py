@@ -135,7 +135,7 @@ def _widest_first(described: Sequence[Alike]) -> list[int]:
 def _kind(name: str, dtype: np.dtype[Any]) -> str:
     kind = KINDS.get(dtype.name)
     if kind is None:
-        raise TypeError(f"{name!r} is of dtype {dtype}, which a safetensors file cannot have. Save it as .npy, or convert it")
+        raise TypeError(f"{name!r} is of dtype {dtype}, which a safetensors file cannot have. {_advice(_is_numpys(dtype), '.npy')}")
     return kind
 
 
@@ -145,9 +145,20 @@ def check_npy(names: Sequence[str], described: Sequence[Alike]) -> None:
     for name, (_, dtype) in zip(names, described, strict=True):
         if dtype in seen:
             continue
-        if npy.descr_to_dtype(npy.dtype_to_descr(dtype)) != dtype:
-            raise TypeError(f"{name!r} is of dtype {dtype}, which a .npy file cannot have. Save it as .safetensors, or convert it")
+        if not _is_numpys(dtype):
+            advice = _advice(dtype.name in KINDS, ".safetensors")
+            raise TypeError(f"{name!r} is of dtype {dtype}, which .npy and .npz files cannot have. {advice}")
         seen.add(dtype)
+
+
+def _is_numpys(dtype: np.dtype[Any]) -> bool:
+    """Tell whether NumPy's files give this dtype back: those of packages come back as bytes without a name."""
+    return bool(npy.descr_to_dtype(npy.dtype_to_descr(dtype)) == dtype)
+
+
+def _advice(has_it: bool, other: str) -> str:
+    """Say what to do about a dtype that a file cannot have; `has_it`: whether the other kind of file can."""
+    return f"Save it as {other}, or convert it" if has_it else "No other file here can, either: convert it"
 
 
 def npy_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
