@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import xferlib
 from tests import children
 from tests.core.fakes import on_thread, until
+from tests.files.saves import held_writes
 from xferlib.byte_reader import FOUND_AT_ONCE, Span
 from xferlib.ledger import Reading
 from xferlib.stager import Stager
@@ -404,6 +406,32 @@ def test_the_call_of_a_save_finds_no_array(
         reader.wait()
     assert [count for _, count in found] == [len(state)]
     assert ways == []
+
+
+def test_arrays_are_let_go_of_one_by_one_as_they_are_read(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state's memory comes back meanwhile, and nobody lets go of thousands of arrays at once. The first is a piece by itself."""
+    with held_writes(monkeypatch) as gate:
+        # Of the large one a piece is left until something is written.
+        state = {
+            "0": jax.numpy.ones(1 << 13, "float32"),
+            "1": jax.numpy.ones(1 << 16, "float32"),
+            "2": jax.numpy.ones(9, "float32"),
+        }
+        gone = [weakref.ref(array) for array in state.values()]
+        save = xferlib.save(tmp_path / "a.safetensors", state, stager, memory=64 << 10)
+        del state
+
+        def first_is_gone() -> bool:
+            stager._ledger.reap()
+            return gone[0]() is None
+
+        assert until(first_is_gone)
+        assert gone[1]() is not None
+        assert gone[2]() is not None
+        gate.set()
+        assert xferlib.load(save.result(60), stager)["2"].tolist() == [1] * 9
+    stager._ledger.reap()
+    assert [one() for one in gone] == [None] * 3
 
 
 def test_what_is_deleted_before_it_is_read_ends_the_save(

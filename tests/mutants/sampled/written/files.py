@@ -15,6 +15,8 @@ MUTANTS = [
     (PLAN, "order, sizes = order[sizes > 0], sizes[sizes > 0]", "order, sizes = order[sizes >= 0], sizes[sizes >= 0]"),
     (READER, "starts[:1] += skipped", "pass"),
     (READER, "sizes[-1:] -= sizes.sum() - nbytes", "pass"),
+    (READER, "        self._unread[arrays] -= sizes\n", ""),
+    (READER, "arrays[self._unread[arrays] == 0]", "arrays"),
     (WRITING, "while puts_under_way() and time", "while False and time"),
     (WRITING, "time.monotonic() < deadline", "True"),
     (WRITING, "for _ in range(READS_AHEAD):", "for _ in range(99):"),
