@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 from collections.abc import Iterator
 
 import pytest
 
-from tests.interrupts.harness import COUNT
+from tests.interrupts.harness import COUNT, frozen, of_the_library
+
+
+@pytest.fixture(autouse=True, scope="module")
+def earlier_objects_are_frozen() -> Iterator[None]:
+    """As for all tests; but those that have locks are kept in sight."""
+    gc.unfreeze()
+    gc.collect()
+    frozen[:] = of_the_library()
+    gc.freeze()
+    yield
+    frozen.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,18 @@ from typing import Any, NamedTuple, final
 import xferlib
 from xferlib.latch import Latch
 
-__all__ = ["COUNT", "SEED", "Interrupt", "at_rest", "held_locks", "interrupted", "until_free", "usual_seconds"]
+__all__ = [
+    "COUNT",
+    "SEED",
+    "Interrupt",
+    "at_rest",
+    "frozen",
+    "held_locks",
+    "interrupted",
+    "of_the_library",
+    "until_free",
+    "usual_seconds",
+]
 
 COUNT = int(os.environ.get("XFERLIB_INTERRUPTS", "40"))
 SEED = int(os.environ.get("XFERLIB_SEED", "1"))
@@ -31,6 +42,8 @@ AGAIN_SECONDS = 3e-3
 """From one interrupt to the next, where there is a second one: it comes while the first is dealt with."""
 LATER_SECONDS = 20e-6
 PATIENCE = 20.0
+frozen: list[object] = []
+"""What is of the library and hidden from the collector, which lists no such objects."""
 
 
 class Interrupt(KeyboardInterrupt):
@@ -153,12 +166,17 @@ def held_locks() -> list[str]:
     found = []
     for module in [module for name, module in sys.modules.items() if name.split(".")[0].startswith("xferlib")]:
         found += [f"{module.__name__}.{name}" for name, value in list(vars(module).items()) if _is_held(value)]
-    for thing in gc.get_objects():
+    for thing in (*frozen, *of_the_library()):
         kind = type(thing)
         # The lock of a latch is held while it is shut, and by whoever was interrupted as he passed, which it bears.
-        if str(kind.__module__).split(".")[0].startswith("xferlib") and kind is not Latch:
+        if kind is not Latch:
             found += [f"{kind.__module__}.{kind.__qualname__}.{name}" for name, value in _attributes(thing) if _is_held(value)]
     return found
+
+
+def of_the_library() -> list[object]:
+    """Return the objects whose types are the library's, as far as the collector has them in sight."""
+    return [thing for thing in gc.get_objects() if str(type(thing).__module__).split(".")[0].startswith("xferlib")]
 
 
 def until_free() -> None:

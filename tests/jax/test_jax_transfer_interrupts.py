@@ -10,6 +10,7 @@ import xferlib_jax
 
 import xferlib
 from tests.interrupts import test_callbacks as callbacks
+from tests.interrupts.conftest import earlier_objects_are_frozen  # noqa: F401  # A fixture for this file.
 from tests.interrupts.harness import COUNT, SEED
 from tests.interrupts.transfers import OPERATIONS, interrupt
 

@@ -100,10 +100,13 @@ class Laws(Hooks):
     @classmethod
     def _spare_the_collector(cls) -> Iterator[None]:
         """Hide earlier objects from the garbage collector: the laws call it often, and it would go through all of them."""
+        frozen = gc.get_freeze_count()
         gc.collect()
         gc.freeze()
         yield
-        gc.unfreeze()
+        # A suite that has hidden its own does not want them back.
+        if not frozen:
+            gc.unfreeze()
 
     @pytest.fixture
     def stager(self) -> Iterator[Stager]:
