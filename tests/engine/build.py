@@ -8,7 +8,7 @@ import platform
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from xferlib.engine.building import SOURCES, ZIG, compiler
@@ -55,33 +55,40 @@ atexit.register(_FOLDER.cleanup)
 _compiling = threading.Lock()
 
 
-def built(folder: Path, sanitizer: str, sources: Mapping[str, str] | None = None, *, patience_seconds: int = 60) -> Path:
+def built(
+    folder: Path,
+    sanitizer: str,
+    sources: Mapping[str, str] | None = None,
+    *,
+    patience_seconds: int = 60,
+    options: Sequence[str] = (),
+) -> Path:
     """Build the harness into a folder and return the program. `sources`: text that takes the place of a file's."""
-    assert COMPILER is not None
-    files = []
+    files = [_unchanged(HARNESS, sanitizer, patience_seconds)]
     for name in SOURCES:
-        file = ENGINE / name
         if sources and name in sources:
             file = folder / name
             file.write_text(sources[name])
-        files.append(str(file))
+        else:
+            file = _unchanged(ENGINE / name, sanitizer)
+        files.append(file)
     program = folder / "harness"
-    # What a mutant leaves unused is no mistake of its.
-    strict = () if sources else ("-Werror",)
-    _compile([*strict, *SANITIZERS[sanitizer], str(_harness(sanitizer, patience_seconds)), *files, "-o", str(program)])
+    # No -Werror: what a mutant leaves unused is no mistake of its.
+    _compile([*SANITIZERS[sanitizer], *options, *map(str, files), "-o", str(program)])
     return program
 
 
-def _harness(sanitizer: str, patience_seconds: int) -> Path:
-    """Compile the harness alone, once: it is longer than what is built with it again and again. Any thread."""
+def _unchanged(source: Path, sanitizer: str, patience_seconds: int | None = None) -> Path:
+    """Compile a file as it is, once: it is linked again and again with what was changed. Any thread."""
     with _compiling:
-        return _compiled_harness(sanitizer, patience_seconds)
+        return _compiled(source, sanitizer, patience_seconds)
 
 
 @functools.cache
-def _compiled_harness(sanitizer: str, patience_seconds: int) -> Path:
-    made = Path(_FOLDER.name) / f"{sanitizer}-{patience_seconds}.o"
-    _compile(["-Werror", *SANITIZERS[sanitizer], f"-DPATIENCE_SECONDS={patience_seconds}", "-c", str(HARNESS), "-o", str(made)])
+def _compiled(source: Path, sanitizer: str, patience_seconds: int | None) -> Path:
+    made = Path(_FOLDER.name) / f"{source.stem}-{sanitizer}-{patience_seconds}.o"
+    patience = [] if patience_seconds is None else [f"-DPATIENCE_SECONDS={patience_seconds}"]
+    _compile(["-Werror", *SANITIZERS[sanitizer], *patience, "-c", str(source), "-o", str(made)])
     return made
 
 
