@@ -54,7 +54,10 @@ def gate(tmp_path: Path) -> Callable[[int], Gate]:
 
 
 def shared_names() -> set[str]:
-    """Return the names of shared memory and semaphores that Python's own modules have given, for any program of this machine."""
+    """Return the names of shared memory and semaphores that Python's own modules have given, for any program of this machine.
+
+    Other programs' go again: what stays is what a test has left.
+    """
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "wnsm_", "sem.", "pym-", "xferlib"))}
 
 

@@ -25,6 +25,7 @@ import pytest
 import xferlib
 from tests import children
 from tests.core.fakes import on_thread
+from tests.pipeline.steps import until
 from tests.workers import fills
 from tests.workers.conftest import descriptors, first, shared_names
 from tests.workers.fills import Gate
@@ -249,7 +250,7 @@ next(run)
     assert all(ended(number) for number in watched)
     for number in watched:
         os.close(number)
-    assert shared_names() <= before
+    until(lambda: shared_names() <= before)
 
 
 def test_workers_outlive_the_thread_that_started_them(ring: SharedRing) -> None:
