@@ -7,12 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import psutil
 import pytest
 
 from tests.children import run
+from tests.side_by_side import side_by_side
+
+Ended: TypeAlias = subprocess.CompletedProcess[str]
 
 HANG = """
 import ctypes, subprocess, sys, time, multiprocessing, pytest
@@ -39,7 +44,7 @@ MANY = 6
 DEAF = "import signal; signal.signal(signal.SIGABRT, signal.SIG_IGN); signal.pause()"
 
 
-def pytest_run(folder: Path, source: str, *, seconds: float = 4) -> subprocess.CompletedProcess[str]:
+def pytest_run(folder: Path, source: str, *, seconds: float = 4) -> Ended:
     """Run a module with the guard, which gives each phase so long."""
     module = folder / "test_hanging.py"
     module.write_text(source)
@@ -48,68 +53,93 @@ def pytest_run(folder: Path, source: str, *, seconds: float = 4) -> subprocess.C
     return run(command, seconds=60, env=os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))})
 
 
+@pytest.fixture(scope="module")
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Ended]]:
+    """What came of a module that hangs. They run side by side, since they are asleep for seconds."""
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    sources = [item.callspec.params["ended"] for item in items if "ended" in item.fixturenames]
+
+    def run_it(source: str) -> Ended:
+        return pytest_run(tmp_path_factory.mktemp("hanging"), source)
+
+    with side_by_side(run_it, sources) as outcome:
+        yield outcome
+
+
+@pytest.fixture
+def ended(request: pytest.FixtureRequest, outcome: Callable[[str], Ended]) -> Ended:
+    return outcome(request.param)
+
+
 def hanging(*, before: str = "pass", call: str = "pass", after: str = "pass") -> str:
     return HANG.format(before=before, call=call, after=after)
 
 
+def of_module(source: str) -> pytest.MarkDecorator:
+    """Have the test judge what came of this module."""
+    return pytest.mark.parametrize("ended", [source], ids=["alone"], indirect=True)
+
+
 @pytest.mark.parametrize(
-    ("phase", "source"),
+    ("phase", "ended"),
     [
         ("setup", hanging(before="stuck_here()")),
         ("call", hanging(call="stuck_here()")),
         ("teardown", hanging(call="assert False", after="stuck_here()")),
     ],
     ids=["setup", "call", "teardown after a failure"],
+    indirect=["ended"],
 )
-def test_a_phase_that_hangs_ends_the_run_with_its_traceback(tmp_path: Path, phase: str, source: str) -> None:
-    ended = pytest_run(tmp_path, source)
+def test_a_phase_that_hangs_ends_the_run_with_its_traceback(phase: str, ended: Ended) -> None:
     assert ended.returncode == -signal.SIGABRT, ended.stderr
     assert f"It hangs: test_hanging.py::test_it ({phase})." in ended.stderr
     assert "in stuck_here" in ended.stderr
 
 
-def test_a_test_that_blocks_with_the_gil_held_is_ended(tmp_path: Path) -> None:
-    ended = pytest_run(tmp_path, hanging(call="ctypes.PyDLL(None).pause()"))
+@of_module(hanging(call="ctypes.PyDLL(None).pause()"))
+def test_a_test_that_blocks_with_the_gil_held_is_ended(ended: Ended) -> None:
     assert ended.returncode == -signal.SIGABRT, ended.stderr
     assert "in test_it" in ended.stderr
 
 
-def test_threads_that_hold_up_the_end_of_the_process_are_ended(tmp_path: Path) -> None:
-    ended = pytest_run(tmp_path, hanging(call="import threading; threading.Thread(target=stuck_here).start()"))
+@of_module(hanging(call="import threading; threading.Thread(target=stuck_here).start()"))
+def test_threads_that_hold_up_the_end_of_the_process_are_ended(ended: Ended) -> None:
     assert ended.returncode == -signal.SIGABRT, ended.stderr
     assert "It hangs: the end of the process." in ended.stderr
     assert "in stuck_here" in ended.stderr
 
 
-def test_a_child_that_hangs_is_ended_with_its_traceback_and_the_run_goes_on(tmp_path: Path) -> None:
-    call = f"print(subprocess.run([sys.executable, '-c', {CHILD!r}], stderr=subprocess.PIPE, text=True).stderr)"
-    ended = pytest_run(tmp_path, hanging(call=call))
+@of_module(hanging(call=f"print(subprocess.run([sys.executable, '-c', {CHILD!r}], stderr=subprocess.PIPE, text=True).stderr)"))
+def test_a_child_that_hangs_is_ended_with_its_traceback_and_the_run_goes_on(ended: Ended) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "Its children are ended: " in ended.stderr
     assert "in stuck_there" in ended.stdout
     assert "the next one ran" in ended.stdout
 
 
-def test_a_worker_that_hangs_is_ended_with_its_traceback(tmp_path: Path) -> None:
-    call = (
-        "context = multiprocessing.get_context('spawn'); worker = context.Process(target=time.sleep, args=(1000,)); "
+@of_module(
+    hanging(
+        call="context = multiprocessing.get_context('spawn'); worker = context.Process(target=time.sleep, args=(1000,)); "
         "worker.start(); worker.join(); assert worker.exitcode == -6; stuck_here()"
     )
-    ended = pytest_run(tmp_path, hanging(call=call))
+)
+def test_a_worker_that_hangs_is_ended_with_its_traceback(ended: Ended) -> None:
     assert ended.returncode == -signal.SIGABRT, ended.stderr
     assert "in stuck_here" in ended.stderr
     # What was said into pytest's file is shown before it is lost.
     assert "multiprocessing/process.py" in ended.stderr
 
 
-def test_a_child_that_is_deaf_is_ended_and_does_not_save_a_test_that_hangs_itself(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    begin = f"child = subprocess.Popen([sys.executable, '-c', {DEAF!r}])"
-    call = f"{begin}; open({str(note)!r}, 'w').write(str(child.pid)); stuck_here()"
-    ended = pytest_run(tmp_path, hanging(call=call))
+@of_module(
+    hanging(
+        call=f"child = subprocess.Popen([sys.executable, '-c', {DEAF!r}]); "
+        "print('child', child.pid, 'end', file=sys.stderr, flush=True); stuck_here()"
+    )
+)
+def test_a_child_that_is_deaf_is_ended_and_does_not_save_a_test_that_hangs_itself(ended: Ended) -> None:
     assert ended.returncode == -signal.SIGABRT, ended.stderr
     # What nobody has waited for may still stand in the table.
-    number = int(note.read_text())
+    number = int(ended.stderr.partition("child ")[2].split()[0])
     assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
 
 
