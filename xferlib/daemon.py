@@ -10,7 +10,12 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, TypeVar, final
 
+from xferlib.latch import Latch
+
 __all__ = ["Daemon"]
+
+END_SECONDS = 1.0
+"""How long the end of the interpreter waits for what such a thread has begun. It may be held by compute, for ever."""
 
 T = TypeVar("T")
 
@@ -31,6 +36,7 @@ class Daemon(Generic[T]):
         self._run = run
         self._forgotten = forget
         self._ident = 0
+        self._ended = Latch()
         self._running: dict[None, object] = {}
         """Has an entry if the thread runs, or is being started."""
         atexit.register(self.end)
@@ -55,16 +61,25 @@ class Daemon(Generic[T]):
         return get_ident() == self._ident
 
     def end(self) -> None:
-        """Let it end, whatever is left to do. At exit, before modules are taken apart."""
+        """Let it end, whatever is left to do. At exit, before modules are taken apart.
+
+        Waits for what it has begun: a thread that comes out of a framework's C++ when there is no interpreter any more ends the
+        process by SIGABRT.
+        """
         self.over = True
         self.inbox.put(None)
+        if self._running and not self.is_here():
+            self._ended.wait(END_SECONDS)
 
     def _serve(self) -> None:
         self._ident = get_ident()
         threading.current_thread().name = self._name
-        self._run()
+        try:
+            self._run()
+        finally:
+            self._ended.open()
 
     def _forget(self) -> None:
         self._running.clear()
-        self._ident, self.inbox = 0, SimpleQueue()
+        self._ident, self._ended, self.inbox = 0, Latch(), SimpleQueue()
         self._forgotten()

@@ -209,3 +209,34 @@ def test_the_interpreter_ends_while_arrays_of_closed_stagers_live() -> None:
         with xferlib.stager("host") as s:
             kept = s.put(np.ones(1000)).result(), s.empty_pinned(10, np.uint8)
     """)
+
+
+def test_the_interpreter_ends_when_the_reaper_has_ended_what_it_had_begun() -> None:
+    # Otherwise it would be gone by then. `time.sleep` lets go of the interpreter, as calls of a framework do.
+    done = succeeds("""
+        import os, threading, time
+        import xferlib.reaper
+        begun = threading.Event()
+        def close() -> None:
+            begun.set()
+            time.sleep(0.3)
+            os.write(1, b"ended")
+        xferlib.reaper.start_reaper()
+        xferlib.reaper.close_later(close)
+        begun.wait()
+    """)
+    assert done == "ended"
+
+
+def test_the_interpreter_does_not_wait_for_ever_for_the_reaper() -> None:
+    succeeds("""
+        import threading
+        import xferlib.reaper
+        begun, never = threading.Event(), threading.Event()
+        def close() -> None:
+            begun.set()
+            never.wait()
+        xferlib.reaper.start_reaper()
+        xferlib.reaper.close_later(close)
+        begun.wait()
+    """)

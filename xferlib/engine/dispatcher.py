@@ -135,12 +135,14 @@ class Dispatcher:
 
     def _run(self) -> None:
         note_copy_thread()
+        # Another one's, once this one is over.
+        daemon = self._daemon
         requests = (Request * BATCH)()
         pause = FIRST_PAUSE
-        while not self._daemon.over:
+        while not daemon.over:
             busy = [lane for lane in list(self._lanes.values()) if lane.jobs]
             if not busy:
-                self._daemon.inbox.get()
+                daemon.inbox.get()
                 continue
             count = library().xe_requests(requests, BATCH, pause)
             for request in requests[:count]:

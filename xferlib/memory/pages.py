@@ -37,9 +37,9 @@ __all__ = ["Allocators", "HostPages", "Unlocked", "allocators"]
 
 HUGE = 2 << 20
 LEAST_MAPPING_NBYTES, MOST_MAPPING_NBYTES = 4 << 20, 8 << 20
-"""Bytes of one mapping of several side by side, at least and at most. Each costs a system call. Twelve threads of an H100 machine that
-wrote to 4 GiB of new memory, one piece of 2 MiB after the other, wrote 5.3 GB/s to mappings of 64 MiB, 8.8 to such of 14, 15.6 to such
-of 8 and 16.3 to such of 4."""
+"""Bytes of one mapping of several side by side, at least and at most. Each costs a system call. Twelve threads of an H100 machine
+that wrote to 4 GiB of new memory, one piece of 2 MiB after the other, wrote 5.3 GB/s to mappings of 64 MiB, 8.8 to such of 14,
+15.6 to such of 8 and 16.3 to such of 4."""
 MOST_THREADS = 8
 """More of them fetch pages no faster."""
 AVAILABLE_SECONDS = 0.1
