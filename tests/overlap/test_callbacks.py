@@ -31,6 +31,8 @@ class Places:
         return {DEVICE: "device", PINNED: "pinned"}.get(address & ~0xFFF, "pageable")
 
     def is_blocking(self, stream: int) -> bool:
+        # As XLA's graphs of cuBLAS were, whenever a loop that multiplies matrices was looked at.
+        assert stream != self.captured, "the capture is over: CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
         return stream == 5
 
     def is_capturing(self, stream: int) -> bool:
@@ -226,9 +228,19 @@ def test_events_and_waits_give_event_and_stream() -> None:
     assert seen(RUNTIME, 22).kind == "memory"
 
 
-def test_what_is_captured_into_a_graph_is_no_work() -> None:
+@pytest.mark.parametrize(
+    ("number", "parameters"),
+    [
+        (514, struct(("graph", U64), ("hStream", U64), hStream=Places.captured)),
+        (119, struct(("hEvent", U64), ("hStream", U64), hEvent=3, hStream=Places.captured)),
+        (277, copy(DEVICE, PINNED, 9, ("hStream", U64), hStream=Places.captured)),
+        (126, struct(("hStream", U64), hStream=Places.captured)),
+    ],
+    ids=["launch", "record", "copy", "sync"],
+)
+def test_what_is_captured_into_a_graph_is_no_work(number: int, parameters: ctypes.Structure) -> None:
     recording = Recording(cast("Any", Places()))
-    tell(recording, ENTER, DRIVER, 514, struct(("graph", U64), ("hStream", U64), hStream=Places.captured))
+    tell(recording, ENTER, DRIVER, number, parameters)
     assert recording.calls == []
 
 

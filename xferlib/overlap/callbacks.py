@@ -127,11 +127,12 @@ class Recording:
         call.event = function.event_of(at)
         call.stream = function.stream_of(at)
         if call.stream is not None:
+            # First: to ask anything else of a stream that is being captured ends the capture by an error.
+            if self._driver.is_capturing(call.stream):
+                return None
             if call.stream not in self._blocking:
                 self._blocking[call.stream] = self._driver.is_blocking(call.stream)
             call.blocking = self._blocking[call.stream]
-            if function.kind in ("launch", "copy", "set", "record", "wait") and self._driver.is_capturing(call.stream):
-                return None
         copied = function.copied(at)
         if copied is not None:
             self._ends(call, *copied)

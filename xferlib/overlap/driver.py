@@ -123,7 +123,7 @@ class Driver:
         return bool(status != 0 or capturing.value != 0)
 
     def is_blocking(self, stream: int) -> bool:
-        """Tell whether a stream and the NULL stream wait for each other."""
+        """Tell whether a stream and the NULL stream wait for each other. Not of one that is being captured: it would be no more."""
         flags = ctypes.c_uint()
         status = self._library.cuStreamGetFlags(ctypes.c_void_p(stream), ctypes.byref(flags))
         return bool(status == 0 and not flags.value & NON_BLOCKING)
