@@ -24,6 +24,7 @@ from tests.workers import fills
 from tests.workers.conftest import first
 from tests.workers.fills import Gate
 from xferlib.errors import AllocationError, ClosedError, WorkerError
+from xferlib.pipeline.workers.process import Worker
 from xferlib.pipeline.workers.run import WorkerTraceback
 from xferlib.pipeline.workers.shared_ring import SharedRing
 
@@ -544,6 +545,86 @@ def test_closing_wakes_an_iteration_on_another_thread(ring: SharedRing, gate: Ca
     ring.close()
     with pytest.raises(ClosedError):
         coming.result(10)
+
+
+class Owner:
+    """Closes its ring at its end. `collected`: by the collector, else as its last reference goes."""
+
+    def __init__(self, ring: SharedRing, *, collected: bool) -> None:
+        self.ring = ring
+        self.me = self if collected else None
+
+    def __del__(self) -> None:
+        self.ring.close()
+
+
+@pytest.mark.parametrize("who", ["tasks", "owner", "collected owner"])
+def test_a_ring_that_is_closed_inside_a_step_of_its_run_is_closed_behind_it(stager: xferlib.Stager, who: str) -> None:
+    ring = SharedRing(stager, (64, np.int64), slots=3)
+    pids: list[int] = []
+
+    def tasks() -> Iterator[int]:
+        yield 0
+        pids.extend(ring.pids)
+        if who == "tasks":
+            ring.close()
+        else:
+            Owner(ring, collected=who == "collected owner")
+            gc.collect()
+        yield 1
+
+    # On a thread, so that one that waits for itself fails the test.
+    taken = on_thread(lambda: list(ring.run(fills.number, tasks(), workers=1)))
+    with pytest.raises(ClosedError, match="this ring is closed"):
+        taken.result(20)
+    until(lambda: ring._holdings.memory is None)
+    assert pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_finalizer_on_the_thread_that_starts_workers_may_close_the_ring(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = SharedRing(stager, (64, np.int64), slots=3)
+    start = Worker._start
+
+    def collecting(worker: Worker) -> None:
+        start(worker)
+        Owner(ring, collected=True)
+        gc.collect()
+
+    monkeypatch.setattr(Worker, "_start", collecting)
+    # As on the main thread: whoever takes a step waits for another thread, which starts the worker.
+    monkeypatch.setattr(
+        "xferlib.pipeline.workers.pool.uninterrupted", lambda call, *given: on_thread(lambda: call(*given)).result(20)
+    )
+    with pytest.raises(ClosedError, match="this ring is closed"):
+        on_thread(lambda: next(ring.run(fills.number, [0], workers=1))).result(20)
+    until(lambda: ring._holdings.memory is None and not ring.pids)
+
+
+def test_tasks_that_ask_their_run_for_a_batch_are_refused(pair: SharedRing) -> None:
+    def tasks() -> Iterator[int]:
+        yield 0
+        yield first(next(run))
+
+    run = pair.run(fills.number, tasks(), workers=1)
+    assert first(on_thread(lambda: next(run)).result(20)) == 0
+    with pytest.raises(RuntimeError, match="ask it for a batch"):
+        on_thread(lambda: next(run)).result(20)
+
+
+def test_a_run_of_a_ring_that_is_closed_meanwhile_says_so(stager: xferlib.Stager) -> None:
+    ring = SharedRing(stager, (64, np.int64), slots=3)
+
+    class Tasks:
+        def __iter__(self) -> Iterator[int]:
+            ring.close()
+            return iter([1])
+
+    run = ring.run(fills.number, Tasks(), workers=1)
+    with pytest.raises(ClosedError, match="this ring is closed"):
+        next(run)
 
 
 def test_a_ring_that_was_never_closed_says_so_and_is_closed(stager: xferlib.Stager) -> None:

@@ -30,12 +30,12 @@ EXIT_SECONDS = 1.0
 
 @final
 class WakeupFd:
-    """Wakes whoever waits for `number` to be readable. Any thread, but no finalizer."""
+    """Wakes whoever waits for `number` to be readable. Any thread, also a finalizer."""
 
     def __init__(self) -> None:
         self.number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # A number that is closed may be somebody else's by the time it is written to.
-        self._lock = threading.Lock()
+        # A number that is closed may be somebody else's by the time it is written to. Reentrant, as a finalizer may come in here.
+        self._lock = threading.RLock()
 
     def wake(self) -> None:
         """Have it readable. Does nothing if it is closed."""
@@ -76,7 +76,8 @@ class WorkerPool:
 
     def __init__(self, start: Callable[[], Worker], changing: AbstractContextManager[object]) -> None:
         """`changing`: reentrant, and held while processes are started or ended: an interrupt may leave another thread at that."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
+        """Reentrant only so that `entered` can tell who has it: nobody comes in twice."""
         self.torn = False
         self.wakeup = WakeupFd()
         self._start = start
@@ -85,6 +86,11 @@ class WorkerPool:
         self._closed = False
         self._failed_starts = 0
         self._cannot_start: str | None = None
+
+    @property
+    def entered(self) -> bool:
+        """Whether the calling thread has the lock already, and so is a finalizer now, or what takes the next task."""
+        return self.lock._is_owned()  # type: ignore[attr-defined,no-any-return]  # As `threading.Condition` asks.
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -156,7 +162,7 @@ class WorkerPool:
     def forget(self) -> None:
         """Let go of everything in a forked child: the workers are the parent's."""
         # It may have been forked in the middle of a step: nothing is to be mended here, and nobody would do it.
-        self.lock, self.torn, self._closed = threading.Lock(), False, True
+        self.lock, self.torn, self._closed = threading.RLock(), False, True
         for worker in self._workers:
             worker.disconnect()
             worker.exit_file.close()

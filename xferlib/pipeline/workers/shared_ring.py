@@ -34,10 +34,10 @@ from xferlib.pipeline.workers.process import Worker
 from xferlib.pipeline.workers.run import OnDeath, Run
 from xferlib.pipeline.workers.slots import Slots
 from xferlib.pipeline.workers.worker import serve
-from xferlib.reaper import closed_when_dropped
+from xferlib.reaper import close_later, closed_when_dropped
 from xferlib.stager import Stager, check_stager
 from xferlib.typed import TreeT_co
-from xferlib.uninterrupted import start_thread, uninterrupted
+from xferlib.uninterrupted import collects, start_thread, uninterrupted
 from xferlib.words import counted, in_words
 
 __all__ = ["SharedRing"]
@@ -96,11 +96,11 @@ class _Holdings:
             self.memory = self.pool = self._pin = None
 
     def dropped(self) -> None:
-        """Close what nobody has closed, on a thread of its own: the reaper has more to do than wait for workers."""
+        """Close what nobody has closed. On the reaper."""
         if not self._closed or self.memory is not None:
-            start_thread(threading.Thread(target=self._close_dropped, name="xferlib-workers", daemon=True), self._close_dropped)
+            _start_beside(self._close_dropped)
 
-    def _close_dropped(self, refused: object = None) -> None:
+    def _close_dropped(self) -> None:
         try:
             if self.pool is not None:
                 warnings.warn(f"{self.words} was never closed. Use it as a context manager", ResourceWarning, 2)
@@ -229,20 +229,31 @@ class SharedRing(Generic[TreeT_co]):
             retries=retries,
         )
         self._run = weakref.ref(run)
+        if self._refusal is not None:
+            # It was closed meanwhile, and `close` did not know of the run.
+            run.end(self._refusal)
         return run
 
     def close(self) -> None:
         """End the workers and give the memory back; twice is fine. Any thread.
 
         A run under way raises `ClosedError`. Batches that are still held stay valid, though no longer page-locked; it waits for
-        the transfers in flight, since one of them may read a slot.
+        the transfers in flight, since one of them may read a slot. In a finalizer, and where the tasks of a run close its ring, it
+        returns at once, and another thread does the rest.
         """
         if isinstance(self._refusal, BackendUnavailableError):
             return
         self._end(ClosedError("this ring is closed. Make another SharedRing"))
         self._pool.wakeup.wake()
+        if self._pool.entered or collects():
+            # This thread, or one that waits for it, is in the middle of a step. That must come to its end first.
+            close_later(self._close_beside)
+            return
         with self._pool.lock:
             uninterrupted(self._holdings.close)
+
+    def _close_beside(self) -> None:
+        _start_beside(self.close)
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
@@ -268,6 +279,11 @@ class SharedRing(Generic[TreeT_co]):
         run = None if self._run is None else self._run()
         if run is not None:
             run.end(reason)
+
+
+def _start_beside(close: Callable[[], None]) -> None:
+    """Call on a thread of its own: the reaper has more to do than wait for workers."""
+    start_thread(threading.Thread(target=close, name="xferlib-workers", daemon=True), lambda error: close())
 
 
 def _pickled(fill: Callable[[Any, Any], Any]) -> bytes:
