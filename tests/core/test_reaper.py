@@ -183,12 +183,15 @@ def test_a_forked_child_settles_nothing_and_opens_stagers_of_its_own() -> None:
     succeeds("""
         import os, time, numpy as np, xferlib
         from tests.core.fakes import until
+        from xferlib import reaper
         s = xferlib.stager("host")
         backend, array = s.backend, s.put(np.ones(1000)).result()
         s.close()
+        assert reaper.remaining()
         child = os.fork()
         if child == 0:
             before = backend.memory.calls()
+            assert not reaper.remaining()
             del array
             time.sleep(0.5)
             assert backend.memory.calls() == before
@@ -196,6 +199,7 @@ def test_a_forked_child_settles_nothing_and_opens_stagers_of_its_own() -> None:
                 kept = own.put(np.ones(1000)).result()
             del kept
             assert until(lambda: own.backend.memory.calls().device_frees == 1)
+            assert backend.memory.calls() == before
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         del array

@@ -205,6 +205,22 @@ def test_everything_may_be_dropped_while_a_put_is_in_flight(stager: xferlib.Stag
     assert (device == 5).all()
 
 
+@pytest.mark.parametrize("into", [False, True])
+def test_pinned_leaves_beside_small_pageable_ones_are_held_until_they_are_read(stager: xferlib.Stager, *, into: bool) -> None:
+    targets = stager.put([np.zeros(100, np.uint8) for _ in range(3)]).result() if into else None
+    before = stager.stats().h2d_nbytes
+    with held(h2d(stager)):
+        source = stager.empty_pinned(100, np.uint8)
+        source[:] = 5
+        transfer = stager.put([np.full(100, 3, np.uint8), source, np.full(100, 4, np.uint8)], into=targets)
+        del source
+        others = [stager.empty_pinned(100, np.uint8) for _ in range(50)]
+        for other in others:
+            other[:] = 9
+    assert [bytes(leaf) for leaf in transfer.result()] == [bytes([value]) * 100 for value in (3, 5, 4)]
+    assert stager.stats().h2d_nbytes - before == 300
+
+
 def test_a_dropped_block_is_reused_behind_the_copy_into_it(stager: xferlib.Stager) -> None:
     with held(h2d(stager)):
         stager.put(np.full(100, 1, np.uint8))

@@ -1,4 +1,4 @@
-"""How many workers may be killed before they have started, played with workers that are no processes."""
+"""How many workers may be killed before they have started, played with workers that are no processes; and what comes too late."""
 
 from __future__ import annotations
 
@@ -62,3 +62,19 @@ def test_those_before_one_that_has_started_do_not_count(pool: WorkerPool) -> Non
         hear(pool, ready=False)
         hear(pool, ready=True)
         pool.start_up_to(0)
+
+
+def test_what_was_asked_for_before_an_interrupt_starts_nobody_behind_the_end(pool: WorkerPool) -> None:
+    pool.close(0)
+    pool.start_up_to(1)
+    assert not pool.pids
+
+
+def test_a_worker_that_was_ended_meanwhile_is_not_ended_twice(pool: WorkerPool) -> None:
+    ends: list[float] = []
+    worker: Any = Played(ready=False)
+    worker.end = ends.append
+    pool._workers.append(worker)
+    pool.mend()
+    pool._heard(worker, dead=True)
+    assert len(ends) == 1

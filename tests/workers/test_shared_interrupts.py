@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -59,6 +60,7 @@ def is_whole(ring: SharedRing) -> bool:
 
 
 def judge(ring: SharedRing, before: Any) -> None:
+    assert not ring._pool.entered
     assert not busy(ring._pool.lock)
     assert is_whole(ring)
     assert len(ring.pids) == len(psutil.Process().children()) - before[1]
@@ -163,6 +165,25 @@ def test_an_interrupt_of_closing_leaves_a_ring_that_can_be_closed(stager: xferli
         if not cut:
             break
     assert line > 10
+
+
+def test_what_an_interrupted_ring_had_still_to_take_is_not_taken(
+    stager: xferlib.Stager, before: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[Callable[[], object]] = []
+
+    def cut_off(call: Callable[[], object]) -> object:
+        if not late:
+            late.append(call)
+            raise KeyboardInterrupt
+        return call()
+
+    monkeypatch.setattr("xferlib.pipeline.workers.shared_ring.uninterrupted", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        SharedRing(stager, SPEC, slots=2)
+    with pytest.raises(xferlib.ClosedError):
+        late.pop()()
+    assert footprint(stager) == before
 
 
 class Saved:
