@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.core.fakes import on_thread
 from xferlib.errors import WorkerDiedError
 from xferlib.pipeline.workers.pool import MOST_FAILED_STARTS, WorkerPool
 
@@ -78,3 +79,27 @@ def test_a_worker_that_was_ended_meanwhile_is_not_ended_twice(pool: WorkerPool) 
     pool.mend()
     pool._heard(worker, dead=True)
     assert len(ends) == 1
+
+
+def test_the_end_waits_for_a_start_under_way_and_ends_that_worker() -> None:
+    ends: list[float] = []
+    worker: Any = Played(ready=True)
+    worker.end = ends.append
+    begun, gate = threading.Event(), threading.Event()
+
+    def start() -> Any:
+        begun.set()
+        assert gate.wait(20)
+        return worker
+
+    pool = WorkerPool(start, threading.RLock())
+    starting = on_thread(lambda: pool.start_up_to(1))
+    assert begun.wait(20)
+    ending = on_thread(lambda: pool.close(0))
+    with pytest.raises(TimeoutError):
+        ending.result(0.05)
+    gate.set()
+    starting.result(20)
+    ending.result(20)
+    assert ends
+    assert not pool.pids
