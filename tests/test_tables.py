@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -10,11 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 # Last: what is installed comes before the clone.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import plot, records, tables
+from benchmarks import plot, records, report, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = "python -m benchmarks.tables --write"
@@ -103,6 +105,17 @@ def test_two_files_of_records_are_compared_row_by_row(tmp_path: Path) -> None:
     assert found == [("2.000", "1.000", ""), ("1.000", "0.500", ""), ("1000.000", "1.000", "slower")]
     assert "rows of one file alone: 1 of the old, 0 of the new" in shown
     assert "not the same" not in shown
+
+
+@pytest.mark.parametrize(("factor", "said"), [(0.5, "faster"), (0.99, ""), (1.01, ""), (2.0, "slower")])
+def test_what_lies_within_the_spread_is_neither_slower_nor_faster(tmp_path: Path, factor: float, said: str) -> None:
+    old = records.read(tables.H100)[:1]
+    old[0]["seconds"].update({"min": 0.9, "median": 1.0, "max": 1.1})
+    new = json.loads(json.dumps(old))
+    new[0]["seconds"].update({name: factor * old[0]["seconds"][name] for name in ("min", "median", "max")})
+    console = Console(record=True, width=200, file=io.StringIO())
+    report.show_ratios(console, old, new)
+    assert re.findall(rf"{factor:.3f} +\S +1\.000 +\S +(\w*)", console.export_text()) == [said]
 
 
 def test_a_comparison_says_where_machine_or_versions_differ(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import glob
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,35 @@ def test_a_trace_has_the_copies_with_their_bytes_and_lines(cpu: Stager) -> None:
     assert [len(of) for of in streams] == [1, 1]
     assert streams[0] != streams[1]
     assert [device.name for device in traced.summary().devices] == ["the CPU (JAX)"]
+
+
+def test_a_trace_has_a_copy_of_what_was_not_computed_when_it_began(cpu: Stager) -> None:
+    from xferlib_jax._engine import Engine
+    from xferlib_jax._promise import Promises
+    from xferlib_jax._reading import Readings
+
+    gate, array = threading.Event(), on_cpu(words(1))
+
+    class Late:
+        def block_until_ready(self) -> None:
+            assert gate.wait(20)
+
+        def __dlpack__(self) -> Any:
+            return array.__dlpack__()
+
+    promises = Promises(Readings(lambda: None))
+    promise = promises.make(Late())
+    engine = Engine("engine", promises, "d2h")
+    target = np.zeros(array.nbytes, np.uint8)
+    try:
+        with xferlib.trace(gpu=False) as traced:
+            engine.copy(target.ctypes.data, promise.start, target.nbytes)
+            gate.set()
+            engine.record().synchronize()
+    finally:
+        engine.close()
+    assert bytes(target) == np.asarray(array).tobytes()
+    assert [(event.kind, event.nbytes) for event in traced.recording.events] == [("d2h", target.nbytes)]
 
 
 def line_of(text: str) -> int:

@@ -15,9 +15,11 @@ from xferlib_host import Stream
 import xferlib
 from tests.core.fakes import WATCHDOG, Point, on_thread, succeeds, tampered, until
 from xferlib.errors import CapabilityError, ClosedError, TransferError
+from xferlib.ledger import all_views
 from xferlib.memory.mapped import Views
 from xferlib.protocol import Capabilities
 from xferlib.protocol import Stream as Found
+from xferlib.reaper import Remains, watch
 from xferlib.stager import Stager
 
 
@@ -282,6 +284,24 @@ def test_a_closed_stager_maps_nothing_and_its_views_live_on() -> None:
     assert stager.backend.memory.calls().pinned_frees == 0  # type: ignore[attr-defined]  # the host backend's own
     del view
     assert until(lambda: stager.backend.memory.calls().pinned_frees == 1)  # type: ignore[attr-defined]
+
+
+def test_views_of_a_stager_that_closes_are_known_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[bool] = []
+    stager = xferlib.stager("host")
+    view, views = stager.mapped(stager.empty_pinned(100, np.uint8)), stager._ledger.views
+
+    def watched(remains: Remains) -> None:
+        # Neither with the reaper yet, nor away from its ledger.
+        known.append(views in all_views())
+        watch(remains)
+
+    monkeypatch.setattr("xferlib.ledger.watch", watched)
+    stager.close()
+    assert known == [True]
+    assert views in all_views()
+    del view
+    assert until(lambda: views not in all_views())
 
 
 def test_a_forked_child_waits_for_nothing() -> None:

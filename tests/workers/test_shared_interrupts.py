@@ -24,6 +24,7 @@ from tests.pipeline.interrupts import at_line, by_signal
 from tests.pipeline.steps import busy, until
 from tests.workers import fills
 from tests.workers.conftest import descriptors, first
+from xferlib.pipeline.workers.pool import WorkerPool
 from xferlib.pipeline.workers.process import Worker
 from xferlib.pipeline.workers.shared_ring import SharedRing
 
@@ -184,6 +185,27 @@ def test_what_an_interrupted_ring_had_still_to_take_is_not_taken(
     with pytest.raises(xferlib.ClosedError):
         late.pop()()
     assert footprint(stager) == before
+
+
+def test_what_could_not_be_closed_is_closed_when_the_ring_is_dropped(
+    stager: xferlib.Stager, before: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = WorkerPool.close
+    refused: list[int] = []
+
+    def refuse(pool: WorkerPool, patience: float) -> None:
+        if not refused:
+            refused.append(pool.wakeup.number)
+            raise OSError("not now")
+        close(pool, patience)
+
+    monkeypatch.setattr(WorkerPool, "close", refuse)
+    ring = SharedRing(stager, SPEC, slots=2)
+    with pytest.raises(OSError, match="not now"):
+        ring.close()
+    assert refused
+    del ring
+    until(lambda: footprint(stager) == before)
 
 
 class Saved:
