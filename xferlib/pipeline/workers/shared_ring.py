@@ -109,7 +109,6 @@ class _Holdings:
 
     def forget(self) -> None:
         """Let go of everything in a forked child."""
-        self._changing = threading.RLock()
         leave(self._pin)
         if self.memory is not None:
             self.memory.close()
