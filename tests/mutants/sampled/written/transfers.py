@@ -10,6 +10,21 @@ PUTS, GETS, TRANSFER, STAGER, CHECKS, MAPPED = (
 
 MUTANTS = [
     (
+        "xferlib/staging/pageable.py",
+        "crossings[-1], total, overwritten, target, pinned)",
+        "crossings[-1], total, overwritten, target)",
+    ),
+    (
+        PUTS,
+        "self._staging.stage(staged, nbytes, pinned",
+        "self._staging.stage(staged, sum([one.array.nbytes for one in staged]), pinned",
+    ),
+    (
+        "xferlib/ledger.py",
+        "        if self.views.settle():\n            watch(self.views)\n        _open.pop(id(self), None)\n",
+        "        _open.pop(id(self), None)\n        if self.views.settle():\n            watch(self.views)\n",
+    ),
+    (
         PUTS,
         "            if stream is not None:\n                self._backend.check_stream(stream)\n            streams: Streams = {}\n            block, target = self._blocks.lease(nbytes",
         "            streams: Streams = {}\n            block, target = self._blocks.lease(nbytes",
