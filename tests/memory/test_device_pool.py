@@ -1034,3 +1034,66 @@ def test_a_tree_that_does_not_fit_gives_back_the_blocks_it_has() -> None:
         with pytest.raises(AllocationError):
             stager.put([np.zeros(MIB, np.uint8) for _ in range(6)])
         assert len(stager.put([np.zeros(MIB, np.uint8) for _ in range(3)]).result(WATCHDOG)) == 3
+
+
+class Counted(int):
+    """Bytes that tell how often they were added up."""
+
+    additions = 0
+
+    def __radd__(self, other: int) -> int:
+        Counted.additions += 1
+        return int(self) + other
+
+    def __add__(self, other: int) -> int:
+        Counted.additions += 1
+        return int(self) + other
+
+
+@pytest.mark.parametrize("limit", [None, 200 * MIB])
+def test_a_new_block_has_those_that_are_there_not_counted_again(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    """Else a tree of thousands of arrays would take a time that grows with the square of their number."""
+    device = Device()
+    allocate = device.alloc_device
+
+    def counted(nbytes: int) -> Slab:
+        block = allocate(nbytes)
+        block.nbytes = Counted(block.nbytes)
+        return block
+
+    monkeypatch.setattr(device, "alloc_device", counted)
+    monkeypatch.setattr(Counted, "additions", 0)
+    blocks = cache(device, limit)
+    leases = [blocks.lease(MIB, {}) for _ in range(100)]
+    assert Counted.additions < 5 * len(leases)
+    assert blocks.peak_nbytes == blocks.nbytes == 100 * MIB
+    leases.clear()
+    blocks.trim()
+    leases = [blocks.lease(2 * MIB, {}) for _ in range(60)]
+    assert (blocks.peak_nbytes, blocks.nbytes) == (120 * MIB, 120 * MIB)
+
+
+def test_blocks_that_other_threads_free_and_take_are_counted_exactly() -> None:
+    """Sizes that push each other out, at a limit that is always reached: one block too many would be over it."""
+    device = Device()
+    blocks = cache(device, 8 * MIB)
+
+    def work(nbytes: int) -> None:
+        for number in range(150):
+            lease = blocks.lease(nbytes, {})
+            del lease
+            if number % 8 == 0:
+                blocks.trim()
+
+    for future in [on_thread(partial(work, nbytes)) for nbytes in (MIB, 2 * MIB, 3 * MIB)]:
+        future.result(30)
+    assert blocks.peak_nbytes <= 8 * MIB
+    blocks.trim()
+    assert blocks.nbytes == 0
+    leases = [blocks.lease(MIB, {}) for _ in range(8)]
+    assert blocks.nbytes == 8 * MIB
+    with pytest.raises(AllocationError):
+        blocks.lease(MIB, {})
+    del leases

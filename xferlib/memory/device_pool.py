@@ -70,6 +70,10 @@ class DevicePool(Table):
         self._idle: defaultdict[int, IdleBlocks] = defaultdict(IdleBlocks)
         """By size."""
         self._doomed: deque[BlockRow] = deque()
+        self._left = object()
+        """Another one each time that rows have left, or may have been entered without being counted."""
+        self._known: tuple[object, int] = (None, 0)
+        """What `_left` was before the rows were counted, and their bytes."""
         _open[id(self)] = self
         forget_in_child(self)
 
@@ -77,6 +81,14 @@ class DevicePool(Table):
     def nbytes(self) -> int:
         """Bytes taken from the framework, in use or idle."""
         return self._counted(self._rows)
+
+    def _taken(self) -> int:
+        """Return `nbytes`, in a step. Counts the rows again only where some have left: else many new ones would each count all."""
+        left, nbytes = self._left, self._known[1]
+        if self._known[0] is not left:
+            nbytes = sum([row.nbytes for row in list(self._rows.values())])
+            self._known = left, nbytes
+        return nbytes + sum([growth.nbytes for number, growth in list(self._growing.items()) if number not in self._rows])
 
     def lease(self, nbytes: int, streams: Streams) -> Lease:
         """Lease a block of at least `nbytes` that copies started from now on may write. Raises `AllocationError`."""
@@ -161,14 +173,14 @@ class DevicePool(Table):
         self._closed = True
         self._rows, self._growing, self._leased, self._places = {}, {}, {}, {}
         self._idle = defaultdict(IdleBlocks)
-        self._doomed = deque()
+        self._doomed, self._left = deque(), object()
         self._renew()
 
     def _mend(self) -> None:
         """Derive anew what follows from the rows."""
         leased: dict[int, BlockRow] = {}
         places: dict[int, BlockRow] = {}
-        self._idle, self._doomed = defaultdict(IdleBlocks), deque()
+        self._idle, self._doomed, self._left = defaultdict(IdleBlocks), deque(), object()
         for row in list(self._rows.values()):
             if row.doomed:
                 self._doomed.append(row)
@@ -330,7 +342,7 @@ class DevicePool(Table):
 
     def _reserve(self, size: int, number: int, *, wanted: bool = True) -> bool:
         """Count a block to be allocated, if the limit has room."""
-        if self.limit is not None and self.nbytes + size > self.limit:
+        if self.limit is not None and self._taken() + size > self.limit:
             return False
         self._growing[number] = Growth(size, wanted=wanted)
         return True
@@ -338,7 +350,7 @@ class DevicePool(Table):
     def _doom_others(self, size: int, *, reached: bool) -> bool:
         """Have idle blocks of other sizes freed, enough to make room under the limit; tell whether there were enough."""
         assert self.limit is not None
-        excess = self.nbytes + size - self.limit
+        excess = self._taken() + size - self.limit
         chosen: list[BlockRow] = []
         for other, idle in self._idle.items():
             for row in idle if other != size else ():
@@ -408,6 +420,8 @@ class DevicePool(Table):
                 self._backend.free_device(row.block)
         finally:
             self._rows.pop(row.key, None)
+            # Only now: whoever counts before this has the row.
+            self._left = object()
             self._changes += 1
 
     def _grow(self, size: int, number: int, streams: Streams) -> BlockRow:
@@ -437,12 +451,16 @@ class DevicePool(Table):
             self._alone(self._entered, row, streams)
         except BaseException:
             # What ended meanwhile could not be settled. The block is there all the same: the next step finds it idle.
-            self._rows.setdefault(row.key, row)
+            with self._lock:
+                self._rows.setdefault(row.key, row)
+                self._left = object()
             raise
         return row
 
     def _entered(self, row: BlockRow, streams: Streams) -> None:
         self._rows[row.key] = row
+        left, nbytes = self._known
+        self._known = left, nbytes + row.nbytes
         self._places[row.address] = row
         if self._grown(row.key):
             row.lease, row.streams = row.key, streams
@@ -450,7 +468,7 @@ class DevicePool(Table):
         else:
             self._idle[row.nbytes].append(row)
             self._changes += 1
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self._taken())
 
     def _allocated(self, size: int) -> DeviceBlock:
         with suppress(*self._failures):
