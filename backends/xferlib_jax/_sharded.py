@@ -25,7 +25,7 @@ from xferlib_jax import _arrays
 from xferlib_jax._gather import gathers
 from xferlib_jax._globals import GlobalArrays
 from xferlib_jax._spread import Array, LeafPlan, plan_leaf
-from xferlib_jax._stagers import Device, Hold
+from xferlib_jax._stagers import Device, Hold, at_once
 from xferlib_jax._trees import with_records, without_records
 
 __all__ = ["BatchPlan", "ShardedPuts", "ShardedTransfer", "start", "start_at_once", "wait_for_all"]
@@ -267,7 +267,6 @@ def start_at_once(
     """Start as `start` does, and borrow, with a thread for each device: the first put of a stager takes memory of the driver's, and
     all of them memory of JAX's, for which no device is to wait until another one has its own."""
     transfers: dict[Device, xferlib.Transfer] = {}
-    errors: list[BaseException | None] = []
     ended = Latch()
     owner: dict[None, str] = {}
     # JAX keeps it for each thread.
@@ -280,26 +279,19 @@ def start_at_once(
     def put_all() -> None:
         try:
             if owner.setdefault(None, "started") == "started":
-                begun = [threads.submit(put, device) for device in views]
-                errors.extend([one.exception() for one in begun])
+                at_once(threads, put, views)
         finally:
             ended.open()
 
     try:
         # No interrupt comes to those threads, and none between a transfer and its entry.
         uninterrupted(put_all)
-        for error in errors:
-            if error is not None:
-                raise error
     except BaseException:
         # Whoever interrupts the wait for it waits all the same, unless it has not begun.
         if owner.setdefault(None, "given up") == "started":
             ended.wait()
         wait_for_all(transfers.values())
         raise
-    finally:
-        # They refer to this frame.
-        errors.clear()
     return transfers
 
 

@@ -15,11 +15,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import jax
 import numpy as np
@@ -28,7 +28,9 @@ import xferlib
 from xferlib.errors import XferError
 from xferlib.uninterrupted import start_thread, uninterrupted
 
-__all__ = ["Device", "Hold", "close", "given", "hold", "local_stagers"]
+__all__ = ["Device", "Hold", "at_once", "close", "given", "hold", "local_stagers"]
+
+T = TypeVar("T")
 
 Device = Any
 """`jax.Device`."""
@@ -84,6 +86,36 @@ def close() -> None:
     Those that a loop uses are closed when the last such loop ends. A loop that begins after this opens its stagers anew.
     """
     _SHARED.close()
+
+
+def at_once(threads: Executor, call: Callable[[T], object], of: Iterable[T]) -> None:
+    """Call with each of several things, at the same time, and return when all calls have; then the first error is raised.
+
+    The calling thread takes part: as the program ends, or where the system has no more threads, it calls with those that are left.
+    """
+    things = list(of)
+    left = iter(things)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        # Each goes to one thread: the next of a list is taken in one step.
+        for thing in left:
+            try:
+                call(thing)
+            except BaseException as error:
+                errors.append(error)
+
+    begun: list[Future[None]] = []
+    with suppress(RuntimeError):
+        begun.extend(threads.submit(work) for _ in things[1:])
+    work()
+    wait(begun)
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        # They refer to this frame.
+        errors.clear()
 
 
 @final
@@ -231,9 +263,8 @@ class _Shared:
                 steps.callback(self._close_one, number, stager)
 
     def _close_at_once(self, left: Mapping[int, xferlib.Stager]) -> None:
-        with ThreadPoolExecutor(len(left), "xferlib-jax-close") as threads, ExitStack() as steps:
-            for one in [threads.submit(self._close_one, number, stager) for number, stager in left.items()]:
-                steps.callback(one.result)
+        with ThreadPoolExecutor(len(left), "xferlib-jax-close") as threads:
+            at_once(threads, lambda entry: self._close_one(*entry), left.items())
 
     def _close_one(self, number: int, stager: xferlib.Stager) -> None:
         try:
@@ -251,8 +282,7 @@ class _Shared:
         elif missing:
             # All at once: most of the time of an opening is waiting for the device.
             with ThreadPoolExecutor(len(missing), "xferlib-jax-open") as threads:
-                for opened in [threads.submit(self._open, number, row, device) for device in missing]:
-                    opened.result()
+                at_once(threads, lambda device: self._open(number, row, device), missing)
 
     def _share(self, row: _Row, device: Device) -> bool:
         """Enter a stager on the device that is kept, or in another row, if there is one that nobody has closed."""

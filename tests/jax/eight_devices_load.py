@@ -22,7 +22,7 @@ from xferlib_jax import _load, _spread
 
 import xferlib
 from tests.jax.eight_devices import assert_is, nothing_left, stagers  # noqa: F401  # Fixtures.
-from xferlib.stager import Stager
+from xferlib.stager import Stager, open_stagers
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
 RANDOM = np.random.default_rng(11)
@@ -41,6 +41,8 @@ def over(*axes: Any) -> NamedSharding:
     return NamedSharding(MESH, PartitionSpec(*axes))
 
 
+STEPS = ("xferlib-jax-open", "xferlib-jax-load", "xferlib-jax-close")
+"""Names of threads that a load starts, in the order of its steps."""
 RULES = {"*.kernel": over("a", "b"), "embed": over(("a", "b")), "*": over()}
 
 
@@ -258,3 +260,28 @@ def test_what_cannot_be_spread_is_refused_with_its_name(path: Path, tmp_path: Pa
         xferlib_jax.load(tmp_path / "wide.npy", over("a"))
     with pytest.raises(FileNotFoundError):
         xferlib_jax.load(tmp_path / "none.npy", over("a"))
+
+
+def test_where_the_system_has_no_thread_for_each_device_those_that_are_there_serve_all(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at the end of the program, where no more are started: the stagers are opened, put to and closed all the same."""
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(STEPS):
+            # One of those that put is there, and none of the others.
+            if thread.name != "xferlib-jax-load_0" or thread.name in started:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        found = xferlib_jax.load(path, RULES)
+    assert started == ["xferlib-jax-load_0"]
+    for name, array in ARRAYS.items():
+        kind = "*.kernel" if name.endswith("kernel") else name if name == "embed" else "*"
+        assert_is(found[name], array, RULES[kind])
+    assert not open_stagers()

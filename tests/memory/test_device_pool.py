@@ -1051,9 +1051,7 @@ class Counted(int):
 
 
 @pytest.mark.parametrize("limit", [None, 200 * MIB])
-def test_a_new_block_has_those_that_are_there_not_counted_again(
-    monkeypatch: pytest.MonkeyPatch, limit: int | None
-) -> None:
+def test_a_new_block_has_those_that_are_there_not_counted_again(monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
     """Else a tree of thousands of arrays would take a time that grows with the square of their number."""
     device = Device()
     allocate = device.alloc_device
