@@ -20,6 +20,7 @@ import pytest
 import safetensors.numpy
 
 import xferlib
+from tests import children
 from tests.children import fork
 from tests.core.fakes import held, run_python, until
 from tests.core.points import interrupted_at
@@ -465,3 +466,31 @@ def test_the_interpreter_waits_for_a_save_when_it_ends(tmp_path: Path) -> None:
     """
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], check=True, timeout=60)
     assert (np.load(path) == np.arange(3_000_000)).all()
+
+
+def test_a_program_ends_though_a_daemon_saves_for_ever(tmp_path: Path) -> None:
+    """Each save waits for the one before it, so that threads of some are there at every moment. The last of them are waited for."""
+    program = f"""
+    import threading, time, numpy as np, xferlib
+    from xferlib.files.temporary import TemporaryFile
+    publish = TemporaryFile.publish
+    TemporaryFile.publish = lambda file: (time.sleep(0.1), publish(file))
+    stager = xferlib.stager("host")
+    array = stager.put(np.arange(30_000), borrow=True).result()
+    begun = threading.Event()
+
+    def save_for_ever():
+        saves = []
+        while True:
+            saves.append(xferlib.save({str(tmp_path)!r} + f"/a{{len(saves)}}.npy", array, stager))
+            if len(saves) > 3:
+                saves[-3].result()
+                begun.set()
+
+    threading.Thread(target=save_for_ever, daemon=True).start()
+    begun.wait()
+    """
+    ended = children.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], seconds=10)
+    assert ended.returncode == 0, ended.stderr
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"a{number}.npy" for number in range(len(names))}

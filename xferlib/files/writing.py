@@ -69,6 +69,8 @@ class Writing:
         self._series = f"{self._target.parent}/{series_of(self._target.name)}"
         self.is_snapshot = reader.snapshot
         self._number = next(_numbers)
+        # Python waits for threads that are none before anything else at its end: for ever, if daemons go on to start some.
+        self._by_daemons = not threading.main_thread().is_alive() and threading.current_thread().daemon
         self._keep = keep
         self._reader = reader
         self._rate_limit = rate_limit
@@ -123,6 +125,8 @@ class Writing:
             if self.is_snapshot:
                 self.was_read.open()
             _under_way[self._number] = self
+            # Again: either the end of the program finds this one, or it is refused.
+            refuse_late()
             if not self._on_threads():
                 self._alone()
         except BaseException:
@@ -169,7 +173,7 @@ class Writing:
             raise
 
     def _start_threads(self) -> None:
-        """They are no daemons: while the interpreter ends, it waits for them."""
+        """They are no daemons: while the interpreter ends, it waits for them. Else `_wait_for_all` does."""
         if self._fate.setdefault(None, "started") != "started":
             return
         most = 1 if self.plan.is_archive else -(-self.plan.nbytes // self._piece_nbytes)
@@ -188,7 +192,7 @@ class Writing:
     def _start_one(self) -> bool:
         """Start a thread; False: the system has none."""
         try:
-            threading.Thread(target=self._run, name="xferlib-save", daemon=False).start()
+            threading.Thread(target=self._run, name="xferlib-save", daemon=self._by_daemons).start()
         except (RuntimeError, MemoryError):
             return False
         return True
