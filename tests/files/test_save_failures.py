@@ -17,6 +17,7 @@ import pytest
 import xferlib
 from tests.core.fakes import held, until
 from tests.files.saves import MIB, at_rest, bits, only, same, there
+from xferlib.byte_reader import ByteReader
 from xferlib.files import writing
 from xferlib.files.plan import Layout
 from xferlib.files.temporary import SUFFIX, TemporaryFile
@@ -163,6 +164,30 @@ def test_others_stop_when_one_has_failed(stager: Stager, tmp_path: Path, monkeyp
     with pytest.raises(OSError, match="broken"):
         save.result(20)
     assert len(written) < 20
+
+
+def test_copies_that_fail_leave_their_turns_to_threads_that_wait_for_one(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, take, taken = writing.READS_AHEAD + 2, writing.Writing._take_piece, []
+
+    def noted(self: writing.Writing) -> Any:
+        taken.append(take(self))
+        return taken[-1]
+
+    class Failing:
+        def result(self) -> None:
+            until(lambda: len(taken) == threads)
+            raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(writing, "usable_cores", lambda: threads)
+    monkeypatch.setattr(writing.Writing, "_take_piece", noted)
+    monkeypatch.setattr(writing, "PIECE_NBYTES", 64 << 10)
+    monkeypatch.setattr(ByteReader, "read_row", lambda *_: Failing())
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(2 * MIB, np.uint8)), stager, memory=MIB)
+    with pytest.raises(OSError, match="broken"):
+        save.result(20)
+    only(tmp_path)
 
 
 def test_an_archive_that_cannot_be_ended_is_not_there(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,6 +455,19 @@ def test_a_folder_that_cannot_be_listed_is_said_and_the_file_is_there(
     monkeypatch.setattr(warnings, "warn", lambda words, *_: said.append(words))
     assert xferlib.save(tmp_path / "s_2.npy", there(stager, np.zeros(3)), stager, keep=1).result(20).exists()
     assert "could not be looked for, and stay: not yours" in said[0]
+
+
+def test_a_folder_where_one_may_write_and_not_look_will_do(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = os.listdir
+
+    def refuse(path: Any) -> list[str]:
+        if Path(path) == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    array = bits((1000,), np.dtype(np.uint8))
+    same(np.load(xferlib.save(tmp_path / "a.npy", there(stager, array), stager).result(20)), array)
 
 
 def test_a_finalizer_in_its_threads_is_refused_and_does_not_hang(

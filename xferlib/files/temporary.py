@@ -218,7 +218,11 @@ def _with_open(path: Path, flags: int, use: Callable[[int], object]) -> None:
 def _remove_left(folder: Path) -> None:
     """Remove what killed processes left in a folder."""
     # By names: in a folder of thousands of files, an object for each would keep other threads waiting.
-    for name in os.listdir(folder):
+    names: list[str] = []
+    # Where one may write, and not look.
+    with suppress(OSError):
+        names = os.listdir(folder)
+    for name in names:
         if not (name.startswith(".") and name.endswith(SUFFIX)):
             continue
         path = folder / name
