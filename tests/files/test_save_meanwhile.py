@@ -22,7 +22,7 @@ from tests.files.saves import MIB, bits, held_files, held_writes, only, same, th
 from xferlib import ledger
 from xferlib.byte_reader import ByteReader
 from xferlib.files import writing
-from xferlib.files.plan import Layout, Plan
+from xferlib.files.plan import MOST_ARRAYS, Layout, Plan
 from xferlib.files.temporary import TemporaryFile
 from xferlib.files.writing import READS_AHEAD
 from xferlib.stager import Stager
@@ -599,3 +599,22 @@ def test_a_save_that_waits_for_puts_is_cancelled(stager: Stager, tmp_path: Path,
             save.result(10)
         gate.set()
     only(tmp_path)
+
+
+def test_small_members_of_an_archive_do_not_each_wait_for_puts(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside puts that never end, thousands of them would take minutes."""
+    waits: list[None] = []
+
+    def always() -> bool:
+        waits.append(None)
+        return True
+
+    monkeypatch.setattr("xferlib.files.writing.PUTS_SECONDS", 0)
+    monkeypatch.setattr(writing, "puts_under_way", always)
+    arrays = {f"w{number}": np.full(3, number) for number in range(10 * MOST_ARRAYS)}
+    path = xferlib.save(tmp_path / "a.npz", there(stager, arrays), stager).result(20)
+    assert 10 <= len(waits) <= 20
+    with np.load(path) as found:
+        assert all((found[name] == array).all() for name, array in arrays.items())

@@ -15,7 +15,7 @@ from xferlib.files.names import names_of
 from xferlib.latch import Turn
 from xferlib.tree import Alike, Spec
 
-__all__ = ["Layout", "Piece", "Plan", "planned"]
+__all__ = ["MOST_ARRAYS", "Layout", "Piece", "Plan", "planned"]
 
 MOST_ARRAYS = 64
 """Arrays of a piece. Who lets go of them has the interpreter for about a microsecond for each."""

@@ -25,7 +25,7 @@ from typing import IO, Any, Literal, final
 from xferlib.byte_reader import ByteReader
 from xferlib.engine.cores import usable_cores
 from xferlib.errors import AllocationError, ClosedError, XferError
-from xferlib.files.plan import Layout, Piece, Plan
+from xferlib.files.plan import MOST_ARRAYS, Layout, Piece, Plan
 from xferlib.files.series import remove_older, series_of
 from xferlib.files.temporary import BORDER, TemporaryFile
 from xferlib.latch import SLICE_SECONDS, Latch, give_way
@@ -46,6 +46,8 @@ READS_AHEAD = 3
 """Pieces whose copies are started, and not done. They keep a link busy, and a get of the program's waits behind no more of them."""
 PUTS_SECONDS = 0.005
 """How long the copy of a piece waits for puts. They come first; and where there is always one, a save still comes to its end."""
+LEAST_WEIGHT = 0.5
+"""Of a piece as large as they come: so much waits for puts. One of a file that goes past the cache, or the last one, is smaller."""
 LOOK_SECONDS = 0.0005
 """How often it is looked whether puts are under way."""
 
@@ -86,6 +88,8 @@ class Writing:
         for _ in range(READS_AHEAD):
             self._reads.put(None)
         self._issued = self._read = 0
+        self._weight = 0.0
+        """What was read since puts were waited for, in pieces as large as they come."""
         self._due = 0.0
         """When the next piece may be read, by the rate."""
         self._temporary: TemporaryFile | None = None
@@ -304,13 +308,22 @@ class Writing:
         """Wait for the rate, and for the program's puts, which come first. False: nothing is to be read any more."""
         with self._lock:
             seconds = self._seconds_until(piece.nbytes)
+            waits = self._is_behind_puts(piece)
         if seconds > 0 and self._stop.wait(seconds):
             return False
         deadline = time.monotonic() + PUTS_SECONDS
-        while puts_under_way() and time.monotonic() < deadline:
+        while waits and puts_under_way() and time.monotonic() < deadline:
             if self._stop.wait(LOOK_SECONDS):
                 return False
         return self.error is None
+
+    def _is_behind_puts(self, piece: Piece) -> bool:
+        """Tell whether a piece is to wait for puts. A member of an archive is one, however small: of those, many wait together."""
+        self._weight += max(piece.nbytes / self._piece_nbytes, len(piece.arrays) / MOST_ARRAYS)
+        if self._weight < LEAST_WEIGHT:
+            return False
+        self._weight = 0.0
+        return True
 
     def _place(self, piece: Piece, memory: Array) -> Array:
         """Return the part of its memory that a piece is read into."""

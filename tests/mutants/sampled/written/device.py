@@ -96,7 +96,10 @@ MUTANTS = [
         "            self._backend.order_h2d(row.fence)\n            self.waits += 1\n",
         "            self.waits += 1\n",
     ),
-    (DEVICE, "self.nbytes + size > self.limit:", "self.nbytes + size >= self.limit:"),
+    (DEVICE, "            self._left = object()\n            self._changes += 1\n", "            self._changes += 1\n"),
+    (DEVICE, "        if self._known[0] is not left:", "        if True:"),
+    (DEVICE, "if number not in self._rows])", "])"),
+    (DEVICE, "self._taken() + size > self.limit:", "self._taken() + size >= self.limit:"),
     (
         DEVICE,
         "                if excess > 0 and (not reached or self._reached(row.fence)):",
