@@ -2273,6 +2273,15 @@ static int open_descriptors(void) {
     return found;
 }
 
+static int inherited_descriptors(void) {
+    int found = 0;
+    for (int n = 0; n < 256; n++) {
+        int flags = fcntl(n, F_GETFD);
+        found += flags >= 0 && !(flags & FD_CLOEXEC);
+    }
+    return found;
+}
+
 // A file with so many bytes of a transfer's kind, and no name.
 static int file_of(size_t nbytes, uint32_t seed) {
     char name[] = "/tmp/xferlib-engine-XXXXXX", *bytes = malloc(nbytes);
@@ -2295,7 +2304,10 @@ static void reads_a_file(void) {
     size_t from = 3 * KIB + 1, nbytes = MIB, all = from + nbytes;
     // Nobody may read here.
     char *mapped = mmap(NULL, 2 * all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), *device = aligned_alloc(256, 2 * MIB);
-    char *beside = malloc(64 * KIB);
+    // Behind it there is memory that is not the file's.
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *beside = mapped + (all + page - 1) / page * page;
+    CHECK(mapped != MAP_FAILED && mprotect(beside, 64 * KIB, PROT_READ | PROT_WRITE) == 0);
     for (size_t k = 0; k < 64 * KIB; k++) beside[k] = value(8, 0, k);
     xe_piece pieces[2] = {{mapped + from, (uint64_t)device, nbytes, 1}, {beside, (uint64_t)device + MIB, 64 * KIB, 1}};
     int file = file_of(all, 7), before = open_descriptors();
@@ -2315,13 +2327,15 @@ static void reads_a_file(void) {
     read.descriptor = file;
     CHECK(xe_submit(701, 9, pieces, 2, &read, NULL, NULL) == XE_UNKNOWN && open_descriptors() == before + 1);
     CHECK(xe_open_lane(2, XE_H2D, &DEVICE, b->stream) == XE_OK);
+    int inherited = inherited_descriptors();
     CHECK(xe_submit(702, 2, pieces, 2, &read, NULL, NULL) == XE_OK && open_descriptors() == before + 2);
+    // Programs that are started meanwhile have none of it.
+    CHECK(inherited_descriptors() == inherited);
     uint64_t ids[4];
     CHECK(xe_abandon(702) == XE_OK && xe_finished(ids, 4) == 2 && xe_forget(702) == XE_OK && xe_forget(700) == XE_OK);
     close(file);
     CHECK(open_descriptors() == before && xe_close_lane(2) == XE_OK);
     munmap(mapped, 2 * all);
-    free(beside);
     free(device);
     end_bench(b);
 }
