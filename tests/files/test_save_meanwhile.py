@@ -550,8 +550,9 @@ def test_a_get_waits_behind_few_copies_of_a_save(stager: Stager, tmp_path: Path,
     assert len(copies) == 1 + 2 * MIB // (128 * 1024)
 
 
-def test_puts_come_first(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the training's next batch is on its way, of whatever stager, a save starts no copy."""
+@pytest.mark.parametrize("pinned", [True, False])
+def test_puts_come_first(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
+    """While the training's next batch is on its way, of whatever stager, a save starts no copy. Nor while the engine is at one."""
     monkeypatch.setattr("xferlib.files.writing.PUTS_SECONDS", 20)
     looked: list[bool] = []
     look = ledger.puts_under_way
@@ -565,7 +566,7 @@ def test_puts_come_first(stager: Stager, tmp_path: Path, monkeypatch: pytest.Mon
     with xferlib.stager("host") as other:
         backend: Any = other.backend
         with held(backend.h2d) as gate:
-            batch = other.put(other.empty_pinned(10, np.uint8))
+            batch = other.put(other.empty_pinned(10, np.uint8) if pinned else np.zeros(8 * MIB, np.uint8), borrow=not pinned)
             save = xferlib.save(tmp_path / "a.npy", array, stager)
             assert until(lambda: len(looked) > 3)
             with pytest.raises(TimeoutError):
@@ -575,6 +576,21 @@ def test_puts_come_first(stager: Stager, tmp_path: Path, monkeypatch: pytest.Mon
     same(np.load(save.result(20)), array)
     assert all(looked[:3])
     assert not looked[-1]
+
+
+def test_a_put_that_is_done_holds_up_no_save_though_nobody_has_let_go_of_it(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xferlib.files.writing.PUTS_SECONDS", 60)
+    array = there(stager, np.arange(1000))
+    with xferlib.stager("host") as other:
+        backend: Any = other.backend
+        batch, done = other.put(other.empty_pinned(10, np.uint8)), threading.Event()
+        backend.h2d.submit(done.set)
+        assert done.wait(10)
+        assert other._ledger.h2d.busy
+        same(np.load(xferlib.save(tmp_path / "a.npy", array, stager).result(20)), array)
+        assert batch.done()
 
 
 def test_a_save_comes_to_its_end_beside_puts_that_never_end(stager: Stager, tmp_path: Path) -> None:

@@ -1073,6 +1073,35 @@ def test_a_new_block_has_those_that_are_there_not_counted_again(monkeypatch: pyt
     assert (blocks.peak_nbytes, blocks.nbytes) == (120 * MIB, 120 * MIB)
 
 
+def test_a_block_whose_entry_is_cut_short_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and idle: the limit has room for one less."""
+    device = Device()
+    blocks = cache(device, 3 * MIB)
+    lease = blocks.lease(MIB, {})
+    allocate = device.alloc_device
+
+    class Cut(int):
+        def __radd__(self, other: int) -> int:
+            monkeypatch.setattr(device, "alloc_device", allocate)
+            device.made[-1].nbytes = blocks._rows[max(blocks._rows)].nbytes = MIB
+            raise KeyboardInterrupt
+
+    def cut(nbytes: int) -> Slab:
+        block = allocate(nbytes)
+        block.nbytes = Cut(nbytes)
+        return block
+
+    monkeypatch.setattr(device, "alloc_device", cut)
+    with pytest.raises(KeyboardInterrupt):
+        blocks.lease(MIB, {})
+    assert blocks.nbytes == 2 * MIB
+    others = [blocks.lease(MIB, {}) for _ in range(2)]
+    assert (blocks.nbytes, blocks.peak_nbytes, len(device.made)) == (3 * MIB, 3 * MIB, 3)
+    with pytest.raises(AllocationError):
+        blocks.lease(MIB, {})
+    del lease, others
+
+
 def test_blocks_that_other_threads_free_and_take_are_counted_exactly() -> None:
     """Sizes that push each other out, at a limit that is always reached: one block too many would be over it."""
     device = Device()

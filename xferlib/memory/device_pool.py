@@ -180,7 +180,7 @@ class DevicePool(Table):
         """Derive anew what follows from the rows."""
         leased: dict[int, BlockRow] = {}
         places: dict[int, BlockRow] = {}
-        self._idle, self._doomed, self._left = defaultdict(IdleBlocks), deque(), object()
+        self._idle, self._doomed = defaultdict(IdleBlocks), deque()
         for row in list(self._rows.values()):
             if row.doomed:
                 self._doomed.append(row)
