@@ -183,8 +183,11 @@ class WorkerPool:
 
     def _start_up_to(self, count: int) -> None:
         with self._changing:
-            while not self._closed and len(self._workers) < count:
-                self._workers.append(self._start())
+            self._start_missing(count)
+
+    def _start_missing(self, count: int) -> None:
+        while not self._closed and len(self._workers) < count:
+            self._workers.append(self._start())
 
     def _take_out(self, worker: Worker) -> Exit:
         code = uninterrupted(self._end, worker)
@@ -200,14 +203,20 @@ class WorkerPool:
         with self._changing:
             # If not, the caller was interrupted, and all were killed since.
             code = worker.end(EXIT_SECONDS) if worker in self._workers else None
-            self._workers = [other for other in self._workers if other is not worker]
+            self._workers = self._others(worker)
             return code
+
+    def _others(self, worker: Worker) -> list[Worker]:
+        return [other for other in self._workers if other is not worker]
 
     def _dismiss(self, patience: float) -> None:
         with self._changing:
-            for worker in self._workers:
-                worker.disconnect()
-            deadline = time.monotonic() + patience
-            while self._workers:
-                self._workers[-1].end(max(0.0, deadline - time.monotonic()))
-                self._workers.pop()
+            self._dismiss_all(patience)
+
+    def _dismiss_all(self, patience: float) -> None:
+        for worker in self._workers:
+            worker.disconnect()
+        deadline = time.monotonic() + patience
+        while self._workers:
+            self._workers[-1].end(max(0.0, deadline - time.monotonic()))
+            self._workers.pop()
