@@ -419,8 +419,18 @@ def test_an_empty_trace_says_why_and_what_to_do(stager: xferlib.Stager) -> None:
     (note,) = traced.recording.notes
     assert "not what NumPy or a framework does by itself. Bring the arrays by a stager" in note
     assert str(traced.summary()).splitlines()[1:] == [note]
+
+
+def test_a_trace_of_copies_alone_says_which_compute_is_recorded(stager: xferlib.Stager) -> None:
     with trace() as traced:
-        stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+        array = stager.put(stager.empty_pinned(NBYTES, np.uint8)).result()
+        (array * 2).sum()
+    (note,) = traced.recording.notes
+    assert "not what NumPy or a framework does by itself. So nothing is known of overlap" in note
+    assert str(traced.summary()).splitlines()[-1] == note
+    with xferlib_host.Stream() as stream, trace() as traced:
+        stream.submit(np.multiply, stager.put(stager.empty_pinned(NBYTES, np.uint8)).value, 2)
+        stream.synchronize()
     assert traced.recording.notes == ()
 
 

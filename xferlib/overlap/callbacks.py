@@ -168,7 +168,7 @@ def recorded(driver: Driver) -> Iterator[Recording]:
             cupti = load()
             check(cupti, "cuptiSubscribe", ctypes.byref(subscriber), _CALLED_BACK, None)
         except CuptiError as error:
-            raise BackendUnavailableError(f"assert_overlaps sees the calls of a loop through CUPTI: {error}") from error
+            raise BackendUnavailableError(f"assert_overlaps sees the calls of a loop through CUPTI: {error}") from None
         _recording = recording
         for domain, table in FUNCTIONS.items():
             for number in table:

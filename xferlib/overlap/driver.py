@@ -51,8 +51,8 @@ class Driver:
     def __init__(self, device: int = 0) -> None:
         try:
             self._library: Any = ctypes.CDLL(LIBRARY)
-        except OSError as error:
-            raise NoGpuError(NO_GPU.format(reason="there is no NVIDIA driver (libcuda.so.1)")) from error
+        except OSError:
+            raise NoGpuError(NO_GPU.format(reason="there is no NVIDIA driver (libcuda.so.1)")) from None
         count = ctypes.c_int()
         status = self._library.cuInit(0) or self._library.cuDeviceGetCount(ctypes.byref(count))
         if status in (STUB_LIBRARY, NO_DEVICE) or (status == 0 and count.value == 0):

@@ -31,11 +31,15 @@ NO_GPU: Final = (
     "no GPU was recorded, and of the CPU only what stagers of xferlib copy and what runs on streams of their backends: not what "
     "NumPy or a framework does by itself. Bring the arrays by a stager, or trace on a machine with an NVIDIA GPU"
 )
+NO_COMPUTE: Final = (
+    "no GPU was recorded, and of compute on the CPU only what runs on streams of backends: not what NumPy or a framework does by "
+    "itself. So nothing is known of overlap: trace on a machine with an NVIDIA GPU"
+)
 IDLE_GPU: Final = (
     "no work of this process ended on a GPU meanwhile. Begin the trace before the work, wait for the device before the end of the "
     "block, and trace the process that uses the GPU: its children are not in it"
 )
-"""Why a trace is empty, and what to do."""
+"""Why a trace is empty, or has no compute, and what to do."""
 _running: dict[None, Trace] = {}
 # What runs in the parent of a forked child does not run there.
 os.register_at_fork(after_in_child=_running.clear)
@@ -158,8 +162,9 @@ class Trace:
         try:
             if _running.setdefault(None, self) is not self:
                 raise XferError(
-                    "a trace runs in this process already, and there is one at a time. End that one first: one that an interrupt "
-                    "kept from ending with its block is ended by xferlib.Trace.running().__exit__(None, None, None)"
+                    "a trace runs in this process already, and there is one at a time. Run a program that traces itself without "
+                    "xferlib trace. Else end that one first: one that an interrupt kept from ending with its block is ended by "
+                    "xferlib.Trace.running().__exit__(None, None, None)"
                 )
             if self._gpu and not has_gpu():
                 raise XferError(
@@ -202,7 +207,7 @@ class Trace:
 
     def _recorded(self, end: int) -> Recording:
         if self._gpus is None:
-            return _recording(self._start, end, NO_GPU)
+            return _recording(self._start, end, NO_GPU, NO_COMPUTE)
         self._gpus.finish(LOG)
         return _recording(self._start, end, IDLE_GPU)
 
@@ -247,8 +252,8 @@ class Trace:
             _running.pop(None, None)
 
 
-def _recording(start: int, end: int, if_empty: str) -> Recording:
-    """Put together what was noted. `if_empty`: the note where no device did anything."""
+def _recording(start: int, end: int, if_empty: str, if_idle: str | None = None) -> Recording:
+    """Put together what was noted. `if_empty`: the note where no device did anything; `if_idle`: where none computed."""
     names = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
     events = [event for event in LOG.events if event.end >= start]
     notes = list(LOG.notes)
@@ -257,6 +262,8 @@ def _recording(start: int, end: int, if_empty: str) -> Recording:
     # Where a note says what is missing already, that is why.
     if not notes and all(event.device == HOST for event in events):
         notes.append(if_empty)
+    elif not notes and if_idle is not None and not any(event.kind == "kernel" for event in events):
+        notes.append(if_idle)
     return Recording(
         events=tuple(sorted(events, key=lambda event: event.start)),
         start=start,
