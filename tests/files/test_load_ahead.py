@@ -264,7 +264,8 @@ def test_arrays_are_read_from_the_file_and_no_page_is_mapped(stager: Stager, pat
     assert {name: int(array[-1]) for name, array in got.items()} == SIZES
     assert len(looks) > 2
     assert looks == [0] * len(looks)
-    assert open_files() == before
+    # The engine closes its own a moment behind the end.
+    assert until(lambda: open_files() == before)
 
 
 def open_files() -> int:

@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 
 import xferlib
-from tests.core.fakes import held, on_thread
+from tests.core.fakes import held, on_thread, until
 from tests.core.points import interrupted_at
 from xferlib.stager import Stager
 
@@ -210,7 +210,8 @@ def test_an_interrupt_at_any_point_leaves_nothing_behind(stager: Stager, path: P
         stager._ledger.wait_all()
         if descriptors(path) != before:
             gc.collect()
-        assert descriptors(path) == before, point
+        # Who unmaps it behind the load has it for a moment.
+        assert until(lambda: descriptors(path) == before), point
     assert points > 100
     assert told[-1] == 5 * NBYTES + 100
     deadline = time.monotonic() + 20

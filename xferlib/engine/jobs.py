@@ -229,7 +229,7 @@ class Job:
 
     def _end(self) -> None:
         """Forget the job: it has finished. Twice is fine. If an interrupt cuts this short, the next look does it again."""
-        self.sources = self.kept = self.after = None
+        self.sources = self.kept = self.after = self.file = None
         self.memory = self.device = ()
         # The engine forgets only what it has told of.
         while quick().xe_forget(self.id) == BUSY:
