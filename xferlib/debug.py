@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 
@@ -37,6 +37,9 @@ CHECKSUM_PIECE_NBYTES = 4096
 """Bytes that are summed at a time: a difference is found to this precision."""
 READ_NBYTES = 256 * CHECKSUM_PIECE_NBYTES
 """Bytes of a file that are copied at a time, to be summed."""
+
+
+T = TypeVar("T")
 
 
 def wanted(debug: bool | None) -> bool:
@@ -66,9 +69,10 @@ def verify_done() -> None:
             put.verify()
 
 
-def watch_get(transfer: Any) -> Any:
+def watch_get(transfer: T) -> T:
     """Have sources verified when this get is done: often nothing else tells that the puts before it are done, too."""
-    transfer._check = Check(None)
+    watched: Any = transfer
+    watched._check = Check(None)
     return transfer
 
 
@@ -230,10 +234,11 @@ class Put:
         self._where = where
         self._borrow = borrow
 
-    def watch(self, transfer: Any) -> Any:
+    def watch(self, transfer: T) -> T:
         """Have the sources verified when the transfer, which was started by this put, is done."""
-        self._event = transfer._event
-        transfer._check = check = Check(self)
+        watched: Any = transfer
+        self._event = watched._event
+        watched._check = check = Check(self)
         self.asker = weakref.ref(check)
         _unverified[self._number] = self
         return transfer

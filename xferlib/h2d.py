@@ -228,12 +228,7 @@ class HostToDevice:
         """Put a tree, as `one` puts one array."""
         overwritten: list[Source] = []
         if into is None:
-            if stream is not None:
-                self._backend.check_stream(stream)
-            streams: Streams = {}
-            packing = self._packings.of(sources)
-            leases = self._leases(packing, streams)
-            addresses = packing.addresses([block.address for block, _ in leases])
+            streams, packing, leases, addresses = self._room(sources, stream)
             event = self._begin(addresses, sources, packing.numbers, leases, ())
         else:
             overwritten = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
@@ -255,6 +250,15 @@ class HostToDevice:
             self._h2d.wait(event)
             raise
 
+    def _room(self, sources: list[HostLeaf], stream: object | None) -> tuple[Streams, Packing, list[Lease], list[int]]:
+        """Lease fresh memory for a tree, and say where in it each leaf belongs. `stream` is checked first."""
+        if stream is not None:
+            self._backend.check_stream(stream)
+        streams: Streams = {}
+        packing = self._packings.of(sources)
+        leases = self._leases(packing, streams)
+        return streams, packing, leases, packing.addresses([block.address for block, _ in leases])
+
     def _places(self, sources: list[HostLeaf], spec: Spec, targets: list[Any], stream: object | None) -> list[Source]:
         overwritten: list[Source] = []
         index = 0
@@ -274,12 +278,7 @@ class HostToDevice:
 
     def _borrowed(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
         """Put a tree and borrow its pageable leaves, which threads of ours copy after this has returned."""
-        if stream is not None:
-            self._backend.check_stream(stream)
-        streams: Streams = {}
-        packing = self._packings.of(sources)
-        leases = self._leases(packing, streams)
-        addresses = packing.addresses([block.address for block, _ in leases])
+        streams, packing, leases, addresses = self._room(sources, stream)
         staged: list[Placed] = []
         pinned: list[Array] = []
         try:

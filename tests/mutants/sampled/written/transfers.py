@@ -52,13 +52,13 @@ MUTANTS = [
     (PUTS, "if event is not None and ledger.place == self._ledger.place:\n", "if event is not None:\n"),
     (
         PUTS,
-        "            if stream is not None:\n                self._backend.check_stream(stream)\n            streams: Streams = {}\n            packing = self._packings.of(sources)\n            leases",
-        "            streams: Streams = {}\n            packing = self._packings.of(sources)\n            leases",
+        "self._room(sources, stream)\n            event",
+        "self._room(sources, None)\n            event",
     ),
     (
         PUTS,
-        "        if stream is not None:\n            self._backend.check_stream(stream)\n        streams: Streams = {}\n        packing = self._packings.of(sources)\n        leases = self._leases(packing, streams)\n        addresses = packing.addresses([block.address for block, _ in leases])\n        staged",
-        "        streams: Streams = {}\n        packing = self._packings.of(sources)\n        leases = self._leases(packing, streams)\n        addresses = packing.addresses([block.address for block, _ in leases])\n        staged",
+        "self._room(sources, stream)\n        staged",
+        "self._room(sources, None)\n        staged",
     ),
     (
         PUTS,
