@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import functools
 import platform
 import subprocess
@@ -96,13 +95,7 @@ def _compiled(source: Path, sanitizer: str, patience_seconds: int | None) -> Pat
 def _compile(options: list[str]) -> None:
     assert COMPILER is not None
     command = [*COMPILER, *OPTIONS, f"-I{ENGINE}", *options]
-    try:
-        made = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        # Under load a kernel now and then cannot read what a compiler is to be started with, once in some hundred times.
-        if error.errno != errno.EFAULT:
-            raise
-        made = subprocess.run(command, capture_output=True, text=True)
+    made = subprocess.run(command, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
 
 
