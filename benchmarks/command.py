@@ -238,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_size,
         default=[],
         metavar="SIZE",
-        help="of 'sizes', 'saving' and 'loading', as 16MiB; may be repeated",
+        help="of 'sizes', 'saving', 'loading' and 'devices', as 16MiB; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="few sizes and repeats: shows that it runs, not how fast")
     return parser

@@ -6,14 +6,15 @@ Only public names of xferlib are used in this folder; frameworks may be named he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from benchmarks.steps import Bytes, Compute, Drain, Feed
 
-__all__ = ["Bytes", "Call", "Corrupted", "Device", "Direction", "Kind", "Opener", "Peer", "Way"]
+__all__ = ["Bytes", "Call", "Corrupted", "Device", "Direction", "Kind", "Opener", "Peer", "Shards", "Way"]
 
 Direction: TypeAlias = Literal["h2d", "d2h"]
 Kind: TypeAlias = Literal["pinned", "pageable", "fresh", "untouched", "new"]
@@ -69,6 +70,32 @@ Opener: TypeAlias = Callable[[], Peer]
 """Import and set up a peer. Raises whatever its import raises; the run goes on without it."""
 
 
+class Shards(Protocol):
+    """Devices between which the rows of an array are divided, and xferlib's and others' ways to bring arrays there."""
+
+    @property
+    def count(self) -> int:
+        """How many devices."""
+
+    @property
+    def peers(self) -> Mapping[str, Callable[[Iterable[Bytes]], Iterator[Any]]]:
+        """Other ways to iterate host batches as divided arrays."""
+
+    @property
+    def loaders(self) -> Mapping[str, Callable[[Path], Mapping[str, Any]]]:
+        """Other ways to load a `.safetensors` file of arrays, and wait for it."""
+
+    def place(self, batch: Bytes) -> Any:
+        """Return a finished array with these bytes, without xferlib."""
+
+    def prefetched(self, batches: Iterable[Bytes]) -> AbstractContextManager[Iterator[Any]]: ...
+
+    def load(self, path: Path) -> Mapping[str, Any]: ...
+
+    def differ(self, batch: Any, expected: Any) -> Any:
+        """Start to compare on the devices, and return an array of one bool."""
+
+
 class Device(Protocol):
     """What a benchmark needs beside the stager: device arrays, the bare copy, and how to look at data without the stager."""
 
@@ -120,6 +147,9 @@ class Device(Protocol):
 
     def floors(self, direction: Direction) -> Sequence[Way]:
         """Return other bare calls that a small transfer cannot do without."""
+
+    def shards(self) -> Sequence[Shards]:
+        """Return the first device, and all devices; nothing where there is one, or where the framework divides no arrays."""
 
     def busy(self) -> AbstractContextManager[Call] | None:
         """Make a compute stream current and yield a call that launches a short kernel on it; None: there is no such thing."""

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +70,7 @@ LABELS = {
     "first_get": {("6 arrays", "d2h")},
     "saving": {("6 arrays", "d2h")},
     "loading": {("warm", "h2d"), ("first", "h2d"), ("cold", "h2d")},
+    "devices": set(),
     "bystander": {
         (f"{kind} step beside staging{how}", "h2d") for kind in ("training", "Python") for how in ("", ", switch interval 1 ms")
     },
@@ -83,6 +86,7 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
     "first_get": ("d2h",),
     "saving": ("d2h",),
     "loading": ("h2d",),
+    "devices": (),
     "bystander": ("h2d",),
 }
 """What the stager moves in each case."""
@@ -199,6 +203,91 @@ def test_loaders_stand_beside_ours_or_are_named_as_absent(tmp_path: Path) -> Non
     for record in measured:
         beside = {record["details"].get(name) for name in ("best_peer", "best_peer_over_ours")}
         assert (beside == {None}) is not bool(record["peers"])
+
+
+@pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
+def test_all_devices_stand_beside_one(tmp_path: Path) -> None:
+    file = tmp_path / "jax.json"
+    two = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = benchmark("--quick", "--backend", "jax", "--json", str(file), "--case", "devices", **two)
+    assert done.returncode == 0, done.stderr
+    measured: list[records.Record] = json.loads(file.read_text())
+    assert [record["label"] for record in measured] == ["batches", "load"]
+    for record in measured:
+        assert record["details"]["devices"] == 2
+        assert record["details"]["times_one"] == pytest.approx(2 * record["of_limit"], abs=0.001)
+        assert any("jax device_put" in name or "jax.device_put" in name for name in record["peers"])
+
+
+class ArraysOfTwo:
+    """Two devices that are none: arrays stay where they are. What is divided may have a wrong byte; what one has is right."""
+
+    def __init__(self, count: int, *, wrong: str = "", few: bool = False) -> None:
+        self.count = count
+        self.peers: dict[str, Any] = {}
+        self.loaders: dict[str, Any] = {}
+        self._wrong, self._few = wrong, few
+
+    def place(self, batch: Any) -> Any:
+        return batch.copy()
+
+    @contextmanager
+    def prefetched(self, batches: Iterable[Any]) -> Iterator[Iterator[Any]]:
+        yield (self._of(batch, "batch") for batch in islice(batches, 1 if self._few else None))
+
+    def load(self, path: Path) -> dict[str, Any]:
+        with xferlib.stager("host") as stager:
+            return {name: self._of(array, "file") for name, array in xferlib.load(path, stager).items()}
+
+    def differ(self, batch: Any, expected: Any) -> Any:
+        return (batch != expected).any()
+
+    def _of(self, array: Any, what: str) -> Any:
+        made = array.copy()
+        made[-1] ^= self._wrong == what
+        return made
+
+
+class HostOfTwo:
+    """The host's device, with what it is divided between."""
+
+    def __init__(self, *both: ArraysOfTwo) -> None:
+        self._device = open_device("host")
+        self._both = both
+
+    def shards(self) -> tuple[ArraysOfTwo, ...]:
+        return self._both
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+def measured_on(device: Any, file: Path) -> int:
+    return run(partial(xferlib.stager, "host"), device, [CASES["devices"]], quick=True, json_file=str(file))
+
+
+def test_one_device_divided_by_their_number_is_the_limit(tmp_path: Path) -> None:
+    file = tmp_path / "host.json"
+    assert measured_on(HostOfTwo(ArraysOfTwo(1), ArraysOfTwo(2)), file) == 0
+    found: list[records.Record] = json.loads(file.read_text())
+    assert len(found) == 2
+    for record in found:
+        assert record["details"]["times_one"] == pytest.approx(2 * record["of_limit"], abs=0.001)
+
+
+@pytest.mark.parametrize("fault", [{"wrong": "batch"}, {"wrong": "file"}, {"few": True}])
+def test_devices_that_have_other_bytes_fail_the_run(
+    fault: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "host.json"
+    assert measured_on(HostOfTwo(ArraysOfTwo(1), ArraysOfTwo(2, **fault)), file) == 1
+    assert not file.exists()
+    assert "the h2d target does not hold the source's bytes" in capsys.readouterr().err
+
+
+def test_where_there_is_one_device_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measured_on(HostOfTwo(), tmp_path / "host.json") == 0
+    assert "absent: devices (LookupError: one device" in capsys.readouterr().out
 
 
 def test_a_record_of_steps_says_how_many_were_verified(quick_records: list[records.Record]) -> None:

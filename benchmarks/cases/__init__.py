@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.cases import (
     bystander,
+    devices,
     drain,
     first_get,
     leaves,
@@ -35,6 +36,7 @@ MODULES = (
     first_get,
     saving,
     loading,
+    devices,
     bystander,
 )
 CASES = {module.CASE.name: module.CASE for module in MODULES}

@@ -15,7 +15,7 @@ from benchmarks.computes.cupy_steps import CupySteps
 from benchmarks.devices.link import link
 from benchmarks.peers import OPENERS
 from benchmarks.steps import Bytes, Compute
-from benchmarks.ways import Call, Device, Direction, Opener, Way
+from benchmarks.ways import Call, Device, Direction, Opener, Shards, Way
 
 __all__ = ["open_device"]
 
@@ -117,6 +117,9 @@ class _CudaDevice:
 
         way = Way(name="memcpyAsync + eventRecord", direction=direction, bind=bind, synchronize=lambda _: stream.synchronize())
         return (way,)
+
+    def shards(self) -> Sequence[Shards]:
+        return ()
 
     def busy(self) -> AbstractContextManager[Call] | None:
         return _busy()

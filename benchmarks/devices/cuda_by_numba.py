@@ -13,7 +13,7 @@ from benchmarks.computes.numba_steps import GRID, NumbaSteps, kernels, load
 from benchmarks.devices import bare
 from benchmarks.peers import OPENERS
 from benchmarks.steps import Bytes, Compute
-from benchmarks.ways import Call, Device, Direction, Opener, Way
+from benchmarks.ways import Call, Device, Direction, Opener, Shards, Way
 
 __all__ = ["open_device"]
 
@@ -85,6 +85,9 @@ class _NumbaDevice:
     def floors(self, direction: Direction) -> Sequence[Way]:
         name = f"{self._copies.name} + cuEventRecord"
         return (bare.way(self._copies, direction, _address, name=name, copy=self._copies.copy_and_mark),)
+
+    def shards(self) -> Sequence[Shards]:
+        return ()
 
     def busy(self) -> AbstractContextManager[Call] | None:
         return self._busy()

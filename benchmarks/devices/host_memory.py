@@ -13,7 +13,7 @@ from benchmarks import memory
 from benchmarks.computes.numpy_steps import NumpySteps
 from benchmarks.peers import OPENERS
 from benchmarks.steps import Bytes, Compute
-from benchmarks.ways import Call, Device, Direction, Opener, Way
+from benchmarks.ways import Call, Device, Direction, Opener, Shards, Way
 
 __all__ = ["open_device"]
 
@@ -69,6 +69,9 @@ class _HostMemory:
         )
 
     def floors(self, direction: Direction) -> Sequence[Way]:
+        return ()
+
+    def shards(self) -> Sequence[Shards]:
         return ()
 
     def busy(self) -> AbstractContextManager[Call] | None:

@@ -17,9 +17,10 @@ import numpy as np
 from benchmarks import memory
 from benchmarks.computes.jax_steps import JaxSteps
 from benchmarks.devices import bare
+from benchmarks.devices.jax_shards import open_shards
 from benchmarks.peers import OPENERS, jax_calls
 from benchmarks.steps import Bytes, Compute
-from benchmarks.ways import Call, Device, Direction, Opener, Way
+from benchmarks.ways import Call, Device, Direction, Opener, Shards, Way
 
 __all__ = ["open_device"]
 
@@ -107,6 +108,9 @@ class _JaxDevice:
             return ()
         name = f"{self._copies.name} + cuEventRecord"
         return (bare.way(self._copies, direction, _address, name=name, copy=self._copies.copy_and_mark),)
+
+    def shards(self) -> Sequence[Shards]:
+        return open_shards()
 
     def busy(self) -> AbstractContextManager[Call] | None:
         return self._busy()
