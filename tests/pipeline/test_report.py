@@ -212,6 +212,16 @@ def test_the_verdict_names_who_never_waits(seconds: dict[str, float], bound: str
     assert prefetched(**seconds).bound == bound
 
 
+def test_a_consumer_that_waits_as_well_is_told_of_depth() -> None:
+    uneven = prefetched(wait=4, work=6, source=5, place=5)
+    assert uneven.bound == "compute"
+    assert "though it waits for them, too" in uneven.words[0]
+    assert uneven.words[0].endswith("which a greater depth= may even out")
+    assert prefetched(wait=0.5, work=9.5, source=4, place=6).words[0].endswith("wait for the consumer")
+    # There device_limit is what to raise, and the report says that.
+    assert "depth=" not in str(prefetched(wait=9, work=1, source=1, copy=9, reader_waits=5))
+
+
 def test_a_report_says_what_it_cannot_see() -> None:
     assert "unseen here" in str(prefetched(wait=10, work=0.1, source=0, copy=10))
     assert "unseen here" in str(prefetched(wait=10, work=0.1, source=10))

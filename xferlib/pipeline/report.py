@@ -69,7 +69,10 @@ def of_prefetch(
     if batches < 2:
         return _nothing_yet(batches, "batch", parts)
     bound = _bound_of_prefetch(parts, batches - 1, reader_waits)
-    words = [f"{bound}-bound: {_ADVICE[bound]}"]
+    advice = _ADVICE[bound]
+    if bound == "compute" and not reader_waits and parts["wait"] > HARDLY * seconds:
+        advice += _UNEVEN
+    words = [f"{bound}-bound: {advice}"]
     words.append(
         f"{counted(batches - 1, 'batch', 'batches')} in {seconds:.3f} s, after a first one that took {first:.3f} s and is "
         f"not counted; the consumer waited {_share(parts['wait'], seconds)} for them; "
@@ -140,6 +143,7 @@ _ADVICE: Mapping[Bound, str] = {
     "copy": "the copies to the device take longest. Fewer bytes, or batches written into pinned memory if they are not",
     "compute": "the source and the copies wait for the consumer",
 }
+_UNEVEN = ", though it waits for them, too: batches or steps take unequal times, which a greater depth= may even out"
 _DRAIN_ADVICE: Mapping[Bound, str] = {
     "device": "results are waited for; whether for compute or for the copies to the host cannot be told from here",
     "source": "asking for results takes longest, that is what launches the work",
