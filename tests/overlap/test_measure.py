@@ -152,8 +152,17 @@ def test_the_report_is_a_table_and_json(report: OverlapReport) -> None:
     assert told["backend"] == report.backend
     assert [entry["verdict"] for entry in told["rows"]] == [found.verdict for found in report.rows]
     assert told["rows"][0]["copy_seconds"] == dataclasses.asdict(report.rows[0].copy_seconds)
-    if not report.on_gpu:
-        assert "overlap needs a GPU" in lines[-1]
+    assert ("verdict" in str(report)) is report.on_gpu
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_cpu_shows_no_shares_and_says_why_before_its_times(on_gpu: bool) -> None:
+    found = row((0.97,), (0.97,), on_gpu=on_gpu)
+    shown = str(OverlapReport(backend="host", device="the CPU", on_gpu=on_gpu, nbytes=NBYTES, rows=(found,)))
+    assert ("%" in shown) is on_gpu
+    assert ("overlap needs a GPU" in shown) is not on_gpu
+    if not on_gpu:
+        assert shown.index("overlap needs a GPU") < shown.index("copied by")
 
 
 def test_a_backend_without_device_work_is_refused() -> None:

@@ -21,8 +21,8 @@ WIDE = 0.3
 HOLDS = 0.5
 """Share of the copy's time from which on its call counts as one that keeps its caller."""
 ON_A_CPU = (
-    "this is a CPU: its cores make the copies and the compute, so a share tells whether a core was free, not whether the program "
-    "overlaps. Order and starting without waiting can be tested here (xferlib conformance); overlap needs a GPU"
+    "this is a CPU: its cores make the copies and the compute, so how much of a copy is hidden tells whether a core was free, not "
+    "whether the program overlaps. Order and starting without waiting can be tested here (xferlib conformance); overlap needs a GPU"
 )
 
 
@@ -159,13 +159,15 @@ class OverlapReport:
 
     def __str__(self) -> str:
         head = ("copied by", "", "copy", "compute", "call", "copy first", "compute first", "verdict")
-        lines = [head, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        # A CPU's shares tell nothing of overlap: whoever wants them all the same has the rows.
+        columns = len(head) if self.on_gpu else head.index("copy first")
+        lines = [line[:columns] for line in (head, *(_cells(row) for row in self.rows))]
+        widths = [max(len(line[column]) for line in lines) for column in range(columns)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-        title = (
-            f"{self.backend} on {self.device}: copies of {in_words(self.nbytes)} beside compute; share of the copy that was "
-            "hidden, as median (quartiles; least to greatest)"
-        )
+        title = f"{self.backend} on {self.device}: copies of {in_words(self.nbytes)}"
+        if not self.on_gpu:
+            return "\n".join([f"{title} and compute, each alone", "", *self.words, "", *table])
+        title += " beside compute; share of the copy that was hidden, as median (quartiles; least to greatest)"
         return "\n".join([title, "", *table, "", *self.words])
 
 
