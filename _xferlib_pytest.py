@@ -38,6 +38,6 @@ def assert_overlaps() -> Callable[..., None]:
         except NoGpuError as error:
             if os.environ.get(REQUIRE):
                 pytest.fail(f"{REQUIRE}={os.environ[REQUIRE]} forbids to skip this: {error}")
-            pytest.skip(str(error))
+            pytest.skip(f"{error}. No step of the loop was run")
 
     return check

@@ -57,6 +57,7 @@ def test_without_a_gpu_the_test_is_skipped_and_says_why(tmp_path: Path) -> None:
     shown = run(tmp_path)
     assert "1 skipped" in shown
     assert "A CPU has nothing to prove here" in " ".join(shown.split())
+    assert "No step of the loop was run" in " ".join(shown.split())
 
 
 def test_where_it_is_required_it_fails(tmp_path: Path) -> None:
