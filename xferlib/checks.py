@@ -164,8 +164,11 @@ def whole_number(given: object, name: str, *, least: int) -> int:
 
 
 def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the shape as a tuple of ints that are not negative."""
-    sizes = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(operator.index(n) for n in shape)
+    """Return the shape as a tuple of ints that are not negative. Raises `TypeError` for what is no shape."""
+    try:
+        sizes = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(operator.index(n) for n in shape)
+    except TypeError:
+        raise TypeError(f"shape={shape!r}: expected a whole number, or several. The shape comes first, the dtype second") from None
     if any(n < 0 for n in sizes):
         raise ValueError(f"negative dimensions are not allowed: {shape!r}")
     return sizes

@@ -196,9 +196,11 @@ class Stager:
         self._check_open()
         if write_combined and not self._capabilities.write_combined:
             raise lacking(self.backend, "write_combined", "has no write-combined memory. Leave write_combined out")
+        # Before the dtype: of the two in the wrong order, NumPy's error says nothing of that.
+        sizes = whole_shape(shape)
         wanted = np.dtype(dtype)
         check_dtype(wanted)
-        return self._pool.empty(whole_shape(shape), wanted, write_combined=write_combined)
+        return self._pool.empty(sizes, wanted, write_combined=write_combined)
 
     def pin(self, array: Array) -> Pin:
         """Page-lock memory that you own, in place, until the result is closed: `with stager.pin(array): ...`.

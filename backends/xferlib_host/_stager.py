@@ -81,7 +81,7 @@ class NumpyStager:
         """Accept numbers, bools, dates and time spans, those of extension packages (bfloat16, float8) included."""
         # isbuiltin is 2 for a dtype that a package registered; its kind may be "V", like that of a structure.
         if dtype.hasobject or not (dtype.kind in "biufcmM" or dtype.isbuiltin == 2):
-            raise TypeError(f"backend 'host' moves numbers, bools and dates, not dtype {dtype!r}. Convert the array first")
+            raise TypeError(f"backend 'host' moves numbers, bools and dates, not dtype {dtype}. Convert the array first")
 
     def alloc_device(self, nbytes: int) -> Block:
         return self.memory.alloc_device(nbytes)

@@ -30,7 +30,7 @@ def test_what_is_not_a_numpy_array_is_refused(stager: NumpyStager, wrong: Any) -
 
 def test_an_array_of_objects_is_never_read_as_bytes(stager: NumpyStager) -> None:
     for call in (stager.as_source, stager.as_target):
-        with pytest.raises(TypeError, match=r"dtype\('O'\)"):
+        with pytest.raises(TypeError, match="not dtype object"):
             call(np.array([None, 1]))
 
 

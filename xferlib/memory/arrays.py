@@ -85,10 +85,10 @@ def check_dtype(dtype: np.dtype[Any]) -> None:
             advice = "Pad rows of different lengths to one array; objects of other kinds stay on the host: xferlib.Host(array)"
         else:
             advice = "Transfer each field by itself: array[name]"
-        raise TypeError(f"arrays of dtype {dtype!r} cannot be transferred: expected numbers. {advice}")
+        raise TypeError(f"arrays of dtype {dtype} cannot be transferred: expected numbers. {advice}")
     if not dtype.isnative:
         native = dtype.newbyteorder("=").name
-        raise TypeError(f"dtype {dtype!r} is not in native byte order. Convert it with array.astype({native!r})")
+        raise TypeError(f"dtype {dtype} is not in native byte order. Convert it with array.astype({native!r})")
 
 
 def pieces(array: Array, nbytes: int) -> Iterator[Array]:
