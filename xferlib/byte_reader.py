@@ -214,7 +214,10 @@ class ByteReader:
                 except self._failures:
                     raise
                 except (TypeError, ValueError, RuntimeError) as error:
-                    raise XferError(f"arrays were deleted or donated before they were read: {error}") from error
+                    raise XferError(
+                        f"arrays were deleted or donated before they were read: {error}. A save reads them until its wait_read() "
+                        "has returned, or copies of them with snapshot=True"
+                    ) from error
                 self._wait(after)
                 for number, source in zip(some, found, strict=True):
                     sources[number] = source
