@@ -59,6 +59,24 @@ def test_another_stagers_put_waits_as_well(stager: Stager, tmp_path: Path) -> No
     same(np.load(save.result(20)), old)
 
 
+def test_a_load_from_where_a_save_is_under_way_says_so(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "a.npy", tmp_path / "b.npy"
+    (tmp_path / "link").symlink_to(tmp_path)
+    with held_files(monkeypatch):
+        save = xferlib.save(path, there(stager, np.arange(3)), stager)
+        for name in (path, tmp_path / "link" / path.name):
+            with pytest.raises(FileNotFoundError, match=r"a save to it is under way.*result\(\)"):
+                xferlib.load(name, stager)
+        with pytest.raises(FileNotFoundError, match="No such file"):
+            xferlib.load(other, stager)
+        save.cancel()
+        # It will give its name to no file.
+        with pytest.raises(FileNotFoundError, match="No such file"):
+            xferlib.load(path, stager)
+    xferlib.save(path, there(stager, np.arange(3)), stager).result(20)
+    same(stager.get(xferlib.load(path, stager)).result(), np.arange(3))
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_it_waits_for_the_stream_that_fills_the_array(stager: Stager, tmp_path: Path, named: bool) -> None:
     gate, array = threading.Event(), np.zeros(1000, np.uint8)

@@ -7,10 +7,12 @@ piece: while one is on its way, the system reads those behind it, and those befo
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, final, overload
 
 import numpy as np
@@ -24,6 +26,7 @@ from xferlib.files.patterns import check_patterns
 from xferlib.files.progress import Tell, told
 from xferlib.files.readers import Reader, shown
 from xferlib.files.shards import Held, Paths, hold
+from xferlib.files.writing import is_saved_to
 from xferlib.memory.arrays import Array
 from xferlib.protocol import HostStager
 from xferlib.stager import Stager, check_stager
@@ -166,7 +169,13 @@ def load(
     parts = None if like is None else named(trees, like)
     wanted = (None if names is None else list(names)) if parts is None else parts.names
     with ExitStack() as files:
-        held = hold(path, wanted, files)
+        try:
+            held = hold(path, wanted, files)
+        except FileNotFoundError as error:
+            if error.filename is None or not is_saved_to(Path(error.filename)):
+                raise
+            why = "a save to it is under way, and the file gets its name at the end. Call result() of the save first"
+            raise FileNotFoundError(errno.ENOENT, why, error.filename) from error
         if held.alone and names is not None:
             raise ValueError(f"{held.shown} holds one array, without a name. Leave names out")
         likes = {} if parts is None else _likes(held, parts)

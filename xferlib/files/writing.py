@@ -32,7 +32,7 @@ from xferlib.latch import SLICE_SECONDS, Latch, give_way
 from xferlib.ledger import puts_under_way
 from xferlib.memory.arrays import Array, address_of
 
-__all__ = ["Writing", "refuse_late"]
+__all__ = ["Writing", "is_saved_to", "refuse_late"]
 
 PIECE_NBYTES = 16 << 20
 """Bytes: many times what a write and a copy cost beside their bytes."""
@@ -438,6 +438,12 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _found() -> list[Writing]:
     """Return the saves that may be under way. Its references are listed in one step: other threads add meanwhile."""
     return [writing for writing in [reference() for reference in _under_way.valuerefs()] if writing is not None]
+
+
+def is_saved_to(file: Path) -> bool:
+    """Tell whether a save of this process is under way that will give its file this name."""
+    target = Path(os.path.realpath(file))
+    return any(writing._target == target and writing.error is None and not writing.is_dropped for writing in _found())
 
 
 def _goes_on(number: int) -> bool:
