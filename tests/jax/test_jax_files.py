@@ -634,6 +634,19 @@ def test_a_dtype_that_jax_would_narrow_is_refused_before_anything_is_put(stager:
     assert stager.stats().h2d_nbytes == before
 
 
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_a_file_of_wide_arrays_says_that_dtype_comes_too_late(stager: Stager, tmp_path: Path, suffix: str) -> None:
+    if jax.config.jax_enable_x64:
+        pytest.skip("JAX keeps arrays of 64 bits here")
+    np.save(tmp_path / "a.npy", np.zeros(10))
+    np.savez(tmp_path / "a.npz", a=np.zeros(10))
+    path = tmp_path / f"a.{suffix}"
+    for dtype, notes in (("float32", 1), (None, 0)):
+        with pytest.raises(TypeError, match="narrow float64") as caught:
+            xferlib.load(path, stager, dtype=dtype)
+        assert len([note for note in caught.value.__notes__ if "Convert the file instead" in note]) == notes
+
+
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_wide_arrays_are_saved_where_wide_types_are_on_and_elsewhere_the_error_says_how(
     stager: Stager, tmp_path: Path, snapshot: bool

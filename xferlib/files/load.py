@@ -346,6 +346,10 @@ class _Load:
         except (TypeError, ValueError) as error:
             where = f"at {piece.names[0]!r} in" if len(piece.names) == 1 and piece.reader.in_memory else "in"
             error.add_note(f"{where} {shown(piece.reader.file)}")
+            if isinstance(error, TypeError) and any(self._changes(piece.reader, name) for name in piece.names):
+                error.add_note(
+                    "dtype= converts on the device, which first has the array as the file does. Convert the file instead"
+                )
             raise
 
     def _finish_oldest(self) -> None:
