@@ -31,6 +31,14 @@ def test_each_item_is_a_row_and_the_others_stay(count: int) -> None:
     assert [out["at"][0].tolist(), out["at"][1][:, 0].tolist()] == [rows, rows]
 
 
+def test_integers_at_the_ends_of_what_the_rows_hold_are_written() -> None:
+    out = np.zeros((4, 2), np.int32)
+    assert xferlib.stack([np.array([-(1 << 31), (1 << 31) - 1]), np.zeros(2, np.uint32)], out) == 2
+    assert out[:2].tolist() == [[-(1 << 31), (1 << 31) - 1], [0, 0]]
+    # Nothing of the smallest and the largest of nothing.
+    assert xferlib.stack([np.zeros(0, np.int64)], np.zeros((4, 0), np.int32)) == 1
+
+
 def test_one_array_is_a_tree_as_well() -> None:
     out = np.zeros((4, 2))
     assert xferlib.stack([[1.5, 2][0] * np.ones(2), np.zeros(2)], out) == 2
@@ -56,9 +64,22 @@ def test_one_array_is_a_tree_as_well() -> None:
             "the mask would be lost",
             "at tree.image: a row",
         ),
+        (
+            [item(0), item(0) | {"at": [(1 << 40) + 5, np.zeros(1, np.uint8)]}],
+            ValueError,
+            "item 1 has integers from 1099511627781 to 1099511627781, and int32 holds those from -2147483648 to 2147483647",
+            "at tree.at[0]: a row",
+        ),
+        (
+            [item(0) | {"at": [0, np.array([256], np.uint16)]}],
+            ValueError,
+            "item 0 has integers from 256 to 256, and uint8 holds those from 0 to 255",
+            "at tree.at[1]: a row",
+        ),
+        ([item(0) | {"at": [-(1 << 31) - 1, np.zeros(1, np.uint8)]}], ValueError, "from -2147483649", "at tree.at[0]: a row"),
         ([{"image": "a.png", "at": [1, np.zeros(1, np.uint8)]}], (TypeError, ValueError), "dimension", "at tree.image: a row"),
     ],
-    ids=["too many", "without end", "structure", "shape", "dtype", "masked", "text"],
+    ids=["too many", "without end", "structure", "shape", "dtype", "masked", "too large", "unsigned", "too small", "text"],
 )
 def test_items_that_are_no_rows_are_refused_and_the_ring_has_its_slots(
     stager: xferlib.Stager, items: list[Any], error: Any, words: str, note: str | None

@@ -21,13 +21,12 @@ def stack(items: Iterable[Any], out: Any) -> int:
 
     `out`: a tree of NumPy arrays, such as the slot that `fill` of a `SharedRing` is given, or `slot.tree` of a `Ring`'s.
     Each item is a tree of the same structure, with numbers, or with arrays that lack the first axis; rows of `out` may be among
-    them. Dtypes are converted within a kind alone, as `numpy.stack` does: float64 to float32, int64 to int32, which cuts off what
-    does not fit.
+    them. Dtypes are converted within a kind alone, as `numpy.stack` does: float64 to float32, int64 to int32. Floats are rounded.
     If items are dicts, text and numbers under keys for which `out` has no array ride along: `out` gets a list of them under each
     such key, in place of what was there.
 
-    Raises `ValueError` for items of another structure or shape, and for more of them than there are rows; `TypeError` for dtypes,
-    masked arrays, and what is no array in `out`. Then some rows may be written.
+    Raises `ValueError` for items of another structure or shape, for integers that do not fit, and for more items than there are
+    rows; `TypeError` for dtypes, masked arrays, and what is no array in `out`. Then some rows may be written.
     """
     return stack_as(PLAIN, items, out)
 
@@ -70,6 +69,8 @@ def stack_as(trees: Trees, items: Iterable[Any], out: Any) -> int:
         try:
             if any(issubclass(kind, MaskedArray) for kind in set(map(type, column))):
                 raise TypeError("masked arrays cannot be stacked: the mask would be lost. Give array.filled() or array.data")
+            if array.dtype.kind in "iu":
+                _check_fits(column, array.dtype)
             np.stack(column, out=array[:rows])
         except (TypeError, ValueError) as error:
             shape = array.shape[1:]
@@ -81,6 +82,19 @@ def stack_as(trees: Trees, items: Iterable[Any], out: Any) -> int:
     if beside:
         out.update(beside)
     return rows
+
+
+def _check_fits(column: Iterable[Any], dtype: np.dtype[Any]) -> None:
+    """Raise `ValueError` for integers that an integer dtype cannot hold: NumPy would cut them off in silence."""
+    held = np.iinfo(dtype)
+    for row, leaf in enumerate(column):
+        given = np.asarray(leaf)
+        if given.dtype.kind in "iu" and given.size and not np.can_cast(given.dtype, dtype):
+            least, most = given.min(), given.max()
+            if least < held.min or most > held.max:
+                raise ValueError(
+                    f"item {row} has integers from {least} to {most}, and {dtype} holds those from {held.min} to {held.max}"
+                )
 
 
 def _beside(item: Any, targets: Container[Any]) -> dict[Any, Any]:
