@@ -56,6 +56,7 @@ def test_host_is_ready_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
         "write_combined": False,
         "finalizers": True,
     }
+    assert "capabilities:" in told(capsys)
 
 
 def test_a_required_backend_that_is_not_installed_sets_the_status(capsys: pytest.CaptureFixture[str]) -> None:

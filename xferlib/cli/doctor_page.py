@@ -55,7 +55,7 @@ def _words(state: Report) -> str:
         return str(state["reason"])
     flags = [flag for flag, on in state["capabilities"].items() if on]
     versions = ", ".join(f"{name} {version}" for name, version in state["versions"].items())
-    return f"{state['device']}; {', '.join(flags) or 'no optional capability'}{'; ' if versions else ''}{versions}"
+    return f"{state['device']}; capabilities: {', '.join(flags) or 'none'}{'; ' if versions else ''}{versions}"
 
 
 def _machine(report: Report) -> list[tuple[str, str]]:
