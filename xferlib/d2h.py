@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -103,7 +104,7 @@ class DeviceToHost:
                 return transfer
         leaves, spec = self._trees.arrays(tree)
         if not leaves:
-            raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
+            raise ValueError(f"there is no array in {reprlib.repr(tree)}: expected a device array, or a tree of them")
         if out is None and len(leaves) == 1:
             transfer = self._one(leaves[0], None, stream, spec)
             if transfer is not None:
@@ -144,7 +145,7 @@ class DeviceToHost:
         """
         leaves, spec = self._trees.arrays(tree)
         if not leaves:
-            raise ValueError(f"there is no array in {tree!r}: expected a device array, or a tree of them")
+            raise ValueError(f"there is no array in {reprlib.repr(tree)}: expected a device array, or a tree of them")
         described = self._described_together(leaves) or self._checked(leaves, spec, None)
         copies = self._copies(leaves, stream) if snapshot else None
         read = leaves if copies is None else copies

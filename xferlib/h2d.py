@@ -6,6 +6,7 @@ start raises only when nothing of it is under way any more.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -82,7 +83,8 @@ class HostToDevice:
         leaves, spec = self._trees.arrays(tree)
         if not leaves:
             raise ValueError(
-                f"there is no array in {tree!r}: expected a NumPy array, or a tree of them. Convert numbers with numpy.asarray"
+                f"there is no array in {reprlib.repr(tree)}: expected a NumPy array, or a tree of them. "
+                "Convert numbers with numpy.asarray"
             )
         if into is None:
             (leaf,) = leaves if len(leaves) == 1 else (None,)

@@ -71,6 +71,13 @@ def test_a_tree_without_arrays_is_refused(stager: xferlib.Stager, tree: Any) -> 
             move(tree)
 
 
+def test_a_tree_without_arrays_is_not_printed_as_a_whole(stager: xferlib.Stager) -> None:
+    for move in (stager.put, stager.get, stager.reader):
+        with pytest.raises(ValueError, match="there is no array in") as caught:
+            move({"name": [f"{number}.png" for number in range(10_000)]})
+        assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ("out", "error", "words"),
     [
