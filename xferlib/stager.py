@@ -475,6 +475,7 @@ class Stager:
         self._refusal = stayed(f"backend {self.name!r} cannot run", "the stager was opened")
 
     def __enter__(self) -> Stager:
+        self._check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

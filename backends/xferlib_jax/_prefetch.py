@@ -68,12 +68,12 @@ def prefetch(
 
     `stagers`: the caller's own, one for each device, as `local_stagers` opens them. Without it the process's shared stagers are
     used. They are opened for the first loop and kept, with their memory, for later ones, until `xferlib_jax.close()` or the end of
-    the process. Contiguous pinned memory is read where it is, whichever of
-    the stagers pinned it. `rewrites` and the type of the batches are as for `xferlib.prefetch`.
+    the process. Contiguous pinned memory is read where it is, whichever of the stagers pinned it. `rewrites` and the type of the
+    batches are as for `xferlib.prefetch`.
 
     Raises `TypeError` and `ValueError`, and what `xferlib.stager` raises.
     """
-    if isinstance(batches, jax.sharding.Sharding):
+    if isinstance(batches, jax.sharding.Sharding | jax.Device):
         raise TypeError(f"batches is {batches!r}: expected an iterable of batches. The sharding comes second")
     _refuse_finalizers()
     devices = _devices_of(sharding)

@@ -689,3 +689,11 @@ def test_who_asks_where_threads_are_keeps_no_frame() -> None:
     # Now, so that the collector does not come before the end.
     gc.collect()
     assert ask()() is None
+
+
+def test_a_closed_stager_is_entered_by_nobody() -> None:
+    stager = xferlib.stager("host")
+    with stager:
+        pass
+    with pytest.raises(xferlib.ClosedError), stager:
+        pytest.fail("entered")

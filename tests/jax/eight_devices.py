@@ -522,6 +522,8 @@ def test_what_is_no_sharding_of_this_process_is_refused() -> None:
         xferlib_jax.prefetch(3, over("a"))  # type: ignore[call-overload]  # On purpose.
     with pytest.raises(TypeError, match="The sharding comes second"):
         xferlib_jax.prefetch(over("a"), [])
+    with pytest.raises(TypeError, match="The sharding comes second"):
+        xferlib_jax.prefetch(jax.local_devices()[0], [])
     with pytest.raises(TypeError, match=r"call xferlib_jax.prefetch\(batches, sharding\)"):
         xferlib_jax.ShardedPrefetch([], over("a"))
     with (

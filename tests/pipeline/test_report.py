@@ -266,3 +266,13 @@ def test_one_batch_and_one_put_are_said_as_one() -> None:
     assert "\n1 put waited on the device" in str(one)
     out = of_drain(batches=2, late=1, taker={"wait": 1.0}, first=0.1)
     assert "\n1 result in 1.000 s, " in str(out)
+
+
+def test_a_verdict_on_a_moment_says_that_it_may_change() -> None:
+    brief = prefetched(wait=0.09, work=0.01, source=0.1)
+    assert brief.bound == "source"
+    assert brief.words[-1].endswith("take more batches")
+    assert "take more batches" not in str(prefetched(wait=0.9, work=0.1, source=1))
+    parts = {"launch": 0.0, "wait": 0.1, "work": 0.0}
+    assert of_drain(batches=5, late=4, taker=parts, first=1).words[-1].endswith("take more batches")
+    assert "take more batches" not in str(of_drain(batches=5, late=4, taker={**parts, "wait": 1.0}, first=1))
