@@ -26,7 +26,7 @@ from tests.core.fakes import held, run_python, until
 from tests.core.points import interrupted_at
 from tests.files.saves import MIB, at_rest, bits, only, same, there
 from xferlib.byte_reader import ByteReader
-from xferlib.files import writing
+from xferlib.files import outcome, writing
 from xferlib.files.temporary import SUFFIX, TemporaryFile
 from xferlib.stager import Stager
 
@@ -187,10 +187,10 @@ def test_an_interrupt_at_any_point_of_the_call_leaves_nothing(stager: Stager, tm
     """The file is whole or not there, and nothing is left of a save that did not begin."""
     array = there(stager, bits((200_000,), np.dtype(np.uint8)))
     path = tmp_path / "a.npy"
-    within = ("files/save.py", "files/writing.py", "byte_reader.py")
+    within = ("files/save.py", "files/outcome.py", "files/writing.py", "byte_reader.py")
 
     def ended() -> bool:
-        return not [save for save in writing._under_way.values() if not save.is_dropped]
+        return not [save for save in outcome._under_way.values() if not save.is_dropped]
 
     for point in itertools.count(1):
         if not interrupted_at(point, within, lambda: xferlib.save(path, array, stager)):
@@ -231,14 +231,15 @@ def test_an_interrupt_at_any_point_of_a_save_that_the_call_writes_leaves_nothing
     path = tmp_path / f"a.{kind}"
     tree = {"a": array} if kind == "npz" else array
     old = b"old"
-    within = ("files/save.py", "files/writing.py", "files/temporary.py", "byte_reader.py")
+    modules = ("save", "outcome", "pace", "writing", "temporary")
+    within = (*(f"files/{name}.py" for name in modules), "byte_reader.py")
     for point in itertools.count(1):
         path.write_bytes(old)
         if not interrupted_at(point, within, lambda: xferlib.save(path, tree, stager)):
             break
         gc.collect()
         stager._ledger.reap()
-        assert not [save for save in writing._under_way.values() if not save.is_dropped]
+        assert not [save for save in outcome._under_way.values() if not save.is_dropped]
         assert not stager._ledger.jobs.readings
         assert not descriptors()
         only(tmp_path, path.name)
@@ -364,11 +365,11 @@ def test_nobody_is_told_of_a_save_that_was_cancelled_and_dropped(stager: Stager,
     with held(backend.d2h) as gate:
         save = xferlib.save(tmp_path / "a.npy", there(stager, np.arange(3)), stager)
         save.cancel()
-        writing_still = save._writing
+        outcome_of = save._outcome
         del save
         gate.set()
-    assert writing_still.ended.wait(20)
-    del writing_still
+    assert outcome_of.ended.wait(20)
+    del outcome_of
     only(tmp_path)
 
 

@@ -18,7 +18,7 @@ import xferlib
 from tests.core.fakes import held, until
 from tests.files.saves import MIB, at_rest, bits, only, same, there
 from xferlib.byte_reader import ByteReader
-from xferlib.files import writing
+from xferlib.files import pace, writing
 from xferlib.files.plan import Layout
 from xferlib.files.temporary import SUFFIX, TemporaryFile
 from xferlib.stager import Stager
@@ -169,7 +169,7 @@ def test_others_stop_when_one_has_failed(stager: Stager, tmp_path: Path, monkeyp
 def test_copies_that_fail_leave_their_turns_to_threads_that_wait_for_one(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, take, taken = writing.READS_AHEAD + 2, writing.Writing._take_piece, []
+    threads, take, taken = pace.READS_AHEAD + 2, writing.Writing._take_piece, []
 
     def noted(self: writing.Writing) -> Any:
         taken.append(take(self))
@@ -228,7 +228,7 @@ def test_the_disk_has_the_bytes_before_the_file_has_its_name(
 def test_a_failure_that_nobody_asked_about_is_said_when_the_handle_goes(stager: Stager, tmp_path: Path) -> None:
     (tmp_path / "a.npy").mkdir()
     save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(3)), stager)
-    assert save._writing.ended.wait(20)
+    assert save._outcome.ended.wait(20)
     with pytest.warns(RuntimeWarning, match="nobody has asked"):
         del save
 
@@ -268,7 +268,7 @@ def test_a_failure_is_said_once_though_the_handle_goes_while_the_threads_end(
     before = threading.active_count()
     save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(3)), stager)
     assert failed.wait(20)
-    ended = save._writing.ended
+    ended = save._outcome.ended
     del save
     gate.set()
     assert ended.wait(20)
@@ -330,7 +330,7 @@ def test_what_a_failed_copy_was_raised_from_keeps_no_memory(
     before = stager._pool.usage().used
     monkeypatch.setattr(backend, "copy_d2h", broken)
     save = xferlib.save(tmp_path / "a.npy", array, stager)
-    assert save._writing.ended.wait(20)
+    assert save._outcome.ended.wait(20)
     assert until(lambda: stager._pool.usage().used == before)
     with pytest.raises(xferlib.XferError, match="broken"):
         save.result(20)
@@ -523,14 +523,14 @@ def test_a_rate_holds_up_nobody_who_has_read(stager: Stager, tmp_path: Path, mon
             gate.wait(20)
         write(self, data, offset)
 
-    seconds_until = writing.Writing._seconds_until
+    seconds_until = pace.Pace.seconds_until
 
-    def note(self: writing.Writing, nbytes: int) -> float:
+    def note(self: pace.Pace, nbytes: int) -> float:
         waiting.append(seconds_until(self, nbytes))
         return waiting[-1]
 
     monkeypatch.setattr(TemporaryFile, "write", hold)
-    monkeypatch.setattr(writing.Writing, "_seconds_until", note)
+    monkeypatch.setattr(pace.Pace, "seconds_until", note)
     save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(MIB, np.uint8)), stager, memory=128 * 1024, rate_limit=10)
     try:
         # The second one sleeps, or is about to.

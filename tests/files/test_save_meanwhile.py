@@ -21,10 +21,10 @@ from tests.core.fakes import held, on_thread, until
 from tests.files.saves import MIB, bits, held_files, held_writes, only, same, there
 from xferlib import ledger
 from xferlib.byte_reader import ByteReader
-from xferlib.files import writing
+from xferlib.files import pace
+from xferlib.files.pace import READS_AHEAD
 from xferlib.files.plan import MOST_ARRAYS, Layout, Plan
 from xferlib.files.temporary import TemporaryFile
-from xferlib.files.writing import READS_AHEAD
 from xferlib.stager import Stager
 
 
@@ -366,7 +366,7 @@ def test_a_save_that_has_ended_keeps_none_before_it(stager: Stager, tmp_path: Pa
     first = xferlib.save(tmp_path / "s_1.npy", array, stager)
     second = xferlib.save(tmp_path / "s_2.npy", array, stager)
     second.result(20)
-    gone = weakref.ref(first._writing)
+    gone = weakref.ref(first._outcome)
     del first
     assert until(lambda: gone() is None)
 
@@ -571,7 +571,7 @@ def test_a_get_waits_behind_few_copies_of_a_save(stager: Stager, tmp_path: Path,
 @pytest.mark.parametrize("pinned", [True, False])
 def test_puts_come_first(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
     """While the training's next batch is on its way, of whatever stager, a save starts no copy. Nor while the engine is at one."""
-    monkeypatch.setattr("xferlib.files.writing.PUTS_SECONDS", 20)
+    monkeypatch.setattr("xferlib.files.pace.PUTS_SECONDS", 20)
     looked: list[bool] = []
     look = ledger.puts_under_way
 
@@ -579,7 +579,7 @@ def test_puts_come_first(stager: Stager, tmp_path: Path, monkeypatch: pytest.Mon
         looked.append(look())
         return looked[-1]
 
-    monkeypatch.setattr(writing, "puts_under_way", looking)
+    monkeypatch.setattr(pace, "puts_under_way", looking)
     array = there(stager, np.arange(1000))
     with xferlib.stager("host") as other:
         backend: Any = other.backend
@@ -599,7 +599,7 @@ def test_puts_come_first(stager: Stager, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_put_that_is_done_holds_up_no_save_though_nobody_has_let_go_of_it(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xferlib.files.writing.PUTS_SECONDS", 60)
+    monkeypatch.setattr("xferlib.files.pace.PUTS_SECONDS", 60)
     array = there(stager, np.arange(1000))
     with xferlib.stager("host") as other:
         backend: Any = other.backend
@@ -622,7 +622,7 @@ def test_a_save_comes_to_its_end_beside_puts_that_never_end(stager: Stager, tmp_
 
 
 def test_a_save_that_waits_for_puts_is_cancelled(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xferlib.files.writing.PUTS_SECONDS", 20)
+    monkeypatch.setattr("xferlib.files.pace.PUTS_SECONDS", 20)
     array = there(stager, np.arange(1000))
     backend: Any = stager.backend
     with held(backend.h2d) as gate:
@@ -645,8 +645,8 @@ def test_small_members_of_an_archive_do_not_each_wait_for_puts(
         waits.append(None)
         return True
 
-    monkeypatch.setattr("xferlib.files.writing.PUTS_SECONDS", 0)
-    monkeypatch.setattr(writing, "puts_under_way", always)
+    monkeypatch.setattr("xferlib.files.pace.PUTS_SECONDS", 0)
+    monkeypatch.setattr(pace, "puts_under_way", always)
     arrays = {f"w{number}": np.full(3, number) for number in range(10 * MOST_ARRAYS)}
     path = xferlib.save(tmp_path / "a.npz", there(stager, arrays), stager).result(20)
     assert 10 <= len(waits) <= 20

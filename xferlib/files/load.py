@@ -22,11 +22,11 @@ from xferlib.errors import AllocationError, CapabilityError, XferError
 from xferlib.files.ahead import ReadAhead, Stretch, Unmapping
 from xferlib.files.dtypes import Conversions, DtypeRule
 from xferlib.files.names import Named, named
+from xferlib.files.outcome import is_saved_to
 from xferlib.files.patterns import check_patterns
 from xferlib.files.progress import Tell, told
 from xferlib.files.readers import Reader, shown
 from xferlib.files.shards import Held, Paths, hold
-from xferlib.files.writing import is_saved_to
 from xferlib.memory.arrays import Array
 from xferlib.protocol import HostStager
 from xferlib.stager import Stager, check_stager

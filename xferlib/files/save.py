@@ -15,9 +15,10 @@ import numpy as np
 from xferlib.checks import positive_nbytes, uncopied, whole_number
 from xferlib.errors import XferError
 from xferlib.files.formats import SUFFIXES
+from xferlib.files.outcome import Outcome, refuse_late
 from xferlib.files.plan import planned
 from xferlib.files.series import is_numbered
-from xferlib.files.writing import Writing, refuse_late
+from xferlib.files.writing import Writing
 from xferlib.forks import stayed
 from xferlib.latch import Latch
 from xferlib.pipeline.host_tree import HostTree
@@ -104,8 +105,9 @@ def save(
         raise
     try:
         plan = planned(file, reader.spec, reader.described, reader.sizes, metadata)
-        writing = Writing(file, plan, reader, memory, rate_limit, keep)
-        handle = Save(writing)
+        outcome = Outcome(file)
+        writing = Writing(outcome, plan, reader, memory, rate_limit, keep)
+        handle = Save(outcome, plan.nbytes, 0 if reader.snapshot else plan.nbytes)
     except BaseException:
         reader.close()
         raise
@@ -136,21 +138,21 @@ class Save:
 
     __reduce_ex__ = uncopied("Another process cannot wait for this one's threads")
 
-    def __init__(self, writing: Writing) -> None:
-        self._writing = writing
-        self.path = writing.file
-        self.nbytes = writing.plan.nbytes
-        self.held_nbytes = 0 if writing.is_snapshot else self.nbytes
+    def __init__(self, outcome: Outcome, nbytes: int, held_nbytes: int) -> None:
+        self._outcome = outcome
+        self.path = outcome.file
+        self.nbytes = nbytes
+        self.held_nbytes = held_nbytes
 
     @property
     def written(self) -> int:
         """How many of the arrays' bytes are written."""
-        return self._writing.written
+        return self._outcome.written
 
     def done(self) -> bool:
         """Tell whether the file is there. Raises what `result` raises if the save has failed. Never blocks."""
         self._refuse_children()
-        if not self._writing.ended.is_open():
+        if not self._outcome.ended.is_open():
             return False
         self._raise_failure()
         return True
@@ -163,7 +165,7 @@ class Save:
         `RuntimeWarning` of `keep`: the file is there then.
         """
         self._refuse_children()
-        if not self._come(self._writing.ended, timeout):
+        if not self._come(self._outcome.ended, timeout):
             raise TimeoutError(f"the save to {str(self.path)!r} has not ended after {timeout} seconds")
         self._raise_failure()
         return self.path
@@ -174,7 +176,7 @@ class Save:
         Raises `TimeoutError` after `timeout` seconds. Says nothing of a failure.
         """
         self._refuse_children()
-        if not self._come(self._writing.was_read, timeout):
+        if not self._come(self._outcome.was_read, timeout):
             raise TimeoutError(f"the arrays have not been read after {timeout} seconds")
 
     def cancel(self) -> bool:
@@ -184,7 +186,7 @@ class Save:
         begun, and a wait for pinned memory or for what computes the arrays, come to their end first.
         """
         self._refuse_children()
-        return self._writing.cancel()
+        return self._outcome.cancel()
 
     def _come(self, latch: Latch, timeout: float | None) -> bool:
         """Wait for the threads that write. Raises `XferError` where a finalizer has waited long, perhaps on such a thread."""
@@ -196,24 +198,24 @@ class Save:
         )
 
     def _raise_failure(self) -> None:
-        error = self._writing.error or self._writing.warned
+        error = self._outcome.error or self._outcome.warned
         if error is not None:
-            self._writing.told = True
+            self._outcome.told = True
             # Without the frames of whoever was told before.
             raise error.with_traceback(None)
 
     def _refuse_children(self) -> None:
-        if os.getpid() != self._writing.process:
+        if os.getpid() != self._outcome.process:
             raise stayed(f"the save to {str(self.path)!r} cannot be waited for", "it was started", "Wait for it in the parent")
 
     def __repr__(self) -> str:
-        writing = self._writing
-        ended = "done" if writing.ended.is_open() else "under way"
-        state = "cancelled" if writing.is_cancelled else "failed" if writing.error is not None else ended
-        return f"<Save to {str(self.path)!r}: {in_words(writing.written)} of {in_words(self.nbytes)} written, {state}>"
+        outcome = self._outcome
+        ended = "done" if outcome.ended.is_open() else "under way"
+        state = "cancelled" if outcome.is_cancelled else "failed" if outcome.error is not None else ended
+        return f"<Save to {str(self.path)!r}: {in_words(outcome.written)} of {in_words(self.nbytes)} written, {state}>"
 
     def __del__(self) -> None:
         # It says so, and no more. Of a constructor that was cut off nobody has had the handle.
-        writing = self.__dict__.get("_writing")
-        if writing is not None:
-            writing.say_failed()
+        outcome = self.__dict__.get("_outcome")
+        if outcome is not None:
+            outcome.say_failed()

@@ -267,7 +267,10 @@ AREAS = {
     ),
     "files": Area(
         (
-            *(f"xferlib/files/{name}.py" for name in ("save", "plan", "writing", "series", "temporary", "formats", "names")),
+            *(
+                f"xferlib/files/{name}.py"
+                for name in ("save", "outcome", "plan", "pace", "writing", "series", "temporary", "formats", "names")
+            ),
             "xferlib/byte_reader.py",
         ),
         (
