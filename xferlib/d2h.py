@@ -46,7 +46,7 @@ class _Together(NamedTuple):
 
 
 @final
-class _Results:
+class _ResultLayout:
     """How the results of one get lie: what shares memory, and what has its own."""
 
     def __init__(self, alike: Sequence[Alike]) -> None:
@@ -83,7 +83,7 @@ class DeviceToHost:
         self._describe = self._trees.describe
         # If NumPy knows the dtypes of the arrays, they are compared with those of the last get.
         self._as_numpy_does = not hasattr(backend, "describe")
-        self._last = _Results(())
+        self._last = _ResultLayout(())
         self._pool = pool
         self._staging = staging
         self._ledger = ledger
@@ -112,7 +112,7 @@ class DeviceToHost:
         given = None if out is None else self._trees.flatten_like(spec, out, name="out")
         results = self._like_last(leaves) if given is None else None
         if results is None:
-            results = self._last = _Results(self._checked(leaves, spec, given))
+            results = self._last = _ResultLayout(self._checked(leaves, spec, given))
         addresses = None if given is None else [self._host.address(array) for array in given]
         behind = given is None and self._staging.is_issuing()
         if behind or (addresses is not None and None in addresses):
@@ -188,7 +188,7 @@ class DeviceToHost:
             return None
         return alike
 
-    def _like_last(self, leaves: list[Any]) -> _Results | None:
+    def _like_last(self, leaves: list[Any]) -> _ResultLayout | None:
         """Return how results lie if the arrays are like those of the last get: a training loop gets the same tree every step."""
         last = self._last
         if not self._as_numpy_does or len(leaves) != len(last.alike):
@@ -203,7 +203,7 @@ class DeviceToHost:
             self._host.check_dtype(dtype)
         return last
 
-    def _made(self, results: _Results) -> tuple[list[Array], list[int | None]]:
+    def _made(self, results: _ResultLayout) -> tuple[list[Array], list[int | None]]:
         """Return memory to copy to, and its addresses; see `HostLeaf`."""
         count = len(results.alike)
         arrays: list[Any] = [None] * count
@@ -217,7 +217,7 @@ class DeviceToHost:
                 addresses[index] = self._host.address(array)
         return arrays, addresses
 
-    def _pack(self, group: _Together, results: _Results, arrays: list[Any], addresses: list[int | None]) -> None:
+    def _pack(self, group: _Together, results: _ResultLayout, arrays: list[Any], addresses: list[int | None]) -> None:
         """Enter arrays that lie together, each at an offset. Asking the pool for each one would take longer than its copy."""
         try:
             memory: Array | None = self._pool.empty((group.nbytes,), BYTES)

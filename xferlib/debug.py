@@ -108,10 +108,10 @@ class Sources:
                 put.end()
         self._tell(only_dropped=False)
 
-    def _read_later(self, tree: Any, borrow: bool) -> tuple[list[_Source], Spec]:
+    def _read_later(self, tree: Any, borrow: bool) -> tuple[list[_WatchedSource], Spec]:
         """Return those leaves that are read after the put has returned."""
         leaves, spec = self._trees.arrays(tree)
-        sources: list[_Source] = []
+        sources: list[_WatchedSource] = []
         for index, given in enumerate(leaves):
             try:
                 array, address = self._leaf(given)
@@ -119,7 +119,7 @@ class Sources:
                 # Refused by the put itself, which says it better.
                 return [], spec
             if address or (borrow and address is None):
-                sources.append(_Source(array, index))
+                sources.append(_WatchedSource(array, index))
         return sources, spec
 
     def _tell(self, *, only_dropped: bool) -> None:
@@ -144,7 +144,7 @@ class Sources:
 
 
 @final
-class _Source:
+class _WatchedSource:
     """One array that is read later, and what was in it."""
 
     def __init__(self, array: Array, index: int) -> None:
@@ -222,7 +222,7 @@ class Put:
     """Returns the check that the transfer asks; None: nobody holds the transfer any more."""
     _event: Any
 
-    def __init__(self, sources: list[_Source], spec: Spec, where: str, borrow: bool, untold: deque[Put]) -> None:
+    def __init__(self, sources: list[_WatchedSource], spec: Spec, where: str, borrow: bool, untold: deque[Put]) -> None:
         self.untold = untold
         self.told = False
         self._number = next(_numbers)
@@ -280,7 +280,7 @@ class Put:
         self._sources = []
         _unverified.pop(self._number, None)
 
-    def _compared(self, sources: list[_Source]) -> str:
+    def _compared(self, sources: list[_WatchedSource]) -> str:
         for source in sources:
             differs = source.rewritten()
             if differs is None:

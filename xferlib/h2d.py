@@ -187,14 +187,14 @@ class HostToDevice:
                 self._backend.check_stream(stream)
             streams: Streams = {}
             block, target = self._blocks.lease(nbytes, streams)
-            to, name = block.address, streams.__setitem__
+            to, note_stream = block.address, streams.__setitem__
         else:
             self._check_target(into, array)
             target = self._as_target(into, stream)
             overwritten = (target,)
             if not self._ledger.has_no_readers and self._may_have_readers():
                 self._order_after_users(target)
-            to, name = target.address, partial(self._name, overwritten)
+            to, note_stream = target.address, partial(self._note_stream, overwritten)
         if address:
             try:
                 self._copy_h2d(to, address, nbytes)
@@ -211,7 +211,7 @@ class HostToDevice:
                 value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=target)
                 if spec is not None:
                     value = unflatten(spec, (value,))
-            transfer = Transfer(value, event, self._failures, False, name, self._table)
+            transfer = Transfer(value, event, self._failures, False, note_stream, self._table)
             if address:
                 transfer._in_place = True
             if stream is not None:
@@ -221,7 +221,7 @@ class HostToDevice:
             self._h2d.wait(event)
             raise
 
-    def _name(self, overwritten: Sequence[Source], handle: int, stream: Stream) -> None:
+    def _note_stream(self, overwritten: Sequence[Source], handle: int, stream: Stream) -> None:
         """Note a stream that may read arrays of the caller's. The memory of some of them may be a stager's."""
         for place in overwritten:
             note_reader(place, stream, self._blocks)
@@ -242,8 +242,8 @@ class HostToDevice:
             )
         try:
             value = self._made(packing, leases, spec, event) if into is None else into
-            name = streams.__setitem__ if into is None else partial(self._name, overwritten)
-            transfer = Transfer(value, event, self._failures, False, name, self._table)
+            note_stream = streams.__setitem__ if into is None else partial(self._note_stream, overwritten)
+            transfer = Transfer(value, event, self._failures, False, note_stream, self._table)
             transfer._in_place = any(map(_ADDRESS, sources))
             if stream is not None:
                 transfer.stream_wait(stream)

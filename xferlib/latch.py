@@ -13,9 +13,9 @@ from _thread import allocate_lock
 from collections.abc import Callable
 from typing import Final, final
 
-__all__ = ["SLICE_SECONDS", "Latch", "Turn", "give_way", "is_copy_thread", "is_over", "note_copy_thread"]
+__all__ = ["WAIT_SECONDS", "Latch", "Turn", "give_way", "is_copy_thread", "is_over", "note_copy_thread"]
 
-SLICE_SECONDS: Final = 0.05
+WAIT_SECONDS: Final = 0.05
 """How long a thread waits at a time: a signal that comes a moment before the wait does not wake it."""
 
 GIVE_WAY_SECONDS: Final = 20e-6
@@ -85,13 +85,13 @@ class Latch:
         """Block, without the GIL, until it is open, or for so many seconds. Returns whether it is open."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._open:
-            slice_seconds = SLICE_SECONDS
+            seconds = WAIT_SECONDS
             if deadline is not None:
-                slice_seconds = min(slice_seconds, deadline - time.monotonic())
-                if slice_seconds <= 0:
+                seconds = min(seconds, deadline - time.monotonic())
+                if seconds <= 0:
                     return False
-            if self._lock.acquire(timeout=slice_seconds):
-                # If this is interrupted here, those that still wait see the flag at the end of their slice.
+            if self._lock.acquire(timeout=seconds):
+                # If this is interrupted here, those that still wait see the flag when they look again.
                 self._lock.release()
         return True
 

@@ -17,7 +17,7 @@ from typing import Any, final
 from xferlib.engine.jobs import Job, next_id
 from xferlib.errors import XferError
 from xferlib.in_flight import Concerns, Entry, InFlight, meet
-from xferlib.latch import SLICE_SECONDS, Latch, is_copy_thread
+from xferlib.latch import WAIT_SECONDS, Latch, is_copy_thread
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.mapped import Views
 from xferlib.protocol import HostStager, Source
@@ -133,7 +133,7 @@ class Reading:
             )
         # In slices: nobody opens it for one that was dropped.
         while not self.reached():
-            self._over.wait(SLICE_SECONDS)
+            self._over.wait(WAIT_SECONDS)
 
 
 @final

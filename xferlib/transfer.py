@@ -22,7 +22,7 @@ from xferlib.typed import TreeT, TreeT_co
 
 __all__ = ["LazyValue", "Transfer"]
 
-Name: TypeAlias = Callable[[int, Stream], None]
+NoteStream: TypeAlias = Callable[[int, Stream], None]
 """Notes a stream, by handle, that was told to wait for a put, and so may read its arrays."""
 
 
@@ -93,15 +93,15 @@ class Transfer(Generic[TreeT_co]):
         event: Event,
         failures: tuple[type[Exception], ...],
         on_host: bool,
-        name: Name | None = None,
+        note_stream: NoteStream | None = None,
         table: dict[int, Entry] | None = None,
     ) -> None:
-        """`name`: see `Name`; None: nobody is told. `table`: where the event's entry is, if it is in one."""
+        """`note_stream`: None where nobody is to be told. `table`: where the event's entry is, if it is in one."""
         self._value = value
         self._event = event
         self._failures = failures
         self._on_host = on_host
-        self._name = name
+        self._note_stream = note_stream
         self._table = table
         if _forks:
             self._born = _forks
@@ -230,8 +230,8 @@ class Transfer(Generic[TreeT_co]):
             raise
         except self._failures as error:
             raise self._failed(error) from error
-        if waiting is not None and self._name is not None:
-            self._name(waiting.handle, waiting)
+        if waiting is not None and self._note_stream is not None:
+            self._note_stream(waiting.handle, waiting)
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(NO_ARRAY)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from xferlib.cli.demo.pictures import bundled, open_folder, open_image
 from xferlib.cli.demo.plan import check_memory
-from xferlib.cli.demo.source import Source, from_array, open_npy, tiled
+from xferlib.cli.demo.source import FrameSource, from_array, open_npy, tiled
 from xferlib.cli.errors import CommandError
 
 
@@ -30,7 +30,7 @@ def saved(folder: Path, array: npt.NDArray[Any]) -> Path:
     return path
 
 
-def read_all(source: Source) -> npt.NDArray[Any]:
+def read_all(source: FrameSource) -> npt.NDArray[Any]:
     out = np.empty((source.frames, *source.frame_shape), source.dtype)
     source.read(0, out)
     return out

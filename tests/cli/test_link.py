@@ -12,10 +12,10 @@ from xferlib_host import open_stager
 import xferlib
 from tests.mutants.laws.locking import LockingBackend
 from xferlib.cli import doctor
-from xferlib.cli.link import Link, link_of, measured_link, node_of
+from xferlib.cli.link import PciLink, link_of, measured_link, node_of
 
 DEVICE = "0000:3b:00.0"
-LINK = Link(speed=32.0, width=16, most_speed=32.0, most_width=16, node=None, h2d_gbps=55.2, d2h_gbps=54.8)
+LINK = PciLink(speed=32.0, width=16, most_speed=32.0, most_width=16, node=None, h2d_gbps=55.2, d2h_gbps=54.8)
 
 
 class OnGpu(LockingBackend):
@@ -75,7 +75,7 @@ def test_a_device_without_an_address_of_the_kernel_s_has_no_link(tmp_path: Path,
     ("speed", "width", "gbps"), [(32.0, 16, 63.0), (16.0, 16, 31.5), (8.0, 8, 7.9), (5.0, 16, 8.0), (2.5, 1, 0.25)]
 )
 def test_what_a_link_carries(speed: float, width: int, gbps: float) -> None:
-    link = Link(speed=speed, width=width, most_speed=32.0, most_width=16, node=None, h2d_gbps=1.0, d2h_gbps=1.0)
+    link = PciLink(speed=speed, width=width, most_speed=32.0, most_width=16, node=None, h2d_gbps=1.0, d2h_gbps=1.0)
     assert link.carries_gbps == pytest.approx(gbps, rel=0.01)
 
 
@@ -89,7 +89,7 @@ def test_a_link_at_its_best_is_no_finding() -> None:
     ("speed", "width", "most_speed", "most_width"), [(16.0, 16, 32.0, 16), (32.0, 8, 32.0, 16)], ids=["slower", "narrower"]
 )
 def test_a_link_that_could_do_more_is_a_finding(speed: float, width: int, most_speed: float, most_width: int) -> None:
-    link = Link(speed=speed, width=width, most_speed=most_speed, most_width=most_width, node=None, h2d_gbps=28.0, d2h_gbps=28.0)
+    link = PciLink(speed=speed, width=width, most_speed=most_speed, most_width=most_width, node=None, h2d_gbps=28.0, d2h_gbps=28.0)
     (finding,) = link.findings()
     assert f"both ends could do {most_speed:g} GT/s x{most_width}" in finding
     assert f"of {most_speed:g} GT/s" in str(link)
@@ -97,14 +97,14 @@ def test_a_link_that_could_do_more_is_a_finding(speed: float, width: int, most_s
 
 @pytest.mark.parametrize(("h2d", "d2h"), [(12.0, 54.0), (54.0, 12.0)])
 def test_copies_that_do_not_use_the_link_are_a_finding_either_way(h2d: float, d2h: float) -> None:
-    link = Link(speed=32.0, width=16, most_speed=32.0, most_width=16, node=1, h2d_gbps=h2d, d2h_gbps=d2h)
+    link = PciLink(speed=32.0, width=16, most_speed=32.0, most_width=16, node=1, h2d_gbps=h2d, d2h_gbps=d2h)
     (finding,) = link.findings()
     assert "12.0 GB/s on a link that carries 63.0" in finding
     assert "--cpunodebind=1" in finding
 
 
 def test_a_process_that_may_not_run_where_the_device_is_is_a_finding() -> None:
-    link = Link(speed=32.0, width=16, most_speed=32.0, most_width=16, node=1, is_far=True, h2d_gbps=55.0, d2h_gbps=55.0)
+    link = PciLink(speed=32.0, width=16, most_speed=32.0, most_width=16, node=1, is_far=True, h2d_gbps=55.0, d2h_gbps=55.0)
     (finding,) = link.findings()
     assert finding.startswith("this process may use no CPU of NUMA node 1, where the device is")
     assert "on NUMA node 1, where this process may not run" in str(link)
@@ -146,7 +146,7 @@ def test_where_nothing_is_known_nothing_is_said(stager: xferlib.Stager, on_gpu: 
 
 
 def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch, stager: xferlib.Stager) -> None:
-    def refuse(opened: xferlib.Stager) -> Link:
+    def refuse(opened: xferlib.Stager) -> PciLink:
         raise xferlib.AllocationError("the device is full")
 
     monkeypatch.setattr(doctor, "measured_link", refuse)

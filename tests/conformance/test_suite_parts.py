@@ -17,7 +17,7 @@ from xferlib_host.conformance import Gate
 from xferlib_host.conformance import TestHost as Host
 
 from xferlib.conformance import cuda
-from xferlib.conformance.base import REQUIRE, Calls
+from xferlib.conformance.base import REQUIRE, ThreadedCalls
 from xferlib.conformance.moves import prepare
 from xferlib.conformance.recording import RecordingBackend
 from xferlib.conformance.values import DTYPES, LARGE, SHAPES, SIZES, assert_same, dtype_named, others, pattern, words
@@ -51,7 +51,7 @@ class Transfer:
 
 def laws() -> Any:
     made: Any = Quick()
-    made.calls = Calls()
+    made.calls = ThreadedCalls()
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from tests.core.fakes import WATCHDOG, on_thread
-from xferlib.latch import SLICE_SECONDS, Latch, is_copy_thread, note_copy_thread
+from xferlib.latch import WAIT_SECONDS, Latch, is_copy_thread, note_copy_thread
 
 
 def test_all_who_wait_pass_when_it_opens() -> None:
@@ -28,7 +28,7 @@ def test_who_comes_when_it_is_open_passes_however_little_time_he_has() -> None:
 def test_a_shut_one_is_waited_for_as_long_as_was_said() -> None:
     """Longer than one slice of it, and shorter."""
     latch = Latch()
-    for seconds in (2.5 * SLICE_SECONDS, SLICE_SECONDS / 2):
+    for seconds in (2.5 * WAIT_SECONDS, WAIT_SECONDS / 2):
         began = time.monotonic()
         assert not latch.wait(seconds)
         assert time.monotonic() - began >= seconds

@@ -494,7 +494,7 @@ from xferlib.protocol import Stream
 backend.retire = lambda streams: say("child retires")
 with xferlib.stager(backend) as s:
     transfer = s.put(np.ones(3))
-    transfer._name(7, Stream(7, None))
+    transfer._note_stream(7, Stream(7, None))
     x = transfer.result()
     del transfer
     pid = os.fork()

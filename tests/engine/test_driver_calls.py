@@ -20,7 +20,7 @@ from tests.core.fakes import WATCHDOG, off_main, on_thread, until
 from tests.engine.build import COMPILER
 from tests.engine.device import FUNCTIONS, Device, DeviceError, DeviceStream, Driven, built_device
 from xferlib.byte_reader import Span
-from xferlib.engine.jobs import SLICE_MICROSECONDS
+from xferlib.engine.jobs import WAIT_MICROSECONDS
 from xferlib.engine.native import _SIGNATURES as SIGNATURES
 from xferlib.engine.native import Figures, library, quick
 from xferlib.errors import ClosedError, TransferError, XferError
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler
 KIB, MIB = 1 << 10, 1 << 20
 PROFILE = StagingProfile(2, MIB, 64 * KIB)
 """Small chunks, so that a transfer takes several, and little on the caller's thread."""
-SLICE_SECONDS = SLICE_MICROSECONDS / 1e6
+WAIT_SECONDS = WAIT_MICROSECONDS / 1e6
 BROKEN = 700
 QUESTIONS: list[Callable[[xferlib.Transfer], object]] = [
     lambda transfer: transfer.synchronize(),
@@ -395,7 +395,7 @@ def test_a_larger_transfer_takes_no_more_calls_of_python(device: Device, monkeyp
                 moves(nbytes)
             questions, seconds = moves(nbytes)
             told[nbytes] = Counter(name for name in said if name not in QUESTIONS_ASKED)
-            assert questions <= 20 + 4 * seconds / SLICE_SECONDS
+            assert questions <= 20 + 4 * seconds / WAIT_SECONDS
     # Of 64 times the bytes; what dies meanwhile adds a call or two to either.
     assert told[large].total() <= told[small].total() + 5 <= 25
     assert told[large]["xe_submit"] == told[small]["xe_submit"] == 1

@@ -10,7 +10,7 @@ import pytest
 
 from tests.frameworks.kits.kit import Kit
 from xferlib.conformance import StagerConformance
-from xferlib.conformance.base import Calls
+from xferlib.conformance.base import ThreadedCalls
 from xferlib.errors import SynchronousTransferWarning
 from xferlib.stager import Stager
 
@@ -25,7 +25,7 @@ if "XLA_CLIENT_MEM_FRACTION" not in os.environ:
 def laws(kit: Kit) -> Iterator[StagerConformance]:
     """The hooks, and what the laws are written with, which puts pageable memory, too."""
     laws = kit.hooks()
-    laws.calls = Calls()
+    laws.calls = ThreadedCalls()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SynchronousTransferWarning)
         yield laws

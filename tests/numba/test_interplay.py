@@ -14,7 +14,7 @@ from xferlib_numba import conformance
 
 import xferlib
 from xferlib.conformance import StagerConformance
-from xferlib.conformance.base import Calls
+from xferlib.conformance.base import ThreadedCalls
 from xferlib.conformance.values import LARGE, assert_same, words
 from xferlib.registry import companion
 from xferlib.stager import Stager
@@ -57,7 +57,7 @@ def hooks_of(name: str) -> StagerConformance:
     classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     (hooks,) = [kind for kind in classes if issubclass(kind, StagerConformance)]
     laws: StagerConformance = hooks()
-    laws.calls = Calls()
+    laws.calls = ThreadedCalls()
     return laws
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Literal, final
 
-from xferlib.overlap.calls import LEGACY, Baseline, Call, Direction, Held, Kind, Site, Stuck
+from xferlib.overlap.calls import LEGACY, Baseline, CallKind, CopyDirection, CudaCall, HeldSteps, Site, Stuck
 
 MIB = 1 << 20
 COMPUTE, COPIES, BACK = 10, 20, 30
@@ -28,7 +28,7 @@ class Machine:
     """Calls are methods; each names the line that makes it. `judged` runs a loop and returns what `judge` takes."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[CudaCall] = []
         self._serials = itertools.count()
         self.step = 0
         self.in_loop = True
@@ -51,7 +51,7 @@ class Machine:
     def copy(
         self,
         line: int,
-        direction: Direction,
+        direction: CopyDirection,
         stream: int,
         *,
         address: int = 0,
@@ -81,13 +81,13 @@ class Machine:
     def free(self, line: int) -> None:
         self._wait(self._call("memory", line), _enqueued(self.calls))
 
-    def stand(self, line: int, for_: Callable[[Call], bool]) -> None:
+    def stand(self, line: int, for_: Callable[[CudaCall], bool]) -> None:
         """Wait for work without a call of CUDA, as a framework does that is told by another thread."""
         self._wait(None, [call for call in self.calls if for_(call)], Site("loop.py", line, "step"))
 
     def judged(
         self, step: Callable[[int], object], *, holds: tuple[What, ...], steps: int = 3
-    ) -> tuple[Baseline, list[Held], list[Call]]:
+    ) -> tuple[Baseline, list[HeldSteps], list[CudaCall]]:
         numbers = itertools.count()
         for _ in range(WARMUP):
             step(next(numbers))
@@ -107,9 +107,9 @@ class Machine:
         self._compute = frozenset(call.stream for call in launched if call.stream is not None)
         free = self._compute - {call.stream for call in large}
         self._compute = frozenset(free) or self._compute
-        slots: dict[Direction, float] = {}
-        nbytes: dict[Direction, list[int]] = {}
-        directions: tuple[Direction, ...] = ("h2d", "d2h")
+        slots: dict[CopyDirection, float] = {}
+        nbytes: dict[CopyDirection, list[int]] = {}
+        directions: tuple[CopyDirection, ...] = ("h2d", "d2h")
         for direction in directions:
             of_step = [[call for call in large if call.direction == direction and call.step == step] for step in range(steps)]
             nbytes[direction] = [sum(call.nbytes for call in calls) for calls in of_step]
@@ -125,7 +125,7 @@ class Machine:
             slots=slots,
         )
 
-    def _hold(self, what: What, step: Callable[[int], object], numbers: itertools.count[int], steps: int) -> Held:
+    def _hold(self, what: What, step: Callable[[int], object], numbers: itertools.count[int], steps: int) -> HeldSteps:
         self._gate, self._gates, self._stuck, self._end = what, {}, None, None
         self._first, self._start, self._returned = self.step, len(self.calls), 0
         self._computed: frozenset[int] = frozenset()
@@ -137,7 +137,7 @@ class Machine:
         if self._gate is not None:
             self._open()
         assert self._end is not None
-        return Held(
+        return HeldSteps(
             what=what,
             first_step=self._first,
             start=self.calls[self._start].serial,
@@ -149,9 +149,11 @@ class Machine:
             stuck=self._stuck,
         )
 
-    def _call(self, kind: Kind, line: int, **fields: object) -> Call:
+    def _call(self, kind: CallKind, line: int, **fields: object) -> CudaCall:
         site = Site("loop.py", line, "step") if self.in_loop else None
-        call = Call(serial=next(self._serials), step=self.step, in_loop=self.in_loop, kind=kind, function=f"cu{kind}", site=site)
+        call = CudaCall(
+            serial=next(self._serials), step=self.step, in_loop=self.in_loop, kind=kind, function=f"cu{kind}", site=site
+        )
         if not self.in_loop:
             call.near = Site("loop.py", line, "step")
         for name, value in fields.items():
@@ -160,7 +162,7 @@ class Machine:
         self.calls.append(call)
         return call
 
-    def _enqueue(self, kind: Kind, line: int, stream: int, **fields: object) -> Call:
+    def _enqueue(self, kind: CallKind, line: int, stream: int, **fields: object) -> CudaCall:
         call = self._call(kind, line, stream=stream, **fields)
         if self._gate == "compute":
             held = kind == "launch" and stream in self._compute
@@ -180,7 +182,7 @@ class Machine:
                 if _enqueued([call]) and call.serial not in self._executed and self._may_run(index, call):
                     self._executed.add(call.serial)
 
-    def _may_run(self, index: int, call: Call) -> bool:
+    def _may_run(self, index: int, call: CudaCall) -> bool:
         assert call.stream is not None
         if self._gate is not None and call.serial >= self._gates.get(call.stream, call.serial + 1):
             return False
@@ -195,11 +197,11 @@ class Machine:
             needed.append(record)
         return all(other.serial in self._executed for other in needed)
 
-    def _last_record(self, event: int | None, before: int) -> Call | None:
+    def _last_record(self, event: int | None, before: int) -> CudaCall | None:
         records = [call for call in self.calls[:before] if call.kind == "record" and call.event == event]
         return records[-1] if records else None
 
-    def _wait(self, call: Call | None, works: list[Call], site: Site | None = None) -> None:
+    def _wait(self, call: CudaCall | None, works: list[CudaCall], site: Site | None = None) -> None:
         if any(work.serial not in self._executed for work in works):
             assert self._gate is not None, "the loop stands still for ever"
             at = site or (call.site if call is not None else None)
@@ -225,5 +227,5 @@ class Machine:
         self._run()
 
 
-def _enqueued(calls: list[Call]) -> list[Call]:
+def _enqueued(calls: list[CudaCall]) -> list[CudaCall]:
     return [call for call in calls if call.kind in ("launch", "copy", "set", "record", "wait")]

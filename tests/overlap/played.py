@@ -14,8 +14,8 @@ from typing import Any, cast, final
 from xferlib_host import Stream
 from xferlib_host._stream import Event
 
-from xferlib.overlap.callbacks import Recording
-from xferlib.overlap.calls import Call, Direction, Kind, Site
+from xferlib.overlap.callbacks import CallRecording
+from xferlib.overlap.calls import CallKind, CopyDirection, CudaCall, Site
 
 MIB = 1 << 20
 COMPUTE, COPIES = 1001, 1002
@@ -26,7 +26,7 @@ class Played:
     """Stands for the driver, and for what a framework offers: `launch`, `copy` and the rest, on streams by their handles."""
 
     def __init__(self) -> None:
-        self.recording = Recording(cast("Any", self))
+        self.recording = CallRecording(cast("Any", self))
         self.streams: dict[int, Stream] = {}
         self._events: dict[int, Event] = {}
         self._numbers = itertools.count(1)
@@ -34,7 +34,7 @@ class Played:
         self._serials = itertools.count(1)
 
     @contextmanager
-    def recorded(self, driver: object) -> Iterator[Recording]:
+    def recorded(self, driver: object) -> Iterator[CallRecording]:
         yield self.recording
 
     def close(self) -> None:
@@ -74,7 +74,9 @@ class Played:
     def launch(self, stream: int = COMPUTE, *, work: Callable[[], object] = lambda: None) -> None:
         self._call("launch", lambda: self._stream(stream).submit(work), stream=stream)
 
-    def copy(self, direction: Direction, stream: int = COPIES, *, address: int = 0, nbytes: int = MIB, wait: bool = False) -> None:
+    def copy(
+        self, direction: CopyDirection, stream: int = COPIES, *, address: int = 0, nbytes: int = MIB, wait: bool = False
+    ) -> None:
         def start() -> None:
             self._stream(stream).submit(lambda: None)
             if wait:
@@ -103,12 +105,12 @@ class Played:
             self.streams[handle] = Stream()
         return self.streams[handle]
 
-    def _call(self, kind: Kind, work: Callable[[], object], **fields: Any) -> None:
+    def _call(self, kind: CallKind, work: Callable[[], object], **fields: Any) -> None:
         frame = sys._getframe(2)
         site = Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
         recording, thread = self.recording, threading.get_ident()
         in_loop = thread == recording.loop
-        call = Call(serial=0, step=recording.step, in_loop=in_loop, kind=kind, function=f"cu {kind}", site=site, **fields)
+        call = CudaCall(serial=0, step=recording.step, in_loop=in_loop, kind=kind, function=f"cu {kind}", site=site, **fields)
         with self._numbering:
             call.serial = next(self._serials)
             recording.open[thread] = call

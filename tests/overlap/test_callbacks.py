@@ -11,8 +11,8 @@ import pytest
 
 from xferlib.errors import BackendUnavailableError
 from xferlib.overlap import callbacks
-from xferlib.overlap.callbacks import Recording, site_of
-from xferlib.overlap.calls import LEGACY, Call
+from xferlib.overlap.callbacks import CallRecording, site_of
+from xferlib.overlap.calls import LEGACY, CudaCall
 from xferlib.tracing.library import CallbackData
 
 DRIVER, RUNTIME = 1, 2
@@ -48,7 +48,7 @@ def copy(to: int, of: int, nbytes: int, *rest: tuple[str, Any], **values: int) -
     return struct(("dst", U64), ("src", U64), ("count", U64), *rest, dst=to, src=of, count=nbytes, **values)
 
 
-def tell(recording: Recording, site: int, domain: int, number: int, parameters: ctypes.Structure | None = None) -> None:
+def tell(recording: CallRecording, site: int, domain: int, number: int, parameters: ctypes.Structure | None = None) -> None:
     data = CallbackData(site=site, function=b"cuSomething")
     if parameters is not None:
         data.parameters = ctypes.addressof(parameters)
@@ -57,8 +57,8 @@ def tell(recording: Recording, site: int, domain: int, number: int, parameters: 
         raise recording.failure
 
 
-def seen(domain: int, number: int, parameters: ctypes.Structure | None = None) -> Call:
-    recording = Recording(cast("Any", Places()))
+def seen(domain: int, number: int, parameters: ctypes.Structure | None = None) -> CudaCall:
+    recording = CallRecording(cast("Any", Places()))
     tell(recording, ENTER, domain, number, parameters)
     (call,) = recording.calls
     return call
@@ -239,25 +239,25 @@ def test_events_and_waits_give_event_and_stream() -> None:
     ids=["launch", "record", "copy", "sync"],
 )
 def test_what_is_captured_into_a_graph_is_no_work(number: int, parameters: ctypes.Structure) -> None:
-    recording = Recording(cast("Any", Places()))
+    recording = CallRecording(cast("Any", Places()))
     tell(recording, ENTER, DRIVER, number, parameters)
     assert recording.calls == []
 
 
 def test_calls_inside_a_call_count_as_that_call() -> None:
-    recording = Recording(cast("Any", Places()))
+    recording = CallRecording(cast("Any", Places()))
     runtime = copy(DEVICE, PINNED, 9, ("kind", U32), ("stream", U64), stream=7)
     driver = copy(DEVICE, PINNED, 9, ("hStream", U64), hStream=7)
     told: list[str] = []
 
     class Listener:
-        def entered(self, call: Call) -> None:
+        def entered(self, call: CudaCall) -> None:
             told.append("entered")
             # What is called in here is nobody's.
             tell(recording, ENTER, DRIVER, 17)
             tell(recording, EXIT, DRIVER, 17)
 
-        def left(self, call: Call) -> None:
+        def left(self, call: CudaCall) -> None:
             told.append("left")
 
     recording.listener = Listener()
@@ -280,7 +280,7 @@ def test_the_line_is_that_of_the_users_code() -> None:
 
 
 def test_a_thread_without_lines_of_the_user_says_where_the_loop_is() -> None:
-    recording = Recording(cast("Any", Places()))
+    recording = CallRecording(cast("Any", Places()))
     # The loop is in nobody's code but this test's; the thread runs code of installed packages alone.
     code = compile("call()", "/usr/lib/python3/dist-packages/framework.py", "exec")
     data = CallbackData(site=ENTER, function=b"cuSomething")

@@ -1,4 +1,4 @@
-"""Small pageable puts pass through slots: many to a block of the pinned pool, idle ones given back where room is wanted."""
+"""Small pageable puts pass through buffers: many to a block of the pinned pool, idle ones given back where room is wanted."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, succeeds, tampered
 from xferlib.memory.blocks import PAGE
 from xferlib.memory.pinned_pool import KEPT_SHARE, LARGE_FROM_NBYTES
-from xferlib.staging.bounce import COPY_PIECE_NBYTES, LARGEST_SLOT_NBYTES
-from xferlib.staging.bounce import SLOTS as SIZES
+from xferlib.staging.bounce import BUFFERS as SIZES
+from xferlib.staging.bounce import COPY_PIECE_NBYTES, LARGEST_BUFFER_NBYTES
 from xferlib.staging.profile import StagingProfile
 
-SLOT = min(SIZES)
-SLOTS = SIZES[SLOT]
-BLOCK = SLOTS * SLOT
+BUFFER = min(SIZES)
+BUFFERS = SIZES[BUFFER]
+BLOCK = BUFFERS * BUFFER
 SECONDS = 10.0
 
 
@@ -30,7 +30,7 @@ def numbers(nbytes: int, first: int = 0) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_block_of_the_pool_serves_as_many_puts_as_it_has_slots(size: int) -> None:
+def test_a_block_of_the_pool_serves_as_many_puts_as_it_has_buffers(size: int) -> None:
     with xferlib.stager("host") as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
         transfers = [stager.put(numbers(size - n, n)) for n in range(SIZES[size])]
         assert stager._pool.usage().used == SIZES[size] * size
@@ -51,7 +51,7 @@ def test_a_put_takes_the_smallest_slot_that_it_fits_into() -> None:
 
 
 def test_under_a_small_limit_a_put_takes_what_it_needs() -> None:
-    """A block of the larger slots would be more than its share."""
+    """A block of the larger buffers would be more than its share."""
     small, large, *_ = SIZES
     limit = KEPT_SHARE * SIZES[large] * large - 1
     with xferlib.stager("host", pinned_limit=limit) as stager, held(stager.backend.h2d):  # type: ignore[attr-defined]  # as above
@@ -61,15 +61,15 @@ def test_under_a_small_limit_a_put_takes_what_it_needs() -> None:
 
 def test_what_is_larger_than_any_slot_passes_in_pieces() -> None:
     """Where the caller copies so much at all."""
-    nbytes = 3 * LARGEST_SLOT_NBYTES + 5
+    nbytes = 3 * LARGEST_BUFFER_NBYTES + 5
     profile = StagingProfile(2, 1 << 20, hand_off_nbytes=nbytes)
     with xferlib.stager("host", staging=profile) as stager:
         with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
             transfers = [stager.put(numbers(nbytes, n)) for n in range(2)]
             transfers.append(stager.put([numbers(nbytes - 1000), numbers(7)]))
-            # A slot for each of three pieces, and one of the smallest for what is left.
-            blocks = -(-3 * len(transfers) // SIZES[LARGEST_SLOT_NBYTES])
-            assert stager._pool.usage().used == BLOCK + blocks * SIZES[LARGEST_SLOT_NBYTES] * LARGEST_SLOT_NBYTES
+            # A buffer for each of three pieces, and one of the smallest for what is left.
+            blocks = -(-3 * len(transfers) // SIZES[LARGEST_BUFFER_NBYTES])
+            assert stager._pool.usage().used == BLOCK + blocks * SIZES[LARGEST_BUFFER_NBYTES] * LARGEST_BUFFER_NBYTES
         for n, transfer in enumerate(transfers[:-1]):
             assert np.array_equal(transfer.result(), numbers(nbytes, n))
         large, small = transfers[-1].result()
@@ -88,7 +88,7 @@ def test_a_slot_is_not_used_again_while_its_copy_is_held() -> None:
     with xferlib.stager("host") as stager:
         with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
             transfers = []
-            for n in range(5 * SLOTS):
+            for n in range(5 * BUFFERS):
                 source = numbers(100, n)
                 transfers.append(stager.put(source))
                 source[:] = 255
@@ -97,37 +97,37 @@ def test_a_slot_is_not_used_again_while_its_copy_is_held() -> None:
             assert np.array_equal(transfer.result(), numbers(100, n))
 
 
-@pytest.mark.parametrize("nbytes", [100, SLOT + 1, LARGEST_SLOT_NBYTES])
-def test_slots_whose_copies_are_done_are_used_again_without_the_pool(nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [100, BUFFER + 1, LARGEST_BUFFER_NBYTES])
+def test_buffers_whose_copies_are_done_are_used_again_without_the_pool(nbytes: int) -> None:
     with xferlib.stager("host") as stager:
         stager.put(numbers(nbytes)).synchronize()
         before = stager.stats()
-        for n in range(3 * SLOTS):
+        for n in range(3 * BUFFERS):
             assert np.array_equal(stager.put(numbers(nbytes, n)).result(), numbers(nbytes, n))
         after = stager.stats()
     assert (after.pool_hits, after.pool_misses) == (before.pool_hits, before.pool_misses)
 
 
-def test_slots_are_kept_again_when_puts_of_trees_have_used_up_those_of_before() -> None:
+def test_buffers_are_kept_again_when_puts_of_trees_have_used_up_those_of_before() -> None:
     with xferlib.stager("host") as stager:
         pinned = stager.empty_pinned(100, np.uint8)
         pinned[:] = 7
-        for n in range(2 * SLOTS):
+        for n in range(2 * BUFFERS):
             one, other = stager.put([pinned, numbers(100, n)]).result()
             assert (one == 7).all()
             assert np.array_equal(other, numbers(100, n))
         stager.put(numbers(100)).synchronize()
         before = stager.stats()
-        for n in range(3 * SLOTS):
+        for n in range(3 * BUFFERS):
             assert np.array_equal(stager.put(numbers(100, n)).result(), numbers(100, n))
         after = stager.stats()
     assert (after.pool_hits, after.pool_misses) == (before.pool_hits, before.pool_misses)
 
 
-def test_after_a_rush_no_more_slots_are_kept_than_before_it() -> None:
+def test_after_a_rush_no_more_buffers_are_kept_than_before_it() -> None:
     with xferlib.stager("host") as stager:
         with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
-            transfers = [stager.put(numbers(100, n)) for n in range(5 * SLOTS)]
+            transfers = [stager.put(numbers(100, n)) for n in range(5 * BUFFERS)]
             assert stager._pool.usage().used == 5 * BLOCK
         for n, transfer in enumerate(transfers):
             assert np.array_equal(transfer.result(), numbers(100, n))
@@ -154,12 +154,12 @@ def test_one_large_array_is_copied_by_the_device_while_the_cpu_copies_its_rest()
 
 def test_blocks_whose_copies_are_done_are_used_again() -> None:
     with xferlib.stager("host") as stager:
-        for n in range(10 * SLOTS):
+        for n in range(10 * BUFFERS):
             stager.put(numbers(1, n)).synchronize()
             assert stager._pool.usage().used <= 2 * BLOCK
 
 
-def test_idle_slots_go_back_when_they_are_asked_for() -> None:
+def test_idle_buffers_go_back_when_they_are_asked_for() -> None:
     with xferlib.stager("host") as stager:
         stager.put(numbers(1)).synchronize()
         stager.trim()
@@ -167,7 +167,7 @@ def test_idle_slots_go_back_when_they_are_asked_for() -> None:
         assert stager._pool.usage().pinned == 0
 
 
-def test_idle_slots_make_room_for_arrays() -> None:
+def test_idle_buffers_make_room_for_arrays() -> None:
     limit = KEPT_SHARE * BLOCK
     with xferlib.stager("host", pinned_limit=limit) as stager:
         stager.put(numbers(1)).synchronize()
@@ -202,14 +202,14 @@ def test_where_the_driver_refuses_a_block_a_put_takes_what_it_needs() -> None:
 
     backend.alloc_pinned = once
     with xferlib.stager(backend) as stager:
-        # All of the segment that small arrays share, but for less than a block of slots.
+        # All of the segment that small arrays share, but for less than a block of buffers.
         rest = [stager.empty_pinned(LARGE_FROM_NBYTES - BLOCK // 4, np.uint8) for _ in range(2)]
         assert np.array_equal(stager.put(numbers(300)).result(), numbers(300))
         assert refused
         del rest
 
 
-def test_room_is_waited_for_while_another_thread_fills_its_slot() -> None:
+def test_room_is_waited_for_while_another_thread_fills_its_buffer() -> None:
     gated = Gated(off_main)
     limit = KEPT_SHARE * BLOCK
     with xferlib.stager(gated.backend, pinned_limit=limit) as stager:
@@ -225,7 +225,7 @@ def test_room_is_waited_for_while_another_thread_fills_its_slot() -> None:
         assert asked.result(SECONDS).nbytes == limit
 
 
-@pytest.mark.parametrize("nbytes", [100, SLOT + 1, LARGEST_SLOT_NBYTES + 1])
+@pytest.mark.parametrize("nbytes", [100, BUFFER + 1, LARGEST_BUFFER_NBYTES + 1])
 def test_the_error_of_a_copy_that_could_not_be_started_holds_no_memory(nbytes: int) -> None:
     def breaks(*_: object) -> None:
         raise OSError("no copy to be had")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xferlib.tracing.events import HOST, Event, Kind, Memory, Recording
+from xferlib.tracing.events import HOST, Event, EventKind, Memory, Recording
 
 COMPUTE, COPIES, NULL = 1, 2, 7
 MIB = 1 << 20
@@ -22,7 +22,7 @@ def copy(
     start: float,
     end: float,
     *,
-    kind: Kind = "h2d",
+    kind: EventKind = "h2d",
     stream: int = COPIES,
     nbytes: int = MIB,
     memory: Memory = "pinned",
@@ -35,7 +35,7 @@ def copy(
 
 
 def call(
-    kind: Kind,
+    kind: EventKind,
     start: float,
     end: float,
     *,

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from xferlib.cli.breakeven import BreakEven
 from xferlib.cli.doctor import Report
-from xferlib.cli.link import Link
+from xferlib.cli.link import PciLink
 from xferlib.staging.profile import VARIABLE
 from xferlib.words import counted, in_words
 
@@ -30,7 +30,9 @@ def show(report: Report) -> None:
         console.print(f"[bold]{name:<9}[/bold] {escape(text)}", highlight=False)
     for state in report["backends"]:
         if state["link"] is not None:
-            words = f"could not be measured: {state['link']['error']}" if "error" in state["link"] else str(Link(**state["link"]))
+            words = (
+                f"could not be measured: {state['link']['error']}" if "error" in state["link"] else str(PciLink(**state["link"]))
+            )
             console.print(f"[bold]link[/bold]      {escape(state['name'])}: {escape(words)}", highlight=False)
         for path in state["paths"] or []:
             console.print(f"[bold]copy[/bold]      {escape(state['name'])}: {escape(path['words'])}", highlight=False)

@@ -13,7 +13,7 @@ from xferlib.cli.breakeven import NBYTES, seconds_of
 from xferlib.memory.numa import DEVICES, NODES, node_near, pci_name
 from xferlib.stager import Stager
 
-__all__ = ["Link", "link_of", "measured_link", "node_of"]
+__all__ = ["PciLink", "link_of", "measured_link", "node_of"]
 
 OLD_SPEED = 5.0
 """GT/s: up to this, ten bits carry eight; 128 of 130 do on newer links."""
@@ -23,7 +23,7 @@ USUAL_SHARE = 0.7
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class PciLink:
     """Speeds in GT/s a lane, widths in lanes, rates in GB/s (1e9 bytes a second).
 
     Attributes:
@@ -84,7 +84,7 @@ class Link:
         return self.speed < self.most_speed or self.width < self.most_width
 
 
-def measured_link(stager: Stager, devices: Path = DEVICES) -> Link | None:
+def measured_link(stager: Stager, devices: Path = DEVICES) -> PciLink | None:
     """Measure with an open stager, which takes some 50 ms; None where there is no such link, or the system does not tell of it."""
     if not stager.on_gpu:
         return None
@@ -99,7 +99,7 @@ def measured_link(stager: Stager, devices: Path = DEVICES) -> Link | None:
         return None
     speed, width, most_speed, most_width = ends
     node, is_far = node_of(stager.backend.pci_bus_id, devices)
-    return Link(
+    return PciLink(
         speed=speed,
         width=width,
         most_speed=most_speed,

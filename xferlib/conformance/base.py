@@ -27,7 +27,7 @@ from xferlib.registry import GROUP
 from xferlib.stager import Stager
 from xferlib.transfer import Transfer
 
-__all__ = ["POLL_SECONDS", "REQUIRE", "SCARCE", "WINDOW_SECONDS", "Calls", "Laws"]
+__all__ = ["POLL_SECONDS", "REQUIRE", "SCARCE", "WINDOW_SECONDS", "Laws", "ThreadedCalls"]
 
 REQUIRE = "XFERLIB_REQUIRE"
 """Environment variable: names of backends, comma separated, that may not be skipped."""
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 @final
-class Calls:
+class ThreadedCalls:
     """Calls on threads of their own, so that a call that blocks is a failure and not a hang."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Laws(Hooks):
     deadline_seconds: ClassVar[float] = 5.0
     """The longest time that something which must happen may take, on the slowest machine. Shorter than a hold's watchdog."""
 
-    calls: Calls
+    calls: ThreadedCalls
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -110,7 +110,7 @@ class Laws(Hooks):
 
     @pytest.fixture
     def stager(self) -> Iterator[Stager]:
-        self.calls = Calls()
+        self.calls = ThreadedCalls()
         stager = self.new_stager()
         yield stager
         self.calls.join(self.deadline_seconds)

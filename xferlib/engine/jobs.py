@@ -23,7 +23,7 @@ from xferlib.protocol import Event, Source, Stream
 
 __all__ = ["Job", "next_id", "refuse_parents", "refuse_stream_wait"]
 
-SLICE_MICROSECONDS = 50_000
+WAIT_MICROSECONDS = 50_000
 """How long one wait is: until a native call returns, Python runs no signal handler."""
 FINISHED_AT_ONCE = 64
 
@@ -148,7 +148,7 @@ class Job:
     def wait_for(self, stage: int) -> None:
         """Block, without the GIL, until the job has come so far, failed or not."""
         while not self.has_come(stage):
-            if library().xe_wait(self.id, stage, SLICE_MICROSECONDS) == STOPPED:
+            if library().xe_wait(self.id, stage, WAIT_MICROSECONDS) == STOPPED:
                 raise XferError("the interpreter ends, and nothing is transferred any more")
 
     def raise_failure(self) -> None:

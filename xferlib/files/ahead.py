@@ -45,7 +45,7 @@ class Stretch(NamedTuple):
 
 
 @final
-class _Worker(Generic[T]):
+class _SerialThread(Generic[T]):
     """A thread that works on what it is given, in order. There is none before that.
 
     It ends by `end` or `no_more`, or when this is dropped and all is done that was given.
@@ -98,7 +98,7 @@ class ReadAhead:
     """Has stretches read ahead, in order, until its `with` ends, or it is dropped. The files must be open until then."""
 
     def __init__(self) -> None:
-        self._worker: _Worker[Stretch] = _Worker("xferlib-read-ahead", _read)
+        self._worker: _SerialThread[Stretch] = _SerialThread("xferlib-read-ahead", _read)
 
     def __call__(self, stretches: Iterable[Stretch]) -> None:
         """Have stretches read, which are in the order of their file. Returns at once."""
@@ -123,7 +123,7 @@ class Unmapping:
     """
 
     def __init__(self) -> None:
-        self._worker: _Worker[_Behind] = _Worker("xferlib-unmap", _unmap)
+        self._worker: _SerialThread[_Behind] = _SerialThread("xferlib-unmap", _unmap)
 
     def __call__(self, stretches: Iterable[Stretch], mapping: object) -> None:
         """Unmap stretches, which are in the order of their file. Returns at once. `mapping` holds where they are mapped.

@@ -26,7 +26,7 @@ from xferlib.files.outcome import is_saved_to
 from xferlib.files.patterns import check_patterns
 from xferlib.files.progress import Tell, told
 from xferlib.files.readers import Reader, shown
-from xferlib.files.shards import Held, Paths, hold
+from xferlib.files.shards import Paths, Selection, select
 from xferlib.memory.arrays import Array
 from xferlib.protocol import HostStager
 from xferlib.stager import Stager, check_stager
@@ -170,27 +170,27 @@ def load(
     wanted = (None if names is None else list(names)) if parts is None else parts.names
     with ExitStack() as files:
         try:
-            held = hold(path, wanted, files)
+            selection = select(path, wanted, files)
         except FileNotFoundError as error:
             if error.filename is None or not is_saved_to(Path(error.filename)):
                 raise
             why = "a save to it is under way, and the file gets its name at the end. Call result() of the save first"
             raise FileNotFoundError(errno.ENOENT, why, error.filename) from error
-        if held.alone and names is not None:
-            raise ValueError(f"{held.shown} holds one array, without a name. Leave names out")
-        likes = {} if parts is None else _likes(held, parts)
+        if selection.alone and names is not None:
+            raise ValueError(f"{selection.shown} holds one array, without a name. Leave names out")
+        likes = {} if parts is None else _likes(selection, parts)
         ahead = files.enter_context(ReadAhead()) if puts.whole else None
         behind = files.enter_context(Unmapping())
-        tell = files.enter_context(told(progress, held.readers[0].file.name if len(held.readers) == 1 else "files"))
-        conversions.check(held.known)
+        tell = files.enter_context(told(progress, selection.readers[0].file.name if len(selection.readers) == 1 else "files"))
+        conversions.check(selection.known)
         for argument, patterns in puts.patterns.items():
-            check_patterns(argument, patterns, held.known)
+            check_patterns(argument, patterns, selection.known)
         # Now: whatever is refused here would be refused behind all that was put.
-        riders = [] if parts is None else _riders(held, parts)
-        found = _Load(held, puts, conversions, trees, likes, tell, behind).run(ahead)
+        riders = [] if parts is None else _riders(selection, parts)
+        found = _Load(selection, puts, conversions, trees, likes, tell, behind).run(ahead)
         if parts is not None:
             return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
-    return next(iter(found.values())) if held.alone else found
+    return next(iter(found.values())) if selection.alone else found
 
 
 @final
@@ -216,7 +216,7 @@ class _Direct:
         self._stager.trim()
 
 
-class _Piece(NamedTuple):
+class _OnePut(NamedTuple):
     """Arrays that are put at once, all of one file."""
 
     reader: Reader
@@ -230,7 +230,7 @@ class _Load:
 
     def __init__(
         self,
-        held: Held,
+        selection: Selection,
         puts: Puts,
         conversions: Conversions,
         trees: Trees,
@@ -238,17 +238,17 @@ class _Load:
         tell: Tell | None,
         behind: Unmapping,
     ) -> None:
-        self._held = held
+        self._held = selection
         self._puts = puts
         self._conversions = conversions
         self._trees = trees
         self._likes = likes
         self._tell = tell
         self._behind = behind
-        self._sizes = {name: reader.nbytes(name) for name, reader in held.arrays.items()}
+        self._sizes = {name: reader.nbytes(name) for name, reader in selection.arrays.items()}
         self._total, self._done = sum(self._sizes.values()), 0
         self._found: dict[str, Any] = {}
-        self._under_way: deque[tuple[_Piece, Started]] = deque()
+        self._under_way: deque[tuple[_OnePut, Started]] = deque()
         self._gone = 0
         """Bytes of arrays that were converted since memory was given back."""
 
@@ -285,7 +285,7 @@ class _Load:
             with suppress(Exception):
                 started.synchronize()
 
-    def _pieces(self) -> Iterator[_Piece]:
+    def _pieces(self) -> Iterator[_OnePut]:
         of_reader: dict[int, list[str]] = {id(reader): [] for reader in self._held.readers}
         for name, reader in self._held.arrays.items():
             of_reader[id(reader)].append(name)
@@ -307,18 +307,18 @@ class _Load:
         dtype = reader.dtype(name)
         return self._conversions.of(name, dtype) != dtype
 
-    def _cut(self, reader: Reader, names: list[str], most: int) -> Iterator[_Piece]:
+    def _cut(self, reader: Reader, names: list[str], most: int) -> Iterator[_OnePut]:
         """Iterate pieces of at most so many bytes, unless one array has more."""
         taken: list[str] = []
         nbytes = 0
         for name in names:
             if taken and nbytes + self._sizes[name] > most:
-                yield _Piece(reader, taken, nbytes)
+                yield _OnePut(reader, taken, nbytes)
                 taken, nbytes = [], 0
             taken.append(name)
             nbytes += self._sizes[name]
         if taken:
-            yield _Piece(reader, taken, nbytes)
+            yield _OnePut(reader, taken, nbytes)
 
     def _array(self, reader: Reader, name: str) -> Array:
         array = reader.array(name)
@@ -340,7 +340,7 @@ class _Load:
                 f"{advice if shape == other else ''}"
             )
 
-    def _put(self, piece: _Piece, arrays: dict[str, Array]) -> Started:
+    def _put(self, piece: _OnePut, arrays: dict[str, Array]) -> Started:
         try:
             return self._puts.put(arrays, {name: self._likes[name] for name in arrays if name in self._likes})
         except (TypeError, ValueError) as error:
@@ -363,7 +363,7 @@ class _Load:
         self._done += piece.nbytes
         self._told()
 
-    def _converted(self, piece: _Piece, arrays: dict[str, Any]) -> dict[str, Any]:
+    def _converted(self, piece: _OnePut, arrays: dict[str, Any]) -> dict[str, Any]:
         if not self._conversions.targets:
             return arrays
         changed: list[Any] = []
@@ -409,9 +409,9 @@ class _Load:
             self._tell(self._done, self._total)
 
 
-def _ahead(pieces: Iterator[_Piece], ahead: ReadAhead | None) -> Iterator[_Piece]:
+def _ahead(pieces: Iterator[_OnePut], ahead: ReadAhead | None) -> Iterator[_OnePut]:
     """Have each piece read while those before it are put."""
-    waiting: deque[_Piece] = deque()
+    waiting: deque[_OnePut] = deque()
     for piece in pieces:
         if ahead is not None:
             ahead(_stretches(piece))
@@ -421,26 +421,26 @@ def _ahead(pieces: Iterator[_Piece], ahead: ReadAhead | None) -> Iterator[_Piece
     yield from waiting
 
 
-def _stretches(piece: _Piece) -> Iterator[Stretch]:
+def _stretches(piece: _OnePut) -> Iterator[Stretch]:
     """Iterate where the arrays of a piece are mapped."""
     return (stretch for stretch in map(piece.reader.stretch, piece.names) if stretch is not None)
 
 
-def _likes(held: Held, parts: Named) -> dict[str, Any]:
+def _likes(selection: Selection, parts: Named) -> dict[str, Any]:
     """Return what `like` has for each array. Raises `ValueError` for a tree where the file's one array has no name."""
-    if held.alone and parts.spec is not None:
-        raise ValueError(f"{held.shown} holds one array, and like is a tree")
+    if selection.alone and parts.spec is not None:
+        raise ValueError(f"{selection.shown} holds one array, and like is a tree")
     likes = dict(zip(parts.names, parts.leaves, strict=True))
     for name in likes:
-        if name not in held.arrays:
-            raise ValueError(f"{held.shown} has no array named {name!r}")
+        if name not in selection.arrays:
+            raise ValueError(f"{selection.shown} has no array named {name!r}")
     return likes
 
 
-def _riders(held: Held, parts: Named) -> list[Any]:
+def _riders(selection: Selection, parts: Named) -> list[Any]:
     """Return what rode along when the files were saved, in the order of `like`."""
-    values = [reader.values() for reader in held.readers] if parts.riders else []
-    return [_as(held.shown, name, values, value) for name, value in parts.riders.items()]
+    values = [reader.values() for reader in selection.readers] if parts.riders else []
+    return [_as(selection.shown, name, values, value) for name, value in parts.riders.items()]
 
 
 def _as(said: str, name: str, values: list[dict[str, Any]], like: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Literal, final
 
 from xferlib.errors import ClosedError, XferError
 from xferlib.files.series import series_of
-from xferlib.latch import SLICE_SECONDS, Latch
+from xferlib.latch import WAIT_SECONDS, Latch
 
 __all__ = ["Outcome", "is_saved_to", "refuse_late"]
 
@@ -180,7 +180,7 @@ def _goes_on(number: int) -> bool:
     Not for good: one whose start was interrupted never ends, and is gone when nobody has it.
     """
     outcome = _under_way.get(number)
-    return outcome is not None and not outcome.is_dropped and not outcome.ended.wait(SLICE_SECONDS)
+    return outcome is not None and not outcome.is_dropped and not outcome.ended.wait(WAIT_SECONDS)
 
 
 def _wait_for_all() -> None:

@@ -6,7 +6,7 @@ import time
 from queue import SimpleQueue
 from typing import final
 
-from xferlib.files.plan import MOST_ARRAYS, Piece
+from xferlib.files.plan import MOST_ARRAYS, FilePiece
 from xferlib.latch import Latch
 from xferlib.ledger import puts_under_way
 
@@ -48,7 +48,7 @@ class Pace:
         self._due = due + nbytes / self._rate_limit
         return due - now
 
-    def is_behind_puts(self, piece: Piece, most: int) -> bool:
+    def is_behind_puts(self, piece: FilePiece, most: int) -> bool:
         """Tell whether a piece is to wait for puts. `most`: the bytes of one as large as they come.
 
         A member of an archive is a piece, however small: of those, many wait together.

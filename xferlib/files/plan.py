@@ -15,7 +15,7 @@ from xferlib.files.names import names_of
 from xferlib.latch import Turn
 from xferlib.tree import Alike, Spec
 
-__all__ = ["MOST_ARRAYS", "Layout", "Piece", "Plan", "planned"]
+__all__ = ["MOST_ARRAYS", "FilePiece", "Layout", "Plan", "planned"]
 
 MOST_ARRAYS = 64
 """Arrays of a piece. Who lets go of them has the interpreter for about a microsecond for each."""
@@ -25,7 +25,7 @@ JSON = (str, int, float)
 """What rides along and is the same when JSON has had it; a bool is an int."""
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Part of a file: bytes of arrays, one behind the other. `skipped`: of the first array so many stand in the piece before."""
 
     offset: int
@@ -78,7 +78,7 @@ class Layout(NamedTuple):
     members: list[str]
     """Of an archive; else empty."""
 
-    def pieces(self, nbytes: int, border: int = 1) -> Iterator[Piece]:
+    def pieces(self, nbytes: int, border: int = 1) -> Iterator[FilePiece]:
         """Iterate the pieces of a file that is no archive, of at most so many bytes, and of not too many arrays.
 
         A piece that ends inside of an array ends at a multiple of `border` in the file.
@@ -95,14 +95,14 @@ class Layout(NamedTuple):
             if end > most:
                 end = most - most % border
                 last = int(np.searchsorted(ends, end))
-            yield Piece(offset, end - offset, order[first : last + 1], offset - int(ends[first] - sizes[first]))
+            yield FilePiece(offset, end - offset, order[first : last + 1], offset - int(ends[first] - sizes[first]))
             offset, first = end, last + (end == ends[last])
 
-    def by_member(self, nbytes: int) -> Iterator[list[Piece]]:
+    def by_member(self, nbytes: int) -> Iterator[list[FilePiece]]:
         """Iterate the pieces of each member of an archive. The writer knows where they belong."""
         for index, size in enumerate(self.sizes):
             starts = range(0, size, nbytes)
-            yield [Piece(0, min(nbytes, size - start), np.array([index]), start) for start in starts]
+            yield [FilePiece(0, min(nbytes, size - start), np.array([index]), start) for start in starts]
 
 
 def planned(file: Path, spec: Spec, described: Sequence[Alike], sizes: list[int], metadata: Mapping[str, str] | None) -> Plan:

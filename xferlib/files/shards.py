@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 from xferlib.files.formats import SUFFIXES
 from xferlib.files.readers import Reader, opened, read_json, shown
 
-__all__ = ["Held", "Paths", "hold"]
+__all__ = ["Paths", "Selection", "select"]
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 INDEX = ".json"
@@ -35,7 +35,7 @@ SHOWN = 8
 
 
 @final
-class Held(NamedTuple):
+class Selection(NamedTuple):
     """What is to be loaded. `shown`: what the caller called all of it, as errors show it. `known`: the names of all there is."""
 
     shown: str
@@ -47,7 +47,7 @@ class Held(NamedTuple):
     known: Sequence[str]
 
 
-def hold(paths: Paths, names: Sequence[str] | None, files: ExitStack) -> Held:
+def select(paths: Paths, names: Sequence[str] | None, files: ExitStack) -> Selection:
     """Open what a path stands for, and find these arrays in it; None: all. `files` closes it.
 
     A file whose array has no name gives that, whatever the names. Raises `ValueError` for names that are not there or in two files,
@@ -71,8 +71,8 @@ def hold(paths: Paths, names: Sequence[str] | None, files: ExitStack) -> Held:
         raise IsADirectoryError(errno.EISDIR, f"it is a folder. {advice}", str(file))
     reader = files.enter_context(opened(file))
     if file.suffix.lower() == ".npy":
-        return Held(shown(file), dict.fromkeys(reader.names, reader), [reader], True, reader.names)
-    return Held(shown(file), dict.fromkeys(_chosen(shown(file), reader.names, names), reader), [reader], False, reader.names)
+        return Selection(shown(file), dict.fromkeys(reader.names, reader), [reader], True, reader.names)
+    return Selection(shown(file), dict.fromkeys(_chosen(shown(file), reader.names, names), reader), [reader], False, reader.names)
 
 
 def _one_of_several(path: object) -> Path:
@@ -93,7 +93,7 @@ def _matching(pattern: Path) -> list[Path]:
     return [_one_of_several(path) for path in found]
 
 
-def _several(said: str, paths: Sequence[Path], names: Sequence[str] | None, files: ExitStack) -> Held:
+def _several(said: str, paths: Sequence[Path], names: Sequence[str] | None, files: ExitStack) -> Selection:
     if not paths:
         raise ValueError("there is no path to load: the list is empty")
     readers = [files.enter_context(opened(_with_names(path))) for path in paths]
@@ -105,7 +105,7 @@ def _several(said: str, paths: Sequence[Path], names: Sequence[str] | None, file
                     f"{name!r} is in {shown(found[name].file)} and in {shown(reader.file)}. Load one of them by itself"
                 )
             found[name] = reader
-    return Held(said, {name: found[name] for name in _chosen(said, list(found), names)}, readers, False, list(found))
+    return Selection(said, {name: found[name] for name in _chosen(said, list(found), names)}, readers, False, list(found))
 
 
 def _with_names(file: Path) -> Path:
@@ -114,7 +114,7 @@ def _with_names(file: Path) -> Path:
     return file
 
 
-def _indexed(file: Path, names: Sequence[str] | None, files: ExitStack) -> Held:
+def _indexed(file: Path, names: Sequence[str] | None, files: ExitStack) -> Selection:
     weights = read_json(file).get(WEIGHTS)
     if not isinstance(weights, dict):
         raise ValueError(f"{shown(file)} is no index: it has no {WEIGHTS!r} with the file of each array")
@@ -139,7 +139,7 @@ def _indexed(file: Path, names: Sequence[str] | None, files: ExitStack) -> Held:
         for name in _lacking(reader.names, promised[said] if names is None else reader.names):
             raise ValueError(f"{shown(reader.file)} has {name!r}, which {shown(file)} {_said_of(name, weights)}. {UNINDEXED}")
     arrays = {name: readers[weights[name]] for name in wanted}
-    return Held(shown(file), arrays, list(readers.values()), False, list(weights))
+    return Selection(shown(file), arrays, list(readers.values()), False, list(weights))
 
 
 UNINDEXED = "Say with names= what to load, or load the files by a pattern"

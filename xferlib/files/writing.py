@@ -21,7 +21,7 @@ from xferlib.engine.cores import usable_cores
 from xferlib.errors import AllocationError
 from xferlib.files.outcome import Outcome
 from xferlib.files.pace import Pace, wait_to_read
-from xferlib.files.plan import Layout, Piece, Plan
+from xferlib.files.plan import FilePiece, Layout, Plan
 from xferlib.files.series import remove_older
 from xferlib.files.temporary import BORDER, TemporaryFile
 from xferlib.latch import give_way
@@ -57,7 +57,7 @@ class Writing:
         self._left = 1
         self._layout: Layout | None = None
         self._border = 1
-        self._pieces: Iterator[Piece] = iter(())
+        self._pieces: Iterator[FilePiece] = iter(())
         self._lock = threading.Lock()
         self._pace = Pace(rate_limit)
         self._issued = self._read = 0
@@ -221,24 +221,24 @@ class Writing:
             self._note_read(piece.nbytes)
             yield piece.offset, memoryview(data)
 
-    def _take_piece(self) -> Piece | None:
+    def _take_piece(self) -> FilePiece | None:
         with self._lock:
             # Named: an interrupt behind the call comes while the lock is still given back.
             piece = next(self._pieces, None)
         return piece  # noqa: RET504  # As said.
 
-    def _may_read(self, piece: Piece) -> bool:
+    def _may_read(self, piece: FilePiece) -> bool:
         """Wait for the rate, and for the program's puts, which come first. False: nothing is to be read any more."""
         with self._lock:
             seconds = self._pace.seconds_until(piece.nbytes)
             behind_puts = self._pace.is_behind_puts(piece, self._piece_nbytes)
         return wait_to_read(seconds, behind_puts, self._outcome.stop) and self._outcome.error is None
 
-    def _place(self, piece: Piece, memory: Array) -> Array:
+    def _place(self, piece: FilePiece, memory: Array) -> Array:
         """Return the part of its memory that a piece is read into."""
         return memory[(piece.offset - address_of(memory)) % self._border :]
 
-    def _start_read(self, piece: Piece, memory: Array) -> Any:
+    def _start_read(self, piece: FilePiece, memory: Array) -> Any:
         transfer = self._reader.read_row(piece.arrays, piece.skipped, piece.nbytes, memory)
         self._issued += piece.nbytes
         if self._issued == self._plan.nbytes:

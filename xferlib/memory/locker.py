@@ -43,7 +43,7 @@ def pause_after(nbytes: int) -> None:
 
 
 def _run() -> None:
-    failed: dict[Lock, _Failed] = {}
+    failed: dict[Lock, _Retry] = {}
     while not LOCKER.over:
         due = min([one.due for one in failed.values()], default=None)
         asked: Lock | None = None
@@ -60,7 +60,7 @@ def _run() -> None:
 
 
 @final
-class _Failed(NamedTuple):
+class _Retry(NamedTuple):
     """What a table has raised, and when it is tried again: so many seconds later."""
 
     said: str
@@ -68,14 +68,14 @@ class _Failed(NamedTuple):
     due: float
 
 
-def _lock_all(lock: Lock, failed: dict[Lock, _Failed]) -> None:
+def _lock_all(lock: Lock, failed: dict[Lock, _Retry]) -> None:
     try:
         _lock_each(lock, failed)
     except BaseException as error:
         # Nothing may end this thread: whoever waits until all is locked would wait for ever.
         before = failed.get(lock)
         seconds = ERROR_SECONDS if before is None else min(2 * before.seconds, MOST_ERROR_SECONDS)
-        failed[lock] = _Failed(repr(error), seconds, time.monotonic() + seconds)
+        failed[lock] = _Retry(repr(error), seconds, time.monotonic() + seconds)
         if before is None or before.said != repr(error):
             with suppress(BaseException):
                 threading.excepthook(
@@ -83,7 +83,7 @@ def _lock_all(lock: Lock, failed: dict[Lock, _Failed]) -> None:
                 )
 
 
-def _lock_each(lock: Lock, failed: dict[Lock, _Failed]) -> None:
+def _lock_each(lock: Lock, failed: dict[Lock, _Retry]) -> None:
     while not LOCKER.over:
         nbytes = lock()
         failed.pop(lock, None)

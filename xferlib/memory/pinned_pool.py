@@ -46,7 +46,7 @@ __all__ = ["HostBlock", "PinnedPool", "awaiting", "promised"]
 LARGE_FROM_NBYTES, SHARED_SEGMENT_NBYTES = 1 << 20, 2 << 20
 """Smaller requests share segments of this size: a page-lock costs milliseconds and whole pages."""
 KEPT_SHARE = 16
-"""The limit must have room for so many blocks of a size before one is kept for later, as chunks and slots are."""
+"""The limit must have room for so many blocks of a size before one is kept for later, as chunks and bounce buffers are."""
 STAGING_NBYTES = 64 << 20
 """Or half of the limit where that is less. Arrays leave so much to staging where they give way to it."""
 UNLOCKED_FROM_NBYTES = 8 << 20

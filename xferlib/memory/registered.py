@@ -72,7 +72,7 @@ class Pin:
 
 
 @final
-class _Row(NamedTuple):
+class _PinRow(NamedTuple):
     """A range that is locked, or about to be. The array holds its memory."""
 
     address: int
@@ -93,7 +93,7 @@ class Pins:
         self._lock = threading.RLock()
         self._count = itertools.count().__next__
         self._returns = Returns()
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _PinRow] = {}
         self._changing = threading.RLock()
         """Held while the driver locks or unlocks, by threads that no interrupt comes to."""
         self._locks: dict[int, None] = {}
@@ -122,7 +122,7 @@ class Pins:
         number = self._count()
         # First: whatever happens from here on, what is locked by then is unlocked by a later call.
         ticket = self._returns.ticket(number)
-        row = _Row(address_of(array), array.nbytes, array)
+        row = _PinRow(address_of(array), array.nbytes, array)
         with self._lock:
             if self._meets(row.address, row.nbytes):
                 raise ValueError("this memory is pinned already. Keep the first pin open for as long as any part is needed")
@@ -131,7 +131,7 @@ class Pins:
         uninterrupted(self._locked, number, row)
         return Pin(self, array, number, ticket)
 
-    def _locked(self, number: int, row: _Row) -> None:
+    def _locked(self, number: int, row: _PinRow) -> None:
         """Lock a range that is entered, or take it out again. On a thread that no interrupt comes to."""
         with self._changing:
             if number not in self._rows:
@@ -199,7 +199,7 @@ class Pins:
             return not (but_around and ranges[after - 1][1] >= end)
         return after < len(ranges) and ranges[after][0] < end
 
-    def _drop(self, number: int, row: _Row) -> None:
+    def _drop(self, number: int, row: _PinRow) -> None:
         self._pool.unreserve(row.address)
         self._locks.pop(number, None)
         self._rows.pop(number, None)

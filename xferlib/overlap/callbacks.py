@@ -17,25 +17,25 @@ from typing import Any, Protocol, final
 
 from xferlib.callers import caller_of, frame_of
 from xferlib.errors import BackendUnavailableError
-from xferlib.overlap.calls import Call, Direction, Site
+from xferlib.overlap.calls import CopyDirection, CudaCall, Site
 from xferlib.overlap.driver import Driver
 from xferlib.overlap.parameters import FUNCTIONS, Function
 from xferlib.tracing.library import CALLBACK, ENTER, CuptiError, check, load
 from xferlib.tracing.log import is_program
 
-__all__ = ["Listener", "Recording", "recorded", "site_of"]
+__all__ = ["CallRecording", "Listener", "recorded", "site_of"]
 
 
 class Listener(Protocol):
     """Is told of each call, on the thread that makes it. What it calls of CUDA is not recorded."""
 
-    def entered(self, call: Call) -> None: ...
+    def entered(self, call: CudaCall) -> None: ...
 
-    def left(self, call: Call) -> None: ...
+    def left(self, call: CudaCall) -> None: ...
 
 
 @final
-class Recording:
+class CallRecording:
     """The calls of a process since this was made, in the order in which they were entered. Made by `recorded`.
 
     Attributes:
@@ -48,12 +48,12 @@ class Recording:
     """
 
     def __init__(self, driver: Driver) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[CudaCall] = []
         self.step = 0
         self.loop = threading.get_ident()
         self.listener: Listener | None = None
         self.failure: BaseException | None = None
-        self.open: dict[int, Call] = {}
+        self.open: dict[int, CudaCall] = {}
         self._driver = driver
         self._ours: set[int] = set()
         self._outer: dict[int, tuple[int, int]] = {}
@@ -109,13 +109,13 @@ class Recording:
             if left is not None and self.listener is not None:
                 self.listener.left(left)
 
-    def _decoded(self, thread: int, function: Function, data: Any) -> Call | None:
+    def _decoded(self, thread: int, function: Function, data: Any) -> CudaCall | None:
         at = data.parameters
         site = site_of(sys._getframe(2))
         near = None
         if site is None and thread != self.loop:
             near = site_of(frame_of(self.loop))
-        call = Call(
+        call = CudaCall(
             serial=0,
             step=self.step,
             in_loop=thread == self.loop,
@@ -138,13 +138,13 @@ class Recording:
             self._ends(call, *copied)
         return call
 
-    def _ends(self, call: Call, target: int, source: int, nbytes: int) -> None:
+    def _ends(self, call: CudaCall, target: int, source: int, nbytes: int) -> None:
         call.nbytes = nbytes
         if 0 in (target, source):
             # An array, which is not looked at.
             return
         to, of = self._driver.memory(target), self._driver.memory(source)
-        direction: Direction
+        direction: CopyDirection
         if to == "device" and of in ("pinned", "pageable"):
             direction, call.address, call.pageable = "h2d", target, of == "pageable"
         elif of == "device" and to in ("pinned", "pageable"):
@@ -154,14 +154,14 @@ class Recording:
         call.direction = direction
 
 
-_recording: Recording | None = None
+_recording: CallRecording | None = None
 
 
 @contextmanager
-def recorded(driver: Driver) -> Iterator[Recording]:
+def recorded(driver: Driver) -> Iterator[CallRecording]:
     """Record the calls of this process inside. Raises `BackendUnavailableError` where CUPTI is missing or taken."""
     global _recording
-    recording = Recording(driver)
+    recording = CallRecording(driver)
     subscriber = ctypes.c_void_p()
     try:
         try:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias, final
 
-__all__ = ["DIRECTIONS", "LEGACY", "Baseline", "Call", "Direction", "Held", "Kind", "Site", "Stuck"]
+__all__ = ["DIRECTIONS", "LEGACY", "Baseline", "CallKind", "CopyDirection", "CudaCall", "HeldSteps", "Site", "Stuck"]
 
-Direction: TypeAlias = Literal["h2d", "d2h"]
-DIRECTIONS: tuple[Direction, ...] = ("h2d", "d2h")
-Kind: TypeAlias = Literal["launch", "copy", "set", "record", "wait", "sync stream", "sync event", "sync device", "memory"]
+CopyDirection: TypeAlias = Literal["h2d", "d2h"]
+DIRECTIONS: tuple[CopyDirection, ...] = ("h2d", "d2h")
+CallKind: TypeAlias = Literal["launch", "copy", "set", "record", "wait", "sync stream", "sync event", "sync device", "memory"]
 
 LEGACY = 1
 """The handle of the NULL stream, CUDA's legacy default stream. 0 means the same where programs are not compiled otherwise."""
@@ -29,7 +29,7 @@ class Site(NamedTuple):
 
 @final
 @dataclass(kw_only=True)
-class Call:
+class CudaCall:
     """A call of CUDA, in the order in which calls were entered. Its end is filled in while work is held.
 
     Attributes:
@@ -52,12 +52,12 @@ class Call:
     serial: int
     step: int
     in_loop: bool
-    kind: Kind
+    kind: CallKind
     function: str
     stream: int | None = None
     blocking: bool = False
     event: int | None = None
-    direction: Direction | None = None
+    direction: CopyDirection | None = None
     nbytes: int = 0
     pageable: bool = False
     address: int = 0
@@ -81,7 +81,7 @@ class Stuck:
     """
 
     step: int
-    call: Call | None
+    call: CudaCall | None
     site: Site | None
     inside: str
     freed: bool
@@ -89,7 +89,7 @@ class Stuck:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldSteps:
     """Some steps of the loop while one kind of work was held.
 
     Attributes:
@@ -138,16 +138,16 @@ class Baseline:
     """
 
     steps: int
-    nbytes: dict[Direction, Sequence[int]]
+    nbytes: dict[CopyDirection, Sequence[int]]
     compute: frozenset[int]
     launches: int
     smallest: int
-    slots: dict[Direction, float] = field(default_factory=dict)
+    slots: dict[CopyDirection, float] = field(default_factory=dict)
 
-    def is_large(self, call: Call) -> bool:
+    def is_large(self, call: CudaCall) -> bool:
         """Tell whether the call is a large copy between host and device."""
         return call.kind == "copy" and call.direction is not None and call.nbytes >= self.smallest
 
-    def copies(self, calls: Sequence[Call], direction: Direction) -> Iterator[Call]:
+    def copies(self, calls: Sequence[CudaCall], direction: CopyDirection) -> Iterator[CudaCall]:
         """Yield the large copies of a direction."""
         return (call for call in calls if call.direction == direction and self.is_large(call))

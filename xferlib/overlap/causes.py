@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
-from xferlib.overlap.calls import LEGACY, Baseline, Call, Direction, Held, Site
+from xferlib.overlap.calls import LEGACY, Baseline, CopyDirection, CudaCall, HeldSteps, Site
 from xferlib.overlap.order import Edge, path
 from xferlib.words import in_words
 
@@ -45,18 +45,18 @@ class Finding:
 class Causes:
     """Why the copies of one direction, and compute, come one after the other."""
 
-    def __init__(self, baseline: Baseline, calls: Sequence[Call], direction: Direction) -> None:
+    def __init__(self, baseline: Baseline, calls: Sequence[CudaCall], direction: CopyDirection) -> None:
         self._baseline = baseline
         self._calls = calls
         self._direction = direction
 
-    def late(self, compute: Held, copies: Held) -> list[Finding]:
+    def late(self, compute: HeldSteps, copies: HeldSteps) -> list[Finding]:
         """Say why a copy, or compute, that should have been done while the other was held was not; empty: nothing says why."""
         if self._direction == "h2d":
             return [*self._late_copy(compute)] or [*self._waiting(compute)] or [*self._late_compute(copies)]
         return [*self._late_compute(copies)] or [*self._waiting(copies)] or [*self._late_copy(compute)]
 
-    def kept(self, hold: Held) -> Iterator[Finding]:
+    def kept(self, hold: HeldSteps) -> Iterator[Finding]:
         """Say what kept the thread of the loop, though it should have only started something."""
         stuck = hold.stuck
         if stuck is None or not stuck.freed or stuck.call is None:
@@ -68,11 +68,11 @@ class Causes:
         elif call.kind == "copy" and hold.what == call.direction and call.pageable and call.nbytes >= self._baseline.smallest:
             yield _pageable(call, stuck.site)
 
-    def is_usual(self, call: Call) -> bool:
+    def is_usual(self, call: CudaCall) -> bool:
         """Tell whether the loop makes this call when nothing is held, too."""
         return any(other.function == call.function and other.step < self._baseline.steps for other in self._calls)
 
-    def _late_copy(self, hold: Held) -> Iterator[Finding]:
+    def _late_copy(self, hold: HeldSteps) -> Iterator[Finding]:
         """Say why the first copy that was not done is behind compute."""
         for call in self._baseline.copies(self._calls, self._direction):
             if call.done or not hold.start <= call.serial < hold.end:
@@ -83,7 +83,7 @@ class Causes:
                 yield from self._also_pageable(call)
             return
 
-    def _late_compute(self, hold: Held) -> Iterator[Finding]:
+    def _late_compute(self, hold: HeldSteps) -> Iterator[Finding]:
         """Say why compute is behind a copy that it has no use for: by a stream, not by an event."""
         step = hold.step_not_computed(self._baseline.launches)
         first = min((call for call in self._calls if call.serial in hold.gates.values()), key=lambda call: call.serial)
@@ -98,7 +98,7 @@ class Causes:
                 yield from self._also_pageable(first)
             return
 
-    def _waiting(self, hold: Held) -> Iterator[Finding]:
+    def _waiting(self, hold: HeldSteps) -> Iterator[Finding]:
         """Say what the thread of the loop waited for, so that what should have come was not started."""
         stuck = hold.stuck
         if stuck is None or not stuck.freed:
@@ -129,7 +129,7 @@ class Causes:
         else:
             yield Finding("host waits", f"the loop waits for {held} in {call.function} at {place}", site)
 
-    def _blame(self, copy: Call, way: Sequence[Edge]) -> Finding:
+    def _blame(self, copy: CudaCall, way: Sequence[Edge]) -> Finding:
         """Say which edge on the way from the held compute to a copy is the one that should not be there."""
         other = next(
             (
@@ -177,18 +177,18 @@ class Causes:
     def _has_one_slot(self) -> bool:
         return self._baseline.slots.get(self._direction, 2) <= 1
 
-    def _also_pageable(self, copy: Call) -> Iterator[Finding]:
+    def _also_pageable(self, copy: CudaCall) -> Iterator[Finding]:
         if copy.pageable:
             yield _pageable(copy, copy.near)
 
 
-def copy_words(call: Call) -> str:
+def copy_words(call: CudaCall) -> str:
     """Return a copy in words, with its line."""
     direction = "" if call.direction is None else f" {NAMES[call.direction]}"
     return f"the copy of {in_words(call.nbytes)}{direction} at {where(call)}"
 
 
-def where(call: Call, at: Site | None = None) -> str:
+def where(call: CudaCall, at: Site | None = None) -> str:
     """Return the line of a call in words; `at`: where the loop was, if the call has no line of its own."""
     if call.site is not None:
         return str(call.site)
@@ -197,7 +197,7 @@ def where(call: Call, at: Site | None = None) -> str:
     return "an unknown place" if near is None else f"a thread of the framework's own, asked at {near} or earlier"
 
 
-def _stream_blame(copy: Call, late: Call, way: Sequence[Edge]) -> Finding:
+def _stream_blame(copy: CudaCall, late: CudaCall, way: Sequence[Edge]) -> Finding:
     """Blame a stream for the order of a copy and compute: `late` is the one of them that came to stand behind the other."""
     first = way[0].before if way else late
     null = next((edge for edge in way if edge.kind == "null"), None)
@@ -217,7 +217,7 @@ def _stream_blame(copy: Call, late: Call, way: Sequence[Edge]) -> Finding:
     return Finding("same stream", f"{words}. Copy on a non-blocking stream of its own", copy.site or copy.near)
 
 
-def _memory_call(call: Call, held: str, at: Site | None) -> Finding:
+def _memory_call(call: CudaCall, held: str, at: Site | None) -> Finding:
     return Finding(
         "memory call",
         f"{call.function} at {where(call, at)} waits until the device has nothing to do, and with it the loop, for {held}. "
@@ -226,7 +226,7 @@ def _memory_call(call: Call, held: str, at: Site | None) -> Finding:
     )
 
 
-def _pageable(call: Call, at: Site | None) -> Finding:
+def _pageable(call: CudaCall, at: Site | None) -> Finding:
     source = "reads" if call.direction == "h2d" else "writes"
     return Finding(
         "pageable memory",
@@ -236,11 +236,11 @@ def _pageable(call: Call, at: Site | None) -> Finding:
     )
 
 
-def _held_words(hold: Held) -> str:
+def _held_words(hold: HeldSteps) -> str:
     return "compute" if hold.what == "compute" else f"the copy {NAMES[hold.what]}"
 
 
-def _what(call: Call) -> str:
+def _what(call: CudaCall) -> str:
     if call.kind == "copy":
         return copy_words(call)
     return f"{'work launched' if call.kind == 'launch' else call.function} at {where(call)}"

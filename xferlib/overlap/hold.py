@@ -13,11 +13,11 @@ from typing import Literal, final
 
 from xferlib.callers import frame_of
 from xferlib.gates import Gate
-from xferlib.overlap.callbacks import Recording, site_of
-from xferlib.overlap.calls import DIRECTIONS, Baseline, Call, Held, Site, Stuck
+from xferlib.overlap.callbacks import CallRecording, site_of
+from xferlib.overlap.calls import DIRECTIONS, Baseline, CudaCall, HeldSteps, Site, Stuck
 from xferlib.overlap.driver import Driver, DriverError
 
-__all__ = ["ENOUGH", "REST_SECONDS", "Hold", "Rehearsal"]
+__all__ = ["ENOUGH", "REST_SECONDS", "LoopHold", "Rehearsal"]
 
 POLL_SECONDS = 0.001
 REST_SECONDS = 0.03
@@ -29,7 +29,7 @@ MOST_EVENTS = 1024
 
 
 @final
-class Hold:
+class LoopHold:
     """Holds work, marks what is enqueued meanwhile, and watches until there is nothing more to come. A `Listener`.
 
     Two threads: one asks the events, which may have to wait for a call that keeps the driver; the other looks at the time.
@@ -37,7 +37,7 @@ class Hold:
 
     def __init__(
         self,
-        recording: Recording,
+        recording: CallRecording,
         driver: Driver,
         gate: Gate,
         what: Literal["compute", "h2d", "d2h"],
@@ -53,7 +53,7 @@ class Hold:
         self._start = len(recording.calls)
         self._events: list[int] = []
         self._spare: list[int] = []
-        self._marks: dict[int, tuple[int, Call]] = {}
+        self._marks: dict[int, tuple[int, CudaCall]] = {}
         self._steps: dict[tuple[int, int], int] = {}
         self._launched: dict[int, int] = {}
         self._reached: set[tuple[int, int]] = set()
@@ -67,7 +67,7 @@ class Hold:
         self.finished = False
         self.blind = False
         """Whether something could not be held, or not be looked at."""
-        self.held = Held(
+        self.held = HeldSteps(
             what=what,
             first_step=recording.step,
             start=0,
@@ -102,7 +102,7 @@ class Hold:
         for event in self._events:
             self._driver.destroy(event)
 
-    def entered(self, call: Call) -> None:
+    def entered(self, call: CudaCall) -> None:
         if self._over or call.stream is None or call.stream in self._gates or not self._is_to_be_held(call):
             return
         if self._driver.hold(call.stream, self._gate.address):
@@ -110,7 +110,7 @@ class Hold:
         else:
             self.blind = True
 
-    def left(self, call: Call) -> None:
+    def left(self, call: CudaCall) -> None:
         if self._over:
             return
         call.returned = True
@@ -119,7 +119,7 @@ class Hold:
         with self._marking:
             self._mark(call, call.stream)
 
-    def _mark(self, call: Call, stream: int) -> None:
+    def _mark(self, call: CudaCall, stream: int) -> None:
         """Record an event behind what the call has enqueued, if it is one that matters."""
         if self._baseline.is_large(call):
             event = self._new_event()
@@ -134,7 +134,7 @@ class Hold:
                 self._reached.discard(key)
                 self._launched[call.step] = self._launched.get(call.step, 0) + 1
 
-    def _is_to_be_held(self, call: Call) -> bool:
+    def _is_to_be_held(self, call: CudaCall) -> bool:
         if self._what == "compute":
             return call.kind == "launch" and call.stream in self._baseline.compute
         return call.direction == self._what and self._baseline.is_large(call)
@@ -209,7 +209,7 @@ class Hold:
             step for step, _ in self._steps if all(key in self._reached for key in list(self._steps) if key[0] == step)
         )
 
-    def _noted(self, still: bool) -> Held:
+    def _noted(self, still: bool) -> HeldSteps:
         """Return how things stand. `still`: nothing has happened for long."""
         self._over = True
         calls = self._recording.calls[self._start :]
@@ -252,7 +252,7 @@ class Hold:
 class Rehearsal:
     """Holds all that may be held, launches and large copies, until the loop has run ahead as far as it does. A `Listener`."""
 
-    def __init__(self, recording: Recording, driver: Driver, gate: Gate, baseline: Baseline, patience: float) -> None:
+    def __init__(self, recording: CallRecording, driver: Driver, gate: Gate, baseline: Baseline, patience: float) -> None:
         self._recording = recording
         self._driver = driver
         self._gate = gate
@@ -273,13 +273,13 @@ class Rehearsal:
     def give_back(self) -> None:
         """It has taken nothing."""
 
-    def entered(self, call: Call) -> None:
+    def entered(self, call: CudaCall) -> None:
         if call.stream is None or call.stream in self._held or not self._gate.shut:
             return
         if (call.kind == "launch" or self._baseline.is_large(call)) and self._driver.hold(call.stream, self._gate.address):
             self._held.add(call.stream)
 
-    def left(self, call: Call) -> None: ...
+    def left(self, call: CudaCall) -> None: ...
 
     def _watch(self) -> None:
         since, before = time.monotonic(), self._state()

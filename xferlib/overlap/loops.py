@@ -13,10 +13,10 @@ from typing import Literal, final
 
 from xferlib.errors import UndecidedError
 from xferlib.gates import Gate
-from xferlib.overlap.callbacks import Recording, recorded
-from xferlib.overlap.calls import DIRECTIONS, Baseline, Call, Direction, Held
+from xferlib.overlap.callbacks import CallRecording, recorded
+from xferlib.overlap.calls import DIRECTIONS, Baseline, CopyDirection, CudaCall, HeldSteps
 from xferlib.overlap.driver import Driver, DriverError
-from xferlib.overlap.hold import ENOUGH, REST_SECONDS, Hold, Rehearsal
+from xferlib.overlap.hold import ENOUGH, REST_SECONDS, LoopHold, Rehearsal
 from xferlib.overlap.verdict import judge
 
 __all__ = ["assert_overlaps"]
@@ -72,7 +72,7 @@ def assert_overlaps(
         raise UndecidedError("it cannot be told whether the loop overlaps:\n" + _listed(verdict.undecided))
 
 
-def _watched(watch: _Watch, warmup: int) -> tuple[Baseline, list[Held], list[Call]]:
+def _watched(watch: _Watch, warmup: int) -> tuple[Baseline, list[HeldSteps], list[CudaCall]]:
     """Return what the steps did, unheld and held. A function of its own: an interrupt in its loops ends the recording."""
     watch.warm_up(warmup)
     baseline = watch.baseline()
@@ -91,7 +91,7 @@ def _listed(lines: Iterable[object]) -> str:
 class _Watch:
     """Runs the steps. All methods are called by the thread of the loop."""
 
-    def __init__(self, recording: Recording, driver: Driver, step: Callable[[], object], steps: int, smallest: int) -> None:
+    def __init__(self, recording: CallRecording, driver: Driver, step: Callable[[], object], steps: int, smallest: int) -> None:
         self._recording = recording
         self._driver = driver
         self._step = step
@@ -102,7 +102,7 @@ class _Watch:
         self._made = self._most = 0
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[CudaCall]:
         """What was recorded since the warm-up."""
         return self._recording.calls[self._first :]
 
@@ -137,7 +137,7 @@ class _Watch:
             direction: [[call for call in large if call.direction == direction and call.step == step] for step in steps]
             for direction in DIRECTIONS
         }
-        slots: dict[Direction, float] = {}
+        slots: dict[CopyDirection, float] = {}
         for direction, of_steps in copies.items():
             addresses = [{call.address for call in of_step} for of_step in of_steps]
             if any(addresses):
@@ -172,7 +172,7 @@ class _Watch:
             if self._is_settled(baseline, calls, [call for call in recording.calls[self._first :] if call.kind == "memory"]):
                 return
 
-    def _is_settled(self, baseline: Baseline, calls: list[Call], in_baseline: list[Call]) -> bool:
+    def _is_settled(self, baseline: Baseline, calls: list[CudaCall], in_baseline: list[CudaCall]) -> bool:
         """Tell whether the calls of a rehearsal are those of a loop that prepares no memory, or none beyond the baseline's."""
         known = {call.function for call in in_baseline}
         if any(call.kind == "memory" and call.function not in known for call in calls):
@@ -182,7 +182,7 @@ class _Watch:
             for direction in DIRECTIONS
         )
 
-    def hold(self, what: Literal["compute", "h2d", "d2h"], baseline: Baseline) -> Held:
+    def hold(self, what: Literal["compute", "h2d", "d2h"], baseline: Baseline) -> HeldSteps:
         """Run steps while the compute, or the copies of a direction, are held from their first on."""
         held = self._hold(what, baseline)
         # No call of CUDA says what the loop waited for: it may have been a slow disk, once. A wait for held work comes again.
@@ -190,14 +190,14 @@ class _Watch:
             held = self._hold(what, baseline)
         return held
 
-    def _hold(self, what: Literal["compute", "h2d", "d2h"], baseline: Baseline) -> Held:
+    def _hold(self, what: Literal["compute", "h2d", "d2h"], baseline: Baseline) -> HeldSteps:
         patience = self._patience()
         gate = Gate(3 * patience + 5)
-        hold = Hold(self._recording, self._driver, gate, what, baseline, patience)
+        hold = LoopHold(self._recording, self._driver, gate, what, baseline, patience)
         self._run(hold, gate)
         return replace(hold.held, overdue=hold.held.overdue or hold.blind or gate.opened_by == "watchdog")
 
-    def _run(self, hold: Hold | Rehearsal, gate: Gate) -> None:
+    def _run(self, hold: LoopHold | Rehearsal, gate: Gate) -> None:
         """Run steps under a hold, and wait until all is at rest again. Raises what a step raises."""
         recording = self._recording
         error: BaseException | None = None
@@ -268,7 +268,7 @@ class _Watch:
                 return
 
 
-def _compute_streams(calls: Iterable[Call], large: Iterable[Call]) -> frozenset[int]:
+def _compute_streams(calls: Iterable[CudaCall], large: Iterable[CudaCall]) -> frozenset[int]:
     """Return the streams of the compute: those that copy nothing large, else the one on which most is launched.
 
     A stream that copies may also convert what it has copied: that is part of the copy.

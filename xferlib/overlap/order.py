@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, final
 
-from xferlib.overlap.calls import LEGACY, Call, Held
+from xferlib.overlap.calls import LEGACY, CudaCall, HeldSteps
 
 __all__ = ["Edge", "path"]
 
@@ -19,16 +19,16 @@ class Edge(NamedTuple):
     """`after` may not start before `before` has ended, for this reason."""
 
     kind: Literal["stream", "event", "null"]
-    before: Call
-    after: Call
+    before: CudaCall
+    after: CudaCall
 
 
-def path(call: Call, hold: Held, calls: Sequence[Call]) -> list[Edge] | None:
+def path(call: CudaCall, hold: HeldSteps, calls: Sequence[CudaCall]) -> list[Edge] | None:
     """Return why a call waits for what is held: edges from something held to the call, a shortest way. None: it does not."""
-    order = _Order(hold, calls)
+    order = _WaitOrder(hold, calls)
     if order.is_held(call):
         return []
-    ways: deque[tuple[Call, list[Edge]]] = deque([(call, [])])
+    ways: deque[tuple[CudaCall, list[Edge]]] = deque([(call, [])])
     seen = {call.serial}
     while ways:
         at, way = ways.popleft()
@@ -44,18 +44,18 @@ def path(call: Call, hold: Held, calls: Sequence[Call]) -> list[Edge] | None:
 
 
 @final
-class _Order:
+class _WaitOrder:
     """What each call since the start of a hold waits for."""
 
-    def __init__(self, hold: Held, calls: Sequence[Call]) -> None:
+    def __init__(self, hold: HeldSteps, calls: Sequence[CudaCall]) -> None:
         self._gates = hold.gates
         self._calls = [call for call in calls if hold.start <= call.serial < hold.end]
 
-    def is_held(self, call: Call) -> bool:
+    def is_held(self, call: CudaCall) -> bool:
         """Tell whether the call enqueued something on a stream that is held, behind the gate."""
         return _enqueues(call) and call.stream in self._gates and call.serial >= self._gates[call.stream]
 
-    def edges(self, call: Call) -> Iterator[Edge]:
+    def edges(self, call: CudaCall) -> Iterator[Edge]:
         if call.kind == "memory" or call.kind == "sync device":
             yield from (Edge("stream", last, call) for last in self._last_of_each(call, lambda _: True))
             return
@@ -75,7 +75,7 @@ class _Order:
             if null is not None:
                 yield Edge("null", null, call)
 
-    def _last(self, call: Call, suits: Callable[[Call], bool]) -> Call | None:
+    def _last(self, call: CudaCall, suits: Callable[[CudaCall], bool]) -> CudaCall | None:
         found = None
         for other in self._calls:
             if other.serial >= call.serial:
@@ -84,7 +84,7 @@ class _Order:
                 found = other
         return found
 
-    def _last_of_each(self, call: Call, suits: Callable[[Call], bool]) -> Iterator[Call]:
+    def _last_of_each(self, call: CudaCall, suits: Callable[[CudaCall], bool]) -> Iterator[CudaCall]:
         last = {
             other.stream: other
             for other in self._calls
@@ -95,5 +95,5 @@ class _Order:
         yield from last.values()
 
 
-def _enqueues(call: Call) -> bool:
+def _enqueues(call: CudaCall) -> bool:
     return call.kind in ("launch", "copy", "set", "record", "wait") and call.stream is not None

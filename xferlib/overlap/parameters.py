@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from xferlib.overlap.calls import LEGACY, Kind
+from xferlib.overlap.calls import LEGACY, CallKind
 from xferlib.tracing.library import DRIVER, RUNTIME
 
 __all__ = ["FUNCTIONS", "Function"]
@@ -19,7 +19,7 @@ PER_THREAD = 2
 """The handle of the calling thread's default stream."""
 
 
-class _End(NamedTuple):
+class _CopyEnd(NamedTuple):
     """Where one end of a copy of rows lies, in the structure that describes it: places of words, in bytes."""
 
     corner: tuple[int, ...]
@@ -36,16 +36,16 @@ class _End(NamedTuple):
 class _Box(NamedTuple):
     """A structure that describes a copy of rows."""
 
-    source: _End
-    target: _End
+    source: _CopyEnd
+    target: _CopyEnd
     size: tuple[int, ...]
     """Of its width in bytes, its height and its depth."""
 
 
 # CUDA_MEMCPY2D and CUDA_MEMCPY3D of cuda.h, cudaMemcpy3DParms of driver_types.h.
-_BOX_2D = _Box(_End((0, 8), 48, None, 16, 24, 32), _End((56, 64), 104, None, 72, 80, 88), (112, 120))
-_BOX_3D = _Box(_End((0, 8, 16), 72, 80, 32, 40, 48), _End((88, 96, 104), 160, 168, 120, 128, 136), (176, 184, 192))
-_BOX_3D_RUNTIME = _Box(_End((8, 16, 24), 40, 56, device=32), _End((72, 80, 88), 104, 120, device=96), (128, 136, 144))
+_BOX_2D = _Box(_CopyEnd((0, 8), 48, None, 16, 24, 32), _CopyEnd((56, 64), 104, None, 72, 80, 88), (112, 120))
+_BOX_3D = _Box(_CopyEnd((0, 8, 16), 72, 80, 32, 40, 48), _CopyEnd((88, 96, 104), 160, 168, 120, 128, 136), (176, 184, 192))
+_BOX_3D_RUNTIME = _Box(_CopyEnd((8, 16, 24), 40, 56, device=32), _CopyEnd((72, 80, 88), 104, 120, device=96), (128, 136, 144))
 HOST_MEMORY, ARRAY_MEMORY = 1, 3
 
 
@@ -55,7 +55,7 @@ class Function(NamedTuple):
     `at`: the address of that structure in a call.
     """
 
-    kind: Kind
+    kind: CallKind
     stream: int | None = None
     event: int | None = None
     target: int | None = None
@@ -113,7 +113,7 @@ def _word(address: int) -> int:
     return ctypes.c_uint64.from_address(address).value
 
 
-def _address_of(end: _End, box: int) -> int:
+def _address_of(end: _CopyEnd, box: int) -> int:
     """Return where one end of a copy of rows begins; 0: in an array, which has no address."""
     if end.kind is not None:
         # Half of the word says nothing.

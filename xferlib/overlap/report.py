@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias, final
 
 from xferlib.words import in_words
 
-__all__ = ["Direction", "OverlapReport", "OverlapRow", "Spread"]
+__all__ = ["OverlapReport", "OverlapRow", "RowDirection", "Spread"]
 
-Direction: TypeAlias = Literal["h2d", "d2h", "both"]
-Verdict: TypeAlias = Literal["overlaps", "in part", "one order only", "does not overlap", "cannot tell", "a CPU cannot tell"]
+RowDirection: TypeAlias = Literal["h2d", "d2h", "both"]
+RowVerdict: TypeAlias = Literal["overlaps", "in part", "one order only", "does not overlap", "cannot tell", "a CPU cannot tell"]
 
 HIDDEN, SHOWN = 0.8, 0.25
 """Shares from which on a copy counts as hidden, and up to which it does not."""
@@ -83,7 +83,7 @@ class OverlapRow:
     """
 
     call: str
-    direction: Direction
+    direction: RowDirection
     copy_seconds: Spread
     compute_seconds: Spread
     call_seconds: Spread
@@ -98,7 +98,7 @@ class OverlapRow:
         return self.call_seconds.median > HOLDS * self.copy_seconds.median
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RowVerdict:
         """Say whether it overlaps, from the medians; only where the middle half of the rounds agrees."""
         if not self.on_gpu:
             return "a CPU cannot tell"

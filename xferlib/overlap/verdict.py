@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from xferlib.overlap.calls import DIRECTIONS, Baseline, Call, Direction, Held
+from xferlib.overlap.calls import DIRECTIONS, Baseline, CopyDirection, CudaCall, HeldSteps
 from xferlib.overlap.causes import NAMES, Causes, Finding, copy_words, where
 from xferlib.words import in_words
 
@@ -34,9 +34,9 @@ class Verdict:
     undecided: tuple[str, ...] = ()
 
 
-def judge(baseline: Baseline, held: Sequence[Held], calls: Sequence[Call]) -> Verdict:
+def judge(baseline: Baseline, held: Sequence[HeldSteps], calls: Sequence[CudaCall]) -> Verdict:
     """Judge a loop. `held`: one of "compute", and one of each direction that it copies in. `calls`: all, from the baseline on."""
-    by_what: dict[str, Held] = {hold.what: hold for hold in held}
+    by_what: dict[str, HeldSteps] = {hold.what: hold for hold in held}
     findings: list[Finding] = []
     undecided: list[str] = []
     directions = [direction for direction in DIRECTIONS if any(baseline.nbytes.get(direction, ()))]
@@ -47,7 +47,7 @@ def judge(baseline: Baseline, held: Sequence[Held], calls: Sequence[Call]) -> Ve
     if undecided:
         return Verdict((), tuple(undecided))
     for direction in directions:
-        found, doubts = _Direction(baseline, by_what, calls, direction).judge()
+        found, doubts = _DirectionCheck(baseline, by_what, calls, direction).judge()
         findings += [finding for finding in found if finding not in findings]
         undecided += doubts
     if not undecided and len(directions) == 2:
@@ -58,10 +58,12 @@ def judge(baseline: Baseline, held: Sequence[Held], calls: Sequence[Call]) -> Ve
 
 
 @final
-class _Direction:
+class _DirectionCheck:
     """One direction of a loop against its compute."""
 
-    def __init__(self, baseline: Baseline, held: Mapping[str, Held], calls: Sequence[Call], direction: Direction) -> None:
+    def __init__(
+        self, baseline: Baseline, held: Mapping[str, HeldSteps], calls: Sequence[CudaCall], direction: CopyDirection
+    ) -> None:
         self._baseline = baseline
         self._calls = calls
         self._direction = direction
@@ -130,7 +132,7 @@ class _Direction:
         return (done / batch - 1 - held_step) + (computed - 1 - before / batch)
 
 
-def _both_directions(baseline: Baseline, held: Mapping[str, Held], calls: Sequence[Call]) -> Iterator[Finding]:
+def _both_directions(baseline: Baseline, held: Mapping[str, HeldSteps], calls: Sequence[CudaCall]) -> Iterator[Finding]:
     """Say that the directions wait for each other, where both are on one stream and nothing of one was done beside the other."""
     h2d, d2h = ([*baseline.copies(calls, direction)] for direction in DIRECTIONS)
     shared = {call.stream for call in h2d} & {call.stream for call in d2h}
@@ -150,7 +152,7 @@ def _both_directions(baseline: Baseline, held: Mapping[str, Held], calls: Sequen
         )
 
 
-def _done(copies: Iterable[Call], hold: Held) -> int:
+def _done(copies: Iterable[CudaCall], hold: HeldSteps) -> int:
     """Return the bytes of the copies before a hold, and of those that were done under it, up to the first that was not."""
     nbytes = 0
     for call in copies:
@@ -160,7 +162,7 @@ def _done(copies: Iterable[Call], hold: Held) -> int:
     return nbytes
 
 
-def _before(copies: Iterable[Call], hold: Held) -> int:
+def _before(copies: Iterable[CudaCall], hold: HeldSteps) -> int:
     """Return the bytes of the copies before the first call that was held."""
     first = min(hold.gates.values())
     return sum(call.nbytes for call in copies if call.serial < first)

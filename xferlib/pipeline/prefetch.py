@@ -169,7 +169,7 @@ class Prefetch(OnePass, Generic[TreeT_co]):
         self._puts = puts
         self._clock = PhaseTimer()
         self._taken = self._late = 0
-        self._first: _Mark | None = None
+        self._first: _ReportStart | None = None
         """What the first batch took, which pays for what is done once."""
         self._starter = starter = _Starter(puts, depth, at_a_time(depth, length))
         self._background: BackgroundIterator[End] = BackgroundIterator(
@@ -184,7 +184,7 @@ class Prefetch(OnePass, Generic[TreeT_co]):
 
     def report(self) -> Report:
         """Say who waited for whom since the second batch was asked for. Any thread, also after the end."""
-        first = self._first or _Mark({}, {}, 0, 0)
+        first = self._first or _ReportStart({}, {}, 0, 0)
         return of_prefetch(
             batches=self._taken,
             late=self._late - first.late,
@@ -214,7 +214,7 @@ class Prefetch(OnePass, Generic[TreeT_co]):
 
     def __next__(self) -> TreeT_co:
         if self._first is None and self._taken:
-            self._first = _Mark(self._clock.read(), self._background.clock.read(), self._late, self._puts.device_waits())
+            self._first = _ReportStart(self._clock.read(), self._background.clock.read(), self._late, self._puts.device_waits())
         self._clock.turn("wait")
         try:
             value = self._next()
@@ -258,7 +258,7 @@ class Prefetch(OnePass, Generic[TreeT_co]):
 
 
 @final
-class _Mark(NamedTuple):
+class _ReportStart(NamedTuple):
     """Where a report begins."""
 
     taker: Mapping[str, float]

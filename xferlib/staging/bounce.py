@@ -1,7 +1,7 @@
 """Copies to the device on the caller's thread: small arrays pass through pinned memory of their own size.
 
-Most of them are very small, such as labels beside images. Those go through slots, many to a block of the pool: taking a block from
-the pool costs more than the copy. A block goes back to the pool when none of its slots is in flight or free.
+Most of them are very small, such as labels beside images. Those go through buffers, many to a block of the pool: taking a block
+from the pool costs more than the copy. A block goes back to the pool when none of its buffers is in flight or free.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from xferlib.memory.pinned_pool import KEPT_SHARE, PinnedPool
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.coalesce import Crossing, copy_in
 
-__all__ = ["LARGEST_SLOT_NBYTES", "BounceBuffers"]
+__all__ = ["LARGEST_BUFFER_NBYTES", "BounceBuffers"]
 
-Slot: TypeAlias = tuple[int, Array, int, bool]
+Buffer: TypeAlias = tuple[int, Array, int, bool]
 """An address; the bytes there, which hold their block; the number of the entry with the copy out of it, behind which it may be
 filled again; and whether it is kept for that."""
 NEVER_USED = -1
 """No entry has this number."""
-SLOTS = {16 << 10: 16, 64 << 10: 16, 256 << 10: 4, 512 << 10: 4}
-"""Bytes of a slot, the smaller first, and how many make a block: slots are used in turn, and a megabyte stays in a core's cache.
+BUFFERS = {16 << 10: 16, 64 << 10: 16, 256 << 10: 4, 512 << 10: 4}
+"""Bytes of a buffer, the smaller first, and how many make a block: buffers are used in turn, and a megabyte stays in a core's
+cache.
 
-A put takes the smallest slot that it fits into, so that few bytes do not hold many.
+A put takes the smallest buffer that it fits into, so that few bytes do not hold many.
 """
-LARGEST_SLOT_NBYTES = max(SLOTS)
+LARGEST_BUFFER_NBYTES = max(BUFFERS)
 AT_ONCE_NBYTES = 64 << 10
 """So much is copied without giving up the interpreter: to get it back would take longer. Only out of memory of NumPy's own:
 other memory may have to be read from a disk."""
@@ -56,11 +57,11 @@ class BounceBuffers:
         self._jobs = ledger.jobs
         self._reap = ledger.reap
         # Of the others each put takes what it needs and no more.
-        self._sizes = [size for size, count in SLOTS.items() if pool.limit >= KEPT_SHARE * count * size]
+        self._sizes = [size for size, count in BUFFERS.items() if pool.limit >= KEPT_SHARE * count * size]
         # Changed in single steps: a finalizer may put while its thread is in here.
-        self._slots: dict[int, deque[Slot]] = {size: deque() for size in self._sizes}
-        """Those that are free, or soon will be, in the order in which they were used. A rush of puts needs more blocks: their slots
-        are used once, and do not come back here as long as there are others."""
+        self._buffers: dict[int, deque[Buffer]] = {size: deque() for size in self._sizes}
+        """Those that are free, or soon will be, in the order in which they were used. A rush of puts needs more blocks: their
+        buffers are used once, and do not come back here as long as there are others."""
 
     def __call__(
         self,
@@ -80,10 +81,10 @@ class BounceBuffers:
         try:
             size, (address, memory, _, kept) = self._take(crossing.nbytes, fills)
             self._start(crossing, address, memory)
-            # Whoever finds no slot asks which copies are done with theirs.
+            # Whoever finds no buffer asks which copies are done with theirs.
             number, event = self._h2d.add(nbytes, pinned, overwritten, memory, looked=not pinned)[:2]
             if kept:
-                self._slots[size].append((address, memory, number, True))
+                self._buffers[size].append((address, memory, number, True))
         except BaseException:
             self._h2d.settle((target, pinned, fills[-1].memory if fills else None), pinned, overwritten)
             raise
@@ -98,11 +99,11 @@ class BounceBuffers:
         return event
 
     def release(self) -> bool:
-        """Give idle slots back to the pool, and tell whether there were any."""
-        found = any(self._slots.values())
-        for slots in self._slots.values():
+        """Give idle buffers back to the pool, and tell whether there were any."""
+        found = any(self._buffers.values())
+        for buffers in self._buffers.values():
             # What is in flight holds its own until it is done.
-            slots.clear()
+            buffers.clear()
         return found
 
     def _start(self, crossing: Crossing, address: int, memory: Array) -> None:
@@ -139,8 +140,8 @@ class BounceBuffers:
             # As in `__call__`.
             del memory
 
-    def _take(self, nbytes: int, fills: list[Fill]) -> tuple[int, Slot]:
-        """Take memory, and enter a fill that holds it. Return the size of its slot, 0 if it is none, and the slot."""
+    def _take(self, nbytes: int, fills: list[Fill]) -> tuple[int, Buffer]:
+        """Take memory, and enter a fill that holds it. Return the size of its buffer, 0 if it is none, and the buffer."""
         index = bisect_left(self._sizes, nbytes)
         size = self._sizes[index] if index < len(self._sizes) else 0
         while size:
@@ -148,23 +149,23 @@ class BounceBuffers:
             fills.append(fill)
             # Counts as in flight before another thread finds neither room nor anything to wait for.
             self._jobs.add(fill)
-            slots = self._slots[size]
+            buffers = self._buffers[size]
             try:
-                slot = slots.popleft()
-                fill.memory = slot[1]
-                if slot[2] in self._table:
-                    # One question, or two, for all slots: the others are mostly free behind it.
+                buffer = buffers.popleft()
+                fill.memory = buffer[1]
+                if buffer[2] in self._table:
+                    # One question, or two, for all buffers: the others are mostly free behind it.
                     self._h2d.reap()
-                if slot[2] not in self._table:
-                    return size, slot
+                if buffer[2] not in self._table:
+                    return size, buffer
                 # Those behind it are still in use, too.
-                slots.appendleft(slot)
+                buffers.appendleft(buffer)
             except IndexError:
                 pass
             # This one may have to wait for room now, so nobody may wait for it.
             fill.memory, fill.over = None, True
             self._jobs.remove(fill)
-            if not self._add_slots(size):
+            if not self._add_buffers(size):
                 break
         fill = Fill()
         fills.append(fill)
@@ -172,11 +173,11 @@ class BounceBuffers:
         memory = fill.memory = np.asarray(block)
         return 0, (block.address, memory, NEVER_USED, False)
 
-    def _add_slots(self, size: int) -> bool:
-        """Take a block of slots, if the pool has one for which nobody must wait."""
+    def _add_buffers(self, size: int) -> bool:
+        """Take a block of buffers, if the pool has one for which nobody must wait."""
         # Copies that are done may hold an earlier block. Otherwise the pool would grow for this, again and again, now and then.
         self._reap()
-        nbytes = SLOTS[size] * size
+        nbytes = BUFFERS[size] * size
         fill = Fill()
         try:
             # If the driver refuses, that does not matter as long as the put's own bytes fit into what is there.
@@ -184,10 +185,10 @@ class BounceBuffers:
                 block = self._pool.try_take(nbytes, lambda: self._jobs.add(fill))
                 if block is not None:
                     memory = np.asarray(block)
-                    # Those of an earlier block may be gone: what fails does not bring its slot back.
-                    kept = not any(slot[3] for slot in self._slots[size].copy())
+                    # Those of an earlier block may be gone: what fails does not bring its buffer back.
+                    kept = not any(buffer[3] for buffer in self._buffers[size].copy())
                     # Before those that are in use.
-                    self._slots[size].extendleft(
+                    self._buffers[size].extendleft(
                         [(block.address + at, memory[at : at + size], NEVER_USED, kept) for at in range(nbytes - size, -1, -size)]
                     )
                     return True

@@ -28,7 +28,7 @@ from xferlib.memory.foreign import file_of
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.packing import PackedRun
 from xferlib.protocol import Event, HostStager, Source, Stream
-from xferlib.staging.bounce import LARGEST_SLOT_NBYTES, BounceBuffers
+from xferlib.staging.bounce import LARGEST_BUFFER_NBYTES, BounceBuffers
 from xferlib.staging.coalesce import Crossing, Placed, coalesced, crossing_of
 from xferlib.staging.profile import StagingProfile, given_profile
 from xferlib.staging.small_gets import SmallGets
@@ -56,7 +56,7 @@ class Staging:
         room = max(PAGE, pool.limit // 2)
         self._bounce_nbytes = min(self.profile.hand_off_nbytes, room)
         # The caller copies so many bytes of a larger array at a time, while the device copies those before.
-        self._piece_nbytes = min(LARGEST_SLOT_NBYTES, room)
+        self._piece_nbytes = min(LARGEST_BUFFER_NBYTES, room)
         self._bounce = BounceBuffers(backend, pool, ledger)
         self._small_gets = SmallGets(backend, pool, ledger, self._bounce_nbytes)
         # A chunk is a share of the limit, so that each direction has several.

@@ -42,7 +42,7 @@ long as it takes to page-lock it, and what others needed it for is mostly over."
 
 
 @final
-class _Filled:
+class _FilledEvent:
     """The event of gets that had filled their arrays when they returned. Any thread."""
 
     def done(self) -> bool:
@@ -57,7 +57,7 @@ class _Filled:
         refuse_stream_wait()
 
 
-FILLED: Final = _Filled()
+FILLED: Final = _FilledEvent()
 
 
 @final

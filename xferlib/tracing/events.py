@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias, final
 
-__all__ = ["CPU", "HOST", "Event", "Kind", "Memory", "Recording"]
+__all__ = ["CPU", "HOST", "Event", "EventKind", "Memory", "Recording"]
 
 HOST = -1
 """The device of events on the host; their `stream` is the kernel's number of the thread."""
 CPU = -2
 """The device of a backend whose device is the CPU. Those of GPUs are numbered from 0."""
-Kind: TypeAlias = Literal["h2d", "d2h", "copy", "memset", "kernel", "issue", "wait", "allocation", "put", "get", "range"]
+EventKind: TypeAlias = Literal["h2d", "d2h", "copy", "memset", "kernel", "issue", "wait", "allocation", "put", "get", "range"]
 """On a device: a copy to it, to the host, or within and between devices; memory that is set; compute.
 
 On the host: a call that starts a copy; one that waits for the device; one that allocates, frees, locks or unlocks memory; `put` and
@@ -25,7 +25,7 @@ Memory: TypeAlias = Literal["pinned", "pageable", "managed", "unknown", ""]
 class Event(NamedTuple):
     """Something that took time. Times are nanoseconds of the clock of `time.perf_counter_ns`."""
 
-    kind: Kind
+    kind: EventKind
     name: str
     start: int
     end: int

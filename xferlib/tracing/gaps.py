@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple, TypeAlias, final
 from xferlib.tracing.events import HOST, Event, Recording
 from xferlib.tracing.intervals import Interval, common, inside, length, union, without
 
-__all__ = ["Cause", "Gap", "all_gaps"]
+__all__ = ["Gap", "GapCause", "all_gaps"]
 
-Cause: TypeAlias = Literal[
+GapCause: TypeAlias = Literal[
     "pageable",
     "link",
     "null stream",
@@ -52,7 +52,7 @@ class Gap(NamedTuple):
 
     start: int
     end: int
-    cause: Cause
+    cause: GapCause
     direction: str
     """Of the copy that it is put down to; else empty."""
     site: str
@@ -63,7 +63,7 @@ class Gap(NamedTuple):
 def all_gaps(recording: Recording) -> dict[int, list[Gap]]:
     """Return, for each device that did anything, the gaps between its kernels, in their order, each moment with its cause."""
     devices = sorted({event.device for event in recording.events if event.device != HOST})
-    return {device: _Gaps(recording, device).found() for device in devices}
+    return {device: _Attribution(recording, device).found() for device in devices}
 
 
 @final
@@ -91,7 +91,7 @@ def _start_of(event: Event) -> int:
 
 
 @final
-class _Gaps:
+class _Attribution:
     """Puts the gaps of one device down to causes."""
 
     def __init__(self, recording: Recording, device: int) -> None:
@@ -110,7 +110,7 @@ class _Gaps:
         self._busy = {kind: union((event.start, event.end) for event in here[kind]) for kind in ("h2d", "d2h")}
         self._saturated = {kind: self._is_saturated(busy) for kind, busy in self._busy.items()}
         # In the order in which they count.
-        self._others: tuple[tuple[Cause, _Layer], ...] = (
+        self._others: tuple[tuple[GapCause, _Layer], ...] = (
             ("device", _Layer([*here["copy"], *here["memset"]])),
             ("allocation", _Layer(host["allocation"])),
             ("staging", _Layer([event for event in host["put"] if event.memory == "pageable"])),
@@ -144,16 +144,16 @@ class _Gaps:
             pieces.extend(self._piece(piece, cause, site=site) for piece in left)
         return pieces
 
-    def _take(self, left: list[Interval], event: Event, cause: Cause, direction: str, pieces: list[Gap]) -> list[Interval]:
+    def _take(self, left: list[Interval], event: Event, cause: GapCause, direction: str, pieces: list[Gap]) -> list[Interval]:
         """Put down to an event what of a gap is left and lies in it; return the rest."""
         here = inside(left, event.start, event.end)
         pieces.extend(self._piece(piece, cause, direction, event.site, event.nbytes) for piece in here)
         return without(left, [(event.start, event.end)])
 
-    def _piece(self, times: Interval, cause: Cause, direction: str = "", site: str = "", nbytes: int = 0) -> Gap:
+    def _piece(self, times: Interval, cause: GapCause, direction: str = "", site: str = "", nbytes: int = 0) -> Gap:
         return Gap(times[0], times[1], cause, direction, site, nbytes, self._device)
 
-    def _why(self, copy: Event) -> Cause:
+    def _why(self, copy: Event) -> GapCause:
         """Say why a copy does not lie under a kernel."""
         if copy.memory == "pageable":
             return "pageable"

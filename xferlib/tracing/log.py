@@ -18,9 +18,9 @@ from time import perf_counter_ns
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
-from xferlib.tracing.events import HOST, Event, Kind, Memory
+from xferlib.tracing.events import HOST, Event, EventKind, Memory
 
-__all__ = ["LOG", "Job", "Log", "is_program", "shown"]
+__all__ = ["LOG", "Log", "TracedTransfer", "is_program", "shown"]
 
 MOST_EVENTS: Final = 2_000_000
 """And jobs. A gigabyte, at some hundreds of bytes each."""
@@ -36,14 +36,14 @@ PACKAGES: Final = frozenset({"site-packages", "dist-packages"})
 STARTERS: Final = f"{os.sep}threading.py", f"{os.sep}runpy.py"
 """Of the standard library: where threads and programs begin."""
 
-Lane: TypeAlias = tuple[int, int]
+StreamKey: TypeAlias = tuple[int, int]
 
 
-class Job(NamedTuple):
+class TracedTransfer(NamedTuple):
     """A transfer of ours that threads of ours cut into copies: whoever records these finds out where they were asked for."""
 
     noted: int
-    kind: Kind
+    kind: EventKind
     pieces: tuple[tuple[int, int], ...]
     """Device address and bytes of each piece."""
     site: str
@@ -58,11 +58,11 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.jobs: list[Job] = []
+        self.jobs: list[TracedTransfer] = []
         self.lost = 0
         self.threads: dict[int, str] = {}
-        self.streams: dict[Lane, str] = {}
-        self.null_streams: set[Lane] = set()
+        self.streams: dict[StreamKey, str] = {}
+        self.null_streams: set[StreamKey] = set()
         self.devices: dict[int, str] = {}
         self.notes: list[str] = []
         """What is not among the events, in words."""
@@ -98,7 +98,9 @@ class Log:
         path, _, line = self.served.get(thread, "").partition(",")[0].rpartition(":")
         return f"{_short(path)}:{line}" if line else ""
 
-    def call(self, kind: Kind, name: str, start: int, *, nbytes: int = 0, memory: Memory = "", site: str | None = None) -> None:
+    def call(
+        self, kind: EventKind, name: str, start: int, *, nbytes: int = 0, memory: Memory = "", site: str | None = None
+    ) -> None:
         """Note something that the calling thread has done since `start` (`perf_counter_ns`), and has ended now."""
         thread = get_native_id()
         if thread not in self.threads:
@@ -127,12 +129,14 @@ class Log:
                 return job.site
         return ""
 
-    def job(self, kind: Kind, pieces: Sequence[tuple[int, int, int, int]]) -> None:
+    def job(self, kind: EventKind, pieces: Sequence[tuple[int, int, int, int]]) -> None:
         """Note what a lane is given; see `Lane.submit`."""
         if len(self.jobs) >= MOST_EVENTS:
             self.lost += 1
             return
-        self.jobs.append(Job(perf_counter_ns(), kind, tuple([(device, nbytes) for _, device, nbytes, _ in pieces]), self.site()))
+        self.jobs.append(
+            TracedTransfer(perf_counter_ns(), kind, tuple([(device, nbytes) for _, device, nbytes, _ in pieces]), self.site())
+        )
 
     def site(self) -> str:
         """Return the line of the program that the calling thread is at, as in "train.py:12"; empty if it runs only our code."""

@@ -128,7 +128,7 @@ def _link(link: Link) -> dict[str, Any]:
 
 def _encoded(drawn: Sequence[Row]) -> dict[str, Any]:
     """Return rows as columns of numbers, and the strings that they name by number."""
-    numbers = _Numbers()
+    numbers = _StringNumbers()
     encoded = []
     for row in drawn:
         lanes = []
@@ -153,7 +153,7 @@ def _encoded(drawn: Sequence[Row]) -> dict[str, Any]:
 
 
 @final
-class _Numbers(dict[str, int]):
+class _StringNumbers(dict[str, int]):
     """The number of each string, as it is shown: a long one is cut."""
 
     def __init__(self) -> None:

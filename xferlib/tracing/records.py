@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias, final
 
-from xferlib.tracing.events import Kind, Memory
+from xferlib.tracing.events import EventKind, Memory
 from xferlib.tracing.library import CuptiError
 
 __all__ = [
@@ -52,17 +52,17 @@ _STREAM = struct.Struct("<IIIIII")
 START, END = 2, 4
 NULL_STREAM = 3
 
-_COPIES: Final[dict[int, Kind]] = {1: "h2d", 3: "h2d", 2: "d2h", 4: "d2h"}
+_COPIES: Final[dict[int, EventKind]] = {1: "h2d", 3: "h2d", 2: "d2h", 4: "d2h"}
 _MEMORY: Final[dict[int, Memory]] = {1: "pageable", 2: "pinned", 5: "managed", 7: "managed"}
 
-Name: TypeAlias = Callable[[int], str]
+NameOf: TypeAlias = Callable[[int], str]
 """Reads a string at an address."""
 
 
 class Activity(NamedTuple):
     """Something that a device has done; see `Event`."""
 
-    kind: Kind
+    kind: EventKind
     name: str
     start: int
     end: int
@@ -99,7 +99,7 @@ def check_size(kind: int, nbytes: int) -> None:
         )
 
 
-def read(records: Iterable[bytes], name: Name, into: Records | None = None) -> Records:
+def read(records: Iterable[bytes], name: NameOf, into: Records | None = None) -> Records:
     """Read records, and add what they say to `into`. Kinds that are not read here are passed over. Raises `CuptiError`."""
     found = Records() if into is None else into
     readers = _readers(found, name)
@@ -111,7 +111,7 @@ def read(records: Iterable[bytes], name: Name, into: Records | None = None) -> R
     return found
 
 
-def _readers(found: Records, name: Name) -> dict[int, Callable[[bytes], None]]:
+def _readers(found: Records, name: NameOf) -> dict[int, Callable[[bytes], None]]:
     names: dict[int, str] = {}
 
     def named(address: int) -> str:
@@ -128,7 +128,7 @@ def _readers(found: Records, name: Name) -> dict[int, Callable[[bytes], None]]:
 
     def memcpy(record: bytes) -> None:
         _, way, source, target, _, nbytes, start, end, device, context, stream, correlation = _MEMCPY.unpack_from(record)
-        kind: Kind = _COPIES.get(way, "copy")
+        kind: EventKind = _COPIES.get(way, "copy")
         side = {"h2d": source, "d2h": target}.get(kind)
         memory: Memory = "" if side is None else _MEMORY.get(side, "unknown")
         add(Activity(kind, "memcpy", start, end, device, context, stream, correlation, nbytes, memory))

@@ -24,7 +24,7 @@ class Mark(NamedTuple):
     start: int
     end: int
     kind: str
-    """A `Kind`, or "gap"."""
+    """An `EventKind`, or "gap"."""
     name: str
     nbytes: int = 0
     memory: str = ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 from xferlib.tracing.events import Event, Recording
-from xferlib.tracing.gaps import Cause, Gap, all_gaps
+from xferlib.tracing.gaps import Gap, GapCause, all_gaps
 from xferlib.tracing.intervals import Interval, common, length, union
 from xferlib.words import counted, in_words
 
@@ -54,7 +54,7 @@ class Link:
 class Gaps:
     """All gaps of one device with the same cause and line. `count`: how many pieces; `share`: of the time of the device."""
 
-    cause: Cause
+    cause: GapCause
     direction: str
     site: str
     count: int
@@ -188,7 +188,7 @@ def _device(recording: Recording, number: int, gaps: Iterable[Gap]) -> Device:
     events = [event for event in recording.events if event.device == number]
     span = max(event.end for event in events) - min(event.start for event in events)
     kernels = union((event.start, event.end) for event in events if event.kind == "kernel")
-    grouped: dict[tuple[Cause, str, str], list[Gap]] = defaultdict(list)
+    grouped: dict[tuple[GapCause, str, str], list[Gap]] = defaultdict(list)
     for gap in gaps:
         grouped[gap.cause, gap.direction, gap.site].append(gap)
     groups = [_group(key, alike, span) for key, alike in grouped.items()]
@@ -219,7 +219,7 @@ def _link(direction: Literal["h2d", "d2h"], events: Iterable[Event], kernels: Se
     )
 
 
-def _group(key: tuple[Cause, str, str], gaps: Sequence[Gap], span: int) -> Gaps:
+def _group(key: tuple[GapCause, str, str], gaps: Sequence[Gap], span: int) -> Gaps:
     cause, direction, site = key
     total = sum([gap.end - gap.start for gap in gaps])
     return Gaps(
@@ -267,7 +267,7 @@ def _share(part: float, whole: float) -> str:
 
 
 _TO: Mapping[str, str] = {"h2d": "to the device", "d2h": "to the host"}
-_WORDS: Mapping[Cause, str] = {
+_WORDS: Mapping[GapCause, str] = {
     "pageable": "{copies} of pageable memory, which the driver stages on one thread while the caller waits. Prefetch them, or fill "
     "memory from empty_pinned",
     "link": "{copies}: the link is busy all the time. Fewer bytes, or more compute for each",
@@ -282,7 +282,7 @@ _WORDS: Mapping[Cause, str] = {
     "host": "nothing was enqueued: the host had other work, such as making a batch",
     "short": "short gaps between kernels",
 }
-_AT: Mapping[Cause, str] = {
+_AT: Mapping[GapCause, str] = {
     **dict.fromkeys(("pageable", "link", "null stream", "same stream", "held back", "late", "device"), " [issued at {site}]"),
     **dict.fromkeys(("allocation", "staging", "wait", "host", "short"), " [at {site}]"),
 }

@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant(
         "a stream that was named is not noted",
         "xferlib/transfer.py",
-        "if waiting is not None and self._name is not None:",
+        "if waiting is not None and self._note_stream is not None:",
         "if False:",
     ),
     Mutant(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.cli.demo.source import Source, from_array
+from xferlib.cli.demo.source import FrameSource, from_array
 from xferlib.cli.errors import CommandError, require_plot
 from xferlib.words import counted
 
@@ -26,13 +26,13 @@ Pixels = npt.NDArray[np.uint8]
 SIDE = 512
 
 
-def open_image(path: Path) -> Source:
+def open_image(path: Path) -> FrameSource:
     """Return an image as the only frame. Raises `CommandError` where it cannot be read."""
     require_plot("an image")
     return _images([path], _shape(_decoded(path)), path.name)
 
 
-def open_folder(folder: Path, pool: Executor) -> Source:
+def open_folder(folder: Path, pool: Executor) -> FrameSource:
     """Return the images of a folder by name, fitted to the size of the first. Folders inside it are not looked into.
 
     Files whose suffix is no image's are passed over. Images that cannot be read are named in `skipped`.
@@ -56,7 +56,7 @@ def open_folder(folder: Path, pool: Executor) -> Source:
     return replace(source, skipped=skipped, subfolders=subfolders)
 
 
-def bundled() -> Source:
+def bundled() -> FrameSource:
     """Return Matplotlib's pictures as square frames: a photograph, elevations, a scan. Pictures that it lacks are left out."""
     require_plot("the demo without PATH")
     from matplotlib import get_data_path
@@ -74,12 +74,12 @@ def bundled() -> Source:
     return from_array(np.stack(frames), "Matplotlib's sample pictures")
 
 
-def _images(files: Sequence[Path], shape: tuple[int, int], label: str) -> Source:
+def _images(files: Sequence[Path], shape: tuple[int, int], label: str) -> FrameSource:
     def read(start: int, out: npt.NDArray[Any]) -> None:
         for frame, file in zip(out, files[start : start + len(out)], strict=True):
             frame[:] = _decoded(file, shape)
 
-    return Source(
+    return FrameSource(
         label=label,
         frames=len(files),
         frame_shape=shape,

@@ -11,7 +11,7 @@ import psutil
 from numpy.lib.format import MAGIC_PREFIX
 
 from xferlib.cli.demo.pictures import bundled, open_folder, open_image
-from xferlib.cli.demo.source import Source, open_npy
+from xferlib.cli.demo.source import FrameSource, open_npy
 from xferlib.cli.errors import CommandError, require_plot
 from xferlib.memory.limits import available_memory
 from xferlib.stager import Stager
@@ -60,7 +60,7 @@ class Options:
         return self.gib is not None or self.path is None
 
 
-def open_source(options: Options, pool: Executor) -> Source:
+def open_source(options: Options, pool: Executor) -> FrameSource:
     """Check the places that the command line names and open the source. Raises `CommandError`."""
     if options.sheet:
         require_plot("the contact sheet (--no-sheet leaves it out)")
@@ -82,7 +82,7 @@ def open_source(options: Options, pool: Executor) -> Source:
     return open_npy(path) if path.suffix in (".npy", ".npz") or _begins_as_npy(path) else open_image(path)
 
 
-def plan(options: Options, source: Source, stager: Stager) -> tuple[int, EdgeSpec]:
+def plan(options: Options, source: FrameSource, stager: Stager) -> tuple[int, EdgeSpec]:
     """Return how many frames, and the batches. Raises `CommandError` if the disk or the memory cannot hold the result."""
     height, width, *rest = source.frame_shape
     channels = rest[0] if rest else None

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from xferlib.cli.companions import diagnosis, own_versions
 from xferlib.cli.demo.plan import Options
-from xferlib.cli.demo.source import Source
-from xferlib.cli.demo.stream import Run
+from xferlib.cli.demo.source import FrameSource
+from xferlib.cli.demo.stream import Timings
 from xferlib.stager import Stager
 from xferlib.words import counted
 from xferlib.workload import EdgeSpec
@@ -39,7 +39,7 @@ MOST_NAMES = 5
 
 
 def figures(
-    options: Options, source: Source, spec: EdgeSpec, rounds: int, alone: Mapping[str, float], run: Run, stager: Stager
+    options: Options, source: FrameSource, spec: EdgeSpec, rounds: int, alone: Mapping[str, float], run: Timings, stager: Stager
 ) -> dict[str, Any]:
     """Return all that is known before the result is verified."""
     h2d_nbytes, d2h_nbytes = source.frames * spec.frame_nbytes, source.frames * spec.height * spec.width

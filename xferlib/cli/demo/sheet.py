@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from xferlib.cli.demo import reference
 from xferlib.cli.demo.report import device_words
-from xferlib.cli.demo.source import Source
+from xferlib.cli.demo.source import FrameSource
 from xferlib.words import counted
 
 __all__ = ["draw"]
@@ -23,7 +23,7 @@ MOST_PIXELS = 512
 """Along an axis: more pixels would only be thrown away when drawn."""
 
 
-def draw(source: Source, report: Mapping[str, Any]) -> None:
+def draw(source: FrameSource, report: Mapping[str, Any]) -> None:
     """Write the PNG that the report names. Edges are drawn brighter than they are where blur made them faint."""
     from matplotlib.figure import Figure
 

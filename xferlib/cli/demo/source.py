@@ -20,7 +20,7 @@ import numpy.typing as npt
 from xferlib.cli.errors import CommandError
 from xferlib.words import counted
 
-__all__ = ["PIECE", "Source", "from_array", "open_npy", "tiled"]
+__all__ = ["PIECE", "FrameSource", "from_array", "open_npy", "tiled"]
 
 Array = npt.NDArray[Any]
 
@@ -31,7 +31,7 @@ SHAPES = "(N, H, W), (N, H, W, C) with C from 1 to 4, or (H, W)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class FrameSource:
     """Frames, by number. Both functions: any thread, several at once."""
 
     label: str
@@ -50,7 +50,7 @@ class Source:
     """The folders that were not looked into."""
 
 
-def from_array(array: Array, label: str) -> Source:
+def from_array(array: Array, label: str) -> FrameSource:
     """Return the frames of an array of three or four axes, in memory or mapped."""
     dtype = array.dtype.newbyteorder("=")
     step = max(1, PIECE * len(array) // array.nbytes)
@@ -60,7 +60,7 @@ def from_array(array: Array, label: str) -> Source:
             piece = out[first : first + step]
             np.copyto(piece, array[start + first : start + first + len(piece)])
 
-    return Source(
+    return FrameSource(
         label=label,
         frames=len(array),
         frame_shape=array.shape[1:],
@@ -70,7 +70,7 @@ def from_array(array: Array, label: str) -> Source:
     )
 
 
-def open_npy(path: Path) -> Source:
+def open_npy(path: Path) -> FrameSource:
     """Map a .npy file. Raises `CommandError` for a file, dtype or shape that the demo cannot use."""
     try:
         array = np.lib.format.open_memmap(path, mode="r")
@@ -103,7 +103,7 @@ def _as_frames(array: Array, path: Path) -> Array:
     raise CommandError(f"{shape}: expected {SHAPES}")
 
 
-def tiled(base: Source, frames: int, pool: Executor) -> Source:
+def tiled(base: FrameSource, frames: int, pool: Executor) -> FrameSource:
     """Make `frames` frames in memory, a source as fast as memory. Frames after `base`'s are copies, and no two are alike.
 
     In each round they are rolled by another step, which repeats only after every pixel.

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.cli.demo.source import Source
+from xferlib.cli.demo.source import FrameSource
 from xferlib.pipeline.ring import Ring, Slot
 from xferlib.pipeline.stream import stream_map
 from xferlib.stager import Stager
 from xferlib.workload import EdgeJob, EdgeSpec
 
-__all__ = ["Loop", "Run", "ahead"]
+__all__ = ["Loop", "Timings", "ahead"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -35,7 +35,7 @@ ENOUGH_SECONDS = 1.0
 MOST_ROUNDS = 1000
 
 
-class Run(NamedTuple):
+class Timings(NamedTuple):
     """What the clock said. For read and write: the time their threads were at work, not waiting, over the number of threads."""
 
     total_seconds: float
@@ -54,7 +54,7 @@ class Loop:
     job: EdgeJob
     spec: EdgeSpec
     """It has `depth` + 1 slots: one result is under way, and `depth` are behind it, when the next one is launched."""
-    source: Source
+    source: FrameSource
     pool: Executor
     threads: int
     """The threads of the pool that read at once; as many write."""
@@ -67,7 +67,7 @@ class Loop:
         rounds: int,
         write: Callable[[int, Array], object],
         progress: Callable[[int], object] = lambda frames: None,
-    ) -> Run:
+    ) -> Timings:
         """Stream the first `frames` frames. What any stage raises, or Ctrl-C, ends it and is raised here.
 
         `write(start, edges)` takes a batch, on several threads at once; `progress(frames)` is told of the frames written, on this
@@ -100,7 +100,7 @@ class Loop:
             total = time.perf_counter() - began
         # Otherwise a failure on the device after its last result was read would be silent.
         self.job.synchronize()
-        return Run(total, sum(reads) / count, sum(writes) / count)
+        return Timings(total, sum(reads) / count, sum(writes) / count)
 
     def alone(self, rounds: int | None) -> tuple[int, dict[str, float]]:
         """Return seconds per full batch of H2D, compute and D2H with nothing else running, and the rounds of blur.

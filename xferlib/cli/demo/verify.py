@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from xferlib.cli.demo import reference
-from xferlib.cli.demo.source import Source
+from xferlib.cli.demo.source import FrameSource
 from xferlib.workload import EdgeSpec
 
 __all__ = ["compare", "sample"]
@@ -35,7 +35,7 @@ def sample(frames: int, batch: int, *, work: float) -> list[int]:
     return chosen if len(chosen) <= most else sorted(ends | set(chosen[1 : most - 1]))
 
 
-def compare(source: Source, result: Path, spec: EdgeSpec, *, rounds: int, pool: Executor) -> dict[str, Any]:
+def compare(source: FrameSource, result: Path, spec: EdgeSpec, *, rounds: int, pool: Executor) -> dict[str, Any]:
     """Return which frames were compared, and those that differ. The file is opened anew."""
     written = np.load(result, mmap_mode="r")
     numbers = sample(source.frames, spec.frames, work=spec.height * spec.width * (rounds + 4))

@@ -29,7 +29,7 @@ from xferlib.transfer import Transfer
 __all__ = ["OwnershipLaws"]
 
 
-class Recorded(NamedTuple):
+class RecordedStager(NamedTuple):
     """A stager, and the record of what its core takes and gives back."""
 
     stager: Stager
@@ -55,11 +55,11 @@ class Finalizer:
 
 class OwnershipLaws(Laws):
     @pytest.fixture
-    def recorded(self, stager: Stager) -> Iterator[Recorded]:
+    def recorded(self, stager: Stager) -> Iterator[RecordedStager]:
         """A second stager, whose calls are recorded. After each test everything has been given back, once."""
         self.let_go()
         memory = RecordingBackend(self._open_or_skip())
-        recorded = Recorded(Stager(memory), memory)
+        recorded = RecordedStager(Stager(memory), memory)
         yield recorded
         self.calls.join(self.deadline_seconds)
         recorded.stager.close()
@@ -67,7 +67,7 @@ class OwnershipLaws(Laws):
     @pytest.mark.parametrize("where", ["here", "elsewhere"])
     @pytest.mark.parametrize("order", ["before the array", "after the array"])
     def test_law14_an_array_that_dies_in_a_cycle_is_whole_for_its_finalizers(
-        self, recorded: Recorded, order: str, where: str
+        self, recorded: RecordedStager, order: str, where: str
     ) -> None:
         values = words(1)
         self.warm(recorded.stager, values)
@@ -122,7 +122,7 @@ class OwnershipLaws(Laws):
         del kept
 
     @pytest.mark.parametrize("way", ["trim", "unpin", "close"])
-    def test_law14_other_threads_run_while_memory_is_released(self, stager: Stager, recorded: Recorded, way: str) -> None:
+    def test_law14_other_threads_run_while_memory_is_released(self, stager: Stager, recorded: RecordedStager, way: str) -> None:
         """To release memory may take as long as what runs on the device, and so may a put that is started meanwhile, where the
         driver lets one call wait for another. The interpreter is free all that time."""
         releasing, memory = recorded
@@ -166,7 +166,7 @@ class OwnershipLaws(Laws):
             assert_same(putting.result(self.deadline_seconds), values)
 
     @pytest.mark.parametrize("what", ["small", "large", "tree"])
-    def test_law14_memory_that_nobody_holds_is_released_by_trim(self, recorded: Recorded, what: str) -> None:
+    def test_law14_memory_that_nobody_holds_is_released_by_trim(self, recorded: RecordedStager, what: str) -> None:
         stager, memory = recorded
         tree = {"small": words(1), "large": words(1, LARGE), "tree": [words(1, SMALL), words(2, LARGE), words(3, 64)]}[what]
         arrays = stager.put(tree).result()
@@ -185,7 +185,7 @@ class OwnershipLaws(Laws):
         assert self.memory_calls(memory.inner) == calls
         self.assert_all_given_back(recorded)
 
-    def test_law14_nothing_is_released_that_an_array_or_an_alias_reaches(self, recorded: Recorded) -> None:
+    def test_law14_nothing_is_released_that_an_array_or_an_alias_reaches(self, recorded: RecordedStager) -> None:
         stager, memory = recorded
         names = [name for name, _ in self.aliases(self.put_values(stager, words(1)))]
         for name in names:
@@ -207,7 +207,7 @@ class OwnershipLaws(Laws):
             self.assert_comes(lambda: self.is_trimmed(recorded), lambda: f"kept by nothing, after {name!r} was dropped")  # noqa: B023
         self.assert_all_given_back(recorded)
 
-    def test_law14_nothing_is_released_that_a_put_writes(self, recorded: Recorded) -> None:
+    def test_law14_nothing_is_released_that_a_put_writes(self, recorded: RecordedStager) -> None:
         stager, memory = recorded
         source = self.pinned(stager, words(1))
         stager.put(source).synchronize()
@@ -225,7 +225,7 @@ class OwnershipLaws(Laws):
         gc.collect()
         self.assert_all_given_back(recorded)
 
-    def test_law14_nothing_is_released_that_a_get_reads(self, recorded: Recorded) -> None:
+    def test_law14_nothing_is_released_that_a_get_reads(self, recorded: RecordedStager) -> None:
         stager, memory = recorded
         values = words(1)
         array, out = self.put_values(stager, values), self.pinned(stager, words(2))
@@ -247,7 +247,7 @@ class OwnershipLaws(Laws):
         self.assert_all_given_back(recorded)
 
     @pytest.mark.parametrize("what", ["array", "leaf"])
-    def test_law14_a_closed_stager_releases_what_its_last_array_leaves(self, recorded: Recorded, what: str) -> None:
+    def test_law14_a_closed_stager_releases_what_its_last_array_leaves(self, recorded: RecordedStager, what: str) -> None:
         stager, memory = recorded
         values = words(1)
         arrays = stager.put(values if what == "array" else [words(2), values]).result()
@@ -267,12 +267,12 @@ class OwnershipLaws(Laws):
         self.assert_comes(lambda: self.memory_calls(memory.inner) >= calls + had, lambda: "the driver saw no free")
         assert memory.wrong == []
 
-    def test_law14_memory_of_a_failed_transfer_is_released(self, recorded: Recorded) -> None:
+    def test_law14_memory_of_a_failed_transfer_is_released(self, recorded: RecordedStager) -> None:
         self.fail_all(recorded)
         gc.collect()
         self.assert_all_given_back(recorded)
 
-    def test_law14_host_memory_is_given_back_once(self, recorded: Recorded) -> None:
+    def test_law14_host_memory_is_given_back_once(self, recorded: RecordedStager) -> None:
         stager, memory = recorded
         array = self.pinned(stager, words(1))
         got = stager.get(self.put_values(stager, words(2))).result()
@@ -298,7 +298,7 @@ class OwnershipLaws(Laws):
         gc.collect()
         self.assert_all_given_back(recorded)
 
-    def test_law14_memory_of_others_is_never_written(self, stager: Stager, recorded: Recorded) -> None:
+    def test_law14_memory_of_others_is_never_written(self, stager: Stager, recorded: RecordedStager) -> None:
         sizes = (SMALL, 64, LARGE)
         others: list[tuple[Any, Array]] = []
         for seed, trims in enumerate((False, True), 60):
@@ -318,7 +318,7 @@ class OwnershipLaws(Laws):
         for other, values in others:
             assert_same(self.to_numpy(other), values)
 
-    def fail_all(self, recorded: Recorded) -> None:
+    def fail_all(self, recorded: RecordedStager) -> None:
         """Make a put, a put of a tree and a get fail, each in its own way."""
         stager, memory = recorded
         source, array = self.pinned(stager, words(1)), self.put_values(stager, words(1))
@@ -385,12 +385,12 @@ class OwnershipLaws(Laws):
             stager.trim()
             del kept, array
 
-    def is_trimmed(self, recorded: Recorded) -> bool:
+    def is_trimmed(self, recorded: RecordedStager) -> bool:
         """Trim, and tell whether no device memory is left. A framework may take some time to let go of what its work has used."""
         recorded.stager.trim()
         return not recorded.memory.blocks
 
-    def assert_all_given_back(self, recorded: Recorded) -> None:
+    def assert_all_given_back(self, recorded: RecordedStager) -> None:
         """Close, and assert that all memory is given back, each once. The caller holds none of it any more."""
         recorded.stager.close()
         # What failed refers to itself: its traceback leads to the frames in which it was raised.

@@ -66,7 +66,7 @@ MUTANTS = [
         "            if self._temporary is not None:\n                self._temporary.close()",
         "            pass",
     ),
-    (OUTCOME, "not outcome.ended.wait(SLICE_SECONDS)", "not outcome.was_read.wait(SLICE_SECONDS)"),
+    (OUTCOME, "not outcome.ended.wait(WAIT_SECONDS)", "not outcome.was_read.wait(WAIT_SECONDS)"),
     (OUTCOME, "return self._verdict.setdefault(None, None) is None", "return True"),
     (WRITING, "if handle is None or handle() is None:", "if True:"),
     (
@@ -128,7 +128,7 @@ MUTANTS = [
     (LOAD, "    if not found:\n", "    if False:\n"),
     (LOAD, "    if type(value) is not type(like):", "    if False:"),
     (READERS, "        if not isinstance(values, dict):", "        if False:"),
-    (LOAD, "    if held.alone and parts.spec is not None:", "    if False:"),
+    (LOAD, "    if selection.alone and parts.spec is not None:", "    if False:"),
     (READERS, 'Path(f"/proc/self/fd/{stream.fileno()}")', "file"),
     (READER, "            self._wait(self._after)\n", ""),
     (READER, "                self._wait(after)\n", ""),

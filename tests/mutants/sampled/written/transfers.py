@@ -111,8 +111,8 @@ MUTANTS = [
     ),
     (
         TRANSFER,
-        "        if waiting is not None and self._name is not None:\n            self._name(waiting.handle, waiting)",
-        "        if waiting is not None and self._name is not None and stream is not None:\n            self._name(waiting.handle, waiting)",
+        "        if waiting is not None and self._note_stream is not None:\n            self._note_stream(waiting.handle, waiting)",
+        "        if waiting is not None and self._note_stream is not None and stream is not None:\n            self._note_stream(waiting.handle, waiting)",
     ),
     (
         TRANSFER,
