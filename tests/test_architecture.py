@@ -36,6 +36,7 @@ FLOORS = [
     {"xferlib.memory.foreign"},
     {"xferlib.engine.cores", "xferlib.engine.jobs", "xferlib.in_flight"},
     {"xferlib.engine.dispatcher", "xferlib.memory.mapped"},
+    {"xferlib.pending"},
     {"xferlib.ledger"},
     {"xferlib.cuda", "xferlib.cuda.driver", "xferlib.cuda.refusals", "xferlib.cuda.streams"},
     {"xferlib.cuda.context", "xferlib.cuda.events"},

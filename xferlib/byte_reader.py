@@ -21,9 +21,10 @@ from xferlib.checks import positive_nbytes, translated, uncopied
 from xferlib.engine.native import D2H, library
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.latch import Turn
-from xferlib.ledger import Ledger, Reading
+from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.pinned_pool import PinnedPool
+from xferlib.pending import Reading
 from xferlib.protocol import DriverCalls, Event, HostStager, Source
 from xferlib.tickets import ticket
 from xferlib.transfer import Transfer

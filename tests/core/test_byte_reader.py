@@ -19,7 +19,7 @@ from tests.children import run
 from tests.core.fakes import held, interrupted_twice, on_thread, tampered, until
 from xferlib.byte_reader import ByteReader, Span
 from xferlib.latch import Latch, note_copy_thread
-from xferlib.ledger import Reading
+from xferlib.pending import Reading
 from xferlib.protocol import Source
 from xferlib.stager import Stager
 

@@ -19,9 +19,9 @@ from tests.core.fakes import WATCHDOG, Point, on_thread, tampered, until
 from tests.core.garbage import Garbage, at_every_allocation, collected_when_told  # noqa: F401  # A fixture for each test.
 from tests.interrupts.harness import at_rest
 from xferlib.errors import XferError
-from xferlib.ledger import Fill, Jobs
 from xferlib.memory.mapped import Views
 from xferlib.memory.registered import Pin
+from xferlib.pending import Fill, Jobs
 from xferlib.protocol import Capabilities, Stream
 from xferlib.uninterrupted import collects
 

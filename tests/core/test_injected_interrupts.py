@@ -523,6 +523,7 @@ STAGER = (
     "xferlib/uninterrupted.py",
     "xferlib/in_flight.py",
     "xferlib/ledger.py",
+    "xferlib/pending.py",
     "memory/device_pool.py",
     "memory/idle_blocks.py",
     "memory/registered.py",

@@ -12,7 +12,8 @@ import pytest
 from tests.core.fakes import Point, on_thread, succeeds
 from xferlib.in_flight import InFlight
 from xferlib.latch import note_copy_thread
-from xferlib.ledger import Fill, Jobs, Ledger, all_ledgers, reap_all, wait_for_others
+from xferlib.ledger import Ledger, all_ledgers, reap_all, wait_for_others
+from xferlib.pending import Fill, Jobs
 from xferlib.protocol import Stream
 
 

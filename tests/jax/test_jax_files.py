@@ -21,7 +21,7 @@ from tests import children
 from tests.core.fakes import on_thread, until
 from tests.files.saves import held_writes
 from xferlib.byte_reader import FOUND_AT_ONCE, Span
-from xferlib.ledger import Reading
+from xferlib.pending import Reading
 from xferlib.stager import Stager
 
 jax = pytest.importorskip("jax")

@@ -11,7 +11,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, succeeds, tampered
-from xferlib.ledger import Fill, Jobs
+from xferlib.pending import Fill, Jobs
 from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20

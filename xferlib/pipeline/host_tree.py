@@ -21,9 +21,10 @@ from xferlib.engine.jobs import Job
 from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError
 from xferlib.in_flight import Entry, uses
 from xferlib.latch import is_over
-from xferlib.ledger import Reading, all_ledgers, wait_for_others
+from xferlib.ledger import all_ledgers, wait_for_others
 from xferlib.memory.arrays import Array, address_of, check_dtype, host_array
 from xferlib.memory.blocks import ALIGNMENT, round_up
+from xferlib.pending import Reading
 from xferlib.pipeline.failed import Failed
 from xferlib.protocol import Source
 from xferlib.stager import Stager, check_stager

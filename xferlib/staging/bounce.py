@@ -16,10 +16,11 @@ import numpy as np
 
 from xferlib.engine.native import OK, library, quick
 from xferlib.errors import AllocationError, TransferError
-from xferlib.ledger import Fill, Ledger
+from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.foreign import copy_foreign, is_foreign
 from xferlib.memory.pinned_pool import KEPT_SHARE, PinnedPool
+from xferlib.pending import Fill
 from xferlib.protocol import Event, HostStager, Source
 from xferlib.staging.coalesce import Crossing, copy_in
 

@@ -19,10 +19,11 @@ from xferlib.engine.native import OK, library
 from xferlib.errors import AllocationError
 from xferlib.in_flight import let_go
 from xferlib.latch import is_copy_thread
-from xferlib.ledger import Fill, Ledger
+from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import ALIGNMENT, HostBlock, round_up
 from xferlib.memory.pinned_pool import KEPT_SHARE, PinnedPool
+from xferlib.pending import Fill
 from xferlib.protocol import Event, HostStager, Source, Stream
 
 __all__ = ["FILLED", "SmallGets"]

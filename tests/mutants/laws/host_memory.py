@@ -18,8 +18,9 @@ from tests.mutants.laws.host_copies import holds_nothing_in_flight
 from tests.mutants.laws.locking import LockingBackend, LockingHost
 from xferlib.errors import ClosedError
 from xferlib.in_flight import Entry, InFlight
-from xferlib.ledger import Jobs, Ledger
+from xferlib.ledger import Ledger
 from xferlib.memory.device_pool import DevicePool
+from xferlib.pending import Jobs
 from xferlib.protocol import Capabilities, Event, Source, Stream
 from xferlib.stager import Stager
 from xferlib.staging.pageable import Staging

@@ -231,7 +231,7 @@ AREAS = {
         },
     ),
     "ownership": Area(
-        tuple(f"xferlib/{name}.py" for name in ("in_flight", "ledger", "handles", "latch", "forks", "callers", "debug")),
+        tuple(f"xferlib/{name}.py" for name in ("in_flight", "ledger", "pending", "handles", "latch", "forks", "callers", "debug")),
         (),
         {
             "/in_flight.py": (
@@ -239,12 +239,15 @@ AREAS = {
                 *core("across_stagers", "put_into"),
                 *core("reaper", "foreign_finalizers", "stager_lifetime"),
             ),
-            "/ledger.py": (
-                *core("ledger"),
-                *staging("pageable_room"),
-                *core("across_stagers", "put_into"),
-                *memory("device_pool_readers"),
-                *core("reaper", "foreign_finalizers", "stager_lifetime"),
+            **dict.fromkeys(
+                ("/ledger.py", "/pending.py"),
+                (
+                    *core("ledger"),
+                    *staging("pageable_room"),
+                    *core("across_stagers", "put_into"),
+                    *memory("device_pool_readers"),
+                    *core("reaper", "foreign_finalizers", "stager_lifetime"),
+                ),
             ),
             "/handles.py": core("handles"),
             "/latch.py": (*core("latch", "in_flight", "ledger", "transfer", "reaper", "stager_lifetime"), "tests/host"),
@@ -275,7 +278,7 @@ AREAS = {
         ),
         (
             "tests/core/test_byte_reader.py",
-            *(f"tests/files/test_save{part}.py" for part in ("", "_meanwhile", "_failures")),
+            *(f"tests/files/test_save{part}.py" for part in ("", "_meanwhile", "_failures", "_cut_off")),
             "tests/files/test_load.py",
         ),
     ),

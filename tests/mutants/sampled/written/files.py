@@ -5,7 +5,7 @@ from __future__ import annotations
 SAVE, TEMPORARY, FORMATS, NAMES, LOAD = (f"xferlib/files/{name}.py" for name in ("save", "temporary", "formats", "names", "load"))
 WRITING, PLAN, SERIES, READERS = (f"xferlib/files/{name}.py" for name in ("writing", "plan", "series", "readers"))
 OUTCOME, PACE = "xferlib/files/outcome.py", "xferlib/files/pace.py"
-READER, LEDGER, H2D = "xferlib/byte_reader.py", "xferlib/ledger.py", "xferlib/h2d.py"
+READER, LEDGER, PENDING, H2D = (f"xferlib/{name}.py" for name in ("byte_reader", "ledger", "pending", "h2d"))
 
 MUTANTS = [
     (SAVE, "stager.stats().pinned_limit_nbytes // 2)", "stager.stats().pinned_limit_nbytes)"),
@@ -152,17 +152,17 @@ MUTANTS = [
         "copy(address, source.address + start, nbytes)",
         "copy(address, source.address, nbytes)",
     ),
-    (LEDGER, "        self.device = ()\n        self._over.open()", "        self._over.open()"),
-    (LEDGER, "        self.device = ()\n        self._over.open()", "        self._over.open()\n        self.device = ()"),
-    (LEDGER, "        self.finds_later = True\n", ""),
-    (LEDGER, "me in (self.maker, self.closing) or me in self.threads", "me in (self.maker, self.closing)"),
-    (LEDGER, "me in (self.maker, self.closing) or me in self.threads", "me == self.closing or me in self.threads"),
-    (LEDGER, "me in (self.maker, self.closing) or me in self.threads", "me == self.maker or me in self.threads"),
+    (PENDING, "        self.device = ()\n        self._over.open()", "        self._over.open()"),
+    (PENDING, "        self.device = ()\n        self._over.open()", "        self._over.open()\n        self.device = ()"),
+    (PENDING, "        self.finds_later = True\n", ""),
+    (PENDING, "me in (self.maker, self.closing) or me in self.threads", "me in (self.maker, self.closing)"),
+    (PENDING, "me in (self.maker, self.closing) or me in self.threads", "me == self.closing or me in self.threads"),
+    (PENDING, "me in (self.maker, self.closing) or me in self.threads", "me == self.maker or me in self.threads"),
     (READER, "        self._copied = self._later = None\n        # Only now", "        # Only now"),
-    (LEDGER, "work.id, None)\n            self.readings.pop(work.id, None)\n", "work.id, None)\n"),
+    (PENDING, "work.id, None)\n            self.readings.pop(work.id, None)\n", "work.id, None)\n"),
     (LEDGER, "not self.jobs.d2h and not self.jobs.readings and", "not self.jobs.d2h and"),
     (LEDGER, "        self.jobs.cut_readings()\n", ""),
-    (LEDGER, "        return any(me in reading.threads for reading in list(self.readings.values()))", "        return False"),
+    (PENDING, "        return any(me in reading.threads for reading in list(self.readings.values()))", "        return False"),
     (
         H2D,
         "                if any(uses(source, place) for source in reading.device):\n                    reading.wait()",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-INFLIGHT, LEDGER = "xferlib/in_flight.py", "xferlib/ledger.py"
+INFLIGHT, LEDGER, PENDING = "xferlib/in_flight.py", "xferlib/ledger.py", "xferlib/pending.py"
 
 MUTANTS = [
     # What is not done is let go of.
@@ -12,8 +12,8 @@ MUTANTS = [
     (INFLIGHT, "max(map(_RECORDED, entries[:-1])) > last.asked", "False"),
     (INFLIGHT, "if entry is last or entry.recorded < last.asked]", "if entry is last or entry.asked < last.asked]"),
     # Two threads that wait for each other, or memory that is unlocked under a copy.
-    (LEDGER, " and not (fills and isinstance(work, Fill))", ""),
-    (LEDGER, "if work.owner != me]", "if work.owner != me and not isinstance(work, Fill)]"),
+    (PENDING, " and not (fills and isinstance(work, Fill))", ""),
+    (PENDING, "if work.owner != me]", "if work.owner != me and not isinstance(work, Fill)]"),
     # A finalizer waits for the thread that it runs on.
     (LEDGER, "        if is_copy_thread():\n            return False\n", ""),
     (LEDGER, "others = [] if is_copy_thread() else [", "others = ["),
@@ -35,7 +35,7 @@ MUTANTS = [
     (INFLIGHT, "gone, more = self._take_done(newest)", "gone, more = self._take_done(newest)[0], True"),
     # Nobody waits for what another stager's jobs use.
     (LEDGER, " or ledger.jobs.wait_user(job_concerns)\n", "\n"),
-    (LEDGER, "if not isinstance(work, Fill) and uses_it(work):", "if not isinstance(work, Fill):"),
+    (PENDING, "if not isinstance(work, Fill) and uses_it(work):", "if not isinstance(work, Fill):"),
     # Another thread adds meanwhile.
     (INFLIGHT, "        except RuntimeError:\n            # Another", "        except ZeroDivisionError:\n            # Another"),
 ]
