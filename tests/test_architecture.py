@@ -68,6 +68,7 @@ FLOORS = [
     {"xferlib.pipeline.background"},
     {"xferlib.pipeline.prefetch"},
     {"xferlib.pipeline.drain"},
+    {"xferlib.pipeline.drained"},
     {"xferlib.pipeline.stream"},
     {"xferlib.files.names", "xferlib.files.patterns"},
     {"xferlib.files.formats", "xferlib.files.series"},

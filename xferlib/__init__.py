@@ -52,9 +52,9 @@ from xferlib.overlap.report import OverlapReport as OverlapReport
 from xferlib.overlap.report import OverlapRow as OverlapRow
 from xferlib.overlap.report import Spread as Spread
 from xferlib.pipeline.drain import Drain as Drain
-from xferlib.pipeline.drain import Drained as Drained
 from xferlib.pipeline.drain import Results as Results
-from xferlib.pipeline.drain import drain as drain
+from xferlib.pipeline.drained import Drained as Drained
+from xferlib.pipeline.drained import drain as drain
 from xferlib.pipeline.host_tree import HostTree as HostTree
 from xferlib.pipeline.memory_estimate import MemoryEstimate as MemoryEstimate
 from xferlib.pipeline.prefetch import Prefetch as Prefetch

@@ -25,6 +25,7 @@ FILES = {
     "source_thread.py",
     "prefetch.py",
     "drain.py",
+    "drained.py",
     "stream.py",
     "wakeup.py",
     "failed.py",

@@ -15,7 +15,7 @@ import xferlib
 from tests.core.fakes import on_thread
 from tests.pipeline.failing import Lost, failing_copies, outcomes
 from tests.pipeline.steps import PATIENCE, PutBy, Source, part, thread_of, until
-from xferlib.pipeline.drain import Drained
+from xferlib.pipeline.drained import Drained
 
 Loop = xferlib.Prefetch | Drained
 Maker = Callable[[Any, xferlib.Stager, int], Loop]

@@ -111,8 +111,8 @@ DETAILS = {
 }
 FILES = {
     "prefetch": ("prefetch.py", "background.py", "source_thread.py", "workers/run.py"),
-    "stream_map": ("stream.py", "drain.py", "source_thread.py", "workers/run.py"),
-    "drain": ("drain.py", "source_thread.py", "workers/run.py"),
+    "stream_map": ("stream.py", "drain.py", "drained.py", "source_thread.py", "workers/run.py"),
+    "drain": ("drain.py", "drained.py", "source_thread.py", "workers/run.py"),
     "hand": ("drain.py", "workers/run.py"),
 }
 

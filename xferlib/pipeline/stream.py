@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final, overload
 
 from xferlib.memory.arrays import Array
-from xferlib.pipeline.drain import Drained
+from xferlib.pipeline.drained import Drained
 from xferlib.pipeline.one_pass import known_length
 from xferlib.pipeline.prefetch import Prefetch, prefetch
 from xferlib.stager import Stager, check_stager

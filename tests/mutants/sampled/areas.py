@@ -311,7 +311,10 @@ AREAS = {
                 *pipeline("sources_and_bills"),
             ),
             "/host_tree.py": pipeline("host_tree"),
-            "/drain.py": pipeline("drain*", "one_pass*", "stream", "closing_meanwhile", "report", "sources_and_bills"),
+            **dict.fromkeys(
+                ("/drain.py", "/drained.py"),
+                pipeline("drain*", "one_pass*", "stream", "closing_meanwhile", "report", "sources_and_bills"),
+            ),
             "/ends.py": pipeline("drain", "ring", "ring_reuse", "released_slots", "stream", "sources_and_bills"),
             "/stream.py": pipeline("stream", "one_pass*", "report", "sources_and_bills"),
             "/report.py": pipeline("report", "stream", "sources_and_bills"),

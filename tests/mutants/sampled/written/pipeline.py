@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+DRAINED = "xferlib/pipeline/drained.py"
 RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED, HOST = (
     f"xferlib/pipeline/{name}.py"
     for name in (
@@ -94,7 +95,11 @@ MUTANTS = [
         "        users += [job.done for job in ledger.jobs.using([(address, nbytes)])]\n",
         "",
     ),
-    (DRAIN, "and self._drain.pending <= self._drain.depth:", "and self._drain.pending < self._drain.depth:"),
+    (
+        "xferlib/pipeline/drained.py",
+        "and self._drain.pending <= self._drain.depth:",
+        "and self._drain.pending < self._drain.depth:",
+    ),
     (CLOCK, "        seconds = min(seconds, self._seconds.get(source, 0.0))\n", ""),
     (ROWS, "        if end > self.rows:", "        if end >= self.rows:"),
     (UNSHARED, "if count != _ALONE + owners or weakref.getweakrefcount(item):", "if count != _ALONE + owners:"),
