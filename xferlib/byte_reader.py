@@ -170,7 +170,7 @@ class ByteReader:
                 self._copy(address, sources, starts, sizes)
                 event = self._d2h.add(total, (out,), sources).event
             except BaseException:
-                self._d2h.settle((sources, out), (out,), sources)
+                self._d2h.quiesce((sources, out), (out,), sources)
                 raise
         return Transfer(out[:total], event, self._failures, True)
 

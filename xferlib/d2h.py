@@ -282,7 +282,7 @@ class DeviceToHost:
             self._backend.copy_d2h(address, source.address, nbytes)
             event = self._d2h.add(nbytes, (out,), (source,), looked=looks).event
         except BaseException:
-            self._d2h.settle((source, out), (out,), (source,))
+            self._d2h.quiesce((source, out), (out,), (source,))
             raise
         return Transfer(out if spec is None else unflatten(spec, (out,)), event, self._failures, True, None, self._table)
 
@@ -389,14 +389,14 @@ class DeviceToHost:
                 # Results that were pinned from the start are counted already.
                 event = self._d2h.add(sum([array.nbytes for _, array in pageable]), outs, sources, looked=looked).event
         except BaseException:
-            self._d2h.settle((sources, outs), outs, sources)
+            self._d2h.quiesce((sources, outs), outs, sources)
             raise
         assert event is not None
         return event, self._failures
 
     def _copy_locked(self, pageable: list[tuple[int, Array]], after: Event | None) -> bool:
         """Block until the results are page-locked, then start the copies to them. False: not all of them could be locked."""
-        addresses = [self._host.settled_address(array) for _, array in pageable]
+        addresses = [self._host.locked_address(array) for _, array in pageable]
         if None in addresses:
             return False
         self._staging.wait_issued()

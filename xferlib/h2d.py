@@ -162,7 +162,7 @@ class HostToDevice:
             for job in begun:
                 job.given_up = True
                 self._staging.give_up(job)
-            self._h2d.settle(lease)
+            self._h2d.quiesce(lease)
             raise
         return event, value
 
@@ -200,7 +200,7 @@ class HostToDevice:
                 self._copy_h2d(to, address, nbytes)
                 event = self._h2d.add(nbytes, (array,), overwritten).event
             except BaseException:
-                self._h2d.settle((array, target), (array,), overwritten)
+                self._h2d.quiesce((array, target), (array,), overwritten)
                 raise
         else:
             found = self._stage_one(to, array, overwritten, target) if address is None else None
@@ -289,7 +289,7 @@ class HostToDevice:
             # then overwrite it.
             copy = self._staging.borrow(staged, until_started=leases, beside=pinned)
         except BaseException:
-            self._h2d.settle((pinned, leases), pinned)
+            self._h2d.quiesce((pinned, leases), pinned)
             raise
 
         def make() -> Any:
@@ -385,7 +385,7 @@ class HostToDevice:
                 self._order_after(entry.event, ledger, entry.event)
 
     def _order_after(self, event: Event | None, ledger: Ledger, end: Event) -> None:
-        if event is not None and ledger.place == self._ledger.place:
+        if event is not None and ledger.backend_device == self._ledger.backend_device:
             self._backend.order_h2d(event)
             return
         with suppress(Exception):
@@ -412,7 +412,7 @@ class HostToDevice:
             # Staged leaves are the caller's again as soon as they are staged; pinned ones are not.
             return self._h2d.add(nbytes, pinned, overwritten).event if event is None else event
         except BaseException:
-            self._h2d.settle((pinned, target), pinned, overwritten)
+            self._h2d.quiesce((pinned, target), pinned, overwritten)
             raise
 
     def _copy_pinned(

@@ -113,7 +113,7 @@ class InFlight:
             self.reap(newest=asked)
         return entry
 
-    def settle(self, keepalive: object, host: Sequence[Array] = (), device: Sequence[Source] = ()) -> bool:
+    def quiesce(self, keepalive: object, host: Sequence[Array] = (), device: Sequence[Source] = ()) -> bool:
         """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
 
         If this is interrupted in turn, what may still be read or written is in flight as ever: `host`, `device`, see `Entry`. Only
@@ -134,7 +134,7 @@ class InFlight:
         return True
 
     def _hold(self, keepalive: object, host: Sequence[Array], device: Sequence[Source]) -> None:
-        """Hold it until nobody uses it, though `settle` was interrupted, or met what the backend does not name: else for good."""
+        """Hold it until nobody uses it, though `quiesce` was interrupted, or met what the backend does not name: else for good."""
         if any(entry.keepalive is keepalive for entry in self.entries()):
             return
         try:

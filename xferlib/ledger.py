@@ -41,8 +41,8 @@ class Ledger:
         self.d2h = InFlight(backend.record_d2h, backend.failures)
         self.jobs = Jobs()
         self.views = Views(backend)
-        self.place = (backend.name, backend.device)
-        """Which backend and device. If two stagers have the same place, their streams can wait for each other's events."""
+        self.backend_device = (backend.name, backend.device)
+        """Stagers for which this is equal can have their streams wait for each other's events."""
         self.wait_issued: Callable[[Source], None] = lambda target: None
         """Blocks until the copies that read this memory, and are not started yet, are started."""
         _open[id(self)] = self

@@ -401,7 +401,7 @@ class Stager:
             device_waits=self._blocks.waits,
             h2d_nbytes=self._ledger.h2d.nbytes,
             d2h_nbytes=self._ledger.d2h.nbytes,
-            synchronous=self._staging.leaves,
+            synchronous=self._staging.synchronous,
         )
 
     @property

@@ -263,20 +263,20 @@ def test_a_failed_record_holds_what_it_was_given_no_longer_and_nothing_else_is_l
     assert alive() is not None
 
 
-def test_settle_waits_and_swallows_the_failure_of_the_copy() -> None:
+def test_quiesce_waits_and_swallows_the_failure_of_the_copy() -> None:
     point = Point(error=OSError("broken"))
-    queue_of(point).settle(None)
+    queue_of(point).quiesce(None)
     assert point.synchronized == 1
 
 
-def test_settle_does_not_wait_on_a_thread_that_makes_the_copies() -> None:
+def test_quiesce_does_not_wait_on_a_thread_that_makes_the_copies() -> None:
     """A finalizer whose start fails there would wait for itself."""
     point, thing = Point(), Thing()
     queue, alive = queue_of(point), weakref.ref(thing)
 
     def fail(thing: Thing) -> None:
         note_copy_thread()
-        assert queue.settle(thing)
+        assert queue.quiesce(thing)
 
     on_thread(partial(fail, thing)).result(10)
     del thing
@@ -287,14 +287,14 @@ def test_settle_does_not_wait_on_a_thread_that_makes_the_copies() -> None:
     assert alive() is None
 
 
-def test_settle_keeps_memory_for_ever_if_nobody_can_say_when_the_copy_ends() -> None:
+def test_quiesce_keeps_memory_for_ever_if_nobody_can_say_when_the_copy_ends() -> None:
     def record() -> Point:
         raise OSError("no event")
 
     queue = InFlight(record, (OSError,))
     thing = Thing()
     alive = weakref.ref(thing)
-    queue.settle(thing)
+    queue.quiesce(thing)
     del thing
     queue.reap()
     gc.collect()
@@ -302,7 +302,7 @@ def test_settle_keeps_memory_for_ever_if_nobody_can_say_when_the_copy_ends() -> 
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_settle_keeps_memory_for_ever_whatever_is_raised(error: type[BaseException]) -> None:
+def test_quiesce_keeps_memory_for_ever_whatever_is_raised(error: type[BaseException]) -> None:
     def record() -> Point:
         raise error("no event")
 
@@ -310,14 +310,14 @@ def test_settle_keeps_memory_for_ever_whatever_is_raised(error: type[BaseExcepti
     thing = Thing()
     alive = weakref.ref(thing)
     with pytest.raises(error):
-        queue.settle(thing)
+        queue.quiesce(thing)
     del thing
     queue.reap()
     gc.collect()
     assert alive() is not None
 
 
-def test_settle_that_is_interrupted_once_holds_memory_until_nobody_uses_it() -> None:
+def test_quiesce_that_is_interrupted_once_holds_memory_until_nobody_uses_it() -> None:
     point, thing, interrupts = Point(), Thing(), iter([KeyboardInterrupt])
 
     def record() -> Point:
@@ -327,7 +327,7 @@ def test_settle_that_is_interrupted_once_holds_memory_until_nobody_uses_it() -> 
 
     queue, alive = InFlight(record, (OSError,)), weakref.ref(thing)
     with pytest.raises(KeyboardInterrupt):
-        queue.settle(thing)
+        queue.quiesce(thing)
     del thing
     queue.reap()
     assert alive() is not None
@@ -336,7 +336,7 @@ def test_settle_that_is_interrupted_once_holds_memory_until_nobody_uses_it() -> 
     assert alive() is None
 
 
-def test_settle_that_is_interrupted_behind_its_entry_keeps_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiesce_that_is_interrupted_behind_its_entry_keeps_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     point, thing = Point(), Thing()
     queue, alive = queue_of(point), weakref.ref(thing)
     add = InFlight.add
@@ -347,14 +347,14 @@ def test_settle_that_is_interrupted_behind_its_entry_keeps_nothing_for_ever(monk
 
     monkeypatch.setattr(InFlight, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        queue.settle(thing)
+        queue.quiesce(thing)
     del thing
     point.reached = True
     queue.reap()
     assert alive() is None
 
 
-def test_what_settle_keeps_is_held_as_it_waits_and_is_nothing_that_a_copy_reads() -> None:
+def test_what_quiesce_keeps_is_held_as_it_waits_and_is_nothing_that_a_copy_reads() -> None:
     """Other threads ask meanwhile who uses what."""
 
     class Looks(Point):
@@ -365,7 +365,7 @@ def test_what_settle_keeps_is_held_as_it_waits_and_is_nothing_that_a_copy_reads(
     found: list[Entry] = []
     thing = Thing()
     queue = queue_of(Looks())
-    assert queue.settle(thing)
+    assert queue.quiesce(thing)
     (entry,) = found
     assert entry.keepalive is thing
     assert not entry.uses_device(Source(0, 1 << 40, None))
@@ -373,7 +373,7 @@ def test_what_settle_keeps_is_held_as_it_waits_and_is_nothing_that_a_copy_reads(
 
 
 @pytest.mark.parametrize("interrupts", [0, 1])
-def test_what_a_copy_uses_is_in_use_behind_an_interrupt_of_settle(interrupts: int) -> None:
+def test_what_a_copy_uses_is_in_use_behind_an_interrupt_of_quiesce(interrupts: int) -> None:
     """It is asked for by whoever would write it again, or unlock it, as long as the copy goes on."""
 
     class Interrupted(Point):
@@ -389,7 +389,7 @@ def test_what_a_copy_uses_is_in_use_behind_an_interrupt_of_settle(interrupts: in
 
     queue = InFlight(record, (OSError,))
     with pytest.raises(KeyboardInterrupt):
-        queue.settle(None, (array,), (Source(1 << 40, 10, None),))
+        queue.quiesce(None, (array,), (Source(1 << 40, 10, None),))
     (entry,) = queue.entries()
     assert entry.uses_host(array.ctypes.data + 9, 1)
     assert entry.uses_device(Source((1 << 40) + 9, 1, None))
@@ -398,7 +398,7 @@ def test_what_a_copy_uses_is_in_use_behind_an_interrupt_of_settle(interrupts: in
     assert not queue.busy
 
 
-def test_wherever_settle_is_interrupted_behind_its_entry_what_a_copy_uses_is_in_use() -> None:
+def test_wherever_quiesce_is_interrupted_behind_its_entry_what_a_copy_uses_is_in_use() -> None:
     array, target = np.zeros(10, np.uint8), Source(1 << 40, 10, None)
 
     class Pending(Point):
@@ -407,7 +407,7 @@ def test_wherever_settle_is_interrupted_behind_its_entry_what_a_copy_uses_is_in_
 
     for number in itertools.count(2):
         queue = InFlight(Pending, (OSError,))
-        cut = interrupted_at(number, ("xferlib/in_flight.py",), lambda: queue.settle(array, (array,), (target,)))  # noqa: B023
+        cut = interrupted_at(number, ("xferlib/in_flight.py",), lambda: queue.quiesce(array, (array,), (target,)))  # noqa: B023
         assert any(entry.uses_host(array.ctypes.data, 1) and entry.uses_device(target) for entry in queue.entries())
         assert not queue._stuck
         if not cut:
@@ -432,7 +432,7 @@ def test_a_forked_child_lets_go_of_nothing_that_was_in_flight_in_its_parent() ->
         queue = InFlight(record, (OSError,))
         queue.add(1, (), (), Thing())
         broken.append(None)
-        assert not queue.settle(Thing())
+        assert not queue.quiesce(Thing())
         child = os.fork()
         if child == 0:
             gone = not queue.busy

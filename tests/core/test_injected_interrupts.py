@@ -136,7 +136,7 @@ class Blocks:
     def check(self) -> None:
         cache, device = self.cache, self.device
         assert until(lambda: not cache._at_work)
-        cache._alone(bool)
+        cache._step(bool)
         idle = [row for cell in cache._idle.values() for row in cell]
         leased, doomed = list(cache._leased.values()), list(cache._doomed)
         assert sorted(map(id, idle + leased + doomed)) == sorted(map(id, cache._rows.values()))
@@ -225,7 +225,7 @@ class Pool:
     def check(self) -> None:
         pool, driver = self.pool, self.driver
         assert until(lambda: not pool._at_work)
-        pool._alone(bool)
+        pool._step(bool)
         assert not pool._growing
         reserved = sum(pool._reserved.values())
         assert pool.nbytes - reserved == sum(driver.live.values())

@@ -595,7 +595,7 @@ def test_a_second_interrupt_leaves_the_source_with_whoever_still_reads_it(
     with held(engines(stager).h2d):
         monkeypatch.setattr(Job, "wait_for", interrupted)
         monkeypatch.setattr(Job, "abandon", interrupted)
-        monkeypatch.setattr(stager._puts._h2d, "settle", lambda *held: False)
+        monkeypatch.setattr(stager._puts._h2d, "quiesce", lambda *held: False)
         with pytest.raises(KeyboardInterrupt):
             stager.put(source)
         monkeypatch.undo()
@@ -625,7 +625,7 @@ def test_a_second_interrupt_leaves_the_memory_with_whoever_still_writes_it(
     with held(engines(stager).h2d):
         monkeypatch.setattr(Job, "wait_for", interrupted)
         monkeypatch.setattr(Job, "abandon", interrupted)
-        monkeypatch.setattr(stager._puts._h2d, "settle", lambda *held: False)
+        monkeypatch.setattr(stager._puts._h2d, "quiesce", lambda *held: False)
         with suppress(KeyboardInterrupt):
             stager.put(leaves)
         monkeypatch.undo()

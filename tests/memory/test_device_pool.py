@@ -162,7 +162,7 @@ def test_a_stream_is_noted_with_whichever_stager_has_the_memory(monkeypatch: pyt
     note_reader(Source(leases[owner][0].address, 1, None), Stream(7, None), caches[1])
     leases.clear()
     for each in caches:
-        each._alone(bool)
+        each._step(bool)
     assert [device.retired for device in devices] == [[[Stream(7, None)] if number == owner else []] for number in range(3)]
 
 
@@ -346,7 +346,7 @@ def test_an_idle_block_keeps_no_stream() -> None:
     del kept
     assert gone() is not None
     del lease
-    blocks._alone(bool)
+    blocks._step(bool)
     device.retired.clear()
     assert gone() is None
 
@@ -499,7 +499,7 @@ def test_of_blocks_behind_several_streams_the_copies_wait_for_the_oldest() -> No
     addresses = [block.address for block, _ in leases]
     while leases:
         del leases[0]
-        blocks._alone(bool)
+        blocks._step(bool)
     held = []
     for address, fence in zip(addresses, fences, strict=True):
         held.append(blocks.lease(MIB, {}))

@@ -319,7 +319,7 @@ def test_what_could_not_be_freed_after_close_is_looked_at_again() -> None:
     blocks = cache(device)
     leave_idle(blocks, device, Point(reached=True))
     # So far it is known to nobody that the lease has ended.
-    blocks._alone(bool)
+    blocks._step(bool)
     device.refused = 1
     assert blocks.settle()
     assert device.freed == []
@@ -366,7 +366,7 @@ def test_a_forked_child_frees_no_block_that_was_not_leased(monkeypatch: pytest.M
     leave_idle(blocks, device, Point(reached=True))
     if state == "idle":
         # So far it is known to nobody that the lease has ended.
-        blocks._alone(bool)
+        blocks._step(bool)
     else:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(blocks, "_free_doomed", interrupt)

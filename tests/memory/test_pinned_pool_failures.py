@@ -63,7 +63,7 @@ def test_a_segment_that_the_driver_has_refused_to_free_is_not_freed_by_whoever_h
     driver = Failing(before=OSError("busy"))
     pool = driver.pool(8 * MIB)
     pool.take(2 * MIB)
-    pool._alone(pool._segments.evict, None)
+    pool._step(pool._segments.evict, None)
     (segment,) = pool._segments.freeable()
     with pytest.raises(OSError, match="busy"):
         pool._unpin(segment)

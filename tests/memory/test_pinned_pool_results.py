@@ -435,7 +435,7 @@ def test_a_finalizer_inside_the_pool_waits_for_no_lock(backend: Gated, stager: x
         Cycle(stager._pool.idle, outcomes)
         gc.collect()
 
-    on_thread(lambda: stager._pool._alone(step)).result(WATCHDOG)
+    on_thread(lambda: stager._pool._step(step)).result(WATCHDOG)
     assert "Ask from ordinary code" in outcomes[0]
     backend.gate.set()
     stager.idle()
@@ -455,7 +455,7 @@ def test_a_finalizer_inside_the_pool_waits_for_no_transfer_of_others(backend: Ga
         Cycle(stager.idle, outcomes)
         gc.collect()
 
-    stepped = on_thread(lambda: stager._pool._alone(step))
+    stepped = on_thread(lambda: stager._pool._step(step))
     until(lambda: outcomes)
     assert "Ask from ordinary code" in outcomes[0]
     stepped.result(WATCHDOG)
@@ -478,7 +478,7 @@ def test_a_pin_that_is_closed_inside_the_pool_waits_for_no_transfer_of_others_an
         Cycle(pin.close, outcomes)
         gc.collect()
 
-    stepped = on_thread(lambda: stager._pool._alone(step))
+    stepped = on_thread(lambda: stager._pool._step(step))
     stepped.result(WATCHDOG)
     assert outcomes == ["done"]
     others[0].result(WATCHDOG)
@@ -999,7 +999,7 @@ def test_nobody_who_keeps_the_lock_from_being_made_waits_for_it(backend: Gated, 
     assert backend.began.wait(WATCHDOG)
     # As by a finalizer that the collector has nothing to do with.
     with pytest.raises(AllocationError, match="Ask from ordinary code"):
-        on_thread(lambda: stager._pool._alone(stager._pool.idle)).result(WATCHDOG)
+        on_thread(lambda: stager._pool._step(stager._pool.idle)).result(WATCHDOG)
     backend.gate.set()
     stager.idle()
     assert len(refused) == COUNT
@@ -1029,8 +1029,8 @@ def test_what_is_about_to_be_given_back_is_not_locked_first(monkeypatch: pytest.
     pool = later(driver, limit=ROOM)
     pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)
     assert len(driver.live) == COUNT
-    assert pool._alone(pool._segments.evict, None)
-    assert pool._alone(pool._segments.claim) is None
+    assert pool._step(pool._segments.evict, None)
+    assert pool._step(pool._segments.claim) is None
     # Nobody waits for it, either.
     on_thread(pool.idle).result(WATCHDOG)
     pool.trim()

@@ -26,12 +26,12 @@ class Counter(Table):
     def ask(self, number: int, nbytes: int) -> object:
         """Count memory to come, and return what somebody holds who waits for it."""
         held = self._returns.ticket(number)
-        self._alone(self._growing.__setitem__, number, Growth(nbytes))
+        self._step(self._growing.__setitem__, number, Growth(nbytes))
         return held
 
     def grow(self, number: int, driver: Callable[[], int]) -> None:
         with self._grows(number):
-            self._alone(self._enter, number, driver())
+            self._step(self._enter, number, driver())
 
     def _enter(self, number: int, nbytes: int) -> None:
         if not self._grown(number):
@@ -60,7 +60,7 @@ def test_memory_counts_once_from_when_it_is_asked_for_until_it_is_given_back() -
     table.grow(1, driver)
     assert (seen, table.nbytes, table.unwanted) == ([10], 10, [])
     del held
-    table._alone(bool)
+    table._step(bool)
     assert table.nbytes == 0
 
 
@@ -97,7 +97,7 @@ def test_memory_that_is_given_up_while_the_driver_is_asked_is_entered_and_wanted
 
     def driver() -> int:
         held.clear()
-        table._alone(bool)
+        table._step(bool)
         assert table.nbytes == 10
         return 10
 
@@ -122,7 +122,7 @@ def test_memory_that_is_given_up_just_when_its_growth_ends_is_given_up_once() ->
     held = table._returns.ticket(1)
     table._growing[1] = Ending(10)
     del held
-    table._alone(bool)
+    table._step(bool)
     assert table.nbytes == 0
 
 

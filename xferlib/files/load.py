@@ -176,7 +176,7 @@ def load(
                 raise
             why = "a save to it is under way, and the file gets its name at the end. Call result() of the save first"
             raise FileNotFoundError(errno.ENOENT, why, error.filename) from error
-        if selection.alone and names is not None:
+        if selection.is_unnamed and names is not None:
             raise ValueError(f"{selection.shown} holds one array, without a name. Leave names out")
         likes = {} if parts is None else _likes(selection, parts)
         ahead = files.enter_context(ReadAhead()) if puts.whole else None
@@ -190,7 +190,7 @@ def load(
         found = _Load(selection, puts, conversions, trees, likes, tell, behind).run(ahead)
         if parts is not None:
             return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
-    return next(iter(found.values())) if selection.alone else found
+    return next(iter(found.values())) if selection.is_unnamed else found
 
 
 @final
@@ -428,7 +428,7 @@ def _stretches(piece: _OnePut) -> Iterator[Stretch]:
 
 def _likes(selection: Selection, parts: Named) -> dict[str, Any]:
     """Return what `like` has for each array. Raises `ValueError` for a tree where the file's one array has no name."""
-    if selection.alone and parts.spec is not None:
+    if selection.is_unnamed and parts.spec is not None:
         raise ValueError(f"{selection.shown} holds one array, and like is a tree")
     likes = dict(zip(parts.names, parts.leaves, strict=True))
     for name in likes:

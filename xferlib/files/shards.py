@@ -42,7 +42,7 @@ class Selection(NamedTuple):
     arrays: dict[str, Reader]
     """By name, in the order of the result."""
     readers: list[Reader]
-    alone: bool
+    is_unnamed: bool
     """Whether it is one array without a name."""
     known: Sequence[str]
 

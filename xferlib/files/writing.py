@@ -73,7 +73,7 @@ class Writing:
                 self._outcome.was_read.open()
             self._outcome.enter()
             if not self._on_threads():
-                self._alone()
+                self._write_here()
         except BaseException:
             if self._outcome.drop():
                 self._reader.close()
@@ -87,7 +87,7 @@ class Writing:
             return False
         return True
 
-    def _alone(self) -> None:
+    def _write_here(self) -> None:
         """Write the file on the calling thread, to which an interrupt may come at any point."""
         try:
             if self._outcome.begin():

@@ -96,7 +96,7 @@ class DevicePool(Table):
         number = self._count()
         # First: whatever happens from here on, what the lease has by then goes back.
         held = ticket(self._returns.put, number)
-        row = self._alone(self._reuse, size, number, streams)
+        row = self._step(self._reuse, size, number, streams)
         if row is None:
             row = self._find(size, number, streams)
         return row.block, held
@@ -109,7 +109,7 @@ class DevicePool(Table):
         for size in map(size_class, sizes):
             number = self._count()
             held = ticket(self._returns.put, number)
-            row, reserved = self._alone(self._reuse_or_make_room, size, number, streams)
+            row, reserved = self._step(self._reuse_or_make_room, size, number, streams)
             if reserved:
                 row = self._grow(size, number, streams)
             if row is None:
@@ -231,7 +231,7 @@ class DevicePool(Table):
         collected = False
         while True:
             changes = self._changes
-            row = self._alone(self._reuse, size, number, streams)
+            row = self._step(self._reuse, size, number, streams)
             if row is not None:
                 if behind:
                     self._have_one_more(size)
@@ -239,7 +239,7 @@ class DevicePool(Table):
             behind = False
             if self._doomed:
                 uninterrupted(self._free_doomed)
-            row, reserved = self._alone(self._make_room, size, number, streams)
+            row, reserved = self._step(self._make_room, size, number, streams)
             if row is not None:
                 return row
             if reserved:
@@ -373,7 +373,7 @@ class DevicePool(Table):
         self._doom([row for idle in self._idle.values() for row in idle])
 
     def _trim(self) -> None:
-        self._alone(self._doom_all)
+        self._step(self._doom_all)
         self._free_doomed()
 
     def _free_doomed(self) -> None:
@@ -448,7 +448,7 @@ class DevicePool(Table):
     def _enter(self, row: BlockRow, streams: Streams) -> BlockRow:
         """Enter a new block, leased or, where nobody waits for it, idle."""
         try:
-            self._alone(self._entered, row, streams)
+            self._step(self._entered, row, streams)
         except BaseException:
             # What ended meanwhile could not be settled. The block is there all the same: the next step finds it idle.
             with self._lock:
@@ -487,7 +487,7 @@ class DevicePool(Table):
         """Take as many spares as blocks wait for their readers, but only a few: each one costs more than a small put does."""
         if size > SPARE_NBYTES:
             return
-        behind = self._alone(lambda: len(self._idle.get(size, ())))
+        behind = self._step(lambda: len(self._idle.get(size, ())))
         for _ in range(min(behind, SPARES, SPARE_NBYTES // size)):
             if not self._add_spare(size):
                 return
@@ -510,7 +510,7 @@ class DevicePool(Table):
         with self._at_work:
             # Counted and taken back on this thread: no lease has this number, so no lease's end would settle it.
             number = self._count()
-            if not self._alone(self._reserve_spare, size, number):
+            if not self._step(self._reserve_spare, size, number):
                 return False
             with self._grows(number):
                 self._enter(BlockRow(number, self._backend.alloc_device(size)), {})

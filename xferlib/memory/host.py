@@ -116,7 +116,7 @@ class HostMemory:
         # Drivers are asked about both ends. Between two pins there may be memory that no copy engine can use.
         return address if self._is_pinned(address, nbytes) and not self._splits(address, nbytes) else None
 
-    def settled_address(self, array: Array) -> int | None:
+    def locked_address(self, array: Array) -> int | None:
         """Return the same, but first block until memory that is about to be page-locked is locked."""
         pool = awaiting(address_of(array), array.nbytes)
         if pool is not None:
@@ -134,7 +134,7 @@ def mappable(array: object, host: HostMemory) -> tuple[Array, int]:
         raise ValueError("the array is not contiguous in C order. Map the array that it is a view of, and cut the view")
     if not plain.flags.writeable:
         raise ValueError("the array is read-only, and the device could write to it. Map an array that may be written")
-    address = host.settled_address(plain)
+    address = host.locked_address(plain)
     if address is None:
         raise ValueError(
             "the array is not in pinned memory, and the device reaches no other. Fill one from stager.empty_pinned(...), or put it"

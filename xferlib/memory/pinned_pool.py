@@ -157,12 +157,12 @@ class PinnedPool(Table):
                     request = _NEW(PoolRequest, (round_up(nbytes, ALIGNMENT), nbytes, None, False, True))
                     number = self._count()
                     asked.append(_Result(index, request, number, ticket(self._returns.put, number)))
-            for result, row in zip(asked, self._alone(self._reuse_for_results, asked) if asked else (), strict=True):
+            for result, row in zip(asked, self._step(self._reuse_for_results, asked) if asked else (), strict=True):
                 if row is None:
                     lacking.append(result)
                 else:
                     found[result.place] = _array(row, result.ticket, *wanted[result.place])
-        counted = bool(lacking) and self._alone(self._count_unlocked, lacking)
+        counted = bool(lacking) and self._step(self._count_unlocked, lacking)
         if counted:
             give_way()
             # If this call is interrupted, all rows go back with their tickets.
@@ -186,7 +186,7 @@ class PinnedPool(Table):
         number = self._count()
         # First: whatever happens from here on, the row goes back.
         held = ticket(self._returns.put, number)
-        row = self._alone(self._reuse, request, number)
+        row = self._step(self._reuse, request, number)
         if row is None:
             row = self._find(request, number)
         return HostBlock(row.address, size, held)
@@ -196,7 +196,7 @@ class PinnedPool(Table):
         request = PoolRequest(round_up(nbytes, ALIGNMENT), nbytes, taken, False, False)
         number = self._count()
         held = ticket(self._returns.put, number)
-        found = self._alone(self._reuse_or_count, request, number, False)
+        found = self._step(self._reuse_or_count, request, number, False)
         if isinstance(found, Ranges):
             found = uninterrupted(self._lock_new, request, number, found)
         return None if found is None else HostBlock(found.address, found.size, held)
@@ -210,7 +210,7 @@ class PinnedPool(Table):
         looks = 0
         while True:
             changes = self._changes
-            found = self._alone(self._reuse_or_count, request, number, True)
+            found = self._step(self._reuse_or_count, request, number, True)
             if isinstance(found, Ranges):
                 # Outside the lock: page-locking takes milliseconds, and other threads may find idle memory meanwhile.
                 return uninterrupted(self._lock_new, request, number, found)
@@ -244,7 +244,7 @@ class PinnedPool(Table):
         for make_room in (self._reclaimer.reap, self._reclaimer.release, gc.collect, None):
             while True:
                 changes = self._changes
-                if self._alone(self._try_reserve, address, nbytes):
+                if self._step(self._try_reserve, address, nbytes):
                     return
                 if self._segments.freeable():
                     uninterrupted(self._free_evicted)
@@ -296,20 +296,20 @@ class PinnedPool(Table):
                 lock_later(self.lock_next)
                 told = True
             # Where this raises, nothing is locked either.
-            self._alone(bool)
+            self._step(bool)
             time.sleep(ROOM_LOOK_SECONDS)
 
     def lock_next(self) -> int:
         """Lock some memory that is to be locked: see `lock_later`."""
         # From before it is claimed: whoever finds no room except what is claimed waits for this.
         with self._at_work:
-            segment = self._alone(self._claim)
+            segment = self._step(self._claim)
             if segment is None:
                 return 0
             assert self._unlocked is not None
             try:
                 self._unlocked.lock(segment.start)
-                self._alone(self._segments.note_locked, segment)
+                self._step(self._segments.note_locked, segment)
             except BaseException as error:
                 # Whoever has it now has pageable memory, as good as any.
                 segment.refused = True
@@ -323,7 +323,7 @@ class PinnedPool(Table):
     def usage(self) -> Usage:
         """Return the figures of this moment."""
         if not self.entered:
-            self._alone(bool)
+            self._step(bool)
         reserved = sum(list(self._reserved.values()))
         # Looked at once, or what goes meanwhile would be taken off twice.
         segments = {number: segment for number, segment in self._segments.by_number.copy().items() if not segment.refused}
@@ -477,7 +477,7 @@ class PinnedPool(Table):
                 (Segment(result.number, start, nbytes, pageable, locked=False), result.request)
                 for result, start, nbytes in zip(lacking, starts, sizes, strict=True)
             ]
-            rows = self._alone(self._enter, fresh)
+            rows = self._step(self._enter, fresh)
         lock_later(self.lock_next)
         return rows
 
@@ -500,7 +500,7 @@ class PinnedPool(Table):
         assert allocate is not None
         with self._grows(number):
             nbytes = self._growing[number].nbytes
-            (row,) = self._alone(self._enter, [(Segment(number, allocate(nbytes), nbytes, ranges), request)])
+            (row,) = self._step(self._enter, [(Segment(number, allocate(nbytes), nbytes, ranges), request)])
             return row
 
     def _enter(self, fresh: Sequence[tuple[Segment, PoolRequest]]) -> list[PinnedRow]:
@@ -535,7 +535,7 @@ class PinnedPool(Table):
         self._asked_peak = max(self._asked_peak, self._segments.asked_nbytes + self._reserved_asked)
 
     def _trim(self) -> None:
-        self._alone(self._segments.evict, None)
+        self._step(self._segments.evict, None)
         self._free_evicted(pauses=self._reclaimer.busy)
 
     def _free_evicted(self, *, pauses: bool = False) -> None:

@@ -98,7 +98,7 @@ class Table(ABC):
         """Whether the calling thread is in here already, and so is a finalizer now."""
         return self._inside and self._lock._is_owned()  # type: ignore[attr-defined]  # As `threading.Condition` asks.
 
-    def _alone(self, step: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+    def _step(self, step: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """Take a step with the lock, after settling what was given back. Raises `AllocationError` inside another step."""
         with self._lock:
             if self._inside:
@@ -146,7 +146,7 @@ class Table(ABC):
         """
         with self._at_work:
             try:
-                if not self._alone(self._begin, numbers):
+                if not self._step(self._begin, numbers):
                     # The caller was interrupted: nobody will look at what is raised, either.
                     raise AllocationError("nobody waits for this memory any more")
                 yield

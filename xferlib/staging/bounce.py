@@ -87,7 +87,7 @@ class BounceBuffers:
             if kept:
                 self._buffers[size].append((address, memory, number, True))
         except BaseException:
-            self._h2d.settle((target, pinned, fills[-1].memory if fills else None), pinned, overwritten)
+            self._h2d.quiesce((target, pinned, fills[-1].memory if fills else None), pinned, overwritten)
             raise
         finally:
             # If the copy fails, this frame lives as long as the exception.

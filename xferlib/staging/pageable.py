@@ -50,7 +50,8 @@ class Staging:
     """The staging of one stager. Any thread."""
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger, profile: StagingProfile | None = None) -> None:
-        self.leaves = 0
+        self.synchronous = 0
+        """How many leaves made their callers wait for a CPU copy."""
         self._ledger = ledger
         self.profile = profile or given_profile() or StagingProfile(usual_threads(backend.pci_bus_id), CHUNK_NBYTES)
         room = max(PAGE, pool.limit // 2)
@@ -270,7 +271,7 @@ class Staging:
 
     def _count(self, leaves: int) -> None:
         with self._counting:
-            self.leaves += leaves
+            self.synchronous += leaves
 
     def _start(self, lane: Lane, job: Job, pieces: Pieces, nbytes: int, blocks: int) -> None:
         try:

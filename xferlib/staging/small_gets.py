@@ -171,7 +171,7 @@ class SmallGets:
                 start += round_up(array.nbytes, ALIGNMENT)
             return self._d2h.add(0, (), sources, block, looked=True).event
         except BaseException:
-            self._d2h.settle((block, sources), (), sources)
+            self._d2h.quiesce((block, sources), (), sources)
             raise
         finally:
             del block

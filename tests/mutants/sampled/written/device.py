@@ -25,8 +25,8 @@ MUTANTS = [
     (TABLE, "return growth is not None and growth.wanted", "return growth is not None"),
     (
         TABLE,
-        "                if not self._alone(self._begin, numbers):",
-        "                if not self._alone(self._begin, numbers) and False:",
+        "                if not self._step(self._begin, numbers):",
+        "                if not self._step(self._begin, numbers) and False:",
     ),
     (DEVICE, "        if row.fence is None and (streams or not doomed):", "        if row.fence is None:"),
     (DEVICE, "                elif reached:\n", "                elif True:\n"),
@@ -138,8 +138,8 @@ MUTANTS = [
     ),
     (
         DEVICE,
-        "            if not self._alone(self._reserve_spare, size, number):\n                return False\n",
-        "            self._alone(self._reserve_spare, size, number)\n",
+        "            if not self._step(self._reserve_spare, size, number):\n                return False\n",
+        "            self._step(self._reserve_spare, size, number)\n",
     ),
     (DEVICE, "                if behind:\n", "                if True:\n"),
     (DEVICE, "                if behind:\n", "                if False:\n"),

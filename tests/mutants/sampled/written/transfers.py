@@ -49,7 +49,7 @@ MUTANTS = [
         "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
         "return not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
     ),
-    (PUTS, "if event is not None and ledger.place == self._ledger.place:\n", "if event is not None:\n"),
+    (PUTS, "if event is not None and ledger.backend_device == self._ledger.backend_device:\n", "if event is not None:\n"),
     (
         PUTS,
         "self._room(sources, stream)\n            event",
@@ -78,12 +78,12 @@ MUTANTS = [
     ),
     (
         PUTS,
-        "            self._h2d.settle((pinned, target), pinned, overwritten)\n",
+        "            self._h2d.quiesce((pinned, target), pinned, overwritten)\n",
         "",
     ),
     (
         PUTS,
-        "        except BaseException:\n            self._h2d.settle((pinned, leases), pinned)\n            raise",
+        "        except BaseException:\n            self._h2d.quiesce((pinned, leases), pinned)\n            raise",
         "        except BaseException:\n            raise",
     ),
     (
@@ -100,9 +100,9 @@ MUTANTS = [
         "            alike = target.shape == source.shape",
     ),
     (PUTS, '        check_apart([(place.address, place.nbytes) for place in overwritten], "into")\n', ""),
-    (GETS, "self._d2h.settle((sources, outs), outs, sources)", "self._d2h.settle(outs)"),
-    (GETS, "settle((source, out), (out,), (source,))", "settle((source, out))"),
-    (PUTS, "settle((array, target), (array,), overwritten)", "settle((array, target), (), overwritten)"),
+    (GETS, "self._d2h.quiesce((sources, outs), outs, sources)", "self._d2h.quiesce(outs)"),
+    (GETS, "quiesce((source, out), (out,), (source,))", "quiesce((source, out))"),
+    (PUTS, "quiesce((array, target), (array,), overwritten)", "quiesce((array, target), (), overwritten)"),
     (TRANSFER, "            self._make = None\n", "            pass\n"),
     (
         TRANSFER,
