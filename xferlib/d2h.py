@@ -38,7 +38,7 @@ MOST_DTYPES = 64
 
 
 class _Together(NamedTuple):
-    """Results that share memory."""
+    """Results that share a piece of memory: its bytes, and for each result its index and its offset in there."""
 
     nbytes: int
     indices: list[int]
@@ -73,7 +73,7 @@ class _ResultLayout:
 
 @final
 class DeviceToHost:
-    """The D2H half of one stager. Any thread."""
+    """Starts the gets of one stager by `start`, and makes its readers. Any thread. Raises as `Stager.get`."""
 
     def __init__(self, backend: HostStager[Any], host: HostMemory, pool: PinnedPool, staging: Staging, ledger: Ledger) -> None:
         self._backend = backend

@@ -44,7 +44,7 @@ BORROW_FROM_NBYTES = 1 << 20
 
 @final
 class HostToDevice:
-    """The H2D half of one stager. Any thread."""
+    """Starts the puts of one stager: `start` those of trees, `one` those of an array. Any thread. Raises as `Stager.put`."""
 
     def __init__(
         self,

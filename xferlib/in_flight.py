@@ -68,7 +68,7 @@ _NEW = tuple.__new__
 
 @final
 class InFlight:
-    """One direction's copies. Any thread."""
+    """The copies of one direction of one stager, in entries that hold what these need until they are done. Any thread."""
 
     def __init__(self, record: Callable[[], Event], failures: tuple[type[Exception], ...]) -> None:
         self.nbytes = 0

@@ -114,7 +114,7 @@ class Packing:
 
 @final
 class Packings:
-    """The packings used last. Any thread."""
+    """The packings of the puts before, by shapes and dtypes: a loop puts the same tree again and again. Any thread."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Signature, Packing] = OrderedDict()

@@ -50,20 +50,23 @@ def stager(
 ) -> Stager:
     """Open a stager.
 
-    `backend` is a name from `backends()`, "auto", or a `HostStager` of your own. "auto" takes the first by name that is ready on a
-    GPU, else the first that declares itself a fallback. `device` counts as the framework counts. `pinned_limit` and `device_limit`
-    are bytes. The first is the limit of pinned host memory, the pool's and what `pin` and `SharedRing` lock (None: an eighth of the
-    memory this process may use, or half of what is available). The second is the limit of device memory that puts may take (None:
-    what the device has). `when_full` says what to do for an array that finds no room in pinned memory. "wait": wait while transfers
-    in flight will make room, else raise `AllocationError`. "raise": raise it at once. "stage": take pageable memory, which is
-    transferred through the pinned memory that is then kept for it.
-    `strict`: a put that would make its caller wait for a CPU copy raises `ValueError`. Else the first such put of a line issues
-    a `SynchronousTransferWarning`. `staging`: how pageable memory is staged, as "8x2MiB" (threads and chunk size) or a
-    `StagingProfile`. None: what `XFERLIB_STAGING` says, else the default, which suits the usual links.
-    `debug`: find sources of puts, pinned or borrowed, that are written to before their transfer is done. Sums over the sources show
-    it, and `SourceRewrittenError` with the line of the put is raised: by the transfer, or, when nobody holds that any more, by the
-    next put or by `close()`. This costs a pass of the CPU over each source at the put and another when it is done. None: what
-    `XFERLIB_DEBUG` says, "1" or "0".
+    - `backend`: a name from `backends()`, "auto", or a `HostStager` of your own. "auto" takes the first by name that is ready on a
+      GPU, else the first that declares itself a fallback.
+    - `device`: which device, as the framework counts.
+    - `pinned_limit`: bytes of pinned host memory at most: the pool's, and what `pin` and `SharedRing` lock. None: an eighth of the
+      memory this process may use, or half of what is available.
+    - `device_limit`: bytes of device memory that puts may take. None: what the device has.
+    - `when_full`: what to do for an array that finds no room in pinned memory. "wait": wait while transfers in flight will make
+      room, else raise `AllocationError`. "raise": raise it at once. "stage": take pageable memory, which is transferred through the
+      pinned memory that is then kept for it.
+    - `strict`: a put that would make its caller wait for a CPU copy raises `ValueError`. Without it, the first such put of a line
+      issues a `SynchronousTransferWarning`.
+    - `staging`: how pageable memory is staged, as "8x2MiB" (threads and chunk size) or a `StagingProfile`. None: what
+      `XFERLIB_STAGING` says, else the default, which suits the usual links.
+    - `debug`: find sources of puts, pinned or borrowed, that are written to before their transfer is done. The transfer then raises
+      `SourceRewrittenError` with the line of the put; where nobody holds the transfer any more, the next put or `close()` does.
+      This costs a pass of the CPU over each source at the put, and another when it is done, to compare sums. None: what
+      `XFERLIB_DEBUG` says, "1" or "0".
 
     Raises `UnknownBackendError`, or `BackendUnavailableError` with what to do about it.
     """

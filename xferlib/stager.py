@@ -256,18 +256,24 @@ class Stager:
     def put(self, tree: Any, *, into: Any = None, stream: object | None = None, borrow: Borrow = False) -> Transfer[Any]:
         """Start copying a tree of NumPy arrays to the device and return at once.
 
-        For type checkers, a class that names its parts comes out as itself: declare its arrays as `Any`, since the device's arrays
-        are of another library. For the same reason a bare array comes out as `Any`, and a plain dict, list or tuple with `Any` in
-        it. Text, numbers, times, paths and members of enumerations among them ride along: they come out where they stood, and
-        `into` keeps its own. NumPy's scalars, such as `numpy.float32(3)`, are arrays: they come out as arrays of shape ().
         Sources in pinned memory are read after this returns: do not rewrite them before `done()`. Pageable sources are free when it
         returns, which it does when the CPU has copied them. It then issues a `SynchronousTransferWarning`, the first time on each
-        line. `into`: device arrays of the same structure, shapes and dtypes to overwrite; the copy waits for what `stream` (None:
-        the calling thread's current one) has enqueued, so earlier readers are safe. `stream` also waits for the copy, as by
-        `Transfer.stream_wait`. `borrow`: pageable sources are borrowed until `done()` instead, and threads of ours copy large ones
-        after this has returned; `value` then waits on the host until the copies are started. "staged": likewise, but only until
-        `Transfer.wait_staged` has returned; debug mode does not watch these. `borrow` does not go together with `into`: there the
-        CPU has copied pageable sources when this returns.
+        line.
+
+        - `into`: device arrays of the same structure, shapes and dtypes to overwrite. The copy waits for what `stream` (None: the
+          calling thread's current one) has enqueued, so earlier readers are safe. The CPU has copied pageable sources when this
+          returns, so `into` does not go together with `borrow`.
+        - `stream`: this stream also waits for the copy, as by `Transfer.stream_wait`.
+        - `borrow`: True: pageable sources are borrowed until `done()`. Threads of ours copy large ones after this has returned, and
+          `value` then waits on the host until the copies are started. "staged": likewise, but only until `Transfer.wait_staged` has
+          returned; debug mode does not watch these.
+
+        Text, numbers, times, paths and members of enumerations among the arrays ride along: they come out where they stood, and
+        `into` keeps its own. NumPy's scalars, such as `numpy.float32(3)`, are arrays: they come out as arrays of shape ().
+
+        For type checkers, a class that names its parts comes out as itself: declare its arrays as `Any`, since the device's arrays
+        are of another library. For the same reason a bare array comes out as `Any`, and a plain dict, list or tuple with `Any` in
+        it.
 
         Raises before anything starts: `TypeError` and `ValueError` for arguments, `CapabilityError`, `AllocationError`; in debug
         mode `SourceRewrittenError` for an earlier put whose transfer nobody holds any more.
@@ -317,17 +323,20 @@ class Stager:
     def get(self, tree: Any, *, out: Any = None, stream: object | None = None) -> Transfer[Any]:
         """Start copying a tree of device arrays to the host and return at once.
 
+        The copy waits for what produces the arrays. They are read after this returns: do not overwrite them in place before
+        `done()`, or have the stream that overwrites them wait first, by `Transfer.stream_wait`. `put(into=)` waits by itself.
+
+        - `out`: NumPy arrays of the same structure, shapes and dtypes, contiguous and writable. For pageable ones, threads of ours
+          take the last step. Small ones, of at most 512 KiB together, are filled by the caller itself if a GPU has computed them
+          and nothing stands before the copy: that takes microseconds, less than waking a thread.
+        - `stream`: where the arrays do not carry their own order, the copy waits for what this stream (None: the calling thread's
+          current one) has enqueued.
+
+        Without `out` the result is in pinned memory from the pool. Arrays of at most 16 KiB each that belong to one tree lie there
+        together, up to a MiB, so that keeping one keeps those beside it. If the pool has to grow by 8 MiB or more, the new memory
+        is filled through chunks and page-locked soon after this has returned (`idle` waits for that), unless the stager is strict.
+
         Types come out as those of `put` do; a bare array of any library comes out as NumPy's.
-        The copy waits for what produces the arrays. If they do not carry their own order, it waits for what `stream` (None: the
-        calling thread's current one) has enqueued. Without `out` the result is in pinned memory from the pool. Arrays of at most
-        16 KiB each that belong to one tree lie there together, up to a MiB, so that keeping one keeps those beside it. If the pool
-        has to grow by 8 MiB or more, the new memory is filled through chunks and page-locked soon after this has returned (`idle`
-        waits for that), unless the stager is strict.
-        `out`: NumPy arrays of the same structure, shapes and dtypes, contiguous and writable. For pageable ones, threads of ours
-        take the last step. Small ones, of at most 512 KiB together, are filled by the caller itself if a GPU has computed them
-        and nothing stands before the copy: that takes microseconds, less than waking a thread.
-        The arrays are read after this returns. Do not overwrite them in place before `done()`, or have the stream that overwrites
-        them wait first, by `Transfer.stream_wait`. `put(into=)` waits by itself.
 
         Raises as `put` does.
         """

@@ -61,12 +61,19 @@ def refuse_stream_wait() -> NoReturn:
 class Job:
     """One transfer. Any thread. The event of a get that ends with a copy by the CPU. Made by `Lane.job`.
 
-    `owner`: the thread that is starting it, which must not wait for it; None: the engine has all that it needs. `holds`: pinned
-    memory comes back when it has finished. `parts`: how many chunks it can use at once. `memory`: the ranges of the caller's that
-    are used until then. `kept`: held until then. `sources`: arrays that it reads, held until they are staged. `device`: memory of
-    the caller's that it reads there; `after`: an event that its lane waits for before its first copy; `beside`: an event that must
-    be reached, too, before it is done; `event`: the event behind its last copy, once that is issued. `ours`: its result is in
-    memory of ours. `file`: sources in the mapping of it are read from the file itself; until it is submitted.
+    Attributes:
+        owner: The thread that is starting it, which must not wait for it. None: the engine has all that it needs.
+        holds: Whether pinned memory comes back when it has finished.
+        parts: How many chunks it can use at once.
+        memory: The ranges of the caller's host memory that are used until it has finished.
+        device: The memory of the caller's on the device that it reads.
+        kept: Held until it has finished.
+        sources: Arrays that it reads, held until they are staged.
+        file: Where sources lie in the mapping of this file, the engine reads them from the file itself. Until it is submitted.
+        after: An event that its lane waits for before its first copy.
+        beside: An event that must be reached, too, before it is done.
+        event: The event behind its last copy, once that is issued.
+        ours: Whether its result is in memory of ours.
     """
 
     __slots__ = (

@@ -87,7 +87,7 @@ def start_threads(count: int, pci_bus_id: str | None) -> None:
 
 @final
 class Lane:
-    """One direction of one stager. Any thread."""
+    """One direction of one stager in the engine: a copy stream, its jobs, and the chunks that these pass through. Any thread."""
 
     def __init__(
         self, direction: int, backend: HostStager[Any], pool: PinnedPool, jobs: dict[int, Job], *, nbytes: int, most: int

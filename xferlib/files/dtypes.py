@@ -20,7 +20,7 @@ FLOATS = frozenset(EXTENSIONS.values())
 
 @final
 class Conversions:
-    """What `dtype=` says."""
+    """Which arrays of a load are converted on the device, and to which dtype, as its argument `dtype=` says."""
 
     def __init__(self, rule: DtypeRule | None) -> None:
         self._by_pattern: dict[str, np.dtype[Any]] = {}

@@ -190,6 +190,8 @@ class _Pages:
 
 @final
 class _Npy:
+    """See `Reader`. One array without a name, over the pages of the file."""
+
     in_memory = False
 
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
@@ -221,6 +223,8 @@ class _Npy:
 
 @final
 class _Npz:
+    """See `Reader`. The members of an archive, each read into memory."""
+
     in_memory = True
 
     def __init__(self, file: Path, archive: zipfile.ZipFile) -> None:
@@ -320,6 +324,8 @@ def _header(stream: IO[bytes], total: int) -> Header:
 
 @final
 class _Safetensors:
+    """See `Reader`. Tensors over the pages of the file."""
+
     in_memory = False
 
     def __init__(self, file: Path, stream: IO[bytes]) -> None:

@@ -26,7 +26,7 @@ ASSUMED_UP_TO_NBYTES = 64 << 10
 
 @final
 class HostMemory:
-    """Host memory as one backend sees it. Any thread."""
+    """Says of host arrays whether one backend's copy engines use them as they are, and at which address. Any thread."""
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, splits: Callable[[int, int], bool]) -> None:
         """`splits`: see `registered`."""

@@ -19,10 +19,14 @@ __all__ = ["PinnedRow", "Segment", "Segments"]
 
 @final
 class Segment:
-    """A range of memory that is page-locked, or will be: `locked` tells. `refused`: the driver would not lock it. `tried_again`: it
-    was asked once more, or will be.
+    """A range of memory that is page-locked, or will be.
 
-    `freeing`: it is about to be unlocked, and nothing is handed out of it. `claimed`: somebody is locking or unlocking it.
+    Attributes:
+        locked: Whether it is page-locked now.
+        refused: The driver would not lock it.
+        tried_again: The driver was asked once more after a refusal, or will be.
+        freeing: It is about to be unlocked, and nothing is handed out of it.
+        claimed: A thread is locking or unlocking it.
     """
 
     __slots__ = ("claimed", "freeing", "locked", "nbytes", "number", "ranges", "refused", "start", "tried_again")
@@ -48,7 +52,7 @@ class Segment:
 
 @final
 class PinnedRow(NamedTuple):
-    """What is handed out."""
+    """Memory of a segment that somebody holds: `size` bytes, of which `asked` were asked for."""
 
     address: int
     size: int

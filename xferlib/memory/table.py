@@ -68,11 +68,13 @@ class AtWork:
 
 
 class Table(ABC):
-    """Any thread. `memory`: what is asked for here, in words, for refusing a finalizer. `sweep` has those tickets posted that are
-    told of only when somebody asks.
-    """
+    """The rows of one kind of memory, changed in steps that come one at a time. Any thread."""
 
     def __init__(self, memory: str, sweep: Callable[[], object] = bool) -> None:
+        """`memory`: what is asked for here, in words, for refusing a finalizer.
+
+        `sweep` is called before each step: it has tickets posted of which nobody tells without being asked.
+        """
         self._memory = memory
         self._sweep = sweep
         self._torn = self._closed = False

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class OnePass(ABC):
-    """A loop over a source, for one pass. A context manager."""
+    """A loop that goes over its source once. A context manager, which closes the loop."""
 
     _length: int | None
 

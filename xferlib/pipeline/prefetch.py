@@ -259,7 +259,7 @@ class Prefetch(OnePass, Generic[TreeT_co]):
 
 @final
 class _ReportStart(NamedTuple):
-    """Where a report begins."""
+    """What clocks and counters said when the first batch was taken: a report begins there."""
 
     taker: Mapping[str, float]
     thread: Mapping[str, float]

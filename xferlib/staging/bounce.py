@@ -47,7 +47,7 @@ COPY_PIECE_NBYTES = 256 << 10
 
 @final
 class BounceBuffers:
-    """One stager's. Any thread."""
+    """Copies small pageable arrays to the device for one stager, by calls. Any thread. Keeps buffers until `release`."""
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger) -> None:
         self._copy_h2d = backend.copy_h2d

@@ -47,7 +47,10 @@ LEAST_CHUNKS = 2
 
 @final
 class Staging:
-    """The staging of one stager. Any thread."""
+    """Moves pageable memory for one stager: to the device by `stage` and `borrow`, to the host by `copy_out`. Any thread.
+
+    Owns the two lanes, and gives their chunks back by `release` and `close`.
+    """
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger, profile: StagingProfile | None = None) -> None:
         self.synchronous = 0

@@ -63,7 +63,7 @@ FILLED: Final = _FilledEvent()
 
 @final
 class SmallGets:
-    """One stager's. Any thread."""
+    """Fills small pageable arrays from a GPU for one stager, by `fill`. Any thread. Keeps one block until `release`."""
 
     def __init__(self, backend: HostStager[Any], pool: PinnedPool, ledger: Ledger, nbytes: int) -> None:
         """`nbytes`: what one get may have, where the pool's limit has room."""
