@@ -44,7 +44,7 @@ class PackedRun(NamedTuple):
     """None: they have several."""
     pads: Sequence[Array] | None
     """For each leaf, zeros of that dtype (bytes, where they have several) for what lies behind it; None: nothing lies there."""
-    table: np.ndarray[Any, np.dtype[np.uint64]]
+    pieces: np.ndarray[Any, np.dtype[np.uint64]]
     """For each leaf: 0, its offset, its bytes, 0. See `Lane.submit`."""
 
 
@@ -96,10 +96,10 @@ class Packing:
         item = np.dtype(np.uint8) if dtype is None else dtype
         gaps = [-nbytes % ALIGNMENT for nbytes in sizes[:-1]] + [0]
         kinds = {gap: np.zeros(gap // item.itemsize, item) for gap in set(gaps)}
-        table = np.zeros((self.count, 4), np.uint64)
-        table[:, 1], table[:, 2] = self._offsets, sizes
+        pieces = np.zeros((self.count, 4), np.uint64)
+        pieces[:, 1], pieces[:, 2] = self._offsets, sizes
         extent = self._offsets[-1] + sizes[-1]
-        return PackedRun(sum(sizes), extent, max(sizes), dtype, [kinds[gap] for gap in gaps] if any(gaps) else None, table)
+        return PackedRun(sum(sizes), extent, max(sizes), dtype, [kinds[gap] for gap in gaps] if any(gaps) else None, pieces)
 
     def addresses(self, blocks: Sequence[int]) -> list[int]:
         """Return each leaf's address, given the blocks'."""

@@ -63,9 +63,9 @@ _NEW = tuple.__new__
 
 @final
 class _Result(NamedTuple):
-    """A large array of `results`. `place`: its index among those wanted."""
+    """A large array of `results`. `position`: among those wanted."""
 
-    place: int
+    position: int
     request: PoolRequest
     number: int
     ticket: object
@@ -161,7 +161,7 @@ class PinnedPool(Table):
                 if row is None:
                     lacking.append(result)
                 else:
-                    found[result.place] = _array(row, result.ticket, *wanted[result.place])
+                    found[result.position] = _array(row, result.ticket, *wanted[result.position])
         counted = bool(lacking) and self._step(self._count_unlocked, lacking)
         if counted:
             give_way()
@@ -169,7 +169,7 @@ class PinnedPool(Table):
             rows = uninterrupted(self._map_unlocked, lacking)
             give_way()
             for result, row in zip(lacking, rows, strict=False):
-                found[result.place] = _array(row, result.ticket, *wanted[result.place])
+                found[result.position] = _array(row, result.ticket, *wanted[result.position])
         return [self.empty(*one) if array is None else array for one, array in zip(wanted, found, strict=True)]
 
     def take(

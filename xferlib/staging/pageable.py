@@ -132,11 +132,11 @@ class Staging:
         if hosts is None:
             return False
         self._count(len(arrays))
-        table = run.table.copy()
-        table[:, 0] = hosts
-        table[:, 1] += np.uint64(address)
+        copied = run.pieces.copy()
+        copied[:, 0] = hosts
+        copied[:, 1] += np.uint64(address)
         begun.append(self._job(arrays, target))
-        self._start(self._lanes[H2D], begun[0], table, run.nbytes, 1)
+        self._start(self._lanes[H2D], begun[0], copied, run.nbytes, 1)
         return True
 
     def end(self, job: Job) -> None:
