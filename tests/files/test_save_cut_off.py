@@ -439,6 +439,19 @@ def test_a_program_saves_as_it_ends(tmp_path: Path) -> None:
     only(tmp_path, path.name)
 
 
+def test_at_the_end_saves_are_waited_for_before_stagers_are_closed() -> None:
+    """What is registered last is called first."""
+    program = """
+    import atexit
+    register, names = atexit.register, []
+    atexit.register = lambda call, *arguments: (names.append(call.__qualname__), register(call, *arguments))[1]
+    import xferlib
+    print(*names)
+    """
+    names = run_python(program).stdout.split()
+    assert names.index("_close_all") < names.index("wait_for_all")
+
+
 def test_when_everything_has_ended_a_save_is_refused_in_words(tmp_path: Path) -> None:
     """Handlers run in the reverse order of their registration: one from before the import comes last."""
     program = f"""

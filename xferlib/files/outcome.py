@@ -6,7 +6,6 @@ disk is not in here.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
 import warnings
@@ -18,7 +17,7 @@ from xferlib.errors import ClosedError, XferError
 from xferlib.files.series import series_of
 from xferlib.latch import WAIT_SECONDS, Latch
 
-__all__ = ["Outcome", "is_saved_to", "refuse_late"]
+__all__ = ["Outcome", "is_saved_to", "refuse_late", "wait_for_all"]
 
 
 @final
@@ -183,8 +182,8 @@ def _goes_on(number: int) -> bool:
     return outcome is not None and not outcome.is_dropped and not outcome.ended.wait(WAIT_SECONDS)
 
 
-def _wait_for_all() -> None:
-    """At the end of the interpreter, which waits by itself only for threads that are started already."""
+def wait_for_all() -> None:
+    """Wait for all saves, and refuse later ones: the interpreter ends, and waits only for threads that are started already."""
     global _over
     _over = True
     for number in [outcome._number for outcome in _found()]:
@@ -198,5 +197,4 @@ def _forget() -> None:
     _under_way = weakref.WeakValueDictionary()
 
 
-atexit.register(_wait_for_all)
 os.register_at_fork(after_in_child=_forget)

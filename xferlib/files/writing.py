@@ -7,6 +7,7 @@ save waits for none of this, and not for a thread to start.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import warnings
 import weakref
@@ -19,7 +20,7 @@ from typing import IO, Any, final
 from xferlib.byte_reader import ByteReader
 from xferlib.engine.cores import usable_cores
 from xferlib.errors import AllocationError
-from xferlib.files.outcome import Outcome
+from xferlib.files.outcome import Outcome, wait_for_all
 from xferlib.files.pace import Pace, wait_to_read
 from xferlib.files.plan import FilePiece, Layout, Plan
 from xferlib.files.series import remove_older
@@ -100,7 +101,7 @@ class Writing:
             raise
 
     def _start_threads(self) -> None:
-        """They are no daemons: while the interpreter ends, it waits for them. Else the module `outcome` does."""
+        """They are no daemons: while the interpreter ends, it waits for them. Else `wait_for_all` does."""
         if not self._outcome.begin():
             return
         most = 1 if self._plan.is_archive else -(-self._plan.nbytes // self._piece_nbytes)
@@ -304,3 +305,8 @@ class Writing:
                 warnings.warn(words, RuntimeWarning, 2)
             except RuntimeWarning as warned:
                 self._outcome.warned = warned
+
+
+# Here and not in `outcome`, which `load` imports as well: what is registered last is called first, and while saves go on the
+# stagers that they read from stay open.
+atexit.register(wait_for_all)
