@@ -44,7 +44,7 @@ MANY = 6
 DEAF = "import signal; signal.signal(signal.SIGABRT, signal.SIG_IGN); signal.pause()"
 
 
-def pytest_run(folder: Path, source: str, *, seconds: float = 4) -> Ended:
+def pytest_run(folder: Path, source: str, *, seconds: float = 6) -> Ended:
     """Run a module with the guard, which gives each phase so long."""
     module = folder / "test_hanging.py"
     module.write_text(source)
