@@ -5,17 +5,21 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from _thread import get_ident, start_new_thread
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Generic, TypeVar, final
 
 from xferlib.latch import Latch
 
-__all__ = ["Daemon"]
+__all__ = ["Daemon", "report"]
 
 END_SECONDS = 1.0
 """How long the end of the interpreter waits for what such a thread has begun. It may be held by compute, for ever."""
+AGAIN_SECONDS = 0.01
+"""Until such a thread goes on behind an error of its own: others are to have the interpreter, whatever comes again and again."""
 
 T = TypeVar("T")
 
@@ -73,9 +77,15 @@ class Daemon(Generic[T]):
 
     def _serve(self) -> None:
         self._ident = get_ident()
-        threading.current_thread().name = self._name
         try:
-            self._run()
+            threading.current_thread().name = self._name
+            while not self.over:
+                # Nothing may end this thread: whoever counts on it would wait for ever, and what it gives back would stay taken.
+                try:
+                    self._run()
+                except BaseException as error:
+                    report(error)
+                    time.sleep(AGAIN_SECONDS)
         finally:
             self._ended.open()
 
@@ -83,3 +93,9 @@ class Daemon(Generic[T]):
         self._running.clear()
         self._ident, self._ended, self.inbox = 0, Latch(), SimpleQueue()
         self._forgotten()
+
+
+def report(error: BaseException) -> None:
+    """Report an error as those of threads are. Raises nothing."""
+    with suppress(BaseException):
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))

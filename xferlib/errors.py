@@ -22,6 +22,7 @@ __all__ = [
     "WorkerError",
     "XferError",
     "anew",
+    "said",
 ]
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
@@ -84,3 +85,11 @@ class SynchronousTransferWarning(RuntimeWarning):
 def anew(error: ErrorT) -> ErrorT:
     """Return a new error like one that is kept: several threads may be refused at once, and an exception carries one traceback."""
     return type(error)(*error.args)
+
+
+def said(error: BaseException) -> str:
+    """Return the `repr` of any error. Its class may be anybody's: where that raises, the name of the class."""
+    try:
+        return repr(error)
+    except BaseException:
+        return type(error).__name__

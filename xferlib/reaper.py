@@ -6,13 +6,12 @@ thread of the process looks now and then, for as long as anything is left. It ma
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty
 from typing import Any, Final, Protocol
 
-from xferlib.daemon import Daemon
+from xferlib.daemon import Daemon, report
 from xferlib.tickets import ticket
 
 __all__ = ["REAPER", "Remains", "close_later", "closed_when_dropped", "remaining", "start_reaper", "watch"]
@@ -71,8 +70,7 @@ def _attempt(call: Callable[[], Any]) -> Any:
         return call()
     except BaseException as error:
         # Nothing may end this thread: stagers that are dropped later would stay open.
-        with suppress(BaseException):
-            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread())))
+        report(error)
         return False
 
 

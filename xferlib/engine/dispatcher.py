@@ -13,7 +13,7 @@ from typing import Any, Final, final
 from xferlib.daemon import Daemon
 from xferlib.engine.jobs import Job
 from xferlib.engine.native import FINISHED, H2D, MOST_PIECES, Request, library, quick
-from xferlib.errors import XferError
+from xferlib.errors import XferError, said
 from xferlib.latch import note_copy_thread
 from xferlib.protocol import Event, HostStager
 
@@ -100,9 +100,9 @@ def _note(job: Job, error: BaseException) -> None:
     if job.cause is not None:
         return
     if not isinstance(error, Exception):
-        error = XferError(f"a call of the backend ended by {error!r}")
-    # Without its traceback, whose frames lead back here.
-    job.cause = error.with_traceback(None)
+        error = XferError(f"a call of the backend ended by {said(error)}")
+    # Without its traceback, whose frames lead back here. By no method of its class, which may be anybody's.
+    job.cause = Exception.with_traceback(error, None)
 
 
 @final

@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Literal, final
 
-from xferlib.errors import ClosedError, XferError
+from xferlib.errors import ClosedError, XferError, said
 from xferlib.files.series import series_of
 from xferlib.latch import WAIT_SECONDS, Latch
 
@@ -95,7 +95,7 @@ class Outcome:
 
     def fail(self, error: BaseException) -> None:
         """Say that there will be no file, and why, unless something else was said before."""
-        known = error if isinstance(error, Exception) else RuntimeError(f"the save was cut off: {error!r}")
+        known = error if isinstance(error, Exception) else RuntimeError(f"the save was cut off: {said(error)}")
         if isinstance(known, OSError) and known.errno is not None and known.filename is None:
             # The system says of no write to which file it was.
             known.filename = str(self.file)

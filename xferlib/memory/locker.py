@@ -7,14 +7,14 @@ The length of one call cannot be helped: if memory is locked in slices, the driv
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty
 from typing import Final, NamedTuple, TypeAlias, final
 
-from xferlib.daemon import Daemon
+from xferlib.daemon import Daemon, report
+from xferlib.errors import said
 
 __all__ = ["LOCKER", "Lock", "lock_later", "pause_after"]
 
@@ -75,12 +75,9 @@ def _lock_all(lock: Lock, failed: dict[Lock, _Retry]) -> None:
         # Nothing may end this thread: whoever waits until all is locked would wait for ever.
         before = failed.get(lock)
         seconds = ERROR_SECONDS if before is None else min(2 * before.seconds, MOST_ERROR_SECONDS)
-        failed[lock] = _Retry(repr(error), seconds, time.monotonic() + seconds)
-        if before is None or before.said != repr(error):
-            with suppress(BaseException):
-                threading.excepthook(
-                    threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
-                )
+        failed[lock] = _Retry(said(error), seconds, time.monotonic() + seconds)
+        if before is None or before.said != said(error):
+            report(error)
 
 
 def _lock_each(lock: Lock, failed: dict[Lock, _Retry]) -> None:

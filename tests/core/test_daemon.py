@@ -1,0 +1,105 @@
+"""The threads of the process that serve all stagers: whatever comes out of what they call, they go on."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xferlib
+from tests.core.fakes import WATCHDOG, on_thread, succeeds, tampered
+from xferlib.memory.locker import LOCKER, lock_later
+
+
+class Speechless(BaseException):
+    """An error of somebody's that cannot be shown, and that keeps its traceback."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no words")
+
+
+class Clinging(Exception):
+    """As above; one that frameworks raise."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no words")
+
+    def with_traceback(self, tb: object) -> Any:
+        raise ValueError("it stays")
+
+
+def test_an_error_of_a_daemon_s_own_is_reported_and_it_goes_on() -> None:
+    said = succeeds("""
+        import threading
+        from xferlib.daemon import Daemon
+        heard, reported = threading.Event(), []
+        threading.excepthook = lambda args: reported.append((args.thread.name, str(args.exc_value)))
+
+        def run() -> None:
+            while not served.over:
+                asked = served.inbox.get()
+                if asked == "fail":
+                    raise SystemExit("broken")
+                if asked:
+                    heard.set()
+
+        served: Daemon[str] = Daemon("xferlib-broken", run)
+        served.start()
+        served.inbox.put("fail")
+        served.inbox.put("go on")
+        assert heard.wait(5)
+        print(reported)
+    """)
+    assert said == "[('xferlib-broken', 'broken')]\n"
+
+
+def test_a_daemon_that_fails_again_and_again_ends_with_the_interpreter() -> None:
+    succeeds("""
+        import threading
+        from xferlib.daemon import Daemon
+        often = threading.Semaphore(0)
+        threading.excepthook = lambda args: often.release()
+
+        def run() -> None:
+            raise ValueError("always")
+
+        Daemon("xferlib-broken", run).start()
+        for _ in range(3):
+            assert often.acquire(timeout=5)
+    """)
+
+
+@pytest.mark.parametrize("error", [Speechless, Clinging])
+def test_an_error_that_cannot_be_shown_ends_no_dispatcher(error: type[BaseException]) -> None:
+    def copy(*arguments: int) -> None:
+        if errors and threading.current_thread().name == "xferlib-dispatcher":
+            raise errors.pop()
+        backend.inner.copy_h2d(*arguments)
+
+    errors: list[BaseException] = [error()]
+    backend = tampered(copy_h2d=copy)
+    large = np.arange(8 << 20, dtype=np.uint8)
+    with xferlib.stager(backend) as stager:
+        failed = on_thread(lambda: stager.put(large).result()).exception(WATCHDOG)
+        assert isinstance(failed, Clinging if error is Clinging else xferlib.XferError)
+        assert np.array_equal(np.asarray(on_thread(lambda: stager.put(large).result()).result(WATCHDOG)), large)
+
+
+@pytest.mark.parametrize("error", [Speechless, Clinging])
+def test_an_error_that_cannot_be_shown_ends_no_locker(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    def lock() -> int:
+        if errors:
+            raise errors.pop()
+        again.set()
+        return 0
+
+    errors: list[BaseException] = [error(), error()]
+    again, reported = threading.Event(), list[type[BaseException]]()
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
+    LOCKER.start()
+    lock_later(lock)
+    assert again.wait(WATCHDOG)
+    # Once: the second one says the same.
+    assert reported == [error]
